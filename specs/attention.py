@@ -1,0 +1,184 @@
+"""What a layer asks of a backend, and what a backend declares that it can do."""
+
+from __future__ import annotations
+
+from enum import IntEnum, StrEnum, unique
+from typing import Self
+
+from pydantic import model_validator
+
+from specs.base import PositiveInt, Spec
+from specs.devices import ComputeCapability, DeviceKind
+from specs.dtypes import CacheDType, CacheDTypeField, DType, DTypeField
+
+
+@unique
+class AttentionType(StrEnum):
+    """Role of an attention layer; values as vLLM's."""
+
+    DECODER = "decoder"
+    ENCODER = "encoder"
+    """Encoder of an encoder-decoder model."""
+    ENCODER_ONLY = "encoder_only"
+    ENCODER_DECODER = "encoder_decoder"
+    """Cross attention: decoder queries over the encoder's keys."""
+
+    @property
+    def is_cached(self) -> bool:
+        """True when keys and values go through the KV cache."""
+        return self in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+
+
+@unique
+class AttentionCGSupport(IntEnum):
+    """Which batches a captured CUDA graph can replay; a larger value covers the smaller."""
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    UNIFORM_BATCH = 2
+    """All requests with one query length (speculative verify included)."""
+    ALWAYS = 3
+    """Any mix of prefill and decode."""
+
+
+class MultipleOf(Spec):
+    """In a list of block sizes: any multiple of ``base``."""
+
+    base: PositiveInt
+
+    def __str__(self) -> str:
+        return f"any multiple of {self.base}"
+
+
+class HeadSizes(Spec):
+    """Head sizes that a backend takes: a list, or every multiple of a step inside a range."""
+
+    values: tuple[PositiveInt, ...] = ()
+    """Exactly these; empty means the range below."""
+    multiple_of: PositiveInt = 1
+    minimum: PositiveInt = 1
+    maximum: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _range_is_not_empty(self) -> Self:
+        """The minimum does not exceed the maximum."""
+        if self.maximum is not None and self.minimum > self.maximum:
+            raise ValueError(f"minimum ({self.minimum}) exceeds maximum ({self.maximum})")
+        return self
+
+    def __contains__(self, head_size: int) -> bool:
+        if self.values:
+            return head_size in self.values
+        above = self.maximum is not None and head_size > self.maximum
+        return head_size >= self.minimum and not above and head_size % self.multiple_of == 0
+
+    def __str__(self) -> str:
+        if self.values:
+            return ", ".join(str(value) for value in self.values)
+        upper = "" if self.maximum is None else f" to {self.maximum}"
+        return f"multiples of {self.multiple_of} from {self.minimum}{upper}"
+
+
+class ComputeCapabilityRange(Spec):
+    """Compute capabilities from ``minimum`` to ``maximum``, both included."""
+
+    minimum: ComputeCapability
+    maximum: ComputeCapability | None = None
+
+    def __contains__(self, capability: ComputeCapability) -> bool:
+        return self.minimum <= capability and (
+            self.maximum is None or capability <= self.maximum
+        )
+
+
+class AttentionSelectorConfig(Spec):
+    """What one layer of a model asks of a backend.
+
+    The fields down to ``use_rswa`` are vLLM's (0.26 and 0.33), in vLLM's order; those after it are
+    ours, for features that vLLM's selection does not see.
+    """
+
+    head_size: PositiveInt
+    """Query and key head size; for MLA the absorbed width (latent + rope)."""
+    dtype: DTypeField
+    """Model (activation) dtype."""
+    kv_cache_dtype: CacheDTypeField = CacheDType.AUTO
+    block_size: PositiveInt | None = None
+    """Block size that the user asked for; None leaves it to the backend."""
+    use_mla: bool = False
+    has_sink: bool = False
+    """Per-head sink logits in the softmax denominator."""
+    use_sparse: bool = False
+    """Top-k sparse MLA."""
+    use_mm_prefix: bool = False
+    """Bidirectional ranges of multimodal tokens."""
+    use_per_head_quant_scales: bool = False
+    attn_type: AttentionType = AttentionType.DECODER
+    has_sliding_window: bool = False
+    use_non_causal: bool = False
+    use_batch_invariant: bool = False
+    use_kv_connector: bool = False
+    use_pcp: bool = False
+    use_adaptive_verification: bool = False
+    """The device may trim drafts, so host and device query lengths can disagree."""
+    use_dcp: bool = False
+    use_rswa: bool = False
+    use_logits_soft_cap: bool = False
+    use_alibi: bool = False
+    use_alibi_sqrt: bool = False
+    use_chunked_local: bool = False
+
+
+class BackendCapabilities(Spec):
+    """Everything a backend declares; its ``supports_*`` methods only read this record."""
+
+    dtypes: tuple[DType, ...]
+    """Model dtypes."""
+    kv_cache_dtypes: tuple[CacheDType, ...]
+    block_sizes: tuple[int | MultipleOf, ...]
+    """Kernel block sizes; a manager block is supported when one of them divides it."""
+    head_sizes: HeadSizes = HeadSizes()
+    device_kinds: tuple[DeviceKind, ...]
+    compute_capabilities: tuple[ComputeCapabilityRange, ...] = ()
+    """Narrows ``device_kinds``; empty means every capability of those kinds."""
+    attn_types: tuple[AttentionType, ...] = (AttentionType.DECODER,)
+    cudagraph_support: AttentionCGSupport = AttentionCGSupport.NEVER
+    is_mla: bool = False
+    is_sparse: bool = False
+    sink: bool = False
+    sliding_window: bool = False
+    chunked_local: bool = False
+    logits_soft_cap: bool = False
+    alibi: bool = False
+    alibi_sqrt: bool = False
+    mm_prefix: bool = False
+    rswa: bool = False
+    non_causal: bool = False
+    non_causal_dcp: bool = False
+    per_head_quant_scales: bool = False
+    batch_invariance: bool = False
+    kv_connector: bool = True
+    pcp: bool = False
+    dcp: bool = False
+    """Decode context parallelism: needs LSE of decode rows."""
+    device_cpu_query_lens_mismatch: bool = False
+    """Right when device and host query lengths disagree: nothing is decided from host lengths."""
+    lse: bool = False
+    """Can return the log-sum-exp of every row."""
+    output_quant: bool = False
+    """Can write fp8 output with a static scale."""
+
+    @model_validator(mode="after")
+    def _sparse_is_mla(self) -> Self:
+        """Sparse backends of this library are MLA backends."""
+        if self.is_sparse and not self.is_mla:
+            raise ValueError("is_sparse needs is_mla")
+        return self
+
+    @model_validator(mode="after")
+    def _lists_are_not_empty(self) -> Self:
+        """A backend serves at least one of each kind of thing."""
+        for name in ("dtypes", "kv_cache_dtypes", "block_sizes", "device_kinds", "attn_types"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} must not be empty")
+        return self

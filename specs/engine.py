@@ -1,0 +1,73 @@
+"""Settings of the serving engine that builders and the selector read."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import model_validator
+
+from specs.base import NonNegativeInt, PositiveInt, Spec
+
+
+class ParallelConfig(Spec):
+    """How one model is spread over devices."""
+
+    tensor_parallel_size: PositiveInt = 1
+    decode_context_parallel_size: PositiveInt = 1
+    """Ranks over which the KV tokens of one request are striped (DCP)."""
+    decode_context_parallel_rank: NonNegativeInt = 0
+    dcp_interleave: PositiveInt = 1
+    """Consecutive tokens on one DCP rank before the next rank's turn."""
+    prefill_context_parallel_size: PositiveInt = 1
+
+    @model_validator(mode="after")
+    def _rank_is_in_range(self) -> Self:
+        """The DCP rank is below the DCP size."""
+        if self.decode_context_parallel_rank >= self.decode_context_parallel_size:
+            raise ValueError(
+                f"decode_context_parallel_rank must be below decode_context_parallel_size "
+                f"({self.decode_context_parallel_size}), got {self.decode_context_parallel_rank}"
+            )
+        return self
+
+
+class SpeculativeConfig(Spec):
+    """Speculative decoding: drafts per step."""
+
+    num_speculative_tokens: PositiveInt
+    """k drafts per step; a verify query has 1 + k tokens."""
+    parallel_drafting: bool = False
+    """All drafts come from one forward: a verify query can hold 1 + 2k tokens."""
+
+    @property
+    def max_decode_query_len(self) -> int:
+        """Longest query of a decode row."""
+        return 1 + self.num_speculative_tokens * (2 if self.parallel_drafting else 1)
+
+
+class EngineConfig(Spec):
+    """The few settings that a builder needs; vLLM's config is translated into this."""
+
+    max_model_len: PositiveInt
+    """Longest sequence, in tokens."""
+    max_num_seqs: PositiveInt = 256
+    """Most requests in a step."""
+    max_num_batched_tokens: PositiveInt = 8192
+    """Most tokens in a step."""
+    num_heads: PositiveInt | None = None
+    """Query heads per rank; None when the builder does not need them."""
+    cudagraph_capture_sizes: tuple[PositiveInt, ...] = ()
+    """Batch sizes, in tokens, that are captured; empty means eager."""
+    parallel: ParallelConfig = ParallelConfig()
+    speculative: SpeculativeConfig | None = None
+    batch_invariant: bool = False
+    """Same bits for a request whatever shares its batch and however its prefill is chunked."""
+    rswa_window: PositiveInt | None = None
+    """Window of reference sliding-window attention (R-SWA): the prefix stays visible."""
+    index_topk: PositiveInt | None = None
+    """Tokens that a sparse MLA layer attends."""
+
+    @property
+    def max_decode_query_len(self) -> int:
+        """Longest query of a decode row: 1, or 1 + k with speculation."""
+        return 1 if self.speculative is None else self.speculative.max_decode_query_len
