@@ -1,0 +1,1 @@
+"""Specs: dtypes, KV layouts, KV cache specs, capabilities, devices, models; data, no torch."""

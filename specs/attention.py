@@ -86,9 +86,7 @@ class ComputeCapabilityRange(Spec):
     maximum: ComputeCapability | None = None
 
     def __contains__(self, capability: ComputeCapability) -> bool:
-        return self.minimum <= capability and (
-            self.maximum is None or capability <= self.maximum
-        )
+        return self.minimum <= capability and (self.maximum is None or capability <= self.maximum)
 
 
 class AttentionSelectorConfig(Spec):

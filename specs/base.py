@@ -63,7 +63,7 @@ def spec_errors(what: str) -> Iterator[None]:
 
 
 def parse_spec(cls: type[S], data: Mapping[str, Any] | str | bytes, what: str) -> S:
-    """Validate ``data`` (a mapping, or JSON text) as ``cls``; ``SpecError`` prefixed by ``what``."""
+    """Validate a mapping or JSON text as ``cls``; ``SpecError`` starts with ``what``."""
     with spec_errors(what):
         if isinstance(data, str | bytes):
             return cls.model_validate_json(data)

@@ -173,7 +173,9 @@ class CacheDType(StrEnum):
             return cls(name)
         except ValueError:
             allowed = ", ".join(member.value for member in cls)
-            raise ValueError(f"unknown kv_cache_dtype {value!r}; expected one of {allowed}") from None
+            raise ValueError(
+                f"unknown kv_cache_dtype {value!r}; expected one of {allowed}"
+            ) from None
 
     @property
     def quant_mode(self) -> KVQuantMode:
@@ -204,8 +206,10 @@ class CacheDType(StrEnum):
         raise NotImplementedError(f"kv_cache_dtype {self.value!r} has no row format here")
 
     def storage(self, model_dtype: DType) -> DType:
-        """Type of the cache tensor as an engine allocates it (quantised bytes are ``uint8``,
-        ``int8`` for int8 rows); kernels view it as :meth:`element`."""
+        """Type of the cache tensor as an engine allocates it; kernels view it as :meth:`element`.
+
+        Quantised bytes are ``uint8``, int8 rows ``int8``.
+        """
         if self is CacheDType.INT8_PER_TOKEN_HEAD:
             return DType.INT8
         return DType.UINT8 if self.is_quantized else self.element(model_dtype)

@@ -23,7 +23,7 @@ class _KVCacheSpec(Spec):
     block_size: PositiveInt
     """Tokens per block."""
     dtype: DTypeField = DType.BFLOAT16
-    """Model dtype: what ``cache_dtype`` ``auto`` stores, and the type of K and V before the write."""
+    """Model dtype: the type of K and V before the write, and what ``auto`` stores."""
     cache_dtype: CacheDTypeField = CacheDType.AUTO
     page_size_padded: PositiveInt | None = None
     """Bytes from one block to the next when larger than the content (hybrid models)."""
@@ -164,7 +164,7 @@ class SlidingWindowSpec(_DenseSpec):
 
 
 class ChunkedLocalAttentionSpec(_DenseSpec):
-    """Each token sees the tokens of its own aligned chunk (and ``chunk_lookback`` chunks before)."""
+    """Each token sees its own aligned chunk, and ``chunk_lookback`` chunks before it."""
 
     kind: Literal["chunked_local_attention"] = "chunked_local_attention"
     attention_chunk_size: PositiveInt
@@ -177,7 +177,7 @@ class ChunkedLocalAttentionSpec(_DenseSpec):
 
 
 class SinkFullAttentionSpec(_DenseSpec):
-    """Full attention whose first ``sink_len`` cached tokens are static and shared by all requests."""
+    """Full attention over ``sink_len`` static tokens that all requests share, then their own."""
 
     kind: Literal["sink_full_attention"] = "sink_full_attention"
     sink_len: PositiveInt

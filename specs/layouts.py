@@ -45,7 +45,7 @@ class KVViews(NamedTuple):
     """K and V of a cache tensor, as strided views: nothing is copied."""
 
     key: torch.Tensor
-    """``[N, P, Hk, head_size]`` in the stored type (int4: ``uint8 [N, P, Hk, head_size // 2]``)."""
+    """``[N, P, Hk, head_size]`` in the stored type (int4: ``uint8``, half the width)."""
     value: torch.Tensor
     """``[N, P, Hk, head_size_v]``, likewise."""
     key_scale: torch.Tensor | None = None
@@ -55,7 +55,7 @@ class KVViews(NamedTuple):
 
 
 def _strides(shape: tuple[int, ...], stride_order: tuple[int, ...]) -> tuple[int, ...]:
-    """Element strides, in logical order, of a tensor dense in ``stride_order`` (outermost first)."""
+    """Element strides, in logical order, of a tensor dense in ``stride_order``."""
     strides = [0] * len(shape)
     step = 1
     for axis in reversed(stride_order):
@@ -86,8 +86,10 @@ class _Layout(Spec):
         raise NotImplementedError
 
     def stride_order(self, include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """Logical axes, outermost in memory first; with the layer axis, that is logical axis 0
-        and every block holds all layers side by side (blocks outermost)."""
+        """Logical axes, outermost in memory first.
+
+        With the layer axis, that is logical axis 0 and every block holds all layers side by side.
+        """
         order = self._stride_order()
         if not include_num_layers_dimension:
             return order
@@ -243,7 +245,7 @@ def split_kv_cache(kv_cache: torch.Tensor, row: RowFormat) -> KVViews:
     views: dict[str, torch.Tensor] = {}
     for side, plane in zip(("k", "v"), planes, strict=True):
         data, size = row[side], kv_cache.element_size()
-        scale = row[f"{side}_scale"] if f"{side}_scale" in row else None
+        scale = row.get(f"{side}_scale")
         nbytes = data.nbytes + (scale.nbytes if scale else 0)
         if plane.shape[-1] * size != nbytes:
             raise ValueError(
@@ -355,7 +357,7 @@ def latent_views(kv_cache: torch.Tensor, row: RowFormat) -> dict[str, torch.Tens
     for field in row.fields:
         start, stop = (edge * block_size // size for edge in (field.offset, field.end))
         part = pages[:, start:stop].view(field.dtype.torch)
-        views[field.name] = part.unflatten(1, (block_size, field.count))
+        views[field.name] = part.view(num_blocks, block_size, field.count)
     return views
 
 

@@ -61,8 +61,8 @@ class RowFormat(Spec):
         for field in self.fields:
             if field.offset != end:
                 raise ValueError(
-                    f"row format {self.name!r}: field {field.name!r} starts at byte {field.offset}, "
-                    f"expected {end} (no gap, no overlap)"
+                    f"row format {self.name!r}: field {field.name!r} starts at byte "
+                    f"{field.offset}, expected {end} (no gap, no overlap)"
                 )
             if field.offset % field.dtype.itemsize:
                 raise ValueError(
@@ -89,14 +89,18 @@ class RowFormat(Spec):
         Raises:
             KeyError: no such field.
         """
-        for field in self.fields:
-            if field.name == name:
-                return field
-        raise KeyError(f"row format {self.name!r} has no field {name!r}")
+        field = self.get(name)
+        if field is None:
+            raise KeyError(f"row format {self.name!r} has no field {name!r}")
+        return field
+
+    def get(self, name: str) -> RowField | None:
+        """The field of that name, or None."""
+        return next((field for field in self.fields if field.name == name), None)
 
     def __contains__(self, name: str) -> bool:
         """True when a field of that name exists."""
-        return any(field.name == name for field in self.fields)
+        return self.get(name) is not None
 
 
 def row_format(name: str, *fields: tuple[str, DType, int], planar: bool = False) -> RowFormat:
@@ -164,9 +168,7 @@ class LatentFormat(StrEnum):
                 ("scale", fp32, kv_lora_rank // LATENT_BLOCK),
                 ("rope", DType.BFLOAT16, qk_rope_head_dim),
             )
-        return row_format(
-            self.value, ("data", e4m3, kv_lora_rank), ("scale", fp32, 1), planar=True
-        )
+        return row_format(self.value, ("data", e4m3, kv_lora_rank), ("scale", fp32, 1), planar=True)
 
 
 def latent_format_of(cache_dtype: CacheDType) -> LatentFormat:

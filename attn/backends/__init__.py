@@ -1,0 +1,1 @@
+"""The backend part of each triple: one module per stem."""

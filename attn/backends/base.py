@@ -1,0 +1,410 @@
+"""The backend part of a triple: what it can do, all static, all read from one declared record."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from specs.attention import AttentionCGSupport, AttentionType, BackendCapabilities, MultipleOf
+from specs.devices import ComputeCapability, Device, kind_of
+from specs.dtypes import CacheDType, DType
+from specs.kv_cache import AnyKVCacheSpec
+from specs.layouts import DenseKVLayout, KVOrder, KVPacking, LatentKVLayout
+from specs.rows import latent_format_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from attn.impls.base import AttentionImplBase
+    from builders.base import AttentionMetadataBuilder
+
+
+class _ClassProperty:
+    """A read-only attribute computed from the class, as vLLM's class attributes are read."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        return self.function(owner)
+
+
+class AttentionBackend(ABC):
+    """Static capabilities of one triple, under vLLM v1's method names; never instantiated.
+
+    A subclass declares ``capabilities`` and the three names; it overrides a method only where data
+    cannot say it.
+    """
+
+    capabilities: ClassVar[BackendCapabilities]
+    forward_includes_kv_cache_update: ClassVar[bool] = False
+    """False: the caller writes the cache through ``do_kv_cache_update`` before ``forward``."""
+
+    @staticmethod
+    @abstractmethod
+    def get_name() -> str:
+        """Registry name."""
+
+    @staticmethod
+    @abstractmethod
+    def get_impl_cls() -> type[AttentionImplBase]:
+        """The impl of this triple."""
+
+    @staticmethod
+    @abstractmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
+        """The metadata builder of this triple."""
+
+    @_ClassProperty
+    def supported_dtypes(cls: type[AttentionBackend]) -> list[torch.dtype]:  # noqa: N805
+        """Model dtypes, as torch's."""
+        return [dtype.torch for dtype in cls.capabilities.dtypes]
+
+    @_ClassProperty
+    def supported_kv_cache_dtypes(cls: type[AttentionBackend]) -> list[str]:  # noqa: N805
+        """``kv_cache_dtype`` strings."""
+        return [dtype.value for dtype in cls.capabilities.kv_cache_dtypes]
+
+    @classmethod
+    def full_cls_name(cls) -> tuple[str, str]:
+        """Module and qualified name."""
+        return cls.__module__, cls.__qualname__
+
+    @classmethod
+    def get_supported_kernel_block_sizes(
+        cls, kv_cache_spec: AnyKVCacheSpec | None = None
+    ) -> list[int | MultipleOf]:
+        """Kernel block sizes, in tokens."""
+        return list(cls.capabilities.block_sizes)
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Head sizes when they are a list; empty when :meth:`supports_head_size` knows a rule."""
+        return list(cls.capabilities.head_sizes.values)
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int = 16) -> int:
+        """The default when supported, else the smallest supported block size."""
+        if cls.supports_block_size(default_block_size):
+            return default_block_size
+        return min(_base(size) for size in cls.capabilities.block_sizes)
+
+    @classmethod
+    def get_kv_cache_shape(
+        cls,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        """Logical shape of the cache tensor, in elements of the storage dtype.
+
+        Split ``[N, 2, P, Hk, width]``, latent ``[N, P, width]``.
+        """
+        if cls.capabilities.is_mla:
+            cache_dtype = CacheDType.parse(cache_dtype_str)
+            if cache_dtype is CacheDType.FP8_DS_MLA:
+                row = latent_format_of(cache_dtype).row()
+                return (num_blocks, block_size, row.nbytes)
+            return (num_blocks, block_size, head_size)
+        return DenseKVLayout(
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            cache_dtype=CacheDType.parse(cache_dtype_str),
+        ).logical_shape(num_blocks)
+
+    @classmethod
+    def get_kv_cache_stride_order(
+        cls, include_num_layers_dimension: bool = False
+    ) -> tuple[int, ...]:
+        """Logical axes of the cache tensor, outermost in memory first."""
+        axes = 3 if cls.capabilities.is_mla else 5
+        if not include_num_layers_dimension:
+            return tuple(range(axes))
+        return (1, 0, *range(2, axes + 1))
+
+    @classmethod
+    def kv_cache_layout(cls, spec: AnyKVCacheSpec) -> DenseKVLayout | LatentKVLayout:
+        """The layout this backend prefers for a layer: split where K and V have one size."""
+        try:
+            return spec.layout(KVPacking.SPLIT, KVOrder.NHD)
+        except ValueError:
+            return spec.layout(KVPacking.PACKED, KVOrder.NHD)
+
+    # -- supports_*: one line each over the declared record, overridable one by one.
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        """Serves latent (MLA) layers, and only those."""
+        return cls.capabilities.is_mla
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        """Serves top-k sparse layers, and only those."""
+        return cls.capabilities.is_sparse
+
+    @classmethod
+    def is_ssm(cls) -> bool:
+        """Never: state-space layers are not attention."""
+        return False
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Head size is declared."""
+        return head_size in cls.capabilities.head_sizes
+
+    @classmethod
+    def supports_dtype(cls, dtype: torch.dtype | DType | str) -> bool:
+        """Model dtype is declared."""
+        return DType.parse(dtype) in cls.capabilities.dtypes
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: CacheDType | str | None) -> bool:
+        """KV cache dtype is declared; None is ``auto``."""
+        return CacheDType.parse(kv_cache_dtype) in cls.capabilities.kv_cache_dtypes
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        """A declared kernel block size divides it; None leaves the choice to the backend."""
+        if block_size is None:
+            return True
+        return block_size > 0 and any(
+            block_size % _base(size) == 0 for size in cls.capabilities.block_sizes
+        )
+
+    @classmethod
+    def supports_device(cls, device: Device) -> bool:
+        """Runs on this kind of device at all."""
+        return device.kind in cls.capabilities.device_kinds
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """Runs on this compute capability; None (a device without one) is left to the kind."""
+        if capability is None:
+            return True
+        cc = ComputeCapability.model_validate(capability)
+        ranges = cls.capabilities.compute_capabilities
+        return kind_of(cc) in cls.capabilities.device_kinds and (
+            not ranges or any(cc in allowed for allowed in ranges)
+        )
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Layer role is declared."""
+        return AttentionType(attn_type) in cls.capabilities.attn_types
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Per-head sink logits."""
+        return cls.capabilities.sink
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Sliding window."""
+        return cls.capabilities.sliding_window
+
+    @classmethod
+    def supports_chunked_local(cls) -> bool:
+        """Chunked local attention as a mask of the kernel."""
+        return cls.capabilities.chunked_local
+
+    @classmethod
+    def supports_logits_soft_cap(cls) -> bool:
+        """Soft cap (tanh) of the scores."""
+        return cls.capabilities.logits_soft_cap
+
+    @classmethod
+    def supports_alibi(cls) -> bool:
+        """Linear position bias."""
+        return cls.capabilities.alibi
+
+    @classmethod
+    def supports_alibi_sqrt(cls) -> bool:
+        """Square-root position bias."""
+        return cls.capabilities.alibi_sqrt
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """Bidirectional ranges of multimodal tokens."""
+        return cls.capabilities.mm_prefix
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        """Reference sliding window: a visible prefix beside the window."""
+        return cls.capabilities.rswa
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Non-causal decoder attention."""
+        return cls.capabilities.non_causal
+
+    @classmethod
+    def supports_non_causal_dcp(cls) -> bool:
+        """Non-causal attention under decode context parallelism."""
+        return cls.capabilities.non_causal_dcp
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        """One K and V scale per head."""
+        return cls.capabilities.per_head_quant_scales
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Same bits for a request in any batch and chunking."""
+        return cls.capabilities.batch_invariance
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        """KV transfer between engines."""
+        return cls.capabilities.kv_connector
+
+    @classmethod
+    def supports_pcp(cls) -> bool:
+        """Prefill context parallelism."""
+        return cls.capabilities.pcp
+
+    @classmethod
+    def supports_dcp(cls) -> bool:
+        """Decode context parallelism."""
+        return cls.capabilities.dcp
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Right when device and host query lengths disagree."""
+        return cls.capabilities.device_cpu_query_lens_mismatch
+
+    @classmethod
+    def cudagraph_support(cls) -> AttentionCGSupport:
+        """Declared level; the builder's ``get_cudagraph_support`` may lower it."""
+        return cls.capabilities.cudagraph_support
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype | DType | str,
+        kv_cache_dtype: CacheDType | str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        """A reason why features that are supported singly do not go together; None when they do."""
+        return None
+
+    @classmethod
+    def validate_configuration(
+        cls,
+        head_size: int,
+        dtype: torch.dtype | DType | str,
+        kv_cache_dtype: CacheDType | str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        use_per_head_quant_scales: bool,
+        device_capability: Any,
+        attn_type: str,
+        has_sliding_window: bool = False,
+        use_non_causal: bool = False,
+        use_batch_invariant: bool = False,
+        use_kv_connector: bool = False,
+        use_pcp: bool = False,
+        use_adaptive_verification: bool = False,
+        use_dcp: bool = False,
+        use_rswa: bool = False,
+        use_logits_soft_cap: bool = False,
+        use_alibi: bool = False,
+        use_alibi_sqrt: bool = False,
+        use_chunked_local: bool = False,
+    ) -> list[str]:
+        """Every reason why this backend cannot serve a layer, in vLLM's words; [] when it can.
+
+        vLLM calls it with the fields of its selector config and ``device_capability``; the last
+        four arguments are ours.
+        """
+        mla_reason = "MLA not supported" if use_mla else "non-MLA not supported"
+        sparse_reason = "sparse not supported" if use_sparse else "non-sparse not supported"
+        # An MLA backend serves dense or sparse latent layers; sparseness means nothing elsewhere.
+        checks: list[tuple[bool, str]] = [
+            (cls.supports_head_size(head_size), "head_size not supported"),
+            (cls.supports_dtype(dtype), "dtype not supported"),
+            (cls.supports_kv_cache_dtype(kv_cache_dtype), "kv_cache_dtype not supported"),
+            (cls.supports_block_size(block_size), "block_size not supported"),
+            (
+                not use_mm_prefix or cls.supports_mm_prefix(),
+                "partial multimodal token full attention not supported",
+            ),
+            (use_mla == cls.is_mla(), mla_reason),
+            (not has_sink or cls.supports_sink(), "attention sinks not supported"),
+            (use_sparse == cls.is_sparse(), sparse_reason),
+            (
+                not use_per_head_quant_scales or cls.supports_per_head_quant_scales(),
+                "per-head quant scales not supported",
+            ),
+            (
+                cls.supports_compute_capability(device_capability),
+                "compute capability not supported",
+            ),
+            (cls.supports_attn_type(attn_type), f"attention type {attn_type} not supported"),
+            (
+                not has_sliding_window or cls.supports_sliding_window(),
+                "sliding window not supported",
+            ),
+            (not use_rswa or cls.supports_rswa(), "R-SWA not supported"),
+            (
+                not use_non_causal or cls.supports_non_causal(),
+                "non-causal attention not supported",
+            ),
+            (
+                not (use_non_causal and use_mla and use_dcp) or cls.supports_non_causal_dcp(),
+                "non-causal MLA attention with DCP not supported",
+            ),
+            (
+                not use_batch_invariant or cls.supports_batch_invariance(),
+                "batch invariance not supported",
+            ),
+            (not use_kv_connector or cls.supports_kv_connector(), "KV connector not supported"),
+            (not use_pcp or cls.supports_pcp(), "PCP not supported"),
+            (not use_dcp or cls.supports_dcp(), "DCP not supported"),
+            (
+                not use_adaptive_verification or cls.supports_device_cpu_query_lens_mismatch(),
+                "device-cpu query lens mismatch not supported, "
+                "this is needed for adaptive verification",
+            ),
+            (
+                not use_logits_soft_cap or cls.supports_logits_soft_cap(),
+                "logits soft cap not supported",
+            ),
+            (not use_alibi or cls.supports_alibi(), "ALiBi not supported"),
+            (not use_alibi_sqrt or cls.supports_alibi_sqrt(), "ALiBi-sqrt not supported"),
+            (
+                not use_chunked_local or cls.supports_chunked_local(),
+                "chunked local attention not supported",
+            ),
+        ]
+        reasons = [reason for served, reason in checks if not served]
+        combination = cls.supports_combination(
+            head_size,
+            dtype,
+            kv_cache_dtype,
+            block_size,
+            use_mla,
+            has_sink,
+            use_sparse,
+            use_mm_prefix,
+            device_capability,
+        )
+        if combination is not None:
+            reasons.append(combination)
+        return reasons
+
+
+def _base(size: int | MultipleOf) -> int:
+    """The number that a block size must divide by; vLLM's ``MultipleOf`` has ``base`` too."""
+    return size if isinstance(size, int) else int(size.base)

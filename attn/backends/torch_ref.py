@@ -1,0 +1,80 @@
+"""TORCH_REF: dense attention in plain torch; the CPU backend, and correct on any device."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from attn.backends.base import AttentionBackend
+from attn.impls.torch_ref import TorchRefImpl
+from builders.torch_ref import TorchRefMetadataBuilder
+from specs.attention import AttentionType, BackendCapabilities, MultipleOf
+from specs.devices import DeviceKind
+from specs.dtypes import CacheDType, DType
+
+
+class TorchRefBackend(AttentionBackend):
+    """Every dense feature of the library, at reference speed; no CUDA graphs."""
+
+    capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(
+        dtypes=(DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64),
+        kv_cache_dtypes=(
+            CacheDType.AUTO,
+            CacheDType.FLOAT16,
+            CacheDType.BFLOAT16,
+            CacheDType.FP8,
+            CacheDType.FP8_E4M3,
+            CacheDType.FP8_E5M2,
+            CacheDType.INT4_PER_TOKEN_HEAD,
+            CacheDType.INT8_PER_TOKEN_HEAD,
+            CacheDType.FP8_PER_TOKEN_HEAD,
+        ),
+        block_sizes=(MultipleOf(base=1),),
+        device_kinds=tuple(DeviceKind),
+        attn_types=tuple(AttentionType),
+        sink=True,
+        sliding_window=True,
+        chunked_local=True,
+        logits_soft_cap=True,
+        alibi=True,
+        alibi_sqrt=True,
+        mm_prefix=True,
+        rswa=True,
+        non_causal=True,
+        per_head_quant_scales=True,
+        dcp=True,
+        # Lengths come from the device, so a host copy that disagrees changes nothing.
+        device_cpu_query_lens_mismatch=True,
+        lse=True,
+        output_quant=True,
+    )
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: object,
+        kv_cache_dtype: CacheDType | str | None,
+        *args: object,
+        **kwargs: object,
+    ) -> str | None:
+        """Per-(token, head) rows need head sizes that keep their inline scales aligned."""
+        cache_dtype = CacheDType.parse(kv_cache_dtype)
+        step = 4 * cache_dtype.packing
+        if cache_dtype.quant_mode.is_per_token_head and head_size % step:
+            return f"{cache_dtype.value} needs a head_size that is a multiple of {step}"
+        return None
+
+    @staticmethod
+    def get_name() -> str:
+        """Registry name."""
+        return "TORCH_REF"
+
+    @staticmethod
+    def get_impl_cls() -> type[TorchRefImpl]:
+        """The impl of this triple."""
+        return TorchRefImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TorchRefMetadataBuilder]:
+        """The metadata builder of this triple."""
+        return TorchRefMetadataBuilder

@@ -1,0 +1,72 @@
+"""TORCH_REF_MLA and TORCH_REF_SPARSE_MLA: latent attention in plain torch, on any device."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from attn.backends.base import AttentionBackend
+from attn.impls.torch_ref_mla import TorchRefMLAImpl, TorchRefSparseMLAImpl
+from builders.torch_ref_mla import TorchRefMLAMetadataBuilder, TorchRefSparseMLAMetadataBuilder
+from specs.attention import BackendCapabilities, MultipleOf
+from specs.devices import DeviceKind
+from specs.dtypes import CacheDType, DType
+
+
+class TorchRefMLABackend(AttentionBackend):
+    """Dense latent attention, at reference speed; no CUDA graphs."""
+
+    capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(
+        dtypes=(DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64),
+        kv_cache_dtypes=(
+            CacheDType.AUTO,
+            CacheDType.FLOAT16,
+            CacheDType.BFLOAT16,
+            CacheDType.FP8,
+            CacheDType.FP8_E4M3,
+            CacheDType.FP8_DS_MLA,
+        ),
+        block_sizes=(MultipleOf(base=1),),
+        device_kinds=tuple(DeviceKind),
+        is_mla=True,
+        dcp=True,
+        device_cpu_query_lens_mismatch=True,
+        lse=True,
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        """Registry name."""
+        return "TORCH_REF_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type[TorchRefMLAImpl]:
+        """The impl of this triple."""
+        return TorchRefMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TorchRefMLAMetadataBuilder]:
+        """The metadata builder of this triple."""
+        return TorchRefMLAMetadataBuilder
+
+
+class TorchRefSparseMLABackend(TorchRefMLABackend):
+    """Top-k sparse latent attention, at reference speed; no CUDA graphs."""
+
+    capabilities: ClassVar[BackendCapabilities] = TorchRefMLABackend.capabilities.replace(
+        is_sparse=True
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        """Registry name."""
+        return "TORCH_REF_SPARSE_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type[TorchRefSparseMLAImpl]:
+        """The impl of this triple."""
+        return TorchRefSparseMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TorchRefSparseMLAMetadataBuilder]:
+        """The metadata builder of this triple."""
+        return TorchRefSparseMLAMetadataBuilder

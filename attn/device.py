@@ -1,0 +1,38 @@
+"""The device of this machine, as data."""
+
+from __future__ import annotations
+
+import torch
+
+from attn.errors import UnsupportedError
+from specs.devices import KNOWN_DEVICES, ComputeCapability, Device, DeviceKind, kind_of
+
+
+def detect_device(index: int | None = None) -> Device:
+    """The current GPU, or the CPU where there is none; a CUDA context is not created.
+
+    Args:
+        index: GPU index; None is the current one.
+
+    Raises:
+        UnsupportedError: a CUDA GPU older than compute capability 8.0.
+    """
+    if not torch.cuda.is_available():
+        return KNOWN_DEVICES["cpu"]
+    index = torch.cuda.current_device() if index is None else index
+    properties = torch.cuda.get_device_properties(index)
+    common = {
+        "name": properties.name,
+        "num_multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+    }
+    if torch.version.hip is not None:
+        return Device(kind=DeviceKind.ROCM, **common)
+    capability = ComputeCapability(major=properties.major, minor=properties.minor)
+    kind = kind_of(capability)
+    if kind is None:
+        raise UnsupportedError(
+            f"{properties.name} cannot be used:",
+            [f"compute capability {capability} is below 8.0"],
+        )
+    return Device(kind=kind, compute_capability=capability, **common)

@@ -1,0 +1,1 @@
+"""The impl part of each triple: one module per stem."""

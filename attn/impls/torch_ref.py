@@ -1,0 +1,273 @@
+"""TORCH_REF: dense attention in plain torch, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from attn.impls.base import AttentionImpl, AttentionLayer, per_head
+from attn.reference.cache import read_kv, write_kv
+from attn.reference.dense import AttentionRules, ReadKV, Request, attend_batch
+from attn.reference.quant import saturate
+from attn.reference.rope import apply_rope
+from builders.debug import debug_read
+from builders.torch_ref import TorchRefMetadata
+from specs.attention import AttentionType
+from specs.dtypes import CacheDType, DType
+from specs.layouts import KVViews, split_kv_cache
+from specs.rows import dense_row_format
+
+
+class TorchRefImpl(AttentionImpl):
+    """Every feature a dense backend of this library may offer, at reference speed."""
+
+    can_return_lse_for_decode = True
+    supports_dcp = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: Sequence[float] | torch.Tensor | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        *,
+        sinks: torch.Tensor | None = None,
+        use_alibi_sqrt: bool = False,
+        attention_chunk_size: int | None = None,
+        chunk_lookback: int = -1,
+        head_size_v: int | None = None,
+        rswa_window: int | None = None,
+    ) -> None:
+        """The ten arguments of every impl, then features by keyword.
+
+        Args:
+            num_heads: as in the base class, and so are the other nine.
+            head_size: query and key head size.
+            scale: multiplies q.k.
+            num_kv_heads: KV heads.
+            alibi_slopes: ``[H]``.
+            sliding_window: visible keys including the token itself.
+            kv_cache_dtype: a ``CacheDType`` string.
+            logits_soft_cap: c of ``c * tanh(score / c)``.
+            attn_type: an ``AttentionType`` string.
+            kv_sharing_target_layer_name: layer whose cache this one reads.
+            sinks: ``[H]`` logits that join the softmax denominator.
+            use_alibi_sqrt: square-root position bias in place of the linear one.
+            attention_chunk_size: tokens per chunk of chunked local attention.
+            chunk_lookback: chunks visible before the own one. With ``sliding_window`` and no
+                ``attention_chunk_size``, the window is the chunk size (vLLM's convention);
+                negative is off.
+            head_size_v: value head size; None means ``head_size``.
+            rswa_window: window of R-SWA; the batch gives the visible prefixes.
+        """
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+        )
+        for name, number in (
+            ("attention_chunk_size", attention_chunk_size),
+            ("head_size_v", head_size_v),
+            ("rswa_window", rswa_window),
+        ):
+            if number is not None and number < 1:
+                raise ValueError(f"{name} must be positive or None, got {number}")
+        if attention_chunk_size is None and chunk_lookback >= 0 and sliding_window is not None:
+            attention_chunk_size = sliding_window
+        if not self.attn_type.is_cached and self.cache_dtype.is_quantized:
+            raise NotImplementedError(
+                f"kv_cache_dtype {kv_cache_dtype!r} for attn_type {self.attn_type.value!r}: "
+                "encoders cache nothing"
+            )
+        self.head_size_v = head_size if head_size_v is None else head_size_v
+        self.sinks = per_head("sinks", sinks, num_heads)
+        self.rules = AttentionRules(
+            scale=self.scale,
+            causal=self.attn_type is AttentionType.DECODER,
+            sliding_window=sliding_window,
+            attention_chunk_size=attention_chunk_size,
+            chunk_lookback=max(0, chunk_lookback),
+            logits_soft_cap=self.logits_soft_cap,
+            alibi_slopes=self.alibi_slopes,
+            use_alibi_sqrt=use_alibi_sqrt,
+            sinks=self.sinks,
+            rswa_window=rswa_window,
+        )
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Static per-tensor fp8 is supported; vLLM's key says so by its fields."""
+        scale = getattr(quant_key, "scale", None)
+        return (
+            getattr(quant_key, "dtype", None) == torch.float8_e4m3fn
+            and bool(getattr(scale, "static", False))
+            and bool(getattr(getattr(scale, "group_shape", None), "is_per_tensor", lambda: False)())
+        )
+
+    def fused_rope_kvcache_supported(self) -> bool:
+        """Decoders that write a cache of their own."""
+        return self.attn_type is AttentionType.DECODER
+
+    def _views(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews:
+        model = DType.parse(model_dtype)
+        row = dense_row_format(self.head_size, self.head_size_v, self.cache_dtype, model)
+        return split_kv_cache(kv_cache, row)
+
+    def do_kv_cache_update(
+        self,
+        layer: AttentionLayer,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write this step's keys and values; see the base class."""
+        if not self.attn_type.is_cached:
+            return
+        views = self._views(kv_cache, key.dtype)
+        write_kv(key, value, views, slot_mapping, layer._k_scale, layer._v_scale, self.cache_dtype)
+
+    def do_rope_and_kv_cache_update(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool,
+        kv_cache: torch.Tensor,
+        layer_slot_mapping: torch.Tensor,
+    ) -> None:
+        """Rotate query and key in place, then write the cache; see the base class."""
+        for rows in (query, key):
+            rows.copy_(apply_rope(rows, positions[: len(rows)], cos_sin_cache, is_neox))
+        self.do_kv_cache_update(layer, key, value, kv_cache, layer_slot_mapping)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: TorchRefMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+        *,
+        output_lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of this step's tokens; see the base class."""
+        if output_block_scale is not None:
+            raise NotImplementedError("output_block_scale: no kernel writes block-scaled output")
+        if attn_metadata is None:
+            return output.zero_()
+        rows = output.view(output.shape[0], self.num_heads, self.head_size_v)
+
+        def write(tokens: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
+            if output_scale is not None:
+                out = saturate(out / output_scale.reshape(()).to(out.dtype), output.dtype)
+            rows[tokens] = out.to(output.dtype)
+            if output_lse is not None:
+                output_lse[tokens] = lse.float()
+
+        if self.attn_type.is_cached:
+            debug_read(
+                attn_metadata.block_table,
+                attn_metadata.seq_lens,
+                kv_cache.shape[0],
+                kv_cache.shape[2],
+            )
+            requests = self._cached_requests(layer, query.dtype, kv_cache, attn_metadata)
+        else:
+            if key is None or value is None:
+                raise ValueError(f"key and value are needed for attn_type {self.attn_type.value!r}")
+            requests = self._encoder_requests(key, value, query.dtype, attn_metadata)
+        attend_batch(query, requests, write, attn_metadata.common_prefix_len)
+        return output
+
+    def _rules_of(
+        self, layer: AttentionLayer, metadata: TorchRefMetadata, row: int
+    ) -> AttentionRules:
+        ranges = metadata.mm_ranges.get(row)
+        prefixes = metadata.rswa_prefix_lens
+        causal = metadata.causal[row] and self.rules.causal
+        if ranges is None and prefixes is None and causal == self.rules.causal:
+            return self.rules
+        return replace(
+            self.rules,
+            causal=causal,
+            mm_ranges=tuple(ranges or ()),
+            mm_clamp_window=bool(getattr(layer, "mm_prefix_clamp_sliding_window", False)),
+            rswa_prefix_len=None if prefixes is None else prefixes[row],
+        )
+
+    def _cached_requests(
+        self,
+        layer: AttentionLayer,
+        query_dtype: torch.dtype,
+        kv_cache: torch.Tensor,
+        metadata: TorchRefMetadata,
+    ) -> Iterator[Request]:
+        views = self._views(kv_cache, query_dtype)
+        compute = torch.float64 if query_dtype == torch.float64 else torch.float32
+        scales = (layer._k_scale, layer._v_scale)
+        for row, num_keys in enumerate(metadata.kv_lens):
+            start, stop = metadata.query_starts[row], metadata.query_starts[row + 1]
+            if stop > start:
+                read: ReadKV = partial(
+                    _read, views, metadata.block_table[row], scales, self.cache_dtype, compute
+                )
+                first = max(0, num_keys - (stop - start))
+                rules = self._rules_of(layer, metadata, row)
+                yield Request(start, stop, num_keys, first, rules, read)
+
+    def _encoder_requests(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        query_dtype: torch.dtype,
+        metadata: TorchRefMetadata,
+    ) -> Iterator[Request]:
+        compute = torch.float64 if query_dtype == torch.float64 else torch.float32
+        for start, stop in pairwise(metadata.query_starts):
+            if stop > start:
+                own_key, own_value = key[start:stop].to(compute), value[start:stop].to(compute)
+                read: ReadKV = partial(_slice, own_key, own_value)
+                yield Request(start, stop, stop - start, 0, self.rules, read)
+
+
+def _read(
+    views: KVViews,
+    table_row: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor],
+    cache_dtype: CacheDType,
+    compute: torch.dtype,
+    start: int,
+    stop: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return read_kv(views, table_row, start, stop, scales, cache_dtype, compute)
+
+
+def _slice(
+    key: torch.Tensor, value: torch.Tensor, start: int, stop: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return key[start:stop], value[start:stop]

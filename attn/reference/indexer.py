@@ -1,0 +1,77 @@
+"""The indexer of sparse attention: quantised keys, logits, causal top-k (DeepSeek-V3.2)."""
+
+from __future__ import annotations
+
+import torch
+
+from attn.reference.cache import gather_rows, scatter_rows
+from attn.reference.quant import power_of_two_scale, saturate
+from specs.layouts import latent_views
+from specs.rows import LatentFormat
+
+
+def write_index_keys(k_index: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Quantise and write indexer keys: e4m3 with one power-of-two scale per token.
+
+    Args:
+        k_index: ``[T, Di]``.
+        kv_cache: ``[N, 64, Di + 4]`` uint8, planar pages.
+        slots: ``[<= T]`` int64, -1 skips.
+    """
+    views = latent_views(kv_cache, LatentFormat.INDEXER_FP8.row(k_index.shape[-1]))
+    k_index = k_index[: len(slots)].float()
+    scale = power_of_two_scale(k_index.abs().amax(-1, keepdim=True), torch.float8_e4m3fn)
+    scatter_rows(views["data"], slots, saturate(k_index / scale, torch.float8_e4m3fn))
+    scatter_rows(views["scale"], slots, scale)
+
+
+def read_index_keys(
+    kv_cache: torch.Tensor, table_row: torch.Tensor, num_keys: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Real indexer keys ``[num_keys, Di]`` of one request."""
+    head_dim = kv_cache.shape[-1] - 4
+    views = latent_views(kv_cache, LatentFormat.INDEXER_FP8.row(head_dim))
+    data = gather_rows(views["data"], table_row, 0, num_keys)
+    scale = gather_rows(views["scale"], table_row, 0, num_keys)
+    return data.to(dtype) * scale.to(dtype)
+
+
+def index_logits(
+    q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """``logits[t, s] = sum over heads of weights[t, h] * relu(q_index[t, h] . k_index[s])``.
+
+    Args:
+        q_index: ``[T, Hi, Di]``.
+        k_index: ``[S, Di]``.
+        weights: ``[T, Hi]``.
+
+    Returns:
+        ``[T, S]``.
+    """
+    scores = torch.einsum("thd,sd->ths", q_index, k_index.to(q_index.dtype))
+    return torch.einsum("ths,th->ts", scores.relu(), weights.to(scores.dtype))
+
+
+def causal_topk(logits: torch.Tensor, first_position: int, topk: int) -> torch.Tensor:
+    """The ``topk`` visible positions of largest logit for each query, ties to the lower position.
+
+    Args:
+        logits: ``[T, S]``.
+        first_position: position of the first query; query t sees keys up to
+            ``first_position + t``.
+        topk: entries per query.
+
+    Returns:
+        ``[T, topk]`` int32, largest logit first, filled with -1.
+    """
+    num_tokens, num_keys = logits.shape
+    queries = first_position + torch.arange(num_tokens, device=logits.device)
+    keys = torch.arange(num_keys, device=logits.device)
+    seen = keys[None, :] <= queries[:, None]
+    logits = torch.where(seen, logits, float("-inf"))
+    # A stable sort of descending values keeps the lower position first among equals.
+    order = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :topk]
+    listed = torch.where(torch.gather(seen, 1, order), order, -1).to(torch.int32)
+    padding = listed.new_full((num_tokens, max(0, topk - num_keys)), -1)
+    return torch.cat([listed, padding], dim=-1)

@@ -1,0 +1,211 @@
+"""Which backends exist: rows of data, resolved when asked; listing them imports none."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from attn.backends.base import AttentionBackend
+from attn.errors import MissingDependencyError
+
+B = TypeVar("B", bound=type[AttentionBackend])
+
+
+@dataclass(frozen=True)
+class BackendRow:
+    """One backend: its name, where its class is, and what must be installed for it."""
+
+    name: str
+    path: str
+    """``package.module:Class`` (or with a dot before the class, as vLLM writes it)."""
+    aliases: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
+    """Top-level modules that must be importable."""
+
+
+ROWS: tuple[BackendRow, ...] = (
+    BackendRow("TORCH_REF", "attn.backends.torch_ref:TorchRefBackend"),
+    BackendRow("TORCH_REF_MLA", "attn.backends.torch_ref_mla:TorchRefMLABackend"),
+    BackendRow(
+        "TORCH_REF_SPARSE_MLA",
+        "attn.backends.torch_ref_mla:TorchRefSparseMLABackend",
+        aliases=("TORCH_REF_NSA", "TORCH_REF_DSA"),
+    ),
+)
+"""The library's own backends. To add one: a row here, and the three files of its stem."""
+
+
+class RegisteredBackend:
+    """A name of the registry: equal to itself alone, like an enum member."""
+
+    def __init__(self, row: BackendRow) -> None:
+        """
+        Args:
+            row: the row that the library ships under this name.
+        """
+        self.row = row
+        self._override: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Registry name."""
+        return self.row.name
+
+    def __repr__(self) -> str:
+        return f"<AttentionBackendEnum.{self.name}: {self.get_path()!r}>"
+
+    def get_path(self, include_classname: bool = True) -> str:
+        """Import path in force: the override, else the shipped one."""
+        path = self._override or self.row.path
+        return path if include_classname else _split(path)[0]
+
+    def is_overridden(self) -> bool:
+        """True when a third party replaced the class."""
+        return self._override is not None
+
+    def clear_override(self) -> None:
+        """Back to the shipped class."""
+        self._override = None
+
+    def override(self, path: str) -> None:
+        """Replace the class by another import path."""
+        self._override = path
+
+    def missing(self) -> list[str]:
+        """Modules that this backend needs and that cannot be found; [] when all are there."""
+        if self.is_overridden():
+            return []
+        return [name for name in self.row.requires if importlib.util.find_spec(name) is None]
+
+    def get_class(self) -> type[AttentionBackend]:
+        """Import the backend class.
+
+        Raises:
+            MissingDependencyError: an optional package is not installed.
+            TypeError: the path leads to something that is no ``AttentionBackend``.
+        """
+        missing = self.missing()
+        if missing:
+            raise MissingDependencyError(missing[0], f"backend {self.name}")
+        module, name = _split(self.get_path())
+        cls = getattr(importlib.import_module(module), name)
+        if not (isinstance(cls, type) and issubclass(cls, AttentionBackend)):
+            raise TypeError(f"{self.get_path()} is no AttentionBackend, got {cls!r}")
+        return cls
+
+
+def _split(path: str) -> tuple[str, str]:
+    module, colon, name = path.partition(":")
+    if not colon:
+        module, _, name = path.rpartition(".")
+    if not module or not name:
+        raise ValueError(f"backend path must be 'package.module:Class', got {path!r}")
+    return module, name
+
+
+@dataclass
+class BackendRegistry:
+    """Backends by name, with the access of vLLM's ``AttentionBackendEnum``.
+
+    ``registry.TORCH_REF``, ``registry["TORCH_REF"]``, iteration in order of registration.
+    """
+
+    _members: dict[str, RegisteredBackend] = field(default_factory=dict)
+    _aliases: dict[str, str] = field(default_factory=dict)
+
+    def add(self, row: BackendRow) -> RegisteredBackend:
+        """Register a new name.
+
+        Raises:
+            ValueError: a name or alias that is taken or is no identifier.
+        """
+        for name in (row.name, *row.aliases):
+            if not name.isidentifier() or name.startswith("_"):
+                raise ValueError(f"backend name must be an identifier, got {name!r}")
+            if name in self._members or name in self._aliases:
+                raise ValueError(f"backend name {name!r} is registered already")
+        _split(row.path)
+        member = RegisteredBackend(row)
+        self._members[row.name] = member
+        self._aliases.update(dict.fromkeys(row.aliases, row.name))
+        return member
+
+    def remove(self, name: str) -> None:
+        """Take a name (and its aliases) out again."""
+        row = self[name].row
+        del self._members[row.name]
+        for alias in row.aliases:
+            del self._aliases[alias]
+
+    def __getitem__(self, name: str) -> RegisteredBackend:
+        """The member of that name or alias.
+
+        Raises:
+            KeyError: no such backend; the message lists the names.
+        """
+        key = self._aliases.get(name, name)
+        if key not in self._members:
+            known = ", ".join(self._members)
+            raise KeyError(f"unknown attention backend {name!r}; registered: {known}")
+        return self._members[key]
+
+    def __getattr__(self, name: str) -> RegisteredBackend:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(error.args[0]) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._members or name in self._aliases
+
+    def __iter__(self) -> Iterator[RegisteredBackend]:
+        return iter(tuple(self._members.values()))
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+
+AttentionBackendEnum = BackendRegistry()
+"""The process's registry; named as in vLLM, because it is used in the same way."""
+for _row in ROWS:
+    AttentionBackendEnum.add(_row)
+
+
+def register_backend(
+    name: str, class_path: str | None = None, *, requires: tuple[str, ...] = ()
+) -> Callable[[B], B]:
+    """Register a third party's backend, or replace the class behind an existing name.
+
+    Called with ``class_path`` it registers at once; without, it is a class decorator. A new name is
+    used when asked for and never chosen automatically; a replaced one keeps its rank.
+
+    Args:
+        name: new or existing registry name (or alias of one).
+        class_path: ``package.module:Class``; None to decorate the class.
+        requires: modules that must be importable, for a new name.
+
+    Returns:
+        A decorator that returns its class unchanged.
+    """
+
+    def register(path: str) -> None:
+        if name in AttentionBackendEnum:
+            _split(path)
+            AttentionBackendEnum[name].override(path)
+        else:
+            AttentionBackendEnum.add(BackendRow(name, path, requires=requires))
+
+    if class_path is not None:
+        register(class_path)
+
+    def decorate(cls: B) -> B:
+        if class_path is None:
+            register(f"{cls.__module__}:{cls.__qualname__}")
+        return cls
+
+    return decorate

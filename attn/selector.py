@@ -1,0 +1,230 @@
+"""Which backend serves a layer: an explicit choice used or refused, else a walk down a table."""
+
+from __future__ import annotations
+
+from enum import StrEnum, unique
+from typing import Any, Final
+
+from attn.backends.base import AttentionBackend
+from attn.device import detect_device
+from attn.errors import MissingDependencyError, UnsupportedError
+from attn.registry import AttentionBackendEnum, RegisteredBackend
+from specs.attention import AttentionSelectorConfig, AttentionType
+from specs.base import Spec, parse_spec
+from specs.devices import Device, DeviceKind
+
+_REFERENCE: Final = ("TORCH_REF", "TORCH_REF_MLA", "TORCH_REF_SPARSE_MLA")
+
+PRIORITIES: Final[dict[DeviceKind, tuple[str, ...]]] = {
+    DeviceKind.CPU: _REFERENCE,
+    DeviceKind.SM80: _REFERENCE,
+    DeviceKind.SM89: _REFERENCE,
+    DeviceKind.SM90: _REFERENCE,
+    DeviceKind.SM100: _REFERENCE,
+    DeviceKind.SM120: _REFERENCE,
+    DeviceKind.ROCM: _REFERENCE,
+}
+"""Per kind of device, best first. The reference comes last everywhere: slow, but never wrong."""
+
+
+@unique
+class Verdict(StrEnum):
+    """What became of a candidate."""
+
+    CHOSEN = "chosen"
+    REFUSED = "refused"
+    """It cannot serve the layer, or cannot run here."""
+    RANKED_LOWER = "ranked lower"
+    """It could serve, but a better-ranked one does."""
+    NOT_ASKED = "not asked for"
+    """It could serve, but another was asked for, or it is chosen only by name."""
+
+
+class Candidate(Spec):
+    """One registered backend in a decision."""
+
+    name: str
+    verdict: Verdict
+    reasons: tuple[str, ...]
+    """Why not; why, for the chosen one."""
+
+
+class SelectionReport(Spec):
+    """A whole decision: the request, the device, and a verdict on every registered backend."""
+
+    request: AttentionSelectorConfig
+    device: Device
+    asked_for: str | None
+    """Backend asked for by name; None is the automatic choice."""
+    chosen: str | None
+    """Registry name; None when nothing serves the request."""
+    candidates: tuple[Candidate, ...]
+    """In order of rank, unranked ones last."""
+
+    @property
+    def reasons(self) -> list[str]:
+        """One line for every candidate that was not chosen."""
+        return [
+            f"{candidate.name}: {', '.join(candidate.reasons)}"
+            for candidate in self.candidates
+            if candidate.verdict is not Verdict.CHOSEN
+        ]
+
+
+def refusals(
+    member: RegisteredBackend, request: AttentionSelectorConfig, device: Device
+) -> list[str]:
+    """Every reason why a registered backend cannot serve a layer on a device; [] when it can.
+
+    A broken optional dependency is a reason too; an error inside this library is not caught.
+    """
+    missing = member.missing()
+    if missing:
+        return [f"{name} is not installed" for name in missing]
+    try:
+        backend = member.get_class()
+    except (ImportError, OSError) as error:
+        return [f"cannot be imported: {error}"]
+    reasons = []
+    # CUDA devices are judged by their capability, in vLLM's words.
+    if device.compute_capability is None and not backend.supports_device(device):
+        reasons.append(f"device {device.kind.value} not supported")
+    fields = {name: getattr(request, name) for name in type(request).model_fields}
+    reasons += backend.validate_configuration(**fields, device_capability=device.compute_capability)
+    return reasons
+
+
+def explain(
+    request: AttentionSelectorConfig,
+    device: Device | None = None,
+    backend: str | None = None,
+) -> SelectionReport:
+    """The decision for a layer, with a verdict and a reason for every registered backend.
+
+    Args:
+        request: what the layer asks.
+        device: any device, present or not; None is this machine's.
+        backend: registry name or alias asked for; None is the automatic choice.
+
+    Raises:
+        KeyError: ``backend`` is not registered.
+    """
+    device = detect_device() if device is None else device
+    ranked = PRIORITIES[device.kind]
+    members = [AttentionBackendEnum[name] for name in ranked if name in AttentionBackendEnum]
+    members += [member for member in AttentionBackendEnum if member.name not in ranked]
+    asked = None if backend is None else AttentionBackendEnum[backend].name
+    chosen: str | None = None
+    candidates = []
+    for member in members:
+        reasons = refusals(member, request, device)
+        eligible = member.name == asked if asked is not None else member.name in ranked
+        if reasons:
+            verdict = Verdict.REFUSED
+        elif eligible and chosen is None:
+            verdict, chosen = Verdict.CHOSEN, member.name
+            reasons = ["asked for by name" if asked else _rank_reason(member.name, ranked, device)]
+        elif asked is not None:
+            verdict, reasons = Verdict.NOT_ASKED, [f"{asked} was asked for"]
+        elif member.name not in ranked:
+            verdict, reasons = Verdict.NOT_ASKED, ["chosen only by name"]
+        else:
+            verdict, reasons = Verdict.RANKED_LOWER, [f"{chosen} ranks higher"]
+        candidates.append(Candidate(name=member.name, verdict=verdict, reasons=tuple(reasons)))
+    return SelectionReport(
+        request=request,
+        device=device,
+        asked_for=asked,
+        chosen=chosen,
+        candidates=tuple(candidates),
+    )
+
+
+def _rank_reason(name: str, ranked: tuple[str, ...], device: Device) -> str:
+    return f"best-ranked on {device.kind.value} that serves it (rank {ranked.index(name) + 1})"
+
+
+def select(
+    request: AttentionSelectorConfig,
+    device: Device | None = None,
+    backend: str | None = None,
+) -> type[AttentionBackend]:
+    """The backend class for a layer.
+
+    Raises:
+        UnsupportedError: the one asked for, or every candidate, refuses; with all reasons.
+        MissingDependencyError: the one asked for needs a package that is not installed.
+        KeyError: ``backend`` is not registered.
+    """
+    report = explain(request, device, backend)
+    if report.chosen is not None:
+        return AttentionBackendEnum[report.chosen].get_class()
+    if report.asked_for is not None:
+        member = AttentionBackendEnum[report.asked_for]
+        for package in member.missing():
+            raise MissingDependencyError(package, f"backend {member.name}")
+        refused = next(item for item in report.candidates if item.name == report.asked_for)
+        raise UnsupportedError(
+            f"attention backend {report.asked_for} cannot serve this layer on "
+            f"{report.device.name}:",
+            refused.reasons,
+        )
+    raise UnsupportedError(
+        f"no attention backend serves this layer on {report.device.name}:", report.reasons
+    )
+
+
+def get_attn_backend(
+    head_size: int,
+    dtype: Any,
+    kv_cache_dtype: str | None,
+    use_mla: bool = False,
+    has_sink: bool = False,
+    use_sparse: bool = False,
+    use_mm_prefix: bool = False,
+    use_per_head_quant_scales: bool = False,
+    attn_type: str | None = None,
+    num_heads: int | None = None,
+    has_sliding_window: bool = False,
+    *,
+    backend: str | None = None,
+    device: Device | None = None,
+    **features: Any,
+) -> type[AttentionBackend]:
+    """The backend class for a layer, with vLLM's arguments.
+
+    Args:
+        head_size: query and key head size.
+        dtype: model dtype, torch's or a name.
+        kv_cache_dtype: a ``CacheDType`` string, or None for ``auto``.
+        use_mla: latent attention.
+        has_sink: per-head sink logits.
+        use_sparse: top-k sparse attention.
+        use_mm_prefix: bidirectional multimodal ranges.
+        use_per_head_quant_scales: K and V scales per head.
+        attn_type: an ``AttentionType`` string; None is decoder.
+        num_heads: accepted for vLLM's sake; no backend here depends on it.
+        has_sliding_window: sliding window.
+        backend: use this one or refuse; None is the automatic choice.
+        device: choose for this device; None is this machine's.
+        features: any further field of ``AttentionSelectorConfig``.
+
+    Raises:
+        UnsupportedError: nothing serves the layer; with all reasons.
+        SpecError: an argument of the wrong value; the message names it.
+    """
+    values = {
+        "head_size": head_size,
+        "dtype": dtype,
+        "kv_cache_dtype": kv_cache_dtype,
+        "use_mla": use_mla,
+        "has_sink": has_sink,
+        "use_sparse": use_sparse,
+        "use_mm_prefix": use_mm_prefix,
+        "use_per_head_quant_scales": use_per_head_quant_scales,
+        "attn_type": AttentionType.DECODER if attn_type is None else attn_type,
+        "has_sliding_window": has_sliding_window,
+        **features,
+    }
+    request = parse_spec(AttentionSelectorConfig, values, "attention request")
+    return select(request, device, backend)

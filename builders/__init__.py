@@ -1,0 +1,1 @@
+"""Metadata builders: a step's batch in, a backend's record out."""

@@ -1,0 +1,138 @@
+"""Decode-first batches: where decodes end, and how to reorder a batch so that they come first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from builders.common import CommonAttentionMetadata
+
+
+@dataclass(frozen=True)
+class BatchSplit:
+    """Decode rows, then prefill rows; each pair sums to the batch."""
+
+    num_decodes: int
+    num_prefills: int
+    num_decode_tokens: int
+    num_prefill_tokens: int
+
+
+def split_decodes_and_prefills(
+    batch: CommonAttentionMetadata,
+    decode_threshold: int = 1,
+    require_uniform: bool = False,
+    treat_short_extends_as_decodes: bool = True,
+) -> BatchSplit:
+    """Find the boundary in a batch ordered decode, short extend, long extend, prefill.
+
+    Reads host lengths only, so it may misjudge nothing but speed: both paths compute any row.
+
+    Args:
+        batch: a decode-first batch.
+        decode_threshold: longest query of a decode.
+        require_uniform: decodes must share one query length; padding rows (length 0) may follow.
+        treat_short_extends_as_decodes: a short chunk of a prompt counts as a decode; otherwise
+            ``batch.is_prefilling`` must be given.
+    """
+    num_reqs, num_tokens = batch.num_reqs, batch.num_actual_tokens
+    if (
+        batch.max_query_len <= decode_threshold
+        and (not require_uniform or decode_threshold <= 1)
+        and treat_short_extends_as_decodes
+    ):
+        return BatchSplit(num_reqs, 0, num_tokens, 0)
+    starts: list[int] = batch.query_start_loc_cpu.tolist()
+    lens = [stop - start for start, stop in pairwise(starts)]
+    prefilling: list[bool] = [False] * num_reqs
+    if not treat_short_extends_as_decodes:
+        if batch.is_prefilling is None:
+            raise ValueError("is_prefilling is needed when short extends are not decodes")
+        prefilling = batch.is_prefilling.tolist()
+    uniform = lens[0] if lens else 0
+    for row, query_len in enumerate(lens):
+        odd = require_uniform and query_len not in (uniform, 0)
+        if query_len > decode_threshold or odd or prefilling[row]:
+            return BatchSplit(row, num_reqs - row, starts[row], num_tokens - starts[row])
+    return BatchSplit(num_reqs, 0, num_tokens, 0)
+
+
+def decode_first_order(
+    query_lens: torch.Tensor, context_lens: torch.Tensor, decode_threshold: int = 1
+) -> torch.Tensor:
+    """A stable order of requests: decode, short extend, long extend, prefill.
+
+    Args:
+        query_lens: ``[R]`` integer, host.
+        context_lens: ``[R]`` integer, host: tokens already cached.
+        decode_threshold: longest query of a decode or a short extend.
+
+    Returns:
+        ``[R]`` int64 permutation: position i of the new batch is request ``order[i]``.
+    """
+    has_context = context_lens > 0
+    short = query_lens <= decode_threshold
+    rank = torch.full_like(query_lens, 3)
+    rank[has_context & ~short] = 2
+    rank[has_context & short & (query_lens > 1)] = 1
+    rank[has_context & (query_lens <= 1)] = 0
+    # Padding rows keep to the end, where unpadded() cuts them off.
+    rank[query_lens == 0] = 4
+    return torch.argsort(rank, stable=True)
+
+
+def reorder(batch: CommonAttentionMetadata, order: torch.Tensor) -> CommonAttentionMetadata:
+    """The batch with its requests in another order, tokens moved with them.
+
+    Host lengths are used to move tokens, so they must agree with the device's.
+
+    Args:
+        batch: any batch.
+        order: ``[R]`` int64 permutation, host.
+    """
+    device = batch.query_start_loc.device
+    starts = batch.query_start_loc_cpu.long()
+    lens = (starts[1:] - starts[:-1])[order]
+    new_starts = torch.zeros(batch.num_reqs + 1, dtype=torch.int32)
+    new_starts[1:] = lens.cumsum(0)
+    tokens = torch.cat(
+        [torch.arange(int(starts[i]), int(starts[i + 1])) for i in order.tolist()]
+        or [torch.arange(0)]
+    )
+    # Slots past the last request's tokens are padding and stay where they are.
+    tail = torch.arange(len(tokens), batch.slot_mapping.shape[0])
+    rows, token_rows = order.to(device), torch.cat([tokens, tail]).to(device)
+
+    def requests(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor[rows if tensor.device == device else order]
+
+    inverse = {old: new for new, old in enumerate(order.tolist())}
+    ranges = batch.mm_req_doc_ranges
+    numpy_order = order.numpy()
+    return batch.replace(
+        query_start_loc=new_starts.to(device),
+        query_start_loc_cpu=new_starts,
+        seq_lens=batch.seq_lens[rows],
+        block_table_tensor=batch.block_table_tensor[rows],
+        slot_mapping=batch.slot_mapping[token_rows],
+        causal=batch.causal if isinstance(batch.causal, bool) else batch.causal[rows],
+        positions=None
+        if batch.positions is None
+        else batch.positions[token_rows[: batch.positions.shape[0]]],
+        encoder_seq_lens=requests(batch.encoder_seq_lens),
+        encoder_seq_lens_cpu=None
+        if batch.encoder_seq_lens_cpu is None
+        else batch.encoder_seq_lens_cpu[numpy_order],
+        dcp_local_seq_lens=requests(batch.dcp_local_seq_lens),
+        dcp_local_seq_lens_cpu_upper_bound=requests(batch.dcp_local_seq_lens_cpu_upper_bound),
+        is_prefilling=requests(batch.is_prefilling),
+        seq_lens_cpu_upper_bound=requests(batch.seq_lens_cpu_upper_bound),
+        req_idx=None if batch.req_idx is None else batch.req_idx[numpy_order],
+        rswa_prefix_lens=requests(batch.rswa_prefix_lens),
+        replayssm_decode_base_cpu=requests(batch.replayssm_decode_base_cpu),
+        mm_req_doc_ranges=None
+        if ranges is None
+        else {inverse[req]: spans for req, spans in ranges.items()},
+    )

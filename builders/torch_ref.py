@@ -1,0 +1,83 @@
+"""Metadata of the plain-torch dense backend: exact host lengths, to walk rows one by one.
+
+The reference is the one place that reads lengths back from the device: once per step, here. On a
+CPU that costs nothing; on a GPU it is a sync, and such a step cannot be captured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from builders.base import AttentionMetadata, AttentionMetadataBuilder
+from builders.common import CommonAttentionMetadata
+from builders.debug import debug_batch
+from specs.kv_cache import CrossAttentionSpec, EncoderOnlyAttentionSpec
+
+
+@dataclass
+class TorchRefMetadata(AttentionMetadata):
+    """A step of dense attention."""
+
+    num_actual_tokens: int
+    query_start_loc: torch.Tensor
+    """``[R + 1]`` int32, device."""
+    seq_lens: torch.Tensor
+    """``[R]`` int32, device: KV lengths (cross attention: the encoder's)."""
+    block_table: torch.Tensor
+    """``[R, max_blocks]`` int32, device."""
+    query_starts: list[int]
+    """``[R + 1]`` host copy of ``query_start_loc``, exact."""
+    kv_lens: list[int]
+    """``[R]`` host copy of ``seq_lens``, exact."""
+    causal: list[bool]
+    """``[R]`` per request."""
+    mm_ranges: dict[int, list[tuple[int, int]]]
+    """Request -> inclusive position ranges attended in both directions."""
+    rswa_prefix_lens: list[int] | None
+    """``[R]``, or None without R-SWA."""
+    common_prefix_len: int
+    """Leading positions that all requests share in their block tables, or 0."""
+
+
+class TorchRefMetadataBuilder(AttentionMetadataBuilder[TorchRefMetadata]):
+    """Copies the batch's lengths to the host; every other decision is the identity."""
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TorchRefMetadata:
+        """The step's record; the batch, ours or vLLM's own, is not written."""
+        batch = common_attn_metadata
+        debug_batch(batch, self.kv_cache_spec)
+        seq_lens = batch.seq_lens
+        causal: bool | torch.Tensor = batch.causal
+        if isinstance(self.kv_cache_spec, CrossAttentionSpec):
+            causal = False
+            if batch.encoder_seq_lens is not None:
+                seq_lens = batch.encoder_seq_lens
+        elif isinstance(self.kv_cache_spec, EncoderOnlyAttentionSpec):
+            causal = False
+        num_reqs = batch.num_reqs
+        flags = (
+            [causal] * num_reqs
+            if isinstance(causal, bool)
+            else [bool(flag) for flag in causal.tolist()]
+        )
+        prefixes = batch.rswa_prefix_lens
+        return TorchRefMetadata(
+            slot_mapping=batch.slot_mapping,
+            num_actual_tokens=batch.num_actual_tokens,
+            query_start_loc=batch.query_start_loc,
+            seq_lens=seq_lens,
+            block_table=batch.block_table_tensor,
+            query_starts=batch.query_start_loc.tolist(),
+            kv_lens=seq_lens.tolist(),
+            causal=flags,
+            mm_ranges=batch.mm_req_doc_ranges or {},
+            rswa_prefix_lens=None if prefixes is None else prefixes.tolist(),
+            common_prefix_len=common_prefix_len,
+        )
