@@ -6,14 +6,15 @@ A union of leaf specs told apart by ``kind``; none inherits another's meaning.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from specs.base import NonNegativeInt, PositiveInt, Spec, SpecError, cdiv
+from specs.base import NonNegativeInt, PositiveInt, Spec, SpecError, cdiv, spec_errors
 from specs.dtypes import CacheDType, CacheDTypeField, DType, DTypeField, KVQuantMode
 from specs.layouts import DenseKVLayout, KVOrder, KVPacking, LatentKVLayout
-from specs.rows import INDEXER_PAGE, LatentFormat, latent_format_of
+from specs.rows import INDEXER_PAGE, LatentFormat, dense_row_format, latent_format_of
 
 
 class _KVCacheSpec(Spec):
@@ -27,6 +28,13 @@ class _KVCacheSpec(Spec):
     cache_dtype: CacheDTypeField = CacheDType.AUTO
     page_size_padded: PositiveInt | None = None
     """Bytes from one block to the next when larger than the content (hybrid models)."""
+
+    @model_validator(mode="after")
+    def _layout_exists(self) -> Self:
+        """Block size and padding suit the rows; a format nobody knows has no rows to check."""
+        with spec_errors("layout"), suppress(NotImplementedError):
+            self.layout()
+        return self
 
     @property
     def page_size_bytes(self) -> int:
@@ -110,9 +118,11 @@ class _DenseSpec(_KVCacheSpec):
 
     @model_validator(mode="after")
     def _rows_exist(self) -> Self:
-        """The row format allows these head sizes."""
+        """The row format allows these head sizes; a format nobody knows has no rows to check."""
+        if self.cache_dtype is CacheDType.FP8_DS_MLA:
+            raise ValueError("cache_dtype 'fp8_ds_mla' is for latent (MLA) layers")
         if self.cache_dtype.has_row_format:
-            self.layout(KVPacking.PACKED)
+            dense_row_format(self.head_size, self.v_size, self.cache_dtype, self.dtype)
         return self
 
     @property
@@ -171,9 +181,12 @@ class ChunkedLocalAttentionSpec(_DenseSpec):
     chunk_lookback: NonNegativeInt = 0
 
     def num_blocks_for(self, num_tokens: int, num_inflight_tokens: int = 0) -> int:
-        """Blocks of the visible chunks plus the step's tokens."""
+        """Blocks of the visible chunks plus the step's tokens; one more if chunks start mid-block."""
         visible = self.attention_chunk_size * (1 + self.chunk_lookback)
-        return _span_blocks(visible, self.block_size, num_tokens, num_inflight_tokens)
+        blocks = _span_blocks(visible, self.block_size, num_tokens, num_inflight_tokens)
+        if self.attention_chunk_size % self.block_size:
+            blocks = min(blocks + 1, cdiv(num_tokens, self.block_size))
+        return blocks
 
 
 class SinkFullAttentionSpec(_DenseSpec):

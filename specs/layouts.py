@@ -72,6 +72,11 @@ class _Layout(Spec):
     """Bytes from one block to the next when larger than the content; None when dense."""
 
     @property
+    def row(self) -> RowFormat:
+        """Bytes of one row."""
+        raise NotImplementedError
+
+    @property
     def storage_dtype(self) -> DType:
         """Element type of the cache tensor."""
         raise NotImplementedError
@@ -100,7 +105,7 @@ class _Layout(Spec):
 
     @model_validator(mode="after")
     def _padding_holds_the_content(self) -> Self:
-        """``page_size_padded`` is at least the content, and whole elements."""
+        """``page_size_padded`` is at least the content, and keeps every field aligned."""
         padded = self.page_size_padded
         if padded is not None:
             if padded < self.content_bytes:
@@ -108,12 +113,16 @@ class _Layout(Spec):
                     f"page_size_padded must be at least the content's {self.content_bytes} bytes, "
                     f"got {padded}"
                 )
-            if padded % self.storage_dtype.itemsize:
-                raise ValueError(
-                    f"page_size_padded must be a multiple of {self.storage_dtype.itemsize} bytes "
-                    f"({self.storage_dtype.value}), got {padded}"
-                )
+            self._check_alignment("page_size_padded", padded)
         return self
+
+    def _check_alignment(self, name: str, nbytes: int) -> None:
+        step = max(field.dtype.itemsize for field in self.row.fields)
+        if nbytes % step:
+            raise ValueError(
+                f"{name} must be a multiple of {step} bytes, the largest element of a row "
+                f"({self.row.name}), got {nbytes}"
+            )
 
     @property
     def page_size_bytes(self) -> int:
@@ -138,10 +147,12 @@ class _Layout(Spec):
             num_blocks: blocks to expose.
 
         Raises:
-            ValueError: the buffer is too small.
+            ValueError: the buffer is too small, or has gaps, so that its bytes have no one view.
         """
         import torch
 
+        if not buffer.is_contiguous():
+            raise ValueError(f"buffer must be contiguous, got strides {buffer.stride()}")
         nbytes = self.nbytes(num_blocks)
         if buffer.numel() * buffer.element_size() < nbytes:
             raise ValueError(
@@ -151,12 +162,22 @@ class _Layout(Spec):
         flat = buffer.view(torch.uint8).flatten()[:nbytes].view(self.storage_dtype.torch)
         return flat.as_strided(self.logical_shape(num_blocks), self.strides(num_blocks))
 
-    def allocate(self, num_blocks: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """A zeroed cache tensor for ``num_blocks`` blocks."""
+    def allocate(
+        self, num_blocks: int, device: torch.device | str = "cpu", fill_byte: int = 0
+    ) -> torch.Tensor:
+        """A cache tensor for ``num_blocks`` blocks.
+
+        Args:
+            num_blocks: blocks.
+            device: where.
+            fill_byte: what every byte holds; 0xFF makes every float format NaN, for tests.
+        """
         import torch
 
-        buffer = torch.zeros(self.nbytes(num_blocks), dtype=torch.uint8, device=device)
-        return self.view(buffer, num_blocks)
+        nbytes = self.nbytes(num_blocks)
+        return self.view(
+            torch.full((nbytes,), fill_byte, dtype=torch.uint8, device=device), num_blocks
+        )
 
 
 class DenseKVLayout(_Layout):
@@ -284,9 +305,11 @@ class LatentKVLayout(_Layout):
 
     @model_validator(mode="after")
     def _one_way_to_pad(self) -> Self:
-        """Padding is said once."""
+        """Padding is said once, and keeps every field aligned."""
         if self.page_alignment is not None and self.page_size_padded is not None:
             raise ValueError("give page_alignment or page_size_padded, not both")
+        if self.page_alignment is not None:
+            self._check_alignment("page_alignment", self.page_alignment)
         return self
 
     @property

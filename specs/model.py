@@ -203,7 +203,7 @@ class LayerGeometry(Spec):
         return self.num_heads // self.num_kv_heads
 
     def local(self, tensor_parallel_size: int) -> LayerGeometry:
-        """This layer as one tensor-parallel rank sees it.
+        """The layer as one tensor-parallel rank sees it.
 
         Query heads are divided. KV heads are divided too while they last; with more ranks than KV
         heads each rank keeps one, replicated. The one latent row of MLA is on every rank.

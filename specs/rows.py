@@ -70,6 +70,12 @@ class RowFormat(Spec):
                     f"at byte {field.offset} is not aligned to {field.dtype.itemsize} bytes"
                 )
             end = field.end
+        step = max(field.dtype.itemsize for field in self.fields)
+        if not self.planar and end % step:
+            raise ValueError(
+                f"row format {self.name!r}: the {end} bytes of a row are no multiple of {step}, "
+                f"so the next row is not aligned"
+            )
         return self
 
     @property
@@ -162,12 +168,13 @@ class LatentFormat(StrEnum):
                     f"kv_lora_rank must be a multiple of {LATENT_BLOCK} for {self.value}, "
                     f"got {kv_lora_rank}"
                 )
-            return row_format(
-                self.value,
+            scaled = [
                 ("nope", e4m3, kv_lora_rank),
                 ("scale", fp32, kv_lora_rank // LATENT_BLOCK),
-                ("rope", DType.BFLOAT16, qk_rope_head_dim),
-            )
+            ]
+            if qk_rope_head_dim:
+                scaled.append(("rope", DType.BFLOAT16, qk_rope_head_dim))
+            return row_format(self.value, *scaled)
         return row_format(self.value, ("data", e4m3, kv_lora_rank), ("scale", fp32, 1), planar=True)
 
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from attn.reference.mla import split_kv_b_proj
 from specs.attention import AttentionType
 from specs.dtypes import CacheDType, KVQuantMode
 
@@ -291,6 +292,29 @@ class MLAAttentionImpl(AttentionImplBase, ABC):
         self.kv_b_proj = kv_b_proj
         self.indexer = indexer
         self.q_pad_num_heads = q_pad_num_heads
+        self._up_projections: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Split ``kv_b_proj`` into the up-projections of K and V, in ``act_dtype``."""
+        weight: torch.Tensor = self.kv_b_proj.weight  # type: ignore[attr-defined]
+        self._up_projections = split_kv_b_proj(
+            weight.to(act_dtype), self.num_heads, self.qk_nope_head_dim, self.v_head_dim
+        )
+
+    @property
+    def W_UK(self) -> torch.Tensor:  # noqa: N802
+        """``[L, H, P]``, after :meth:`process_weights_after_loading`."""
+        return self._loaded()[0]
+
+    @property
+    def W_UV(self) -> torch.Tensor:  # noqa: N802
+        """``[L, H, V]``, after :meth:`process_weights_after_loading`."""
+        return self._loaded()[1]
+
+    def _loaded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._up_projections is None:
+            raise ValueError("process_weights_after_loading must be called first")
+        return self._up_projections
 
     @abstractmethod
     def forward_mha(

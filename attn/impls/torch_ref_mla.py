@@ -12,7 +12,7 @@ import torch
 from attn.impls.base import AttentionLayer, MLAAttentionImpl
 from attn.reference.cache import gather_positions, latent_values, read_latent, write_latent
 from attn.reference.dense import AttentionRules, attend_request
-from attn.reference.mla import attend_topk, expand_latent, read_as_mqa, split_kv_b_proj
+from attn.reference.mla import attend_topk, expand_latent, read_as_mqa
 from attn.reference.quant import saturate
 from builders.torch_ref_mla import LatentRows, TorchRefMLAMetadata
 from specs.dtypes import CacheDType, DType
@@ -54,17 +54,6 @@ class TorchRefMLAImpl(MLAAttentionImpl):
         """The arguments of :class:`MLAAttentionImpl`."""
         super().__init__(*args, **kwargs)
         self.latent_format = latent_format_of(self.cache_dtype)
-        self.W_UK: torch.Tensor | None = None
-        """``[L, H, P]``, from :meth:`process_weights_after_loading`."""
-        self.W_UV: torch.Tensor | None = None
-        """``[L, H, V]``."""
-
-    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Split ``kv_b_proj`` into the up-projections of K and V."""
-        weight: torch.Tensor = self.kv_b_proj.weight  # type: ignore[attr-defined]
-        self.W_UK, self.W_UV = split_kv_b_proj(
-            weight.to(act_dtype), self.num_heads, self.qk_nope_head_dim, self.v_head_dim
-        )
 
     def _row(self, model_dtype: torch.dtype, cache_dtype: CacheDType) -> RowFormat:
         model = DType.parse(model_dtype)
@@ -159,8 +148,6 @@ class TorchRefMLAImpl(MLAAttentionImpl):
     def _expanded_reader(
         self, latents: torch.Tensor
     ) -> Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]:
-        if self.W_UK is None or self.W_UV is None:
-            raise ValueError("process_weights_after_loading must be called before forward_mha")
         return partial(_slice_expanded, *expand_latent(latents, self.W_UK, self.W_UV))
 
 

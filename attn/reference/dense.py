@@ -152,7 +152,7 @@ def attend(
     if rules.alibi_slopes is not None:
         scores = scores + _alibi(query_positions, key_positions, rules).to(scores.dtype)
     if seen is not None:
-        scores = scores.masked_fill(~seen, float("-inf"))
+        scores.masked_fill_(~seen, float("-inf"))
     peak = scores.amax(-1)
     has_keys = peak > float("-inf")
     sinks = None
@@ -160,7 +160,7 @@ def attend(
         sinks = rules.sinks.to(scores)[:, None]
         peak = torch.where(has_keys, torch.maximum(peak, sinks), peak)
     peak = torch.where(has_keys, peak, 0)
-    weights = torch.exp(scores - peak[..., None])
+    weights = scores.sub_(peak[..., None]).exp_()
     total = weights.sum(-1)
     if sinks is not None:
         total = total + torch.where(has_keys, torch.exp(sinks - peak), 0)

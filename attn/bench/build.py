@@ -1,0 +1,72 @@
+"""``attn bench build``: CPU time of building a step's metadata."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+
+from attn.device import detect_device
+from attn.registry import AttentionBackendEnum
+from builders.common import CommonAttentionMetadata
+from specs.engine import EngineConfig
+from specs.kv_cache import AnyKVCacheSpec, FullAttentionSpec, MLAAttentionSpec
+
+TARGET_MICROSECONDS = 50.0
+"""Per build of 256 decodes, beyond the tensor copies that are needed."""
+
+
+def decode_batch(num_reqs: int, seq_len: int, block_size: int) -> CommonAttentionMetadata:
+    """A batch of ``num_reqs`` decodes of ``seq_len`` tokens each, on this machine's device."""
+    device = torch.device(detect_device().torch_type)
+    blocks = -(-seq_len // block_size)
+    starts = torch.arange(num_reqs + 1, dtype=torch.int32)
+    seq_lens = torch.full((num_reqs,), seq_len, dtype=torch.int32)
+    table = torch.arange(1, num_reqs * blocks + 1, dtype=torch.int32).view(num_reqs, blocks)
+    slots = table[:, -1].long() * block_size + (seq_len - 1) % block_size
+    return CommonAttentionMetadata(
+        query_start_loc=starts.to(device),
+        query_start_loc_cpu=starts,
+        seq_lens=seq_lens.to(device),
+        num_reqs=num_reqs,
+        num_actual_tokens=num_reqs,
+        max_query_len=1,
+        max_seq_len=seq_len,
+        block_table_tensor=table.to(device),
+        slot_mapping=slots.to(device),
+        positions=(seq_lens.long() - 1).to(device),
+        seq_lens_cpu_upper_bound=seq_lens,
+    )
+
+
+def bench_build(num_reqs: int, repeats: int) -> Iterator[str]:
+    """One line per registered backend that can be imported here.
+
+    Args:
+        num_reqs: decodes in the batch.
+        repeats: timed builds; the median and the 99th percentile are reported.
+    """
+    device = detect_device()
+    config = EngineConfig(max_model_len=8192, max_num_seqs=num_reqs)
+    batch = decode_batch(num_reqs, 4096, 16)
+    yield f"metadata build, {num_reqs} decodes, {device.name}, {repeats} builds"
+    for member in AttentionBackendEnum:
+        if member.missing() or not (backend := member.get_class()).supports_device(device):
+            continue
+        spec: AnyKVCacheSpec = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128)
+        if backend.is_mla():
+            spec = MLAAttentionSpec(block_size=16)
+        builder = backend.get_builder_cls()(spec, ["layers.0"], config, device.torch_type)
+        times = []
+        for _ in range(repeats + 20):
+            begin = time.perf_counter_ns()
+            builder.build(0, batch)
+            times.append((time.perf_counter_ns() - begin) / 1000)
+        times = sorted(times[20:])
+        median, tail = times[len(times) // 2], times[int(len(times) * 0.99)]
+        verdict = "met" if median <= TARGET_MICROSECONDS else "NOT met"
+        yield (
+            f"{member.name:22} median {median:7.1f} us   p99 {tail:7.1f} us   "
+            f"target {TARGET_MICROSECONDS:.0f} us {verdict}"
+        )

@@ -1,0 +1,24 @@
+"""Entry point of the ``attn`` command; says what to install when the extra is missing."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        from attn.cli.app import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich", "matplotlib", "click"):
+            raise
+        print(
+            f"error: the attn command needs {error.name}: pip install 'attn-backends[cli]'",
+            file=sys.stderr,
+        )
+        raise SystemExit(2) from None
+    app()
+
+
+if __name__ == "__main__":
+    main()

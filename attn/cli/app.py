@@ -1,0 +1,256 @@
+"""``attn run``, ``attn backends``, ``attn explain``, ``attn bench``."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from attn.bench.build import bench_build
+from attn.cli.corrupt import Fault
+from attn.cli.explain import print_backends, print_decisions
+from attn.cli.replay import Replay, RunSettings
+from attn.cli.report import StepRecord, print_summary, write_report
+from attn.cli.trace import TraceRequest, fit_to_limit, read_trace, synthetic_trace
+from attn.device import detect_device
+from attn.errors import MissingDependencyError
+from builders.debug import debug_enabled
+from specs.devices import KNOWN_DEVICES, Device
+from specs.dtypes import CacheDType
+from specs.hf_config import bundled_model_names, load_model_geometry
+from specs.model import ModelGeometry
+
+app = typer.Typer(
+    name="attn",
+    help="Attention backends for LLM serving: run a trace, list backends, explain a choice.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+USAGE_ERROR: Final = 2
+INTERRUPTED: Final = 130
+
+ModelOption = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help=f"A config.json, or one of {', '.join(bundled_model_names())}.",
+    ),
+]
+KVDtypeOption = Annotated[
+    str, typer.Option("--kv-cache-dtype", help="vLLM's names: auto, bfloat16, fp8, ...")
+]
+BackendOption = Annotated[
+    str | None, typer.Option("--backend", "-b", help="Use this backend or refuse; never another.")
+]
+BlockSizeOption = Annotated[
+    int | None, typer.Option("--block-size", min=1, help="Tokens per KV cache block.")
+]
+
+
+@contextmanager
+def _clear_errors() -> Iterator[None]:
+    """One clear message and exit code 2 for what a user can cause; ``ATTN_DEBUG=1`` shows where."""
+    try:
+        yield
+    except (ValueError, KeyError, NotImplementedError, MissingDependencyError) as error:
+        if debug_enabled():
+            raise
+        # A KeyError prints its message in quotes.
+        message = error.args[0] if isinstance(error, KeyError) else error
+        print(f"error: {message}", file=sys.stderr)
+        raise typer.Exit(USAGE_ERROR) from None
+
+
+@app.command()
+def run(
+    model: ModelOption = "llama-3.2-1b",
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="CSV with TIMESTAMP,ContextTokens,GeneratedTokens (Azure's traces)."),
+    ] = None,
+    synthetic: Annotated[
+        bool, typer.Option("--synthetic", help="Lengths drawn like the public trace's (default).")
+    ] = False,
+    backend: BackendOption = None,
+    kv_cache_dtype: KVDtypeOption = "auto",
+    block_size: BlockSizeOption = None,
+    layers: Annotated[int, typer.Option(min=1, help="Layers to run, every kind first.")] = 2,
+    requests: Annotated[int, typer.Option(min=1, help="Requests to take from the trace.")] = 16,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most requests in a step.")] = 32,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens in a step.")
+    ] = 2048,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(help="KV cache of all layers, such as 512MiB; default: what is needed."),
+    ] = None,
+    check_rows: Annotated[
+        int, typer.Option(min=0, help="Tokens per step and kind of layer checked in float64.")
+    ] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Of lengths, tensors and checks.")] = 0,
+    report: Annotated[
+        Path | None, typer.Option(help="Write report.json and timeline.png into this folder.")
+    ] = None,
+    corrupt: Annotated[
+        Fault | None, typer.Option(help="Break the backend on purpose: the checks must see it.")
+    ] = None,
+) -> None:
+    """Serve a request trace's continuous batch and check sampled rows in float64."""
+    console = Console()
+    with _clear_errors():
+        if trace is not None and synthetic:
+            raise ValueError("give --trace or --synthetic, not both")
+        geometry = load_model_geometry(model)
+        chosen = geometry.select_layers(min(max(layers, 1), geometry.num_layers))
+        taken, clipped = _requests(trace, requests, seed, chosen)
+        settings = RunSettings(
+            model=chosen,
+            device=detect_device(),
+            backend=backend,
+            kv_cache_dtype=CacheDType.parse(kv_cache_dtype),
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            kv_memory_bytes=None if kv_memory is None else parse_bytes(kv_memory),
+            check_rows=check_rows,
+            seed=seed,
+            fault=corrupt,
+        )
+        replay = Replay(settings, taken)
+        _run_with_progress(replay, console)
+        shown = {
+            "trace": "synthetic" if trace is None else trace.name,
+            "layers": f"{chosen.num_layers} of {geometry.num_layers}",
+            "kv_cache_dtype": settings.kv_cache_dtype.value,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "corrupt": None if corrupt is None else corrupt.value,
+        }
+        outcome = replay.report(shown, clipped)
+        print_summary(outcome, console)
+        if report is not None:
+            for path in write_report(outcome, report):
+                console.print(f"wrote {path}", highlight=False)
+    if replay.interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if check_rows and not outcome.passed:
+        raise typer.Exit(1)
+
+
+def _requests(
+    trace: Path | None, count: int, seed: int, model: ModelGeometry
+) -> tuple[list[TraceRequest], int]:
+    taken = synthetic_trace(count, seed) if trace is None else read_trace(trace, count)
+    return fit_to_limit(taken, model.max_position_embeddings)
+
+
+def _run_with_progress(replay: Replay, console: Console) -> None:
+    total = sum(replay.lengths)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("tokens"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("attention", total=total)
+
+        def on_step(record: StepRecord) -> None:
+            # Recomputed tokens count again, so the bar's end moves with them.
+            redone = replay.scheduler.num_discarded_tokens
+            progress.update(task, advance=record.tokens, total=total + redone)
+
+        replay.run(on_step)
+
+
+def parse_bytes(text: str) -> int:
+    """``"512MiB"``, ``"2 GB"`` or ``"1048576"`` as bytes.
+
+    Raises:
+        ValueError: not a positive size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f"size must be a positive number of bytes such as 512MiB, got {text!r}")
+    power = "kmgt".find(match[2].lower()) + 1 if match[2] else 0
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+@app.command()
+def backends() -> None:
+    """What this machine can run, and why not the rest."""
+    with _clear_errors():
+        print_backends(detect_device(), Console())
+
+
+@app.command()
+def explain(
+    model: ModelOption = "llama-3.1-8b",
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device", "-d", help=f"{', '.join(KNOWN_DEVICES)}; default: this machine's."
+        ),
+    ] = None,
+    backend: BackendOption = None,
+    kv_cache_dtype: KVDtypeOption = "auto",
+    block_size: BlockSizeOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,
+) -> None:
+    """Which backend each kind of layer gets, with a reason for every other one."""
+    with _clear_errors():
+        served = print_decisions(
+            load_model_geometry(model),
+            detect_device() if device is None else known_device(device),
+            CacheDType.parse(kv_cache_dtype),
+            block_size,
+            backend,
+            Console(),
+            as_json,
+        )
+    if not served:
+        raise typer.Exit(1)
+
+
+def known_device(name: str) -> Device:
+    """A device by name, present or not.
+
+    Raises:
+        ValueError: an unknown name; the message lists the known ones.
+    """
+    device = KNOWN_DEVICES.get(name.lower())
+    if device is None:
+        raise ValueError(f"unknown device {name!r}; expected one of {', '.join(KNOWN_DEVICES)}")
+    return device
+
+
+@bench.command("build")
+def bench_build_command(
+    num_reqs: Annotated[int, typer.Option(min=1, help="Decodes in the batch.")] = 256,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed builds.")] = 2000,
+) -> None:
+    """Microseconds of CPU that each backend's builder takes for a batch of decodes."""
+    with _clear_errors():
+        for line in bench_build(num_reqs, repeats):
+            print(line)

@@ -1,0 +1,172 @@
+"""Judging one token's attention in float64, on the unpaged tensors that the replay kept.
+
+Written from the definition and apart from ``attn.reference``, which it judges too. The budget is
+twice the error of the same maths in the model's precision over what the cache can hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from attn.reference.quant import (
+    dequantize,
+    dequantize_blocks,
+    quantize_blocks,
+    quantize_per_tensor,
+    quantize_per_token_head,
+)
+from specs.dtypes import CacheDType, DType
+from specs.model import LayerGeometry
+from specs.rows import LatentFormat, latent_format_of
+
+Stored = Callable[[torch.Tensor], torch.Tensor]
+"""What a cache makes of keys or values: float32 of the same shape."""
+
+
+@dataclass(frozen=True)
+class TokenCheck:
+    """One token of one layer: what it asked, what it may see, how the cache rounds."""
+
+    query: torch.Tensor
+    """``[H, D]`` in the model dtype."""
+    key: torch.Tensor
+    """``[S, Hk, D]`` of the visible positions, in the model dtype."""
+    value: torch.Tensor
+    """``[S, Hk, Dv]``, likewise."""
+    distance: torch.Tensor
+    """``[S]``: key position minus query position."""
+    scale: float
+    soft_cap: float | None = None
+    sinks: torch.Tensor | None = None
+    """``[H]``."""
+    alibi_slopes: torch.Tensor | None = None
+    """``[H]``."""
+    stored_key: torch.Tensor | None = None
+    """``key`` as it comes back from the cache, float32; None when nothing is lost."""
+    stored_value: torch.Tensor | None = None
+    project: torch.Tensor | None = None
+    """``[Dv, H, V]``: latent outputs are projected to values (W_UV)."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Error of a checked token over its heads, and what is allowed."""
+
+    error: float
+    """Largest over heads of |actual - exact| / |exact| (L2); infinite for NaN."""
+    budget: float
+
+    @property
+    def ratio(self) -> float:
+        """Error over budget; above 1 fails."""
+        return self.error / self.budget
+
+
+def visible_positions(layer: LayerGeometry, position: int) -> tuple[int, int]:
+    """First and last position, both included, that a decoder token sees."""
+    if layer.sliding_window is not None:
+        return max(0, position - layer.sliding_window + 1), position
+    if layer.attention_chunk_size is not None:
+        return position - position % layer.attention_chunk_size, position
+    return 0, position
+
+
+def judge(actual: torch.Tensor, check: TokenCheck) -> Verdict:
+    """Compare one token's output with float64.
+
+    Args:
+        actual: ``[H, Dv]`` (``[H, V]`` with a projection) in the model dtype.
+        check: the token.
+    """
+    exact = _attend(check, torch.float64, low_precision=None)
+    rounded = _attend(check, torch.float32, low_precision=actual.dtype)
+    # Half a unit in the last place of the output is lost whatever the kernel does.
+    band = torch.finfo(actual.dtype).eps / 2
+    return Verdict(_error(actual, exact), 2 * (_error(rounded, exact) + band))
+
+
+def _error(actual: torch.Tensor, exact: torch.Tensor) -> float:
+    gap = (actual.double() - exact).norm(dim=-1)
+    size = exact.norm(dim=-1)
+    error = torch.where(gap == 0, 0.0, gap / size).max()
+    return float(error) if bool(torch.isfinite(error)) else float("inf")
+
+
+def _attend(
+    check: TokenCheck, dtype: torch.dtype, low_precision: torch.dtype | None
+) -> torch.Tensor:
+    """Scores, softmax, weighted sum; with ``low_precision`` rounded where a kernel rounds."""
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return x if low_precision is None else x.to(low_precision).to(dtype)
+
+    key, value = check.key, check.value
+    if low_precision is not None:
+        key = key if check.stored_key is None else check.stored_key
+        value = value if check.stored_value is None else check.stored_value
+    query, key, value = check.query.to(dtype), key.to(dtype), value.to(dtype)
+    # [H, D] -> [Hk, G, D]: head h uses KV head h // G.
+    num_heads, num_kv_heads = query.shape[0], key.shape[1]
+    grouped = query.view(num_kv_heads, num_heads // num_kv_heads, -1)
+    scores = torch.einsum("kgd,skd->kgs", grouped, key).flatten(0, 1) * check.scale
+    if check.soft_cap is not None:
+        scores = check.soft_cap * torch.tanh(scores / check.soft_cap)
+    if check.alibi_slopes is not None:
+        scores = scores + check.alibi_slopes.to(dtype)[:, None] * check.distance.to(dtype)
+    logits = scores
+    if check.sinks is not None:
+        logits = torch.cat([scores, check.sinks.to(dtype)[:, None]], dim=1)
+    weights = torch.exp(scores - logits.amax(1, keepdim=True))
+    total = torch.exp(logits - logits.amax(1, keepdim=True)).sum(1, keepdim=True)
+    weights = rounded(weights)
+    shares = weights.view(*grouped.shape[:2], -1)
+    out = rounded(torch.einsum("kgs,skd->kgd", shares, value).flatten(0, 1) / total)
+    if check.project is not None:
+        out = rounded(torch.einsum("hl,lhv->hv", out, check.project.to(dtype)))
+    return out
+
+
+def dense_cache_rounding(cache_dtype: CacheDType, scale: torch.Tensor) -> Stored | None:
+    """What a dense cache makes of ``[S, Hk, D]`` keys or values; None when it keeps them."""
+    if cache_dtype.quant_mode.is_per_token_head:
+
+        def per_token_head(x: torch.Tensor) -> torch.Tensor:
+            stored, row_scale = quantize_per_token_head(x, cache_dtype)
+            return dequantize(stored, row_scale, cache_dtype, torch.float32)
+
+        return per_token_head
+    if cache_dtype.is_quantized:
+
+        def per_tensor(x: torch.Tensor) -> torch.Tensor:
+            stored = quantize_per_tensor(x, scale, cache_dtype.element(DType.BFLOAT16).torch)
+            return dequantize(stored, scale, cache_dtype, torch.float32)
+
+        return per_tensor
+    if cache_dtype is CacheDType.AUTO:
+        return None
+    return lambda x: x.to(cache_dtype.element(DType.BFLOAT16).torch).float()
+
+
+def latent_cache_rounding(
+    cache_dtype: CacheDType, scale: torch.Tensor, kv_lora_rank: int
+) -> Stored | None:
+    """What a latent cache makes of ``[S, L + r]`` rows; None when it keeps them."""
+    row = latent_format_of(cache_dtype)
+    if row is LatentFormat.FP8_NOPE_FP8_ROPE:
+
+        def raw(x: torch.Tensor) -> torch.Tensor:
+            stored = quantize_per_tensor(x, scale, torch.float8_e4m3fn)
+            return dequantize(stored, scale, cache_dtype, torch.float32)
+
+        return raw
+    if row is LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE:
+
+        def blocks(x: torch.Tensor) -> torch.Tensor:
+            nope = dequantize_blocks(*quantize_blocks(x[:, :kv_lora_rank]), torch.float32)
+            return torch.cat([nope, x[:, kv_lora_rank:].bfloat16().float()], dim=-1)
+
+        return blocks
+    return None

@@ -1,0 +1,104 @@
+"""Printing decisions: every registered backend with its verdict and reasons."""
+
+from __future__ import annotations
+
+import json
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from attn.registry import AttentionBackendEnum
+from attn.selector import SelectionReport, Verdict, explain
+from specs.devices import Device
+from specs.dtypes import CacheDType
+from specs.model import ModelGeometry
+
+_STYLES = {Verdict.CHOSEN: "bold green", Verdict.REFUSED: "red"}
+
+
+def print_backends(device: Device, console: Console) -> None:
+    """Every registered backend: whether this machine can run it, and what it declares."""
+    table = Table(title=f"Attention backends on {device.name}", title_justify="left")
+    table.add_column("backend", no_wrap=True)
+    for column in ("runs here", "serves", "KV cache dtypes", "head sizes"):
+        table.add_column(column)
+    for member in AttentionBackendEnum:
+        missing = member.missing()
+        if missing:
+            table.add_row(member.name, Text(f"no: {missing[0]} is not installed", "red"))
+            continue
+        try:
+            backend = member.get_class()
+        except (ImportError, OSError) as error:
+            table.add_row(member.name, Text(f"no: cannot be imported: {error}", "red"))
+            continue
+        capable = backend.supports_device(device) and backend.supports_compute_capability(
+            device.compute_capability
+        )
+        kind = "dense"
+        if backend.is_mla():
+            kind = "sparse MLA" if backend.is_sparse() else "MLA"
+        capabilities = backend.capabilities
+        table.add_row(
+            member.name,
+            Text("yes", "green") if capable else Text(f"no: not on {device.kind.value}", "red"),
+            kind,
+            ", ".join(dtype.value for dtype in capabilities.kv_cache_dtypes),
+            str(capabilities.head_sizes),
+        )
+    console.print(table)
+
+
+def print_decisions(
+    model: ModelGeometry,
+    device: Device,
+    kv_cache_dtype: CacheDType,
+    block_size: int | None,
+    backend: str | None,
+    console: Console,
+    as_json: bool,
+) -> bool:
+    """The decision for each kind of layer of a model.
+
+    Returns:
+        True when every kind of layer is served.
+    """
+    decisions: list[tuple[str, SelectionReport]] = []
+    for layer, indices in model.groups():
+        request = layer.selector_config(model.dtype, kv_cache_dtype, block_size)
+        decisions.append(
+            (
+                _layer_name(layer.kind.value, layer.sliding_window, indices),
+                explain(request, device, backend),
+            )
+        )
+    served = all(decision.chosen is not None for _, decision in decisions)
+    if as_json:
+        dumped = [
+            {"layers": name, **decision.model_dump(mode="json")} for name, decision in decisions
+        ]
+        print(json.dumps(dumped, indent=2))
+        return served
+    for name, decision in decisions:
+        title = f"{model.name} on {device.name}, {name}, {kv_cache_dtype.value} KV cache"
+        table = Table(title=title, title_justify="left")
+        table.add_column("backend", no_wrap=True)
+        for column in ("verdict", "why"):
+            table.add_column(column)
+        for candidate in decision.candidates:
+            style = _STYLES.get(candidate.verdict, "")
+            table.add_row(
+                candidate.name,
+                Text(candidate.verdict.value, style),
+                Text("\n".join(candidate.reasons)),
+            )
+        console.print(table)
+        console.print(Text(f"-> {decision.chosen or 'no backend serves this layer'}\n", "bold"))
+    return served
+
+
+def _layer_name(kind: str, window: int | None, indices: tuple[int, ...]) -> str:
+    size = "" if window is None else f" {window}"
+    plural = "layer" if len(indices) == 1 else "layers"
+    return f"{len(indices)} {kind}{size} {plural}"

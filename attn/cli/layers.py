@@ -1,0 +1,378 @@
+"""Layers of a replay: one backend triple each, its cache, its step, and what to check of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from attn.backends.base import AttentionBackend
+from attn.cli.check import (
+    TokenCheck,
+    dense_cache_rounding,
+    latent_cache_rounding,
+    visible_positions,
+)
+from attn.cli.tensors import LayerTensors, TensorSource
+from attn.ops.mla import mla_attention
+from attn.reference.indexer import causal_topk, index_logits, read_index_keys, write_index_keys
+from specs.attention import AttentionType
+from specs.dtypes import CacheDType
+from specs.kv_cache import AnyKVCacheSpec, IndexerSpec
+from specs.model import LayerGeometry
+
+INDEX_ROWS = 64
+"""Queries whose indexer logits are computed at once."""
+
+
+@dataclass
+class Scales:
+    """Scales of a layer, as real = stored * scale; values up to 5 use the range of e4m3 well."""
+
+    _q_scale: torch.Tensor
+    _k_scale: torch.Tensor
+    _v_scale: torch.Tensor
+
+    @classmethod
+    def on(cls, device: torch.device) -> Scales:
+        """The replay's scales."""
+        return cls(*(torch.tensor(scale, device=device) for scale in (1.0, 0.02, 0.015)))
+
+
+@dataclass
+class Row:
+    """One request's tokens in a step, as a layer sees them."""
+
+    request_id: int
+    tokens: slice
+    positions: torch.Tensor
+    """``[T_row]`` int64."""
+
+
+@dataclass
+class StepInputs:
+    """One step's tensors of one layer."""
+
+    rows: Sequence[Row]
+    query: torch.Tensor
+    """``[T, H, D]``."""
+    tensors: list[LayerTensors] = field(default_factory=list)
+    """Per row."""
+    index: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Indexer queries ``[T, Hi, Di]`` and head weights ``[T, Hi]`` of a sparse layer."""
+
+    def new(self, side: str) -> torch.Tensor:
+        """``[T, ...]``: this step's part of every row's ``key``, ``value`` or ``index_key``."""
+        parts = zip(self.rows, self.tensors, strict=True)
+        return torch.cat([getattr(tensors, side)[row.positions] for row, tensors in parts])
+
+
+class ReplayLayer(ABC):
+    """One attention layer: a triple's impl, a poisoned cache, and random inputs."""
+
+    def __init__(
+        self,
+        geometry: LayerGeometry,
+        index: int,
+        spec: AnyKVCacheSpec,
+        backend: type[AttentionBackend],
+        num_blocks: int,
+        source: TensorSource,
+    ) -> None:
+        """
+        Args:
+            geometry: the layer.
+            index: its number in the model.
+            spec: what it stores.
+            backend: the triple.
+            num_blocks: blocks of its cache, the null block included.
+            source: of its tensors.
+        """
+        self.geometry = geometry
+        self.index = index
+        self.spec = spec
+        self.source = source
+        self.scales = Scales.on(source.device)
+        self.kept: dict[int, LayerTensors] = {}
+        # Poisoned with NaN: a slot read before it is written shows.
+        self.cache = backend.kv_cache_layout(spec).allocate(num_blocks, source.device, 0xFF)
+        self.impl: Any = self._make_impl(backend)
+
+    @abstractmethod
+    def _make_impl(self, backend: type[AttentionBackend]) -> Any:
+        """The triple's impl for this layer."""
+
+    @abstractmethod
+    def run(self, inputs: StepInputs, metadata: Any, output: torch.Tensor) -> None:
+        """Write the cache, then attend; this is what the replay times."""
+
+    @abstractmethod
+    def token_check(self, inputs: StepInputs, row: int, offset: int) -> TokenCheck:
+        """What is needed to judge token ``offset`` of a row."""
+
+    @property
+    def output_size(self) -> int:
+        """Elements of a head's output."""
+        return self.geometry.v_size
+
+    def inputs(self, rows: Sequence[Row], lengths: Sequence[int], step: int) -> StepInputs:
+        """Make a step's tensors; those of a request are made at its first step and kept."""
+        generator = self.source.generator(1, self.index, step)
+        tensors, queries = [], []
+        for row in rows:
+            kept = self.kept.get(row.request_id)
+            if kept is None:
+                kept = self.source.request(
+                    self.geometry, self.index, row.request_id, lengths[row.request_id]
+                )
+                self.kept[row.request_id] = kept
+            tensors.append(kept)
+            queries.append(self.source.queries(self.geometry, kept, row.positions, generator))
+        index = self._index_inputs(sum(len(q) for q in queries), generator)
+        return StepInputs(rows, torch.cat(queries), tensors, index)
+
+    def _index_inputs(
+        self, num_tokens: int, generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None
+
+    def forget(self, request_ids: set[int]) -> None:
+        """Drop the tensors of finished requests."""
+        for request_id in request_ids & self.kept.keys():
+            del self.kept[request_id]
+
+    def _common_arguments(self, head_size: int, num_kv_heads: int) -> tuple[Any, ...]:
+        geometry = self.geometry
+        slopes = None
+        if geometry.use_alibi:
+            slopes = self.alibi_slopes()
+        return (
+            geometry.num_heads,
+            head_size,
+            geometry.scale,
+            num_kv_heads,
+            slopes,
+            geometry.sliding_window,
+            self.spec.cache_dtype.value,
+            geometry.logits_soft_cap,
+            AttentionType.DECODER,
+            None,
+        )
+
+    def alibi_slopes(self) -> torch.Tensor:
+        """``[H]``: the geometric series of the ALiBi paper, 2^(-8 i / H)."""
+        heads = torch.arange(1, self.geometry.num_heads + 1, device=self.source.device)
+        return torch.exp2(-8.0 * heads / self.geometry.num_heads)
+
+
+class DenseReplayLayer(ReplayLayer):
+    """MHA, GQA or MQA."""
+
+    def _make_impl(self, backend: type[AttentionBackend]) -> Any:
+        geometry = self.geometry
+        extras: dict[str, Any] = {}
+        self.sinks: torch.Tensor | None = None
+        if geometry.has_sinks:
+            generator = self.source.generator(2, self.index)
+            self.sinks = 4 + self.source.normal(generator, geometry.num_heads)
+            extras["sinks"] = self.sinks
+        if geometry.attention_chunk_size is not None:
+            extras["attention_chunk_size"] = geometry.attention_chunk_size
+        if geometry.v_size != geometry.head_size:
+            extras["head_size_v"] = geometry.v_size
+        arguments = self._common_arguments(geometry.head_size, geometry.num_kv_heads)
+        impl_cls: Any = backend.get_impl_cls()
+        return impl_cls(*arguments, **extras)
+
+    def run(self, inputs: StepInputs, metadata: Any, output: torch.Tensor) -> None:
+        """Write the cache, then attend."""
+        key, value = inputs.new("key"), inputs.new("value")
+        self.impl.do_kv_cache_update(self.scales, key, value, self.cache, metadata.slot_mapping)
+        self.impl.forward(self.scales, inputs.query, key, value, self.cache, metadata, output)
+
+    def token_check(self, inputs: StepInputs, row: int, offset: int) -> TokenCheck:
+        """What is needed to judge token ``offset`` of a row."""
+        position = int(inputs.rows[row].positions[offset])
+        first, last = visible_positions(self.geometry, position)
+        key = inputs.tensors[row].key[first : last + 1]
+        value = inputs.tensors[row].value[first : last + 1]
+        cache_dtype = self.spec.cache_dtype
+        key_rounding = dense_cache_rounding(cache_dtype, self.scales._k_scale)
+        value_rounding = dense_cache_rounding(cache_dtype, self.scales._v_scale)
+        return TokenCheck(
+            query=inputs.query[inputs.rows[row].tokens][offset],
+            key=key,
+            value=value,
+            distance=torch.arange(first, last + 1, device=key.device) - position,
+            scale=self.geometry.scale,
+            soft_cap=self.geometry.logits_soft_cap,
+            sinks=self.sinks,
+            alibi_slopes=self.alibi_slopes() if self.geometry.use_alibi else None,
+            stored_key=None if key_rounding is None else key_rounding(key),
+            stored_value=None if value_rounding is None else value_rounding(value),
+        )
+
+
+@dataclass
+class _UpProjection:
+    """Stands in for a model's ``kv_b_proj``."""
+
+    weight: torch.Tensor
+    """``[H * (P + V), L]``."""
+
+
+class LatentReplayLayer(ReplayLayer):
+    """Multi-head latent attention over all cached tokens."""
+
+    def _make_impl(self, backend: type[AttentionBackend]) -> Any:
+        mla = self.geometry.mla
+        assert mla is not None
+        rank, heads = mla.kv_lora_rank, self.geometry.num_heads
+        generator = self.source.generator(2, self.index)
+        width = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        weight = self.source.normal(generator, width, rank) * rank**-0.5
+        impl_cls: Any = backend.get_impl_cls()
+        impl = impl_cls(
+            *self._common_arguments(mla.latent_size, 1),
+            q_lora_rank=mla.q_lora_rank,
+            kv_lora_rank=rank,
+            qk_nope_head_dim=mla.qk_nope_head_dim,
+            qk_rope_head_dim=mla.qk_rope_head_dim,
+            qk_head_dim=mla.qk_head_dim,
+            v_head_dim=mla.v_head_dim,
+            kv_b_proj=_UpProjection(weight.to(self.source.dtype)),
+            indexer=self._make_indexer(),
+        )
+        impl.process_weights_after_loading(self.source.dtype)
+        return impl
+
+    def _make_indexer(self) -> Any:
+        return None
+
+    def run(self, inputs: StepInputs, metadata: Any, output: torch.Tensor) -> None:
+        """Write the latent rows, then attend."""
+        mla = self.geometry.mla
+        assert mla is not None
+        rows = inputs.new("key")[:, 0]
+        kv_c, k_pe = rows[:, : mla.kv_lora_rank], rows[:, mla.kv_lora_rank :]
+        dtype = self.spec.cache_dtype.value
+        scale, slots = self.scales._k_scale, metadata.slot_mapping
+        self.impl.do_kv_cache_update(kv_c, k_pe, self.cache, slots, dtype, scale)
+        mla_attention(
+            self.impl, self.scales, inputs.query, kv_c, k_pe, self.cache, metadata, output
+        )
+
+    def token_check(self, inputs: StepInputs, row: int, offset: int) -> TokenCheck:
+        """The token in latent space: absorbed query, latent rows as keys and values."""
+        mla = self.geometry.mla
+        assert mla is not None
+        position = int(inputs.rows[row].positions[offset])
+        listed = self._listed(inputs, row, offset, position)
+        key = inputs.tensors[row].key[listed]
+        query = inputs.query[inputs.rows[row].tokens][offset].double()
+        q_nope, q_pe = query[:, : mla.qk_nope_head_dim], query[:, mla.qk_nope_head_dim :]
+        absorbed = torch.einsum("hp,lhp->hl", q_nope, self.impl.W_UK.double())
+        rounding = latent_cache_rounding(
+            self.spec.cache_dtype, self.scales._k_scale, mla.kv_lora_rank
+        )
+        stored = None if rounding is None else rounding(key[:, 0])[:, None]
+        return TokenCheck(
+            query=torch.cat([absorbed, q_pe], dim=-1),
+            key=key,
+            value=key[..., : mla.kv_lora_rank],
+            distance=listed - position,
+            scale=self.geometry.scale,
+            stored_key=stored,
+            stored_value=None if stored is None else stored[..., : mla.kv_lora_rank],
+            project=self.impl.W_UV,
+        )
+
+    def _listed(self, inputs: StepInputs, row: int, offset: int, position: int) -> torch.Tensor:
+        return torch.arange(position + 1, device=self.source.device)
+
+
+@dataclass
+class _Indexer:
+    """What a sparse impl reads of its indexer."""
+
+    topk_indices_buffer: torch.Tensor
+    """``[max_tokens, K]`` int32 positions, -1 for none."""
+
+
+class SparseReplayLayer(LatentReplayLayer):
+    """Top-k sparse latent attention with an indexer cache of its own."""
+
+    def __init__(
+        self,
+        geometry: LayerGeometry,
+        index: int,
+        spec: AnyKVCacheSpec,
+        backend: type[AttentionBackend],
+        num_blocks: int,
+        source: TensorSource,
+    ) -> None:
+        """As every layer; the indexer's pages follow the latent cache's blocks."""
+        assert geometry.indexer is not None
+        index_spec = IndexerSpec(
+            block_size=spec.block_size, index_head_dim=geometry.indexer.index_head_dim
+        )
+        self.index_cache = index_spec.layout().allocate(num_blocks, source.device, 0xFF)
+        self.indexer = _Indexer(torch.empty((0, geometry.indexer.index_topk), dtype=torch.int32))
+        super().__init__(geometry, index, spec, backend, num_blocks, source)
+
+    def _make_indexer(self) -> Any:
+        return self.indexer
+
+    def _index_inputs(
+        self, num_tokens: int, generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        indexer = self.geometry.indexer
+        assert indexer is not None
+        heads, size = indexer.index_n_heads, indexer.index_head_dim
+        query = self.source.normal(generator, num_tokens, heads, size).to(self.source.dtype)
+        return query, self.source.normal(generator, num_tokens, heads)
+
+    def run(self, inputs: StepInputs, metadata: Any, output: torch.Tensor) -> None:
+        """Index, then write and attend as any latent layer."""
+        write_index_keys(inputs.new("index_key"), self.index_cache, metadata.slot_mapping)
+        assert inputs.index is not None
+        assert self.geometry.indexer is not None
+        query, weights = inputs.index
+        lists = []
+        for row, table in zip(inputs.rows, metadata.decode.block_table, strict=True):
+            num_keys = int(row.positions[-1]) + 1
+            keys = read_index_keys(self.index_cache, table, num_keys, torch.float32)
+            for begin in range(row.tokens.start, row.tokens.stop, INDEX_ROWS):
+                part = slice(begin, min(begin + INDEX_ROWS, row.tokens.stop))
+                logits = index_logits(query[part].float(), keys, weights[part])
+                first = int(row.positions[begin - row.tokens.start])
+                lists.append(causal_topk(logits, first, self.geometry.indexer.index_topk))
+        self.indexer.topk_indices_buffer = torch.cat(lists)
+        super().run(inputs, metadata, output)
+
+    def _listed(self, inputs: StepInputs, row: int, offset: int, position: int) -> torch.Tensor:
+        listed = self.indexer.topk_indices_buffer[inputs.rows[row].tokens][offset].long()
+        listed = listed[listed >= 0]
+        expected = min(position + 1, self.indexer.topk_indices_buffer.shape[1])
+        distinct = len(set(listed.tolist()))
+        if distinct != expected or int(listed.max()) > position:
+            raise ValueError(
+                f"the indexer must list {expected} distinct positions up to {position}, "
+                f"got {distinct} up to {int(listed.max())}"
+            )
+        return listed
+
+
+def layer_class(geometry: LayerGeometry) -> type[ReplayLayer]:
+    """The replay layer for a kind of attention."""
+    if geometry.indexer is not None:
+        return SparseReplayLayer
+    return DenseReplayLayer if geometry.mla is None else LatentReplayLayer
+
+
+def unquantized(cache_dtype: CacheDType) -> bool:
+    """True when the cache's rows are scaled by nothing outside themselves."""
+    return not cache_dtype.is_quantized or cache_dtype.quant_mode.is_per_token_head

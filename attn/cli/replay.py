@@ -1,0 +1,374 @@
+"""``attn run``: serve a trace's continuous batch through one backend triple per kind of layer.
+
+A replayer for attention alone, not an engine: tensors are random, arrival times are only an order.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+import attn
+from attn.backends.base import AttentionBackend
+from attn.cli.blocks import BlockAllocator
+from attn.cli.check import Verdict, judge
+from attn.cli.corrupt import Fault, applies_to, corrupt_backend
+from attn.cli.layers import ReplayLayer, Row, StepInputs, layer_class
+from attn.cli.report import LayerGroupReport, RunReport, StepRecord
+from attn.cli.scheduler import KVBudgetError, Scheduler, StepPlan
+from attn.cli.tensors import TensorSource
+from attn.cli.trace import TraceRequest
+from attn.errors import UnsupportedError
+from attn.selector import SelectionReport, explain, select
+from attn.selector import Verdict as Choice
+from builders.base import AttentionMetadataBuilder
+from builders.common import CommonAttentionMetadata
+from builders.paging import compute_slot_mapping
+from specs.devices import Device
+from specs.dtypes import CacheDType
+from specs.engine import EngineConfig
+from specs.kv_cache import AnyKVCacheSpec
+from specs.model import LayerGeometry, LayerKind, ModelGeometry
+from specs.rows import INDEXER_PAGE
+from specs.sentinels import NULL_BLOCK_ID
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What a replay does."""
+
+    model: ModelGeometry
+    """Only the layers to run."""
+    device: Device
+    backend: str | None = None
+    """Registry name to use for every layer; None is the automatic choice."""
+    kv_cache_dtype: CacheDType = CacheDType.AUTO
+    block_size: int | None = None
+    """Tokens per block; None is the backend's preference."""
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 2048
+    kv_memory_bytes: int | None = None
+    """KV cache of all layers; None is what ``max_num_seqs`` of the longest requests need."""
+    check_rows: int = 4
+    """Tokens per step that are checked, in one layer of each group."""
+    seed: int = 0
+    fault: Fault | None = None
+
+
+@dataclass
+class _Group:
+    """Equal layers: one spec, one backend, one builder, one set of block tables."""
+
+    geometry: LayerGeometry
+    indices: tuple[int, ...]
+    spec: AnyKVCacheSpec
+    backend: type[AttentionBackend]
+    decision: SelectionReport
+    num_blocks: int = 0
+    """The null block included."""
+
+    def bytes_for(self, num_tokens: int, num_inflight: int) -> int:
+        """Bytes that one request holds at most, over all layers of the group."""
+        return len(self.indices) * self.spec.num_bytes_for(num_tokens, num_inflight)
+
+
+def choose_groups(settings: RunSettings) -> list[_Group]:
+    """The backend and spec of every kind of layer.
+
+    Raises:
+        UnsupportedError: no backend, or not the one asked for, serves a kind of layer.
+        ValueError: a block size or fault that the model has no use for.
+    """
+    model = settings.model
+    if any(layer.kind is LayerKind.ENCODER_ONLY for layer in model.layers):
+        raise UnsupportedError(
+            f"attn run replays decoders; {model.name} cannot be run:",
+            ["encoder-only layers cache nothing and generate nothing"],
+        )
+    engine = EngineConfig(max_model_len=model.max_position_embeddings)
+    groups = []
+    for geometry, indices in model.groups():
+        request = geometry.selector_config(
+            model.dtype, settings.kv_cache_dtype, settings.block_size, engine
+        )
+        decision = explain(request, settings.device, settings.backend)
+        backend = select(request, settings.device, settings.backend)
+        preferred = INDEXER_PAGE if geometry.indexer is not None else 16
+        block_size = settings.block_size or backend.get_preferred_block_size(preferred)
+        if geometry.indexer is not None and block_size != INDEXER_PAGE:
+            raise UnsupportedError(
+                f"block_size {block_size} cannot serve {model.name}:",
+                [f"the indexer's planar pages hold {INDEXER_PAGE} tokens"],
+            )
+        spec = geometry.kv_cache_spec(block_size, model.dtype, settings.kv_cache_dtype)
+        groups.append(_Group(geometry, indices, spec, backend, decision))
+    if settings.fault is not None:
+        _spoil(groups, settings.fault, model.name)
+    return groups
+
+
+def _spoil(groups: list[_Group], fault: Fault, model: str) -> None:
+    hit = False
+    for group in groups:
+        cache_dtype = group.spec.cache_dtype
+        scaled = cache_dtype.is_quantized and not cache_dtype.quant_mode.is_per_token_head
+        if applies_to(fault, group.geometry, scaled):
+            group.backend, hit = corrupt_backend(group.backend, fault), True
+    if not hit:
+        raise ValueError(f"corrupt {fault.value!r} has nothing to break in {model}")
+
+
+def size_groups(
+    groups: Sequence[_Group], settings: RunSettings, requests: Sequence[TraceRequest]
+) -> None:
+    """Divide the KV budget over the groups by what requests need of each.
+
+    Raises:
+        KVBudgetError: a budget that holds not one block of every group beside its null block.
+    """
+    inflight = settings.max_num_batched_tokens
+    lengths = sorted((request.num_cached_tokens for request in requests), reverse=True)
+    largest = lengths[: settings.max_num_seqs]
+    demand = [sum(group.bytes_for(n, inflight) for n in largest) for group in groups]
+    page_sizes = [group.spec.page_size_bytes * len(group.indices) for group in groups]
+    budget = settings.kv_memory_bytes
+    for group, need, page in zip(groups, demand, page_sizes, strict=True):
+        if budget is None:
+            group.num_blocks = need // page + 1
+            continue
+        group.num_blocks = int(budget * (need / sum(demand))) // page
+        if group.num_blocks < 2:
+            raise KVBudgetError(
+                f"a KV budget smaller than one request: {budget} bytes leave {group.num_blocks} "
+                f"blocks of {page} bytes for {group.geometry.kind.value} layers, expected 2 or more"
+            )
+
+
+class Replay:
+    """A running replay: scheduler, groups, layers."""
+
+    def __init__(self, settings: RunSettings, requests: Sequence[TraceRequest]) -> None:
+        """
+        Args:
+            settings: what to do.
+            requests: in arrival order, none longer than the model allows.
+
+        Raises:
+            UnsupportedError: no backend serves a layer.
+            KVBudgetError: the cache cannot hold a request.
+        """
+        if not requests:
+            raise ValueError("requests must hold at least one request, got none")
+        self.settings = settings
+        self.requests = requests
+        self.groups = choose_groups(settings)
+        size_groups(self.groups, settings, requests)
+        self.device = torch.device(settings.device.torch_type)
+        self.allocators = [
+            BlockAllocator(group.num_blocks, group.spec.block_size, group.spec, seed=settings.seed)
+            for group in self.groups
+        ]
+        self.scheduler = Scheduler(
+            requests, self.allocators, settings.max_num_seqs, settings.max_num_batched_tokens
+        )
+        dtype = settings.model.dtype.torch
+        self.source = TensorSource(settings.seed, dtype, self.device)
+        engine = EngineConfig(
+            max_model_len=settings.model.max_position_embeddings,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+        )
+        self.builders: list[AttentionMetadataBuilder[Any]] = []
+        self.layers: list[list[ReplayLayer]] = []
+        for group in self.groups:
+            names = [f"layers.{index}" for index in group.indices]
+            builder = group.backend.get_builder_cls()
+            self.builders.append(builder(group.spec, names, engine, self.device))
+            make = layer_class(group.geometry)
+            self.layers.append(
+                [
+                    make(
+                        group.geometry, i, group.spec, group.backend, group.num_blocks, self.source
+                    )
+                    for i in group.indices
+                ]
+            )
+        self.lengths = [request.num_cached_tokens for request in requests]
+        self.steps: list[StepRecord] = []
+        self.interrupted = False
+
+    def run(self, on_step: Callable[[StepRecord], None]) -> None:
+        """Serve every request; Ctrl-C stops after the last whole step."""
+        try:
+            while (plan := self.scheduler.schedule()) is not None:
+                record = self._step(plan)
+                self.steps.append(record)
+                self._commit(plan)
+                on_step(record)
+        except KeyboardInterrupt:
+            self.interrupted = True
+
+    def _commit(self, plan: StepPlan) -> None:
+        self.scheduler.commit(plan)
+        tables = self.allocators[0].tables
+        gone = {row.request_id for row in plan.rows if row.request_id not in tables}
+        for layers in self.layers:
+            for layer in layers:
+                layer.forget(gone)
+
+    def _step(self, plan: StepPlan) -> StepRecord:
+        rows = self._rows(plan)
+        verdicts: list[Verdict] = []
+        build_seconds = forward_seconds = 0.0
+        for group, builder in enumerate(self.builders):
+            batch = self._batch(plan, rows, group)
+            begin = self._clock()
+            metadata = builder.build(0, batch)
+            build_seconds += self._clock() - begin
+            # One layer of each group is judged, another one every step.
+            judged = len(self.steps) % len(self.layers[group])
+            for number, layer in enumerate(self.layers[group]):
+                inputs = layer.inputs(rows, self.lengths, len(self.steps))
+                output = self._poisoned_output(layer, plan.num_tokens)
+                begin = self._clock()
+                layer.run(inputs, metadata, output)
+                forward_seconds += self._clock() - begin
+                if number == judged:
+                    verdicts += self._judge(layer, inputs, output)
+        worst = max(verdicts, key=lambda verdict: verdict.ratio, default=Verdict(0.0, 1.0))
+        return StepRecord(
+            step=len(self.steps),
+            num_decodes=plan.num_decodes,
+            num_prefills=plan.num_prefills,
+            decode_tokens=plan.num_decode_tokens,
+            prefill_tokens=plan.num_prefill_tokens,
+            build_seconds=build_seconds,
+            forward_seconds=forward_seconds,
+            blocks_in_use=self.scheduler.blocks_in_use,
+            worst_error=max((verdict.error for verdict in verdicts), default=0.0),
+            worst_error_ratio=worst.ratio,
+            num_checked_rows=len(verdicts),
+            num_preemptions=plan.num_preemptions,
+        )
+
+    def _poisoned_output(self, layer: ReplayLayer, num_tokens: int) -> torch.Tensor:
+        shape = (num_tokens, layer.geometry.num_heads * layer.output_size)
+        return torch.full(shape, float("nan"), dtype=self.source.dtype, device=self.device)
+
+    def _clock(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _rows(self, plan: StepPlan) -> list[Row]:
+        ends = torch.tensor([0] + [row.num_new_tokens for row in plan.rows]).cumsum(0).tolist()
+        return [
+            Row(
+                row.request_id,
+                slice(start, stop),
+                torch.arange(row.context_len, row.seq_len, device=self.device),
+            )
+            for row, (start, stop) in zip(plan.rows, pairwise(ends), strict=True)
+        ]
+
+    def _batch(self, plan: StepPlan, rows: Sequence[Row], group: int) -> CommonAttentionMetadata:
+        """The step as an engine's runner would hand it to a builder."""
+        allocator, block_size = self.allocators[group], self.groups[group].spec.block_size
+        tables = [allocator.tables[row.request_id] for row in plan.rows]
+        width = max(len(table) for table in tables)
+        table = torch.tensor(
+            [entries + [NULL_BLOCK_ID] * (width - len(entries)) for entries in tables],
+            dtype=torch.int32,
+        ).to(self.device)
+        starts_cpu = torch.tensor([0] + [row.tokens.stop for row in rows], dtype=torch.int32)
+        seq_lens_cpu = torch.tensor([row.seq_len for row in plan.rows], dtype=torch.int32)
+        starts, seq_lens = starts_cpu.to(self.device), seq_lens_cpu.to(self.device)
+        return CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts_cpu,
+            seq_lens=seq_lens,
+            num_reqs=len(rows),
+            num_actual_tokens=plan.num_tokens,
+            max_query_len=max(row.num_new_tokens for row in plan.rows),
+            max_seq_len=int(seq_lens_cpu.max()),
+            block_table_tensor=table,
+            slot_mapping=compute_slot_mapping(table, starts, seq_lens, plan.num_tokens, block_size),
+            positions=torch.cat([row.positions for row in rows]),
+            is_prefilling=torch.tensor([row.is_prefilling for row in plan.rows]),
+            seq_lens_cpu_upper_bound=seq_lens_cpu,
+        )
+
+    def _judge(self, layer: ReplayLayer, inputs: StepInputs, output: torch.Tensor) -> list[Verdict]:
+        """Verdicts on sampled tokens: at random, but one of the longest prefill if there is any."""
+        generator = torch.Generator().manual_seed(self.settings.seed * 7919 + len(self.steps))
+        count = self.settings.check_rows
+        picks = [
+            int(pick) for pick in torch.randint(len(inputs.rows), (count,), generator=generator)
+        ]
+        lengths = [row.tokens.stop - row.tokens.start for row in inputs.rows]
+        if count and max(lengths) > 1:
+            picks[0] = lengths.index(max(lengths))
+        verdicts = []
+        heads = output.view(len(output), layer.geometry.num_heads, -1)
+        for pick in picks:
+            offset = int(torch.randint(lengths[pick], (1,), generator=generator))
+            actual = heads[inputs.rows[pick].tokens][offset]
+            verdicts.append(judge(actual, layer.token_check(inputs, pick, offset)))
+        return verdicts
+
+    def report(self, settings: dict[str, Any], clipped: int) -> RunReport:
+        """What has happened so far.
+
+        Args:
+            settings: of the command line, as they were given.
+            clipped: requests that were cut to the model's longest sequence.
+        """
+        return RunReport(
+            model=self.settings.model.name,
+            device=self.settings.device.name,
+            layer_groups=tuple(self._group_report(group) for group in self.groups),
+            settings=settings,
+            steps=tuple(self.steps),
+            num_requests=len(self.requests),
+            finished_requests=self.scheduler.finished,
+            clipped_requests=clipped,
+            seed=self.settings.seed,
+            interrupted=self.interrupted,
+            versions={
+                "attn-backends": attn.__version__,
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+            },
+        )
+
+    def _group_report(self, group: _Group) -> LayerGroupReport:
+        layout = group.backend.kv_cache_layout(group.spec)
+        shape = " x ".join(str(extent) for extent in layout.logical_shape(group.num_blocks))
+        name = group.geometry.kind.value
+        if group.geometry.sliding_window is not None:
+            name += f" {group.geometry.sliding_window}"
+        return LayerGroupReport(
+            name=name,
+            backend=str(group.decision.chosen),
+            passed_over=tuple(_passed_over(group.decision)),
+            num_layers=len(group.indices),
+            kv_layout=f"{layout.row.name} rows, {shape} of {layout.storage_dtype.value}",
+            kv_bytes=layout.nbytes(group.num_blocks) * len(group.indices),
+            num_blocks=group.num_blocks - 1,
+        )
+
+
+def _passed_over(decision: SelectionReport) -> list[str]:
+    """Reasons against each better-ranked backend; with an explicit choice, that it was one."""
+    lines = []
+    for candidate in decision.candidates:
+        if candidate.verdict is Choice.CHOSEN:
+            break
+        lines.append(f"{candidate.name}: {', '.join(candidate.reasons)}")
+    return lines

@@ -1,0 +1,305 @@
+"""Continuous batching for the replayer: which tokens of which requests make up each step.
+
+Oldest first: running requests get their tokens before new ones are admitted, and new ones are
+admitted in arrival order. Arrival times are only an order; nobody waits. When the KV cache is
+full, the most recently admitted request loses its blocks and computes all its tokens again later.
+The oldest running request is never the victim, so every step makes progress.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from attn.cli.blocks import BlockAllocator, first_visible_token
+from attn.cli.trace import TraceRequest
+
+
+class KVBudgetError(ValueError):
+    """The KV cache cannot hold one request, even alone."""
+
+
+@dataclass(frozen=True)
+class ScheduledRow:
+    """One request's share of a step."""
+
+    request_id: int
+    """Index of the request in the trace; also its key in the allocators' tables."""
+    num_new_tokens: int
+    """Query length, at least 1."""
+    context_len: int
+    """Tokens cached before this step."""
+    is_prefilling: bool
+    """Computes tokens known beforehand: a prompt, or what a preemption threw away."""
+
+    @property
+    def seq_len(self) -> int:
+        """KV length after this step."""
+        return self.context_len + self.num_new_tokens
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step's batch: decode rows, then at most one extend, then prefills without context."""
+
+    rows: tuple[ScheduledRow, ...]
+    """In arrival order within each kind; never empty."""
+    num_preemptions: int = 0
+    """Requests that lost their blocks to make room for this step."""
+
+    @cached_property
+    def num_decodes(self) -> int:
+        """Rows that feed back one generated token; they come first."""
+        return sum(not row.is_prefilling for row in self.rows)
+
+    @property
+    def num_prefills(self) -> int:
+        """Rows that compute a prompt or recompute a preempted request."""
+        return len(self.rows) - self.num_decodes
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Tokens of the decode rows: one each."""
+        return self.num_decodes
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of the other rows."""
+        return self.num_tokens - self.num_decode_tokens
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """All tokens of the step."""
+        return sum(row.num_new_tokens for row in self.rows)
+
+
+@dataclass
+class _Request:
+    """Progress of one request."""
+
+    request_id: int
+    total_tokens: int
+    """Tokens whose KV is written by the time the request is done."""
+    known_tokens: int
+    """Prompt and generated tokens so far; the last one generated is not in the cache yet."""
+    prefill_tokens: int
+    """``known_tokens`` at admission: below this the request is prefilling."""
+    num_computed: int = 0
+
+    def row(self, budget: int) -> ScheduledRow:
+        """The next tokens, at most ``budget``."""
+        return ScheduledRow(
+            request_id=self.request_id,
+            num_new_tokens=min(self.known_tokens - self.num_computed, budget),
+            context_len=self.num_computed,
+            is_prefilling=self.num_computed < self.prefill_tokens,
+        )
+
+
+class Scheduler:
+    """Turns requests into steps; alternate :meth:`schedule` and :meth:`commit` until None."""
+
+    def __init__(
+        self,
+        requests: Sequence[TraceRequest],
+        allocators: Sequence[BlockAllocator],
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        """
+        Args:
+            requests: in arrival order; a request's id is its index.
+            allocators: one per KV cache group, unused; every request owns blocks in each.
+            max_num_seqs: most requests in a step.
+            max_num_batched_tokens: most tokens in a step.
+
+        Raises:
+            KVBudgetError: a request that does not fit into the cache alone.
+            ValueError: a limit below 1, no allocator, or one in use.
+        """
+        for name, limit in (
+            ("max_num_seqs", max_num_seqs),
+            ("max_num_batched_tokens", max_num_batched_tokens),
+        ):
+            if limit < 1:
+                raise ValueError(f"{name} must be positive, got {limit}")
+        if not allocators:
+            raise ValueError("allocators must hold one allocator per KV cache group, got none")
+        for group, allocator in enumerate(allocators):
+            if allocator.tables:
+                raise ValueError(
+                    f"allocators[{group}] must not be in use, got {len(allocator.tables)} tables"
+                )
+        self.requests = tuple(requests)
+        self.allocators = tuple(allocators)
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.finished = 0
+        """Requests that are done."""
+        self.num_preemptions = 0
+        """Preemptions so far."""
+        self.num_discarded_tokens = 0
+        """Tokens computed and then thrown away by preemptions."""
+        self._waiting = deque(
+            _Request(index, request.num_cached_tokens, request.context_tokens, 0)
+            for index, request in enumerate(self.requests)
+        )
+        self._running: list[_Request] = []
+        self._pending: StepPlan | None = None
+        for waiting in self._waiting:
+            self._check_fits_alone(waiting)
+
+    @property
+    def running(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests not yet admitted, or preempted."""
+        return len(self._waiting)
+
+    @property
+    def blocks_in_use(self) -> tuple[int, ...]:
+        """Blocks owned in each KV cache group; highest between ``schedule`` and ``commit``."""
+        return tuple(allocator.used_blocks for allocator in self.allocators)
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step and allocate its blocks; None when every request is done.
+
+        Raises:
+            KVBudgetError: a request that is alone cannot grow; the constructor checks for it, so
+                the KV cache spec counted too few blocks.
+            RuntimeError: the step before was not committed.
+        """
+        if self._pending is not None:
+            raise RuntimeError("commit() the last plan before the next schedule()")
+        if not self._running and not self._waiting:
+            return None
+        before = self.num_preemptions
+        rows = self._schedule_running()
+        rows += self._admit(self.max_num_batched_tokens - sum(r.num_new_tokens for r in rows))
+        if not rows:
+            raise self._cannot_fit(self._waiting[0].row(self.max_num_batched_tokens))
+        # Decode-first as it is: only the last running request can be inside its prompt, since
+        # nobody is admitted behind a prompt that took the rest of the token budget.
+        self._pending = StepPlan(tuple(rows), self.num_preemptions - before)
+        return self._pending
+
+    def commit(self, plan: StepPlan) -> None:
+        """Take the planned tokens as computed: finish requests, free blocks out of sight.
+
+        Args:
+            plan: what :meth:`schedule` returned last. Blocks that this step could see, but no
+                later one can, are freed here: check its results before.
+
+        Raises:
+            ValueError: another plan.
+        """
+        if self._pending is None or plan is not self._pending:
+            raise ValueError(
+                f"plan must be the last one that schedule() returned, and uncommitted, got a plan "
+                f"of {len(plan.rows)} rows"
+            )
+        self._pending = None
+        new_tokens = {row.request_id: row.num_new_tokens for row in plan.rows}
+        for request in self._running:
+            request.num_computed += new_tokens.get(request.request_id, 0)
+            if request.num_computed == request.total_tokens:
+                self._release(request)
+                self.finished += 1
+                continue
+            if request.num_computed == request.known_tokens:
+                request.known_tokens += 1
+            for allocator in self.allocators:
+                visible = first_visible_token(allocator.spec, request.num_computed)
+                allocator.trim(request.request_id, visible)
+        self._running = [r for r in self._running if r.num_computed < r.total_tokens]
+
+    def _schedule_running(self) -> list[ScheduledRow]:
+        """Rows of the running requests, preempting from the end of the list when blocks lack."""
+        rows: list[ScheduledRow] = []
+        budget = self.max_num_batched_tokens
+        # The list shrinks from its end while it is walked; who has a row is never a victim.
+        while budget and len(rows) < len(self._running):
+            request = self._running[len(rows)]
+            row = request.row(budget)
+            while not self._grow(row):
+                if len(self._running) == 1:
+                    raise self._cannot_fit(row)
+                if self._preempt_last() is request:
+                    return rows
+            rows.append(row)
+            budget -= row.num_new_tokens
+        return rows
+
+    def _admit(self, budget: int) -> list[ScheduledRow]:
+        """Rows of waiting requests, in order, until one of them does not fit."""
+        rows: list[ScheduledRow] = []
+        while budget and self._waiting and len(self._running) < self.max_num_seqs:
+            request = self._waiting[0]
+            if not self._has_room_for(request):
+                break
+            request.prefill_tokens = request.known_tokens
+            row = request.row(budget)
+            if not self._grow(row):
+                break
+            self._running.append(self._waiting.popleft())
+            rows.append(row)
+            budget -= row.num_new_tokens
+        return rows
+
+    def _has_room_for(self, request: _Request) -> bool:
+        """True when all known tokens fit: a prompt that fits in part would only be preempted.
+
+        Likewise a victim never comes back in the step that took its blocks.
+        """
+        return all(
+            allocator.min_blocks_for(request.known_tokens, self.max_num_batched_tokens)
+            <= allocator.free_blocks
+            for allocator in self.allocators
+        )
+
+    def _grow(self, row: ScheduledRow) -> bool:
+        """Allocate a row's blocks in all groups, or in none."""
+        if not all(a.can_grow(row.request_id, row.seq_len) for a in self.allocators):
+            return False
+        for allocator in self.allocators:
+            allocator.grow(row.request_id, row.seq_len)
+        return True
+
+    def _preempt_last(self) -> _Request:
+        """Send the most recently admitted request back to the front of the queue."""
+        victim = self._running.pop()
+        self._release(victim)
+        self.num_preemptions += 1
+        self.num_discarded_tokens += victim.num_computed
+        victim.num_computed = 0
+        self._waiting.appendleft(victim)
+        return victim
+
+    def _release(self, request: _Request) -> None:
+        for allocator in self.allocators:
+            allocator.release(request.request_id)
+
+    def _check_fits_alone(self, request: _Request) -> None:
+        for group, allocator in enumerate(self.allocators):
+            total, step = request.total_tokens, self.max_num_batched_tokens
+            needed = allocator.min_blocks_for(total, step)
+            if needed > allocator.capacity:
+                raise KVBudgetError(
+                    f"a KV budget smaller than one request: request {request.request_id} of "
+                    f"{total} tokens needs {needed} blocks of {allocator.block_size} in KV cache "
+                    f"group {group} (max_num_batched_tokens {step}), got {allocator.capacity}"
+                )
+
+    def _cannot_fit(self, row: ScheduledRow) -> KVBudgetError:
+        """The error for a request that the check at construction let through."""
+        held = [len(allocator.tables.get(row.request_id, ())) for allocator in self.allocators]
+        free = [allocator.free_blocks for allocator in self.allocators]
+        return KVBudgetError(
+            f"a KV budget smaller than one request: request {row.request_id} alone cannot grow to "
+            f"{row.seq_len} tokens: it holds {held} blocks per KV cache group, got {free} free"
+        )

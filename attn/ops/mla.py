@@ -1,0 +1,61 @@
+"""One latent-attention layer's step around an impl's two paths: absorb, attend, project."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attn.impls.base import AttentionLayer, MLAAttentionImpl
+from attn.reference.mla import absorb_query, project_latent_output
+
+
+def mla_attention(
+    impl: MLAAttentionImpl,
+    layer: AttentionLayer,
+    q: torch.Tensor,
+    kv_c_normed: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    attn_metadata: Any,
+    output: torch.Tensor,
+) -> torch.Tensor:
+    """Attention of a step whose latent rows are written already; decode rows come first.
+
+    What vLLM's ``MLAAttention`` does around the same two methods.
+
+    Args:
+        impl: an MLA impl after ``process_weights_after_loading``.
+        layer: scales of the layer.
+        q: ``[T, H, P + r]``, nope then rope.
+        kv_c_normed: ``[T, L]``.
+        k_pe: ``[T, r]``.
+        kv_cache: ``[N, block_size, row]``.
+        attn_metadata: the record of the impl's builder; None is a profiling call.
+        output: ``[T, H * V]``, written in place; rows past the batch's tokens are not touched.
+
+    Returns:
+        ``output``.
+    """
+    if attn_metadata is None:
+        return output.zero_()
+    decodes, tokens = attn_metadata.num_decode_tokens, attn_metadata.num_actual_tokens
+    if attn_metadata.num_prefill_tokens:
+        prefill = slice(decodes, tokens)
+        impl.forward_mha(
+            q[prefill],
+            kv_c_normed[prefill],
+            k_pe[prefill],
+            kv_cache,
+            attn_metadata,
+            layer._k_scale,
+            output[prefill],
+        )
+    if decodes:
+        nope = impl.qk_nope_head_dim
+        q_nope, q_pe = q[:decodes, :, :nope], q[:decodes, :, nope:]
+        absorbed = absorb_query(q_nope, impl.W_UK)
+        latent, _ = impl.forward_mqa((absorbed, q_pe), kv_cache, attn_metadata, layer)
+        values = project_latent_output(latent, impl.W_UV)
+        output[:decodes] = values.flatten(1).to(output.dtype)
+    return output
