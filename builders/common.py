@@ -7,12 +7,13 @@ to a builder as it is: builders read only fields that vLLM 0.26 and 0.33 both ha
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from builders.paging import check_block_table, check_slots
+from builders.paging import check_block_table, check_slots, compute_slot_mapping
 from specs.attention import AttentionType
 
 if TYPE_CHECKING:
@@ -75,6 +76,48 @@ class CommonAttentionMetadata:
     rswa_prefix_lens: torch.Tensor | None = None
     """``[R]`` int32, device: prefix that stays visible beside the window (R-SWA)."""
     replayssm_decode_base_cpu: torch.Tensor | None = None
+
+    @classmethod
+    def from_lengths(
+        cls,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_table: torch.Tensor,
+        block_size: int,
+    ) -> CommonAttentionMetadata:
+        """A decoder batch from host lengths, as an engine's runner assembles it.
+
+        Args:
+            query_lens: R new-token counts.
+            seq_lens: R KV lengths, the new tokens included.
+            block_table: ``[R, max_blocks]`` int32; its device is the batch's.
+            block_size: tokens per block.
+        """
+        device = block_table.device
+        starts = torch.zeros(len(query_lens) + 1, dtype=torch.int32)
+        starts[1:] = torch.tensor(query_lens, dtype=torch.int32).cumsum(0)
+        lens = torch.tensor(seq_lens, dtype=torch.int32)
+        num_tokens = int(starts[-1])
+        starts_device, lens_device = starts.to(device), lens.to(device)
+        positions = [
+            torch.arange(seq_len - query_len, seq_len)
+            for query_len, seq_len in zip(query_lens, seq_lens, strict=True)
+        ]
+        return cls(
+            query_start_loc=starts_device,
+            query_start_loc_cpu=starts,
+            seq_lens=lens_device,
+            num_reqs=len(query_lens),
+            num_actual_tokens=num_tokens,
+            max_query_len=max(query_lens, default=0),
+            max_seq_len=max(seq_lens, default=0),
+            block_table_tensor=block_table,
+            slot_mapping=compute_slot_mapping(
+                block_table, starts_device, lens_device, num_tokens, block_size
+            ),
+            positions=torch.cat([*positions, torch.arange(0)]).to(device),
+            seq_lens_cpu_upper_bound=lens,
+        )
 
     def batch_size(self) -> int:
         """R, from the device tensor's shape."""

@@ -133,7 +133,7 @@ class BackendCapabilities(Spec):
     dtypes: tuple[DType, ...]
     """Model dtypes."""
     kv_cache_dtypes: tuple[CacheDType, ...]
-    block_sizes: tuple[int | MultipleOf, ...]
+    block_sizes: tuple[PositiveInt | MultipleOf, ...]
     """Kernel block sizes; a manager block is supported when one of them divides it."""
     head_sizes: HeadSizes = HeadSizes()
     device_kinds: tuple[DeviceKind, ...]

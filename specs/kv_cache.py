@@ -181,7 +181,7 @@ class ChunkedLocalAttentionSpec(_DenseSpec):
     chunk_lookback: NonNegativeInt = 0
 
     def num_blocks_for(self, num_tokens: int, num_inflight_tokens: int = 0) -> int:
-        """Blocks of the visible chunks plus the step's tokens; one more if chunks start mid-block."""
+        """Blocks of the visible chunks and the step; one more if chunks start mid-block."""
         visible = self.attention_chunk_size * (1 + self.chunk_lookback)
         blocks = _span_blocks(visible, self.block_size, num_tokens, num_inflight_tokens)
         if self.attention_chunk_size % self.block_size:
@@ -269,6 +269,23 @@ class _LatentSpec(_KVCacheSpec):
     def head_size(self) -> int:
         """Width of an absorbed query and of the latent key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def copy_with_new_block_size(self, block_size: int) -> Self:
+        """The same layer cut into blocks of another size.
+
+        Raises:
+            SpecError: padding, of the page or of its parts, would come to lie between the blocks.
+        """
+        copied = super().copy_with_new_block_size(block_size)
+        if self.page_alignment is not None and (
+            copied.page_size_bytes * self.block_size != self.page_size_bytes * block_size
+        ):
+            raise SpecError(
+                f"pages aligned to {self.page_alignment} bytes cannot be cut from block_size "
+                f"{self.block_size} ({self.page_size_bytes} bytes) into blocks of {block_size} "
+                f"({copied.page_size_bytes} bytes)"
+            )
+        return copied
 
     @property
     def latent_format(self) -> LatentFormat:

@@ -17,29 +17,6 @@ TARGET_MICROSECONDS = 50.0
 """Per build of 256 decodes, beyond the tensor copies that are needed."""
 
 
-def decode_batch(num_reqs: int, seq_len: int, block_size: int) -> CommonAttentionMetadata:
-    """A batch of ``num_reqs`` decodes of ``seq_len`` tokens each, on this machine's device."""
-    device = torch.device(detect_device().torch_type)
-    blocks = -(-seq_len // block_size)
-    starts = torch.arange(num_reqs + 1, dtype=torch.int32)
-    seq_lens = torch.full((num_reqs,), seq_len, dtype=torch.int32)
-    table = torch.arange(1, num_reqs * blocks + 1, dtype=torch.int32).view(num_reqs, blocks)
-    slots = table[:, -1].long() * block_size + (seq_len - 1) % block_size
-    return CommonAttentionMetadata(
-        query_start_loc=starts.to(device),
-        query_start_loc_cpu=starts,
-        seq_lens=seq_lens.to(device),
-        num_reqs=num_reqs,
-        num_actual_tokens=num_reqs,
-        max_query_len=1,
-        max_seq_len=seq_len,
-        block_table_tensor=table.to(device),
-        slot_mapping=slots.to(device),
-        positions=(seq_lens.long() - 1).to(device),
-        seq_lens_cpu_upper_bound=seq_lens,
-    )
-
-
 def bench_build(num_reqs: int, repeats: int) -> Iterator[str]:
     """One line per registered backend that can be imported here.
 
@@ -49,14 +26,20 @@ def bench_build(num_reqs: int, repeats: int) -> Iterator[str]:
     """
     device = detect_device()
     config = EngineConfig(max_model_len=8192, max_num_seqs=num_reqs)
-    batch = decode_batch(num_reqs, 4096, 16)
+    seq_len, block_size = 4096, 16
+    blocks = seq_len // block_size
+    table = torch.arange(1, num_reqs * blocks + 1, dtype=torch.int32).view(num_reqs, blocks)
+    batch = CommonAttentionMetadata.from_lengths(
+        [1] * num_reqs, [seq_len] * num_reqs, table.to(device.torch_type), block_size
+    )
     yield f"metadata build, {num_reqs} decodes, {device.name}, {repeats} builds"
     for member in AttentionBackendEnum:
         if member.missing() or not (backend := member.get_class()).supports_device(device):
             continue
-        spec: AnyKVCacheSpec = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128)
+        spec: AnyKVCacheSpec
+        spec = FullAttentionSpec(block_size=block_size, num_kv_heads=8, head_size=128)
         if backend.is_mla():
-            spec = MLAAttentionSpec(block_size=16)
+            spec = MLAAttentionSpec(block_size=block_size)
         builder = backend.get_builder_cls()(spec, ["layers.0"], config, device.torch_type)
         times = []
         for _ in range(repeats + 20):

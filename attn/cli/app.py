@@ -22,7 +22,7 @@ from rich.progress import (
 
 from attn.bench.build import bench_build
 from attn.cli.corrupt import Fault
-from attn.cli.explain import print_backends, print_decisions
+from attn.cli.explain import feature_table, print_backends, print_decisions
 from attn.cli.replay import Replay, RunSettings
 from attn.cli.report import StepRecord, print_summary, write_report
 from attn.cli.trace import TraceRequest, fit_to_limit, read_trace, synthetic_trace
@@ -198,10 +198,17 @@ def parse_bytes(text: str) -> int:
 
 
 @app.command()
-def backends() -> None:
+def backends(
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the table of features for the README.")
+    ] = False,
+) -> None:
     """What this machine can run, and why not the rest."""
     with _clear_errors():
-        print_backends(detect_device(), Console())
+        if markdown:
+            print(feature_table())
+        else:
+            print_backends(detect_device(), Console())
 
 
 @app.command()

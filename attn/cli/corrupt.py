@@ -7,13 +7,13 @@ cache write, the query, the output. It therefore applies to every backend alike.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum, unique
 from typing import Any
 
 import torch
 
 from attn.backends.base import AttentionBackend
+from attn.impls.base import LayerScales
 from builders.common import CommonAttentionMetadata
 from specs.model import LayerGeometry, LayerKind
 
@@ -137,17 +137,9 @@ def _lengthen(batch: CommonAttentionMetadata, block_size: int) -> CommonAttentio
     return batch.replace(seq_lens=lens, max_seq_len=batch.max_seq_len + 1)
 
 
-@dataclass
-class _ScaledLayer:
-    """A layer whose KV scales are off."""
-
-    _k_scale: torch.Tensor
-    _v_scale: torch.Tensor
-    _q_scale: torch.Tensor
-
-
-def _off(layer: Any) -> Any:
-    return _ScaledLayer(layer._k_scale * 1.1, layer._v_scale * 1.1, layer._q_scale)
+def _off(layer: Any) -> LayerScales:
+    """The layer with KV scales 10 % too large."""
+    return LayerScales(layer._q_scale, layer._k_scale * 1.1, layer._v_scale * 1.1)
 
 
 def _wrong_slots(fault: Fault, slots: torch.Tensor, num_slots: int) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
 
 from rich.console import Console
 from rich.table import Table
@@ -10,7 +12,8 @@ from rich.text import Text
 
 from attn.registry import AttentionBackendEnum
 from attn.selector import SelectionReport, Verdict, explain
-from specs.devices import Device
+from specs.attention import AttentionType
+from specs.devices import Device, DeviceKind
 from specs.dtypes import CacheDType
 from specs.model import ModelGeometry
 
@@ -36,18 +39,64 @@ def print_backends(device: Device, console: Console) -> None:
         capable = backend.supports_device(device) and backend.supports_compute_capability(
             device.compute_capability
         )
-        kind = "dense"
-        if backend.is_mla():
-            kind = "sparse MLA" if backend.is_sparse() else "MLA"
         capabilities = backend.capabilities
         table.add_row(
             member.name,
             Text("yes", "green") if capable else Text(f"no: not on {device.kind.value}", "red"),
-            kind,
+            _serves(backend.is_mla(), backend.is_sparse()),
             ", ".join(dtype.value for dtype in capabilities.kv_cache_dtypes),
             str(capabilities.head_sizes),
         )
     console.print(table)
+
+
+_FEATURES = {
+    "sinks": "sink",
+    "sliding window": "sliding_window",
+    "chunked local": "chunked_local",
+    "soft cap": "logits_soft_cap",
+    "ALiBi": "alibi",
+    "multimodal ranges": "mm_prefix",
+    "R-SWA": "rswa",
+    "non-causal": "non_causal",
+    "DCP": "dcp",
+    "LSE": "lse",
+    "fp8 output": "output_quant",
+    "batch invariant": "batch_invariance",
+}
+
+
+def feature_table() -> str:
+    """Backends by features as a Markdown table, from the declared capabilities."""
+    members = [member for member in AttentionBackendEnum if not member.missing()]
+    declared = {member.name: member.get_class().capabilities for member in members}
+    rows = [["", *declared], ["---"] * (len(declared) + 1)]
+
+    def row(label: str, cells: Iterable[str]) -> None:
+        rows.append([label, *cells])
+
+    capabilities = declared.values()
+    row("serves", (_serves(item.is_mla, item.is_sparse) for item in capabilities))
+    row("devices", (_or_all(item.device_kinds, DeviceKind) for item in capabilities))
+    row("layers", (_or_all(item.attn_types, AttentionType) for item in capabilities))
+    row("dtypes", (", ".join(item.dtypes) for item in capabilities))
+    row("KV cache", (", ".join(item.kv_cache_dtypes) for item in capabilities))
+    row("head sizes", (str(item.head_sizes) for item in capabilities))
+    row("block sizes", (", ".join(map(str, item.block_sizes)) for item in capabilities))
+    row("CUDA graphs", (item.cudagraph_support.name.lower() for item in capabilities))
+    for label, name in _FEATURES.items():
+        row(label, ("yes" if getattr(item, name) else "-" for item in capabilities))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def _or_all(values: Sequence[StrEnum], kind: type[StrEnum]) -> str:
+    return "all" if len(values) == len(kind) else ", ".join(values)
+
+
+def _serves(is_mla: bool, is_sparse: bool) -> str:
+    if not is_mla:
+        return "dense"
+    return "sparse MLA" if is_sparse else "MLA"
 
 
 def print_decisions(

@@ -17,29 +17,15 @@ from attn.cli.check import (
     visible_positions,
 )
 from attn.cli.tensors import LayerTensors, TensorSource
+from attn.impls.base import LayerScales
 from attn.ops.mla import mla_attention
 from attn.reference.indexer import causal_topk, index_logits, read_index_keys, write_index_keys
 from specs.attention import AttentionType
-from specs.dtypes import CacheDType
 from specs.kv_cache import AnyKVCacheSpec, IndexerSpec
 from specs.model import LayerGeometry
 
 INDEX_ROWS = 64
 """Queries whose indexer logits are computed at once."""
-
-
-@dataclass
-class Scales:
-    """Scales of a layer, as real = stored * scale; values up to 5 use the range of e4m3 well."""
-
-    _q_scale: torch.Tensor
-    _k_scale: torch.Tensor
-    _v_scale: torch.Tensor
-
-    @classmethod
-    def on(cls, device: torch.device) -> Scales:
-        """The replay's scales."""
-        return cls(*(torch.tensor(scale, device=device) for scale in (1.0, 0.02, 0.015)))
 
 
 @dataclass
@@ -95,7 +81,8 @@ class ReplayLayer(ABC):
         self.index = index
         self.spec = spec
         self.source = source
-        self.scales = Scales.on(source.device)
+        # Values up to 5 then use the range of e4m3 well.
+        self.scales = LayerScales.of(k=0.02, v=0.015, device=source.device)
         self.kept: dict[int, LayerTensors] = {}
         # Poisoned with NaN: a slot read before it is written shows.
         self.cache = backend.kv_cache_layout(spec).allocate(num_blocks, source.device, 0xFF)
@@ -371,8 +358,3 @@ def layer_class(geometry: LayerGeometry) -> type[ReplayLayer]:
     if geometry.indexer is not None:
         return SparseReplayLayer
     return DenseReplayLayer if geometry.mla is None else LatentReplayLayer
-
-
-def unquantized(cache_dtype: CacheDType) -> bool:
-    """True when the cache's rows are scaled by nothing outside themselves."""
-    return not cache_dtype.is_quantized or cache_dtype.quant_mode.is_per_token_head

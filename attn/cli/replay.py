@@ -29,7 +29,6 @@ from attn.selector import SelectionReport, explain, select
 from attn.selector import Verdict as Choice
 from builders.base import AttentionMetadataBuilder
 from builders.common import CommonAttentionMetadata
-from builders.paging import compute_slot_mapping
 from specs.devices import Device
 from specs.dtypes import CacheDType
 from specs.engine import EngineConfig
@@ -227,7 +226,7 @@ class Replay:
         verdicts: list[Verdict] = []
         build_seconds = forward_seconds = 0.0
         for group, builder in enumerate(self.builders):
-            batch = self._batch(plan, rows, group)
+            batch = self._batch(plan, group)
             begin = self._clock()
             metadata = builder.build(0, batch)
             build_seconds += self._clock() - begin
@@ -277,7 +276,7 @@ class Replay:
             for row, (start, stop) in zip(plan.rows, pairwise(ends), strict=True)
         ]
 
-    def _batch(self, plan: StepPlan, rows: Sequence[Row], group: int) -> CommonAttentionMetadata:
+    def _batch(self, plan: StepPlan, group: int) -> CommonAttentionMetadata:
         """The step as an engine's runner would hand it to a builder."""
         allocator, block_size = self.allocators[group], self.groups[group].spec.block_size
         tables = [allocator.tables[row.request_id] for row in plan.rows]
@@ -286,23 +285,14 @@ class Replay:
             [entries + [NULL_BLOCK_ID] * (width - len(entries)) for entries in tables],
             dtype=torch.int32,
         ).to(self.device)
-        starts_cpu = torch.tensor([0] + [row.tokens.stop for row in rows], dtype=torch.int32)
-        seq_lens_cpu = torch.tensor([row.seq_len for row in plan.rows], dtype=torch.int32)
-        starts, seq_lens = starts_cpu.to(self.device), seq_lens_cpu.to(self.device)
-        return CommonAttentionMetadata(
-            query_start_loc=starts,
-            query_start_loc_cpu=starts_cpu,
-            seq_lens=seq_lens,
-            num_reqs=len(rows),
-            num_actual_tokens=plan.num_tokens,
-            max_query_len=max(row.num_new_tokens for row in plan.rows),
-            max_seq_len=int(seq_lens_cpu.max()),
-            block_table_tensor=table,
-            slot_mapping=compute_slot_mapping(table, starts, seq_lens, plan.num_tokens, block_size),
-            positions=torch.cat([row.positions for row in rows]),
-            is_prefilling=torch.tensor([row.is_prefilling for row in plan.rows]),
-            seq_lens_cpu_upper_bound=seq_lens_cpu,
+        batch = CommonAttentionMetadata.from_lengths(
+            [row.num_new_tokens for row in plan.rows],
+            [row.seq_len for row in plan.rows],
+            table,
+            block_size,
         )
+        prefilling = torch.tensor([row.is_prefilling for row in plan.rows])
+        return batch.replace(is_prefilling=prefilling)
 
     def _judge(self, layer: ReplayLayer, inputs: StepInputs, output: torch.Tensor) -> list[Verdict]:
         """Verdicts on sampled tokens: at random, but one of the longest prefill if there is any."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -24,6 +25,22 @@ class AttentionLayer(Protocol):
     _k_scale: torch.Tensor
     """fp32 scalar, or ``[Hk]`` per head, device."""
     _v_scale: torch.Tensor
+
+
+@dataclass
+class LayerScales:
+    """The plainest :class:`AttentionLayer`: scales and nothing else."""
+
+    _q_scale: torch.Tensor
+    _k_scale: torch.Tensor
+    _v_scale: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, k: float = 1.0, v: float = 1.0, q: float = 1.0, device: torch.device | str = "cpu"
+    ) -> LayerScales:
+        """Per-tensor scales from numbers."""
+        return cls(*(torch.tensor(scale, device=device) for scale in (q, k, v)))
 
 
 class AttentionImplBase:
