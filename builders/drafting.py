@@ -7,6 +7,15 @@ import torch
 from builders.common import CommonAttentionMetadata, replace_known
 from builders.paging import compute_slot_mapping
 
+# What vLLM's own object (0.26, 0.33) keeps of lengths that were; unknown to our class.
+_VLLM_CACHES = (
+    "dcp_local_seq_lens_cpu",
+    "_seq_lens_cpu",
+    "_num_computed_tokens_cpu",
+    "_num_computed_tokens_cache",
+    "_token_to_req_indices_cache",
+)
+
 
 def advance(
     batch: CommonAttentionMetadata,
@@ -53,5 +62,7 @@ def advance(
         dcp_local_seq_lens_cpu_upper_bound=None,
         logits_indices_padded=None,
         num_logits_indices=None,
+        max_logits_per_req=None,
         is_prefilling=None,
+        **dict.fromkeys(_VLLM_CACHES),
     )

@@ -91,7 +91,12 @@ def reorder(batch: CommonAttentionMetadata, order: torch.Tensor) -> CommonAttent
     Args:
         batch: any batch.
         order: ``[R]`` int64 permutation, host.
+
+    Raises:
+        ValueError: the batch lists tokens whose logits are wanted; list them after reordering.
     """
+    if batch.logits_indices_padded is not None:
+        raise ValueError("logits_indices_padded counts tokens in the old order: reorder before it")
     device = batch.query_start_loc.device
     starts = batch.query_start_loc_cpu.long()
     lens = (starts[1:] - starts[:-1])[order]
