@@ -85,13 +85,17 @@ class RegisteredBackend:
 
         Raises:
             MissingDependencyError: an optional package is not installed.
+            ImportError: the module cannot be imported, or has no such class.
             TypeError: the path leads to something that is no ``AttentionBackend``.
         """
         missing = self.missing()
         if missing:
             raise MissingDependencyError(missing[0], f"backend {self.name}")
         module, name = _split(self.get_path())
-        cls = getattr(importlib.import_module(module), name)
+        try:
+            cls = getattr(importlib.import_module(module), name)
+        except AttributeError as error:
+            raise ImportError(str(error)) from error
         if not (isinstance(cls, type) and issubclass(cls, AttentionBackend)):
             raise TypeError(f"{self.get_path()} is no AttentionBackend, got {cls!r}")
         return cls
@@ -122,10 +126,11 @@ class BackendRegistry:
         Raises:
             ValueError: a name or alias that is taken or is no identifier.
         """
-        for name in (row.name, *row.aliases):
+        names = (row.name, *row.aliases)
+        for index, name in enumerate(names):
             if not name.isidentifier() or name.startswith("_"):
                 raise ValueError(f"backend name must be an identifier, got {name!r}")
-            if name in self._members or name in self._aliases:
+            if name in self or name in names[:index]:
                 raise ValueError(f"backend name {name!r} is registered already")
         _split(row.path)
         member = RegisteredBackend(row)

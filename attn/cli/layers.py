@@ -303,10 +303,8 @@ class SparseReplayLayer(LatentReplayLayer):
     ) -> None:
         """As every layer; the indexer's pages follow the latent cache's blocks."""
         assert geometry.indexer is not None
-        index_spec = IndexerSpec(
-            block_size=spec.block_size, index_head_dim=geometry.indexer.index_head_dim
-        )
-        self.index_cache = index_spec.layout().allocate(num_blocks, source.device, 0xFF)
+        layout = index_spec(geometry, spec).layout()
+        self.index_cache = layout.allocate(num_blocks, source.device, 0xFF)
         self.indexer = _Indexer(torch.empty((0, geometry.indexer.index_topk), dtype=torch.int32))
         super().__init__(geometry, index, spec, backend, num_blocks, source)
 
@@ -351,6 +349,12 @@ class SparseReplayLayer(LatentReplayLayer):
                 f"got {distinct} up to {int(listed.max())}"
             )
         return listed
+
+
+def index_spec(geometry: LayerGeometry, spec: AnyKVCacheSpec) -> IndexerSpec:
+    """What a sparse layer's indexer stores: its pages follow the latent cache's blocks."""
+    assert geometry.indexer is not None
+    return IndexerSpec(block_size=spec.block_size, index_head_dim=geometry.indexer.index_head_dim)
 
 
 def layer_class(geometry: LayerGeometry) -> type[ReplayLayer]:

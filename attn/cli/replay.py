@@ -19,7 +19,7 @@ from attn.backends.base import AttentionBackend
 from attn.cli.blocks import BlockAllocator
 from attn.cli.check import Verdict, judge
 from attn.cli.corrupt import Fault, applies_to, corrupt_backend
-from attn.cli.layers import ReplayLayer, Row, StepInputs, layer_class
+from attn.cli.layers import ReplayLayer, Row, StepInputs, index_spec, layer_class
 from attn.cli.report import LayerGroupReport, RunReport, StepRecord
 from attn.cli.scheduler import KVBudgetError, Scheduler, StepPlan
 from attn.cli.tensors import TensorSource
@@ -30,9 +30,10 @@ from attn.selector import Verdict as Choice
 from builders.base import AttentionMetadataBuilder
 from builders.common import CommonAttentionMetadata
 from specs.devices import Device
-from specs.dtypes import CacheDType
+from specs.dtypes import CacheDType, KVQuantMode
 from specs.engine import EngineConfig
 from specs.kv_cache import AnyKVCacheSpec
+from specs.layouts import LatentKVLayout
 from specs.model import LayerGeometry, LayerKind, ModelGeometry
 from specs.rows import INDEXER_PAGE
 from specs.sentinels import NULL_BLOCK_ID
@@ -72,9 +73,13 @@ class _Group:
     num_blocks: int = 0
     """The null block included."""
 
-    def bytes_for(self, num_tokens: int, num_inflight: int) -> int:
-        """Bytes that one request holds at most, over all layers of the group."""
-        return len(self.indices) * self.spec.num_bytes_for(num_tokens, num_inflight)
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers of the group, the indexer's pages included."""
+        page = self.spec.page_size_bytes
+        if self.geometry.indexer is not None:
+            page += index_spec(self.geometry, self.spec).page_size_bytes
+        return len(self.indices) * page
 
 
 def choose_groups(settings: RunSettings) -> list[_Group]:
@@ -115,8 +120,7 @@ def choose_groups(settings: RunSettings) -> list[_Group]:
 def _spoil(groups: list[_Group], fault: Fault, model: str) -> None:
     hit = False
     for group in groups:
-        cache_dtype = group.spec.cache_dtype
-        scaled = cache_dtype.is_quantized and not cache_dtype.quant_mode.is_per_token_head
+        scaled = group.spec.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR
         if applies_to(fault, group.geometry, scaled):
             group.backend, hit = corrupt_backend(group.backend, fault), True
     if not hit:
@@ -134,14 +138,15 @@ def size_groups(
     inflight = settings.max_num_batched_tokens
     lengths = sorted((request.num_cached_tokens for request in requests), reverse=True)
     largest = lengths[: settings.max_num_seqs]
-    demand = [sum(group.bytes_for(n, inflight) for n in largest) for group in groups]
-    page_sizes = [group.spec.page_size_bytes * len(group.indices) for group in groups]
+    blocks = [sum(group.spec.num_blocks_for(n, inflight) for n in largest) for group in groups]
+    demand = sum(n * group.block_bytes for n, group in zip(blocks, groups, strict=True))
     budget = settings.kv_memory_bytes
-    for group, need, page in zip(groups, demand, page_sizes, strict=True):
+    for group, needed in zip(groups, blocks, strict=True):
         if budget is None:
-            group.num_blocks = need // page + 1
+            group.num_blocks = needed + 1
             continue
-        group.num_blocks = int(budget * (need / sum(demand))) // page
+        page = group.block_bytes
+        group.num_blocks = budget * needed // demand
         if group.num_blocks < 2:
             raise KVBudgetError(
                 f"a KV budget smaller than one request: {budget} bytes leave {group.num_blocks} "
@@ -339,7 +344,11 @@ class Replay:
 
     def _group_report(self, group: _Group) -> LayerGroupReport:
         layout = group.backend.kv_cache_layout(group.spec)
-        shape = " x ".join(str(extent) for extent in layout.logical_shape(group.num_blocks))
+        shape = "x".join(str(extent) for extent in layout.logical_shape(group.num_blocks))
+        if isinstance(layout, LatentKVLayout):
+            form = f"latent {layout.format.value}"
+        else:
+            form = f"{layout.packing.value} {layout.order.value}"
         name = group.geometry.kind.value
         if group.geometry.sliding_window is not None:
             name += f" {group.geometry.sliding_window}"
@@ -348,8 +357,8 @@ class Replay:
             backend=str(group.decision.chosen),
             passed_over=tuple(_passed_over(group.decision)),
             num_layers=len(group.indices),
-            kv_layout=f"{layout.row.name} rows, {shape} of {layout.storage_dtype.value}",
-            kv_bytes=layout.nbytes(group.num_blocks) * len(group.indices),
+            kv_layout=f"{form}, {shape} {layout.storage_dtype.value}",
+            kv_bytes=group.block_bytes * group.num_blocks,
             num_blocks=group.num_blocks - 1,
         )
 
