@@ -41,7 +41,6 @@ class TorchRefBackend(AttentionBackend):
         rswa=True,
         non_causal=True,
         per_head_quant_scales=True,
-        dcp=True,
         # Lengths come from the device, so a host copy that disagrees changes nothing.
         device_cpu_query_lens_mismatch=True,
         lse=True,

@@ -28,7 +28,6 @@ class TorchRefMLABackend(AttentionBackend):
         block_sizes=(MultipleOf(base=1),),
         device_kinds=tuple(DeviceKind),
         is_mla=True,
-        dcp=True,
         device_cpu_query_lens_mismatch=True,
         lse=True,
     )

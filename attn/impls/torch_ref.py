@@ -27,7 +27,6 @@ class TorchRefImpl(AttentionImpl):
     """Every feature a dense backend of this library may offer, at reference speed."""
 
     can_return_lse_for_decode = True
-    supports_dcp = True
 
     def __init__(
         self,

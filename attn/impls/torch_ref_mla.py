@@ -48,7 +48,6 @@ class TorchRefMLAImpl(MLAAttentionImpl):
     """Absorbed decode and expanded prefill, at reference speed."""
 
     can_return_lse_for_decode = True
-    supports_dcp = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """The arguments of :class:`MLAAttentionImpl`."""
@@ -81,7 +80,7 @@ class TorchRefMLAImpl(MLAAttentionImpl):
         cache_dtype = CacheDType.parse(kv_cache_dtype)
         row = self._row(kv_c_normed.dtype, cache_dtype)
         scale = torch.ones_like(k_scale) if skip_scale else k_scale
-        k_pe = k_pe.reshape(len(k_pe), -1)
+        k_pe = k_pe.reshape(len(k_pe), self.qk_rope_head_dim)
         write_latent(kv_c_normed, k_pe, kv_cache, slot_mapping, scale, row)
 
     def forward_mqa(
@@ -132,7 +131,8 @@ class TorchRefMLAImpl(MLAAttentionImpl):
         if attn_metadata.prefill is None:
             return
         cache = self._cache(kv_c_and_k_pe_cache, k_scale, q.dtype)
-        new = torch.cat([kv_c_normed, k_pe.reshape(len(k_pe), -1)], dim=-1).to(cache.compute)
+        k_pe = k_pe.reshape(len(k_pe), self.qk_rope_head_dim)
+        new = torch.cat([kv_c_normed, k_pe], dim=-1).to(cache.compute)
         rows = output.view(len(output), self.num_heads, self.v_head_dim)
         for tokens, num_keys, table_row in _rows(attn_metadata.prefill):
             context = max(0, num_keys - (tokens.stop - tokens.start))
