@@ -74,6 +74,11 @@ class RegisteredBackend:
         """Replace the class by another import path."""
         self._override = path
 
+    @property
+    def is_third_party(self) -> bool:
+        """True when the class in force is not one that the library ships."""
+        return self.is_overridden() or self.row not in ROWS
+
     def missing(self) -> list[str]:
         """Modules that this backend needs and that cannot be found; [] when all are there."""
         if self.is_overridden():
@@ -92,10 +97,9 @@ class RegisteredBackend:
         if missing:
             raise MissingDependencyError(missing[0], f"backend {self.name}")
         module, name = _split(self.get_path())
-        try:
-            cls = getattr(importlib.import_module(module), name)
-        except AttributeError as error:
-            raise ImportError(str(error)) from error
+        cls = getattr(importlib.import_module(module), name, None)
+        if cls is None:
+            raise ImportError(f"cannot import name {name!r} from {module!r}")
         if not (isinstance(cls, type) and issubclass(cls, AttentionBackend)):
             raise TypeError(f"{self.get_path()} is no AttentionBackend, got {cls!r}")
         return cls

@@ -76,7 +76,8 @@ def refusals(
 ) -> list[str]:
     """Every reason why a registered backend cannot serve a layer on a device; [] when it can.
 
-    A broken optional dependency is a reason too; an error inside this library is not caught.
+    A broken optional dependency is a reason too, and so is whatever a third party's module raises;
+    any other error inside this library is not caught.
     """
     missing = member.missing()
     if missing:
@@ -85,6 +86,10 @@ def refusals(
         backend = member.get_class()
     except (ImportError, OSError) as error:
         return [f"cannot be imported: {error}"]
+    except Exception as error:
+        if not member.is_third_party:
+            raise
+        return [f"cannot be imported: {type(error).__name__}: {error}"]
     reasons = []
     # CUDA devices are judged by their capability, in vLLM's words.
     if device.compute_capability is None and not backend.supports_device(device):

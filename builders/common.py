@@ -131,14 +131,18 @@ class CommonAttentionMetadata:
         """``[R]`` int32, device: context lengths (decoder self-attention only)."""
         return self.seq_lens - self.naive_query_lens()
 
-    def token_to_req_indices(self) -> torch.Tensor:
-        """``[T]`` int32, device: request of each token, without a host sync."""
+    def token_to_req_indices(self, buffer: torch.Tensor | None = None) -> torch.Tensor:
+        """``[T]`` int32, device: request of each token, without a host sync.
+
+        Args:
+            buffer: ``[>= T]`` int32 to write into, for CUDA graphs; None allocates.
+        """
         tokens = torch.arange(
             self.num_actual_tokens, dtype=torch.int32, device=self.query_start_loc.device
         )
-        return torch.searchsorted(
-            self.query_start_loc[1:].contiguous(), tokens, right=True, out_int32=True
-        )
+        ends = self.query_start_loc[1:].contiguous()
+        out = None if buffer is None else buffer[: self.num_actual_tokens]
+        return torch.searchsorted(ends, tokens, right=True, out_int32=True, out=out)
 
     def replace(self, **changes: Any) -> CommonAttentionMetadata:
         """A copy with some fields changed; every other field is kept."""

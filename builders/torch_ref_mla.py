@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,8 @@ from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.common import CommonAttentionMetadata
 from builders.debug import debug_batch
 from builders.split import split_decodes_and_prefills
+from specs.engine import EngineConfig
+from specs.kv_cache import AnyKVCacheSpec
 
 
 @dataclass
@@ -40,7 +43,16 @@ class TorchRefMLAMetadata(AttentionMetadata):
 class TorchRefMLAMetadataBuilder(AttentionMetadataBuilder[TorchRefMLAMetadata]):
     """Splits the batch: short queries decode in latent space, the others expand."""
 
-    reorder_batch_threshold: int | None = 1
+    def __init__(
+        self,
+        kv_cache_spec: AnyKVCacheSpec,
+        layer_names: Sequence[str],
+        vllm_config: EngineConfig,
+        device: torch.device | str,
+    ) -> None:
+        """As every builder; verify rows count as decodes."""
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
     def build(
         self,
@@ -74,7 +86,7 @@ class TorchRefMLAMetadataBuilder(AttentionMetadataBuilder[TorchRefMLAMetadata]):
         )
 
     def _num_decodes(self, batch: CommonAttentionMetadata) -> int:
-        threshold = self.vllm_config.max_decode_query_len
+        threshold = self.reorder_batch_threshold or 0
         return split_decodes_and_prefills(batch, threshold).num_decodes
 
     def _set_block_table(self, metadata: TorchRefMLAMetadata, block_table: torch.Tensor) -> None:

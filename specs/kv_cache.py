@@ -253,10 +253,19 @@ class _LatentSpec(_KVCacheSpec):
         """An explicit format stores what ``cache_dtype`` says."""
         if self.format is None:
             return self
-        if self.cache_dtype.is_quantized == (self.format is LatentFormat.BF16):
+        allowed: tuple[LatentFormat, ...] = (LatentFormat.BF16,)
+        if self.cache_dtype.is_quantized:
+            # Plain "fp8" means packed rows too, for the sparse kernels that read only those.
+            raw, packed = (
+                LatentFormat.FP8_NOPE_FP8_ROPE,
+                LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE,
+            )
+            allowed = (packed,) if self.cache_dtype is CacheDType.FP8_DS_MLA else (raw, packed)
+        if self.format not in allowed:
+            names = " or ".join(repr(layout.value) for layout in allowed)
             raise ValueError(
-                f"format {self.format.value!r} does not store "
-                f"cache_dtype {self.cache_dtype.value!r}"
+                f"format must be {names} for cache_dtype {self.cache_dtype.value!r}, "
+                f"got {self.format.value!r}"
             )
         return self
 

@@ -83,12 +83,6 @@ class RowFormat(Spec):
         """Bytes of one row."""
         return self.fields[-1].end
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes that every field is a whole number of: the natural element of the cache tensor."""
-        sizes = {field.dtype.itemsize for field in self.fields}
-        return sizes.pop() if len(sizes) == 1 else 1
-
     def __getitem__(self, name: str) -> RowField:
         """The field of that name.
 

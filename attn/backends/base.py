@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from specs.attention import AttentionCGSupport, AttentionType, BackendCapabilities, MultipleOf
@@ -157,13 +158,13 @@ class AttentionBackend(ABC):
 
     @classmethod
     def supports_dtype(cls, dtype: torch.dtype | DType | str) -> bool:
-        """Model dtype is declared."""
-        return DType.parse(dtype) in cls.capabilities.dtypes
+        """Model dtype is declared; one that this library has no name for is not."""
+        return _parsed(DType.parse, dtype) in cls.capabilities.dtypes
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: CacheDType | str | None) -> bool:
-        """KV cache dtype is declared; None is ``auto``."""
-        return CacheDType.parse(kv_cache_dtype) in cls.capabilities.kv_cache_dtypes
+        """KV cache dtype is declared; None is ``auto``. Engines may know more than this library."""
+        return _parsed(CacheDType.parse, kv_cache_dtype) in cls.capabilities.kv_cache_dtypes
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
@@ -193,7 +194,7 @@ class AttentionBackend(ABC):
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         """Layer role is declared."""
-        return AttentionType(attn_type) in cls.capabilities.attn_types
+        return _parsed(AttentionType, attn_type) in cls.capabilities.attn_types
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -408,3 +409,11 @@ class AttentionBackend(ABC):
 def _base(size: int | MultipleOf) -> int:
     """The number that a block size must divide by; vLLM's ``MultipleOf`` has ``base`` too."""
     return size if isinstance(size, int) else int(size.base)
+
+
+def _parsed(parse: Callable[[Any], Any], value: Any) -> Any:
+    """What ``value`` names, or None for a name that this library does not have."""
+    try:
+        return parse(value)
+    except ValueError:
+        return None

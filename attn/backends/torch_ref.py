@@ -57,6 +57,8 @@ class TorchRefBackend(AttentionBackend):
         **kwargs: object,
     ) -> str | None:
         """Per-(token, head) rows need head sizes that keep their inline scales aligned."""
+        if not cls.supports_kv_cache_dtype(kv_cache_dtype):
+            return None
         cache_dtype = CacheDType.parse(kv_cache_dtype)
         step = 4 * cache_dtype.packing
         if cache_dtype.quant_mode.is_per_token_head and head_size % step:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attn.impls.base import AttentionLayer, MLAAttentionImpl
 from attn.reference.mla import absorb_query, project_latent_output
+
+if TYPE_CHECKING:
+    from attn.impls.base import AttentionLayer, MLAAttentionImpl
 
 
 def mla_attention(

@@ -10,6 +10,7 @@ from attn.reference.quant import (
     quantize_blocks,
     quantize_per_tensor,
     quantize_per_token_head,
+    saturate,
 )
 from builders.paging import check_slots
 from specs.dtypes import CacheDType
@@ -122,7 +123,9 @@ def write_kv(
             scatter_rows(inline, slots, inline_scale)
         elif cache_dtype.is_quantized:
             rows = quantize_per_tensor(rows, scale, target.dtype)
-        scatter_rows(target, slots, rows.to(target.dtype))
+        elif rows.dtype != target.dtype:
+            rows = saturate(rows, target.dtype)
+        scatter_rows(target, slots, rows)
 
 
 def read_kv(
@@ -188,9 +191,11 @@ def write_latent(
     elif latent is LatentFormat.FP8_NOPE_FP8_ROPE:
         kv_c = quantize_per_tensor(kv_c, k_scale, views["nope"].dtype)
         k_pe = quantize_per_tensor(k_pe, k_scale, views["nope"].dtype)
-    scatter_rows(views["nope"], slots, kv_c.to(views["nope"].dtype))
-    if "rope" in views:
-        scatter_rows(views["rope"], slots, k_pe.to(views["rope"].dtype))
+    for name, rows in (("nope", kv_c), ("rope", k_pe)):
+        if name in views:
+            target = views[name]
+            rows = rows if rows.dtype == target.dtype else saturate(rows, target.dtype)
+            scatter_rows(target, slots, rows)
 
 
 def read_latent(

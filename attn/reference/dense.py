@@ -150,7 +150,7 @@ def attend(
     if rules.logits_soft_cap is not None:
         scores = rules.logits_soft_cap * torch.tanh(scores / rules.logits_soft_cap)
     if rules.alibi_slopes is not None:
-        scores = scores + _alibi(query_positions, key_positions, rules).to(scores.dtype)
+        scores = scores + _alibi(query_positions, key_positions, rules, scores.dtype)
     if seen is not None:
         scores.masked_fill_(~seen, float("-inf"))
     peak = scores.amax(-1)
@@ -171,14 +171,17 @@ def attend(
 
 
 def _alibi(
-    query_positions: torch.Tensor, key_positions: torch.Tensor, rules: AttentionRules
+    query_positions: torch.Tensor,
+    key_positions: torch.Tensor,
+    rules: AttentionRules,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """``[H, T, S]`` position bias."""
+    """``[H, T, S]`` position bias in ``dtype``."""
     assert rules.alibi_slopes is not None
-    distance = (key_positions[None, :] - query_positions[:, None]).float()
+    distance = (key_positions[None, :] - query_positions[:, None]).to(dtype)
     if rules.use_alibi_sqrt:
         distance = -torch.sqrt((-distance).clamp(min=0))
-    return rules.alibi_slopes[:, None, None].to(distance.device) * distance
+    return rules.alibi_slopes[:, None, None].to(distance) * distance
 
 
 ReadKV = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]

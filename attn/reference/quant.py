@@ -17,7 +17,9 @@ def saturate(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     torch's own cast to e4m3 gives NaN beyond about 464.
     """
     limit = torch.finfo(dtype).max
-    return x.clamp(-limit, limit).to(dtype)
+    # In float32, which holds every limit exactly: fp16 cannot hold that of bf16.
+    wide = x if x.dtype == torch.float64 else x.float()
+    return wide.clamp(-limit, limit).to(dtype)
 
 
 def quantize_per_tensor(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -54,7 +56,9 @@ def quantize_per_token_head(
         CacheDType.INT4_PER_TOKEN_HEAD: 7.0,
         CacheDType.FP8_PER_TOKEN_HEAD: torch.finfo(torch.float8_e4m3fn).max,
     }[cache_dtype]
-    x = x.float()
+    # An infinite value would make its row's scale infinite and the row NaN.
+    limit = torch.finfo(torch.float32).max
+    x = x.float().clamp(-limit, limit)
     scale = (x.abs().amax(-1) / largest).clamp(min=1e-6)
     scaled = x / scale[..., None]
     if cache_dtype is CacheDType.FP8_PER_TOKEN_HEAD:
@@ -101,6 +105,11 @@ def power_of_two_scale(absmax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
     return torch.where(absmax > 0, torch.ldexp(torch.ones_like(mantissa), exponent), 1.0)
 
 
+def _blocks(x: torch.Tensor) -> torch.Tensor:
+    """``[T, L]`` as ``[T, L // 128, 128]``; T may be 0."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // LATENT_BLOCK, LATENT_BLOCK)
+
+
 def quantize_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """e4m3 with one power-of-two scale per 128 elements.
 
@@ -110,7 +119,7 @@ def quantize_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         ``[T, L]`` e4m3 and ``[T, L // 128]`` fp32.
     """
-    blocks = x.float().reshape(*x.shape[:-1], -1, LATENT_BLOCK)
+    blocks = _blocks(x.float())
     scale = power_of_two_scale(blocks.abs().amax(-1), torch.float8_e4m3fn)
     return saturate(blocks / scale[..., None], torch.float8_e4m3fn).flatten(-2), scale
 
@@ -119,5 +128,5 @@ def dequantize_blocks(
     stored: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """Real values ``[S, L]`` of e4m3 rows with a scale per 128 elements."""
-    blocks = stored.to(dtype).reshape(*stored.shape[:-1], -1, LATENT_BLOCK)
+    blocks = _blocks(stored.to(dtype))
     return (blocks * scale[..., None].to(dtype)).flatten(-2)

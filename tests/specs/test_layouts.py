@@ -137,7 +137,7 @@ def logical_and_order(
 def strides_by_permute(
     shape: tuple[int, ...], order: tuple[int, ...], page_elements: int
 ) -> tuple[int, ...]:
-    """Strides that torch gives a contiguous tensor (cut from padded pages) permuted to ``shape``."""
+    """Strides of a contiguous tensor, cut from padded pages and permuted to ``shape`` by torch."""
     physical = [shape[axis] for axis in order]
     pages = torch.empty(shape[0], page_elements)[:, : math.prod(physical[1:])]
     inverse = [order.index(axis) for axis in range(len(order))]

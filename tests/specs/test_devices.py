@@ -1,0 +1,129 @@
+"""Devices as data: capabilities compare as vLLM's, and each kind is one row of the table."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+from pydantic import ValidationError
+
+from specs.base import SpecError, parse_spec
+from specs.devices import KNOWN_DEVICES, ComputeCapability, Device, DeviceKind, kind_of
+
+
+def cc(text: str) -> ComputeCapability:
+    """A compute capability from its text."""
+    return ComputeCapability.model_validate(text)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "9.0",
+        "9",
+        (9, 0),
+        {"major": 9},
+        {"major": 9, "minor": 0},
+        SimpleNamespace(major=9, minor=0),
+        ComputeCapability(major=9),
+    ],
+    ids=str,
+)
+def test_capabilities_are_read_from_text_pairs_and_objects(value: object) -> None:
+    assert ComputeCapability.model_validate(value) == ComputeCapability(major=9, minor=0)
+
+
+@pytest.mark.parametrize("value", ["nine", "9.x", (9,), (9, 0, 0), 90, None])
+def test_other_values_are_no_capability(value: object) -> None:
+    with pytest.raises(ValidationError):
+        ComputeCapability.model_validate(value)
+
+
+def test_capabilities_have_text_and_number() -> None:
+    assert str(cc("12.1")) == "12.1"
+    assert [cc(text).to_int() for text in ("8.0", "9.0", "10.3", "12.1")] == [80, 90, 103, 121]
+    assert cc("10.3").model_dump() == "10.3"
+    assert ComputeCapability.model_validate_json(cc("10.3").model_dump_json()) == cc("10.3")
+
+
+def test_capabilities_are_ordered_by_major_then_minor() -> None:
+    ordered = [cc(text) for text in ("8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "12.0")]
+    assert sorted(reversed(ordered), key=ComputeCapability.to_int) == ordered
+    for low, high in pairwise(ordered):
+        assert low < high
+        assert low <= high
+        assert high > low
+        assert high >= low
+        assert not high < low
+        assert not high <= low
+    assert ordered[0] <= cc("8.0")
+    assert not ordered[0] < cc("8.0")
+
+
+@pytest.mark.parametrize(
+    ("capability", "kind"),
+    [
+        ("7.5", None),
+        ("8.0", "sm80"),
+        ("8.6", "sm80"),
+        ("8.7", "sm80"),
+        ("8.9", "sm89"),
+        ("9.0", "sm90"),
+        ("10.0", "sm100"),
+        ("10.3", "sm100"),
+        ("11.0", "sm100"),
+        ("12.0", "sm120"),
+        ("12.1", "sm120"),
+    ],
+)
+def test_each_capability_has_a_row_of_the_priority_table(capability: str, kind: str | None) -> None:
+    assert kind_of(cc(capability)) == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "capability", "processors", "gib"),
+    [
+        ("cpu", "cpu", None, None, None),
+        ("a100", "sm80", "8.0", 108, 80),
+        ("a10", "sm80", "8.6", 72, 24),
+        ("l40s", "sm89", "8.9", 142, 48),
+        ("h100", "sm90", "9.0", 132, 80),
+        ("h200", "sm90", "9.0", 132, 141),
+        ("b200", "sm100", "10.0", 148, 180),
+        ("b300", "sm100", "10.3", 148, 288),
+        ("rtx-pro-6000", "sm120", "12.0", 188, 96),
+        ("mi300x", "rocm", None, 304, 192),
+    ],
+)
+def test_known_devices(
+    name: str, kind: str, capability: str | None, processors: int | None, gib: int | None
+) -> None:
+    device = KNOWN_DEVICES[name]
+    assert device.name == name
+    assert device.kind == kind
+    assert device.compute_capability == (None if capability is None else cc(capability))
+    assert device.num_multiprocessors == processors
+    assert device.memory_bytes == (None if gib is None else gib << 30)
+    assert device.torch_type == ("cpu" if kind == "cpu" else "cuda")
+    assert Device.model_validate_json(device.model_dump_json()) == device
+
+
+def test_every_kind_of_device_is_known_by_an_example() -> None:
+    assert {device.kind for device in KNOWN_DEVICES.values()} == set(DeviceKind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "message"),
+    [
+        ("cpu", "9.0", "a cpu device has no compute capability"),
+        ("rocm", "9.0", "a rocm device has no compute capability"),
+        ("sm90", None, "'x' of kind sm90 cannot have compute capability None"),
+        ("sm90", "10.0", "'x' of kind sm90 cannot have compute capability 10.0"),
+        ("sm80", "7.5", "'x' of kind sm80 cannot have compute capability 7.5"),
+    ],
+)
+def test_a_capability_of_another_kind_is_refused(
+    kind: str, capability: str | None, message: str
+) -> None:
+    fields = {"name": "x", "kind": kind, "compute_capability": capability}
+    with pytest.raises(SpecError, match=message):
+        parse_spec(Device, fields, "device")

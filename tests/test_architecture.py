@@ -1,0 +1,410 @@
+"""The shape of the tree: who imports whom, what importing loads, what stands where."""
+
+import ast
+import fnmatch
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from attn.registry import ROWS, AttentionBackendEnum, BackendRow
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("specs", "builders", "attn", "tests")
+
+# Higher may import lower. Equal ranks of different names may not import each other.
+PACKAGE_RANK = {"specs": 0, "builders": 1, "attn": 2, "tests": 3}
+ATTN_RANK = {
+    "errors": 0,
+    "device": 1,
+    "kernels": 2,
+    "reference": 2,
+    "ops": 3,
+    "impls": 4,
+    "backends": 5,
+    "registry": 6,
+    "selector": 7,
+    # The package itself, which re-exports what is below.
+    "": 8,
+    # On top of everything: nobody imports them, but the command runs the benchmarks.
+    "integrations": 9,
+    "bench": 9,
+    "cli": 10,
+}
+
+# Third-party packages that a module of the package may load by being imported.
+AT_MODULE_LEVEL = {"specs": {"pydantic"}, "builders": {"torch"}}
+MAX_BODY_LINES = 80
+
+TOP_LEVEL_FOLDERS = {".ci", "attn", "builders", "docs", "specs", "tests"}
+TOP_LEVEL_FILES = {
+    ".gitignore",
+    "LICENSE",
+    "Makefile",
+    "README.md",
+    "constraints.txt",
+    "pyproject.toml",
+}
+# What test tools leave behind, beside what git ignores.
+LEFTOVERS = [".coverage", ".coverage.*"]
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module."""
+
+    module: str
+    line: int
+    at_module_level: bool
+    for_types_only: bool
+
+
+def module_files(*packages: str) -> dict[str, Path]:
+    """Every module of the packages, by dotted name (a package's own is the folder's)."""
+    found = {}
+    for package in packages:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = module_files(*PACKAGES)
+SHIPPED = {name: path for name, path in MODULES.items() if not name.startswith("tests")}
+
+
+def imports_of(module: str, source: str, *, is_package: bool = False) -> list[Import]:
+    """Every import in a module, wherever it stands."""
+    found: list[Import] = []
+
+    def add(node: ast.stmt, names: list[str], inside: bool, types_only: bool) -> None:
+        found.extend(Import(name, node.lineno, not inside, types_only) for name in names)
+
+    def visit(node: ast.AST, inside: bool, types_only: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                add(child, [alias.name for alias in child.names], inside, types_only)
+            elif isinstance(child, ast.ImportFrom):
+                base = child.module or ""
+                if child.level:
+                    parents = module.split(".")
+                    up = child.level - is_package
+                    base = ".".join([*parents[: len(parents) - up], *filter(None, [base])])
+                # "from attn import registry" imports a module, "from attn import select" a name.
+                submodules = [f"{base}.{alias.name}" for alias in child.names]
+                is_module = [name in MODULES for name in submodules]
+                names = [name for name, known in zip(submodules, is_module, strict=True) if known]
+                add(child, names if all(is_module) else [base, *names], inside, types_only)
+            else:
+                is_types = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
+                is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+                visit(child, inside or is_function, types_only or is_types)
+
+    visit(ast.parse(source), inside=False, types_only=False)
+    return found
+
+
+def part_of_attn(module: str) -> str:
+    """``kernels`` of ``attn.kernels.decode``; empty for the package itself."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def against_the_direction(importer: str, imported: str) -> bool:
+    """True when the layers forbid the import."""
+    ours, theirs = importer.split(".")[0], imported.split(".")[0]
+    if theirs not in PACKAGE_RANK:
+        return False
+    if ours != theirs or ours != "attn":
+        return PACKAGE_RANK[theirs] > PACKAGE_RANK[ours]
+    our_part, their_part = part_of_attn(importer), part_of_attn(imported)
+    our_rank, their_rank = ATTN_RANK[our_part], ATTN_RANK[their_part]
+    return their_rank > our_rank or (their_rank == our_rank and their_part != our_part)
+
+
+def source_imports(module: str) -> list[Import]:
+    """The imports of a module of this tree."""
+    path = MODULES[module]
+    source = path.read_text(encoding="utf-8")
+    return imports_of(module, source, is_package=path.name == "__init__.py")
+
+
+# -- Direction.
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_in_one_direction(module: str) -> None:
+    wrong = [
+        f"line {item.line} imports {item.module}"
+        for item in source_imports(module)
+        if not item.for_types_only and against_the_direction(module, item.module)
+    ]
+    assert wrong == []
+
+
+def test_every_part_of_attn_has_a_layer() -> None:
+    parts = {part_of_attn(name) for name in SHIPPED if name.split(".")[0] == "attn"}
+    assert parts <= set(ATTN_RANK)
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported", "wrong"),
+    [
+        ("specs.rows", "builders.common", True),
+        ("specs.rows", "attn", True),
+        ("builders.base", "attn.errors", True),
+        ("builders.base", "specs.rows", False),
+        ("attn.impls.base", "tests.oracle", True),
+        ("attn.kernels.decode", "attn.reference.dense", True),
+        ("attn.reference.dense", "attn.kernels.decode", True),
+        ("attn.reference.dense", "attn.reference.merge", False),
+        ("attn.ops.merge", "attn.kernels.decode", False),
+        ("attn.ops.merge", "attn.impls.base", True),
+        ("attn.backends.base", "attn.impls.base", False),
+        ("attn.backends.base", "attn.registry", True),
+        ("attn.registry", "attn.selector", True),
+        ("attn.selector", "attn.cli.app", True),
+        ("attn", "attn.bench", True),
+        ("attn.impls.base", "attn", True),
+        ("attn.cli.app", "attn.bench.build", False),
+        ("attn.bench.build", "attn.cli.app", True),
+        ("attn.integrations.vllm", "attn", False),
+        ("attn.selector", "torch", False),
+    ],
+)
+def test_the_direction_check_knows_right_from_wrong(
+    importer: str, imported: str, wrong: bool
+) -> None:
+    assert against_the_direction(importer, imported) == wrong
+
+
+def test_the_import_walk_finds_every_kind_of_import() -> None:
+    source = "\n".join(
+        [
+            "import torch",
+            "from attn import registry",
+            "from attn import select, registry",
+            "from .base import AttentionBackend",
+            "from ..registry import ROWS",
+            "if TYPE_CHECKING:",
+            "    import numpy",
+            "class A:",
+            "    import triton",
+            "    def f(self):",
+            "        from specs import rows",
+        ]
+    )
+    found = [
+        (item.module, item.line, item.at_module_level, item.for_types_only)
+        for item in imports_of("attn.backends.x", source)
+    ]
+    assert found == [
+        ("torch", 1, True, False),
+        ("attn.registry", 2, True, False),
+        ("attn", 3, True, False),
+        ("attn.registry", 3, True, False),
+        ("attn.backends.base", 4, True, False),
+        ("attn.registry", 5, True, False),
+        ("numpy", 7, True, True),
+        ("triton", 9, True, False),
+        ("specs.rows", 11, False, False),
+    ]
+
+
+@pytest.mark.parametrize(
+    "module", [name for name in SHIPPED if name.split(".")[0] in AT_MODULE_LEVEL]
+)
+def test_specs_and_builders_load_little(module: str) -> None:
+    allowed = {*AT_MODULE_LEVEL[module.split(".")[0]], *PACKAGES, *sys.stdlib_module_names}
+    loaded = {
+        item.module.split(".")[0]
+        for item in source_imports(module)
+        if item.at_module_level and not item.for_types_only
+    }
+    assert loaded - allowed == set()
+
+
+@pytest.mark.parametrize("module", [name for name in SHIPPED if "attn.integrations" not in name])
+def test_only_the_integrations_know_vllm_and_transformers(module: str) -> None:
+    imported = {item.module.split(".")[0] for item in source_imports(module)}
+    assert imported & {"vllm", "transformers", "sglang"} == set()
+
+
+@pytest.mark.parametrize("module", [name for name in SHIPPED if name.startswith("attn.backends")])
+def test_backends_load_no_kernel(module: str) -> None:
+    loaded = [item.module for item in source_imports(module) if item.at_module_level]
+    kernels = ("attn.kernels", "triton", "flashinfer")
+    assert [name for name in loaded if name.startswith(kernels)] == []
+
+
+def loaded_by(code: str) -> list[str]:
+    """What a fresh interpreter prints for ``code``, read as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    names: list[str] = json.loads(done.stdout)
+    return names
+
+
+def test_importing_attn_loads_no_optional_package_beyond_what_torch_loads() -> None:
+    code = (
+        "import json, sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import attn\n"
+        "print(json.dumps(sorted({name.split('.')[0] for name in set(sys.modules) - before})))"
+    )
+    loaded = set(loaded_by(code))
+    assert {"attn", "specs"} <= loaded
+    optional = {"triton", "flashinfer", "vllm", "transformers", "matplotlib", "typer", "rich"}
+    assert loaded & optional == set()
+
+
+def test_importing_every_spec_loads_no_torch() -> None:
+    names = [name for name in SHIPPED if name.split(".")[0] == "specs"]
+    code = (
+        f"import importlib, json, sys\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
+        f"print(json.dumps(sorted(sys.modules)))"
+    )
+    loaded = set(loaded_by(code))
+    assert set(names) <= loaded
+    assert loaded & {"torch", "numpy", "triton"} == set()
+
+
+# -- Triples.
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_every_backend_is_a_triple_of_three_files_under_one_stem(row: BackendRow) -> None:
+    module = row.path.split(":")[0]
+    stem = module.removeprefix("attn.backends.")
+    assert module == f"attn.backends.{stem}"
+    assert {module, f"attn.impls.{stem}", f"builders.{stem}"} <= set(SHIPPED)
+    member = AttentionBackendEnum[row.name]
+    if member.missing():
+        pytest.skip(f"{row.name} needs {', '.join(member.missing())}")
+    backend = member.get_class()
+    assert backend.get_name() == row.name
+    assert backend.get_impl_cls().__module__ == f"attn.impls.{stem}"
+    assert backend.get_builder_cls().__module__ == f"builders.{stem}"
+
+
+def test_every_backend_file_is_in_the_registry() -> None:
+    named = {row.path.split(":")[0] for row in ROWS}
+    files = {name for name in SHIPPED if name.startswith("attn.backends.")}
+    assert files - {"attn.backends.base"} == named
+
+
+# -- Code.
+
+
+def aliasable_enums(source: str) -> list[str]:
+    """Enums of a module that lack ``@unique``."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef):
+            bases = [ast.unparse(base).split(".")[-1] for base in node.bases]
+            decorators = [ast.unparse(item).split(".")[-1] for item in node.decorator_list]
+            if any(base.endswith(("Enum", "Flag")) for base in bases) and (
+                "unique" not in decorators
+            ):
+                found.append(node.name)
+    return found
+
+
+def long_functions(source: str) -> dict[str, int]:
+    """Functions whose body, the docstring and the signature left out, is too long to read."""
+    found = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body[ast.get_docstring(node) is not None :]
+            lines = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+            if lines > MAX_BODY_LINES:
+                found[node.name] = lines
+    return found
+
+
+def idle_comparisons(source: str) -> list[int]:
+    """Lines that compare tensors and drop the answer."""
+    tree = ast.parse(source)
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Call)
+        and ast.unparse(node.value.func).split(".")[-1] in ("allclose", "equal", "isclose")
+    ]
+
+
+@pytest.mark.parametrize("module", SHIPPED)
+def test_no_enum_can_have_aliases(module: str) -> None:
+    assert aliasable_enums(SHIPPED[module].read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("module", [name for name in SHIPPED if "attn.kernels" not in name])
+def test_no_function_is_too_long_to_read(module: str) -> None:
+    assert long_functions(SHIPPED[module].read_text(encoding="utf-8")) == {}
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name not in SHIPPED])
+def test_no_test_compares_tensors_without_asserting(module: str) -> None:
+    assert idle_comparisons(MODULES[module].read_text(encoding="utf-8")) == []
+
+
+def test_the_code_checks_know_right_from_wrong() -> None:
+    enums = "@unique\nclass A(StrEnum): ...\nclass B(enum.IntEnum): ...\nclass C(Spec): ...\n"
+    assert aliasable_enums(enums) == ["B"]
+    body = "    x = 1\n" * MAX_BODY_LINES
+    documented = f'def fits():\n    """Doc.\n\n    More.\n    """\n{body}'
+    assert long_functions(documented) == {}
+    assert long_functions(documented + "    y = 2\n") == {"fits": MAX_BODY_LINES + 1}
+    idle = "assert torch.allclose(a, b)\ntorch.allclose(a, b)\nif torch.equal(a, b): pass\n"
+    assert idle_comparisons(idle) == [2]
+
+
+# -- Folder.
+
+
+def top_level_names() -> set[str]:
+    """What stands at the top level: as git sees it, or the folder itself where there is no git."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode == 0:
+        return {name.split("/")[0] for name in listed.stdout.split("\0") if name}
+    lines = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    ignored = [line.strip().strip("/") for line in lines if line.strip()]
+    return {
+        path.name
+        for path in ROOT.iterdir()
+        if not any(fnmatch.fnmatch(path.name, pattern) for pattern in ignored)
+    }
+
+
+def test_the_top_level_folder_holds_nothing_unexpected() -> None:
+    found = {
+        name
+        for name in top_level_names()
+        if not any(fnmatch.fnmatch(name, pattern) for pattern in LEFTOVERS)
+    }
+    assert found - TOP_LEVEL_FOLDERS - TOP_LEVEL_FILES == set()
+    assert {"attn", "builders", "specs", "tests", "pyproject.toml", "README.md"} <= found
+
+
+def test_test_modules_have_unique_names_and_no_package_files() -> None:
+    paths = [path for name, path in MODULES.items() if name not in SHIPPED]
+    names = [path.name for path in paths]
+    assert len(names) == len(set(names))
+    assert "__init__.py" not in names

@@ -1,0 +1,95 @@
+"""What pyproject.toml promises: versions that vLLM pins, packages that are shipped."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+DEPENDENCIES = {
+    requirement.name: requirement
+    for requirement in map(Requirement, PROJECT["project"]["dependencies"])
+}
+
+# What vLLM's wheels require, exactly.
+VLLM_PINS = {
+    "0.26.0": {"torch": "2.11.0", "flashinfer-python": "0.6.14"},
+    "0.33.0": {"torch": "2.14.0", "flashinfer-python": "0.7.2.post1"},
+}
+
+
+@pytest.mark.parametrize(
+    ("version", "package", "pin"),
+    [(version, *item) for version, pins in VLLM_PINS.items() for item in pins.items()],
+)
+def test_the_ranges_accept_what_vllm_pins(version: str, package: str, pin: str) -> None:
+    specifier = DEPENDENCIES[package].specifier
+    assert specifier.contains(pin), f"vLLM {version} pins {package} {pin}, outside {specifier}"
+
+
+@pytest.mark.parametrize(
+    ("package", "version"),
+    [
+        ("torch", "2.10.0"),
+        ("pydantic", "2.11.9"),
+        ("triton", "3.5.1"),
+        ("flashinfer-python", "0.6.13"),
+        ("flashinfer-python", "0.8.0"),
+    ],
+)
+def test_the_ranges_refuse_what_is_too_old_or_too_new(package: str, version: str) -> None:
+    assert not DEPENDENCIES[package].specifier.contains(version)
+
+
+def test_no_other_package_is_needed_to_import_the_library() -> None:
+    assert set(DEPENDENCIES) == {"torch", "pydantic", "triton", "flashinfer-python"}
+
+
+@pytest.mark.parametrize("package", ["triton", "flashinfer-python"])
+def test_gpu_packages_are_asked_for_on_linux_alone(package: str) -> None:
+    marker = DEPENDENCIES[package].marker
+    assert marker is not None
+    environment = dict(default_environment())
+    assert marker.evaluate({**environment, "sys_platform": "linux"})
+    assert not marker.evaluate({**environment, "sys_platform": "darwin"})
+    assert not marker.evaluate({**environment, "sys_platform": "win32"})
+
+
+@pytest.mark.parametrize("package", ["torch", "pydantic"])
+def test_the_rest_is_needed_everywhere(package: str) -> None:
+    assert DEPENDENCIES[package].marker is None
+
+
+def test_the_command_needs_an_extra_that_tests_include() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert {Requirement(text).name for text in extras["cli"]} == {"typer", "rich", "matplotlib"}
+    own = [Requirement(text) for text in extras["test"] if "attn-backends" in text]
+    assert [(item.name, item.extras) for item in own] == [("attn-backends", {"cli"})]
+
+
+def test_the_wheel_ships_three_packages_and_no_tests() -> None:
+    wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert sorted(wheel["packages"]) == ["attn", "builders", "specs"]
+
+
+@pytest.mark.parametrize("package", ["attn", "builders", "specs"])
+def test_every_shipped_package_is_typed_and_importable(package: str) -> None:
+    assert (ROOT / package / "py.typed").is_file()
+    assert (ROOT / package / "__init__.py").is_file()
+
+
+def test_the_python_versions_agree() -> None:
+    lowest = PROJECT["project"]["requires-python"].removeprefix(">=")
+    assert PROJECT["tool"]["ruff"]["target-version"] == "py" + lowest.replace(".", "")
+
+
+def test_warnings_are_errors_and_markers_are_declared() -> None:
+    options = PROJECT["tool"]["pytest"]["ini_options"]
+    assert options["filterwarnings"] == ["error"]
+    assert {"--strict-markers", "--strict-config", "--import-mode=importlib"} <= set(
+        options["addopts"]
+    )
