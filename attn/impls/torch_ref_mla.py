@@ -14,6 +14,7 @@ from attn.reference.cache import gather_positions, latent_values, read_latent, w
 from attn.reference.dense import AttentionRules, attend_request
 from attn.reference.mla import attend_topk, expand_latent, read_as_mqa
 from attn.reference.quant import saturate
+from builders.debug import debug_read
 from builders.torch_ref_mla import LatentRows, TorchRefMLAMetadata
 from specs.dtypes import CacheDType, DType
 from specs.layouts import latent_views
@@ -96,6 +97,7 @@ class TorchRefMLAImpl(MLAAttentionImpl):
         out = query.new_zeros((*query.shape[:2], self.kv_lora_rank))
         lse = torch.full(query.shape[:2], float("-inf"), dtype=torch.float32, device=query.device)
         if attn_metadata.decode is not None:
+            _debug_read(attn_metadata.decode, kv_c_and_k_pe_cache)
             for tokens, num_keys, table_row in _rows(attn_metadata.decode):
                 part = query[tokens].to(cache.compute)
                 latent, row_lse = self._attend_mqa(part, cache, table_row, num_keys, tokens.start)
@@ -130,6 +132,7 @@ class TorchRefMLAImpl(MLAAttentionImpl):
         """Expanded prefill: context from the cache, new tokens as they came; see the base class."""
         if attn_metadata.prefill is None:
             return
+        _debug_read(attn_metadata.prefill, kv_c_and_k_pe_cache)
         cache = self._cache(kv_c_and_k_pe_cache, k_scale, q.dtype)
         k_pe = k_pe.reshape(len(k_pe), self.qk_rope_head_dim)
         new = torch.cat([kv_c_normed, k_pe], dim=-1).to(cache.compute)
@@ -201,6 +204,12 @@ def _rows(phase: LatentRows) -> list[tuple[slice, int, torch.Tensor]]:
         for row, num_keys in enumerate(phase.kv_lens)
         if starts[row + 1] > starts[row]
     ]
+
+
+def _debug_read(phase: LatentRows, kv_cache: torch.Tensor) -> None:
+    """Check a phase's tables against the cache; rows count from the phase's first."""
+    num_blocks, block_size = kv_cache.shape[:2]
+    debug_read(phase.block_table, torch.tensor(phase.kv_lens), num_blocks, block_size)
 
 
 def _slice_expanded(

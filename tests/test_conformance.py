@@ -1,0 +1,83 @@
+"""Every registered backend keeps its promises, because it is registered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from attn.registry import AttentionBackendEnum
+from specs.layouts import KVOrder, KVPacking
+from tests.batches import BATCHES
+from tests.cases import (
+    BLOCK_SIZES,
+    FEATURES,
+    HEADS,
+    LATENT_HEADS,
+    AnyCase,
+    Case,
+    cases_for,
+    device_for,
+)
+from tests.conformance import check_case
+
+
+def backends_here() -> list[str]:
+    return [row.name for row in AttentionBackendEnum if device_for(row) is not None]
+
+
+def cases_of_every_backend() -> Iterator[object]:
+    for row in AttentionBackendEnum:
+        device = device_for(row)
+        if device is None:
+            missing = ", ".join(row.missing())
+            reason = f"needs {missing}" if missing else "does not run on this device"
+            yield pytest.param(row.name, None, id=row.name, marks=pytest.mark.skip(reason=reason))
+            continue
+        marks = [pytest.mark.gpu] if device.type == "cuda" else []
+        for case in cases_for(row.get_class()):
+            yield pytest.param(row.name, case, id=f"{row.name}-{case}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "case"), list(cases_of_every_backend()))
+def test_backend_conforms(name: str, case: AnyCase) -> None:
+    row = AttentionBackendEnum[name]
+    device = device_for(row)
+    assert device is not None
+    check_case(row.get_class(), case, device)
+
+
+@pytest.mark.parametrize("name", backends_here())
+def test_cases_cover_what_the_backend_declares(name: str) -> None:
+    backend = AttentionBackendEnum[name].get_class()
+    cases, declared = cases_for(backend), backend.capabilities
+    assert {case.dtype for case in cases} == set(declared.dtypes)
+    assert {case.cache_dtype for case in cases} == set(declared.kv_cache_dtypes)
+    block_sizes = {size for size in BLOCK_SIZES if backend.supports_block_size(size)}
+    assert block_sizes <= {case.block_size for case in cases}
+    dense = [case for case in cases if isinstance(case, Case)]
+    if declared.is_mla:
+        decoders = {name for name, spec in BATCHES.items() if spec.encoder_lens is None}
+        assert {case.batch.name for case in cases} == decoders - {"shared_prefix"}
+        assert {case.num_heads for case in cases} == set(LATENT_HEADS)
+        return
+    assert {case.feature.attn_type for case in dense} == set(declared.attn_types)
+    assert set(FEATURES["causal"].batches) <= {case.batch.name for case in dense}
+    assert {(case.packing, case.order, case.padded_pages) for case in dense} == {
+        (packing, order, padded)
+        for packing in KVPacking
+        for order in KVOrder
+        for padded in (False, True)
+    }
+    heads = {one for one in HEADS if backend.supports_head_size(one.head_size)}
+    assert heads <= {case.heads for case in dense}
+    wanted = {feature.name for feature in FEATURES.values() if Case(feature).is_served_by(backend)}
+    assert wanted <= {case.feature.name for case in dense}
+
+
+def test_at_least_one_dense_one_latent_and_one_sparse_backend_run_here() -> None:
+    kinds = set()
+    for name in backends_here():
+        backend = AttentionBackendEnum[name].get_class()
+        kinds.add((backend.is_mla(), backend.is_sparse()))
+    assert kinds == {(False, False), (True, False), (True, True)}
