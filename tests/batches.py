@@ -3,7 +3,7 @@
 Requests are made unpaged (the oracle judges those) and then laid into a cache the way an engine
 does. Whatever must not be read is poison: every byte of unused slots, unused blocks, block 0 and
 padding rows is 0xFF, which is NaN in every float format, and unused table entries hold ids far
-outside the cache. The bytes of a cache are addressed here by hand, apart from ``specs.layouts``.
+outside the cache.
 """
 
 from __future__ import annotations

@@ -29,7 +29,9 @@ def half_ulp(x: Tensor, dtype: torch.dtype | None) -> Tensor:
         return torch.full_like(x, 0.5)
     info = torch.finfo(dtype)
     size = x.abs().clamp(min=info.smallest_normal)
-    return info.eps / 2 * torch.exp2(size.log2().floor())
+    # Not log2: a GPU's is off by an ulp at powers of two, and its floor then by one.
+    exponent = torch.frexp(size).exponent - 1
+    return torch.ldexp(torch.full_like(size, info.eps / 2), exponent)
 
 
 @dataclass(frozen=True, eq=False)

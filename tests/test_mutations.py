@@ -468,6 +468,7 @@ def claims_graphs(backend: Backend, keeps_its_record: bool) -> Backend:
 
 
 def without_graphs(name: str) -> Backend:
+    """A backend to play one with graphs; on the CPU, where a replay is another forward."""
     backend = AttentionBackendEnum[name].get_class()
     if backend.cudagraph_support() is not AttentionCGSupport.NEVER:
         pytest.skip("has graphs of its own")
@@ -479,7 +480,7 @@ def without_graphs(name: str) -> Backend:
 def test_a_replay_of_a_record_updated_in_place_passes(name: str, batch: str) -> None:
     backend = without_graphs(name)
     case = Case(batch=BATCHES[batch], dtype=backend.capabilities.dtypes[0])
-    result = conform(claims_graphs(backend, keeps_its_record=True), case)
+    result = run_case(claims_graphs(backend, keeps_its_record=True), case, "cpu")
     assert "capture" in result.checked
     assert not result.findings
 
@@ -489,7 +490,7 @@ def test_a_replay_of_a_record_updated_in_place_passes(name: str, batch: str) -> 
 def test_a_replay_that_reads_the_captured_step_is_seen(name: str, batch: str) -> None:
     backend = without_graphs(name)
     case = Case(batch=BATCHES[batch], dtype=backend.capabilities.dtypes[0])
-    result = conform(claims_graphs(backend, keeps_its_record=False), case)
+    result = run_case(claims_graphs(backend, keeps_its_record=False), case, "cpu")
     assert list(result.findings) == ["capture"]
 
 
