@@ -168,7 +168,7 @@ class CommonAttentionMetadata:
             "num_reqs": num_actual_reqs,
             "num_actual_tokens": num_actual_tokens,
         }
-        for name, (extent, extra) in _LEADING_AXIS.items():
+        for name, (extent, extra) in LEADING_AXIS.items():
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):
                 stop = num_actual_reqs + extra if extent == "reqs" else num_actual_tokens
@@ -191,8 +191,9 @@ def replace_known(batch: CommonAttentionMetadata, **changes: Any) -> CommonAtten
     return dataclasses.replace(batch, **{k: v for k, v in changes.items() if k in known})
 
 
-# Leading axis of each tensor field; a test checks that no tensor field is missing here.
-_LEADING_AXIS = {
+# Leading axis of each tensor field, and entries beyond one per request; a test checks that none
+# is missing.
+LEADING_AXIS = {
     "query_start_loc": ("reqs", 1),
     "query_start_loc_cpu": ("reqs", 1),
     "seq_lens": ("reqs", 0),

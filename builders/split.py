@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
-from builders.common import CommonAttentionMetadata
+from builders.common import LEADING_AXIS, CommonAttentionMetadata
 
 
 @dataclass(frozen=True)
@@ -97,47 +98,28 @@ def reorder(batch: CommonAttentionMetadata, order: torch.Tensor) -> CommonAttent
     """
     if batch.logits_indices_padded is not None:
         raise ValueError("logits_indices_padded counts tokens in the old order: reorder before it")
-    device = batch.query_start_loc.device
     starts = batch.query_start_loc_cpu.long()
     lens = (starts[1:] - starts[:-1])[order]
     new_starts = torch.zeros(batch.num_reqs + 1, dtype=torch.int32)
     new_starts[1:] = lens.cumsum(0)
-    tokens = torch.cat(
-        [torch.arange(int(starts[i]), int(starts[i + 1])) for i in order.tolist()]
-        or [torch.arange(0)]
-    )
-    # Slots past the last request's tokens are padding and stay where they are.
-    tail = torch.arange(len(tokens), batch.slot_mapping.shape[0])
-    rows, token_rows = order.to(device), torch.cat([tokens, tail]).to(device)
-
-    def requests(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor[rows if tensor.device == device else order]
-
-    inverse = {old: new for new, old in enumerate(order.tolist())}
-    ranges = batch.mm_req_doc_ranges
-    numpy_order = order.numpy()
-    return batch.replace(
-        query_start_loc=new_starts.to(device),
-        query_start_loc_cpu=new_starts,
-        seq_lens=batch.seq_lens[rows],
-        block_table_tensor=batch.block_table_tensor[rows],
-        slot_mapping=batch.slot_mapping[token_rows],
-        causal=batch.causal if isinstance(batch.causal, bool) else batch.causal[rows],
-        positions=None
-        if batch.positions is None
-        else batch.positions[token_rows[: batch.positions.shape[0]]],
-        encoder_seq_lens=requests(batch.encoder_seq_lens),
-        encoder_seq_lens_cpu=None
-        if batch.encoder_seq_lens_cpu is None
-        else batch.encoder_seq_lens_cpu[numpy_order],
-        dcp_local_seq_lens=requests(batch.dcp_local_seq_lens),
-        dcp_local_seq_lens_cpu_upper_bound=requests(batch.dcp_local_seq_lens_cpu_upper_bound),
-        is_prefilling=requests(batch.is_prefilling),
-        seq_lens_cpu_upper_bound=requests(batch.seq_lens_cpu_upper_bound),
-        req_idx=None if batch.req_idx is None else batch.req_idx[numpy_order],
-        rswa_prefix_lens=requests(batch.rswa_prefix_lens),
-        replayssm_decode_base_cpu=requests(batch.replayssm_decode_base_cpu),
-        mm_req_doc_ranges=None
-        if ranges is None
-        else {inverse[req]: spans for req, spans in ranges.items()},
-    )
+    moved = [torch.arange(int(starts[row]), int(starts[row + 1])) for row in order.tolist()]
+    tokens = torch.cat([*moved, torch.arange(0)])
+    changes: dict[str, Any] = {
+        "query_start_loc": new_starts.to(batch.query_start_loc.device),
+        "query_start_loc_cpu": new_starts,
+    }
+    for name, (extent, _) in LEADING_AXIS.items():
+        value = getattr(batch, name)
+        if name in changes or value is None or isinstance(value, bool):
+            continue
+        index = order
+        if extent == "tokens":
+            # Slots past the last request's tokens are padding and stay where they are.
+            index = torch.cat([tokens, torch.arange(len(tokens), len(value))])
+        is_tensor = isinstance(value, torch.Tensor)
+        changes[name] = value[index.to(value.device) if is_tensor else index.tolist()]
+    if batch.mm_req_doc_ranges is not None:
+        inverse = {old: new for new, old in enumerate(order.tolist())}
+        ranges = batch.mm_req_doc_ranges.items()
+        changes["mm_req_doc_ranges"] = {inverse[req]: spans for req, spans in ranges}
+    return batch.replace(**changes)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders.common import (
-    _LEADING_AXIS,
+    LEADING_AXIS,
     CommonAttentionMetadata,
     check_invariants,
     replace_known,
@@ -183,8 +183,8 @@ def test_defaults_are_vllms(name: str) -> None:
 def test_every_tensor_field_has_a_leading_axis_or_a_documented_exemption(name: str) -> None:
     annotation = str(FIELDS[name].type)
     is_tensor = "Tensor" in annotation or "ndarray" in annotation
-    assert is_tensor == (name in _LEADING_AXIS or name in WITHOUT_LEADING_AXIS)
-    assert _LEADING_AXIS.get(name) == LEADING.get(name)
+    assert is_tensor == (name in LEADING_AXIS or name in WITHOUT_LEADING_AXIS)
+    assert LEADING_AXIS.get(name) == LEADING.get(name)
 
 
 # -- Copies.
