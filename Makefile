@@ -23,7 +23,7 @@ lint: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install -q -e '.[test]'
 	touch $@
 
 clean:

@@ -9,7 +9,9 @@ from specs.devices import KNOWN_DEVICES, ComputeCapability, Device, DeviceKind, 
 
 
 def detect_device(index: int | None = None) -> Device:
-    """The current GPU, or the CPU where there is none; a CUDA context is not created.
+    """The current GPU, or the CPU where there is none.
+
+    Asking a GPU for its properties initialises CUDA in this process: do not fork afterwards.
 
     Args:
         index: GPU index; None is the current one.

@@ -112,13 +112,18 @@ def explain(
         backend: registry name or alias asked for; None is the automatic choice.
 
     Raises:
-        KeyError: ``backend`` is not registered.
+        ValueError: ``backend`` is not registered.
     """
     device = detect_device() if device is None else device
     ranked = PRIORITIES[device.kind]
     members = [AttentionBackendEnum[name] for name in ranked if name in AttentionBackendEnum]
     members += [member for member in AttentionBackendEnum if member.name not in ranked]
-    asked = None if backend is None else AttentionBackendEnum[backend].name
+    asked = None
+    if backend is not None:
+        if backend not in AttentionBackendEnum:
+            known = ", ".join(member.name for member in AttentionBackendEnum)
+            raise ValueError(f"unknown attention backend {backend!r}; registered: {known}")
+        asked = AttentionBackendEnum[backend].name
     chosen: str | None = None
     candidates = []
     for member in members:
@@ -159,7 +164,7 @@ def select(
     Raises:
         UnsupportedError: the one asked for, or every candidate, refuses; with all reasons.
         MissingDependencyError: the one asked for needs a package that is not installed.
-        KeyError: ``backend`` is not registered.
+        ValueError: ``backend`` is not registered.
     """
     report = explain(request, device, backend)
     if report.chosen is not None:

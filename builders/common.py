@@ -92,7 +92,12 @@ class CommonAttentionMetadata:
             seq_lens: R KV lengths, the new tokens included.
             block_table: ``[R, max_blocks]`` int32; its device is the batch's.
             block_size: tokens per block.
+
+        Raises:
+            ValueError: lengths that are negative or of different counts, a query longer than its
+                sequence, or a table of another number of rows.
         """
+        _check_lengths(query_lens, seq_lens, block_table, block_size)
         device = block_table.device
         starts = torch.zeros(len(query_lens) + 1, dtype=torch.int32)
         starts[1:] = torch.tensor(query_lens, dtype=torch.int32).cumsum(0)
@@ -142,7 +147,9 @@ class CommonAttentionMetadata:
         )
         ends = self.query_start_loc[1:].contiguous()
         out = None if buffer is None else buffer[: self.num_actual_tokens]
-        return torch.searchsorted(ends, tokens, right=True, out_int32=True, out=out)
+        rows = torch.searchsorted(ends, tokens, right=True, out_int32=True, out=out)
+        # Padding tokens follow the last request; they get its index, which is at least in range.
+        return rows.clamp_(max=max(self.num_reqs - 1, 0))
 
     def replace(self, **changes: Any) -> CommonAttentionMetadata:
         """A copy with some fields changed; every other field is kept."""
@@ -191,6 +198,26 @@ def replace_known(batch: CommonAttentionMetadata, **changes: Any) -> CommonAtten
     return dataclasses.replace(batch, **{k: v for k, v in changes.items() if k in known})
 
 
+def refuse_fields(batch: CommonAttentionMetadata, backend: str, *names: str) -> None:
+    """Refuse a batch that asks for what a backend would silently ignore.
+
+    Raises:
+        NotImplementedError: one of the fields is set; the message names it.
+    """
+    for name in names:
+        if getattr(batch, name, None) is not None:
+            raise NotImplementedError(f"{backend} does not support {name}")
+
+
+# What vLLM's own object (0.26, 0.33) keeps of lengths that were; unknown to our class.
+VLLM_CACHES = (
+    "dcp_local_seq_lens_cpu",
+    "_seq_lens_cpu",
+    "_num_computed_tokens_cpu",
+    "_num_computed_tokens_cache",
+    "_token_to_req_indices_cache",
+)
+
 # Leading axis of each tensor field, and entries beyond one per request; a test checks that none
 # is missing.
 LEADING_AXIS = {
@@ -211,6 +238,24 @@ LEADING_AXIS = {
     "rswa_prefix_lens": ("reqs", 0),
     "replayssm_decode_base_cpu": ("reqs", 0),
 }
+
+
+def _check_lengths(
+    query_lens: Sequence[int], seq_lens: Sequence[int], block_table: torch.Tensor, block_size: int
+) -> None:
+    if block_size < 1:
+        raise ValueError(f"block_size must be positive, got {block_size}")
+    if not len(query_lens) == len(seq_lens) == block_table.shape[0]:
+        raise ValueError(
+            f"query_lens, seq_lens and block_table must have one entry per request, got "
+            f"{len(query_lens)}, {len(seq_lens)} and {block_table.shape[0]}"
+        )
+    for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        if not 0 <= query_len <= max(seq_len, 0):
+            raise ValueError(
+                f"query_lens[{row}] must be in [0, seq_lens[{row}]] = [0, {seq_len}], "
+                f"got {query_len}"
+            )
 
 
 def check_invariants(
@@ -251,7 +296,10 @@ def check_invariants(
             f"max_seq_len must bound seq_lens ({int(seq_lens.max())}), got {batch.max_seq_len}"
         )
     if attn_type.is_cached and block_size is not None:
-        check_block_table(batch.block_table_tensor, batch.seq_lens, block_size, num_blocks)
+        lens = batch.seq_lens
+        if attn_type is AttentionType.ENCODER_DECODER and batch.encoder_seq_lens is not None:
+            lens = batch.encoder_seq_lens
+        check_block_table(batch.block_table_tensor, lens, block_size, num_blocks)
     if attn_type is AttentionType.DECODER:
         check_slots(batch.slot_mapping, block_size, num_blocks)
 

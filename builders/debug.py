@@ -7,7 +7,7 @@ import os
 import torch
 
 from builders.common import CommonAttentionMetadata, check_invariants
-from builders.paging import check_block_table, check_slots
+from builders.paging import check_block_table
 from specs.attention import AttentionType
 from specs.kv_cache import AnyKVCacheSpec, CrossAttentionSpec, EncoderOnlyAttentionSpec
 
@@ -44,13 +44,3 @@ def debug_read(
     """
     if debug_enabled():
         check_block_table(block_table, seq_lens, block_size, num_blocks)
-
-
-def debug_write(slot_mapping: torch.Tensor, num_blocks: int, block_size: int) -> None:
-    """At a cache write: check slots against the cache; nothing unless debugging.
-
-    Raises:
-        ValueError: a slot outside the cache.
-    """
-    if debug_enabled():
-        check_slots(slot_mapping, block_size, num_blocks)

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from builders.common import CommonAttentionMetadata, replace_known
+from builders.common import VLLM_CACHES, CommonAttentionMetadata, replace_known
 from builders.paging import compute_slot_mapping
-
-# What vLLM's own object (0.26, 0.33) keeps of lengths that were; unknown to our class.
-_VLLM_CACHES = (
-    "dcp_local_seq_lens_cpu",
-    "_seq_lens_cpu",
-    "_num_computed_tokens_cpu",
-    "_num_computed_tokens_cache",
-    "_token_to_req_indices_cache",
-)
 
 
 def advance(
@@ -28,18 +19,21 @@ def advance(
     Args:
         batch: any step's batch (the first draft step usually follows a verify or a prefill).
         block_size: tokens per block.
-        max_model_len: rows that would grow beyond it become padding rows, so no slot outside
-            their block table is ever computed.
+        max_model_len: rows that would grow beyond it, or beyond their block table, become padding
+            rows, so no slot outside the table is ever computed.
         num_rejected_tokens: ``[R]`` int32: drafts refused in the last step, subtracted from the
             padded batch's lengths; None for none.
 
     Returns:
-        A batch of R rows with one token each; padding rows (KV length 0) stay padding.
+        A batch of R rows with one token each; padding rows (no token, or KV length 0) have KV
+        length 0 and slot -1.
     """
     device = batch.seq_lens.device
     num_reqs = batch.num_reqs
     kept = batch.seq_lens if num_rejected_tokens is None else batch.seq_lens - num_rejected_tokens
-    fits = (kept > 0) & (kept < max_model_len)
+    room = min(max_model_len, batch.block_table_tensor.shape[1] * block_size)
+    # An engine's padding rows have no tokens, but may have a KV length of 1.
+    fits = (batch.query_start_loc.diff() > 0) & (kept > 0) & (kept < room)
     seq_lens = torch.where(fits, kept + 1, 0).to(torch.int32)
     starts_cpu = torch.arange(num_reqs + 1, dtype=torch.int32)
     starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device)
@@ -64,5 +58,5 @@ def advance(
         num_logits_indices=None,
         max_logits_per_req=None,
         is_prefilling=None,
-        **dict.fromkeys(_VLLM_CACHES),
+        **dict.fromkeys(VLLM_CACHES),
     )

@@ -26,8 +26,8 @@ def compute_slot_mapping(
         block_size: tokens per block.
 
     Returns:
-        ``[num_tokens]`` int64; -1 for tokens past ``query_start_loc[-1]`` and for tokens of
-        rows with no KV length.
+        ``[num_tokens]`` int64; -1 for tokens past ``query_start_loc[-1]``, for tokens of rows with
+        no KV length, and for positions past the table.
     """
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=block_table.device)
     if block_table.shape[0] == 0 or block_table.shape[1] == 0:
@@ -38,7 +38,8 @@ def compute_slot_mapping(
     query_lens = query_start_loc[1:] - query_start_loc[:-1]
     context = seq_lens - query_lens
     positions = (context[rows] + tokens - query_start_loc[rows]).long()
-    is_token &= positions >= 0
+    # A token past the table's end has no slot; its column, clamped, would be another token's.
+    is_token &= (positions >= 0) & (positions < block_table.shape[1] * block_size)
     column = (positions // block_size).clamp(0, block_table.shape[1] - 1)
     slots = block_table[rows, column].long() * block_size + positions % block_size
     return torch.where(is_token, slots, PAD_SLOT_ID)
@@ -67,6 +68,8 @@ def block_table_to_csr(
     """
     num_reqs, width = block_table.shape
     pages = torch.div(seq_lens + block_size - 1, block_size, rounding_mode="floor")
+    # A length beyond the table must not lead a reader past the end of the list.
+    pages = pages.clamp(max=width)
     indptr = torch.zeros(num_reqs + 1, dtype=torch.int32, device=block_table.device)
     torch.cumsum(pages, 0, out=indptr[1:])
     columns = torch.arange(width, device=block_table.device)

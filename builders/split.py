@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from builders.common import LEADING_AXIS, CommonAttentionMetadata
+from builders.common import LEADING_AXIS, VLLM_CACHES, CommonAttentionMetadata, replace_known
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def reorder(batch: CommonAttentionMetadata, order: torch.Tensor) -> CommonAttent
         "query_start_loc_cpu": new_starts,
     }
     for name, (extent, _) in LEADING_AXIS.items():
-        value = getattr(batch, name)
+        value = getattr(batch, name, None)
         if name in changes or value is None or isinstance(value, bool):
             continue
         index = order
@@ -122,4 +122,4 @@ def reorder(batch: CommonAttentionMetadata, order: torch.Tensor) -> CommonAttent
         inverse = {old: new for new, old in enumerate(order.tolist())}
         ranges = batch.mm_req_doc_ranges.items()
         changes["mm_req_doc_ranges"] = {inverse[req]: spans for req, spans in ranges}
-    return batch.replace(**changes)
+    return replace_known(batch, **changes, **dict.fromkeys(VLLM_CACHES))

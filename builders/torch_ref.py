@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from builders.base import AttentionMetadata, AttentionMetadataBuilder
-from builders.common import CommonAttentionMetadata
+from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch
 from specs.kv_cache import CrossAttentionSpec, EncoderOnlyAttentionSpec
 
@@ -37,6 +37,8 @@ class TorchRefMetadata(AttentionMetadata):
     """Request -> inclusive position ranges attended in both directions."""
     rswa_prefix_lens: list[int] | None
     """``[R]``, or None without R-SWA."""
+    rswa_window: int | None
+    """Window beside those prefixes, in place of the layer's own; None without R-SWA."""
     common_prefix_len: int
     """Leading positions that all requests share in their block tables, or 0."""
 
@@ -53,6 +55,7 @@ class TorchRefMetadataBuilder(AttentionMetadataBuilder[TorchRefMetadata]):
         """The step's record; the batch, ours or vLLM's own, is not written."""
         batch = common_attn_metadata
         debug_batch(batch, self.kv_cache_spec)
+        refuse_fields(batch, "TORCH_REF", "dcp_local_seq_lens")
         seq_lens = batch.seq_lens
         causal: bool | torch.Tensor = batch.causal
         if isinstance(self.kv_cache_spec, CrossAttentionSpec):
@@ -61,12 +64,6 @@ class TorchRefMetadataBuilder(AttentionMetadataBuilder[TorchRefMetadata]):
                 seq_lens = batch.encoder_seq_lens
         elif isinstance(self.kv_cache_spec, EncoderOnlyAttentionSpec):
             causal = False
-        num_reqs = batch.num_reqs
-        flags = (
-            [causal] * num_reqs
-            if isinstance(causal, bool)
-            else [bool(flag) for flag in causal.tolist()]
-        )
         prefixes = batch.rswa_prefix_lens
         return TorchRefMetadata(
             slot_mapping=batch.slot_mapping,
@@ -76,8 +73,18 @@ class TorchRefMetadataBuilder(AttentionMetadataBuilder[TorchRefMetadata]):
             block_table=batch.block_table_tensor,
             query_starts=batch.query_start_loc.tolist(),
             kv_lens=seq_lens.tolist(),
-            causal=flags,
+            causal=_causal_flags(causal, batch.num_reqs),
             mm_ranges=batch.mm_req_doc_ranges or {},
             rswa_prefix_lens=None if prefixes is None else prefixes.tolist(),
+            rswa_window=None if prefixes is None else self.vllm_config.rswa_window,
             common_prefix_len=common_prefix_len,
         )
+
+
+def _causal_flags(causal: bool | torch.Tensor, num_reqs: int) -> list[bool]:
+    """``[R]`` flags from one for all or one per request."""
+    if not isinstance(causal, torch.Tensor):
+        return [bool(causal)] * num_reqs
+    if tuple(causal.shape) != (num_reqs,):
+        raise ValueError(f"causal must be a bool or have shape [{num_reqs}], got {causal.shape}")
+    return [bool(flag) for flag in causal.tolist()]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from builders.base import AttentionMetadata, AttentionMetadataBuilder
-from builders.common import CommonAttentionMetadata
+from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch
 from builders.split import split_decodes_and_prefills
 from specs.engine import EngineConfig
@@ -63,6 +63,10 @@ class TorchRefMLAMetadataBuilder(AttentionMetadataBuilder[TorchRefMLAMetadata]):
         """The step's record; the batch, ours or vLLM's own, is not written."""
         batch = common_attn_metadata
         debug_batch(batch, self.kv_cache_spec)
+        ignored = ("dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
+        refuse_fields(batch, "TORCH_REF_MLA", *ignored)
+        if isinstance(batch.causal, torch.Tensor) or not batch.causal:
+            raise NotImplementedError(f"TORCH_REF_MLA supports causal=True, got {batch.causal}")
         decodes = self._num_decodes(batch)
         starts: list[int] = batch.query_start_loc.tolist()
         kv_lens: list[int] = batch.seq_lens.tolist()

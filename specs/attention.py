@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum, StrEnum, unique
 from typing import Self
 
-from pydantic import model_validator
+from pydantic import StrictBool, model_validator
 
 from specs.base import PositiveInt, Spec
 from specs.devices import ComputeCapability, DeviceKind
@@ -103,28 +103,28 @@ class AttentionSelectorConfig(Spec):
     kv_cache_dtype: CacheDTypeField = CacheDType.AUTO
     block_size: PositiveInt | None = None
     """Block size that the user asked for; None leaves it to the backend."""
-    use_mla: bool = False
-    has_sink: bool = False
+    use_mla: StrictBool = False
+    has_sink: StrictBool = False
     """Per-head sink logits in the softmax denominator."""
-    use_sparse: bool = False
+    use_sparse: StrictBool = False
     """Top-k sparse MLA."""
-    use_mm_prefix: bool = False
+    use_mm_prefix: StrictBool = False
     """Bidirectional ranges of multimodal tokens."""
-    use_per_head_quant_scales: bool = False
+    use_per_head_quant_scales: StrictBool = False
     attn_type: AttentionType = AttentionType.DECODER
-    has_sliding_window: bool = False
-    use_non_causal: bool = False
-    use_batch_invariant: bool = False
-    use_kv_connector: bool = False
-    use_pcp: bool = False
-    use_adaptive_verification: bool = False
+    has_sliding_window: StrictBool = False
+    use_non_causal: StrictBool = False
+    use_batch_invariant: StrictBool = False
+    use_kv_connector: StrictBool = False
+    use_pcp: StrictBool = False
+    use_adaptive_verification: StrictBool = False
     """The device may trim drafts, so host and device query lengths can disagree."""
-    use_dcp: bool = False
-    use_rswa: bool = False
-    use_logits_soft_cap: bool = False
-    use_alibi: bool = False
-    use_alibi_sqrt: bool = False
-    use_chunked_local: bool = False
+    use_dcp: StrictBool = False
+    use_rswa: StrictBool = False
+    use_logits_soft_cap: StrictBool = False
+    use_alibi: StrictBool = False
+    use_alibi_sqrt: StrictBool = False
+    use_chunked_local: StrictBool = False
 
 
 class BackendCapabilities(Spec):
@@ -141,29 +141,29 @@ class BackendCapabilities(Spec):
     """Narrows ``device_kinds``; empty means every capability of those kinds."""
     attn_types: tuple[AttentionType, ...] = (AttentionType.DECODER,)
     cudagraph_support: AttentionCGSupport = AttentionCGSupport.NEVER
-    is_mla: bool = False
-    is_sparse: bool = False
-    sink: bool = False
-    sliding_window: bool = False
-    chunked_local: bool = False
-    logits_soft_cap: bool = False
-    alibi: bool = False
-    alibi_sqrt: bool = False
-    mm_prefix: bool = False
-    rswa: bool = False
-    non_causal: bool = False
-    non_causal_dcp: bool = False
-    per_head_quant_scales: bool = False
-    batch_invariance: bool = False
-    kv_connector: bool = True
-    pcp: bool = False
-    dcp: bool = False
+    is_mla: StrictBool = False
+    is_sparse: StrictBool = False
+    sink: StrictBool = False
+    sliding_window: StrictBool = False
+    chunked_local: StrictBool = False
+    logits_soft_cap: StrictBool = False
+    alibi: StrictBool = False
+    alibi_sqrt: StrictBool = False
+    mm_prefix: StrictBool = False
+    rswa: StrictBool = False
+    non_causal: StrictBool = False
+    non_causal_dcp: StrictBool = False
+    per_head_quant_scales: StrictBool = False
+    batch_invariance: StrictBool = False
+    kv_connector: StrictBool = True
+    pcp: StrictBool = False
+    dcp: StrictBool = False
     """Decode context parallelism: needs LSE of decode rows."""
-    device_cpu_query_lens_mismatch: bool = False
+    device_cpu_query_lens_mismatch: StrictBool = False
     """Right when device and host query lengths disagree: nothing is decided from host lengths."""
-    lse: bool = False
+    lse: StrictBool = False
     """Can return the log-sum-exp of every row."""
-    output_quant: bool = False
+    output_quant: StrictBool = False
     """Can write fp8 output with a static scale."""
 
     @model_validator(mode="after")

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 S = TypeVar("S", bound="Spec")
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveInt = Annotated[int, Field(gt=0, strict=True)]
+NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
 
 
 class SpecError(ValueError):
@@ -26,7 +26,7 @@ class Spec(BaseModel):
         extra="forbid",
         use_attribute_docstrings=True,
         validate_default=True,
-        ser_json_inf_nan="constants",
+        ser_json_inf_nan="strings",
         # "model_" is a word of this field (model_dtype), not of pydantic here.
         protected_namespaces=(),
     )

@@ -11,7 +11,7 @@ from specs.base import NonNegativeInt, PositiveInt, Spec
 
 
 class ComputeCapability(Spec):
-    """CUDA compute capability, ``major.minor``; ordered and compared as vLLM's DeviceCapability."""
+    """CUDA compute capability, ``major.minor``; also compares with vLLM's ``DeviceCapability``."""
 
     major: NonNegativeInt
     minor: NonNegativeInt = 0
@@ -21,8 +21,10 @@ class ComputeCapability(Spec):
     def _from_text_or_pair(cls, value: Any) -> Any:
         """Accept ``"9.0"``, ``(9, 0)`` and any object with ``major`` and ``minor``."""
         if isinstance(value, str):
-            major, _, minor = value.partition(".")
-            return {"major": major, "minor": minor or "0"}
+            parts = value.split(".")
+            if not all(part.isdecimal() for part in parts) or len(parts) > 2:
+                raise ValueError("a compute capability is written like '9.0'")
+            value = tuple(int(part) for part in (*parts, "0")[:2])
         if isinstance(value, tuple) and len(value) == 2:
             return {"major": value[0], "minor": value[1]}
         if hasattr(value, "major") and hasattr(value, "minor"):
@@ -40,11 +42,34 @@ class ComputeCapability(Spec):
         """``major * 10 + minor``, as in ``sm_90``."""
         return self.major * 10 + self.minor
 
-    def __lt__(self, other: ComputeCapability) -> bool:
-        return (self.major, self.minor) < (other.major, other.minor)
+    def __eq__(self, other: object) -> bool:
+        pair = _pair(other)
+        return NotImplemented if pair is None else (self.major, self.minor) == pair
 
-    def __le__(self, other: ComputeCapability) -> bool:
-        return (self.major, self.minor) <= (other.major, other.minor)
+    def __hash__(self) -> int:
+        return hash((self.major, self.minor))
+
+    def __lt__(self, other: object) -> bool:
+        pair = _pair(other)
+        return NotImplemented if pair is None else (self.major, self.minor) < pair
+
+    def __le__(self, other: object) -> bool:
+        pair = _pair(other)
+        return NotImplemented if pair is None else (self.major, self.minor) <= pair
+
+    def __gt__(self, other: object) -> bool:
+        pair = _pair(other)
+        return NotImplemented if pair is None else (self.major, self.minor) > pair
+
+    def __ge__(self, other: object) -> bool:
+        pair = _pair(other)
+        return NotImplemented if pair is None else (self.major, self.minor) >= pair
+
+
+def _pair(value: object) -> tuple[int, int] | None:
+    """Major and minor of ours, or of vLLM's ``DeviceCapability``; None for anything else."""
+    major, minor = getattr(value, "major", None), getattr(value, "minor", None)
+    return (major, minor) if isinstance(major, int) and isinstance(minor, int) else None
 
 
 @unique

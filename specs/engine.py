@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import model_validator
+from pydantic import StrictBool, model_validator
 
 from specs.base import NonNegativeInt, PositiveInt, Spec
 
@@ -36,7 +36,7 @@ class SpeculativeConfig(Spec):
 
     num_speculative_tokens: PositiveInt
     """k drafts per step; a verify query has 1 + k tokens."""
-    parallel_drafting: bool = False
+    parallel_drafting: StrictBool = False
     """All drafts come from one forward: a verify query can hold 1 + 2k tokens."""
 
     @property
@@ -60,7 +60,7 @@ class EngineConfig(Spec):
     """Batch sizes, in tokens, that are captured; empty means eager."""
     parallel: ParallelConfig = ParallelConfig()
     speculative: SpeculativeConfig | None = None
-    batch_invariant: bool = False
+    batch_invariant: StrictBool = False
     """Same bits for a request whatever shares its batch and however its prefill is chunked."""
     rswa_window: PositiveInt | None = None
     """Window of reference sliding-window attention (R-SWA): the prefix stays visible."""

@@ -376,6 +376,7 @@ FAMILIES: Final[Mapping[str, type[Family]]] = {
     "qwen2_moe": _Qwen2Moe,
     "qwen3": _Qwen3,
     "qwen3_moe": _Qwen3Moe,
+    "gemma": _Dense,
     "gemma2": _Gemma2,
     "gemma3": _Gemma3,
     "gemma3_text": _Gemma3,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from specs.base import NonNegativeInt, PositiveInt, Spec, SpecError, cdiv, spec_errors
 from specs.dtypes import CacheDType, CacheDTypeField, DType, DTypeField, KVQuantMode
@@ -28,6 +28,14 @@ class _KVCacheSpec(Spec):
     cache_dtype: CacheDTypeField = CacheDType.AUTO
     page_size_padded: PositiveInt | None = None
     """Bytes from one block to the next when larger than the content (hybrid models)."""
+
+    @field_validator("dtype")
+    @classmethod
+    def _dtype_is_a_model_dtype(cls, dtype: DType) -> DType:
+        """A model computes in floats of 16 bits or more."""
+        if not dtype.is_floating or dtype.itemsize < 2:
+            raise ValueError("a model computes in float16, bfloat16, float32 or float64")
+        return dtype
 
     @model_validator(mode="after")
     def _layout_exists(self) -> Self:
@@ -83,6 +91,11 @@ class _KVCacheSpec(Spec):
             )
         return self.replace(block_size=block_size)
 
+    def _effective(self, name: str) -> object:
+        """A field's value, or what None stands for in it."""
+        meant = {"head_size_v": "v_size", "format": "latent_format"}.get(name, name)
+        return getattr(self, meant)
+
     @classmethod
     def merge(cls, specs: Sequence[Self]) -> Self:
         """One spec for a group of layers that share block tables: they must be equal.
@@ -100,8 +113,8 @@ class _KVCacheSpec(Spec):
                     f"and {type(other).__name__}"
                 )
             for name in type(first).model_fields:
-                ours, theirs = getattr(first, name), getattr(other, name)
-                if ours != theirs:
+                if first._effective(name) != other._effective(name):
+                    ours, theirs = getattr(first, name), getattr(other, name)
                     raise SpecError(
                         f"cannot merge {type(first).__name__}: {name} differs ({ours} and {theirs})"
                     )
@@ -253,18 +266,12 @@ class _LatentSpec(_KVCacheSpec):
         """An explicit format stores what ``cache_dtype`` says."""
         if self.format is None:
             return self
-        allowed: tuple[LatentFormat, ...] = (LatentFormat.BF16,)
-        if self.cache_dtype.is_quantized:
-            # Plain "fp8" means packed rows too, for the sparse kernels that read only those.
-            raw, packed = (
-                LatentFormat.FP8_NOPE_FP8_ROPE,
-                LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE,
-            )
-            allowed = (packed,) if self.cache_dtype is CacheDType.FP8_DS_MLA else (raw, packed)
-        if self.format not in allowed:
-            names = " or ".join(repr(layout.value) for layout in allowed)
+        if not self.cache_dtype.has_row_format:
+            return self
+        expected = latent_format_of(self.cache_dtype)
+        if self.format is not expected:
             raise ValueError(
-                f"format must be {names} for cache_dtype {self.cache_dtype.value!r}, "
+                f"format must be {expected.value!r} for cache_dtype {self.cache_dtype.value!r}, "
                 f"got {self.format.value!r}"
             )
         return self

@@ -261,6 +261,7 @@ class LayerGeometry(Spec):
                 use_batch_invariant=engine is not None and engine.batch_invariant,
                 use_dcp=parallel is not None and parallel.decode_context_parallel_size > 1,
                 use_pcp=parallel is not None and parallel.prefill_context_parallel_size > 1,
+                use_rswa=engine is not None and engine.rswa_window is not None,
                 use_logits_soft_cap=self.logits_soft_cap is not None,
                 use_alibi=self.use_alibi,
                 use_chunked_local=self.kind is LayerKind.CHUNKED_LOCAL,

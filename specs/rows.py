@@ -210,6 +210,8 @@ def dense_row_format(
     return row_format(
         cache_dtype.value,
         ("k", element, head_size // packing),
+        # int4 pairs are symmetric with offset 8. vLLM's own int4 rows have as many bytes, but are
+        # rotated and keep a zero point in the scale: no cache can be shared between the two.
         ("k_scale", DType.FLOAT32, 1),
         ("v", element, head_size_v // packing),
         ("v_scale", DType.FLOAT32, 1),

@@ -93,7 +93,6 @@ class Feature:
         given = {
             "attention_chunk_size": self.attention_chunk_size,
             "chunk_lookback": self.chunk_lookback,
-            "rswa_window": self.rswa_window,
             "use_alibi_sqrt": self.use_alibi_sqrt or None,
         }
         return {name: value for name, value in given.items() if value is not None}

@@ -139,7 +139,6 @@ def test_one_sink_per_head(backend: type[AttentionBackend], shape: tuple[int, ..
 
 OPTIONAL = {
     "attention_chunk_size": AttentionBackend.supports_chunked_local.__name__,
-    "rswa_window": AttentionBackend.supports_rswa.__name__,
 }
 
 

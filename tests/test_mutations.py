@@ -284,6 +284,11 @@ def seen_through(change: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
     return {"forward": forward}
 
 
+def _wider_rswa_window(self: Any, spec: Any, names: Any, config: Any, device: Any) -> None:
+    wider = config.replace(rswa_window=config.rswa_window + 1)
+    inherited(self, "__init__")(spec, names, wider, device)
+
+
 def _shorter_ranges(batch: Any) -> dict[str, Any]:
     ranges = batch.mm_req_doc_ranges
     return {
@@ -335,8 +340,8 @@ IGNORED = {
     ),
     "rswa_window": (
         Case(FEATURES["rswa"]),
-        given(lambda options: options.update(rswa_window=options["rswa_window"] + 1)),
         {},
+        {"__init__": _wider_rswa_window},
     ),
     "lookback": (
         Case(FEATURES["chunked_lookback"]),

@@ -88,7 +88,7 @@ class AttentionBackend(ABC):
         """The default when supported, else the smallest supported block size."""
         if cls.supports_block_size(default_block_size):
             return default_block_size
-        return min(_base(size) for size in cls.capabilities.block_sizes)
+        return min(_base(size) for size in cls.get_supported_kernel_block_sizes())
 
     @classmethod
     def get_kv_cache_shape(
@@ -153,18 +153,20 @@ class AttentionBackend(ABC):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Head size is declared."""
-        return head_size in cls.capabilities.head_sizes
+        """Head size is declared, in a list or by a rule."""
+        listed = cls.get_supported_head_sizes()
+        return head_size in (listed or cls.capabilities.head_sizes)
 
     @classmethod
     def supports_dtype(cls, dtype: torch.dtype | DType | str) -> bool:
         """Model dtype is declared; one that this library has no name for is not."""
-        return _parsed(DType.parse, dtype) in cls.capabilities.dtypes
+        parsed = _parsed(DType.parse, dtype)
+        return parsed is not None and parsed.torch in cls.supported_dtypes
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: CacheDType | str | None) -> bool:
         """KV cache dtype is declared; None is ``auto``. Engines may know more than this library."""
-        return _parsed(CacheDType.parse, kv_cache_dtype) in cls.capabilities.kv_cache_dtypes
+        return _parsed(CacheDType.parse, kv_cache_dtype) in cls.supported_kv_cache_dtypes
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
@@ -172,7 +174,7 @@ class AttentionBackend(ABC):
         if block_size is None:
             return True
         return block_size > 0 and any(
-            block_size % _base(size) == 0 for size in cls.capabilities.block_sizes
+            block_size % _base(size) == 0 for size in cls.get_supported_kernel_block_sizes()
         )
 
     @classmethod

@@ -10,6 +10,7 @@ from builders.torch_ref_mla import TorchRefMLAMetadataBuilder, TorchRefSparseMLA
 from specs.attention import BackendCapabilities, MultipleOf
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType
+from specs.rows import INDEXER_PAGE
 
 
 class TorchRefMLABackend(AttentionBackend):
@@ -52,7 +53,9 @@ class TorchRefSparseMLABackend(TorchRefMLABackend):
     """Top-k sparse latent attention, at reference speed; no CUDA graphs."""
 
     capabilities: ClassVar[BackendCapabilities] = TorchRefMLABackend.capabilities.replace(
-        is_sparse=True
+        is_sparse=True,
+        # Latent rows and the indexer's planar pages share block tables.
+        block_sizes=(MultipleOf(base=INDEXER_PAGE),),
     )
 
     @staticmethod

@@ -71,12 +71,10 @@ def _clear_errors() -> Iterator[None]:
     """One clear message and exit code 2 for what a user can cause; ``ATTN_DEBUG=1`` shows where."""
     try:
         yield
-    except (ValueError, KeyError, NotImplementedError, MissingDependencyError) as error:
+    except (ValueError, NotImplementedError, MissingDependencyError, OSError) as error:
         if debug_enabled():
             raise
-        # A KeyError prints its message in quotes.
-        message = error.args[0] if isinstance(error, KeyError) else error
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(USAGE_ERROR) from None
 
 
@@ -106,7 +104,9 @@ def run(
     check_rows: Annotated[
         int, typer.Option(min=0, help="Tokens per step and kind of layer checked in float64.")
     ] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="Of lengths, tensors and checks.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**31 - 1, help="Of lengths, tensors and checks.")
+    ] = 0,
     report: Annotated[
         Path | None, typer.Option(help="Write report.json and timeline.png into this folder.")
     ] = None,
@@ -119,6 +119,11 @@ def run(
     with _clear_errors():
         if trace is not None and synthetic:
             raise ValueError("give --trace or --synthetic, not both")
+        if corrupt is not None and not check_rows:
+            raise ValueError("--corrupt needs --check-rows above 0: nothing else sees the fault")
+        if report is not None:
+            # Before the run: an hour's work must not end at a path that cannot be written.
+            report.mkdir(parents=True, exist_ok=True)
         geometry = load_model_geometry(model)
         chosen = geometry.select_layers(min(max(layers, 1), geometry.num_layers))
         taken, clipped = _requests(trace, requests, seed, chosen)
@@ -152,6 +157,13 @@ def run(
                 console.print(f"wrote {path}", highlight=False)
     if replay.interrupted:
         raise typer.Exit(INTERRUPTED)
+    if corrupt is not None and outcome.passed:
+        print(
+            f"error: no sampled row was long enough to show {corrupt.value!r}; "
+            "take longer requests or more --check-rows",
+            file=sys.stderr,
+        )
+        raise typer.Exit(USAGE_ERROR)
     if check_rows and not outcome.passed:
         raise typer.Exit(1)
 

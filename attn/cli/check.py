@@ -11,16 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attn.reference.quant import (
-    dequantize,
-    dequantize_blocks,
-    quantize_blocks,
-    quantize_per_tensor,
-    quantize_per_token_head,
-)
 from specs.dtypes import CacheDType, DType
 from specs.model import LayerGeometry
-from specs.rows import LatentFormat, latent_format_of
 
 Stored = Callable[[torch.Tensor], torch.Tensor]
 """What a cache makes of keys or values: float32 of the same shape."""
@@ -131,42 +123,64 @@ def _attend(
 
 def dense_cache_rounding(cache_dtype: CacheDType, scale: torch.Tensor) -> Stored | None:
     """What a dense cache makes of ``[S, Hk, D]`` keys or values; None when it keeps them."""
+    if cache_dtype is CacheDType.AUTO:
+        return None
+    if not cache_dtype.is_quantized:
+        return lambda x: x.to(cache_dtype.element(DType.BFLOAT16).torch).float()
+    grid = _GRIDS[cache_dtype]
     if cache_dtype.quant_mode.is_per_token_head:
 
         def per_token_head(x: torch.Tensor) -> torch.Tensor:
-            stored, row_scale = quantize_per_token_head(x, cache_dtype)
-            return dequantize(stored, row_scale, cache_dtype, torch.float32)
+            x = x.double()
+            step = (x.abs().amax(-1, keepdim=True) / grid.largest).clamp(min=1e-6)
+            return (grid.round(x / step) * step).float()
 
         return per_token_head
-    if cache_dtype.is_quantized:
-
-        def per_tensor(x: torch.Tensor) -> torch.Tensor:
-            stored = quantize_per_tensor(x, scale, cache_dtype.element(DType.BFLOAT16).torch)
-            return dequantize(stored, scale, cache_dtype, torch.float32)
-
-        return per_tensor
-    if cache_dtype is CacheDType.AUTO:
-        return None
-    return lambda x: x.to(cache_dtype.element(DType.BFLOAT16).torch).float()
+    return lambda x: (grid.round(x.double() / scale.double()) * scale.double()).float()
 
 
 def latent_cache_rounding(
     cache_dtype: CacheDType, scale: torch.Tensor, kv_lora_rank: int
 ) -> Stored | None:
     """What a latent cache makes of ``[S, L + r]`` rows; None when it keeps them."""
-    row = latent_format_of(cache_dtype)
-    if row is LatentFormat.FP8_NOPE_FP8_ROPE:
+    if cache_dtype is not CacheDType.FP8_DS_MLA:
+        return dense_cache_rounding(cache_dtype, scale)
 
-        def raw(x: torch.Tensor) -> torch.Tensor:
-            stored = quantize_per_tensor(x, scale, torch.float8_e4m3fn)
-            return dequantize(stored, scale, cache_dtype, torch.float32)
+    def blocks(x: torch.Tensor) -> torch.Tensor:
+        nope = x[:, :kv_lora_rank].double().view(len(x), -1, 128)
+        absmax = nope.abs().amax(-1, keepdim=True)
+        step = torch.exp2(torch.ceil(torch.log2(absmax / _E4M3.largest)))
+        nope = (_E4M3.round(nope / step) * step).flatten(1).float()
+        return torch.cat([nope, x[:, kv_lora_rank:].bfloat16().float()], dim=-1)
 
-        return raw
-    if row is LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE:
+    return blocks
 
-        def blocks(x: torch.Tensor) -> torch.Tensor:
-            nope = dequantize_blocks(*quantize_blocks(x[:, :kv_lora_rank]), torch.float32)
-            return torch.cat([nope, x[:, kv_lora_rank:].bfloat16().float()], dim=-1)
 
-        return blocks
-    return None
+@dataclass(frozen=True)
+class _Grid:
+    """The values a narrow type can hold, stated by its numbers and not by a cast."""
+
+    largest: float
+    mantissa_bits: int | None = None
+    """None for integers."""
+    smallest_exponent: int = 0
+
+    def round(self, x: torch.Tensor) -> torch.Tensor:
+        """Nearest values of the grid, saturated; float64."""
+        step = torch.ones_like(x)
+        if self.mantissa_bits is not None:
+            exponent = torch.frexp(x).exponent - 1
+            exponent = exponent.clamp(min=self.smallest_exponent) - self.mantissa_bits
+            step = torch.ldexp(step, exponent)
+        return ((x / step).round() * step).clamp(-self.largest, self.largest)
+
+
+_E4M3 = _Grid(448.0, mantissa_bits=3, smallest_exponent=-6)
+_GRIDS = {
+    CacheDType.FP8: _E4M3,
+    CacheDType.FP8_E4M3: _E4M3,
+    CacheDType.FP8_E5M2: _Grid(57344.0, mantissa_bits=2, smallest_exponent=-14),
+    CacheDType.FP8_PER_TOKEN_HEAD: _E4M3,
+    CacheDType.INT8_PER_TOKEN_HEAD: _Grid(127.0),
+    CacheDType.INT4_PER_TOKEN_HEAD: _Grid(7.0),
+}

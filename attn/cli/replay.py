@@ -5,6 +5,9 @@ A replayer for attention alone, not an engine: tensors are random, arrival times
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
+import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -103,8 +106,7 @@ def choose_groups(settings: RunSettings) -> list[_Group]:
         )
         decision = explain(request, settings.device, settings.backend)
         backend = select(request, settings.device, settings.backend)
-        preferred = INDEXER_PAGE if geometry.indexer is not None else 16
-        block_size = settings.block_size or backend.get_preferred_block_size(preferred)
+        block_size = settings.block_size or backend.get_preferred_block_size()
         if geometry.indexer is not None and block_size != INDEXER_PAGE:
             raise UnsupportedError(
                 f"block_size {block_size} cannot serve {model.name}:",
@@ -141,6 +143,12 @@ def size_groups(
     blocks = [sum(group.spec.num_blocks_for(n, inflight) for n in largest) for group in groups]
     demand = sum(n * group.block_bytes for n, group in zip(blocks, groups, strict=True))
     budget = settings.kv_memory_bytes
+    memory = available_memory(settings.device)
+    if (demand if budget is None else budget) > memory:
+        raise KVBudgetError(
+            f"kv_memory must fit into the {memory} bytes that are free on {settings.device.name}, "
+            f"got {demand if budget is None else budget}"
+        )
     for group, needed in zip(groups, blocks, strict=True):
         if budget is None:
             group.num_blocks = needed + 1
@@ -152,6 +160,13 @@ def size_groups(
                 f"a KV budget smaller than one request: {budget} bytes leave {group.num_blocks} "
                 f"blocks of {page} bytes for {group.geometry.kind.value} layers, expected 2 or more"
             )
+
+
+def available_memory(device: Device) -> int:
+    """Free bytes of this machine's GPU, or of its host memory for the CPU."""
+    if device.torch_type == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class Replay:
@@ -335,11 +350,7 @@ class Replay:
             clipped_requests=clipped,
             seed=self.settings.seed,
             interrupted=self.interrupted,
-            versions={
-                "attn-backends": attn.__version__,
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-            },
+            versions=_versions(),
         )
 
     def _group_report(self, group: _Group) -> LayerGroupReport:
@@ -361,6 +372,18 @@ class Replay:
             kv_bytes=group.block_bytes * group.num_blocks,
             num_blocks=group.num_blocks - 1,
         )
+
+
+def _versions() -> dict[str, str]:
+    versions = {
+        "attn-backends": attn.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    for package in ("triton", "flashinfer-python"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
 def _passed_over(decision: SelectionReport) -> list[str]:

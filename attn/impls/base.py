@@ -5,6 +5,7 @@ Two base classes, dense and MLA, with vLLM v1's constructor arguments and method
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -92,8 +93,18 @@ class AttentionImplBase:
             ("head_size", head_size),
             ("num_kv_heads", num_kv_heads),
         ):
+            if not isinstance(number, int) or isinstance(number, bool):
+                raise TypeError(f"{name} must be an integer, got {number!r}")
             if number < 1:
                 raise ValueError(f"{name} must be positive, got {number}")
+        for name, value in (("scale", scale), ("logits_soft_cap", logits_soft_cap or 0.0)):
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"{name} must be a finite number, got {value!r}")
+        if sliding_window is not None and not isinstance(sliding_window, int):
+            raise TypeError(f"sliding_window must be an integer or None, got {sliding_window!r}")
+        if attn_type not in list(AttentionType):
+            allowed = ", ".join(kind.value for kind in AttentionType)
+            raise ValueError(f"attn_type must be one of {allowed}, got {attn_type!r}")
         if num_heads % num_kv_heads:
             raise ValueError(
                 f"num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads})"

@@ -46,7 +46,6 @@ class TorchRefImpl(AttentionImpl):
         attention_chunk_size: int | None = None,
         chunk_lookback: int = -1,
         head_size_v: int | None = None,
-        rswa_window: int | None = None,
     ) -> None:
         """The ten arguments of every impl, then features by keyword.
 
@@ -68,7 +67,6 @@ class TorchRefImpl(AttentionImpl):
                 ``attention_chunk_size``, the window is the chunk size (vLLM's convention);
                 negative is off.
             head_size_v: value head size; None means ``head_size``.
-            rswa_window: window of R-SWA; the batch gives the visible prefixes.
         """
         super().__init__(
             num_heads,
@@ -85,7 +83,6 @@ class TorchRefImpl(AttentionImpl):
         for name, number in (
             ("attention_chunk_size", attention_chunk_size),
             ("head_size_v", head_size_v),
-            ("rswa_window", rswa_window),
         ):
             if number is not None and number < 1:
                 raise ValueError(f"{name} must be positive or None, got {number}")
@@ -96,6 +93,8 @@ class TorchRefImpl(AttentionImpl):
                 f"kv_cache_dtype {kv_cache_dtype!r} for attn_type {self.attn_type.value!r}: "
                 "encoders cache nothing"
             )
+        if not self.cache_dtype.has_row_format or self.cache_dtype is CacheDType.FP8_DS_MLA:
+            raise NotImplementedError(f"kv_cache_dtype {kv_cache_dtype!r}: no dense rows here")
         self.head_size_v = head_size if head_size_v is None else head_size_v
         self.sinks = per_head("sinks", sinks, num_heads)
         self.rules = AttentionRules(
@@ -108,7 +107,6 @@ class TorchRefImpl(AttentionImpl):
             alibi_slopes=self.alibi_slopes,
             use_alibi_sqrt=use_alibi_sqrt,
             sinks=self.sinks,
-            rswa_window=rswa_window,
         )
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
@@ -122,7 +120,8 @@ class TorchRefImpl(AttentionImpl):
 
     def fused_rope_kvcache_supported(self) -> bool:
         """Decoders that write a cache of their own."""
-        return self.attn_type is AttentionType.DECODER
+        shared = self.kv_sharing_target_layer_name is not None
+        return self.attn_type is AttentionType.DECODER and not shared
 
     def _views(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews:
         model = DType.parse(model_dtype)
@@ -217,6 +216,7 @@ class TorchRefImpl(AttentionImpl):
             mm_ranges=tuple(ranges or ()),
             mm_clamp_window=bool(getattr(layer, "mm_prefix_clamp_sliding_window", False)),
             rswa_prefix_len=None if prefixes is None else prefixes[row],
+            rswa_window=metadata.rswa_window,
         )
 
     def _cached_requests(

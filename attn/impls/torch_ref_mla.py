@@ -14,7 +14,7 @@ from attn.reference.cache import gather_positions, latent_values, read_latent, w
 from attn.reference.dense import AttentionRules, attend_request
 from attn.reference.mla import attend_topk, expand_latent, read_as_mqa
 from attn.reference.quant import saturate
-from builders.debug import debug_read
+from builders.debug import debug_enabled, debug_read
 from builders.torch_ref_mla import LatentRows, TorchRefMLAMetadata
 from specs.dtypes import CacheDType, DType
 from specs.layouts import latent_views
@@ -178,6 +178,8 @@ class TorchRefSparseMLAImpl(TorchRefMLAImpl):
         first_token: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         listed = self.indexer.topk_indices_buffer[first_token : first_token + len(query)]
+        # Lists of padding rows are stale: nothing past the sequence may be read.
+        listed = listed.where(listed < num_keys, -1)
         read = partial(cache.read_positions, table_row)
         return attend_topk(query, listed, read, self.kv_lora_rank, self.scale)
 
@@ -208,6 +210,8 @@ def _rows(phase: LatentRows) -> list[tuple[slice, int, torch.Tensor]]:
 
 def _debug_read(phase: LatentRows, kv_cache: torch.Tensor) -> None:
     """Check a phase's tables against the cache; rows count from the phase's first."""
+    if not debug_enabled():
+        return
     num_blocks, block_size = kv_cache.shape[:2]
     debug_read(phase.block_table, torch.tensor(phase.kv_lens), num_blocks, block_size)
 

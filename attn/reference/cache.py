@@ -26,6 +26,13 @@ def scatter_rows(target: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) 
         slots: ``[T]`` int64, ``block * P + offset``.
         rows: ``[T, ...]`` in the target's dtype.
     """
+    if rows.shape[1:] != target.shape[2:]:
+        raise ValueError(
+            f"rows of a token must have shape {tuple(target.shape[2:])} for this cache, "
+            f"got {tuple(rows.shape[1:])}"
+        )
+    # Either side may be padded: a graph's slots, or a padded batch's rows.
+    slots = slots[: len(rows)]
     check_slots(slots, target.shape[1], target.shape[0])
     kept = slots >= 0
     slots, rows = slots[kept], rows[kept]
@@ -50,11 +57,15 @@ def gather_rows(
         ``[stop - start, ...]``.
 
     Raises:
-        ValueError: a block id outside the cache.
+        ValueError: a block id outside the cache, or positions past the table.
     """
     block_size = source.shape[1]
     if stop <= start:
         return source.new_empty((0, *source.shape[2:]))
+    if stop > len(table_row) * block_size:
+        raise ValueError(
+            f"KV length {stop} exceeds a block table of {len(table_row)} blocks of {block_size}"
+        )
     first = start // block_size
     blocks = _used_blocks(table_row[first : -(-stop // block_size)], source.shape[0])
     offset = first * block_size

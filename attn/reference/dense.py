@@ -24,7 +24,8 @@ class AttentionRules:
     sliding_window: int | None = None
     """Visible keys including the token itself; without ``causal`` as many to the right."""
     attention_chunk_size: int | None = None
-    """Keys of the query's own aligned chunk only, and of ``chunk_lookback`` chunks before it."""
+    """No keys before the query's own aligned chunk less ``chunk_lookback`` chunks, in place of the
+    window; only ``causal`` keeps later chunks out."""
     chunk_lookback: int = 0
     logits_soft_cap: float | None = None
     """c of ``c * tanh(score / c)``."""
@@ -90,10 +91,10 @@ def visibility(
     if rules.attention_chunk_size is not None:
         size = rules.attention_chunk_size
         seen = also(queries // size - keys // size <= rules.chunk_lookback)
-    elif rules.rswa_window is not None:
+    if rules.rswa_window is not None:
         in_window = queries - keys < rules.rswa_window
         seen = also(in_window | (keys < (rules.rswa_prefix_len or 0)))
-    elif rules.sliding_window is not None:
+    elif rules.sliding_window is not None and rules.attention_chunk_size is None:
         seen = also(queries - keys < rules.sliding_window)
         if not rules.causal:
             seen = also(keys - queries < rules.sliding_window)

@@ -16,7 +16,7 @@ from builders.common import (
     check_invariants,
     replace_known,
 )
-from builders.debug import debug_batch, debug_enabled, debug_read, debug_write
+from builders.debug import debug_batch, debug_enabled, debug_read
 from specs.attention import AttentionType
 from specs.kv_cache import CrossAttentionSpec, EncoderOnlyAttentionSpec, FullAttentionSpec
 
@@ -439,12 +439,50 @@ def test_padded_and_trimmed_batches_are_valid(changes: dict[str, Any]) -> None:
 
 
 def test_cross_attention_rows_may_have_fewer_keys_than_queries() -> None:
-    batch = make_batch(seq_lens=(2, 9, 3, 0))
+    table = torch.ones(4, 9, dtype=torch.int32)
+    batch = make_batch().replace(seq_lens=int32(2, 9, 3, 0), block_table_tensor=table)
     with pytest.raises(ValueError, match=r"seq_lens\[2\]"):
         check_invariants(batch)
     check_invariants(
         batch, attn_type=AttentionType.ENCODER_DECODER, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS
     )
+
+
+def test_cross_attention_is_checked_by_the_encoder_lengths() -> None:
+    batch = make_batch().replace(
+        seq_lens=int32(500, 600, 700, 0),
+        max_seq_len=700,
+        encoder_seq_lens=int32(2, 9, 3, 0),
+        block_table_tensor=torch.ones(4, 9, dtype=torch.int32),
+    )
+    cross = AttentionType.ENCODER_DECODER
+    check_invariants(batch, attn_type=cross, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens", "rows", "block_size", "message"),
+    [
+        ([1], [4, 4], 2, 16, "one entry per request, got 1, 2 and 2"),
+        ([1, 1], [4, 4], 1, 16, "one entry per request, got 2, 2 and 1"),
+        ([-1], [4], 1, 16, r"query_lens\[0\] must be in \[0, seq_lens\[0\]\] = \[0, 4\], got -1"),
+        ([5], [4], 1, 16, r"query_lens\[0\] must be in .*, got 5"),
+        ([1], [4], 1, 0, "block_size must be positive, got 0"),
+    ],
+)
+def test_lengths_that_cannot_be_are_named(
+    query_lens: list[int], seq_lens: list[int], rows: int, block_size: int, message: str
+) -> None:
+    table = torch.ones(rows, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        CommonAttentionMetadata.from_lengths(query_lens, seq_lens, table, block_size)
+
+
+def test_padding_tokens_belong_to_the_last_request() -> None:
+    batch = make_batch((1, 3), (4, 5)).replace(num_actual_tokens=6)
+    buffer = torch.zeros(8, dtype=torch.int32)
+    rows = batch.token_to_req_indices(buffer)
+    assert rows.tolist() == [0, 1, 1, 1, 1, 1]
+    assert rows.data_ptr() == buffer.data_ptr()
 
 
 def test_cross_attention_still_checks_the_table() -> None:
@@ -481,7 +519,7 @@ DENSE = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 8}
 
 
 @pytest.mark.parametrize("debugging", [False, True])
-def test_debugging_checks_batches_reads_and_writes_and_nothing_else_does(
+def test_debugging_checks_batches_and_reads_and_nothing_else_does(
     monkeypatch: pytest.MonkeyPatch, debugging: bool
 ) -> None:
     monkeypatch.setenv("ATTN_DEBUG", str(int(debugging)))
@@ -491,7 +529,6 @@ def test_debugging_checks_batches_reads_and_writes_and_nothing_else_does(
             make_batch().replace(max_seq_len=1), FullAttentionSpec(**DENSE)
         ),
         "block_table": lambda: debug_read(wild, int32(1), NUM_BLOCKS, BLOCK_SIZE),
-        "slot_mapping": lambda: debug_write(torch.tensor([128]), NUM_BLOCKS, BLOCK_SIZE),
     }
     for name, call in calls.items():
         if debugging:
@@ -505,7 +542,7 @@ def test_debugging_knows_cross_attention_and_encoders_by_their_spec(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ATTN_DEBUG", "1")
-    cross = make_batch(seq_lens=(2, 9, 3, 0))
+    cross = make_batch().replace(seq_lens=int32(2, 9, 3, 0))
     debug_batch(cross, CrossAttentionSpec(**DENSE))
     with pytest.raises(ValueError, match=r"seq_lens\[2\]"):
         debug_batch(cross, FullAttentionSpec(**DENSE))

@@ -51,7 +51,8 @@ def test_steps_are_those_of_a_loop_over_requests(
 ) -> None:
     batch = batch_with_room(requests, block_size)
     table = batch.block_table_tensor
-    lens = [new + cached - rejected for new, cached, rejected in requests]
+    # A row without tokens is padding, whatever its length.
+    lens = [new + cached - rejected if new else 0 for new, cached, rejected in requests]
     rejected = torch.tensor([row[2] for row in requests], dtype=torch.int32)
     for step in range(steps):
         previous_max = batch.max_seq_len
@@ -153,3 +154,11 @@ def test_vllms_own_batch_advances_and_forgets_its_caches(caches: list[str]) -> N
         assert same(getattr(moved, name), getattr(expected, name)), name
     assert [getattr(moved, name) for name in caches] == [None] * len(caches)
     assert all(getattr(other, name) is stale for name in caches)
+
+
+def test_a_draft_past_the_block_table_gets_no_slot() -> None:
+    table = torch.tensor([[3]], dtype=torch.int32)
+    full = CommonAttentionMetadata.from_lengths([4], [4], table, 4)
+    after = advance(full, 4, MAX_MODEL_LEN)
+    assert after.slot_mapping.tolist() == [-1]
+    assert after.seq_lens.tolist() == [0]

@@ -186,3 +186,17 @@ def test_without_the_caches_size_only_the_sign_is_checked(
     check_slots(torch.tensor([10**9]), block_size, num_blocks)
     with pytest.raises(ValueError, match="got -5"):
         check_slots(torch.tensor([-5]), block_size, num_blocks)
+
+
+def test_a_token_past_the_table_has_no_slot() -> None:
+    table = torch.tensor([[3]], dtype=torch.int32)
+    starts, lens = torch.tensor([0, 6], dtype=torch.int32), torch.tensor([6], dtype=torch.int32)
+    slots = compute_slot_mapping(table, starts, lens, 6, 4)
+    assert slots.tolist() == [12, 13, 14, 15, -1, -1]
+
+
+def test_a_length_past_the_table_lists_no_page_that_is_not_there() -> None:
+    pages = block_table_to_csr(
+        torch.tensor([[3]], dtype=torch.int32), torch.tensor([9], dtype=torch.int32), 4
+    )
+    assert pages.indptr.tolist() == [0, 1]

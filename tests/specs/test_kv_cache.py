@@ -185,7 +185,7 @@ def test_full_attention_pages_by_hand(fields: dict[str, Any], nbytes: int) -> No
         ({"kv_lora_rank": 256, "qk_rope_head_dim": 32, "cache_dtype": "fp8"}, 64 * 288),
         ({"cache_dtype": "fp8_ds_mla", "page_alignment": 576}, 73 * 576),
         ({"page_size_padded": 80000}, 80000),
-        ({"cache_dtype": "fp8", "format": "fp8_nope_block_scale_bf16_rope"}, 64 * 656),
+        ({"cache_dtype": "fp8_ds_mla", "format": "fp8_nope_block_scale_bf16_rope"}, 64 * 656),
     ],
 )
 def test_latent_pages_by_hand(fields: dict[str, Any], nbytes: int) -> None:
@@ -426,8 +426,9 @@ def test_equal_specs_merge_to_themselves(kind: str) -> None:
         (kind, name)
         for kind, spec in SPECS.items()
         for name in type(spec).model_fields
-        # The indexer's block size is fixed, and a kind has only its own name.
-        if name != "kind" and (kind, name) != ("indexer", "block_size")
+        # The indexer's block size is fixed, the latent format follows from the cache dtype, and a
+        # kind has only its own name.
+        if name not in ("kind", "format") and (kind, name) != ("indexer", "block_size")
     ],
 )
 def test_specs_that_differ_in_one_field_do_not_merge_and_the_error_names_it(
@@ -440,6 +441,25 @@ def test_specs_that_differ_in_one_field_do_not_merge_and_the_error_names_it(
     with pytest.raises(SpecError) as caught:
         type(spec).merge([spec, spec, other])
     assert str(caught.value) == expected
+
+
+def test_specs_that_say_the_same_in_other_words_merge() -> None:
+    full, latent = SPECS["full_attention"], SPECS["mla_attention"]
+    spelled = full.replace(head_size_v=full.v_size), latent.replace(format=latent.latent_format)
+    for one, other in zip((full, latent), spelled, strict=True):
+        assert type(one).merge([one, other]) == one
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint8", "float8_e4m3fn"])
+def test_a_model_computes_in_floats(dtype: str) -> None:
+    with pytest.raises(SpecError, match=r"field 'dtype'.*float16, bfloat16"):
+        parse_spec(FullAttentionSpec, {**DENSE, "dtype": dtype}, "layer")
+
+
+@pytest.mark.parametrize("value", [True, "16", 16.0])
+def test_a_size_is_an_integer(value: object) -> None:
+    with pytest.raises(SpecError, match="field 'block_size'"):
+        parse_spec(FullAttentionSpec, {**DENSE, "block_size": value}, "layer")
 
 
 def test_specs_of_different_kinds_do_not_merge() -> None:
