@@ -171,8 +171,7 @@ class FullAttentionSpec(_DenseSpec):
         self, num_tokens: int, num_inflight_tokens: int = 0, dcp_size: int = 1
     ) -> int:
         """Blocks for ``num_tokens``, divided over ``dcp_size`` ranks."""
-        ranks = dcp_size if self.dcp_sharded else 1
-        return cdiv(cdiv(num_tokens, ranks), self.block_size)
+        return _striped_blocks(num_tokens, self.block_size, dcp_size if self.dcp_sharded else 1)
 
 
 class SlidingWindowSpec(_DenseSpec):
@@ -337,8 +336,7 @@ class MLAAttentionSpec(_LatentSpec):
         self, num_tokens: int, num_inflight_tokens: int = 0, dcp_size: int = 1
     ) -> int:
         """Blocks for ``num_tokens``, divided over ``dcp_size`` ranks."""
-        ranks = dcp_size if self.dcp_sharded else 1
-        return cdiv(cdiv(num_tokens, ranks), self.block_size)
+        return _striped_blocks(num_tokens, self.block_size, dcp_size if self.dcp_sharded else 1)
 
 
 class SlidingWindowMLASpec(_LatentSpec):
@@ -380,6 +378,12 @@ class IndexerSpec(_KVCacheSpec):
 
 def _span_blocks(span: int, block_size: int, num_tokens: int, num_inflight_tokens: int) -> int:
     return cdiv(min(span + num_inflight_tokens, num_tokens), block_size)
+
+
+def _striped_blocks(num_tokens: int, block_size: int, num_ranks: int) -> int:
+    if num_ranks < 1:
+        raise SpecError(f"dcp_size must be positive, got {num_ranks}")
+    return cdiv(cdiv(num_tokens, num_ranks), block_size)
 
 
 def _window_blocks(window: int, block_size: int, num_tokens: int, num_inflight_tokens: int) -> int:

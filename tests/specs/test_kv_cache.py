@@ -456,6 +456,12 @@ def test_a_model_computes_in_floats(dtype: str) -> None:
         parse_spec(FullAttentionSpec, {**DENSE, "dtype": dtype}, "layer")
 
 
+@pytest.mark.parametrize("kind", ["full_attention", "mla_attention"])
+def test_there_is_at_least_one_rank(kind: str) -> None:
+    with pytest.raises(SpecError, match="dcp_size must be positive, got 0"):
+        SPECS[kind].num_blocks_for(10, dcp_size=0)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize("value", [True, "16", 16.0])
 def test_a_size_is_an_integer(value: object) -> None:
     with pytest.raises(SpecError, match="field 'block_size'"):
