@@ -76,8 +76,22 @@ def judge(actual: torch.Tensor, check: TokenCheck) -> Verdict:
     exact = _attend(check, torch.float64, low_precision=None)
     rounded = _attend(check, torch.float32, low_precision=actual.dtype)
     # Half a unit in the last place of the output is lost whatever the kernel does.
-    band = torch.finfo(actual.dtype).eps / 2
+    band = torch.finfo(actual.dtype).eps / 2 + _score_rounding(check)
     return Verdict(_error(actual, exact), 2 * (_error(rounded, exact) + band))
+
+
+def _score_rounding(check: TokenCheck) -> float:
+    """What summing D products in float32, in an order of the kernel's choice, does to a weight.
+
+    A score is off by about ``sqrt(D) * u * sum(|q_i k_i|)``, u half of float32's epsilon (Higham
+    and Mary, 2019, "A new approach to probabilistic rounding error analysis"), and a weight is an
+    exponential of it. In 16 bits this is nothing, in 32 bits it is all there is.
+    """
+    num_kv_heads = check.key.shape[1]
+    grouped = check.query.double().abs().view(num_kv_heads, -1, check.query.shape[-1])
+    sizes = torch.einsum("kgd,skd->kgs", grouped, check.key.double().abs()) * check.scale
+    unit = torch.finfo(torch.float32).eps / 2
+    return float(check.query.shape[-1] ** 0.5 * unit * sizes.max())
 
 
 def _error(actual: torch.Tensor, exact: torch.Tensor) -> float:

@@ -179,6 +179,15 @@ def test_a_fault_without_anything_to_break_is_refused(model, trace):
     assert "nothing to break in dense" in result.stderr
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_models_of_other_dtypes_are_within_budget(tmp_path, trace, dtype):
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps({**CONFIGS["dense"], "head_dim": 128, "torch_dtype": dtype}))
+    for seed in ("0", "1", "2"):
+        result = run(str(path), trace, "--seed", seed, "--check-rows", "16")
+        assert result.exit_code == 0, result.output + result.stderr
+
+
 def test_a_fault_that_no_request_reaches_is_not_called_a_pass(model, tmp_path):
     path = tmp_path / "short.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,10,5\n")
