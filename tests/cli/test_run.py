@@ -315,6 +315,8 @@ import os, signal, sys
 from attn.cli import replay
 from attn.cli.app import app
 
+# A shell starts background jobs, and so this test there, with SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 commit = replay.Replay._commit
 
 def interrupt(self, plan):
