@@ -154,19 +154,13 @@ def _rank_reason(name: str, ranked: tuple[str, ...], device: Device) -> str:
     return f"best-ranked on {device.kind.value} that serves it (rank {ranked.index(name) + 1})"
 
 
-def select(
-    request: AttentionSelectorConfig,
-    device: Device | None = None,
-    backend: str | None = None,
-) -> type[AttentionBackend]:
-    """The backend class for a layer.
+def chosen_backend(report: SelectionReport) -> type[AttentionBackend]:
+    """The class that a decision came to.
 
     Raises:
         UnsupportedError: the one asked for, or every candidate, refuses; with all reasons.
         MissingDependencyError: the one asked for needs a package that is not installed.
-        ValueError: ``backend`` is not registered.
     """
-    report = explain(request, device, backend)
     if report.chosen is not None:
         return AttentionBackendEnum[report.chosen].get_class()
     if report.asked_for is not None:
@@ -182,6 +176,21 @@ def select(
     raise UnsupportedError(
         f"no attention backend serves this layer on {report.device.name}:", report.reasons
     )
+
+
+def select(
+    request: AttentionSelectorConfig,
+    device: Device | None = None,
+    backend: str | None = None,
+) -> type[AttentionBackend]:
+    """The backend class for a layer: :func:`explain`, then :func:`chosen_backend`.
+
+    Raises:
+        UnsupportedError: the one asked for, or every candidate, refuses; with all reasons.
+        MissingDependencyError: the one asked for needs a package that is not installed.
+        ValueError: ``backend`` is not registered.
+    """
+    return chosen_backend(explain(request, device, backend))
 
 
 def get_attn_backend(

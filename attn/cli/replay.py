@@ -28,7 +28,7 @@ from attn.cli.scheduler import KVBudgetError, Scheduler, StepPlan
 from attn.cli.tensors import TensorSource
 from attn.cli.trace import TraceRequest
 from attn.errors import UnsupportedError
-from attn.selector import SelectionReport, explain, select
+from attn.selector import SelectionReport, chosen_backend, explain
 from attn.selector import Verdict as Choice
 from builders.base import AttentionMetadataBuilder
 from builders.common import CommonAttentionMetadata
@@ -105,7 +105,7 @@ def choose_groups(settings: RunSettings) -> list[_Group]:
             model.dtype, settings.kv_cache_dtype, settings.block_size, engine
         )
         decision = explain(request, settings.device, settings.backend)
-        backend = select(request, settings.device, settings.backend)
+        backend = chosen_backend(decision)
         block_size = settings.block_size or backend.get_preferred_block_size()
         if geometry.indexer is not None and block_size != INDEXER_PAGE:
             raise UnsupportedError(
