@@ -27,6 +27,11 @@ class BackendRow:
 
 
 ROWS: tuple[BackendRow, ...] = (
+    BackendRow(
+        "TRITON_ATTN",
+        "attn.backends.triton_attn:TritonAttentionBackend",
+        requires=("triton",),
+    ),
     BackendRow("TORCH_REF", "attn.backends.torch_ref:TorchRefBackend"),
     BackendRow("TORCH_REF_MLA", "attn.backends.torch_ref_mla:TorchRefMLABackend"),
     BackendRow(

@@ -14,15 +14,16 @@ from specs.base import Spec, parse_spec
 from specs.devices import Device, DeviceKind
 
 _REFERENCE: Final = ("TORCH_REF", "TORCH_REF_MLA", "TORCH_REF_SPARSE_MLA")
+_GPU: Final = ("TRITON_ATTN", *_REFERENCE)
 
 PRIORITIES: Final[dict[DeviceKind, tuple[str, ...]]] = {
     DeviceKind.CPU: _REFERENCE,
-    DeviceKind.SM80: _REFERENCE,
-    DeviceKind.SM89: _REFERENCE,
-    DeviceKind.SM90: _REFERENCE,
-    DeviceKind.SM100: _REFERENCE,
-    DeviceKind.SM120: _REFERENCE,
-    DeviceKind.ROCM: _REFERENCE,
+    DeviceKind.SM80: _GPU,
+    DeviceKind.SM89: _GPU,
+    DeviceKind.SM90: _GPU,
+    DeviceKind.SM100: _GPU,
+    DeviceKind.SM120: _GPU,
+    DeviceKind.ROCM: _GPU,
 }
 """Per kind of device, best first. The reference comes last everywhere: slow, but never wrong."""
 

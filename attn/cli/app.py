@@ -21,6 +21,7 @@ from rich.progress import (
 )
 
 from attn.bench.build import bench_build
+from attn.bench.kernels import HELP, KernelBench, Report, make_bench, run_and_report
 from attn.cli.corrupt import Fault
 from attn.cli.explain import feature_table, print_backends, print_decisions
 from attn.cli.replay import Replay, RunSettings
@@ -273,3 +274,29 @@ def bench_build_command(
     with _clear_errors():
         for line in bench_build(num_reqs, repeats):
             print(line)
+
+
+@bench.command("kernels")
+def bench_kernels_command(
+    backend: Annotated[str, typer.Option("--backend", "-b", help=HELP["backend"])] = (
+        KernelBench.backend
+    ),
+    case: Annotated[list[str] | None, typer.Option(help=HELP["case"])] = None,
+    peer: Annotated[list[str] | None, typer.Option(help=HELP["peer"])] = None,
+    no_peers: Annotated[bool, typer.Option("--no-peers", help=HELP["no_peers"])] = False,
+    rounds: Annotated[int, typer.Option(min=1, help=HELP["rounds"])] = KernelBench.rounds,
+    reps: Annotated[int, typer.Option(min=1, help=HELP["reps"])] = KernelBench.reps,
+    out: Annotated[Path | None, typer.Option(help=HELP["out"])] = None,
+    json: Annotated[Path | None, typer.Option(help=HELP["json"])] = None,
+    merge: Annotated[list[Path] | None, typer.Option(help=HELP["merge"])] = None,
+    render: Annotated[bool, typer.Option("--render", help=HELP["render"])] = False,
+    commit: Annotated[str | None, typer.Option(help=HELP["commit"])] = None,
+) -> None:
+    """Time a backend's forward on the dense cases, beside other projects' kernels."""
+    with _clear_errors():
+        settings = None
+        if not render:
+            settings = make_bench(backend, case or (), peer or (), no_peers, rounds, reps, commit)
+        passed = run_and_report(settings, Report(out, json, tuple(merge or ())))
+    if not passed:
+        raise typer.Exit(1)

@@ -2,131 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 
-from attn.impls.base import AttentionImpl, AttentionLayer, per_head
+from attn.impls.base import AttentionLayer
+from attn.impls.dense import DenseImpl
 from attn.reference.cache import read_kv, write_kv
 from attn.reference.dense import AttentionRules, ReadKV, Request, attend_batch
 from attn.reference.quant import saturate
 from attn.reference.rope import apply_rope
 from builders.debug import debug_read
 from builders.torch_ref import TorchRefMetadata
-from specs.attention import AttentionType
-from specs.dtypes import CacheDType, DType
-from specs.layouts import KVViews, split_kv_cache
-from specs.rows import dense_row_format
+from specs.dtypes import CacheDType
+from specs.layouts import KVViews
 
 
-class TorchRefImpl(AttentionImpl):
+class TorchRefImpl(DenseImpl):
     """Every feature a dense backend of this library may offer, at reference speed."""
-
-    can_return_lse_for_decode = True
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: Sequence[float] | torch.Tensor | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        *,
-        sinks: torch.Tensor | None = None,
-        use_alibi_sqrt: bool = False,
-        attention_chunk_size: int | None = None,
-        chunk_lookback: int = -1,
-        head_size_v: int | None = None,
-    ) -> None:
-        """The ten arguments of every impl, then features by keyword.
-
-        Args:
-            num_heads: as in the base class, and so are the other nine.
-            head_size: query and key head size.
-            scale: multiplies q.k.
-            num_kv_heads: KV heads.
-            alibi_slopes: ``[H]``.
-            sliding_window: visible keys including the token itself.
-            kv_cache_dtype: a ``CacheDType`` string.
-            logits_soft_cap: c of ``c * tanh(score / c)``.
-            attn_type: an ``AttentionType`` string.
-            kv_sharing_target_layer_name: layer whose cache this one reads.
-            sinks: ``[H]`` logits that join the softmax denominator.
-            use_alibi_sqrt: square-root position bias in place of the linear one.
-            attention_chunk_size: tokens per chunk of chunked local attention.
-            chunk_lookback: chunks visible before the own one. With ``sliding_window`` and no
-                ``attention_chunk_size``, the window is the chunk size (vLLM's convention);
-                negative is off.
-            head_size_v: value head size; None means ``head_size``.
-        """
-        super().__init__(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            attn_type,
-            kv_sharing_target_layer_name,
-        )
-        for name, number in (
-            ("attention_chunk_size", attention_chunk_size),
-            ("head_size_v", head_size_v),
-        ):
-            if number is not None and number < 1:
-                raise ValueError(f"{name} must be positive or None, got {number}")
-        if attention_chunk_size is None and chunk_lookback >= 0 and sliding_window is not None:
-            attention_chunk_size = sliding_window
-        if not self.attn_type.is_cached and self.cache_dtype.is_quantized:
-            raise NotImplementedError(
-                f"kv_cache_dtype {kv_cache_dtype!r} for attn_type {self.attn_type.value!r}: "
-                "encoders cache nothing"
-            )
-        if not self.cache_dtype.has_row_format or self.cache_dtype is CacheDType.FP8_DS_MLA:
-            raise NotImplementedError(f"kv_cache_dtype {kv_cache_dtype!r}: no dense rows here")
-        self.head_size_v = head_size if head_size_v is None else head_size_v
-        self.sinks = per_head("sinks", sinks, num_heads)
-        self.rules = AttentionRules(
-            scale=self.scale,
-            causal=self.attn_type is AttentionType.DECODER,
-            sliding_window=sliding_window,
-            attention_chunk_size=attention_chunk_size,
-            chunk_lookback=max(0, chunk_lookback),
-            logits_soft_cap=self.logits_soft_cap,
-            alibi_slopes=self.alibi_slopes,
-            use_alibi_sqrt=use_alibi_sqrt,
-            sinks=self.sinks,
-        )
-
-    def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Static per-tensor fp8 is supported; vLLM's key says so by its fields."""
-        scale = getattr(quant_key, "scale", None)
-        return (
-            getattr(quant_key, "dtype", None) == torch.float8_e4m3fn
-            and bool(getattr(scale, "static", False))
-            and bool(getattr(getattr(scale, "group_shape", None), "is_per_tensor", lambda: False)())
-        )
-
-    def fused_rope_kvcache_supported(self) -> bool:
-        """Decoders that write a cache of their own."""
-        shared = self.kv_sharing_target_layer_name is not None
-        return self.attn_type is AttentionType.DECODER and not shared
-
-    def _views(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews:
-        model = DType.parse(model_dtype)
-        row = dense_row_format(self.head_size, self.head_size_v, self.cache_dtype, model)
-        return split_kv_cache(kv_cache, row)
 
     def do_kv_cache_update(
         self,

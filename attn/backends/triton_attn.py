@@ -1,0 +1,78 @@
+"""TRITON_ATTN: dense attention in Triton, on every GPU."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from attn.backends.base import AttentionBackend
+from attn.impls.triton_attn import TritonAttentionImpl
+from builders.triton_attn import TritonAttentionMetadataBuilder
+from specs.attention import (
+    AttentionCGSupport,
+    AttentionType,
+    BackendCapabilities,
+    HeadSizes,
+    MultipleOf,
+)
+from specs.devices import DeviceKind
+from specs.dtypes import CacheDType, DType
+
+
+class TritonAttentionBackend(AttentionBackend):
+    """Every dense feature of the library, split KV for decode and verify, CUDA graphs."""
+
+    capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(
+        dtypes=(DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32),
+        kv_cache_dtypes=(
+            CacheDType.AUTO,
+            CacheDType.FLOAT16,
+            CacheDType.BFLOAT16,
+            CacheDType.FP8,
+            CacheDType.FP8_E4M3,
+            CacheDType.FP8_E5M2,
+            CacheDType.INT4_PER_TOKEN_HEAD,
+            CacheDType.INT8_PER_TOKEN_HEAD,
+            CacheDType.FP8_PER_TOKEN_HEAD,
+        ),
+        block_sizes=(MultipleOf(base=16),),
+        head_sizes=HeadSizes(multiple_of=8, minimum=32, maximum=512),
+        device_kinds=(
+            DeviceKind.SM80,
+            DeviceKind.SM89,
+            DeviceKind.SM90,
+            DeviceKind.SM100,
+            DeviceKind.SM120,
+            DeviceKind.ROCM,
+        ),
+        attn_types=tuple(AttentionType),
+        cudagraph_support=AttentionCGSupport.ALWAYS,
+        sink=True,
+        sliding_window=True,
+        chunked_local=True,
+        logits_soft_cap=True,
+        alibi=True,
+        alibi_sqrt=True,
+        mm_prefix=True,
+        rswa=True,
+        non_causal=True,
+        per_head_quant_scales=True,
+        batch_invariance=True,
+        device_cpu_query_lens_mismatch=True,
+        lse=True,
+        output_quant=True,
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        """Registry name."""
+        return "TRITON_ATTN"
+
+    @staticmethod
+    def get_impl_cls() -> type[TritonAttentionImpl]:
+        """The impl of this triple."""
+        return TritonAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TritonAttentionMetadataBuilder]:
+        """The metadata builder of this triple."""
+        return TritonAttentionMetadataBuilder

@@ -1,0 +1,329 @@
+"""The dense attention cases that kernels are timed on, with their targets, as data."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from enum import StrEnum, unique
+from itertools import groupby
+from typing import Final, Self
+
+import torch
+from pydantic import Field, StrictBool, model_validator
+
+from specs.base import NonNegativeInt, PositiveInt, Spec
+from specs.dtypes import CacheDType, CacheDTypeField, DType
+
+PEERS: Final = ("fa3", "flashinfer", "xqa", "vllm_triton")
+"""Kernels of other projects that a case can be compared with."""
+
+MODEL_DTYPE: Final = DType.BFLOAT16
+"""Of query, output and an ``auto`` cache, in every case."""
+
+MAX_FREE_PARTITION_RATIO: Final = 1.03
+"""Batch-invariant decode over the same kernel with a free partition, at most."""
+MAX_SCRATCH_BYTES: Final = 64 << 20
+"""Of a builder for 256 sequences, 32 query heads, head size 128; must stay below."""
+
+
+@unique
+class CaseKind(StrEnum):
+    """What a step does; decides the metric."""
+
+    DECODE = "decode"
+    VERIFY = "verify"
+    """Several new tokens per request, all of them drafts to be verified but the first."""
+    PREFILL = "prefill"
+    MIXED = "mixed"
+    """Decodes first, then extends."""
+
+
+class PeerBound(Spec):
+    """A bound on our time as a multiple of one peer's."""
+
+    peer: str
+    max_ratio: float = Field(gt=0)
+
+
+class Target(Spec):
+    """What a case has to reach; all of it, and an empty one asks for nothing."""
+
+    max_ratio_to_best: float | None = Field(default=None, gt=0)
+    """Our time over the best of ``PEERS``."""
+    faster_than: tuple[str, ...] = ()
+    """Peers whose time must be above ours."""
+    max_ratios: tuple[PeerBound, ...] = ()
+    min_rate: float | None = Field(default=None, gt=0)
+    """In the case's own unit, GB/s or TFLOP/s."""
+
+
+class KernelCase(Spec):
+    """One step of one layer. R requests; lengths in tokens."""
+
+    name: str
+    kind: CaseKind
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_size: PositiveInt
+    query_lens: tuple[PositiveInt, ...] = Field(min_length=1)
+    """``[R]`` new tokens."""
+    seq_lens: tuple[PositiveInt, ...] = Field(min_length=1)
+    """``[R]`` KV lengths, the new tokens included."""
+    block_size: PositiveInt = 16
+    kv_cache_dtype: CacheDTypeField = CacheDType.AUTO
+    sliding_window: PositiveInt | None = None
+    """Visible keys, the token itself included."""
+    sinks: StrictBool = False
+    """One sink logit per query head in the softmax denominator."""
+    num_speculative_tokens: NonNegativeInt = 0
+    """k drafts per request; a verify query has 1 + k tokens."""
+    target: Target = Target()
+    compare_free_partition: StrictBool = False
+    """Also time the kernel with a partition of the keys that looks at the whole batch."""
+    compare_batch_invariant: StrictBool = False
+    """Also time ``EngineConfig.batch_invariant=True``."""
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> Self:
+        """One query and one KV length per request, of the lengths that the kind allows."""
+        if len(self.query_lens) != len(self.seq_lens):
+            raise ValueError(
+                f"query_lens and seq_lens must have one entry per request, got "
+                f"{len(self.query_lens)} and {len(self.seq_lens)}"
+            )
+        for query_len, seq_len in zip(self.query_lens, self.seq_lens, strict=True):
+            if query_len > seq_len:
+                raise ValueError(f"query_lens must be at most seq_lens, got {query_len}, {seq_len}")
+        expected = {CaseKind.DECODE: 1, CaseKind.VERIFY: 1 + self.num_speculative_tokens}
+        length = expected.get(self.kind)
+        if length is not None and set(self.query_lens) != {length}:
+            raise ValueError(
+                f"query_lens of a {self.kind.value} must be {length}, got {set(self.query_lens)}"
+            )
+        return self
+
+    @property
+    def num_reqs(self) -> int:
+        """R."""
+        return len(self.query_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        """T, new tokens of the step."""
+        return sum(self.query_lens)
+
+    @property
+    def scale(self) -> float:
+        """Of the scores."""
+        return float(self.head_size**-0.5)
+
+    @property
+    def kv_itemsize(self) -> int:
+        """Bytes per cached element."""
+        return self.kv_cache_dtype.storage(MODEL_DTYPE).itemsize
+
+    @property
+    def is_bandwidth_bound(self) -> bool:
+        """Rated in GB/s, else in TFLOP/s."""
+        return self.kind in (CaseKind.DECODE, CaseKind.VERIFY)
+
+    @property
+    def unit(self) -> str:
+        """Of :meth:`rate`."""
+        return "GB/s" if self.is_bandwidth_bound else "TF"
+
+    @property
+    def nbytes(self) -> int:
+        """Each live key and value once (what some new token sees), plus query and output."""
+        live = 0
+        for query_len, seq_len in zip(self.query_lens, self.seq_lens, strict=True):
+            seen = seq_len if self.sliding_window is None else self.sliding_window + query_len - 1
+            live += min(seq_len, seen)
+        cached = live * self.num_kv_heads * 2 * self.head_size * self.kv_itemsize
+        rows = self.num_tokens * self.num_heads * self.head_size
+        return cached + 2 * rows * MODEL_DTYPE.itemsize
+
+    @property
+    def flops(self) -> int:
+        """4 * head size per query head and visible (query, key) pair."""
+        pairs = 0
+        for query_len, seq_len in zip(self.query_lens, self.seq_lens, strict=True):
+            pairs += _visible_pairs(query_len, seq_len, self.sliding_window)
+        return 4 * self.head_size * self.num_heads * pairs
+
+    def rate(self, time_us: float) -> float:
+        """GB/s (decode, verify) or TFLOP/s (prefill, mixed) at ``time_us`` microseconds."""
+        if self.is_bandwidth_bound:
+            return self.nbytes / time_us * 1e-3
+        return self.flops / time_us * 1e-6
+
+    @property
+    def what(self) -> str:
+        """Shape in a few words: kind, heads / KV heads / head size, requests."""
+        parts = []
+        pairs = zip(self.query_lens, self.seq_lens, strict=True)
+        groups = [(lens, len(list(same))) for lens, same in groupby(pairs)]
+        if len(groups) > 3:
+            parts.append(f"{self.num_reqs} ragged of {min(self.seq_lens)}..{max(self.seq_lens)}")
+            groups = []
+        for (query_len, seq_len), count in groups:
+            new = f"{query_len} of " if 1 < query_len < seq_len else ""
+            parts.append(f"{count} x {new}{seq_len}")
+        if self.sliding_window is not None:
+            parts.append(f"window {self.sliding_window}")
+        if self.sinks:
+            parts.append("sinks")
+        if self.kv_cache_dtype.is_quantized:
+            parts.append(f"{self.kv_cache_dtype.value} KV")
+        heads = f"{self.num_heads}/{self.num_kv_heads}/{self.head_size}"
+        return f"{self.kind.value} {heads}, {', '.join(parts)}"
+
+
+def _visible_pairs(query_len: int, seq_len: int, window: int | None) -> int:
+    """Pairs (new token, key it sees) of one request under a causal mask."""
+    context = seq_len - query_len
+    full = query_len * context + query_len * (query_len + 1) // 2
+    if window is None:
+        return full
+    hidden = range(max(context, window), seq_len)
+    return full - sum(position + 1 - window for position in hidden)
+
+
+def _zipf_lens(count: int, shortest: int, longest: int) -> tuple[int, ...]:
+    """``count`` lengths, log-uniform from ``shortest`` to ``longest``, always the same ones."""
+    draws = torch.rand(count, generator=torch.Generator().manual_seed(0)).tolist()
+    return tuple(int(shortest * (longest / shortest) ** draw) for draw in draws)
+
+
+def _case(
+    name: str,
+    kind: CaseKind,
+    heads: tuple[int, int, int],
+    requests: Sequence[tuple[int, int, int]],
+    **fields: object,
+) -> KernelCase:
+    """``heads`` is (query heads, KV heads, head size), ``requests`` (count, new, KV length)."""
+    query_lens = [new for count, new, _ in requests for _ in range(count)]
+    seq_lens = [length for count, _, length in requests for _ in range(count)]
+    values = {
+        "name": name,
+        "kind": kind,
+        "num_heads": heads[0],
+        "num_kv_heads": heads[1],
+        "head_size": heads[2],
+        "query_lens": tuple(query_lens),
+        "seq_lens": tuple(seq_lens),
+        **fields,
+    }
+    return KernelCase.model_validate(values)
+
+
+def _decode(
+    name: str,
+    heads: tuple[int, int, int],
+    requests: Sequence[tuple[int, int]],
+    min_rate: float | None = None,
+    drafts: int = 0,
+    **fields: object,
+) -> KernelCase:
+    """A decode, or a verify of ``drafts``; ``requests`` is (count, KV length)."""
+    return _case(
+        name,
+        CaseKind.VERIFY if drafts else CaseKind.DECODE,
+        heads,
+        [(count, 1 + drafts, length) for count, length in requests],
+        num_speculative_tokens=drafts,
+        target=Target(max_ratio_to_best=1.10, faster_than=("vllm_triton",), min_rate=min_rate),
+        **fields,
+    )
+
+
+def _prefill(
+    name: str,
+    heads: tuple[int, int, int],
+    requests: tuple[int, int, int],
+    min_rate: float | None = None,
+    **fields: object,
+) -> KernelCase:
+    """``requests`` is (count, new, KV length)."""
+    target = Target(min_rate=min_rate)
+    return _case(name, CaseKind.PREFILL, heads, [requests], target=target, **fields)
+
+
+_GQA = (32, 8, 128)
+_TP8 = (8, 1, 128)
+_D64 = (64, 8, 64)
+_D256 = (16, 8, 256)
+
+CASES: Final[tuple[KernelCase, ...]] = (
+    _decode("dec_b1_8k", _GQA, [(1, 8192)], compare_free_partition=True),
+    _decode("dec_b1_128k", _GQA, [(1, 131072)]),
+    _decode("dec_b8_8k", _GQA, [(8, 8192)]),
+    _decode("dec_b32_4k", _GQA, [(32, 4096)], compare_free_partition=True),
+    _decode("dec_b128_2k", _GQA, [(128, 2048)]),
+    _decode("dec_b128_8k", _GQA, [(128, 8192)], min_rate=4100, compare_free_partition=True),
+    _decode("dec_b256_1k", _GQA, [(256, 1024)]),
+    _decode(
+        "dec_b64_zipf",
+        _GQA,
+        [(1, length) for length in _zipf_lens(64, 128, 32768)],
+        min_rate=3600,
+        compare_free_partition=True,
+    ),
+    _decode("dec_tp8_b32_8k", _TP8, [(32, 8192)], compare_free_partition=True),
+    _decode("dec_tp8_b128_4k", _TP8, [(128, 4096)]),
+    _decode("dec_d64_b32_8k", _D64, [(32, 8192)]),
+    _decode("dec_d64_sw128_sink", _D64, [(64, 8192)], sliding_window=128, sinks=True),
+    _decode("dec_d256_b32_8k", _D256, [(32, 8192)]),
+    _decode("dec_mha_b32_4k", (32, 32, 128), [(32, 4096)]),
+    _decode(
+        "dec_fp8_b128_8k",
+        _GQA,
+        [(128, 8192)],
+        min_rate=3300,
+        kv_cache_dtype=CacheDType.FP8_E4M3,
+    ),
+    _decode("spec4_b32_8k", _GQA, [(32, 8192)], drafts=3),
+    _decode("spec8_b8_32k", _GQA, [(8, 32768)], drafts=7),
+    _prefill("pre_1x8k", _GQA, (1, 8192, 8192), min_rate=375, compare_batch_invariant=True),
+    _prefill("pre_16x1k", _GQA, (16, 1024, 1024)),
+    _prefill("pre_4x4k", _GQA, (4, 4096, 4096)),
+    _prefill("pre_1x32k", _GQA, (1, 32768, 32768)),
+    _prefill("chunk_2k_of_16k", _GQA, (1, 2048, 16384), compare_batch_invariant=True),
+    _prefill("pre_d64_1x8k", _D64, (1, 8192, 8192), min_rate=330),
+    _prefill("pre_d256_1x8k", _D256, (1, 8192, 8192), min_rate=360),
+    _prefill("pre_sw1k_1x16k", _GQA, (1, 16384, 16384), min_rate=280, sliding_window=1024),
+    _case(
+        "mix_64dec8k_2kpre",
+        CaseKind.MIXED,
+        _GQA,
+        [(64, 1, 8192), (1, 2048, 10240)],
+        target=Target(max_ratios=(PeerBound(peer="fa3", max_ratio=1.25),)),
+    ),
+)
+"""The dense cases, in the order of the published table."""
+
+SCRATCH_CASE: Final = _case("scratch", CaseKind.DECODE, _GQA, [(256, 1, 128)])
+"""The shape whose scratch is bounded by ``MAX_SCRATCH_BYTES``; the lengths do not matter."""
+
+
+def select_cases(
+    patterns: Sequence[str], cases: Sequence[KernelCase] = CASES
+) -> tuple[KernelCase, ...]:
+    """The cases whose names match a pattern, in their order; no pattern means all.
+
+    Args:
+        patterns: shell patterns such as ``dec_*``.
+        cases: what to choose from.
+
+    Raises:
+        ValueError: a pattern that matches no case; the message lists the names.
+    """
+    names = [case.name for case in cases]
+    chosen = set() if patterns else set(names)
+    for pattern in patterns:
+        matching = fnmatch.filter(names, pattern)
+        if not matching:
+            raise ValueError(f"case must match one of {', '.join(names)}; got {pattern!r}")
+        chosen.update(matching)
+    return tuple(case for case in cases if case.name in chosen)

@@ -1,0 +1,214 @@
+"""Our kernels on a case, through the interface that an engine uses and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from attn.bench.cases import MODEL_DTYPE, SCRATCH_CASE, KernelCase
+from attn.bench.inputs import Content, cache_slots, make_content, permuted_table
+from attn.bench.peers import KernelRun, describe
+from attn.bench.results import PlanTime
+from attn.bench.timing import graph_time_us, host_time_us
+from attn.device import detect_device
+from attn.impls.base import AttentionImpl, LayerScales
+from attn.registry import RegisteredBackend
+from attn.selector import refusals
+from builders.base import AttentionMetadataBuilder
+from builders.common import CommonAttentionMetadata
+from specs.attention import AttentionCGSupport, AttentionSelectorConfig
+from specs.engine import EngineConfig, SpeculativeConfig
+from specs.kv_cache import FullAttentionSpec, SlidingWindowSpec
+
+MAX_MODEL_LEN: Final = 131072
+MAX_NUM_SEQS: Final = 256
+MAX_NUM_BATCHED_TOKENS: Final = 8192
+"""An engine's limits, for every case that does not exceed them."""
+WRITE_CHUNK: Final = 65536
+"""Tokens per cache write."""
+
+Builder = AttentionMetadataBuilder[Any]
+MakeBuilder = Callable[..., Builder]
+
+
+def engine_config(case: KernelCase, batch_invariant: bool = False) -> EngineConfig:
+    """Limits of an engine that serves the case."""
+    drafts = case.num_speculative_tokens
+    return EngineConfig(
+        max_model_len=max(MAX_MODEL_LEN, *case.seq_lens),
+        max_num_seqs=max(MAX_NUM_SEQS, case.num_reqs),
+        max_num_batched_tokens=max(MAX_NUM_BATCHED_TOKENS, case.num_tokens),
+        num_heads=case.num_heads,
+        speculative=SpeculativeConfig(num_speculative_tokens=drafts) if drafts else None,
+        batch_invariant=batch_invariant,
+    )
+
+
+def kv_cache_spec(case: KernelCase) -> FullAttentionSpec | SlidingWindowSpec:
+    """The layer's cache."""
+    sizes: dict[str, Any] = {
+        "block_size": case.block_size,
+        "num_kv_heads": case.num_kv_heads,
+        "head_size": case.head_size,
+        "dtype": MODEL_DTYPE,
+        "cache_dtype": case.kv_cache_dtype,
+    }
+    if case.sliding_window is None:
+        return FullAttentionSpec(**sizes)
+    return SlidingWindowSpec(**sizes, sliding_window=case.sliding_window)
+
+
+@dataclass(frozen=True)
+class OurLayer:
+    """A layer of ours with its cache written: one for all variants of a case."""
+
+    content: Content
+    impl: AttentionImpl
+    scales: LayerScales
+    kv_cache: torch.Tensor
+    """As the backend lays it out; NaN where no token lives."""
+    batch: CommonAttentionMetadata
+    """Over a block table of its own."""
+
+
+def make_layer(member: RegisteredBackend, content: Content, generator: torch.Generator) -> OurLayer:
+    """A cache of the backend's own layout, written by its own cache write.
+
+    Args:
+        member: the backend.
+        content: the case's inputs.
+        generator: of the host; decides the block table.
+    """
+    case, device = content.case, content.device
+    backend = member.get_class()
+    impl = backend.get_impl_cls()(
+        case.num_heads,
+        case.head_size,
+        case.scale,
+        case.num_kv_heads,
+        None,
+        case.sliding_window,
+        case.kv_cache_dtype.value,
+        None,
+        "decoder",
+        None,
+        **({} if content.sinks is None else {"sinks": content.sinks}),
+    )
+    if not isinstance(impl, AttentionImpl):
+        raise ValueError(f"backend must serve dense layers, got {member.name}")
+    table, num_blocks = permuted_table(case, generator)
+    block_table = table.to(device)
+    layout = backend.kv_cache_layout(kv_cache_spec(case))
+    kv_cache = layout.allocate(num_blocks, device, fill_byte=0xFF)
+    scales, slots = LayerScales.of(device=device), cache_slots(case, block_table)
+    for start in range(0, len(slots), WRITE_CHUNK):
+        chunk = slice(start, start + WRITE_CHUNK)
+        key, value = (
+            content.rows(side, content.slots[chunk]) for side in (content.key, content.value)
+        )
+        impl.do_kv_cache_update(scales, key, value, kv_cache, slots[chunk])
+    batch = CommonAttentionMetadata.from_lengths(
+        case.query_lens, case.seq_lens, block_table, case.block_size
+    )
+    return OurLayer(content, impl, scales, kv_cache, batch)
+
+
+def make_builder(
+    member: RegisteredBackend, layer: OurLayer, batch_invariant: bool = False, free: bool = False
+) -> Builder:
+    """The backend's builder for the case.
+
+    Args:
+        member: the backend.
+        layer: the case's layer.
+        batch_invariant: the engine setting of that name.
+        free: the one that partitions keys with a view on the whole batch.
+    """
+    case = layer.content.case
+    make: MakeBuilder = member.get_class().get_builder_cls()
+    if free:
+        make = free_partition_of(member) or make
+    config = engine_config(case, batch_invariant)
+    return make(kv_cache_spec(case), ["layers.0"], config, layer.content.device)
+
+
+def free_partition_of(member: RegisteredBackend) -> MakeBuilder | None:
+    """What makes the free-partition builder, with a builder's arguments; None without one."""
+    make: MakeBuilder | None = getattr(
+        member.get_class().get_builder_cls(), "for_free_partition", None
+    )
+    return make
+
+
+def our_run(layer: OurLayer, builder: Builder) -> KernelRun:
+    """One forward of a step that is planned here, once."""
+    record = builder.build(0, layer.batch)
+    query, output = layer.content.query, torch.empty_like(layer.content.query)
+    forward = layer.impl.forward
+
+    def call() -> None:
+        forward(layer.scales, query, None, None, layer.kv_cache, record, output)
+
+    return KernelRun(call, output)
+
+
+def backend_refusals(case: KernelCase, member: RegisteredBackend) -> list[str]:
+    """Every reason why the backend cannot serve the case here."""
+    request = AttentionSelectorConfig(
+        head_size=case.head_size,
+        dtype=MODEL_DTYPE,
+        kv_cache_dtype=case.kv_cache_dtype,
+        block_size=case.block_size,
+        has_sink=case.sinks,
+        has_sliding_window=case.sliding_window is not None,
+    )
+    return refusals(member, request, detect_device())
+
+
+def plan_time(builder: Builder, layer: OurLayer) -> PlanTime:
+    """What ``build`` costs, on the host and on the device."""
+    device = layer.content.device
+
+    def call() -> None:
+        builder.build(0, layer.batch)
+
+    host_us, gpu_us, reason = host_time_us(call), None, ""
+    support = type(builder).get_cudagraph_support(builder.vllm_config, builder.kv_cache_spec)
+    if device.type != "cuda":
+        reason = "needs a CUDA device"
+    elif support is AttentionCGSupport.NEVER:
+        reason = "the builder declares no support of CUDA graphs"
+    else:
+        try:
+            gpu_us = graph_time_us(call, device)
+        except RuntimeError as error:
+            reason = f"build cannot be captured: {describe(error)}"
+    return PlanTime(host_us=host_us, gpu_us=gpu_us, reason=reason)
+
+
+def measure_scratch(
+    member: RegisteredBackend, device: torch.device, seed: int
+) -> tuple[int | None, str]:
+    """Device bytes of a builder, a step's record and a forward; or None and why."""
+    if device.type != "cuda":
+        return None, "needs a CUDA device"
+    reasons = backend_refusals(SCRATCH_CASE, member)
+    if reasons:
+        return None, "; ".join(reasons)
+    generator = torch.Generator().manual_seed(seed)
+    try:
+        content = make_content(SCRATCH_CASE, device, generator)
+        layer = make_layer(member, content, generator)
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run = our_run(layer, make_builder(member, layer))
+        run.call()
+        torch.cuda.synchronize(device)
+    except Exception as error:
+        return None, describe(error)
+    output_bytes = run.output.numel() * run.output.element_size()
+    return torch.cuda.max_memory_allocated(device) - before - output_bytes, ""

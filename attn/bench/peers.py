@@ -1,0 +1,296 @@
+"""Other projects' kernels on a case: same keys and values, their own layout and calls.
+
+A peer is imported only when it is asked for, and plans its step outside the timed call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Final
+
+import torch
+
+from attn.bench.cases import CaseKind
+from attn.bench.inputs import Content
+from attn.bench.results import Status
+from builders.paging import block_table_to_csr
+
+TOLERANCE: Final = 1e-2
+"""Relative norm of a row's error; bf16 kernels have 2e-3 to 4e-3."""
+FP8_QUERY_TOLERANCE: Final = 6e-2
+"""Likewise where the kernel computes with queries and weights in fp8."""
+
+FLASHINFER_WORKSPACE_BYTES: Final = 512 << 20
+VLLM_SEGMENTS: Final = 16
+"""Segments of vLLM's split decode."""
+VLLM_MIN_GRID: Final = 128
+"""vLLM splits the keys while requests * KV heads stay at or below this."""
+
+
+@dataclass(frozen=True)
+class KernelRun:
+    """A kernel that is ready to run, its plan made."""
+
+    call: Callable[[], object]
+    """One step, into ``output``."""
+    output: torch.Tensor
+    """``[T, H, D]`` bf16."""
+    tolerance: float = TOLERANCE
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A kernel that cannot run."""
+
+    status: Status
+    reason: str
+
+
+def prepare_peer(name: str, content: Content) -> KernelRun | Refusal:
+    """A peer on a case, planned; or why not.
+
+    Args:
+        name: one of ``PEERS``.
+        content: the case's inputs.
+
+    Raises:
+        ValueError: no such peer.
+    """
+    if name not in _ADAPTERS:
+        raise ValueError(f"peer must be one of {', '.join(_ADAPTERS)}, got {name!r}")
+    if content.device.type != "cuda":
+        return Refusal(Status.UNAVAILABLE, f"needs a CUDA device, not {content.device.type}")
+    module_name, adapter = _ADAPTERS[name]
+    try:
+        module = import_module(module_name)
+    except Exception as error:
+        return Refusal(Status.UNAVAILABLE, f"import {module_name}: {describe(error)}")
+    try:
+        return adapter(module, content)
+    except Exception as error:
+        return Refusal(Status.FAILED, describe(error))
+
+
+def describe(error: BaseException) -> str:
+    """Type and first line of an error, for a table."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def _output(content: Content) -> torch.Tensor:
+    return torch.empty_like(content.query)
+
+
+def _window(content: Content) -> tuple[int, int]:
+    """Keys visible to the left of a token and to the right of it; -1 is all."""
+    window = content.case.sliding_window
+    return (-1, -1) if window is None else (window - 1, 0)
+
+
+def _bf16_sinks(content: Content) -> torch.Tensor | None:
+    return None if content.sinks is None else content.sinks.to(content.query.dtype)
+
+
+def _descale(content: Content) -> torch.Tensor:
+    """``[R, Hk]`` fp32 ones without memory of their own."""
+    one = torch.ones(1, dtype=torch.float32, device=content.device)
+    return one.expand(content.case.num_reqs, content.case.num_kv_heads)
+
+
+def _fa3(module: Any, content: Content) -> KernelRun | Refusal:
+    """FlashAttention-3 as vLLM ships it; an fp8 cache takes an fp8 query there."""
+    if not module.FA3_AVAILABLE:
+        return Refusal(Status.UNAVAILABLE, "this vLLM has no FlashAttention-3 library")
+    case, output = content.case, _output(content)
+    quantized = case.kv_cache_dtype.is_quantized
+    query = content.query.to(content.key.dtype)
+    window = _window(content)
+    max_query_len, max_seq_len = max(case.query_lens), max(case.seq_lens)
+    schedule = module.get_scheduler_metadata(
+        batch_size=case.num_reqs,
+        max_seqlen_q=max_query_len,
+        max_seqlen_k=max_seq_len,
+        num_heads_q=case.num_heads,
+        num_heads_kv=case.num_kv_heads,
+        headdim=case.head_size,
+        cache_seqlens=content.seq_lens,
+        qkv_dtype=content.key.dtype,
+        cu_seqlens_q=content.query_start_loc,
+        page_size=case.block_size,
+        causal=True,
+        window_size=window,
+        num_splits=0,
+    )
+    descale = _descale(content) if quantized else None
+    sinks = _bf16_sinks(content)
+
+    def call() -> None:
+        module.flash_attn_varlen_func(
+            q=query,
+            k=content.key,
+            v=content.value,
+            out=output,
+            cu_seqlens_q=content.query_start_loc,
+            max_seqlen_q=max_query_len,
+            seqused_k=content.seq_lens,
+            max_seqlen_k=max_seq_len,
+            softmax_scale=case.scale,
+            causal=True,
+            window_size=list(window),
+            block_table=content.block_table,
+            scheduler_metadata=schedule,
+            q_descale=descale,
+            k_descale=descale,
+            v_descale=descale,
+            num_splits=0,
+            fa_version=3,
+            s_aux=sinks,
+        )
+
+    return KernelRun(call, output, FP8_QUERY_TOLERANCE if quantized else TOLERANCE)
+
+
+def _vllm_triton(module: Any, content: Content) -> KernelRun | Refusal:
+    """The unified Triton kernel of vLLM with the split buffers that its builder makes."""
+    case, device, output = content.case, content.device, _output(content)
+    quantized = case.kv_cache_dtype.is_quantized
+    query = content.query.to(content.key.dtype)
+    split_below = VLLM_MIN_GRID // case.num_kv_heads
+    segments = (split_below, case.num_heads, VLLM_SEGMENTS)
+    padded_size = 1 << (case.head_size - 1).bit_length()
+    partial = torch.empty((*segments, padded_size), dtype=torch.float32, device=device)
+    partial_max, partial_sum = (
+        torch.empty(segments, dtype=torch.float32, device=device) for _ in range(2)
+    )
+    descale = _descale(content)
+    query_descale = torch.ones(1, dtype=torch.float32, device=device) if quantized else None
+    modes = module.KVQuantMode
+    mode = modes.FP8_PER_TENSOR if quantized else modes.NONE
+    max_query_len, max_seq_len = max(case.query_lens), max(case.seq_lens)
+    sinks, window = _bf16_sinks(content), _window(content)
+
+    def call() -> None:
+        module.unified_attention(
+            q=query,
+            k=content.key,
+            v=content.value,
+            out=output,
+            cu_seqlens_q=content.query_start_loc,
+            max_seqlen_q=max_query_len,
+            seqused_k=content.seq_lens,
+            max_seqlen_k=max_seq_len,
+            softmax_scale=case.scale,
+            causal=True,
+            window_size=window,
+            block_table=content.block_table,
+            softcap=0,
+            q_descale=query_descale,
+            k_descale=descale,
+            v_descale=descale,
+            seq_threshold_3D=split_below,
+            num_par_softmax_segments=VLLM_SEGMENTS,
+            softmax_segm_output=partial,
+            softmax_segm_max=partial_max,
+            softmax_segm_expsum=partial_sum,
+            sinks=sinks,
+            kv_quant_mode=mode,
+        )
+
+    return KernelRun(call, output, FP8_QUERY_TOLERANCE if quantized else TOLERANCE)
+
+
+def _flashinfer(module: Any, content: Content) -> KernelRun | Refusal:
+    """FlashInfer's wrappers: decode and verify on fa2 (tensor cores), the rest on fa3."""
+    case, device, output = content.case, content.device, _output(content)
+    if case.sinks:
+        return Refusal(Status.UNSUPPORTED, "these wrappers take no sinks")
+    pages = block_table_to_csr(content.block_table, content.seq_lens, case.block_size)
+    indptr = pages.indptr.cpu()
+    last_page_len = pages.last_page_len.cpu()
+    indices = pages.indices[: int(indptr[-1])].contiguous()
+    workspace = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    sizes = (case.num_heads, case.num_kv_heads, case.head_size, case.block_size)
+    common = {
+        "sm_scale": case.scale,
+        "window_left": _window(content)[0],
+        "q_data_type": content.query.dtype,
+        "kv_data_type": content.key.dtype,
+    }
+    if case.kind is CaseKind.DECODE:
+        wrapper = module.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "NHD", use_tensor_cores=True, backend="fa2"
+        )
+        wrapper.plan(indptr, indices, last_page_len, *sizes, **common)
+    else:
+        # fa2 packs the query heads of a KV head into one tile, which short queries need.
+        backend = "fa2" if case.kind is CaseKind.VERIFY else "fa3"
+        wrapper = module.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
+        starts = content.query_start_loc.cpu()
+        wrapper.plan(starts, indptr, indices, last_page_len, *sizes, causal=True, **common)
+    cache = (content.key, content.value)
+
+    def call() -> None:
+        wrapper.run(content.query, cache, out=output)
+
+    return KernelRun(call, output)
+
+
+def _xqa(module: Any, content: Content) -> KernelRun | Refusal:
+    """XQA of FlashInfer: decode and verify; an fp8 cache is computed with in fp8."""
+    case, device, output = content.case, content.device, _output(content)
+    if not case.is_bandwidth_bound:
+        return Refusal(Status.UNSUPPORTED, "decodes and verifies only")
+    query_len = case.query_lens[0]
+    # Zeroed: the first bytes are semaphores, which the kernel leaves at zero again.
+    workspace = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    seq_lens = content.seq_lens.view(torch.uint32)
+    mask, out = None, output
+    max_seq_len, window_left = max(case.seq_lens), _window(content)[0]
+    if query_len > 1:
+        mask = _causal_bits(case.num_reqs, query_len).to(device)
+        out = output.view(case.num_reqs, query_len, case.num_heads, case.head_size)
+
+    def call() -> None:
+        module.xqa_batch_decode_with_kv_cache(
+            query=content.query,
+            kv_cache=(content.key, content.value),
+            workspace_buffer=workspace,
+            block_tables=content.block_table,
+            seq_lens=seq_lens,
+            max_seq_len=max_seq_len,
+            bmm1_scale=case.scale,
+            bmm2_scale=1.0,
+            window_left=window_left,
+            out=out,
+            sinks=content.sinks,
+            kv_layout="NHD",
+            q_len_per_req=query_len,
+            mask=mask,
+        )
+
+    quantized = case.kv_cache_dtype.is_quantized
+    return KernelRun(call, output, FP8_QUERY_TOLERANCE if quantized else TOLERANCE)
+
+
+def _causal_bits(num_reqs: int, query_len: int) -> torch.Tensor:
+    """``[R, query_len, 2 * ceil(query_len / 32)]`` uint16: bit j of row i is set for j <= i."""
+    words = 2 * -(-query_len // 32)
+    rows = [
+        [(((1 << (row + 1)) - 1) >> (16 * word)) & 0xFFFF for word in range(words)]
+        for row in range(query_len)
+    ]
+    signed = torch.tensor(rows, dtype=torch.int32).to(torch.int16)
+    return signed.expand(num_reqs, -1, -1).contiguous().view(torch.uint16)
+
+
+Adapter = Callable[[Any, Content], KernelRun | Refusal]
+
+_ADAPTERS: Final[dict[str, tuple[str, Adapter]]] = {
+    "fa3": ("vllm.vllm_flash_attn", _fa3),
+    "flashinfer": ("flashinfer", _flashinfer),
+    "xqa": ("flashinfer.decode", _xqa),
+    "vllm_triton": ("vllm.v1.attention.ops.triton_unified_attention", _vllm_triton),
+}
+"""Module to import, and what makes a run of it."""

@@ -1,0 +1,476 @@
+"""What the attention kernels share: masks, paged rows, stored formats, scores.
+
+Orientation is that of the scores, ``[query rows, keys]``. Positions are absolute in the request.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = 1.4426950408889634
+_LOG2E = tl.constexpr(LOG2E)
+
+# How a KV cache stores its elements; 8-bit and 4-bit rows are read as 16-bit words, whose parts are
+# planes of their own: such words can be loaded transposed, single bytes cannot.
+NATIVE, E4M3, E5M2, INT8, INT4 = range(5)
+_E4M3, _E5M2, _INT8, _INT4 = (tl.constexpr(kind) for kind in (E4M3, E5M2, INT8, INT4))
+
+# How they are decoded: in plain Triton, in PTX for any NVIDIA GPU, or by sm_89's conversions.
+PLAIN, PTX, PTX_SM89 = range(3)
+_PLAIN, _PTX_SM89 = tl.constexpr(PLAIN), tl.constexpr(PTX_SM89)
+
+
+@triton.jit
+def is_visible(
+    query,
+    key,
+    kv_len,
+    causal,
+    window,
+    chunk,
+    lookback,
+    prefix,
+    ranges_ptr,
+    num_ranges,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RSWA: tl.constexpr,
+    RANGES: tl.constexpr,
+    CLAMP: tl.constexpr,
+):
+    """Which keys a query sees; positions that broadcast against each other.
+
+    CAUSAL is 0 (never), 1 (always) or 2 (as ``causal`` says for this request).
+    """
+    seen = key < kv_len
+    if CAUSAL == 1:
+        seen = seen & (key <= query)
+    elif CAUSAL == 2:
+        seen = seen & ((key <= query) | (causal == 0))
+    if CHUNK:
+        seen = seen & (query // chunk - key // chunk <= lookback)
+    if RSWA:
+        seen = seen & ((query - key < window) | (key < prefix))
+    elif WINDOW and not CHUNK:
+        seen = seen & (query - key < window)
+        if CAUSAL != 1:
+            seen = seen & (key - query < window)
+    if RANGES:
+        for i in range(num_ranges):
+            low = tl.load(ranges_ptr + 2 * i)
+            high = tl.load(ranges_ptr + 2 * i + 1)
+            inside = (low < high) & (query >= low) & (query <= high) & (key >= low) & (key <= high)
+            if CLAMP:
+                inside = inside & (query - key < window)
+            seen = seen | (inside & (key < kv_len))
+    return seen
+
+
+@triton.jit
+def last_visible(
+    last,
+    kv_len,
+    causal,
+    window,
+    ranges_ptr,
+    num_ranges,
+    first,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RSWA: tl.constexpr,
+    RANGES: tl.constexpr,
+):
+    """End (exclusive) of what queries in ``[first, last]`` may see."""
+    stop = kv_len
+    if CAUSAL == 1:
+        stop = tl.minimum(kv_len, last + 1)
+    elif CAUSAL == 2:
+        stop = tl.where(causal != 0, tl.minimum(kv_len, last + 1), kv_len)
+    if WINDOW and not CHUNK and not RSWA and CAUSAL != 1:
+        stop = tl.minimum(stop, last + window)
+    if RANGES:
+        for i in range(num_ranges):
+            low = tl.load(ranges_ptr + 2 * i)
+            high = tl.load(ranges_ptr + 2 * i + 1)
+            meets = (low < high) & (low <= last) & (high >= first)
+            stop = tl.where(meets, tl.maximum(stop, tl.minimum(high + 1, kv_len)), stop)
+    return stop
+
+
+@triton.jit
+def biased(scores, distance, slope, soft_cap, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr):
+    """Scores in units of log 2, soft cap and position bias included.
+
+    With SOFT_CAP they come in natural units, else times log2(e) already. ``distance`` is key minus
+    query position; ALIBI is 0 (none), 1 (linear) or 2 (square root).
+    """
+    if SOFT_CAP:
+        # c * tanh(x / c); exp2 saturates on both sides, so that tanh becomes exactly +-1.
+        turns = tl.exp2(scores * (2.0 * _LOG2E / soft_cap))
+        scores = (soft_cap * _LOG2E) * (1.0 - 2.0 / (turns + 1.0))
+    if ALIBI == 1:
+        scores += (slope * _LOG2E)[:, None] * distance.to(tl.float32)
+    elif ALIBI == 2:
+        away = tl.sqrt(tl.maximum(-distance, 0).to(tl.float32))
+        scores -= (slope * _LOG2E)[:, None] * away
+    return scores
+
+
+@triton.jit
+def page_ids(table_ptr, tile, kv_len, SUB: tl.constexpr, PARTS: tl.constexpr, PAGES: tl.constexpr):
+    """Physical block of each run of ``SUB`` tokens of a tile; 0 past the end, where none is used.
+
+    A page is cut into PARTS runs, so that pages of any multiple of 16 tokens fit tiles.
+    """
+    run = tile * PAGES + tl.arange(0, PAGES)
+    return tl.load(table_ptr + run // PARTS, mask=run * SUB < kv_len, other=0)
+
+
+@triton.jit
+def paged_rows(
+    pages,
+    tile,
+    stride_block,
+    stride_token,
+    SUB: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAGES: tl.constexpr,
+):
+    """int64 offset of each token of a tile, ``[PAGES * SUB]``."""
+    run = tile * PAGES + tl.arange(0, PAGES)
+    base = pages.to(tl.int64) * stride_block + (run % PARTS) * SUB * stride_token
+    rows = base[:, None] + (tl.arange(0, SUB) * stride_token)[None, :]
+    return tl.reshape(rows, [PAGES * SUB])
+
+
+@triton.jit
+def plane_columns(index, plane, width, KIND: tl.constexpr):
+    """Element of a row that a 16-bit word holds in ``plane``; ``width`` elements per row."""
+    if KIND == 0:
+        column = index
+    elif KIND == _INT4:
+        # Word i holds bytes 2i and 2i + 1; a byte holds element b and, high, b + width / 2.
+        column = 2 * index + plane % 2 + (plane // 2) * (width // 2)
+    else:
+        column = 2 * index + plane
+    return column
+
+
+@triton.jit
+def _by_ptx(words, ASM: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        ASM, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2
+    )
+
+
+_SM89_LOW = tl.constexpr(
+    "{ .reg .b32 a; .reg .b16 l, h; prmt.b32 a, $1, 0, 0x4420; mov.b32 {l, h}, a;"
+    " cvt.rn.f16x2.e4m3x2 $0, l; }"
+)
+_SM89_HIGH = tl.constexpr(
+    "{ .reg .b32 a; .reg .b16 l, h; prmt.b32 a, $1, 0, 0x4431; mov.b32 {l, h}, a;"
+    " cvt.rn.f16x2.e4m3x2 $0, l; }"
+)
+# e4m3 has fp16's sign and, one bit further right, 4 of its exponent bits: bias 7 against 15.
+_E4M3_LOW = tl.constexpr(
+    "{ .reg .b32 a, b, c; mov.b32 c, 0x5C005C00; prmt.b32 a, $1, 0, 0x2404; shr.u32 b, a, 1; and.b32 b, b, 0x3F803F80;"
+    " and.b32 a, a, 0x80008000; or.b32 a, a, b; mul.rn.f16x2 $0, a, c; }"
+)
+_E4M3_HIGH = tl.constexpr(
+    "{ .reg .b32 a, b, c; mov.b32 c, 0x5C005C00; prmt.b32 a, $1, 0, 0x3414; shr.u32 b, a, 1; and.b32 b, b, 0x3F803F80;"
+    " and.b32 a, a, 0x80008000; or.b32 a, a, b; mul.rn.f16x2 $0, a, c; }"
+)
+# e5m2 is the upper byte of fp16.
+_E5M2_LOW = tl.constexpr("prmt.b32 $0, $1, 0, 0x2404;")
+_E5M2_HIGH = tl.constexpr("prmt.b32 $0, $1, 0, 0x3414;")
+# In the mantissa of 1024.0 an integer stands as itself: 1024 + 128 + value, 1024 + 8 + value.
+_INT8_LOW = tl.constexpr(
+    "{ .reg .b32 a, c; mov.b32 c, 0x64806480; prmt.b32 a, $1, 0, 0x4240; xor.b32 a, a, 0x00800080;"
+    " or.b32 a, a, 0x64006400; sub.rn.f16x2 $0, a, c; }"
+)
+_INT8_HIGH = tl.constexpr(
+    "{ .reg .b32 a, c; mov.b32 c, 0x64806480; prmt.b32 a, $1, 0, 0x4341; xor.b32 a, a, 0x00800080;"
+    " or.b32 a, a, 0x64006400; sub.rn.f16x2 $0, a, c; }"
+)
+_INT4_0 = tl.constexpr(
+    "{ .reg .b32 a, c; mov.b32 c, 0x64086408; and.b32 a, $1, 0x000F000F; or.b32 a, a, 0x64006400;"
+    " sub.rn.f16x2 $0, a, c; }"
+)
+_INT4_1 = tl.constexpr(
+    "{ .reg .b32 a, c; mov.b32 c, 0x64086408; shr.u32 a, $1, 8; and.b32 a, a, 0x000F000F; or.b32 a, a, 0x64006400;"
+    " sub.rn.f16x2 $0, a, c; }"
+)
+_INT4_2 = tl.constexpr(
+    "{ .reg .b32 a, c; mov.b32 c, 0x64086408; shr.u32 a, $1, 4; and.b32 a, a, 0x000F000F; or.b32 a, a, 0x64006400;"
+    " sub.rn.f16x2 $0, a, c; }"
+)
+_INT4_3 = tl.constexpr(
+    "{ .reg .b32 a, c; mov.b32 c, 0x64086408; shr.u32 a, $1, 12; and.b32 a, a, 0x000F000F; or.b32 a, a, 0x64006400;"
+    " sub.rn.f16x2 $0, a, c; }"
+)
+
+
+@triton.jit
+def _plain_plane(words, PLANE: tl.constexpr, KIND: tl.constexpr):
+    """One plane of int16 words as fp16, exactly."""
+    if KIND == _INT4:
+        SHIFT: tl.constexpr = (PLANE % 2) * 8 + (PLANE // 2) * 4
+        plane = ((words >> SHIFT) & 15).to(tl.float16) - 8.0
+    elif KIND == _INT8:
+        byte = words >> 8 if PLANE == 1 else (words << 8) >> 8
+        plane = byte.to(tl.float16)
+    else:
+        upper = words & -256 if PLANE == 1 else words << 8
+        if KIND == _E5M2:
+            plane = upper.to(tl.float16, bitcast=True)
+        else:
+            bits = ((upper >> 1) & 0x3F80) | (upper & -32768)
+            plane = bits.to(tl.int16).to(tl.float16, bitcast=True) * 256.0
+    return plane
+
+
+@triton.jit
+def _ptx_plane(words, PLANE: tl.constexpr, KIND: tl.constexpr, DECODE: tl.constexpr):
+    if KIND == _INT4:
+        if PLANE == 0:
+            plane = _by_ptx(words, _INT4_0)
+        elif PLANE == 1:
+            plane = _by_ptx(words, _INT4_1)
+        elif PLANE == 2:
+            plane = _by_ptx(words, _INT4_2)
+        else:
+            plane = _by_ptx(words, _INT4_3)
+    elif KIND == _INT8:
+        plane = _by_ptx(words, _INT8_LOW) if PLANE == 0 else _by_ptx(words, _INT8_HIGH)
+    elif KIND == _E5M2:
+        plane = _by_ptx(words, _E5M2_LOW) if PLANE == 0 else _by_ptx(words, _E5M2_HIGH)
+    elif DECODE == _PTX_SM89:
+        plane = _by_ptx(words, _SM89_LOW) if PLANE == 0 else _by_ptx(words, _SM89_HIGH)
+    else:
+        plane = _by_ptx(words, _E4M3_LOW) if PLANE == 0 else _by_ptx(words, _E4M3_HIGH)
+    return plane
+
+
+@triton.jit
+def plane_of(words, PLANE: tl.constexpr, KIND: tl.constexpr, DECODE: tl.constexpr):
+    """Elements of one plane, fp16 for stored 8-bit and 4-bit kinds; native rows are their own."""
+    if KIND == 0:
+        plane = words
+    elif DECODE == _PLAIN:
+        plane = _plain_plane(words, PLANE, KIND)
+    else:
+        plane = _ptx_plane(words, PLANE, KIND, DECODE)
+    return plane
+
+
+@triton.jit
+def power_of_two_guard(largest):
+    """fp32 powers of two g and 1 / g that bring ``largest`` to [2^10, 2^11): fp16 holds it then."""
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
+    # Zero and subnormals keep a factor that is finite both ways.
+    exponent = tl.minimum(tl.maximum(exponent, 20), 240)
+    down = ((264 - exponent) << 23).to(tl.float32, bitcast=True)
+    up = ((exponent - 10) << 23).to(tl.float32, bitcast=True)
+    return down, up
+
+
+@triton.jit
+def dot(a, b, accumulator, IEEE: tl.constexpr):
+    """``accumulator + a @ b`` in fp32; fp32 operands are not rounded to tf32."""
+    if IEEE:
+        result = tl.dot(a, b, accumulator, input_precision="ieee")
+    else:
+        result = tl.dot(a, b, accumulator)
+    return result
+
+
+@triton.jit
+def fold(m, l, acc, m_new, l_new, acc_new):
+    """State (maximum, sum, accumulator) of two runs of keys; one function for one order of rounding.
+
+    Explicit fma: left to the compiler, two places could contract differently and differ in bits.
+    """
+    top = tl.maximum(m, m_new)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    old = tl.exp2(m - base)
+    new = tl.exp2(m_new - base)
+    return top, tl.fma(l, old, l_new * new), tl.fma(acc, old[:, None], acc_new * new[:, None])
+
+
+@triton.jit
+def attend_tiles(
+    m,
+    l,
+    acc0,
+    acc1,
+    acc2,
+    acc3,
+    q0,
+    q1,
+    q2,
+    q3,
+    query,
+    scale,
+    slope,
+    soft_cap,
+    key_ptr,
+    value_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    table_ptr,
+    k_base,
+    v_base,
+    k_block,
+    k_token,
+    v_block,
+    v_token,
+    ks_block,
+    ks_token,
+    vs_block,
+    vs_token,
+    low,
+    high,
+    kv_start,
+    kv_len,
+    causal,
+    window,
+    chunk,
+    lookback,
+    prefix,
+    ranges_ptr,
+    num_ranges,
+    MASK: tl.constexpr,
+    KV_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    K_WIDTH: tl.constexpr,
+    K_USED: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    V_USED: tl.constexpr,
+    KIND: tl.constexpr,
+    PLANES: tl.constexpr,
+    INLINE: tl.constexpr,
+    DECODE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RSWA: tl.constexpr,
+    RANGES: tl.constexpr,
+    CLAMP: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SIMPLE: tl.constexpr,
+    LAZY_SUM: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Online softmax over key tiles ``[low, high)`` for one tile of query rows.
+
+    m ``[M]``; l ``[M]``, or with LAZY_SUM ``[M, KV_TILE]`` to be summed by the caller; acc* ``[M, V_WIDTH]`` and q* ``[M, K_WIDTH]``, one per plane of the stored words;
+    query ``[M]`` positions; scale ``[M]`` (times log2(e) unless SOFT_CAP). Without a block table
+    (BLOCK_SIZE 0) keys lie one after another. MASK: 0 every key is seen by every row; 1 not so, but
+    every slot of the tiles may be read; 2 only slots in ``[kv_start, kv_len)`` (or the R-SWA prefix)
+    may be read: others can hold anything, and 0 * NaN is NaN.
+    """
+    SUB: tl.constexpr = KV_TILE if BLOCK_SIZE == 0 or BLOCK_SIZE % KV_TILE == 0 else (
+        BLOCK_SIZE & -BLOCK_SIZE
+    )
+    PAGES: tl.constexpr = KV_TILE // SUB
+    PARTS: tl.constexpr = BLOCK_SIZE // SUB
+    IEEE: tl.constexpr = COMPUTE == tl.float32
+    kc = tl.arange(0, K_WIDTH)
+    vc = tl.arange(0, V_WIDTH)
+    within = tl.arange(0, KV_TILE)
+    pages = tl.zeros([PAGES], tl.int32)
+    if BLOCK_SIZE > 0:
+        # One tile ahead, so that the load of keys never waits for its page ids.
+        pages = page_ids(table_ptr, low, kv_len, SUB, PARTS, PAGES)
+    for tile in tl.range(low, high, num_stages=STAGES):
+        token = tile * KV_TILE + within
+        if BLOCK_SIZE > 0:
+            k_rows = paged_rows(pages, tile, k_block, k_token, SUB, PARTS, PAGES)
+            v_rows = paged_rows(pages, tile, v_block, v_token, SUB, PARTS, PAGES)
+        else:
+            k_rows = token.to(tl.int64) * k_token
+            v_rows = token.to(tl.int64) * v_token
+        # A hint holds for the operation that made a value; on the result of a call it is lost.
+        k_rows = tl.multiple_of(k_rows + k_base, ALIGN)
+        v_rows = tl.multiple_of(v_rows + v_base, ALIGN)
+        k_at = key_ptr + (k_rows[:, None] + kc[None, :])
+        v_at = value_ptr + (v_rows[:, None] + vc[None, :])
+        live = (token < kv_len) & (token >= kv_start)
+        if RSWA:
+            live = (token < kv_len) & ((token >= kv_start) | (token < prefix))
+        if MASK == 2:
+            keys = tl.load(k_at, mask=live[:, None] & (kc < K_USED)[None, :], other=0)
+        elif K_USED < K_WIDTH:
+            keys = tl.load(k_at, mask=(kc < K_USED)[None, :], other=0)
+        else:
+            keys = tl.load(k_at)
+        if INLINE:
+            ks_rows = paged_rows(pages, tile, ks_block, ks_token, SUB, PARTS, PAGES)
+            vs_rows = paged_rows(pages, tile, vs_block, vs_token, SUB, PARTS, PAGES)
+            k_scale = tl.load(k_scale_ptr + ks_rows, mask=live, other=1.0)
+            v_scale = tl.load(v_scale_ptr + vs_rows, mask=live, other=1.0)
+        if BLOCK_SIZE > 0:
+            pages = page_ids(table_ptr, tile + 1, kv_len, SUB, PARTS, PAGES)
+
+        zero = tl.zeros([m.shape[0], KV_TILE], tl.float32)
+        scores = dot(q0, tl.trans(plane_of(keys, 0, KIND, DECODE).to(COMPUTE)), zero, IEEE)
+        if PLANES > 1:
+            scores = dot(q1, tl.trans(plane_of(keys, 1, KIND, DECODE).to(COMPUTE)), scores, IEEE)
+        if PLANES > 2:
+            scores = dot(q2, tl.trans(plane_of(keys, 2, KIND, DECODE).to(COMPUTE)), scores, IEEE)
+            scores = dot(q3, tl.trans(plane_of(keys, 3, KIND, DECODE).to(COMPUTE)), scores, IEEE)
+        if not SIMPLE:
+            scores = scores * scale[:, None]
+            if INLINE:
+                scores = scores * k_scale[None, :]
+            distance = token[None, :] - query[:, None]
+            scores = biased(scores, distance, slope, soft_cap, SOFT_CAP, ALIBI)
+            if INLINE:
+                # The value's scale joins the weight's exponent: their product cannot underflow.
+                scores = scores + tl.log2(v_scale)[None, :]
+        if MASK > 0:
+            seen = is_visible(
+                query[:, None], token[None, :], kv_len, causal, window, chunk, lookback, prefix,
+                ranges_ptr, num_ranges, CAUSAL, WINDOW, CHUNK, RSWA, RANGES, CLAMP,
+            )  # fmt: skip
+            scores = tl.where(seen, scores, float("-inf"))
+        top = tl.max(scores, 1)
+        if SIMPLE:
+            top = top * scale
+        top = tl.maximum(m, top)
+        base = top
+        if MASK > 0:
+            base = tl.where(top == float("-inf"), 0.0, top)
+        if SIMPLE:
+            weights = tl.exp2(tl.fma(scores, scale[:, None], -base[:, None]))
+        else:
+            weights = tl.exp2(scores - base[:, None])
+        alpha = tl.exp2(m - base)
+        m = top
+        parts = weights
+        if INLINE:
+            parts = weights * (1.0 / v_scale)[None, :]
+        if LAZY_SUM:
+            l = l * alpha[:, None] + parts
+        else:
+            l = l * alpha + tl.sum(parts, 1)
+        if MASK == 2:
+            values = tl.load(v_at, mask=live[:, None] & (vc < V_USED)[None, :], other=0)
+        elif V_USED < V_WIDTH:
+            values = tl.load(v_at, mask=(vc < V_USED)[None, :], other=0)
+        else:
+            values = tl.load(v_at)
+        weights = weights.to(COMPUTE)
+        acc0 = dot(weights, plane_of(values, 0, KIND, DECODE).to(COMPUTE), acc0 * alpha[:, None], IEEE)
+        if PLANES > 1:
+            acc1 = dot(weights, plane_of(values, 1, KIND, DECODE).to(COMPUTE), acc1 * alpha[:, None], IEEE)
+        if PLANES > 2:
+            acc2 = dot(weights, plane_of(values, 2, KIND, DECODE).to(COMPUTE), acc2 * alpha[:, None], IEEE)
+            acc3 = dot(weights, plane_of(values, 3, KIND, DECODE).to(COMPUTE), acc3 * alpha[:, None], IEEE)
+    return m, l, acc0, acc1, acc2, acc3

@@ -1,0 +1,127 @@
+"""Dense cache writes, alone and behind RoPE: by kernels on a GPU, by the reference elsewhere."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from attn.reference import cache as reference
+from attn.reference.rope import apply_rope
+from specs.dtypes import CacheDType
+from specs.layouts import KVViews
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    views: KVViews,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    cache_dtype: CacheDType,
+) -> None:
+    """Write new keys and values into a dense cache, quantised as the cache is.
+
+    Args:
+        key: ``[T, Hk, D]``; rows past ``len(slot_mapping)`` are padding.
+        value: ``[T, Hk, Dv]``.
+        views: K and V of the cache.
+        slot_mapping: ``[<= T]`` int64, ``block * P + offset``; -1 skips.
+        k_scale: fp32 scalar or ``[Hk]``, for per-tensor fp8.
+        v_scale: likewise.
+        cache_dtype: how the cache is quantised.
+
+    Raises:
+        ValueError: tensors that do not fit together.
+        NotImplementedError: a cache dtype or head size that no kernel writes.
+    """
+    arguments = (key, value, views, slot_mapping, k_scale, v_scale, cache_dtype)
+    if not _has_kernel(key):
+        reference.write_kv(*arguments)
+        return
+    from attn.kernels import cache_write
+
+    cache_write.write_kv(*arguments, hardware_e4m3=_converts_float8(key.device))
+
+
+def rope_and_write_kv(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+    views: KVViews,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    cache_dtype: CacheDType,
+) -> None:
+    """Rotate query and key in place, then write the rotated keys and the values; one launch.
+
+    Args:
+        query: ``[T, H, D]``; rows past ``len(positions)`` are left as they are.
+        key: ``[T, Hk, D]``, likewise; a row with slot -1 is rotated, not written.
+        value: ``[T, Hk, Dv]``.
+        positions: ``[>= len(slot_mapping)]`` integer.
+        cos_sin_cache: ``[max_position, rotary_dim]``: cosines, then sines.
+        is_neox: the pair of element i is i + rotary_dim / 2 (True) or its neighbour (False).
+        views: as in :func:`write_kv`, and so are the other arguments.
+        slot_mapping: likewise.
+        k_scale: likewise.
+        v_scale: likewise.
+        cache_dtype: likewise.
+
+    Raises:
+        ValueError: tensors that do not fit together.
+        NotImplementedError: a cache dtype or head size that no kernel writes.
+    """
+    if not _has_kernel(key):
+        for rows in (query, key):
+            rotated = rows[: len(positions)]
+            turns = positions[: len(rotated)]
+            rotated.copy_(apply_rope(rotated, turns, cos_sin_cache, is_neox))
+        reference.write_kv(key, value, views, slot_mapping, k_scale, v_scale, cache_dtype)
+        return
+    from attn.kernels import cache_write
+
+    cache_write.rope_and_write_kv(
+        query,
+        key,
+        value,
+        positions,
+        cos_sin_cache,
+        is_neox,
+        views,
+        slot_mapping,
+        k_scale,
+        v_scale,
+        cache_dtype,
+        hardware_e4m3=_converts_float8(key.device),
+    )
+
+
+def _has_kernel(rows: torch.Tensor) -> bool:
+    """The rows are where kernels run, in a type they know; float64 is the reference's."""
+    return rows.dtype != torch.float64 and (rows.is_cuda or (rows.is_cpu and _interprets()))
+
+
+@cache
+def _interprets() -> bool:
+    """Kernels run on CPU tensors, in Triton's interpreter."""
+    try:
+        from attn.kernels.numerics import INTERPRETED
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != "triton":
+            raise
+        return False
+    return bool(INTERPRETED.value)
+
+
+@cache
+def _converts_float8(device: torch.device) -> bool:
+    """The GPU has instructions for e4m3; other GPUs and the interpreter take the integer form."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,0 +1,204 @@
+"""Triton kernels that write a step's metadata on the device. Imported lazily; twins in torch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from builders import segments
+from builders.split_kv import ROW_FIELDS
+
+_SHORT_SEGMENT = tl.constexpr(segments.SHORT_SEGMENT)
+_SHORT_LIMIT = tl.constexpr(segments.SHORT_LIMIT)
+_LONG_SEGMENT = tl.constexpr(segments.LONG_SEGMENT)
+_LONG_LIMIT = tl.constexpr(segments.LONG_LIMIT)
+_OCTAVES = tl.constexpr(segments.OCTAVES)
+_SHORT = tl.constexpr(segments._SHORT)
+_LONG = tl.constexpr(segments._LONG)
+_PER_OCTAVE = tl.constexpr(segments._PER_OCTAVE)
+
+_FIELDS = tl.constexpr(ROW_FIELDS)
+
+
+@triton.jit
+def segment_of(position):
+    """See :func:`builders.segments.segment_of`; scalars or tensors of int32."""
+    octave = position * 0
+    for o in tl.static_range(_OCTAVES):
+        octave += tl.where(position >= (_LONG_LIMIT << (1 + o)), 1, 0)
+    far = _SHORT + _LONG + _PER_OCTAVE * octave
+    far += (position - (_LONG_LIMIT << octave)) // ((2 * _LONG_SEGMENT) << octave)
+    middle = _SHORT + (position - _SHORT_LIMIT) // _LONG_SEGMENT
+    near = position // _SHORT_SEGMENT
+    return tl.where(
+        position < _SHORT_LIMIT, near, tl.where(position < _LONG_LIMIT, middle, far)
+    )
+
+
+@triton.jit
+def segment_start(segment):
+    """See :func:`builders.segments.segment_start`."""
+    beyond = tl.maximum(segment - _SHORT - _LONG, 0)
+    octave = beyond // _PER_OCTAVE
+    far = (_LONG_LIMIT << octave) + (beyond % _PER_OCTAVE) * ((2 * _LONG_SEGMENT) << octave)
+    middle = _SHORT_LIMIT + (segment - _SHORT) * _LONG_SEGMENT
+    near = segment * _SHORT_SEGMENT
+    return tl.where(
+        segment <= _SHORT, near, tl.where(segment <= _SHORT + _LONG, middle, far)
+    )
+
+
+@triton.jit
+def first_visible(
+    first,
+    last,
+    window,
+    chunk,
+    lookback,
+    ranges_ptr,
+    num_ranges,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RANGES: tl.constexpr,
+):
+    """First key position that a query in ``[first, last]`` may see, ranges included."""
+    start = first * 0
+    if CHUNK:
+        start = (first // chunk - lookback) * chunk
+    elif WINDOW:
+        start = first - window + 1
+    start = tl.maximum(start, 0)
+    if RANGES:
+        for i in range(num_ranges):
+            low = tl.load(ranges_ptr + 2 * i)
+            high = tl.load(ranges_ptr + 2 * i + 1)
+            meets = (low < high) & (low <= last) & (high >= first)
+            start = tl.where(meets, tl.minimum(start, low), start)
+    return start
+
+
+@triton.jit
+def _last_not_above(bounds_ptr, stride, count, x, STEPS: tl.constexpr):
+    """Largest i in ``[0, count)`` with ``bounds[i] <= x``; bounds do not decrease, bounds[0] = 0."""
+    low = x * 0
+    high = low + count
+    for _ in range(STEPS):
+        more = high - low > 1
+        middle = (low + high) // 2
+        below = tl.load(bounds_ptr + middle * stride, mask=more, other=0) <= x
+        low = tl.where(more & below, middle, low)
+        high = tl.where(more & ~below, middle, high)
+    return low
+
+
+_VARYING = [
+    "num_reqs",
+    "num_groups",
+    "decode_max",
+    "window",
+    "chunk",
+    "lookback",
+]
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def plan_kernel(
+    seq_lens_ptr,
+    query_start_ptr,
+    row_starts_ptr,
+    rows_ptr,
+    total_ptr,
+    starts_ptr,
+    prefill_starts_ptr,
+    num_reqs,
+    num_groups,
+    decode_max,
+    window,
+    chunk,
+    lookback,
+    QUERY_TOKENS: tl.constexpr,
+    KV_TILE: tl.constexpr,
+    HEAD_LOOPS: tl.constexpr,
+    PREFILL_TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    REQS: tl.constexpr,
+    REQ_STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROW_STEPS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """The step's plan, by one program: rows, their tiles, and where each group of programs starts.
+
+    seq_lens ``[R]``, query_start ``[R + 1]``; row_starts ``[R + 1]`` first row of each request; rows ``[rows, ROW_FIELDS]``; total ``[2]`` rows and tiles;
+    starts ``[num_groups + 1, 2]`` (row * HEAD_LOOPS + head loop, segment of the row);
+    prefill_starts ``[R + 1]`` first prefill tile of each request. All int32.
+    """
+    # Requests: how many rows of the decode kernel, how many tiles of the prefill kernel.
+    i = tl.arange(0, REQS)
+    real = i < num_reqs
+    begin = tl.load(query_start_ptr + i, mask=real, other=0)
+    count = tl.load(query_start_ptr + 1 + i, mask=real, other=0) - begin
+    is_decode = (count > 0) & (count <= decode_max)
+    row_ends = tl.cumsum(tl.where(is_decode, tl.cdiv(count, QUERY_TOKENS), 0), 0)
+    tile_ends = tl.cumsum(tl.where(count > decode_max, tl.cdiv(count, PREFILL_TILE), 0), 0)
+    tl.store(row_starts_ptr + i, 0, mask=i == 0)
+    tl.store(row_starts_ptr + 1 + i, row_ends, mask=real)
+    tl.store(prefill_starts_ptr + i, 0, mask=i == 0)
+    tl.store(prefill_starts_ptr + 1 + i, tile_ends, mask=real)
+    num_rows = tl.max(row_ends, 0)
+    tl.debug_barrier()
+
+    # Rows: a few query tokens of one request each.
+    j = tl.arange(0, ROWS)
+    live = j < num_rows
+    req = _last_not_above(row_starts_ptr, 1, num_reqs, j, REQ_STEPS)
+    req = tl.where(live, req, 0)
+    skipped = (j - tl.load(row_starts_ptr + req, mask=live, other=0)) * QUERY_TOKENS
+    begin = tl.load(query_start_ptr + req, mask=live, other=0)
+    count = tl.load(query_start_ptr + 1 + req, mask=live, other=0) - begin
+    kv_len = tl.load(seq_lens_ptr + req, mask=live, other=0)
+    first = tl.maximum(kv_len - count, 0) + skipped
+    tokens = tl.minimum(count - skipped, QUERY_TOKENS)
+    last = first + tokens - 1
+    start = first_visible(first, last, window, chunk, lookback, None, 0, WINDOW, CHUNK, False)
+    first_tile = start // KV_TILE
+    # A row without keys costs one tile, so that somebody writes its zeros.
+    tiles = tl.where(live, tl.maximum(tl.cdiv(kv_len, KV_TILE) - first_tile, 1), 0)
+    tile_ends = tl.cumsum(tiles * HEAD_LOOPS, 0)
+    total = tl.max(tile_ends, 0)
+    out = rows_ptr + j * _FIELDS
+    tl.store(out, req, mask=live)
+    tl.store(out + 1, begin + skipped, mask=live)
+    tl.store(out + 2, tokens, mask=live)
+    tl.store(out + 3, kv_len, mask=live)
+    tl.store(out + 4, first, mask=live)
+    tl.store(out + 5, first_tile, mask=live)
+    tl.store(out + 6, tiles, mask=live)
+    tl.store(out + 7, tile_ends - tiles * HEAD_LOOPS, mask=live)
+    tl.store(total_ptr, num_rows)
+    tl.store(total_ptr + 1, total)
+    tl.debug_barrier()
+
+    # Groups: group c owns the segments that start in [c * total / groups, (c + 1) * total / groups).
+    c = tl.arange(0, GROUPS)
+    position = ((c.to(tl.int64) * total + num_groups - 1) // num_groups).to(tl.int32)
+    row = _last_not_above(rows_ptr + 7, _FIELDS, num_rows, position, ROW_STEPS)
+    some = (num_rows > 0) & (c <= num_groups)
+    fields = rows_ptr + row * _FIELDS
+    tiles = tl.maximum(tl.load(fields + 6, mask=some, other=1), 1)
+    first_tile = tl.load(fields + 5, mask=some, other=0)
+    offset = position - tl.load(fields + 7, mask=some, other=0)
+    loop = offset // tiles
+    tile = first_tile + offset % tiles
+    at = segment_of(tile * KV_TILE)
+    # Inside a segment the next one is meant; past the row's last, the next row.
+    inside = tl.maximum(segment_start(at) // KV_TILE, first_tile) < tile
+    at = at + inside.to(tl.int32)
+    row = row * HEAD_LOOPS + loop
+    past = at > segment_of((first_tile + tiles - 1) * KV_TILE)
+    segment = tl.where(past, 0, at - segment_of(first_tile * KV_TILE))
+    row = tl.where(past, row + 1, row)
+    done = (position >= total) | (num_rows == 0)
+    tl.store(starts_ptr + 2 * c, tl.where(done, num_rows * HEAD_LOOPS, row), mask=c <= num_groups)
+    tl.store(starts_ptr + 2 * c + 1, tl.where(done, 0, segment), mask=c <= num_groups)

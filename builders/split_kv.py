@@ -1,0 +1,482 @@
+"""Split KV: tiles, scratch and the step's plan of the dense attention kernels.
+
+The plan is computed on the device, by one launch per step, from ``seq_lens`` and
+``query_start_loc`` alone: host values size grids and buffers and decide nothing. Tile sizes are
+pure functions of the layer's shape and the kind of device, shared by builders and launchers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from builders.buffers import GraphBuffers
+from builders.segments import max_segments, segment_of, segment_start
+from specs.base import cdiv
+from specs.devices import DeviceKind
+
+SHORT_QUERY = 16
+"""Longest query of the split-KV kernel; longer ones go to the prefill kernel."""
+MOST_ROWS = 64
+"""Query rows (tokens x heads of a group) of a tile of the split-KV kernel, at most."""
+ROW_FIELDS = 8
+"""int32 per row of the plan: request, first token, tokens, KV length, first position, first KV
+tile, KV tiles, place of its first tile among all tiles of the step."""
+
+SHARED_MEMORY = {
+    DeviceKind.SM80: 163,
+    DeviceKind.SM89: 99,
+    DeviceKind.SM90: 227,
+    DeviceKind.SM100: 227,
+    DeviceKind.SM120: 99,
+    DeviceKind.ROCM: 64,
+}
+"""KiB of shared memory that the programs of one multiprocessor may use."""
+
+
+@dataclass(frozen=True)
+class DenseShape:
+    """What tile sizes depend on, of a layer with K and V per KV head."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int
+    itemsize: int
+    """Bytes of an element of the model."""
+    stored_bits: int
+    """Bits of an element of the cache."""
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def width(self) -> int:
+        """The larger head size, rounded up to a power of two."""
+        return power_of_two(max(self.head_size, self.head_size_v))
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not below ``number``."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+@dataclass(frozen=True)
+class SplitTile:
+    """Launch configuration of the split-KV kernel."""
+
+    rows: int
+    """M of the tile, a power of two."""
+    tile_heads: int
+    """Query heads of a tile, of one KV head."""
+    head_tiles: int
+    """Tiles that a KV head's group of query heads takes."""
+    query_tokens: int
+    """Query tokens of a tile."""
+    kv_tile: int
+    """Keys of a tile."""
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+
+
+@dataclass(frozen=True)
+class PrefillTile:
+    """Launch configuration of the prefill kernel."""
+
+    query_tile: int
+    kv_tile: int
+    num_warps: int
+    num_stages: int
+
+
+def split_tile(shape: DenseShape, kind: DeviceKind, max_query_len: int) -> SplitTile:
+    """The split-KV tile of a layer.
+
+    One shape serves every row of a configuration, so that a row's bits do not depend on the number
+    of tokens that it is computed with.
+
+    Args:
+        shape: the layer.
+        kind: device.
+        max_query_len: query tokens of a verify, all of which should share one pass over the keys.
+    """
+    head_tiles = cdiv(shape.group, MOST_ROWS)
+    tile_heads = cdiv(shape.group, head_tiles)
+    rows = min(max(power_of_two(tile_heads * max_query_len), 16), MOST_ROWS)
+    # About 16 KiB of keys and as much of values in a stage.
+    wide = shape.itemsize > 2
+    kv_tile = min(max((4096 if wide else 8192) // shape.width, 16), 128)
+    narrow = shape.stored_bits < 16
+    stages = 4 if narrow else 3
+    row_bytes = (shape.head_size + shape.head_size_v) * max(shape.stored_bits, 8) // 8
+    need = (stages - 1) * kv_tile * row_bytes / 1024 + 8
+    room = SHARED_MEMORY.get(kind, 99)
+    programs = max(1, min(3 if narrow else 2, int(room // need)))
+    return SplitTile(
+        rows=rows,
+        tile_heads=tile_heads,
+        head_tiles=head_tiles,
+        query_tokens=max(1, rows // tile_heads),
+        kv_tile=kv_tile,
+        num_warps=4,
+        num_stages=stages,
+        programs_per_sm=programs,
+    )
+
+
+def prefill_tile(shape: DenseShape, kind: DeviceKind) -> PrefillTile:
+    """The prefill tile of a layer."""
+    if shape.itemsize > 2:
+        return PrefillTile(32, 32 if shape.width <= 128 else 16, 4, 2)
+    small = SHARED_MEMORY.get(kind, 99) < 160
+    if shape.width <= 64:
+        return PrefillTile(128, 64, 4, 3)
+    if shape.width <= 128:
+        return PrefillTile(64, 64, 4, 2 if small else 3)
+    if shape.width <= 256:
+        return PrefillTile(64, 32, 4, 2) if small else PrefillTile(128, 64, 8, 2)
+    return PrefillTile(32, 16, 4, 2) if small else PrefillTile(64, 32, 8, 2)
+
+
+@dataclass(frozen=True)
+class SplitLimits:
+    """What the buffers of a plan are sized for."""
+
+    max_num_seqs: int
+    max_num_tokens: int
+    max_kv_len: int
+    window: int | None
+    """Largest visible span of one query, or None."""
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """The step's plan for the split-KV kernel: views of the builder's buffers, and static numbers.
+
+    Scratch holds one state per (program, segment): a program enters at most one row in its middle.
+    """
+
+    tile: SplitTile
+    rows: torch.Tensor
+    """``[max rows, ROW_FIELDS]`` int32."""
+    total: torch.Tensor
+    """``[2]`` int32: rows and KV tiles of the step."""
+    starts: torch.Tensor
+    """``[groups + 1, 2]`` int32: row x head loop and segment where each group of programs starts."""
+    counters: torch.Tensor
+    """int32 zeros between launches: segments that have arrived, per row and head tile."""
+    states: torch.Tensor
+    """fp32 scratch."""
+    sums: torch.Tensor
+    """fp32 scratch."""
+    groups: int
+    heads: int
+    """Head tiles that the programs of a group take, one each."""
+    head_loops: int
+    """Times that all groups' programs walk the keys, for heads beyond those."""
+    slots: int
+    """States per program."""
+    short_query: int
+    """Longest query of a row."""
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """The step's plan for the prefill kernel."""
+
+    tile: PrefillTile
+    tile_starts: torch.Tensor
+    """``[R + 1]`` int32: first tile of each request."""
+    programs: int
+    """Programs to launch; any number is right, they share the tiles."""
+
+
+def parallel_heads(head_tiles: int, programs: int) -> int:
+    """How many head tiles walk the same keys at the same time.
+
+    Neighbouring heads lie side by side in a page, so as many as possible; fewer only where that
+    would leave more than a thirtieth of the programs idle.
+    """
+    divisors = [n for n in range(1, head_tiles + 1) if head_tiles % n == 0 and n <= programs]
+    used = {n: programs // n * n for n in divisors}
+    best = max(used.values())
+    return max(n for n in divisors if used[n] * 30 >= best * 29)
+
+
+class SplitPlanner:
+    """Owns the buffers of the plan, and fills them once per step."""
+
+    def __init__(
+        self,
+        shape: DenseShape,
+        kind: DeviceKind,
+        num_multiprocessors: int,
+        limits: SplitLimits,
+        max_query_len: int,
+        buffers: GraphBuffers,
+        every_row: bool = False,
+    ) -> None:
+        """
+        Args:
+            shape: the layer.
+            kind: device.
+            num_multiprocessors: of the device.
+            limits: what the buffers must hold.
+            max_query_len: query tokens of a verify.
+            buffers: where the buffers are declared.
+            every_row: take every row, whatever its query length (batch invariance).
+        """
+        self.tile = tile = split_tile(shape, kind, 16 if every_row else max_query_len)
+        self.prefill = prefill_tile(shape, kind)
+        self.limits = limits
+        self.device = buffers.device
+        self.short_query = limits.max_num_tokens if every_row else max(SHORT_QUERY, max_query_len)
+        head_tiles = shape.num_kv_heads * tile.head_tiles
+        programs = num_multiprocessors * tile.programs_per_sm
+        self.heads = parallel_heads(head_tiles, programs)
+        self.head_loops = head_tiles // self.heads
+        self.groups = max(1, programs // self.heads)
+        self.num_heads = shape.num_heads
+        self.num_multiprocessors = num_multiprocessors
+        reqs, tokens = limits.max_num_seqs, limits.max_num_tokens
+        self.max_rows = min(
+            reqs * cdiv(min(self.short_query, tokens), tile.query_tokens),
+            tokens // tile.query_tokens + reqs,
+        )
+        span = None if limits.window is None else limits.window + tile.query_tokens
+        self.slots = max_segments(limits.max_kv_len, span)
+        used = tile.tile_heads * tile.query_tokens
+        states = self.groups * self.heads * self.slots * used
+        # Quantised rows are read in planes, each rounded up to a power of two on its own.
+        width = max(power_of_two(shape.head_size_v), 64)
+        int32, fp32 = torch.int32, torch.float32
+        buffers.declare("row_starts", (reqs + 1,), int32)
+        buffers.declare("tile_starts", (reqs + 1,), int32)
+        buffers.declare("rows", (self.max_rows, ROW_FIELDS), int32)
+        buffers.declare("total", (2,), int32)
+        buffers.declare("starts", (self.groups + 1, 2), int32)
+        buffers.declare("counters", (self.max_rows * head_tiles,), int32)
+        buffers.declare("states", (states * width,), fp32)
+        buffers.declare("sums", (states * 2,), fp32)
+        self.buffers = buffers
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the states of segments."""
+        return 4 * (self.buffers["states"].numel() + self.buffers["sums"].numel())
+
+    def fill(
+        self,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        window: int | None = None,
+        chunk: int | None = None,
+        lookback: int = 0,
+    ) -> None:
+        """Compute the plan of a step into the buffers.
+
+        Args:
+            query_start_loc: ``[R + 1]`` int32, device.
+            seq_lens: ``[R]`` int32, device.
+            window: visible keys of a query, of the layers that share the plan; None for all.
+            chunk: chunk size of chunked local attention, in place of a window.
+            lookback: chunks before the own one.
+        """
+        if self.device.type == "cuda" or interprets():
+            self._launch(query_start_loc, seq_lens, window, chunk, lookback)
+        else:
+            self._fill_on_host(query_start_loc, seq_lens, window, chunk, lookback)
+
+    def _launch(
+        self,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        window: int | None,
+        chunk: int | None,
+        lookback: int,
+    ) -> None:
+        from builders.kernels import plan_kernel
+
+        reqs = power_of_two(self.limits.max_num_seqs)
+        rows = power_of_two(self.max_rows)
+        b = self.buffers
+        plan_kernel[(1,)](
+            seq_lens,
+            query_start_loc,
+            b["row_starts"],
+            b["rows"],
+            b["total"],
+            b["starts"],
+            b["tile_starts"],
+            seq_lens.shape[0],
+            self.groups,
+            self.short_query,
+            window or 0,
+            chunk or 1,
+            lookback,
+            QUERY_TOKENS=self.tile.query_tokens,
+            KV_TILE=self.tile.kv_tile,
+            HEAD_LOOPS=self.head_loops,
+            PREFILL_TILE=self.prefill.query_tile,
+            WINDOW=window is not None,
+            CHUNK=chunk is not None,
+            REQS=reqs,
+            REQ_STEPS=reqs.bit_length(),
+            ROWS=rows,
+            ROW_STEPS=rows.bit_length(),
+            GROUPS=power_of_two(self.groups + 1),
+            num_warps=min(16, max(4, max(rows, reqs) // 128)),
+        )
+
+    def _fill_on_host(
+        self,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        window: int | None,
+        chunk: int | None,
+        lookback: int,
+    ) -> None:
+        starts = query_start_loc.tolist()
+        plan = plan_rows(
+            [stop - start for start, stop in zip(starts, starts[1:], strict=False)],
+            seq_lens.tolist(),
+            self.tile,
+            self.groups,
+            self.head_loops,
+            self.short_query,
+            (window, chunk, lookback),
+        )
+        reqs = len(starts) - 1
+        self.buffers["row_starts"][: reqs + 1] = torch.tensor(plan.row_starts, dtype=torch.int32)
+        tiles = torch.tensor(
+            [0]
+            + [
+                cdiv(stop - start, self.prefill.query_tile)
+                if stop - start > self.short_query
+                else 0
+                for start, stop in zip(starts, starts[1:], strict=False)
+            ],
+            dtype=torch.int32,
+        )
+        self.buffers["tile_starts"][: reqs + 1] = tiles.cumsum(0)
+        if plan.rows:
+            self.buffers["rows"][: len(plan.rows)] = torch.tensor(plan.rows, dtype=torch.int32)
+        self.buffers["total"].copy_(torch.tensor([len(plan.rows), plan.total], dtype=torch.int32))
+        self.buffers["starts"].copy_(torch.tensor(plan.starts, dtype=torch.int32))
+
+    def split(self) -> SplitPlan:
+        """The record's view of the split-KV part."""
+        b = self.buffers
+        return SplitPlan(
+            tile=self.tile,
+            rows=b["rows"],
+            total=b["total"],
+            starts=b["starts"],
+            counters=b["counters"],
+            states=b["states"],
+            sums=b["sums"],
+            groups=self.groups,
+            heads=self.heads,
+            head_loops=self.head_loops,
+            slots=self.slots,
+            short_query=self.short_query,
+        )
+
+    def prefill_plan(self, num_reqs: int, tiles: int, most_programs: int) -> PrefillPlan | None:
+        """The record's view of the prefill part; None where the host knows that there is none.
+
+        Args:
+            num_reqs: R.
+            tiles: an estimate of the step's tiles.
+            most_programs: programs to launch at most.
+        """
+        programs = min(tiles * self.num_heads, most_programs)
+        if programs == 0:
+            return None
+        tile_starts = self.buffers.view("tile_starts", num_reqs + 1)
+        return PrefillPlan(self.prefill, tile_starts, programs)
+
+
+def interprets() -> bool:
+    """Triton's interpreter runs kernels on CPU tensors here."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from builders.kernels import plan_kernel
+
+    return isinstance(plan_kernel, InterpretedFunction)
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """The plan as plain numbers: the kernel's twin."""
+
+    row_starts: list[int]
+    rows: list[list[int]]
+    total: int
+    starts: list[tuple[int, int]]
+
+
+def plan_rows(
+    query_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    tile: SplitTile,
+    groups: int,
+    head_loops: int,
+    short_query: int,
+    visible: tuple[int | None, int | None, int] = (None, None, 0),
+) -> HostPlan:
+    """What :func:`builders.kernels.plan_kernel` computes, on the host.
+
+    Args:
+        query_lens: new tokens of each request.
+        kv_lens: KV length of each request.
+        tile: the split-KV tile.
+        groups: groups of programs that share the work.
+        head_loops: walks over the keys of each row.
+        short_query: longest query of a row.
+        visible: window, chunk size and lookback.
+    """
+    window, chunk, lookback = visible
+    row_starts, rows, place, token = [0], [], 0, 0
+    for req, (count, kv_len) in enumerate(zip(query_lens, kv_lens, strict=True)):
+        short = 0 < count <= short_query
+        for skipped in range(0, count if short else 0, tile.query_tokens):
+            first = max(kv_len - count, 0) + skipped
+            start = 0
+            if chunk is not None:
+                start = (first // chunk - lookback) * chunk
+            elif window is not None:
+                start = first - window + 1
+            first_tile = max(start, 0) // tile.kv_tile
+            tiles = max(cdiv(kv_len, tile.kv_tile) - first_tile, 1)
+            taken = min(count - skipped, tile.query_tokens)
+            rows.append([req, token + skipped, taken, kv_len, first, first_tile, tiles, place])
+            place += tiles * head_loops
+        token += count
+        row_starts.append(len(rows))
+    starts = [_start_of(c, groups, place, rows, tile.kv_tile, head_loops) for c in range(groups + 1)]
+    return HostPlan(row_starts, rows, place, starts)
+
+
+def _start_of(
+    group: int, groups: int, total: int, rows: list[list[int]], kv_tile: int, head_loops: int
+) -> tuple[int, int]:
+    """Row (times head loops) and segment of the first segment at or after a group's share."""
+    position = cdiv(group * total, groups)
+    if position >= total:
+        return len(rows) * head_loops, 0
+    row = max(index for index, fields in enumerate(rows) if fields[7] <= position)
+    first_tile, tiles, place = rows[row][5:]
+    loop, offset = divmod(position - place, tiles)
+    tile = first_tile + offset
+    at = segment_of(tile * kv_tile)
+    if max(segment_start(at) // kv_tile, first_tile) < tile:
+        at += 1
+    if at > segment_of((first_tile + tiles - 1) * kv_tile):
+        return row * head_loops + loop + 1, 0
+    return row * head_loops + loop, at - segment_of(first_tile * kv_tile)

@@ -1,0 +1,297 @@
+"""Targets are met only by measurements, and the tables are a function of the results."""
+
+import math
+
+import pytest
+from pydantic import ValidationError
+
+from attn.bench.cases import CASES, MAX_SCRATCH_BYTES, PEERS
+from attn.bench.results import (
+    BenchResults,
+    CaseResult,
+    Contender,
+    Environment,
+    PlanTime,
+    Status,
+    Verdict,
+    allocation_check,
+    checks_of,
+    free_partition_check,
+    render_markdown,
+    scratch_check,
+    verdict_of,
+)
+
+BY_NAME = {case.name: case for case in CASES}
+ENVIRONMENT = Environment(
+    date="2026-11-21",
+    device="NVIDIA H200",
+    torch="2.11.0+cu130",
+    triton="3.6.0",
+    vllm="0.26.0",
+    flashinfer="0.6.14",
+    commit="0123456789ab",
+    backend="TRITON_ATTN",
+    rounds=5,
+    reps=20,
+)
+
+
+def measured(name, time_us, error=2e-3):
+    return Contender(
+        name=name, status=Status.MEASURED, time_us=time_us, spread=0.012, calls=100, error=error
+    )
+
+
+def not_measured(name, status=Status.UNAVAILABLE, reason="no such thing"):
+    return Contender(name=name, status=status, reason=reason)
+
+
+def result_of(name, ours, peers=None, **fields):
+    """``ours`` is microseconds or a contender; ``peers`` likewise, by name."""
+    made = [
+        value if isinstance(value, Contender) else measured(peer, value)
+        for peer, value in (peers or {}).items()
+    ]
+    ours = ours if isinstance(ours, Contender) else measured("ours", ours)
+    return CaseResult(case=BY_NAME[name], ours=ours, peers=tuple(made), **fields)
+
+
+ALL_PEERS = {"fa3": 100.0, "flashinfer": 90.0, "xqa": 95.0, "vllm_triton": 120.0}
+
+
+def verdicts(result):
+    return {check.text: check.verdict for check in checks_of(result)}
+
+
+@pytest.mark.parametrize(
+    ("ours", "against_best", "against_triton"),
+    [
+        (98.9, Verdict.MET, Verdict.MET),
+        (99.1, Verdict.NOT_MET, Verdict.MET),
+        (120.0, Verdict.NOT_MET, Verdict.NOT_MET),
+    ],
+)
+def test_a_decode_is_judged_against_the_best_and_against_triton(ours, against_best, against_triton):
+    result = result_of("dec_b8_8k", ours, ALL_PEERS)
+    assert result.best_peer.name == "flashinfer"
+    assert verdicts(result) == {"<= 1.10 x best": against_best, "< vllm_triton": against_triton}
+
+
+def test_equal_to_triton_is_not_faster():
+    peers = dict.fromkeys(PEERS, 100.0)
+    assert verdicts(result_of("dec_b8_8k", 100.0, peers))["< vllm_triton"] is Verdict.NOT_MET
+
+
+@pytest.mark.parametrize("status", [None, Status.UNAVAILABLE, Status.FAILED, Status.WRONG])
+def test_a_missing_peer_leaves_the_best_open_and_is_never_met(status):
+    peers = dict(ALL_PEERS)
+    del peers["xqa"]
+    if status is not None:
+        peers["xqa"] = not_measured("xqa", status)
+    assert verdicts(result_of("dec_b8_8k", 50.0, peers))["<= 1.10 x best"] is Verdict.NOT_MEASURED
+    # What is too slow for those that were measured stays too slow.
+    assert verdicts(result_of("dec_b8_8k", 110.0, peers))["<= 1.10 x best"] is Verdict.NOT_MET
+
+
+def test_a_peer_without_such_a_kernel_is_not_missing():
+    peers = {**ALL_PEERS, "xqa": not_measured("xqa", Status.UNSUPPORTED)}
+    assert verdicts(result_of("dec_b8_8k", 50.0, peers))["<= 1.10 x best"] is Verdict.MET
+
+
+def test_without_peers_only_rates_can_be_met():
+    result = result_of("dec_b128_8k", 1000.0)
+    assert verdicts(result) == {
+        "<= 1.10 x best": Verdict.NOT_MEASURED,
+        "< vllm_triton": Verdict.NOT_MEASURED,
+        ">= 4100 GB/s": Verdict.MET,
+    }
+    assert verdict_of(checks_of(result)) is Verdict.NOT_MEASURED
+
+
+@pytest.mark.parametrize(
+    ("status", "verdict"),
+    [
+        (Status.WRONG, Verdict.NOT_MET),
+        (Status.FAILED, Verdict.NOT_MET),
+        (Status.UNSUPPORTED, Verdict.NOT_MET),
+        (Status.UNAVAILABLE, Verdict.NOT_MEASURED),
+    ],
+)
+@pytest.mark.parametrize("name", ["dec_b128_8k", "pre_1x8k", "mix_64dec8k_2kpre"])
+def test_a_kernel_of_ours_without_a_time_meets_nothing(name, status, verdict):
+    result = result_of(name, not_measured("ours", status), ALL_PEERS)
+    assert {check.verdict for check in checks_of(result)} == {verdict}
+
+
+def test_a_prefill_is_judged_by_its_rate():
+    tflops = BY_NAME["pre_1x8k"].flops * 1e-6
+    for ours, verdict in ((tflops / 375.5, Verdict.MET), (tflops / 374.5, Verdict.NOT_MET)):
+        assert verdicts(result_of("pre_1x8k", ours)) == {">= 375 TF": verdict}
+    assert checks_of(result_of("pre_16x1k", 1.0)) == []
+    assert verdict_of([]) is None
+
+
+def test_a_mixed_batch_is_judged_against_one_peer():
+    peers = {"fa3": 1000.0}
+    for ours, verdict in ((1250.0, Verdict.MET), (1251.0, Verdict.NOT_MET)):
+        assert verdicts(result_of("mix_64dec8k_2kpre", ours, peers)) == {"<= 1.25 x fa3": verdict}
+    alone = result_of("mix_64dec8k_2kpre", 1.0)
+    assert verdicts(alone) == {"<= 1.25 x fa3": Verdict.NOT_MEASURED}
+
+
+@pytest.mark.parametrize(
+    ("free", "verdict"),
+    [
+        (100.0, Verdict.MET),
+        (99.9, Verdict.NOT_MET),
+        (None, Verdict.NOT_MEASURED),
+    ],
+)
+def test_invariance_is_judged_against_the_free_partition(free, verdict):
+    other = None if free is None else measured("free partition", free)
+    result = result_of("dec_b1_8k", 103.0, free_partition=other)
+    assert free_partition_check(result).verdict is verdict
+
+
+def test_memory_is_judged():
+    results = BenchResults(environment=ENVIRONMENT)
+    assert scratch_check(results).verdict is Verdict.NOT_MEASURED
+    assert allocation_check(results).verdict is Verdict.NOT_MEASURED
+    for size, verdict in ((MAX_SCRATCH_BYTES - 1, Verdict.MET), (64 << 20, Verdict.NOT_MET)):
+        assert scratch_check(results.replace(scratch_bytes=size)).verdict is verdict
+    for counts, verdict in (
+        ((0, 0), Verdict.MET),
+        ((0, None), Verdict.NOT_MEASURED),
+        ((None, 10), Verdict.NOT_MET),
+    ):
+        cases = tuple(result_of("dec_b8_8k", 1.0, allocations=count) for count in counts)
+        assert allocation_check(results.replace(cases=cases)).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("status", "time_us"), [("measured", None), ("WRONG", 1.0), ("measured", 0.0)]
+)
+def test_a_time_comes_with_a_measurement_only(status, time_us):
+    with pytest.raises(ValidationError, match="time_us must be"):
+        Contender(name="ours", status=status, time_us=time_us)
+
+
+# -- Rendering.
+
+
+@pytest.fixture
+def results():
+    wrong = Contender(name="xqa", status="WRONG", error=math.nan, reason="error nan, allowed 0.01")
+    peers = {**ALL_PEERS, "xqa": wrong, "flashinfer": not_measured("flashinfer")}
+    return BenchResults(
+        environment=ENVIRONMENT,
+        scratch_bytes=5 << 20,
+        cases=(
+            result_of(
+                "dec_b1_8k",
+                97.0,
+                peers,
+                free_partition=measured("free partition", 96.0),
+                plan=PlanTime(host_us=21.25, gpu_us=3.5),
+                allocations=0,
+            ),
+            result_of(
+                "pre_1x8k",
+                1100.0,
+                {"xqa": not_measured("xqa", Status.UNSUPPORTED, "decodes only")},
+                batch_invariant=measured("batch invariant", 1155.0),
+                allocations=0,
+            ),
+            result_of("pre_16x1k", not_measured("ours", Status.WRONG, "error 1"), allocations=0),
+        ),
+    )
+
+
+def cells(markdown, section, name):
+    """The row of ``name`` in a section's table."""
+    body = markdown.split(f"## {section}\n")[1].split("\n## ")[0]
+    lines = [line for line in body.splitlines() if line.startswith(f"| {name} ")]
+    assert len(lines) == 1, lines
+    return [cell.strip() for cell in lines[0].strip("|").split("|")]
+
+
+def test_a_row_per_case_and_section(results):
+    text = render_markdown(results)
+    assert cells(text, "Cases", "dec_b1_8k") == [
+        "dec_b1_8k",
+        "decode 32/8/128, 1 x 8192",
+        "**97.0**",
+        "346 GB/s",
+        "1.2 %",
+        "2.0e-03",
+        "100.0",
+        "n/a",
+        "WRONG",
+        "120.0",
+        "fa3 336 GB/s",
+        "0.970",
+        "<= 1.10 x best, < vllm_triton",
+        "not measured: <= 1.10 x best",
+    ]
+    prefill = cells(text, "Cases", "pre_1x8k")
+    assert prefill[6:] == ["", "", "-", "", "", "", ">= 375 TF", "met"]
+    assert cells(text, "Cases", "pre_16x1k")[2:] == ["**WRONG**", *[""] * 11]
+    free = cells(text, "Batch-invariant decode against a free partition", "dec_b1_8k")
+    assert free[1:] == ["97.0", "96.0", "1.010", "<= 1.03 x free", "met"]
+    invariant = cells(text, "Batch-invariant prefill", "pre_1x8k")
+    assert invariant[1:] == ["1100.0", "500 TF", "1155.0", "476 TF", "1.050"]
+    assert cells(text, "The step's plan", "dec_b1_8k")[1:] == ["3.5", "21.2", "97.0"]
+    assert cells(text, "Memory", "scratch,")[1:] == ["5.0 MiB", "< 64 MiB", "met"]
+    assert cells(text, "Memory", "allocations")[1:] == ["0", "0", "met"]
+    reasons = text.split("## Not measured\n")[1]
+    assert "- xqa, WRONG: error nan, allowed 0.01 (dec_b1_8k)" in reasons
+    assert "Targets: 5 met, 0 NOT met, 1 not measured." in text
+
+
+def test_the_head_says_where_when_and_how(results):
+    head = render_markdown(results).split("## Cases")[0]
+    assert head.startswith("# TRITON_ATTN on NVIDIA H200\n")
+    for field in ("date", "commit", "torch", "triton", "vllm", "flashinfer"):
+        assert getattr(ENVIRONMENT, field) in head
+    assert "20 per round" in head
+    assert "CUDA events" in head
+    on_cpu = results.replace(environment=ENVIRONMENT.replace(device="cpu"))
+    assert "CUDA events" not in render_markdown(on_cpu)
+
+
+def test_every_line_of_a_table_has_its_header_s_columns(results):
+    width = None
+    for line in render_markdown(results).splitlines():
+        if not line.startswith("|"):
+            width = None
+            continue
+        width = line.count("|") if width is None else width
+        assert line.count("|") == width, line
+
+
+def test_data_that_was_written_renders_again(results):
+    again = BenchResults.model_validate_json(results.model_dump_json())
+    assert render_markdown(again) == render_markdown(results)
+
+
+def test_an_empty_run_renders():
+    assert "Targets: 0 met" in render_markdown(BenchResults(environment=ENVIRONMENT))
+
+
+def test_results_of_several_runs_are_put_together(results):
+    order = [case.name for case in CASES]
+    later = BenchResults(
+        environment=ENVIRONMENT.replace(commit="ba9876543210", rounds=9),
+        cases=(result_of("dec_b8_8k", 50.0), result_of("dec_b1_8k", 42.0)),
+    )
+    whole = later.merged(results, order)
+    names = [result.case.name for result in whole.cases]
+    assert names == ["dec_b1_8k", "dec_b8_8k", "pre_1x8k", "pre_16x1k"]
+    assert whole.cases[0].ours.time_us == 42.0
+    assert whole.scratch_bytes == results.scratch_bytes
+    assert whole.environment.commit == "0123456789ab, ba9876543210"
+    assert whole.environment.rounds == 9
+    assert later.merged(whole, order).environment.commit == whole.environment.commit
+    with pytest.raises(ValueError, match="must have device 'NVIDIA H100', got 'NVIDIA H200'"):
+        later.replace(environment=ENVIRONMENT.replace(device="NVIDIA H100")).merged(results, order)
