@@ -12,7 +12,6 @@ _SHORT_SEGMENT = tl.constexpr(segments.SHORT_SEGMENT)
 _SHORT_LIMIT = tl.constexpr(segments.SHORT_LIMIT)
 _LONG_SEGMENT = tl.constexpr(segments.LONG_SEGMENT)
 _LONG_LIMIT = tl.constexpr(segments.LONG_LIMIT)
-_OCTAVES = tl.constexpr(segments.OCTAVES)
 _SHORT = tl.constexpr(segments._SHORT)
 _LONG = tl.constexpr(segments._LONG)
 _PER_OCTAVE = tl.constexpr(segments._PER_OCTAVE)
@@ -23,9 +22,9 @@ _FIELDS = tl.constexpr(ROW_FIELDS)
 @triton.jit
 def segment_of(position):
     """See :func:`builders.segments.segment_of`; scalars or tensors of int32."""
-    octave = position * 0
-    for o in tl.static_range(_OCTAVES):
-        octave += tl.where(position >= (_LONG_LIMIT << (1 + o)), 1, 0)
+    # floor(log2) of the number of whole limits, exact in fp32: its exponent.
+    limits = (position // _LONG_LIMIT).to(tl.float32)
+    octave = tl.maximum((limits.to(tl.int32, bitcast=True) >> 23) - 127, 0)
     far = _SHORT + _LONG + _PER_OCTAVE * octave
     far += (position - (_LONG_LIMIT << octave)) // ((2 * _LONG_SEGMENT) << octave)
     middle = _SHORT + (position - _SHORT_LIMIT) // _LONG_SEGMENT
@@ -176,6 +175,9 @@ def plan_kernel(
     tl.store(out + 5, first_tile, mask=live)
     tl.store(out + 6, tiles, mask=live)
     tl.store(out + 7, tile_ends - tiles * HEAD_LOOPS, mask=live)
+    part = segment_of(first_tile * KV_TILE)
+    tl.store(out + 8, part, mask=live)
+    tl.store(out + 9, segment_of((first_tile + tiles - 1) * KV_TILE) + 1 - part, mask=live)
     tl.store(total_ptr, num_rows)
     tl.store(total_ptr + 1, total)
     tl.debug_barrier()

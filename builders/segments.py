@@ -14,8 +14,6 @@ SHORT_LIMIT = 8192
 LONG_SEGMENT = 1024
 """Tokens of a segment from there to ``LONG_LIMIT``, and doubled from one octave to the next."""
 LONG_LIMIT = 65536
-OCTAVES = 12
-"""Doublings of the segment that are told apart: 268 million tokens."""
 
 _SHORT = SHORT_LIMIT // SHORT_SEGMENT
 _LONG = (LONG_LIMIT - SHORT_LIMIT) // LONG_SEGMENT
@@ -28,7 +26,7 @@ def segment_of(position: int) -> int:
         return position // SHORT_SEGMENT
     if position < LONG_LIMIT:
         return _SHORT + (position - SHORT_LIMIT) // LONG_SEGMENT
-    octave = sum(position >= LONG_LIMIT << (1 + o) for o in range(OCTAVES))
+    octave = (position // LONG_LIMIT).bit_length() - 1
     first = _SHORT + _LONG + _PER_OCTAVE * octave
     return first + (position - (LONG_LIMIT << octave)) // (2 * LONG_SEGMENT << octave)
 

@@ -21,9 +21,10 @@ SHORT_QUERY = 16
 """Longest query of the split-KV kernel; longer ones go to the prefill kernel."""
 MOST_ROWS = 64
 """Query rows (tokens x heads of a group) of a tile of the split-KV kernel, at most."""
-ROW_FIELDS = 8
+ROW_FIELDS = 12
 """int32 per row of the plan: request, first token, tokens, KV length, first position, first KV
-tile, KV tiles, place of its first tile among all tiles of the step."""
+tile, KV tiles, place of its first tile among all tiles of the step, first segment, segments; the
+rest is padding, so that a row lies in one sector pair."""
 
 SHARED_MEMORY = {
     DeviceKind.SM80: 163,
@@ -365,7 +366,8 @@ class SplitPlanner:
         )
         self.buffers["tile_starts"][: reqs + 1] = tiles.cumsum(0)
         if plan.rows:
-            self.buffers["rows"][: len(plan.rows)] = torch.tensor(plan.rows, dtype=torch.int32)
+            rows = torch.tensor(plan.rows, dtype=torch.int32)
+            self.buffers["rows"][: len(rows), : rows.shape[1]] = rows
         self.buffers["total"].copy_(torch.tensor([len(plan.rows), plan.total], dtype=torch.int32))
         self.buffers["starts"].copy_(torch.tensor(plan.starts, dtype=torch.int32))
 
@@ -455,7 +457,11 @@ def plan_rows(
             first_tile = max(start, 0) // tile.kv_tile
             tiles = max(cdiv(kv_len, tile.kv_tile) - first_tile, 1)
             taken = min(count - skipped, tile.query_tokens)
-            rows.append([req, token + skipped, taken, kv_len, first, first_tile, tiles, place])
+            part = segment_of(first_tile * tile.kv_tile)
+            parts = segment_of((first_tile + tiles - 1) * tile.kv_tile) + 1 - part
+            rows.append(
+                [req, token + skipped, taken, kv_len, first, first_tile, tiles, place, part, parts]
+            )
             place += tiles * head_loops
         token += count
         row_starts.append(len(rows))
@@ -471,7 +477,7 @@ def _start_of(
     if position >= total:
         return len(rows) * head_loops, 0
     row = max(index for index, fields in enumerate(rows) if fields[7] <= position)
-    first_tile, tiles, place = rows[row][5:]
+    first_tile, tiles, place = rows[row][5:8]
     loop, offset = divmod(position - place, tiles)
     tile = first_tile + offset
     at = segment_of(tile * kv_tile)

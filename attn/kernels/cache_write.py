@@ -123,6 +123,8 @@ def _encode_rows(x, dtype: tl.constexpr, scale, FORMAT: tl.constexpr, HARDWARE_E
         scale: ``[ROWS]`` fp32 of the layer, for ``e4m3`` and ``e5m2``.
         FORMAT: a value of ``_FORMATS`` except ``int4``.
     """
+    # Triton 3.6 cannot return None: without inline scales these stand in.
+    found = tl.zeros([x.shape[0]], tl.float32)
     if FORMAT == "float":
         stored = x
         if x.dtype != dtype:
@@ -134,12 +136,12 @@ def _encode_rows(x, dtype: tl.constexpr, scale, FORMAT: tl.constexpr, HARDWARE_E
     else:
         wide = clamp_to(to_float32(x), FLOAT32_MAX)
         if FORMAT == "int8":
-            scale = _inline_scale(row_absmax(wide), 127.0)
-            stored = encode_int(divide(wide, scale[:, None]), 127).to(dtype)
+            found = _inline_scale(row_absmax(wide), 127.0)
+            stored = encode_int(divide(wide, found[:, None]), 127).to(dtype)
         else:
-            scale = _inline_scale(row_absmax(wide), E4M3_MAX)
-            stored = encode_e4m3(divide(wide, scale[:, None]), HARDWARE_E4M3)
-    return stored, scale
+            found = _inline_scale(row_absmax(wide), E4M3_MAX)
+            stored = encode_e4m3(divide(wide, found[:, None]), HARDWARE_E4M3)
+    return stored, found
 
 
 @triton.jit
@@ -201,12 +203,12 @@ def _write_side(
             turns = mask & turned & (cols + SPAN < ROTARY_DIM)
             tl.store(rows + SPAN + cols, upper, mask=turns)
     if FORMAT == "int4":
-        stored, scale = _encode_pairs(x, upper)
+        stored, found = _encode_pairs(x, upper)
     else:
-        stored, scale = _encode_rows(x, target.dtype.element_ty, scale, FORMAT, HARDWARE_E4M3)
+        stored, found = _encode_rows(x, target.dtype.element_ty, scale, FORMAT, HARDWARE_E4M3)
     tl.store(target + cols, stored, mask=written & inside)
     if target_scales is not None:
-        tl.store(target_scales[:, None], scale[:, None], mask=written)
+        tl.store(target_scales[:, None], found[:, None], mask=written)
 
 
 def _name(specialization: Any) -> str:

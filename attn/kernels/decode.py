@@ -23,6 +23,7 @@ from attn.kernels.tile import (
     last_visible,
     plane_columns,
     power_of_two_guard,
+    store_state,
 )
 from builders.kernels import ROW_FIELDS, first_visible, segment_of, segment_start
 
@@ -66,109 +67,80 @@ def write_rows(
 
 
 @triton.jit
-def _slot(part, parts, bound, first_part, first_tile, base, groups, total, KV_TILE: tl.constexpr,
-          HEADS: tl.constexpr, lane, SLOTS: tl.constexpr):  # fmt: skip
-    """Where the state of a row's segment ``part`` lies, and whether there is such a segment."""
-    real = part < parts
-    part = tl.minimum(part, parts - 1)
-    tile = tl.maximum(segment_start(first_part + part) // KV_TILE, first_tile)
-    position = base + tile - first_tile
-    group = (position.to(tl.int64) * groups // total).to(tl.int32)
-    return real, ((group * HEADS + lane) * SLOTS + part).to(tl.int64)
-
-
-@triton.jit
 def _finish(
-    head, at, head_of, wanted, lane, parts, first_part, first_tile, base, groups, total,
-    states_ptr, sums_ptr, out_ptr, lse_ptr, sinks_ptr, v_factor, output_scale_ptr, out_token,
-    out_head, lse_token, KV_TILE: tl.constexpr, HEADS: tl.constexpr, SLOTS: tl.constexpr,
-    ROWS: tl.constexpr, USED: tl.constexpr, WIDTH: tl.constexpr, PLANES: tl.constexpr,
-    KIND: tl.constexpr, V_USED: tl.constexpr, V_SIZE: tl.constexpr, CHUNK_WIDTH: tl.constexpr,
-    SINKS: tl.constexpr, FP8_OUT: tl.constexpr, LSE: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
+    kv_head, in_group, token, count, slot, first, parts, states_ptr, sums_ptr, out_ptr, lse_ptr,
+    sinks_ptr, v_factor, output_scale_ptr, out_token, out_head, lse_token, GROUP: tl.constexpr,
+    TILE_HEADS: tl.constexpr, USED: tl.constexpr, WIDTH: tl.constexpr, PLANES: tl.constexpr,
+    KIND: tl.constexpr, V_USED: tl.constexpr, V_SIZE: tl.constexpr, FINISH_ROWS: tl.constexpr,
+    FINISH_WIDTH: tl.constexpr, SINKS: tl.constexpr, FP8_OUT: tl.constexpr, LSE: tl.constexpr,
+    HARDWARE_E4M3: tl.constexpr,
 ):  # fmt: skip
-    """Fold a row's stored states in the order of its segments, and write the row.
+    """Fold a row's stored states, from slot ``slot`` (its prefix, which holds the segments below
+    ``first``) and ``slot + first`` on, in the order of its segments; and write the row.
 
-    Stored by other multiprocessors, they are read past the L1 cache. Four at a time are under way
+    Stored by other multiprocessors, they are read past the L1 cache. Eight at a time are under way
     before the first is folded.
     """
-    row = tl.arange(0, ROWS)
+    CELLS: tl.constexpr = WIDTH * PLANES
+    row = tl.arange(0, FINISH_ROWS)
     mine = row < USED
-    group = (base.to(tl.int64) * groups // total).to(tl.int32)
-    prefix_slot = ((group * HEADS + lane) * SLOTS).to(tl.int64)
-    # The prefix holds every segment that its group owns.
-    beyond = ((group + 1).to(tl.int64) * total + groups - 1) // groups - base
-    tile = first_tile + beyond.to(tl.int32)
-    first = segment_of(tile * KV_TILE)
-    inside = tl.maximum(segment_start(first) // KV_TILE, first_tile) < tile
-    first = first + inside.to(tl.int32) - first_part
-    for c0 in range(0, WIDTH * PLANES, CHUNK_WIDTH):
-        column = c0 + tl.arange(0, CHUNK_WIDTH)
-        cells = row[:, None] * (WIDTH * PLANES) + column[None, :]
-        mask = mine[:, None] & (column < WIDTH * PLANES)[None, :]
-        at_slot = prefix_slot
-        m = tl.load(sums_ptr + at_slot * 2 * USED + row, mask=mine, other=0.0, cache_modifier=".cg")
-        l = tl.load(
-            sums_ptr + at_slot * 2 * USED + USED + row, mask=mine, other=0.0, cache_modifier=".cg"
-        )
-        acc = tl.load(
-            states_ptr + at_slot * (USED * WIDTH * PLANES) + cells,
-            mask=mask,
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        for part in range(first, parts, 4):
-            r0, s0 = _slot(part, parts, 0, first_part, first_tile, base, groups, total, KV_TILE, HEADS, lane, SLOTS)  # noqa: E501  # fmt: skip
-            r1, s1 = _slot(part + 1, parts, 0, first_part, first_tile, base, groups, total, KV_TILE, HEADS, lane, SLOTS)  # noqa: E501  # fmt: skip
-            r2, s2 = _slot(part + 2, parts, 0, first_part, first_tile, base, groups, total, KV_TILE, HEADS, lane, SLOTS)  # noqa: E501  # fmt: skip
-            r3, s3 = _slot(part + 3, parts, 0, first_part, first_tile, base, groups, total, KV_TILE, HEADS, lane, SLOTS)  # noqa: E501  # fmt: skip
-            m0, l0, a0 = _load_state(states_ptr, sums_ptr, s0, row, cells, mine, mask, USED, WIDTH * PLANES)  # noqa: E501  # fmt: skip
-            m1, l1, a1 = _load_state(states_ptr, sums_ptr, s1, row, cells, mine, mask, USED, WIDTH * PLANES)  # noqa: E501  # fmt: skip
-            m2, l2, a2 = _load_state(states_ptr, sums_ptr, s2, row, cells, mine, mask, USED, WIDTH * PLANES)  # noqa: E501  # fmt: skip
-            m3, l3, a3 = _load_state(states_ptr, sums_ptr, s3, row, cells, mine, mask, USED, WIDTH * PLANES)  # noqa: E501  # fmt: skip
-            m, l, acc = _fold_if(r0, m, l, acc, m0, l0, a0)
-            m, l, acc = _fold_if(r1, m, l, acc, m1, l1, a1)
-            m, l, acc = _fold_if(r2, m, l, acc, m2, l2, a2)
-            m, l, acc = _fold_if(r3, m, l, acc, m3, l3, a3)
+    head = kv_head * GROUP + in_group + row % TILE_HEADS
+    wanted = (row < count * TILE_HEADS) & (in_group + row % TILE_HEADS < GROUP)
+    at = token + row // TILE_HEADS
+    for c0 in range(0, CELLS, FINISH_WIDTH):
+        column = c0 + tl.arange(0, FINISH_WIDTH)
+        cells = row[:, None] * CELLS + column[None, :]
+        mask = mine[:, None] & (column >= 0)[None, :]
+        m, l, acc = _load_state(states_ptr, sums_ptr, slot, row, cells, mine, mask, USED, CELLS)
+        for part in range(first, parts, 8):
+            m0, l0, a0 = _load_part(states_ptr, sums_ptr, slot, part, parts, row, cells, mine, mask, USED, CELLS)  # noqa: E501  # fmt: skip
+            m1, l1, a1 = _load_part(states_ptr, sums_ptr, slot, part + 1, parts, row, cells, mine, mask, USED, CELLS)  # noqa: E501  # fmt: skip
+            m2, l2, a2 = _load_part(states_ptr, sums_ptr, slot, part + 2, parts, row, cells, mine, mask, USED, CELLS)  # noqa: E501  # fmt: skip
+            m3, l3, a3 = _load_part(states_ptr, sums_ptr, slot, part + 3, parts, row, cells, mine, mask, USED, CELLS)  # noqa: E501  # fmt: skip
+            m4, l4, a4 = _load_part(states_ptr, sums_ptr, slot, part + 4, parts, row, cells, mine, mask, USED, CELLS)  # noqa: E501  # fmt: skip
+            m5, l5, a5 = _load_part(states_ptr, sums_ptr, slot, part + 5, parts, row, cells, mine, mask, USED, CELLS)  # noqa: E501  # fmt: skip
+            m6, l6, a6 = _load_part(states_ptr, sums_ptr, slot, part + 6, parts, row, cells, mine, mask, USED, CELLS)  # noqa: E501  # fmt: skip
+            m7, l7, a7 = _load_part(states_ptr, sums_ptr, slot, part + 7, parts, row, cells, mine, mask, USED, CELLS)  # noqa: E501  # fmt: skip
+            m, l, acc = fold(m, l, acc, m0, l0, a0)
+            m, l, acc = fold(m, l, acc, m1, l1, a1)
+            m, l, acc = fold(m, l, acc, m2, l2, a2)
+            m, l, acc = fold(m, l, acc, m3, l3, a3)
+            m, l, acc = fold(m, l, acc, m4, l4, a4)
+            m, l, acc = fold(m, l, acc, m5, l5, a5)
+            m, l, acc = fold(m, l, acc, m6, l6, a6)
+            m, l, acc = fold(m, l, acc, m7, l7, a7)
         plane = column // WIDTH
         index = column % WIDTH
         columns = plane_columns(index, plane, V_SIZE, KIND)
-        valid = (index < V_USED) & (column < WIDTH * PLANES)
         write_rows(
-            m, l, acc, at, head_of, wanted, columns, valid, out_ptr, lse_ptr, sinks_ptr, v_factor,
-            output_scale_ptr, out_token, out_head, lse_token, SINKS, FP8_OUT, LSE, HARDWARE_E4M3,
+            m, l, acc, at, head, wanted, columns, index < V_USED, out_ptr, lse_ptr, sinks_ptr,
+            v_factor, output_scale_ptr, out_token, out_head, lse_token, SINKS, FP8_OUT, LSE,
+            HARDWARE_E4M3,
         )  # fmt: skip
 
 
 @triton.jit
-def _load_state(states_ptr, sums_ptr, slot, row, cells, mine, mask, USED: tl.constexpr, CELLS: tl.constexpr):  # noqa: E501  # fmt: skip
-    sums = sums_ptr + slot * 2 * USED
-    m = tl.load(sums + row, mask=mine, other=0.0, cache_modifier=".cg")
+def _load_part(
+    states_ptr, sums_ptr, slot, part, parts, row, cells, mine, mask, USED: tl.constexpr,
+    CELLS: tl.constexpr,
+):  # fmt: skip
+    """State of segment ``part``; past the last one the empty state, which folds as the identity."""
+    real = part < parts
+    return _load_state(
+        states_ptr, sums_ptr, slot + part, row, cells, mine & real, mask & real, USED, CELLS
+    )
+
+
+@triton.jit
+def _load_state(
+    states_ptr, sums_ptr, slot, row, cells, mine, mask, USED: tl.constexpr, CELLS: tl.constexpr
+):
+    """m, l and acc of one stored state; empty where masked."""
+    sums = sums_ptr + slot * (2 * USED)
+    m = tl.load(sums + row, mask=mine, other=float("-inf"), cache_modifier=".cg")
     l = tl.load(sums + USED + row, mask=mine, other=0.0, cache_modifier=".cg")
     at = states_ptr + slot * (USED * CELLS)
     return m, l, tl.load(at + cells, mask=mask, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
-def _fold_if(real, m, l, acc, m_new, l_new, acc_new):
-    m1, l1, acc1 = fold(m, l, acc, m_new, l_new, acc_new)
-    return tl.where(real, m1, m), tl.where(real, l1, l), tl.where(real, acc1, acc)
-
-
-@triton.jit
-def _store_state(states_ptr, sums_ptr, slot, m, l, acc0, acc1, acc2, acc3, USED: tl.constexpr, WIDTH: tl.constexpr, PLANES: tl.constexpr):  # noqa: E501  # fmt: skip
-    row = tl.arange(0, m.shape[0])
-    column = tl.arange(0, WIDTH)
-    mine = row < USED
-    tl.store(sums_ptr + slot * 2 * USED + row, m, mask=mine)
-    tl.store(sums_ptr + slot * 2 * USED + USED + row, l, mask=mine)
-    at = states_ptr + slot * (USED * WIDTH * PLANES)
-    cells = at + row[:, None] * (WIDTH * PLANES) + column[None, :]
-    tl.store(cells, acc0, mask=mine[:, None])
-    if PLANES > 1:
-        tl.store(cells + WIDTH, acc1, mask=mine[:, None])
-    if PLANES > 2:
-        tl.store(cells + 2 * WIDTH, acc2, mask=mine[:, None])
-        tl.store(cells + 3 * WIDTH, acc3, mask=mine[:, None])
 
 
 @triton.jit
@@ -255,12 +227,9 @@ def decode_kernel(
     v_block,
     v_token,
     v_head,
-    ks_block,
-    ks_token,
-    ks_head,
-    vs_block,
-    vs_token,
-    vs_head,
+    s_block,
+    s_token,
+    s_head,
     scale_head,
     scale,
     soft_cap,
@@ -279,6 +248,7 @@ def decode_kernel(
     SLOTS: tl.constexpr,
     K_SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
+    SAME_ROWS: tl.constexpr,
     KV_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     K_WIDTH: tl.constexpr,
@@ -306,6 +276,7 @@ def decode_kernel(
     FP8_OUT: tl.constexpr,
     LSE: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
+    FINISH_ROWS: tl.constexpr,
     FINISH_WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -316,6 +287,7 @@ def decode_kernel(
     """
     USED: tl.constexpr = TILE_HEADS * QUERY_TOKENS
     EDGES: tl.constexpr = WINDOW or CHUNK or RSWA
+    RUN: tl.constexpr = KV_TILE if BLOCK_SIZE % KV_TILE == 0 else (BLOCK_SIZE & -BLOCK_SIZE)
     pid = tl.program_id(0)
     lane = pid % HEADS
     mine = starts_ptr + (pid // HEADS) * 2
@@ -333,10 +305,8 @@ def decode_kernel(
         kv_len = tl.load(fields + 3)
         first = tl.load(fields + 4)
         first_tile = tl.load(fields + 5)
-        tiles = tl.load(fields + 6)
-        base = tl.load(fields + 7) + (r % HEAD_LOOPS) * tiles
-        first_part = segment_of(first_tile * KV_TILE)
-        parts = segment_of((first_tile + tiles - 1) * KV_TILE) + 1 - first_part
+        first_part = tl.load(fields + 8)
+        parts = tl.load(fields + 9)
         begin = tl.where(r == first_row, first_segment, 0)
         end = tl.where(r == last_row, last_segment, parts)
         if end > begin:
@@ -384,96 +354,56 @@ def decode_kernel(
             if RSWA:
                 own_first = tl.where(prefix > 0, 0, near_tile)
             own_last = tl.cdiv(kv_stop, KV_TILE)
-            # Only the first and the last tile hold slots that must not be read.
-            clean_low = tl.cdiv(kv_start, KV_TILE)
-            clean_high = tl.maximum(kv_len // KV_TILE, clean_low)
             table = table_ptr + req.to(tl.int64) * table_row
             k_base = kv_head.to(tl.int64) * k_head
             v_base = kv_head.to(tl.int64) * v_head
-            k_inline = k_inline_ptr
-            v_inline = v_inline_ptr
-            if INLINE:
-                k_inline = k_inline_ptr + kv_head.to(tl.int64) * ks_head
-                v_inline = v_inline_ptr + kv_head.to(tl.int64) * vs_head
+            s_base = kv_head.to(tl.int64) * s_head
             M = tl.full([ROWS], float("-inf"), tl.float32)
             L = tl.zeros([ROWS], tl.float32)
             A0 = tl.zeros([ROWS, V_WIDTH], tl.float32)
             A1 = A0
             A2 = A0
             A3 = A0
+            safe_low = kv_start
+            hole = 0
+            if RSWA:
+                # Between prefix and window lies what no query sees, if anything.
+                apart = tl.cdiv(prefix, RUN) * RUN < kv_start
+                safe_low = tl.where(apart, kv_start, 0)
+                hole = tl.where(apart, prefix, 0)
             # A layer that sees further back than the plan knows starts earlier than the plan.
-            start = first_part + begin
+            begins = first_part + begin
+            stop = first_part + end
+            low = tl.maximum(segment_start(begins) // KV_TILE, own_first)
             if begin == 0:
-                start = tl.minimum(start, segment_of(own_first * KV_TILE))
-            for s in range(start, first_part + end):
-                low = tl.maximum(segment_start(s) // KV_TILE, own_first)
-                high = tl.minimum(segment_start(s + 1) // KV_TILE, own_last)
-                m = tl.full([ROWS], float("-inf"), tl.float32)
-                l = tl.zeros([ROWS, KV_TILE], tl.float32)
-                acc0 = tl.zeros([ROWS, V_WIDTH], tl.float32)
-                acc1 = acc0
-                acc2 = acc0
-                acc3 = acc0
-                if EDGES:
-                    edge = tl.minimum(clean_low, high)
-                    if RSWA:
-                        # Between prefix and window lies what no query sees.
-                        hole = tl.minimum(tl.cdiv(prefix, KV_TILE), high)
-                        m, l, acc0, acc1, acc2, acc3 = attend_tiles(
-                            m, l, acc0, acc1, acc2, acc3, q0, q1, q2, q3, query, scales, slope,
-                            soft_cap, key_ptr, value_ptr, k_inline, v_inline, table, k_base, v_base, k_block, k_token,
-                            v_block, v_token, ks_block, ks_token, vs_block, vs_token, low, hole,
-                            kv_start, kv_len, causal, window, chunk, lookback, prefix, ranges,
-                            num_ranges, 2, KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED, V_WIDTH, V_USED,
-                            KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL, WINDOW, CHUNK,
-                            RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, True, STAGES,
+                low = own_first
+            high = tl.minimum(segment_start(stop) // KV_TILE, own_last)
+            m = tl.full([ROWS], float("-inf"), tl.float32)
+            l = tl.zeros([ROWS, KV_TILE], tl.float32)
+            # The first group that starts inside the row lends it its slots: no other row can.
+            base = tl.load(fields + 7) + (r % HEAD_LOOPS) * tl.load(fields + 6)
+            lender = (base.to(tl.int64) * groups // total).to(tl.int32) + 1
+            slots = ((lender * HEADS + lane) * SLOTS).to(tl.int64)
+            if begin > 0:
+                # Segments of which this layer's queries see nothing are states all the same.
+                seen = segment_of(low * KV_TILE)
+                unseen = tl.where(high > low, segment_of((high - 1) * KV_TILE) + 1, begins)
+                for s in range(begins, stop):
+                    if (high <= low) | (s < seen) | (s >= unseen):
+                        store_state(
+                            states_ptr, sums_ptr, slots + s - first_part, m, L, A0, A1, A2, A3,
+                            USED, V_WIDTH, PLANES,
                         )  # fmt: skip
-                        low = tl.maximum(low, tl.maximum(hole, near_tile))
-                    m, l, acc0, acc1, acc2, acc3 = attend_tiles(
-                        m, l, acc0, acc1, acc2, acc3, q0, q1, q2, q3, query, scales, slope,
-                        soft_cap, key_ptr, value_ptr, k_inline, v_inline, table, k_base, v_base, k_block, k_token,
-                        v_block, v_token, ks_block, ks_token, vs_block, vs_token, low, edge,
-                        kv_start, kv_len, causal, window, chunk, lookback, prefix, ranges,
-                        num_ranges, 2, KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED, V_WIDTH, V_USED,
-                        KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL, WINDOW, CHUNK,
-                        RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, True, 1,
-                    )  # fmt: skip
-                    low = tl.maximum(low, edge)
-                clean = tl.minimum(clean_high, high)
-                m, l, acc0, acc1, acc2, acc3 = attend_tiles(
-                    m, l, acc0, acc1, acc2, acc3, q0, q1, q2, q3, query, scales, slope,
-                    soft_cap, key_ptr, value_ptr, k_inline, v_inline, table, k_base, v_base, k_block, k_token,
-                    v_block, v_token, ks_block, ks_token, vs_block, vs_token, low, clean,
-                    kv_start, kv_len, causal, window, chunk, lookback, prefix, ranges,
-                    num_ranges, 1, KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED, V_WIDTH, V_USED,
-                    KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL, WINDOW, CHUNK,
-                    RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, True, STAGES,
-                )  # fmt: skip
-                m, l, acc0, acc1, acc2, acc3 = attend_tiles(
-                    m, l, acc0, acc1, acc2, acc3, q0, q1, q2, q3, query, scales, slope,
-                    soft_cap, key_ptr, value_ptr, k_inline, v_inline, table, k_base, v_base, k_block, k_token,
-                    v_block, v_token, ks_block, ks_token, vs_block, vs_token,
-                    tl.maximum(low, clean), high, kv_start, kv_len, causal, window, chunk,
-                    lookback, prefix, ranges, num_ranges, 2, KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED,
-                    V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL, WINDOW,
-                    CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, True, 1,
-                )  # fmt: skip
-                total_weight = tl.sum(l, 1)
-                if begin > 0:
-                    slot = (pid * SLOTS + s - first_part).to(tl.int64)
-                    _store_state(
-                        states_ptr, sums_ptr, slot, m, total_weight, acc0, acc1, acc2, acc3, USED,
-                        V_WIDTH, PLANES,
-                    )  # fmt: skip
-                else:
-                    M0 = M
-                    L0 = L
-                    M, L, A0 = fold(M0, L0, A0, m, total_weight, acc0)
-                    if PLANES > 1:
-                        _, _, A1 = fold(M0, L0, A1, m, total_weight, acc1)
-                    if PLANES > 2:
-                        _, _, A2 = fold(M0, L0, A2, m, total_weight, acc2)
-                        _, _, A3 = fold(M0, L0, A3, m, total_weight, acc3)
+            _, _, _, _, _, _, M, L, A0, A1, A2, A3 = attend_tiles(
+                m, l, A0, A0, A0, A0, M, L, A0, A1, A2, A3, segment_of(low * KV_TILE), states_ptr,
+                sums_ptr, slots - first_part, begin > 0, q0, q1, q2, q3, query, scales, slope, soft_cap, key_ptr,
+                value_ptr, k_inline_ptr, v_inline_ptr, table, k_base, v_base, k_block, k_token,
+                v_block, v_token, s_base, s_block, s_token, low, high, safe_low, kv_len, hole,
+                kv_len, causal, window, chunk, lookback, prefix, ranges, num_ranges, True,
+                SAME_ROWS, RSWA, KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED, V_WIDTH, V_USED, KIND,
+                PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL, WINDOW, CHUNK, RSWA, RANGES, CLAMP,
+                SOFT_CAP, ALIBI, SIMPLE, True, USED, STAGES,
+            )  # fmt: skip
             if (begin == 0) & (end == parts):
                 index = tl.arange(0, V_WIDTH)
                 valid = index < V_USED
@@ -505,9 +435,8 @@ def decode_kernel(
                     )  # fmt: skip
             else:
                 if begin == 0:
-                    slot = (pid * SLOTS).to(tl.int64)
-                    _store_state(
-                        states_ptr, sums_ptr, slot, M, L, A0, A1, A2, A3, USED, V_WIDTH, PLANES
+                    store_state(
+                        states_ptr, sums_ptr, slots, M, L, A0, A1, A2, A3, USED, V_WIDTH, PLANES
                     )
                 counter = counters_ptr + r * HEADS + lane
                 # All threads have stored before one of them says so.
@@ -516,9 +445,9 @@ def decode_kernel(
                 if arrived + end - begin == parts:
                     tl.store(counter, 0)
                     _finish(
-                        kv_head, at, head, wanted, lane, parts, first_part, first_tile, base,
-                        groups, total, states_ptr, sums_ptr, out_ptr, lse_ptr, sinks_ptr, v_factor,
-                        output_scale_ptr, out_token, out_head, lse_token, KV_TILE, HEADS, SLOTS,
-                        ROWS, USED, V_WIDTH, PLANES, KIND, V_USED, V_SIZE, FINISH_WIDTH, SINKS,
-                        FP8_OUT, LSE, HARDWARE_E4M3,
+                        kv_head, (tile_of_heads % HEAD_TILES) * TILE_HEADS, token, count, slots,
+                        tl.load(starts_ptr + 2 * lender + 1), parts, states_ptr, sums_ptr, out_ptr,
+                        lse_ptr, sinks_ptr, v_factor, output_scale_ptr, out_token, out_head,
+                        lse_token, GROUP, TILE_HEADS, USED, V_WIDTH, PLANES, KIND, V_USED, V_SIZE,
+                        FINISH_ROWS, FINISH_WIDTH, SINKS, FP8_OUT, LSE, HARDWARE_E4M3,
                     )  # fmt: skip

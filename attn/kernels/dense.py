@@ -20,7 +20,7 @@ from builders.triton_attn import TritonAttentionMetadata
 from specs.dtypes import CacheDType, KVQuantMode
 from specs.layouts import KVViews
 
-FINISH_CELLS = 2048
+FINISH_CELLS = 1024
 """Cells of a state that the program which finishes a row folds at a time."""
 
 
@@ -119,9 +119,10 @@ def decode_form(device: torch.device) -> tuple[int, bool]:
     return PTX_SM89 if has_e4m3 else PTX, has_e4m3
 
 
-def _alignment(strides: tuple[int, ...]) -> int:
-    """Largest power of two, up to 16 words, that every row's offset is a multiple of."""
-    return math.gcd(16, *strides)
+def _alignment(keys: torch.Tensor, values: torch.Tensor, strides: tuple[int, ...]) -> int:
+    """Largest power of two, up to 16 words, that every row starts at a multiple of."""
+    starts = (rows.data_ptr() // rows.element_size() for rows in (keys, values))
+    return math.gcd(16, *strides, *starts)
 
 
 def _common(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors) -> dict[str, Any]:
@@ -143,6 +144,7 @@ def _common(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTens
     fp8_out = tensors.output_scale is not None
     k_strides = k_words.stride()[:3] if paged else (0, *k_words.stride()[:2])
     v_strides = v_words.stride()[:3] if paged else (0, *v_words.stride()[:2])
+    s_strides = (0, 0, 0) if keys.key_scale is None else keys.key_scale.stride()
     arguments: dict[str, Any] = {
         "query_ptr": query,
         "key_ptr": k_words,
@@ -188,7 +190,8 @@ def _common(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTens
         "COMPUTE": compute,
         "GUARD": guard,
         "PER_TENSOR": layer.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR,
-        "ALIGN": _alignment((*k_strides, *v_strides)),
+        "SAME_ROWS": k_strides == v_strides,
+        "ALIGN": _alignment(k_words, v_words, (*k_strides, *v_strides)),
         "CAUSAL": 0 if not layer.causal or causal is False else 2 if per_request else 1,
         "WINDOW": window is not None and not rswa,
         "CHUNK": chunk is not None,
@@ -208,9 +211,7 @@ def _common(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTens
         "LSE": tensors.lse is not None,
         "HARDWARE_E4M3": hardware,
     }
-    none = (0, 0, 0)
-    scales = [(side.stride() if side is not None else none) for side in keys[2:]]
-    for name, strides in zip(("k", "v", "ks", "vs"), (k_strides, v_strides, *scales), strict=True):
+    for name, strides in (("k", k_strides), ("v", v_strides), ("s", s_strides)):
         for axis, stride in zip(("block", "token", "head"), strides, strict=True):
             arguments[f"{name}_{axis}"] = stride
     return arguments
@@ -223,6 +224,7 @@ def split_call(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseT
     tile = plan.tile
     arguments = _common(layer, step, tensors)
     width = arguments["V_WIDTH"] * arguments["PLANES"]
+    finish_rows = power_of_two(tile.tile_heads * tile.query_tokens)
     arguments |= {
         "rows_ptr": plan.rows,
         "total_ptr": plan.total,
@@ -239,7 +241,8 @@ def split_call(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseT
         "ROWS": tile.rows,
         "SLOTS": plan.slots,
         "KV_TILE": tile.kv_tile,
-        "FINISH_WIDTH": max(16, min(width, FINISH_CELLS // tile.rows)),
+        "FINISH_ROWS": finish_rows,
+        "FINISH_WIDTH": max(16, min(width, FINISH_CELLS // finish_rows)),
         "STAGES": tile.num_stages,
     }
     grid = (plan.groups * plan.heads,)

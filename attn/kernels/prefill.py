@@ -53,12 +53,9 @@ def prefill_kernel(
     v_block,
     v_token,
     v_head,
-    ks_block,
-    ks_token,
-    ks_head,
-    vs_block,
-    vs_token,
-    vs_head,
+    s_block,
+    s_token,
+    s_head,
     scale_head,
     scale,
     soft_cap,
@@ -73,6 +70,7 @@ def prefill_kernel(
     REQ_STEPS: tl.constexpr,
     K_SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
+    SAME_ROWS: tl.constexpr,
     KV_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     K_WIDTH: tl.constexpr,
@@ -187,11 +185,7 @@ def prefill_kernel(
         else:
             k_base += begin.to(tl.int64) * k_token
             v_base += begin.to(tl.int64) * v_token
-        k_inline = k_inline_ptr
-        v_inline = v_inline_ptr
-        if INLINE:
-            k_inline = k_inline_ptr + kv_head.to(tl.int64) * ks_head
-            v_inline = v_inline_ptr + kv_head.to(tl.int64) * vs_head
+        s_base = kv_head.to(tl.int64) * s_head
         low = kv_start // KV_TILE
         high = tl.cdiv(kv_stop, KV_TILE)
         full_low = tl.cdiv(all_low, KV_TILE)
@@ -205,42 +199,41 @@ def prefill_kernel(
         if EDGES or RANGES:
             if RSWA:
                 hole = tl.minimum(tl.cdiv(prefix, KV_TILE), high)
-                m, l, acc0, acc1, acc2, acc3 = attend_tiles(
-                    m, l, acc0, acc1, acc2, acc3, q0, q1, q2, q3, query, scales, slope, soft_cap,
-                    key_ptr, value_ptr, k_inline, v_inline, table, k_base, v_base, k_block, k_token, v_block, v_token,
-                    ks_block, ks_token, vs_block, vs_token, 0, hole, kv_start, kv_len, causal,
-                    window, chunk, lookback, prefix, ranges, num_ranges, 2, KV_TILE, BLOCK_SIZE,
-                    K_WIDTH, K_USED, V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN,
-                    CAUSAL, WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False,
-                    STAGES,
+                m, l, acc0, acc1, acc2, acc3, _, _, _, _, _, _ = attend_tiles(
+                    m, l, acc0, acc1, acc2, acc3, m, m, m, m, m, m, 0, None, None, 0, False, q0, q1, q2, q3, query, scales, slope, soft_cap, key_ptr,
+                    value_ptr, k_inline_ptr, v_inline_ptr, table, k_base, v_base, k_block, k_token, v_block,
+                    v_token, s_base, s_block, s_token, 0, hole, 0, tl.minimum(prefix, kv_len), 0, kv_len, causal,
+                    window, chunk, lookback, prefix, ranges, num_ranges, True, SAME_ROWS, False, KV_TILE, BLOCK_SIZE,
+                    K_WIDTH, K_USED, V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL,
+                    WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, 0, STAGES,
                 )  # fmt: skip
                 low = tl.maximum(low, hole)
             edge = tl.minimum(full_low, high)
-            m, l, acc0, acc1, acc2, acc3 = attend_tiles(
-                m, l, acc0, acc1, acc2, acc3, q0, q1, q2, q3, query, scales, slope, soft_cap,
-                key_ptr, value_ptr, k_inline, v_inline, table, k_base, v_base, k_block, k_token, v_block, v_token,
-                ks_block, ks_token, vs_block, vs_token, low, edge, kv_start, kv_len, causal,
-                window, chunk, lookback, prefix, ranges, num_ranges, 2, KV_TILE, BLOCK_SIZE,
-                K_WIDTH, K_USED, V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN,
-                CAUSAL, WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, STAGES,
+            m, l, acc0, acc1, acc2, acc3, _, _, _, _, _, _ = attend_tiles(
+                m, l, acc0, acc1, acc2, acc3, m, m, m, m, m, m, 0, None, None, 0, False, q0, q1, q2, q3, query, scales, slope, soft_cap, key_ptr,
+                value_ptr, k_inline_ptr, v_inline_ptr, table, k_base, v_base, k_block, k_token, v_block,
+                v_token, s_base, s_block, s_token, low, edge, kv_start, kv_len, 0, kv_len, causal,
+                window, chunk, lookback, prefix, ranges, num_ranges, True, SAME_ROWS, False, KV_TILE, BLOCK_SIZE,
+                K_WIDTH, K_USED, V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL,
+                WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, 0, STAGES,
             )  # fmt: skip
             low = tl.maximum(low, edge)
         full = tl.minimum(full_high, high)
-        m, l, acc0, acc1, acc2, acc3 = attend_tiles(
-            m, l, acc0, acc1, acc2, acc3, q0, q1, q2, q3, query, scales, slope, soft_cap,
-            key_ptr, value_ptr, k_inline, v_inline, table, k_base, v_base, k_block, k_token, v_block, v_token,
-            ks_block, ks_token, vs_block, vs_token, low, full, kv_start, kv_len, causal,
-            window, chunk, lookback, prefix, ranges, num_ranges, 0, KV_TILE, BLOCK_SIZE,
-            K_WIDTH, K_USED, V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN,
-            CAUSAL, WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, STAGES,
+        m, l, acc0, acc1, acc2, acc3, _, _, _, _, _, _ = attend_tiles(
+            m, l, acc0, acc1, acc2, acc3, m, m, m, m, m, m, 0, None, None, 0, False, q0, q1, q2, q3, query, scales, slope, soft_cap, key_ptr,
+            value_ptr, k_inline_ptr, v_inline_ptr, table, k_base, v_base, k_block, k_token, v_block,
+            v_token, s_base, s_block, s_token, low, full, kv_start, kv_len, 0, kv_len, causal,
+            window, chunk, lookback, prefix, ranges, num_ranges, False, SAME_ROWS, False, KV_TILE, BLOCK_SIZE,
+            K_WIDTH, K_USED, V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL,
+            WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, 0, STAGES,
         )  # fmt: skip
-        m, l, acc0, acc1, acc2, acc3 = attend_tiles(
-            m, l, acc0, acc1, acc2, acc3, q0, q1, q2, q3, query, scales, slope, soft_cap,
-            key_ptr, value_ptr, k_inline, v_inline, table, k_base, v_base, k_block, k_token, v_block, v_token,
-            ks_block, ks_token, vs_block, vs_token, tl.maximum(low, full), high, kv_start, kv_len,
-            causal, window, chunk, lookback, prefix, ranges, num_ranges, 2, KV_TILE, BLOCK_SIZE,
-            K_WIDTH, K_USED, V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN,
-            CAUSAL, WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, STAGES,
+        m, l, acc0, acc1, acc2, acc3, _, _, _, _, _, _ = attend_tiles(
+            m, l, acc0, acc1, acc2, acc3, m, m, m, m, m, m, 0, None, None, 0, False, q0, q1, q2, q3, query, scales, slope, soft_cap, key_ptr,
+            value_ptr, k_inline_ptr, v_inline_ptr, table, k_base, v_base, k_block, k_token, v_block,
+            v_token, s_base, s_block, s_token, tl.maximum(low, full), high, kv_start, kv_len, 0, kv_len, causal,
+            window, chunk, lookback, prefix, ranges, num_ranges, True, SAME_ROWS, False, KV_TILE, BLOCK_SIZE,
+            K_WIDTH, K_USED, V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL,
+            WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, 0, STAGES,
         )  # fmt: skip
         index = tl.arange(0, V_WIDTH)
         valid = index < V_USED

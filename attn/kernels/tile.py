@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from builders.kernels import segment_start
+
 LOG2E = 1.4426950408889634
 _LOG2E = tl.constexpr(LOG2E)
 
@@ -25,8 +27,8 @@ _PLAIN, _PTX_SM89 = tl.constexpr(PLAIN), tl.constexpr(PTX_SM89)
 def is_visible(
     query,
     key,
+    reach,
     kv_len,
-    causal,
     window,
     chunk,
     lookback,
@@ -42,13 +44,9 @@ def is_visible(
 ):
     """Which keys a query sees; positions that broadcast against each other.
 
-    CAUSAL is 0 (never), 1 (always) or 2 (as ``causal`` says for this request).
+    ``reach`` is the last key that causality and the KV length leave to the query (:func:`reach_of`).
     """
-    seen = key < kv_len
-    if CAUSAL == 1:
-        seen = seen & (key <= query)
-    elif CAUSAL == 2:
-        seen = seen & ((key <= query) | (causal == 0))
+    seen = key <= reach
     if CHUNK:
         seen = seen & (query // chunk - key // chunk <= lookback)
     if RSWA:
@@ -66,6 +64,17 @@ def is_visible(
                 inside = inside & (query - key < window)
             seen = seen | (inside & (key < kv_len))
     return seen
+
+
+@triton.jit
+def reach_of(query, kv_len, causal, CAUSAL: tl.constexpr):
+    """Last key that a query may see; CAUSAL is 0 (never), 1 (always) or 2 (as ``causal`` says)."""
+    reach = query * 0 + kv_len - 1
+    if CAUSAL == 1:
+        reach = tl.minimum(query, reach)
+    elif CAUSAL == 2:
+        reach = tl.where(causal != 0, tl.minimum(query, reach), reach)
+    return reach
 
 
 @triton.jit
@@ -120,30 +129,55 @@ def biased(scores, distance, slope, soft_cap, SOFT_CAP: tl.constexpr, ALIBI: tl.
 
 
 @triton.jit
-def page_ids(table_ptr, tile, kv_len, SUB: tl.constexpr, PARTS: tl.constexpr, PAGES: tl.constexpr):
-    """Physical block of each run of ``SUB`` tokens of a tile; 0 past the end, where none is used.
+def _near_runs(tile, low, high, hole, SUB: tl.constexpr, PAGES: tl.constexpr, HOLE: tl.constexpr):
+    """Runs of ``SUB`` tokens of a tile, moved into the slots that may be read, and their limits.
 
-    A page is cut into PARTS runs, so that pages of any multiple of 16 tokens fit tiles.
+    Slots in ``[low, high)`` may be read, with HOLE those below ``hole`` too. All ``[PAGES]``.
     """
     run = tile * PAGES + tl.arange(0, PAGES)
-    return tl.load(table_ptr + run // PARTS, mask=run * SUB < kv_len, other=0)
+    first = run * 0 + low
+    last = run * 0 + tl.maximum(high - 1, 0)
+    if HOLE:
+        early = run * SUB < hole
+        first = tl.where(early, 0, first)
+        last = tl.where(early, hole - 1, last)
+    return tl.minimum(tl.maximum(run, first // SUB), last // SUB), first, last
+
+
+@triton.jit
+def page_ids(
+    table_ptr, tile, low, high, hole, SUB: tl.constexpr, PARTS: tl.constexpr, PAGES: tl.constexpr,
+    HOLE: tl.constexpr,
+):  # fmt: skip
+    """Physical block of each run of ``SUB`` tokens of a tile, ``[PAGES]``.
+
+    A page is cut into PARTS runs, so that pages of any multiple of 16 tokens fit tiles. No entry of
+    the table is looked at but those of slots that may be read.
+    """
+    run, _, _ = _near_runs(tile, low, high, hole, SUB, PAGES, HOLE)
+    return tl.load(table_ptr + run // PARTS)
 
 
 @triton.jit
 def paged_rows(
-    pages,
-    tile,
-    stride_block,
-    stride_token,
-    SUB: tl.constexpr,
-    PARTS: tl.constexpr,
-    PAGES: tl.constexpr,
-):
-    """int64 offset of each token of a tile, ``[PAGES * SUB]``."""
-    run = tile * PAGES + tl.arange(0, PAGES)
-    base = pages.to(tl.int64) * stride_block + (run % PARTS) * SUB * stride_token
-    rows = base[:, None] + (tl.arange(0, SUB) * stride_token)[None, :]
-    return tl.reshape(rows, [PAGES * SUB])
+    pages, tile, low, high, hole, stride_block, stride_token, CLAMP: tl.constexpr,
+    SUB: tl.constexpr, PARTS: tl.constexpr, PAGES: tl.constexpr, HOLE: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
+    """int64 offset of each token of a tile, ``[PAGES * SUB]``; with CLAMP of the nearest slot that
+    may be read: others can hold anything, and 0 * NaN is NaN."""
+    step = tl.arange(0, SUB)[None, :]
+    if CLAMP:
+        run, first, last = _near_runs(tile, low, high, hole, SUB, PAGES, HOLE)
+        token = (tile * (PAGES * SUB) + tl.arange(0, PAGES) * SUB)[:, None] + step
+        token = tl.minimum(tl.maximum(token, first[:, None]), last[:, None])
+        within = token - (run // PARTS * (PARTS * SUB))[:, None]
+    else:
+        run = tile * PAGES + tl.arange(0, PAGES)
+        within = (run % PARTS * SUB)[:, None] + step
+    rows = (pages.to(tl.int64) * stride_block)[:, None] + within * stride_token
+    # The hint belongs here: on the result of a call it is lost, and asynchronous copies with it.
+    return tl.multiple_of(tl.reshape(rows, [PAGES * SUB]), ALIGN)
 
 
 @triton.jit
@@ -301,6 +335,24 @@ def fold(m, l, acc, m_new, l_new, acc_new):
 
 
 @triton.jit
+def store_state(states_ptr, sums_ptr, slot, m, l, acc0, acc1, acc2, acc3, USED: tl.constexpr, WIDTH: tl.constexpr, PLANES: tl.constexpr):  # noqa: E501  # fmt: skip
+    """State of one segment into its slot of the scratch; only rows below USED exist there."""
+    row = tl.arange(0, m.shape[0])
+    column = tl.arange(0, WIDTH)
+    mine = row < USED
+    tl.store(sums_ptr + slot * 2 * USED + row, m, mask=mine)
+    tl.store(sums_ptr + slot * 2 * USED + USED + row, l, mask=mine)
+    at = states_ptr + slot * (USED * WIDTH * PLANES)
+    cells = at + row[:, None] * (WIDTH * PLANES) + column[None, :]
+    tl.store(cells, acc0, mask=mine[:, None])
+    if PLANES > 1:
+        tl.store(cells + WIDTH, acc1, mask=mine[:, None])
+    if PLANES > 2:
+        tl.store(cells + 2 * WIDTH, acc2, mask=mine[:, None])
+        tl.store(cells + 3 * WIDTH, acc3, mask=mine[:, None])
+
+
+@triton.jit
 def attend_tiles(
     m,
     l,
@@ -308,6 +360,17 @@ def attend_tiles(
     acc1,
     acc2,
     acc3,
+    M,
+    L,
+    A0,
+    A1,
+    A2,
+    A3,
+    segment,
+    states_ptr,
+    sums_ptr,
+    slot,
+    stores,
     q0,
     q1,
     q2,
@@ -327,13 +390,14 @@ def attend_tiles(
     k_token,
     v_block,
     v_token,
-    ks_block,
-    ks_token,
-    vs_block,
-    vs_token,
+    s_base,
+    s_block,
+    s_token,
     low,
     high,
-    kv_start,
+    safe_low,
+    safe_high,
+    hole,
     kv_len,
     causal,
     window,
@@ -343,6 +407,8 @@ def attend_tiles(
     ranges_ptr,
     num_ranges,
     MASK: tl.constexpr,
+    SAME_ROWS: tl.constexpr,
+    HOLE: tl.constexpr,
     KV_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     K_WIDTH: tl.constexpr,
@@ -364,16 +430,18 @@ def attend_tiles(
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
     SIMPLE: tl.constexpr,
-    LAZY_SUM: tl.constexpr,
+    SEGMENTED: tl.constexpr,
+    USED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Online softmax over key tiles ``[low, high)`` for one tile of query rows.
 
-    m ``[M]``; l ``[M]``, or with LAZY_SUM ``[M, KV_TILE]`` to be summed by the caller; acc* ``[M, V_WIDTH]`` and q* ``[M, K_WIDTH]``, one per plane of the stored words;
+    m ``[M]``; l ``[M]``; acc* ``[M, V_WIDTH]`` and q* ``[M, K_WIDTH]``, one per plane of the stored words;
     query ``[M]`` positions; scale ``[M]`` (times log2(e) unless SOFT_CAP). Without a block table
-    (BLOCK_SIZE 0) keys lie one after another. MASK: 0 every key is seen by every row; 1 not so, but
-    every slot of the tiles may be read; 2 only slots in ``[kv_start, kv_len)`` (or the R-SWA prefix)
-    may be read: others can hold anything, and 0 * NaN is NaN.
+    (BLOCK_SIZE 0) keys lie one after another. MASK False: every row sees every key of the tiles.
+    SEGMENTED: at the end of each segment its state goes to slot ``slot + segment`` if ``stores``,
+    else it is folded into M, L, A*; l is then ``[M, KV_TILE]``, summed at a segment's end.
+    Only slots in ``[safe_low, safe_high)``, with HOLE also below ``hole``, are read. SAME_ROWS: values have the strides of keys.
     """
     SUB: tl.constexpr = KV_TILE if BLOCK_SIZE == 0 or BLOCK_SIZE % KV_TILE == 0 else (
         BLOCK_SIZE & -BLOCK_SIZE
@@ -384,39 +452,51 @@ def attend_tiles(
     kc = tl.arange(0, K_WIDTH)
     vc = tl.arange(0, V_WIDTH)
     within = tl.arange(0, KV_TILE)
+    BYTES: tl.constexpr = ALIGN * key_ptr.dtype.element_ty.primitive_bitwidth // 8
+    keys_at = tl.multiple_of(key_ptr + k_base, BYTES if BYTES < 16 else 16)
+    values_at = tl.multiple_of(value_ptr + v_base, BYTES if BYTES < 16 else 16)
     pages = tl.zeros([PAGES], tl.int32)
     if BLOCK_SIZE > 0:
         # One tile ahead, so that the load of keys never waits for its page ids.
-        pages = page_ids(table_ptr, low, kv_len, SUB, PARTS, PAGES)
+        pages = page_ids(table_ptr, low, safe_low, safe_high, hole, SUB, PARTS, PAGES, HOLE)
+    if MASK:
+        reach = reach_of(query, kv_len, causal, CAUSAL)
+    if SEGMENTED:
+        segment_end = segment_start(segment + 1) // KV_TILE
     for tile in tl.range(low, high, num_stages=STAGES):
         token = tile * KV_TILE + within
         if BLOCK_SIZE > 0:
-            k_rows = paged_rows(pages, tile, k_block, k_token, SUB, PARTS, PAGES)
-            v_rows = paged_rows(pages, tile, v_block, v_token, SUB, PARTS, PAGES)
+            k_rows = paged_rows(
+                pages, tile, safe_low, safe_high, hole, k_block, k_token, MASK, SUB,
+                PARTS, PAGES, HOLE, ALIGN,
+            )
+            v_rows = k_rows
+            if not SAME_ROWS:
+                v_rows = paged_rows(
+                    pages, tile, safe_low, safe_high, hole, v_block, v_token, MASK, SUB,
+                    PARTS, PAGES, HOLE, ALIGN,
+                )
         else:
-            k_rows = token.to(tl.int64) * k_token
-            v_rows = token.to(tl.int64) * v_token
-        # A hint holds for the operation that made a value; on the result of a call it is lost.
-        k_rows = tl.multiple_of(k_rows + k_base, ALIGN)
-        v_rows = tl.multiple_of(v_rows + v_base, ALIGN)
-        k_at = key_ptr + (k_rows[:, None] + kc[None, :])
-        v_at = value_ptr + (v_rows[:, None] + vc[None, :])
-        live = (token < kv_len) & (token >= kv_start)
-        if RSWA:
-            live = (token < kv_len) & ((token >= kv_start) | (token < prefix))
-        if MASK == 2:
-            keys = tl.load(k_at, mask=live[:, None] & (kc < K_USED)[None, :], other=0)
-        elif K_USED < K_WIDTH:
+            near = tl.minimum(token, safe_high - 1).to(tl.int64)
+            k_rows = tl.multiple_of(near * k_token, ALIGN)
+            v_rows = tl.multiple_of(near * v_token, ALIGN)
+        k_at = keys_at + (k_rows[:, None] + kc[None, :])
+        v_at = values_at + (v_rows[:, None] + vc[None, :])
+        if K_USED < K_WIDTH:
             keys = tl.load(k_at, mask=(kc < K_USED)[None, :], other=0)
         else:
             keys = tl.load(k_at)
         if INLINE:
-            ks_rows = paged_rows(pages, tile, ks_block, ks_token, SUB, PARTS, PAGES)
-            vs_rows = paged_rows(pages, tile, vs_block, vs_token, SUB, PARTS, PAGES)
-            k_scale = tl.load(k_scale_ptr + ks_rows, mask=live, other=1.0)
-            v_scale = tl.load(v_scale_ptr + vs_rows, mask=live, other=1.0)
+            s_rows = s_base + paged_rows(
+                pages, tile, safe_low, safe_high, hole, s_block, s_token, MASK, SUB,
+                PARTS, PAGES, HOLE, 1,
+            )
+            k_scale = tl.load(k_scale_ptr + s_rows)
+            v_scale = tl.load(v_scale_ptr + s_rows)
         if BLOCK_SIZE > 0:
-            pages = page_ids(table_ptr, tile + 1, kv_len, SUB, PARTS, PAGES)
+            pages = page_ids(
+                table_ptr, tile + 1, safe_low, safe_high, hole, SUB, PARTS, PAGES, HOLE
+            )
 
         zero = tl.zeros([m.shape[0], KV_TILE], tl.float32)
         scores = dot(q0, tl.trans(plane_of(keys, 0, KIND, DECODE).to(COMPUTE)), zero, IEEE)
@@ -434,10 +514,10 @@ def attend_tiles(
             if INLINE:
                 # The value's scale joins the weight's exponent: their product cannot underflow.
                 scores = scores + tl.log2(v_scale)[None, :]
-        if MASK > 0:
+        if MASK:
             seen = is_visible(
-                query[:, None], token[None, :], kv_len, causal, window, chunk, lookback, prefix,
-                ranges_ptr, num_ranges, CAUSAL, WINDOW, CHUNK, RSWA, RANGES, CLAMP,
+                query[:, None], token[None, :], reach[:, None], kv_len, window, chunk, lookback,
+                prefix, ranges_ptr, num_ranges, CAUSAL, WINDOW, CHUNK, RSWA, RANGES, CLAMP,
             )  # fmt: skip
             scores = tl.where(seen, scores, float("-inf"))
         top = tl.max(scores, 1)
@@ -445,7 +525,7 @@ def attend_tiles(
             top = top * scale
         top = tl.maximum(m, top)
         base = top
-        if MASK > 0:
+        if MASK:
             base = tl.where(top == float("-inf"), 0.0, top)
         if SIMPLE:
             weights = tl.exp2(tl.fma(scores, scale[:, None], -base[:, None]))
@@ -456,13 +536,11 @@ def attend_tiles(
         parts = weights
         if INLINE:
             parts = weights * (1.0 / v_scale)[None, :]
-        if LAZY_SUM:
+        if SEGMENTED:
             l = l * alpha[:, None] + parts
         else:
             l = l * alpha + tl.sum(parts, 1)
-        if MASK == 2:
-            values = tl.load(v_at, mask=live[:, None] & (vc < V_USED)[None, :], other=0)
-        elif V_USED < V_WIDTH:
+        if V_USED < V_WIDTH:
             values = tl.load(v_at, mask=(vc < V_USED)[None, :], other=0)
         else:
             values = tl.load(v_at)
@@ -473,4 +551,31 @@ def attend_tiles(
         if PLANES > 2:
             acc2 = dot(weights, plane_of(values, 2, KIND, DECODE).to(COMPUTE), acc2 * alpha[:, None], IEEE)
             acc3 = dot(weights, plane_of(values, 3, KIND, DECODE).to(COMPUTE), acc3 * alpha[:, None], IEEE)
-    return m, l, acc0, acc1, acc2, acc3
+        if SEGMENTED:
+            if (tile + 1 == segment_end) | (tile + 1 == high):
+                total = tl.sum(l, 1)
+                if stores:
+                    store_state(
+                        states_ptr, sums_ptr, slot + segment, m, total, acc0, acc1,
+                        acc2, acc3, USED, V_WIDTH, PLANES,
+                    )  # fmt: skip
+                else:
+                    M0 = M
+                    L0 = L
+                    M, L, A0 = fold(M0, L0, A0, m, total, acc0)
+                    if PLANES > 1:
+                        _, _, A1 = fold(M0, L0, A1, m, total, acc1)
+                    if PLANES > 2:
+                        _, _, A2 = fold(M0, L0, A2, m, total, acc2)
+                        _, _, A3 = fold(M0, L0, A3, m, total, acc3)
+                m = tl.full([m.shape[0]], float("-inf"), tl.float32)
+                l = tl.zeros([m.shape[0], KV_TILE], tl.float32)
+                acc0 = tl.zeros([m.shape[0], V_WIDTH], tl.float32)
+                if PLANES > 1:
+                    acc1 = acc0
+                if PLANES > 2:
+                    acc2 = acc0
+                    acc3 = acc0
+                segment += 1
+                segment_end = segment_start(segment + 1) // KV_TILE
+    return m, l, acc0, acc1, acc2, acc3, M, L, A0, A1, A2, A3
