@@ -8,14 +8,9 @@ import triton.language as tl
 from builders import segments
 from builders.split_kv import ROW_FIELDS
 
-_SHORT_SEGMENT = tl.constexpr(segments.SHORT_SEGMENT)
-_SHORT_LIMIT = tl.constexpr(segments.SHORT_LIMIT)
-_LONG_SEGMENT = tl.constexpr(segments.LONG_SEGMENT)
-_LONG_LIMIT = tl.constexpr(segments.LONG_LIMIT)
-_SHORT = tl.constexpr(segments._SHORT)
-_LONG = tl.constexpr(segments._LONG)
-_PER_OCTAVE = tl.constexpr(segments._PER_OCTAVE)
-
+_SEGMENT = tl.constexpr(segments.SEGMENT)
+_LIMIT = tl.constexpr(segments.LIMIT)
+_PER_OCTAVE = tl.constexpr(segments.PER_OCTAVE)
 _FIELDS = tl.constexpr(ROW_FIELDS)
 
 
@@ -23,28 +18,20 @@ _FIELDS = tl.constexpr(ROW_FIELDS)
 def segment_of(position):
     """See :func:`builders.segments.segment_of`; scalars or tensors of int32."""
     # floor(log2) of the number of whole limits, exact in fp32: its exponent.
-    limits = (position // _LONG_LIMIT).to(tl.float32)
+    limits = (position // _LIMIT).to(tl.float32)
     octave = tl.maximum((limits.to(tl.int32, bitcast=True) >> 23) - 127, 0)
-    far = _SHORT + _LONG + _PER_OCTAVE * octave
-    far += (position - (_LONG_LIMIT << octave)) // ((2 * _LONG_SEGMENT) << octave)
-    middle = _SHORT + (position - _SHORT_LIMIT) // _LONG_SEGMENT
-    near = position // _SHORT_SEGMENT
-    return tl.where(
-        position < _SHORT_LIMIT, near, tl.where(position < _LONG_LIMIT, middle, far)
-    )
+    far = _LIMIT // _SEGMENT + _PER_OCTAVE * octave
+    far += (position - (_LIMIT << octave)) // ((2 * _SEGMENT) << octave)
+    return tl.where(position < _LIMIT, position // _SEGMENT, far)
 
 
 @triton.jit
 def segment_start(segment):
     """See :func:`builders.segments.segment_start`."""
-    beyond = tl.maximum(segment - _SHORT - _LONG, 0)
+    beyond = tl.maximum(segment - _LIMIT // _SEGMENT, 0)
     octave = beyond // _PER_OCTAVE
-    far = (_LONG_LIMIT << octave) + (beyond % _PER_OCTAVE) * ((2 * _LONG_SEGMENT) << octave)
-    middle = _SHORT_LIMIT + (segment - _SHORT) * _LONG_SEGMENT
-    near = segment * _SHORT_SEGMENT
-    return tl.where(
-        segment <= _SHORT, near, tl.where(segment <= _SHORT + _LONG, middle, far)
-    )
+    far = (_LIMIT << octave) + (beyond % _PER_OCTAVE) * ((2 * _SEGMENT) << octave)
+    return tl.where(segment <= _LIMIT // _SEGMENT, segment * _SEGMENT, far)
 
 
 @triton.jit
@@ -117,6 +104,7 @@ def plan_kernel(
     lookback,
     QUERY_TOKENS: tl.constexpr,
     KV_TILE: tl.constexpr,
+    SEGMENT_UNIT: tl.constexpr,
     HEAD_LOOPS: tl.constexpr,
     PREFILL_TILE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -175,9 +163,9 @@ def plan_kernel(
     tl.store(out + 5, first_tile, mask=live)
     tl.store(out + 6, tiles, mask=live)
     tl.store(out + 7, tile_ends - tiles * HEAD_LOOPS, mask=live)
-    part = segment_of(first_tile * KV_TILE)
+    part = segment_of(first_tile * SEGMENT_UNIT)
     tl.store(out + 8, part, mask=live)
-    tl.store(out + 9, segment_of((first_tile + tiles - 1) * KV_TILE) + 1 - part, mask=live)
+    tl.store(out + 9, segment_of((first_tile + tiles - 1) * SEGMENT_UNIT) + 1 - part, mask=live)
     tl.store(total_ptr, num_rows)
     tl.store(total_ptr + 1, total)
     tl.debug_barrier()
@@ -193,13 +181,13 @@ def plan_kernel(
     offset = position - tl.load(fields + 7, mask=some, other=0)
     loop = offset // tiles
     tile = first_tile + offset % tiles
-    at = segment_of(tile * KV_TILE)
+    at = segment_of(tile * SEGMENT_UNIT)
     # Inside a segment the next one is meant; past the row's last, the next row.
-    inside = tl.maximum(segment_start(at) // KV_TILE, first_tile) < tile
+    inside = tl.maximum(segment_start(at) // SEGMENT_UNIT, first_tile) < tile
     at = at + inside.to(tl.int32)
     row = row * HEAD_LOOPS + loop
-    past = at > segment_of((first_tile + tiles - 1) * KV_TILE)
-    segment = tl.where(past, 0, at - segment_of(first_tile * KV_TILE))
+    past = at > segment_of((first_tile + tiles - 1) * SEGMENT_UNIT)
+    segment = tl.where(past, 0, at - segment_of(first_tile * SEGMENT_UNIT))
     row = tl.where(past, row + 1, row)
     done = (position >= total) | (num_rows == 0)
     tl.store(starts_ptr + 2 * c, tl.where(done, num_rows * HEAD_LOOPS, row), mask=c <= num_groups)

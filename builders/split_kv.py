@@ -80,9 +80,16 @@ class SplitTile:
     """Query tokens of a tile."""
     kv_tile: int
     """Keys of a tile."""
+    segment_scale: int
+    """Segments are this many times as long: a state grows with the rows, its cost should not."""
     num_warps: int
     num_stages: int
     programs_per_sm: int
+
+    @property
+    def segment_unit(self) -> int:
+        """Tokens of a tile, in the positions that :mod:`builders.segments` knows."""
+        return self.kv_tile // self.segment_scale
 
 
 @dataclass(frozen=True)
@@ -117,13 +124,14 @@ def split_tile(shape: DenseShape, kind: DeviceKind, max_query_len: int) -> Split
     row_bytes = (shape.head_size + shape.head_size_v) * max(shape.stored_bits, 8) // 8
     need = (stages - 1) * kv_tile * row_bytes / 1024 + 8
     room = SHARED_MEMORY.get(kind, 99)
-    programs = max(1, min(3 if narrow else 2, int(room // need)))
+    programs = max(1, min(2, int(room // need)))
     return SplitTile(
         rows=rows,
         tile_heads=tile_heads,
         head_tiles=head_tiles,
         query_tokens=max(1, rows // tile_heads),
         kv_tile=kv_tile,
+        segment_scale=max(1, rows // 16),
         num_warps=4,
         num_stages=stages,
         programs_per_sm=programs,
@@ -250,7 +258,7 @@ class SplitPlanner:
             tokens // tile.query_tokens + reqs,
         )
         span = None if limits.window is None else limits.window + tile.query_tokens
-        self.slots = max_segments(limits.max_kv_len, span)
+        self.slots = max_segments(cdiv(limits.max_kv_len, tile.segment_scale), span)
         used = tile.tile_heads * tile.query_tokens
         states = self.groups * self.heads * self.slots * used
         # Quantised rows are read in planes, each rounded up to a power of two on its own.
@@ -322,6 +330,7 @@ class SplitPlanner:
             lookback,
             QUERY_TOKENS=self.tile.query_tokens,
             KV_TILE=self.tile.kv_tile,
+            SEGMENT_UNIT=self.tile.segment_unit,
             HEAD_LOOPS=self.head_loops,
             PREFILL_TILE=self.prefill.query_tile,
             WINDOW=window is not None,
@@ -457,20 +466,22 @@ def plan_rows(
             first_tile = max(start, 0) // tile.kv_tile
             tiles = max(cdiv(kv_len, tile.kv_tile) - first_tile, 1)
             taken = min(count - skipped, tile.query_tokens)
-            part = segment_of(first_tile * tile.kv_tile)
-            parts = segment_of((first_tile + tiles - 1) * tile.kv_tile) + 1 - part
+            part = segment_of(first_tile * tile.segment_unit)
+            parts = segment_of((first_tile + tiles - 1) * tile.segment_unit) + 1 - part
             rows.append(
                 [req, token + skipped, taken, kv_len, first, first_tile, tiles, place, part, parts]
             )
             place += tiles * head_loops
         token += count
         row_starts.append(len(rows))
-    starts = [_start_of(c, groups, place, rows, tile.kv_tile, head_loops) for c in range(groups + 1)]
+    starts = [
+        _start_of(c, groups, place, rows, tile.segment_unit, head_loops) for c in range(groups + 1)
+    ]
     return HostPlan(row_starts, rows, place, starts)
 
 
 def _start_of(
-    group: int, groups: int, total: int, rows: list[list[int]], kv_tile: int, head_loops: int
+    group: int, groups: int, total: int, rows: list[list[int]], unit: int, head_loops: int
 ) -> tuple[int, int]:
     """Row (times head loops) and segment of the first segment at or after a group's share."""
     position = cdiv(group * total, groups)
@@ -480,9 +491,9 @@ def _start_of(
     first_tile, tiles, place = rows[row][5:8]
     loop, offset = divmod(position - place, tiles)
     tile = first_tile + offset
-    at = segment_of(tile * kv_tile)
-    if max(segment_start(at) // kv_tile, first_tile) < tile:
+    at = segment_of(tile * unit)
+    if max(segment_start(at) // unit, first_tile) < tile:
         at += 1
-    if at > segment_of((first_tile + tiles - 1) * kv_tile):
+    if at > segment_of((first_tile + tiles - 1) * unit):
         return row * head_loops + loop + 1, 0
-    return row * head_loops + loop, at - segment_of(first_tile * kv_tile)
+    return row * head_loops + loop, at - segment_of(first_tile * unit)

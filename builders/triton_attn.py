@@ -117,7 +117,9 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             head_size=spec.head_size,
             head_size_v=spec.v_size,
             itemsize=spec.dtype.itemsize,
-            stored_bits=spec.cache_dtype.element(spec.dtype).itemsize * 8 // spec.cache_dtype.packing,
+            stored_bits=spec.cache_dtype.element(spec.dtype).itemsize
+            * 8
+            // spec.cache_dtype.packing,
         )
         self.is_encoder = isinstance(spec, EncoderOnlyAttentionSpec)
         self.is_cross = isinstance(spec, CrossAttentionSpec)
@@ -206,9 +208,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
                 f"causal must be a bool or have shape [{batch.num_reqs}], got {[*causal.shape]}"
             )
         prefixes = batch.rswa_prefix_lens
-        self.planner.fill(
-            batch.query_start_loc, seq_lens, self.window, self.chunk, self.lookback
-        )
+        self.planner.fill(batch.query_start_loc, seq_lens, self.window, self.chunk, self.lookback)
         record = TritonAttentionMetadata(
             slot_mapping=batch.slot_mapping,
             num_actual_tokens=batch.num_actual_tokens,

@@ -34,7 +34,7 @@ from specs.attention import AttentionCGSupport
 from specs.engine import EngineConfig
 from tests import batches
 from tests.batches import BatchSpec
-from tests.cases import AnyCase, Case
+from tests.cases import AnyCase, Case, is_interpreted
 from tests.trials import CaseResult, DenseTrial, Inputs, LatentTrial, Results, Trial
 
 
@@ -125,7 +125,8 @@ def _check_block_table(trial: Trial, builder: Any, results: Results, result: Cas
 def _check_same_bits(trial: Trial, record: Any, results: Results, result: CaseResult) -> None:
     """One request in the middle of the batch, and the same request alone.
 
-    Of a backend that declares batch invariance, its last token alone too: another chunking.
+    Of a backend that declares batch invariance, its last token alone too: another chunking. Not in
+    Triton's interpreter, whose products numpy sums in an order that depends on a row's place.
     """
     live = trial.batch_spec.live_rows
     if not live or trial.common_prefix_len:
@@ -138,7 +139,7 @@ def _check_same_bits(trial: Trial, record: Any, results: Results, result: CaseRe
     row = live[len(live) // 2]
     tokens = trial.requests[row].tokens
     parts = [tokens]
-    if config.batch_invariant and trial.has_cache:
+    if config.batch_invariant and trial.has_cache and not is_interpreted(trial.backend):
         parts.append(slice(tokens.stop - 1, tokens.stop))
     for part in parts:
         inputs = trial.alone(row, part)

@@ -249,6 +249,7 @@ def decode_kernel(
     K_SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
     SAME_ROWS: tl.constexpr,
+    SEGMENT_UNIT: tl.constexpr,
     KV_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     K_WIDTH: tl.constexpr,
@@ -374,10 +375,10 @@ def decode_kernel(
             # A layer that sees further back than the plan knows starts earlier than the plan.
             begins = first_part + begin
             stop = first_part + end
-            low = tl.maximum(segment_start(begins) // KV_TILE, own_first)
+            low = tl.maximum(segment_start(begins) // SEGMENT_UNIT, own_first)
             if begin == 0:
                 low = own_first
-            high = tl.minimum(segment_start(stop) // KV_TILE, own_last)
+            high = tl.minimum(segment_start(stop) // SEGMENT_UNIT, own_last)
             m = tl.full([ROWS], float("-inf"), tl.float32)
             l = tl.zeros([ROWS, KV_TILE], tl.float32)
             # The first group that starts inside the row lends it its slots: no other row can.
@@ -386,8 +387,8 @@ def decode_kernel(
             slots = ((lender * HEADS + lane) * SLOTS).to(tl.int64)
             if begin > 0:
                 # Segments of which this layer's queries see nothing are states all the same.
-                seen = segment_of(low * KV_TILE)
-                unseen = tl.where(high > low, segment_of((high - 1) * KV_TILE) + 1, begins)
+                seen = segment_of(low * SEGMENT_UNIT)
+                unseen = tl.where(high > low, segment_of((high - 1) * SEGMENT_UNIT) + 1, begins)
                 for s in range(begins, stop):
                     if (high <= low) | (s < seen) | (s >= unseen):
                         store_state(
@@ -395,12 +396,12 @@ def decode_kernel(
                             USED, V_WIDTH, PLANES,
                         )  # fmt: skip
             _, _, _, _, _, _, M, L, A0, A1, A2, A3 = attend_tiles(
-                m, l, A0, A0, A0, A0, M, L, A0, A1, A2, A3, segment_of(low * KV_TILE), states_ptr,
+                m, l, A0, A0, A0, A0, M, L, A0, A1, A2, A3, segment_of(low * SEGMENT_UNIT), states_ptr,
                 sums_ptr, slots - first_part, begin > 0, q0, q1, q2, q3, query, scales, slope, soft_cap, key_ptr,
                 value_ptr, k_inline_ptr, v_inline_ptr, table, k_base, v_base, k_block, k_token,
                 v_block, v_token, s_base, s_block, s_token, low, high, safe_low, kv_len, hole,
                 kv_len, causal, window, chunk, lookback, prefix, ranges, num_ranges, True,
-                SAME_ROWS, RSWA, KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED, V_WIDTH, V_USED, KIND,
+                SAME_ROWS, RSWA, SEGMENT_UNIT, KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED, V_WIDTH, V_USED, KIND,
                 PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL, WINDOW, CHUNK, RSWA, RANGES, CLAMP,
                 SOFT_CAP, ALIBI, SIMPLE, True, USED, STAGES,
             )  # fmt: skip

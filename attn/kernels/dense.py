@@ -90,7 +90,9 @@ def _stored(cache_dtype: CacheDType) -> _Stored:
         return _Stored(E4M3, 2, True)
     if cache_dtype is CacheDType.FP8_E5M2:
         return _Stored(E5M2, 2, False)
-    return _Stored(E4M3 if cache_dtype.is_quantized else NATIVE, 2 if cache_dtype.is_quantized else 1, False)
+    return _Stored(
+        E4M3 if cache_dtype.is_quantized else NATIVE, 2 if cache_dtype.is_quantized else 1, False
+    )
 
 
 _TRITON_TYPES = {
@@ -125,7 +127,9 @@ def _alignment(keys: torch.Tensor, values: torch.Tensor, strides: tuple[int, ...
     return math.gcd(16, *strides, *starts)
 
 
-def _common(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors) -> dict[str, Any]:
+def _common(
+    layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors
+) -> dict[str, Any]:
     """Arguments of both kernels, in the names that they share."""
     keys, query, output = tensors.keys, tensors.query, tensors.output
     stored = _stored(layer.cache_dtype)
@@ -157,7 +161,11 @@ def _common(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTens
         "lse_ptr": tensors.lse,
         "output_scale_ptr": tensors.output_scale,
         "table_ptr": step.block_table,
-        "causal_ptr": causal.view(torch.uint8) if per_request and causal.dtype == torch.bool else causal if per_request else None,
+        "causal_ptr": causal.view(torch.uint8)
+        if per_request and causal.dtype == torch.bool
+        else causal
+        if per_request
+        else None,
         "prefix_ptr": step.rswa_prefix_lens,
         "ranges_ptr": ranges,
         "sinks_ptr": tensors.sinks,
@@ -217,7 +225,9 @@ def _common(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTens
     return arguments
 
 
-def split_call(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors) -> KernelCall:
+def split_call(
+    layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors
+) -> KernelCall:
     """The launch that serves the step's rows with few query tokens."""
     plan = step.split
     assert plan is not None
@@ -241,6 +251,7 @@ def split_call(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseT
         "ROWS": tile.rows,
         "SLOTS": plan.slots,
         "KV_TILE": tile.kv_tile,
+        "SEGMENT_UNIT": tile.segment_unit,
         "FINISH_ROWS": finish_rows,
         "FINISH_WIDTH": max(16, min(width, FINISH_CELLS // finish_rows)),
         "STAGES": tile.num_stages,

@@ -195,9 +195,7 @@ def plane_columns(index, plane, width, KIND: tl.constexpr):
 
 @triton.jit
 def _by_ptx(words, ASM: tl.constexpr):
-    return tl.inline_asm_elementwise(
-        ASM, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2
-    )
+    return tl.inline_asm_elementwise(ASM, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
 
 
 _SM89_LOW = tl.constexpr(
@@ -409,6 +407,7 @@ def attend_tiles(
     MASK: tl.constexpr,
     SAME_ROWS: tl.constexpr,
     HOLE: tl.constexpr,
+    SEGMENT_UNIT: tl.constexpr,
     KV_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     K_WIDTH: tl.constexpr,
@@ -443,8 +442,8 @@ def attend_tiles(
     else it is folded into M, L, A*; l is then ``[M, KV_TILE]``, summed at a segment's end.
     Only slots in ``[safe_low, safe_high)``, with HOLE also below ``hole``, are read. SAME_ROWS: values have the strides of keys.
     """
-    SUB: tl.constexpr = KV_TILE if BLOCK_SIZE == 0 or BLOCK_SIZE % KV_TILE == 0 else (
-        BLOCK_SIZE & -BLOCK_SIZE
+    SUB: tl.constexpr = (
+        KV_TILE if BLOCK_SIZE == 0 or BLOCK_SIZE % KV_TILE == 0 else (BLOCK_SIZE & -BLOCK_SIZE)
     )
     PAGES: tl.constexpr = KV_TILE // SUB
     PARTS: tl.constexpr = BLOCK_SIZE // SUB
@@ -462,19 +461,41 @@ def attend_tiles(
     if MASK:
         reach = reach_of(query, kv_len, causal, CAUSAL)
     if SEGMENTED:
-        segment_end = segment_start(segment + 1) // KV_TILE
+        segment_end = segment_start(segment + 1) // SEGMENT_UNIT
     for tile in tl.range(low, high, num_stages=STAGES):
         token = tile * KV_TILE + within
         if BLOCK_SIZE > 0:
             k_rows = paged_rows(
-                pages, tile, safe_low, safe_high, hole, k_block, k_token, MASK, SUB,
-                PARTS, PAGES, HOLE, ALIGN,
+                pages,
+                tile,
+                safe_low,
+                safe_high,
+                hole,
+                k_block,
+                k_token,
+                MASK,
+                SUB,
+                PARTS,
+                PAGES,
+                HOLE,
+                ALIGN,
             )
             v_rows = k_rows
             if not SAME_ROWS:
                 v_rows = paged_rows(
-                    pages, tile, safe_low, safe_high, hole, v_block, v_token, MASK, SUB,
-                    PARTS, PAGES, HOLE, ALIGN,
+                    pages,
+                    tile,
+                    safe_low,
+                    safe_high,
+                    hole,
+                    v_block,
+                    v_token,
+                    MASK,
+                    SUB,
+                    PARTS,
+                    PAGES,
+                    HOLE,
+                    ALIGN,
                 )
         else:
             near = tl.minimum(token, safe_high - 1).to(tl.int64)
@@ -488,8 +509,19 @@ def attend_tiles(
             keys = tl.load(k_at)
         if INLINE:
             s_rows = s_base + paged_rows(
-                pages, tile, safe_low, safe_high, hole, s_block, s_token, MASK, SUB,
-                PARTS, PAGES, HOLE, 1,
+                pages,
+                tile,
+                safe_low,
+                safe_high,
+                hole,
+                s_block,
+                s_token,
+                MASK,
+                SUB,
+                PARTS,
+                PAGES,
+                HOLE,
+                1,
             )
             k_scale = tl.load(k_scale_ptr + s_rows)
             v_scale = tl.load(v_scale_ptr + s_rows)
@@ -545,12 +577,20 @@ def attend_tiles(
         else:
             values = tl.load(v_at)
         weights = weights.to(COMPUTE)
-        acc0 = dot(weights, plane_of(values, 0, KIND, DECODE).to(COMPUTE), acc0 * alpha[:, None], IEEE)
+        acc0 = dot(
+            weights, plane_of(values, 0, KIND, DECODE).to(COMPUTE), acc0 * alpha[:, None], IEEE
+        )
         if PLANES > 1:
-            acc1 = dot(weights, plane_of(values, 1, KIND, DECODE).to(COMPUTE), acc1 * alpha[:, None], IEEE)
+            acc1 = dot(
+                weights, plane_of(values, 1, KIND, DECODE).to(COMPUTE), acc1 * alpha[:, None], IEEE
+            )
         if PLANES > 2:
-            acc2 = dot(weights, plane_of(values, 2, KIND, DECODE).to(COMPUTE), acc2 * alpha[:, None], IEEE)
-            acc3 = dot(weights, plane_of(values, 3, KIND, DECODE).to(COMPUTE), acc3 * alpha[:, None], IEEE)
+            acc2 = dot(
+                weights, plane_of(values, 2, KIND, DECODE).to(COMPUTE), acc2 * alpha[:, None], IEEE
+            )
+            acc3 = dot(
+                weights, plane_of(values, 3, KIND, DECODE).to(COMPUTE), acc3 * alpha[:, None], IEEE
+            )
         if SEGMENTED:
             if (tile + 1 == segment_end) | (tile + 1 == high):
                 total = tl.sum(l, 1)
@@ -577,5 +617,5 @@ def attend_tiles(
                     acc2 = acc0
                     acc3 = acc0
                 segment += 1
-                segment_end = segment_start(segment + 1) // KV_TILE
+                segment_end = segment_start(segment + 1) // SEGMENT_UNIT
     return m, l, acc0, acc1, acc2, acc3, M, L, A0, A1, A2, A3
