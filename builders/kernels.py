@@ -65,7 +65,7 @@ def first_visible(
 
 @triton.jit
 def _last_not_above(bounds_ptr, stride, count, x, STEPS: tl.constexpr):
-    """Largest i in ``[0, count)`` with ``bounds[i] <= x``; bounds do not decrease, bounds[0] = 0."""
+    """Largest i in ``[0, count)`` with ``bounds[i] <= x``; bounds rise from 0, never falling."""
     low = x * 0
     high = low + count
     for _ in range(STEPS):
@@ -114,12 +114,15 @@ def plan_kernel(
     ROWS: tl.constexpr,
     ROW_STEPS: tl.constexpr,
     GROUPS: tl.constexpr,
+    FREE: tl.constexpr,
 ):
     """The step's plan, by one program: rows, their tiles, and where each group of programs starts.
 
-    seq_lens ``[R]``, query_start ``[R + 1]``; row_starts ``[R + 1]`` first row of each request; rows ``[rows, ROW_FIELDS]``; total ``[2]`` rows and tiles;
+    seq_lens ``[R]``, query_start ``[R + 1]``; row_starts ``[R + 1]`` first row of each request;
+    rows ``[rows, ROW_FIELDS]``; total ``[2]`` rows and tiles;
     starts ``[num_groups + 1, 2]`` (row * HEAD_LOOPS + head loop, segment of the row);
-    prefill_starts ``[R + 1]`` first prefill tile of each request. All int32.
+    prefill_starts ``[R + 1]`` first prefill tile of each request. All int32. With FREE a group starts
+    at its share's first tile, and starts hold tiles of rows.
     """
     # Requests: how many rows of the decode kernel, how many tiles of the prefill kernel.
     i = tl.arange(0, REQS)
@@ -170,7 +173,7 @@ def plan_kernel(
     tl.store(total_ptr + 1, total)
     tl.debug_barrier()
 
-    # Groups: group c owns the segments that start in [c * total / groups, (c + 1) * total / groups).
+    # Groups: c owns the segments that start in [c * total / groups, (c + 1) * total / groups).
     c = tl.arange(0, GROUPS)
     position = ((c.to(tl.int64) * total + num_groups - 1) // num_groups).to(tl.int32)
     row = _last_not_above(rows_ptr + 7, _FIELDS, num_rows, position, ROW_STEPS)
@@ -189,6 +192,9 @@ def plan_kernel(
     past = at > segment_of((first_tile + tiles - 1) * SEGMENT_UNIT)
     segment = tl.where(past, 0, at - segment_of(first_tile * SEGMENT_UNIT))
     row = tl.where(past, row + 1, row)
+    if FREE:
+        segment = offset % tiles
+        row = tl.where(past, row - 1, row)
     done = (position >= total) | (num_rows == 0)
     tl.store(starts_ptr + 2 * c, tl.where(done, num_rows * HEAD_LOOPS, row), mask=c <= num_groups)
     tl.store(starts_ptr + 2 * c + 1, tl.where(done, 0, segment), mask=c <= num_groups)

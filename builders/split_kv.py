@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -176,7 +177,7 @@ class SplitPlan:
     total: torch.Tensor
     """``[2]`` int32: rows and KV tiles of the step."""
     starts: torch.Tensor
-    """``[groups + 1, 2]`` int32: row x head loop and segment where each group of programs starts."""
+    """``[groups + 1, 2]`` int32: row x head loop and segment where each group starts."""
     counters: torch.Tensor
     """int32 zeros between launches: segments that have arrived, per row and head tile."""
     states: torch.Tensor
@@ -192,6 +193,8 @@ class SplitPlan:
     """States per program."""
     short_query: int
     """Longest query of a row."""
+    is_free: bool = False
+    """Rows are cut anywhere: for benchmarks of what invariance costs."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +232,7 @@ class SplitPlanner:
         max_query_len: int,
         buffers: GraphBuffers,
         every_row: bool = False,
+        is_free: bool = False,
     ) -> None:
         """
         Args:
@@ -239,7 +243,9 @@ class SplitPlanner:
             max_query_len: query tokens of a verify.
             buffers: where the buffers are declared.
             every_row: take every row, whatever its query length (batch invariance).
+            is_free: cut rows anywhere, see :class:`SplitPlan`.
         """
+        self.is_free = is_free
         self.tile = tile = split_tile(shape, kind, 16 if every_row else max_query_len)
         self.prefill = prefill_tile(shape, kind)
         self.limits = limits
@@ -259,6 +265,8 @@ class SplitPlanner:
         )
         span = None if limits.window is None else limits.window + tile.query_tokens
         self.slots = max_segments(cdiv(limits.max_kv_len, tile.segment_scale), span)
+        if is_free:
+            self.slots = self.groups
         used = tile.tile_heads * tile.query_tokens
         states = self.groups * self.heads * self.slots * used
         # Quantised rows are read in planes, each rounded up to a power of two on its own.
@@ -340,6 +348,7 @@ class SplitPlanner:
             ROWS=rows,
             ROW_STEPS=rows.bit_length(),
             GROUPS=power_of_two(self.groups + 1),
+            FREE=self.is_free,
             num_warps=min(16, max(4, max(rows, reqs) // 128)),
         )
 
@@ -353,7 +362,7 @@ class SplitPlanner:
     ) -> None:
         starts = query_start_loc.tolist()
         plan = plan_rows(
-            [stop - start for start, stop in zip(starts, starts[1:], strict=False)],
+            [stop - start for start, stop in pairwise(starts)],
             seq_lens.tolist(),
             self.tile,
             self.groups,
@@ -369,7 +378,7 @@ class SplitPlanner:
                 cdiv(stop - start, self.prefill.query_tile)
                 if stop - start > self.short_query
                 else 0
-                for start, stop in zip(starts, starts[1:], strict=False)
+                for start, stop in pairwise(starts)
             ],
             dtype=torch.int32,
         )
@@ -396,6 +405,7 @@ class SplitPlanner:
             head_loops=self.head_loops,
             slots=self.slots,
             short_query=self.short_query,
+            is_free=self.is_free,
         )
 
     def prefill_plan(self, num_reqs: int, tiles: int, most_programs: int) -> PrefillPlan | None:

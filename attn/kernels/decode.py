@@ -35,8 +35,8 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def write_rows(
     m, l, acc, at, head, wanted, columns, valid, out_ptr, lse_ptr, sinks_ptr, v_factor,
-    output_scale_ptr, out_token, out_head, lse_token, SINKS: tl.constexpr,
-    FP8_OUT: tl.constexpr, LSE: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
+    output_scale_ptr, out_token, out_head, lse_token, SINKS: tl.constexpr, FP8_OUT: tl.constexpr,
+    LSE: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
 ):  # fmt: skip
     """Normalise a row's state and write it: output ``[M, columns]`` and LSE ``[M]``."""
     some = m > float("-inf")
@@ -78,8 +78,8 @@ def _finish(
     """Fold a row's stored states, from slot ``slot`` (its prefix, which holds the segments below
     ``first``) and ``slot + first`` on, in the order of its segments; and write the row.
 
-    Stored by other multiprocessors, they are read past the L1 cache. Eight at a time are under way
-    before the first is folded.
+    Stored by other multiprocessors, they are read past the L1 cache. Eight are under way at
+    a time.
     """
     CELLS: tl.constexpr = WIDTH * PLANES
     row = tl.arange(0, FINISH_ROWS)
@@ -92,23 +92,21 @@ def _finish(
         cells = row[:, None] * CELLS + column[None, :]
         mask = mine[:, None] & (column >= 0)[None, :]
         m, l, acc = _load_state(states_ptr, sums_ptr, slot, row, cells, mine, mask, USED, CELLS)
-        for part in range(first, parts, 8):
-            m0, l0, a0 = _load_part(states_ptr, sums_ptr, slot, part, parts, row, cells, mine, mask, USED, CELLS)  # noqa: E501  # fmt: skip
-            m1, l1, a1 = _load_part(states_ptr, sums_ptr, slot, part + 1, parts, row, cells, mine, mask, USED, CELLS)  # noqa: E501  # fmt: skip
-            m2, l2, a2 = _load_part(states_ptr, sums_ptr, slot, part + 2, parts, row, cells, mine, mask, USED, CELLS)  # noqa: E501  # fmt: skip
-            m3, l3, a3 = _load_part(states_ptr, sums_ptr, slot, part + 3, parts, row, cells, mine, mask, USED, CELLS)  # noqa: E501  # fmt: skip
-            m4, l4, a4 = _load_part(states_ptr, sums_ptr, slot, part + 4, parts, row, cells, mine, mask, USED, CELLS)  # noqa: E501  # fmt: skip
-            m5, l5, a5 = _load_part(states_ptr, sums_ptr, slot, part + 5, parts, row, cells, mine, mask, USED, CELLS)  # noqa: E501  # fmt: skip
-            m6, l6, a6 = _load_part(states_ptr, sums_ptr, slot, part + 6, parts, row, cells, mine, mask, USED, CELLS)  # noqa: E501  # fmt: skip
-            m7, l7, a7 = _load_part(states_ptr, sums_ptr, slot, part + 7, parts, row, cells, mine, mask, USED, CELLS)  # noqa: E501  # fmt: skip
+        m0, l0, a0, m1, l1, a1, m2, l2, a2, m3, l3, a3 = _load_parts(
+            states_ptr, sums_ptr, slot, first, parts, row, cells, mine, mask, USED, CELLS
+        )
+        for part in range(first, parts, 4):
+            # The next four are asked for before these are folded: a fold waits for its own.
+            n0, k0, b0, n1, k1, b1, n2, k2, b2, n3, k3, b3 = _load_parts(
+                states_ptr, sums_ptr, slot, part + 4, parts, row, cells, mine, mask, USED, CELLS
+            )
             m, l, acc = fold(m, l, acc, m0, l0, a0)
             m, l, acc = fold(m, l, acc, m1, l1, a1)
             m, l, acc = fold(m, l, acc, m2, l2, a2)
             m, l, acc = fold(m, l, acc, m3, l3, a3)
-            m, l, acc = fold(m, l, acc, m4, l4, a4)
-            m, l, acc = fold(m, l, acc, m5, l5, a5)
-            m, l, acc = fold(m, l, acc, m6, l6, a6)
-            m, l, acc = fold(m, l, acc, m7, l7, a7)
+            m0, l0, a0, m1, l1, a1, m2, l2, a2, m3, l3, a3 = (
+                n0, k0, b0, n1, k1, b1, n2, k2, b2, n3, k3, b3,
+            )  # fmt: skip
         plane = column // WIDTH
         index = column % WIDTH
         columns = plane_columns(index, plane, V_SIZE, KIND)
@@ -117,6 +115,27 @@ def _finish(
             v_factor, output_scale_ptr, out_token, out_head, lse_token, SINKS, FP8_OUT, LSE,
             HARDWARE_E4M3,
         )  # fmt: skip
+
+
+@triton.jit
+def _load_parts(
+    states_ptr, sums_ptr, slot, part, parts, row, cells, mine, mask, USED: tl.constexpr,
+    CELLS: tl.constexpr,
+):  # fmt: skip
+    """States of four segments; past the last one the empty state, which folds as the identity."""
+    m0, l0, a0 = _load_part(
+        states_ptr, sums_ptr, slot, part, parts, row, cells, mine, mask, USED, CELLS
+    )
+    m1, l1, a1 = _load_part(
+        states_ptr, sums_ptr, slot, part + 1, parts, row, cells, mine, mask, USED, CELLS
+    )
+    m2, l2, a2 = _load_part(
+        states_ptr, sums_ptr, slot, part + 2, parts, row, cells, mine, mask, USED, CELLS
+    )
+    m3, l3, a3 = _load_part(
+        states_ptr, sums_ptr, slot, part + 3, parts, row, cells, mine, mask, USED, CELLS
+    )
+    return m0, l0, a0, m1, l1, a1, m2, l2, a2, m3, l3, a3
 
 
 @triton.jit
@@ -144,7 +163,10 @@ def _load_state(
 
 
 @triton.jit
-def load_query(query_ptr, offset, wanted, PLANE: tl.constexpr, K_WIDTH: tl.constexpr, K_USED: tl.constexpr, K_SIZE: tl.constexpr, KIND: tl.constexpr):  # noqa: E501  # fmt: skip
+def load_query(
+    query_ptr, offset, wanted, PLANE: tl.constexpr, K_WIDTH: tl.constexpr, K_USED: tl.constexpr,
+    K_SIZE: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
     """The elements of query rows that meet one plane of the stored keys, ``[M, K_WIDTH]``."""
     index = tl.arange(0, K_WIDTH)
     column = plane_columns(index, PLANE, K_SIZE, KIND)
@@ -277,6 +299,7 @@ def decode_kernel(
     FP8_OUT: tl.constexpr,
     LSE: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
+    FREE: tl.constexpr,
     FINISH_ROWS: tl.constexpr,
     FINISH_WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
@@ -285,6 +308,8 @@ def decode_kernel(
 
     Shapes: query ``[T, H, K_SIZE]``, out ``[T, H, V_SIZE]``, LSE ``[T, H]``; key and value
     ``[N, BLOCK_SIZE, Hk, words]`` by their strides in stored words; the rest as in the plan.
+    FREE cuts rows between any two tiles, so that bits depend on the batch: what invariance costs is
+    measured against it.
     """
     USED: tl.constexpr = TILE_HEADS * QUERY_TOKENS
     EDGES: tl.constexpr = WINDOW or CHUNK or RSWA
@@ -305,11 +330,23 @@ def decode_kernel(
         count = tl.load(fields + 2)
         kv_len = tl.load(fields + 3)
         first = tl.load(fields + 4)
-        first_tile = tl.load(fields + 5)
         first_part = tl.load(fields + 8)
         parts = tl.load(fields + 9)
         begin = tl.where(r == first_row, first_segment, 0)
-        end = tl.where(r == last_row, last_segment, parts)
+        base = tl.load(fields + 7) + (r % HEAD_LOOPS) * tl.load(fields + 6)
+        owner = (base.to(tl.int64) * groups // total).to(tl.int32)
+        if FREE:
+            # Starts are tiles: a group's run of tiles is one part, wherever it was cut.
+            tiles = tl.load(fields + 6)
+            first_tile = tl.load(fields + 5)
+            cut_low = first_tile + begin
+            cut_high = first_tile + tl.where(r == last_row, last_segment, tiles)
+            parts = ((base + tiles - 1).to(tl.int64) * groups // total).to(tl.int32) - owner + 1
+            begin = tl.where(begin > 0, pid // HEADS - owner, 0)
+            end = tl.where(cut_high > cut_low, begin + 1, begin)
+            first_part = 0
+        else:
+            end = tl.where(r == last_row, last_segment, parts)
         if end > begin:
             tile_of_heads = (r % HEAD_LOOPS) * HEADS + lane
             kv_head = tile_of_heads // HEAD_TILES
@@ -375,35 +412,42 @@ def decode_kernel(
             # A layer that sees further back than the plan knows starts earlier than the plan.
             begins = first_part + begin
             stop = first_part + end
-            low = tl.maximum(segment_start(begins) // SEGMENT_UNIT, own_first)
+            if not FREE:
+                cut_low = segment_start(begins) // SEGMENT_UNIT
+                cut_high = segment_start(stop) // SEGMENT_UNIT
+            low = tl.maximum(cut_low, own_first)
             if begin == 0:
                 low = own_first
-            high = tl.minimum(segment_start(stop) // SEGMENT_UNIT, own_last)
+            high = tl.minimum(cut_high, own_last)
             m = tl.full([ROWS], float("-inf"), tl.float32)
             l = tl.zeros([ROWS, KV_TILE], tl.float32)
             # The first group that starts inside the row lends it its slots: no other row can.
-            base = tl.load(fields + 7) + (r % HEAD_LOOPS) * tl.load(fields + 6)
-            lender = (base.to(tl.int64) * groups // total).to(tl.int32) + 1
+            lender = owner + 1
             slots = ((lender * HEADS + lane) * SLOTS).to(tl.int64)
             if begin > 0:
                 # Segments of which this layer's queries see nothing are states all the same.
-                seen = segment_of(low * SEGMENT_UNIT)
-                unseen = tl.where(high > low, segment_of((high - 1) * SEGMENT_UNIT) + 1, begins)
+                seen = begins
+                unseen = stop
+                if not FREE:
+                    seen = segment_of(low * SEGMENT_UNIT)
+                    unseen = segment_of(tl.maximum(high - 1, 0) * SEGMENT_UNIT) + 1
                 for s in range(begins, stop):
                     if (high <= low) | (s < seen) | (s >= unseen):
                         store_state(
                             states_ptr, sums_ptr, slots + s - first_part, m, L, A0, A1, A2, A3,
                             USED, V_WIDTH, PLANES,
                         )  # fmt: skip
+            segment = begins
+            if not FREE:
+                segment = segment_of(low * SEGMENT_UNIT)
             _, _, _, _, _, _, M, L, A0, A1, A2, A3 = attend_tiles(
-                m, l, A0, A0, A0, A0, M, L, A0, A1, A2, A3, segment_of(low * SEGMENT_UNIT), states_ptr,
-                sums_ptr, slots - first_part, begin > 0, q0, q1, q2, q3, query, scales, slope, soft_cap, key_ptr,
-                value_ptr, k_inline_ptr, v_inline_ptr, table, k_base, v_base, k_block, k_token,
-                v_block, v_token, s_base, s_block, s_token, low, high, safe_low, kv_len, hole,
-                kv_len, causal, window, chunk, lookback, prefix, ranges, num_ranges, True,
-                SAME_ROWS, RSWA, SEGMENT_UNIT, KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED, V_WIDTH, V_USED, KIND,
-                PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL, WINDOW, CHUNK, RSWA, RANGES, CLAMP,
-                SOFT_CAP, ALIBI, SIMPLE, True, USED, STAGES,
+                m, l, A0, A0, A0, A0, M, L, A0, A1, A2, A3, segment, states_ptr, sums_ptr, slots - first_part, begin > 0, q0, q1, q2, q3, query, scales,
+                slope, soft_cap, key_ptr, value_ptr, k_inline_ptr, v_inline_ptr, table, k_base,
+                v_base, k_block, k_token, v_block, v_token, s_base, s_block, s_token, low, high,
+                safe_low, kv_len, hole, kv_len, causal, window, chunk, lookback, prefix, ranges,
+                num_ranges, True, SAME_ROWS, RSWA, SEGMENT_UNIT, KV_TILE, BLOCK_SIZE, K_WIDTH,
+                K_USED, V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL,
+                WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, True, FREE, USED, STAGES,
             )  # fmt: skip
             if (begin == 0) & (end == parts):
                 index = tl.arange(0, V_WIDTH)
@@ -411,8 +455,8 @@ def decode_kernel(
                 columns = plane_columns(index, 0, V_SIZE, KIND)
                 write_rows(
                     M, L, A0, at, head, wanted, columns, valid, out_ptr, lse_ptr, sinks_ptr,
-                    v_factor, output_scale_ptr, out_token, out_head, lse_token, SINKS, FP8_OUT,
-                    LSE, HARDWARE_E4M3,
+                    v_factor, output_scale_ptr, out_token, out_head, lse_token, SINKS, FP8_OUT, LSE,
+                    HARDWARE_E4M3,
                 )  # fmt: skip
                 if PLANES > 1:
                     columns = plane_columns(index, 1, V_SIZE, KIND)
@@ -445,9 +489,12 @@ def decode_kernel(
                 arrived = tl.atomic_add(counter, end - begin, sem="acq_rel", scope="gpu")
                 if arrived + end - begin == parts:
                     tl.store(counter, 0)
+                    after_prefix = 1
+                    if not FREE:
+                        after_prefix = tl.load(starts_ptr + 2 * lender + 1)
                     _finish(
                         kv_head, (tile_of_heads % HEAD_TILES) * TILE_HEADS, token, count, slots,
-                        tl.load(starts_ptr + 2 * lender + 1), parts, states_ptr, sums_ptr, out_ptr,
+                        after_prefix, parts, states_ptr, sums_ptr, out_ptr,
                         lse_ptr, sinks_ptr, v_factor, output_scale_ptr, out_token, out_head,
                         lse_token, GROUP, TILE_HEADS, USED, V_WIDTH, PLANES, KIND, V_USED, V_SIZE,
                         FINISH_ROWS, FINISH_WIDTH, SINKS, FP8_OUT, LSE, HARDWARE_E4M3,

@@ -252,6 +252,7 @@ def split_call(
         "SLOTS": plan.slots,
         "KV_TILE": tile.kv_tile,
         "SEGMENT_UNIT": tile.segment_unit,
+        "FREE": plan.is_free,
         "FINISH_ROWS": finish_rows,
         "FINISH_WIDTH": max(16, min(width, FINISH_CELLS // finish_rows)),
         "STAGES": tile.num_stages,

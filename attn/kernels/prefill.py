@@ -200,40 +200,45 @@ def prefill_kernel(
             if RSWA:
                 hole = tl.minimum(tl.cdiv(prefix, KV_TILE), high)
                 m, l, acc0, acc1, acc2, acc3, _, _, _, _, _, _ = attend_tiles(
-                    m, l, acc0, acc1, acc2, acc3, m, m, m, m, m, m, 0, None, None, 0, False, q0, q1, q2, q3, query, scales, slope, soft_cap, key_ptr,
-                    value_ptr, k_inline_ptr, v_inline_ptr, table, k_base, v_base, k_block, k_token, v_block,
-                    v_token, s_base, s_block, s_token, 0, hole, 0, tl.minimum(prefix, kv_len), 0, kv_len, causal,
-                    window, chunk, lookback, prefix, ranges, num_ranges, True, SAME_ROWS, False, 1, KV_TILE, BLOCK_SIZE,
-                    K_WIDTH, K_USED, V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL,
-                    WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, 0, STAGES,
+                    m, l, acc0, acc1, acc2, acc3, m, m, m, m, m, m, 0, None, None, 0, False, q0, q1,
+                    q2, q3, query, scales, slope, soft_cap, key_ptr, value_ptr, k_inline_ptr,
+                    v_inline_ptr, table, k_base, v_base, k_block, k_token, v_block, v_token, s_base,
+                    s_block, s_token, 0, hole, 0, tl.minimum(prefix, kv_len), 0, kv_len, causal,
+                    window, chunk, lookback, prefix, ranges, num_ranges, True, SAME_ROWS, False, 1,
+                    KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED, V_WIDTH, V_USED, KIND, PLANES, INLINE,
+                    DECODE, COMPUTE, ALIGN, CAUSAL, WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP,
+                    ALIBI, SIMPLE, False, False, 0, STAGES,
                 )  # fmt: skip
                 low = tl.maximum(low, hole)
             edge = tl.minimum(full_low, high)
             m, l, acc0, acc1, acc2, acc3, _, _, _, _, _, _ = attend_tiles(
-                m, l, acc0, acc1, acc2, acc3, m, m, m, m, m, m, 0, None, None, 0, False, q0, q1, q2, q3, query, scales, slope, soft_cap, key_ptr,
-                value_ptr, k_inline_ptr, v_inline_ptr, table, k_base, v_base, k_block, k_token, v_block,
-                v_token, s_base, s_block, s_token, low, edge, kv_start, kv_len, 0, kv_len, causal,
-                window, chunk, lookback, prefix, ranges, num_ranges, True, SAME_ROWS, False, 1, KV_TILE, BLOCK_SIZE,
-                K_WIDTH, K_USED, V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL,
-                WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, 0, STAGES,
+                m, l, acc0, acc1, acc2, acc3, m, m, m, m, m, m, 0, None, None, 0, False, q0, q1, q2,
+                q3, query, scales, slope, soft_cap, key_ptr, value_ptr, k_inline_ptr, v_inline_ptr,
+                table, k_base, v_base, k_block, k_token, v_block, v_token, s_base, s_block, s_token,
+                low, edge, kv_start, kv_len, 0, kv_len, causal, window, chunk, lookback, prefix,
+                ranges, num_ranges, True, SAME_ROWS, False, 1, KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED,
+                V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL, WINDOW,
+                CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, False, 0, STAGES,
             )  # fmt: skip
             low = tl.maximum(low, edge)
         full = tl.minimum(full_high, high)
         m, l, acc0, acc1, acc2, acc3, _, _, _, _, _, _ = attend_tiles(
-            m, l, acc0, acc1, acc2, acc3, m, m, m, m, m, m, 0, None, None, 0, False, q0, q1, q2, q3, query, scales, slope, soft_cap, key_ptr,
-            value_ptr, k_inline_ptr, v_inline_ptr, table, k_base, v_base, k_block, k_token, v_block,
-            v_token, s_base, s_block, s_token, low, full, kv_start, kv_len, 0, kv_len, causal,
-            window, chunk, lookback, prefix, ranges, num_ranges, False, SAME_ROWS, False, 1, KV_TILE, BLOCK_SIZE,
-            K_WIDTH, K_USED, V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL,
-            WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, 0, STAGES,
+            m, l, acc0, acc1, acc2, acc3, m, m, m, m, m, m, 0, None, None, 0, False, q0, q1, q2, q3,
+            query, scales, slope, soft_cap, key_ptr, value_ptr, k_inline_ptr, v_inline_ptr, table,
+            k_base, v_base, k_block, k_token, v_block, v_token, s_base, s_block, s_token, low, full,
+            kv_start, kv_len, 0, kv_len, causal, window, chunk, lookback, prefix, ranges,
+            num_ranges, False, SAME_ROWS, False, 1, KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED, V_WIDTH,
+            V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL, WINDOW, CHUNK, RSWA,
+            RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, False, 0, STAGES,
         )  # fmt: skip
         m, l, acc0, acc1, acc2, acc3, _, _, _, _, _, _ = attend_tiles(
-            m, l, acc0, acc1, acc2, acc3, m, m, m, m, m, m, 0, None, None, 0, False, q0, q1, q2, q3, query, scales, slope, soft_cap, key_ptr,
-            value_ptr, k_inline_ptr, v_inline_ptr, table, k_base, v_base, k_block, k_token, v_block,
-            v_token, s_base, s_block, s_token, tl.maximum(low, full), high, kv_start, kv_len, 0, kv_len, causal,
-            window, chunk, lookback, prefix, ranges, num_ranges, True, SAME_ROWS, False, 1, KV_TILE, BLOCK_SIZE,
+            m, l, acc0, acc1, acc2, acc3, m, m, m, m, m, m, 0, None, None, 0, False, q0, q1, q2, q3,
+            query, scales, slope, soft_cap, key_ptr, value_ptr, k_inline_ptr, v_inline_ptr, table,
+            k_base, v_base, k_block, k_token, v_block, v_token, s_base, s_block, s_token,
+            tl.maximum(low, full), high, kv_start, kv_len, 0, kv_len, causal, window, chunk,
+            lookback, prefix, ranges, num_ranges, True, SAME_ROWS, False, 1, KV_TILE, BLOCK_SIZE,
             K_WIDTH, K_USED, V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL,
-            WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, 0, STAGES,
+            WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, False, 0, STAGES,
         )  # fmt: skip
         index = tl.arange(0, V_WIDTH)
         valid = index < V_USED

@@ -44,7 +44,7 @@ def is_visible(
 ):
     """Which keys a query sees; positions that broadcast against each other.
 
-    ``reach`` is the last key that causality and the KV length leave to the query (:func:`reach_of`).
+    ``reach`` is the last key that causality and KV length leave to the query (:func:`reach_of`).
     """
     seen = key <= reach
     if CHUNK:
@@ -165,7 +165,8 @@ def paged_rows(
     ALIGN: tl.constexpr,
 ):  # fmt: skip
     """int64 offset of each token of a tile, ``[PAGES * SUB]``; with CLAMP of the nearest slot that
-    may be read: others can hold anything, and 0 * NaN is NaN."""
+    may be read: others can hold anything, and 0 * NaN is NaN.
+    """
     step = tl.arange(0, SUB)[None, :]
     if CLAMP:
         run, first, last = _near_runs(tile, low, high, hole, SUB, PAGES, HOLE)
@@ -198,50 +199,37 @@ def _by_ptx(words, ASM: tl.constexpr):
     return tl.inline_asm_elementwise(ASM, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
 
 
-_SM89_LOW = tl.constexpr(
-    "{ .reg .b32 a; .reg .b16 l, h; prmt.b32 a, $1, 0, 0x4420; mov.b32 {l, h}, a;"
-    " cvt.rn.f16x2.e4m3x2 $0, l; }"
-)
-_SM89_HIGH = tl.constexpr(
-    "{ .reg .b32 a; .reg .b16 l, h; prmt.b32 a, $1, 0, 0x4431; mov.b32 {l, h}, a;"
-    " cvt.rn.f16x2.e4m3x2 $0, l; }"
-)
+def _ptx(body: str) -> tl.constexpr:
+    """PTX over a pair of words in ``$1``, to a pair of fp16 in ``$0``."""
+    return tl.constexpr("{ .reg .b32 a, b, c; .reg .b16 l, h; " + body + " }")
+
+
+_SM89 = " mov.b32 {l, h}, a; cvt.rn.f16x2.e4m3x2 $0, l;"
 # e4m3 has fp16's sign and, one bit further right, 4 of its exponent bits: bias 7 against 15.
-_E4M3_LOW = tl.constexpr(
-    "{ .reg .b32 a, b, c; mov.b32 c, 0x5C005C00; prmt.b32 a, $1, 0, 0x2404; shr.u32 b, a, 1; and.b32 b, b, 0x3F803F80;"
-    " and.b32 a, a, 0x80008000; or.b32 a, a, b; mul.rn.f16x2 $0, a, c; }"
+_SHIFTED = (
+    " shr.u32 b, a, 1; and.b32 b, b, 0x3F803F80; and.b32 a, a, 0x80008000; or.b32 a, a, b;"
+    " mov.b32 c, 0x5C005C00; mul.rn.f16x2 $0, a, c;"
 )
-_E4M3_HIGH = tl.constexpr(
-    "{ .reg .b32 a, b, c; mov.b32 c, 0x5C005C00; prmt.b32 a, $1, 0, 0x3414; shr.u32 b, a, 1; and.b32 b, b, 0x3F803F80;"
-    " and.b32 a, a, 0x80008000; or.b32 a, a, b; mul.rn.f16x2 $0, a, c; }"
-)
-# e5m2 is the upper byte of fp16.
-_E5M2_LOW = tl.constexpr("prmt.b32 $0, $1, 0, 0x2404;")
-_E5M2_HIGH = tl.constexpr("prmt.b32 $0, $1, 0, 0x3414;")
 # In the mantissa of 1024.0 an integer stands as itself: 1024 + 128 + value, 1024 + 8 + value.
-_INT8_LOW = tl.constexpr(
-    "{ .reg .b32 a, c; mov.b32 c, 0x64806480; prmt.b32 a, $1, 0, 0x4240; xor.b32 a, a, 0x00800080;"
-    " or.b32 a, a, 0x64006400; sub.rn.f16x2 $0, a, c; }"
+_SIGNED8 = (
+    " xor.b32 a, a, 0x00800080; or.b32 a, a, 0x64006400;"
+    " mov.b32 c, 0x64806480; sub.rn.f16x2 $0, a, c;"
 )
-_INT8_HIGH = tl.constexpr(
-    "{ .reg .b32 a, c; mov.b32 c, 0x64806480; prmt.b32 a, $1, 0, 0x4341; xor.b32 a, a, 0x00800080;"
-    " or.b32 a, a, 0x64006400; sub.rn.f16x2 $0, a, c; }"
+_OFFSET4 = (
+    " and.b32 a, a, 0x000F000F; or.b32 a, a, 0x64006400;"
+    " mov.b32 c, 0x64086408; sub.rn.f16x2 $0, a, c;"
 )
-_INT4_0 = tl.constexpr(
-    "{ .reg .b32 a, c; mov.b32 c, 0x64086408; and.b32 a, $1, 0x000F000F; or.b32 a, a, 0x64006400;"
-    " sub.rn.f16x2 $0, a, c; }"
-)
-_INT4_1 = tl.constexpr(
-    "{ .reg .b32 a, c; mov.b32 c, 0x64086408; shr.u32 a, $1, 8; and.b32 a, a, 0x000F000F; or.b32 a, a, 0x64006400;"
-    " sub.rn.f16x2 $0, a, c; }"
-)
-_INT4_2 = tl.constexpr(
-    "{ .reg .b32 a, c; mov.b32 c, 0x64086408; shr.u32 a, $1, 4; and.b32 a, a, 0x000F000F; or.b32 a, a, 0x64006400;"
-    " sub.rn.f16x2 $0, a, c; }"
-)
-_INT4_3 = tl.constexpr(
-    "{ .reg .b32 a, c; mov.b32 c, 0x64086408; shr.u32 a, $1, 12; and.b32 a, a, 0x000F000F; or.b32 a, a, 0x64006400;"
-    " sub.rn.f16x2 $0, a, c; }"
+_SM89_LOW = _ptx("prmt.b32 a, $1, 0, 0x4420;" + _SM89)
+_SM89_HIGH = _ptx("prmt.b32 a, $1, 0, 0x4431;" + _SM89)
+_E4M3_LOW = _ptx("prmt.b32 a, $1, 0, 0x2404;" + _SHIFTED)
+_E4M3_HIGH = _ptx("prmt.b32 a, $1, 0, 0x3414;" + _SHIFTED)
+# e5m2 is the upper byte of fp16.
+_E5M2_LOW = _ptx("prmt.b32 $0, $1, 0, 0x2404;")
+_E5M2_HIGH = _ptx("prmt.b32 $0, $1, 0, 0x3414;")
+_INT8_LOW = _ptx("prmt.b32 a, $1, 0, 0x4240;" + _SIGNED8)
+_INT8_HIGH = _ptx("prmt.b32 a, $1, 0, 0x4341;" + _SIGNED8)
+_INT4_0, _INT4_1, _INT4_2, _INT4_3 = (
+    _ptx(f"shr.u32 a, $1, {shift};" + _OFFSET4) for shift in (0, 8, 4, 12)
 )
 
 
@@ -320,8 +308,38 @@ def dot(a, b, accumulator, IEEE: tl.constexpr):
 
 
 @triton.jit
+def _halves(x):
+    """``[M, W]`` as its left and its right half."""
+    parts = tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2])
+    return tl.split(tl.permute(parts, (0, 2, 1)))
+
+
+@triton.jit
+def scores_of(query, keys, accumulator, IEEE: tl.constexpr):
+    """``accumulator + query @ keys.T``; long fp32 sums are cut, their error grows with them."""
+    if IEEE and query.shape[1] >= 256:
+        q0, q1 = _halves(query)
+        k0, k1 = _halves(keys)
+        zero = tl.zeros_like(accumulator)
+        if query.shape[1] >= 512:
+            q00, q01 = _halves(q0)
+            q10, q11 = _halves(q1)
+            k00, k01 = _halves(k0)
+            k10, k11 = _halves(k1)
+            left = dot(q00, tl.trans(k00), zero, IEEE) + dot(q01, tl.trans(k01), zero, IEEE)
+            right = dot(q10, tl.trans(k10), zero, IEEE) + dot(q11, tl.trans(k11), zero, IEEE)
+        else:
+            left = dot(q0, tl.trans(k0), zero, IEEE)
+            right = dot(q1, tl.trans(k1), zero, IEEE)
+        result = accumulator + (left + right)
+    else:
+        result = dot(query, tl.trans(keys), accumulator, IEEE)
+    return result
+
+
+@triton.jit
 def fold(m, l, acc, m_new, l_new, acc_new):
-    """State (maximum, sum, accumulator) of two runs of keys; one function for one order of rounding.
+    """State (maximum, sum, accumulator) of two runs of keys; one function, one order of rounding.
 
     Explicit fma: left to the compiler, two places could contract differently and differ in bits.
     """
@@ -333,7 +351,10 @@ def fold(m, l, acc, m_new, l_new, acc_new):
 
 
 @triton.jit
-def store_state(states_ptr, sums_ptr, slot, m, l, acc0, acc1, acc2, acc3, USED: tl.constexpr, WIDTH: tl.constexpr, PLANES: tl.constexpr):  # noqa: E501  # fmt: skip
+def store_state(
+    states_ptr, sums_ptr, slot, m, l, acc0, acc1, acc2, acc3, USED: tl.constexpr,
+    WIDTH: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
     """State of one segment into its slot of the scratch; only rows below USED exist there."""
     row = tl.arange(0, m.shape[0])
     column = tl.arange(0, WIDTH)
@@ -430,30 +451,33 @@ def attend_tiles(
     ALIBI: tl.constexpr,
     SIMPLE: tl.constexpr,
     SEGMENTED: tl.constexpr,
+    FREE: tl.constexpr,
     USED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Online softmax over key tiles ``[low, high)`` for one tile of query rows.
 
-    m ``[M]``; l ``[M]``; acc* ``[M, V_WIDTH]`` and q* ``[M, K_WIDTH]``, one per plane of the stored words;
+    m ``[M]``; l ``[M]``; acc* ``[M, V_WIDTH]`` and q* ``[M, K_WIDTH]``, one per plane of words;
     query ``[M]`` positions; scale ``[M]`` (times log2(e) unless SOFT_CAP). Without a block table
     (BLOCK_SIZE 0) keys lie one after another. MASK False: every row sees every key of the tiles.
-    SEGMENTED: at the end of each segment its state goes to slot ``slot + segment`` if ``stores``,
+    SEGMENTED: at the end of each segment (with FREE, of the run) its state goes to slot ``slot + segment`` if ``stores``,
     else it is folded into M, L, A*; l is then ``[M, KV_TILE]``, summed at a segment's end.
-    Only slots in ``[safe_low, safe_high)``, with HOLE also below ``hole``, are read. SAME_ROWS: values have the strides of keys.
+    Only slots in ``[safe_low, safe_high)``, with HOLE also below ``hole``, are read. SAME_ROWS:
+    values have the strides of keys.
     """
     SUB: tl.constexpr = (
         KV_TILE if BLOCK_SIZE == 0 or BLOCK_SIZE % KV_TILE == 0 else (BLOCK_SIZE & -BLOCK_SIZE)
     )
     PAGES: tl.constexpr = KV_TILE // SUB
     PARTS: tl.constexpr = BLOCK_SIZE // SUB
-    IEEE: tl.constexpr = COMPUTE == tl.float32
+    IEEE: tl.constexpr = tl.float32 == COMPUTE
     kc = tl.arange(0, K_WIDTH)
     vc = tl.arange(0, V_WIDTH)
     within = tl.arange(0, KV_TILE)
-    BYTES: tl.constexpr = ALIGN * key_ptr.dtype.element_ty.primitive_bitwidth // 8
-    keys_at = tl.multiple_of(key_ptr + k_base, BYTES if BYTES < 16 else 16)
-    values_at = tl.multiple_of(value_ptr + v_base, BYTES if BYTES < 16 else 16)
+    WORD: tl.constexpr = key_ptr.dtype.element_ty.primitive_bitwidth // 8
+    BYTES: tl.constexpr = ALIGN * WORD if ALIGN * WORD < 16 else 16
+    keys_at = tl.multiple_of(key_ptr + k_base, BYTES)
+    values_at = tl.multiple_of(value_ptr + v_base, BYTES)
     pages = tl.zeros([PAGES], tl.int32)
     if BLOCK_SIZE > 0:
         # One tile ahead, so that the load of keys never waits for its page ids.
@@ -461,7 +485,9 @@ def attend_tiles(
     if MASK:
         reach = reach_of(query, kv_len, causal, CAUSAL)
     if SEGMENTED:
-        segment_end = segment_start(segment + 1) // SEGMENT_UNIT
+        segment_end = high
+        if not FREE:
+            segment_end = segment_start(segment + 1) // SEGMENT_UNIT
     for tile in tl.range(low, high, num_stages=STAGES):
         token = tile * KV_TILE + within
         if BLOCK_SIZE > 0:
@@ -531,12 +557,12 @@ def attend_tiles(
             )
 
         zero = tl.zeros([m.shape[0], KV_TILE], tl.float32)
-        scores = dot(q0, tl.trans(plane_of(keys, 0, KIND, DECODE).to(COMPUTE)), zero, IEEE)
+        scores = scores_of(q0, plane_of(keys, 0, KIND, DECODE).to(COMPUTE), zero, IEEE)
         if PLANES > 1:
-            scores = dot(q1, tl.trans(plane_of(keys, 1, KIND, DECODE).to(COMPUTE)), scores, IEEE)
+            scores = scores_of(q1, plane_of(keys, 1, KIND, DECODE).to(COMPUTE), scores, IEEE)
         if PLANES > 2:
-            scores = dot(q2, tl.trans(plane_of(keys, 2, KIND, DECODE).to(COMPUTE)), scores, IEEE)
-            scores = dot(q3, tl.trans(plane_of(keys, 3, KIND, DECODE).to(COMPUTE)), scores, IEEE)
+            scores = scores_of(q2, plane_of(keys, 2, KIND, DECODE).to(COMPUTE), scores, IEEE)
+            scores = scores_of(q3, plane_of(keys, 3, KIND, DECODE).to(COMPUTE), scores, IEEE)
         if not SIMPLE:
             scores = scores * scale[:, None]
             if INLINE:
@@ -596,8 +622,8 @@ def attend_tiles(
                 total = tl.sum(l, 1)
                 if stores:
                     store_state(
-                        states_ptr, sums_ptr, slot + segment, m, total, acc0, acc1,
-                        acc2, acc3, USED, V_WIDTH, PLANES,
+                        states_ptr, sums_ptr, slot + segment, m, total, acc0, acc1, acc2, acc3,
+                        USED, V_WIDTH, PLANES,
                     )  # fmt: skip
                 else:
                     M0 = M
@@ -617,5 +643,6 @@ def attend_tiles(
                     acc2 = acc0
                     acc3 = acc0
                 segment += 1
-                segment_end = segment_start(segment + 1) // SEGMENT_UNIT
+                if not FREE:
+                    segment_end = segment_start(segment + 1) // SEGMENT_UNIT
     return m, l, acc0, acc1, acc2, acc3, M, L, A0, A1, A2, A3
