@@ -8,13 +8,17 @@ INSTALLED := $(VENV)/.installed
 RUN_ARGS := $(if $(TRACE),--trace $(TRACE)) $(if $(MODEL),--model $(MODEL)) \
 	--report $(or $(REPORT),report) $(ARGS)
 
-.PHONY: run test lint clean
+.PHONY: run test test-compile lint clean
 
 run: $(INSTALLED)
 	$(BIN)/attn run $(RUN_ARGS)
 
 test: lint
 	$(BIN)/pytest -q -n auto --dist loadfile $(PYTEST_ARGS)
+
+# Every kernel variant for four GPUs by three versions of Triton; writes the committed table.
+test-compile: $(INSTALLED)
+	$(BIN)/python -m tests.kernels.compile_matrix
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

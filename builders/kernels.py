@@ -87,7 +87,10 @@ _VARYING = [
 ]
 
 
-@triton.jit(do_not_specialize=_VARYING)
+_ANYWHERE = ["seq_lens_ptr", "query_start_ptr"]
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_ANYWHERE)
 def plan_kernel(
     seq_lens_ptr,
     query_start_ptr,
@@ -109,6 +112,7 @@ def plan_kernel(
     PREFILL_TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
+    TRIM: tl.constexpr,
     REQS: tl.constexpr,
     REQ_STEPS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -121,8 +125,9 @@ def plan_kernel(
     seq_lens ``[R]``, query_start ``[R + 1]``; row_starts ``[R + 1]`` first row of each request;
     rows ``[rows, ROW_FIELDS]``; total ``[2]`` rows and tiles;
     starts ``[num_groups + 1, 2]`` (row * HEAD_LOOPS + head loop, segment of the row);
-    prefill_starts ``[R + 1]`` first prefill tile of each request. All int32. With FREE a group starts
-    at its share's first tile, and starts hold tiles of rows.
+    prefill_starts ``[R + 1]`` first prefill tile of each request. All int32. TRIM: no
+    query sees past itself. With FREE a group starts at its share's first tile, and starts hold
+    tiles of rows.
     """
     # Requests: how many rows of the decode kernel, how many tiles of the prefill kernel.
     i = tl.arange(0, REQS)
@@ -153,8 +158,11 @@ def plan_kernel(
     last = first + tokens - 1
     start = first_visible(first, last, window, chunk, lookback, None, 0, WINDOW, CHUNK, False)
     first_tile = start // KV_TILE
+    stop = kv_len
+    if TRIM:
+        stop = tl.minimum(kv_len, last + 1)
     # A row without keys costs one tile, so that somebody writes its zeros.
-    tiles = tl.where(live, tl.maximum(tl.cdiv(kv_len, KV_TILE) - first_tile, 1), 0)
+    tiles = tl.where(live, tl.maximum(tl.cdiv(stop, KV_TILE) - first_tile, 1), 0)
     tile_ends = tl.cumsum(tiles * HEAD_LOOPS, 0)
     total = tl.max(tile_ends, 0)
     out = rows_ptr + j * _FIELDS

@@ -123,20 +123,29 @@ def split_tile(shape: DenseShape, kind: DeviceKind, max_query_len: int) -> Split
     narrow = shape.stored_bits < 16
     stages = 4 if narrow else 3
     row_bytes = (shape.head_size + shape.head_size_v) * max(shape.stored_bits, 8) // 8
-    need = (stages - 1) * kv_tile * row_bytes / 1024 + 8
     room = SHARED_MEMORY.get(kind, 99)
-    programs = max(1, min(2, int(room // need)))
+    while _shared_kib(stages, kv_tile, row_bytes) > room and stages > 2:
+        stages -= 1
+    while _shared_kib(stages, kv_tile, row_bytes) > room and kv_tile > 16:
+        kv_tile //= 2
+    programs = max(1, min(2, int(room // _shared_kib(stages, kv_tile, row_bytes))))
     return SplitTile(
         rows=rows,
         tile_heads=tile_heads,
         head_tiles=head_tiles,
-        query_tokens=max(1, rows // tile_heads),
+        # Scratch grows with it: no more than what should share one pass over the keys.
+        query_tokens=max(1, min(rows // tile_heads, max_query_len)),
         kv_tile=kv_tile,
         segment_scale=max(1, rows // 16),
         num_warps=4,
         num_stages=stages,
         programs_per_sm=programs,
     )
+
+
+def _shared_kib(stages: int, kv_tile: int, row_bytes: int) -> float:
+    """KiB of shared memory: the tiles under way, and a little for the query and reductions."""
+    return (stages - 1) * kv_tile * row_bytes / 1024 + 8
 
 
 def prefill_tile(shape: DenseShape, kind: DeviceKind) -> PrefillTile:
@@ -263,7 +272,10 @@ class SplitPlanner:
             reqs * cdiv(min(self.short_query, tokens), tile.query_tokens),
             tokens // tile.query_tokens + reqs,
         )
-        span = None if limits.window is None else limits.window + tile.query_tokens
+        # Behind a window a short query sees little more than it; a long one moves it through all.
+        span = None
+        if limits.window is not None and not every_row:
+            span = limits.window + self.short_query
         self.slots = max_segments(cdiv(limits.max_kv_len, tile.segment_scale), span)
         if is_free:
             self.slots = self.groups
@@ -294,6 +306,7 @@ class SplitPlanner:
         window: int | None = None,
         chunk: int | None = None,
         lookback: int = 0,
+        is_causal: bool = False,
     ) -> None:
         """Compute the plan of a step into the buffers.
 
@@ -303,11 +316,12 @@ class SplitPlanner:
             window: visible keys of a query, of the layers that share the plan; None for all.
             chunk: chunk size of chunked local attention, in place of a window.
             lookback: chunks before the own one.
+            is_causal: no query of any request sees past itself.
         """
         if self.device.type == "cuda" or interprets():
-            self._launch(query_start_loc, seq_lens, window, chunk, lookback)
+            self._launch(query_start_loc, seq_lens, window, chunk, lookback, is_causal)
         else:
-            self._fill_on_host(query_start_loc, seq_lens, window, chunk, lookback)
+            self._fill_on_host(query_start_loc, seq_lens, window, chunk, lookback, is_causal)
 
     def _launch(
         self,
@@ -316,6 +330,7 @@ class SplitPlanner:
         window: int | None,
         chunk: int | None,
         lookback: int,
+        is_causal: bool,
     ) -> None:
         from builders.kernels import plan_kernel
 
@@ -343,6 +358,7 @@ class SplitPlanner:
             PREFILL_TILE=self.prefill.query_tile,
             WINDOW=window is not None,
             CHUNK=chunk is not None,
+            TRIM=is_causal,
             REQS=reqs,
             REQ_STEPS=reqs.bit_length(),
             ROWS=rows,
@@ -359,6 +375,7 @@ class SplitPlanner:
         window: int | None,
         chunk: int | None,
         lookback: int,
+        is_causal: bool,
     ) -> None:
         starts = query_start_loc.tolist()
         plan = plan_rows(
@@ -369,6 +386,7 @@ class SplitPlanner:
             self.head_loops,
             self.short_query,
             (window, chunk, lookback),
+            is_causal,
         )
         reqs = len(starts) - 1
         self.buffers["row_starts"][: reqs + 1] = torch.tensor(plan.row_starts, dtype=torch.int32)
@@ -450,6 +468,7 @@ def plan_rows(
     head_loops: int,
     short_query: int,
     visible: tuple[int | None, int | None, int] = (None, None, 0),
+    is_causal: bool = False,
 ) -> HostPlan:
     """What :func:`builders.kernels.plan_kernel` computes, on the host.
 
@@ -461,6 +480,7 @@ def plan_rows(
         head_loops: walks over the keys of each row.
         short_query: longest query of a row.
         visible: window, chunk size and lookback.
+        is_causal: no query sees past itself.
     """
     window, chunk, lookback = visible
     row_starts, rows, place, token = [0], [], 0, 0
@@ -474,8 +494,9 @@ def plan_rows(
             elif window is not None:
                 start = first - window + 1
             first_tile = max(start, 0) // tile.kv_tile
-            tiles = max(cdiv(kv_len, tile.kv_tile) - first_tile, 1)
             taken = min(count - skipped, tile.query_tokens)
+            stop = min(kv_len, first + taken) if is_causal else kv_len
+            tiles = max(cdiv(stop, tile.kv_tile) - first_tile, 1)
             part = segment_of(first_tile * tile.segment_unit)
             parts = segment_of((first_tile + tiles - 1) * tile.segment_unit) + 1 - part
             rows.append(

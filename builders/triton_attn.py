@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,29 +11,46 @@ import torch
 from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
-from builders.debug import debug_batch
+from builders.debug import debug_batch, debug_enabled
 from builders.split_kv import (
     DenseShape,
     PrefillPlan,
     SplitLimits,
     SplitPlan,
     SplitPlanner,
-    interprets,
 )
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
 from specs.devices import ComputeCapability, DeviceKind, kind_of
+from specs.dtypes import CacheDType
 from specs.engine import EngineConfig
 from specs.kv_cache import (
     AnyKVCacheSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
     SlidingWindowSpec,
 )
 
 CROSS_KV_LEN = 32768
 """Encoder length that scratch is sized for: an engine's limit is that of the decoder."""
+HEAD_SIZES = range(32, 513, 8)
+"""Head sizes that the kernels take."""
+BLOCK_MULTIPLE = 16
+"""Block sizes are multiples of this."""
+MODEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+CACHE_DTYPES = (
+    CacheDType.AUTO,
+    CacheDType.FLOAT16,
+    CacheDType.BFLOAT16,
+    CacheDType.FP8,
+    CacheDType.FP8_E4M3,
+    CacheDType.FP8_E5M2,
+    CacheDType.INT4_PER_TOKEN_HEAD,
+    CacheDType.INT8_PER_TOKEN_HEAD,
+    CacheDType.FP8_PER_TOKEN_HEAD,
+)
 
 
 @dataclass
@@ -65,18 +82,81 @@ class TritonAttentionMetadata(AttentionMetadata):
 
 @dataclass
 class SharedPrefix:
-    """Cascade attention: the common prefix as one request that every token attends whole."""
+    """Cascade attention: the prefix once for all requests, then what is each request's own.
+
+    An alternative to the record that it belongs to, for layers whose mask is plain causality:
+    positions count from the end of the prefix in both, and the prefix is seen whole.
+    """
 
     length: int
     """Tokens of the prefix, a multiple of the block size."""
     prefix: TritonAttentionMetadata
     """All tokens as one request over the prefix, not causal."""
     own: TritonAttentionMetadata
-    """The batch with every request's keys after the prefix."""
+    """The batch over every request's keys after the prefix."""
     outputs: torch.Tensor
-    """``[2, T, H, Dv]`` scratch in the model dtype's accumulator: prefix part, own part."""
+    """``[2, T, H, Dv]`` fp32 scratch: prefix part, own part."""
     lses: torch.Tensor
-    """``[2, T, H]`` fp32 scratch."""
+    """``[2, T, H]`` fp32 scratch, likewise."""
+
+
+class _SharedBuffers:
+    """What cascade attention keeps beside the ordinary plan: a plan of its own, and scratch."""
+
+    def __init__(self, planner: SplitPlanner, shape: DenseShape) -> None:
+        self.planner = planner
+        self.buffers = buffers = planner.buffers
+        limits, int32 = planner.limits, torch.int32
+        states = (2, limits.max_num_tokens, shape.num_heads)
+        buffers.declare("own_lens", (limits.max_num_seqs,), int32)
+        buffers.declare("prefix_len", (1,), int32)
+        buffers.declare("prefix_query_start", (2,), int32)
+        buffers.declare("prefix_tile_starts", (2,), int32)
+        buffers.declare("outputs", (*states, shape.head_size_v), torch.float32)
+        buffers.declare("lses", states, torch.float32)
+
+    def fill(
+        self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int, length: int
+    ) -> None:
+        """Lengths of both parts and the plan of the own part; nothing is copied from the host."""
+        own_lens = self.buffers.view("own_lens", len(seq_lens))
+        torch.sub(seq_lens, length, out=own_lens).clamp_(min=0)
+        self.planner.fill(query_start_loc, own_lens)
+        self.buffers["prefix_len"].fill_(length)
+        self.buffers["prefix_query_start"][1:].fill_(num_tokens)
+        tiles = cdiv(num_tokens, self.planner.prefill.query_tile)
+        self.buffers["prefix_tile_starts"][1:].fill_(tiles)
+
+    def parts(
+        self, record: TritonAttentionMetadata, num_tokens: int, length: int, block_size: int
+    ) -> SharedPrefix:
+        """The record's views."""
+        b, planner, table = self.buffers, self.planner, record.block_table
+        tile, heads = planner.prefill, planner.num_heads
+        programs = cdiv(num_tokens, tile.query_tile) * heads
+        prefix = replace(
+            record,
+            num_reqs=1,
+            query_start_loc=b["prefix_query_start"],
+            seq_lens=b["prefix_len"],
+            block_table=table[:1],
+            split=None,
+            prefill=PrefillPlan(tile, b["prefix_tile_starts"], programs),
+            causal=False,
+        )
+        own_prefill = record.prefill
+        if own_prefill is not None:
+            starts = b.view("tile_starts", record.num_reqs + 1)
+            own_prefill = replace(own_prefill, tile_starts=starts)
+        own = replace(
+            record,
+            seq_lens=b.view("own_lens", record.num_reqs),
+            block_table=table[:, length // block_size :],
+            split=planner.split(),
+            prefill=own_prefill,
+        )
+        outputs = b.view("outputs", 2, num_tokens, heads, b["outputs"].shape[-1])
+        return SharedPrefix(length, prefix, own, outputs, b.view("lses", 2, num_tokens, heads))
 
 
 class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMetadata]):
@@ -99,18 +179,12 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             device: where the records' tensors live.
 
         Raises:
-            ValueError: ``num_heads`` is missing or does not fit the KV heads.
+            ValueError: ``num_heads`` is missing or does not fit the KV heads; a head size, block
+                size or dtype of the spec that no kernel takes.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         spec: Any = kv_cache_spec
-        heads = vllm_config.num_heads
-        if heads is None:
-            raise ValueError("vllm_config.num_heads is needed by TRITON_ATTN, got None")
-        if heads % spec.num_kv_heads:
-            raise ValueError(
-                f"vllm_config.num_heads ({heads}) must be a multiple of the spec's num_kv_heads "
-                f"({spec.num_kv_heads})"
-            )
+        heads = _check_support(spec, vllm_config)
         self.shape = DenseShape(
             num_heads=heads,
             num_kv_heads=spec.num_kv_heads,
@@ -131,25 +205,30 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             span = self.chunk * (1 + self.lookback)
         self.kind, multiprocessors = _device_facts(self.device)
         self.buffers = GraphBuffers(self.device)
-        longest = vllm_config.max_model_len
-        self.planner = SplitPlanner(
-            self.shape,
-            self.kind,
-            multiprocessors,
-            SplitLimits(
-                vllm_config.max_num_seqs,
-                vllm_config.max_num_batched_tokens,
-                max(longest, CROSS_KV_LEN) if self.is_cross else longest,
-                span,
-            ),
-            vllm_config.max_decode_query_len,
-            self.buffers,
-            every_row=vllm_config.batch_invariant and not self.is_encoder,
+        self._limits = SplitLimits(
+            vllm_config.max_num_seqs,
+            vllm_config.max_num_batched_tokens,
+            max(vllm_config.max_model_len, CROSS_KV_LEN if self.is_cross else 0),
+            span,
         )
+        self._multiprocessors = multiprocessors
+        self.planner = self._new_planner(self.buffers)
         if self.is_encoder:
             self.planner.short_query = 0
         self._shared: _SharedBuffers | None = None
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+
+    def _new_planner(self, buffers: GraphBuffers) -> SplitPlanner:
+        config = self.vllm_config
+        return SplitPlanner(
+            self.shape,
+            self.kind,
+            self._multiprocessors,
+            self._limits,
+            config.max_decode_query_len,
+            buffers,
+            every_row=config.batch_invariant and not self.is_encoder,
+        )
 
     def build(
         self,
@@ -157,12 +236,66 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> TritonAttentionMetadata:
-        """The step's record; one kernel is launched, nothing is read back."""
+        """The step's record; one kernel is launched, nothing is read back.
+
+        With a common prefix, causal full attention gets a second plan beside the first, and scratch
+        for two states of every token, allocated by the first such build. Not with batch invariance:
+        a row's bits would depend on its neighbours.
+
+        Args:
+            common_prefix_len: leading tokens that all requests share, in the same blocks: at least
+                so many of each request's tokens come before its queries.
+            common_attn_metadata: the batch.
+            fast_build: makes no difference.
+
+        Raises:
+            ValueError: a batch beyond the engine's limits, or ``common_prefix_len`` that is not a
+                whole number of the table's blocks.
+        """
         batch = common_attn_metadata
+        debug_batch(batch, self.kv_cache_spec)
+        self._check_limits(batch)
+        self._check_prefix(common_prefix_len, batch.block_table_tensor)
+        refuse_fields(batch, "TRITON_ATTN", "dcp_local_seq_lens")
+        seq_lens = batch.seq_lens
+        causal: bool | torch.Tensor = batch.causal
+        if self.is_cross or self.is_encoder:
+            causal = False
+            if self.is_cross and batch.encoder_seq_lens is not None:
+                seq_lens = batch.encoder_seq_lens
+        if isinstance(causal, torch.Tensor) and tuple(causal.shape) != (batch.num_reqs,):
+            raise ValueError(
+                f"causal must be a bool or have shape [{batch.num_reqs}], got {[*causal.shape]}"
+            )
         tiles = 0
         if batch.max_query_len > self.planner.short_query:
             tiles = self._prefill_tiles(batch)
-        return self._build(batch, common_prefix_len, tiles, 1 << 30)
+        prefixes = batch.rswa_prefix_lens
+        ranges = _range_tensor(batch, self.device)
+        self.planner.fill(
+            batch.query_start_loc,
+            seq_lens,
+            self.window,
+            self.chunk,
+            self.lookback,
+            is_causal=causal is True and ranges is None,
+        )
+        record = TritonAttentionMetadata(
+            slot_mapping=batch.slot_mapping,
+            num_actual_tokens=batch.num_actual_tokens,
+            num_reqs=batch.num_reqs,
+            query_start_loc=batch.query_start_loc,
+            seq_lens=seq_lens,
+            block_table=batch.block_table_tensor,
+            split=None if self.is_encoder else self.planner.split(),
+            prefill=self.planner.prefill_plan(batch.num_reqs, tiles, 1 << 30),
+            causal=causal,
+            mm_ranges=ranges,
+            rswa_prefix_lens=prefixes,
+            rswa_window=None if prefixes is None else self.vllm_config.rswa_window,
+        )
+        record.shared = self._shared_prefix(record, batch, common_prefix_len)
+        return record
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -178,7 +311,57 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         if tokens > short:
             rows = min(batch.num_reqs, tokens // (short + 1))
             tiles = tokens // self.planner.prefill.query_tile + rows
-        return self._build(batch, 0, tiles, 2 * self.planner.num_multiprocessors)
+        # By way of build, which a wrapper may have replaced.
+        record = self.build(0, batch)
+        programs = 2 * self.planner.num_multiprocessors
+        record.prefill = self.planner.prefill_plan(batch.num_reqs, tiles, programs)
+        return record
+
+    def warm_up_batches(
+        self,
+        *,
+        non_causal: bool = False,
+        per_request_causal: bool = False,
+        mm_ranges: bool = False,
+        shared_prefix: bool = False,
+    ) -> Iterator[tuple[int, CommonAttentionMetadata]]:
+        """Common prefix length and batch of one small step of every kind that kernels differ in.
+
+        One decode row, and one row that goes to the prefill kernel where the limits allow such;
+        with the features asked for, and with R-SWA where the engine is set so. All of it reads
+        block 0 and writes nowhere.
+
+        Args:
+            non_causal: steps with ``causal`` False will come.
+            per_request_causal: steps with a flag per request will come.
+            mm_ranges: steps with multimodal ranges will come.
+            shared_prefix: steps with a common prefix will come.
+        """
+        config, block_size, device = self.vllm_config, self.kv_cache_spec.block_size, self.device
+        one = torch.ones(1, dtype=torch.int32, device=device)
+        kinds: list[dict[str, Any]] = [{}]
+        if non_causal:
+            kinds.append({"causal": False})
+        if per_request_causal:
+            kinds.append({"causal": one})
+        if mm_ranges:
+            kinds.append({"mm_req_doc_ranges": {0: [(0, 0)]}})
+        if config.rswa_window is not None:
+            kinds += [{**kind, "rswa_prefix_lens": one} for kind in kinds]
+        width = cdiv(config.max_model_len, block_size)
+        table = torch.zeros((1, width), dtype=torch.int32, device=device)
+        most = min(config.max_num_batched_tokens, config.max_model_len)
+        for tokens in dict.fromkeys((1, min(self.planner.short_query + 1, most))):
+            for prefix in (0, block_size) if shared_prefix else (0,):
+                if prefix + tokens > config.max_model_len:
+                    continue
+                batch = CommonAttentionMetadata.from_lengths(
+                    [tokens], [prefix + tokens], table, block_size
+                )
+                unwritten = torch.full_like(batch.slot_mapping, -1)
+                batch = batch.replace(slot_mapping=unwritten, encoder_seq_lens=one)
+                for kind in kinds[:1] if prefix else kinds:
+                    yield prefix, batch.replace(**kind)
 
     def _prefill_tiles(self, batch: CommonAttentionMetadata) -> int:
         """The host's estimate of the step's prefill tiles; at least one."""
@@ -187,43 +370,57 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         size = self.planner.prefill.query_tile
         return max(1, int(((long + (size - 1)) // size).sum()))
 
-    def _build(
-        self,
-        batch: CommonAttentionMetadata,
-        common_prefix_len: int,
-        tiles: int,
-        most_programs: int,
-    ) -> TritonAttentionMetadata:
-        debug_batch(batch, self.kv_cache_spec)
-        self._check_limits(batch)
-        refuse_fields(batch, "TRITON_ATTN", "dcp_local_seq_lens")
-        seq_lens = batch.seq_lens
-        causal: bool | torch.Tensor = batch.causal
-        if self.is_cross or self.is_encoder:
-            causal = False
-            if self.is_cross and batch.encoder_seq_lens is not None:
-                seq_lens = batch.encoder_seq_lens
-        if isinstance(causal, torch.Tensor) and tuple(causal.shape) != (batch.num_reqs,):
-            raise ValueError(
-                f"causal must be a bool or have shape [{batch.num_reqs}], got {[*causal.shape]}"
-            )
-        prefixes = batch.rswa_prefix_lens
-        self.planner.fill(batch.query_start_loc, seq_lens, self.window, self.chunk, self.lookback)
-        record = TritonAttentionMetadata(
-            slot_mapping=batch.slot_mapping,
-            num_actual_tokens=batch.num_actual_tokens,
-            num_reqs=batch.num_reqs,
-            query_start_loc=batch.query_start_loc,
-            seq_lens=seq_lens,
-            block_table=batch.block_table_tensor,
-            split=None if self.is_encoder else self.planner.split(),
-            prefill=self.planner.prefill_plan(batch.num_reqs, tiles, most_programs),
-            causal=causal,
-            mm_ranges=_range_tensor(batch, self.device),
-            rswa_prefix_lens=prefixes,
-            rswa_window=None if prefixes is None else self.vllm_config.rswa_window,
+    def _shared_prefix(
+        self, record: TritonAttentionMetadata, batch: CommonAttentionMetadata, length: int
+    ) -> SharedPrefix | None:
+        """The parts of cascade attention; None where it is not to be had."""
+        if (
+            length == 0
+            or not isinstance(self.kv_cache_spec, FullAttentionSpec)
+            or self.vllm_config.batch_invariant
+            or record.causal is not True
+            or record.mm_ranges is not None
+            or record.rswa_prefix_lens is not None
+        ):
+            return None
+        # Exact in total, whatever drafts the device has trimmed; the buffers' rows beyond are void.
+        num_tokens = int(batch.query_start_loc_cpu[-1])
+        if num_tokens == 0:
+            return None
+        block_size = self.kv_cache_spec.block_size
+        if debug_enabled():
+            _debug_prefix(batch, length, block_size)
+        if self._shared is None:
+            self._shared = _SharedBuffers(self._new_planner(GraphBuffers(self.device)), self.shape)
+        self._shared.fill(record.query_start_loc, record.seq_lens, num_tokens, length)
+        return self._shared.parts(record, num_tokens, length, block_size)
+
+    def _set_block_table(
+        self, metadata: TritonAttentionMetadata, block_table: torch.Tensor
+    ) -> None:
+        metadata.block_table = block_table
+        shared = metadata.shared
+        if shared is None:
+            return
+        slots, skipped = metadata.slot_mapping, shared.length // self.kv_cache_spec.block_size
+        metadata.shared = replace(
+            shared,
+            prefix=replace(shared.prefix, slot_mapping=slots, block_table=block_table[:1]),
+            own=replace(shared.own, slot_mapping=slots, block_table=block_table[:, skipped:]),
         )
-        return record
+
+    def _check_prefix(self, length: int, block_table: torch.Tensor) -> None:
+        block_size = self.kv_cache_spec.block_size
+        if length < 0 or length % block_size:
+            raise ValueError(
+                f"common_prefix_len must be a multiple of block_size ({block_size}) and not "
+                f"negative, got {length}"
+            )
+        if length and length > block_table.shape[1] * block_size:
+            raise ValueError(
+                f"common_prefix_len must be within block_table_tensor's {block_table.shape[1]} "
+                f"blocks of {block_size}, got {length}"
+            )
 
     def _check_limits(self, batch: CommonAttentionMetadata) -> None:
         limits = self.planner.limits
@@ -236,6 +433,71 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
                     f"{name} ({value}) exceeds the engine's limit ({limit}), which the builder's "
                     "buffers are sized for"
                 )
+
+
+def _check_support(spec: Any, config: EngineConfig) -> int:
+    """The number of query heads, with everything that a spec can ask of the kernels checked."""
+    heads = config.num_heads
+    if heads is None:
+        raise ValueError("vllm_config.num_heads is needed by TRITON_ATTN, got None")
+    if heads % spec.num_kv_heads:
+        raise ValueError(
+            f"vllm_config.num_heads ({heads}) must be a multiple of the spec's num_kv_heads "
+            f"({spec.num_kv_heads})"
+        )
+    check_head_sizes(spec.head_size, spec.v_size)
+    check_dtypes(spec.dtype.torch, spec.cache_dtype)
+    if spec.block_size % BLOCK_MULTIPLE and not isinstance(spec, EncoderOnlyAttentionSpec):
+        raise ValueError(
+            f"block_size must be a multiple of {BLOCK_MULTIPLE}, got {spec.block_size}"
+        )
+    return heads
+
+
+def check_head_sizes(head_size: int, head_size_v: int) -> None:
+    """Both head sizes are such that the kernels take them.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for name, size in (("head_size", head_size), ("head_size_v", head_size_v)):
+        if size not in HEAD_SIZES:
+            raise ValueError(
+                f"{name} must be a multiple of {HEAD_SIZES.step} from {HEAD_SIZES.start} to "
+                f"{HEAD_SIZES.stop - 1}, got {size}"
+            )
+
+
+def check_dtypes(model: torch.dtype | None, cache: CacheDType) -> None:
+    """Model and KV cache dtype are such that the kernels take them; None where not known yet.
+
+    Raises:
+        ValueError: one is not.
+    """
+    if model is not None and model not in MODEL_DTYPES:
+        names = ", ".join(str(dtype) for dtype in MODEL_DTYPES)
+        raise ValueError(f"model dtype must be one of {names}, got {model}")
+    if cache not in CACHE_DTYPES:
+        names = ", ".join(dtype.value for dtype in CACHE_DTYPES)
+        raise ValueError(f"kv_cache_dtype must be one of {names}, got {cache.value!r}")
+
+
+def _debug_prefix(batch: CommonAttentionMetadata, length: int, block_size: int) -> None:
+    """Every request with new tokens has the prefix behind it, in the first request's blocks."""
+    query_lens = batch.naive_query_lens().cpu()
+    context = batch.seq_lens.cpu() - query_lens
+    table = batch.block_table_tensor[:, : length // block_size].cpu()
+    for row in query_lens.nonzero().flatten().tolist():
+        if context[row] < length:
+            raise ValueError(
+                f"common_prefix_len must be at most the computed tokens of every request, got "
+                f"{length} and {int(context[row])} of request {row}"
+            )
+        if not torch.equal(table[row], table[0]):
+            raise ValueError(
+                f"common_prefix_len ({length}) spans blocks that request {row} does not share "
+                f"with request 0: {table[row].tolist()} and {table[0].tolist()}"
+            )
 
 
 def _device_facts(device: torch.device) -> tuple[DeviceKind, int]:

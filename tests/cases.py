@@ -360,12 +360,15 @@ def cases_for(backend: type[AttentionBackend]) -> list[AnyCase]:
     is_slow = is_interpreted(backend)
     make = _latent_cases if backend.is_mla() else _dense_cases
     unique = dict.fromkeys(make(backend, 1 if is_slow else ROUNDS))
-    return [case for case in unique if not (is_slow and _is_too_slow(case))]
+    return [case for case in unique if runs_here(backend, case)]
 
 
-def _is_too_slow(case: AnyCase) -> bool:
-    """What Triton's interpreter cannot do (``tl.dot`` of bf16) or takes long for."""
-    return case.dtype is DType.BFLOAT16 or max(case.batch.kv_lens, default=0) > 1000
+def runs_here(backend: type[AttentionBackend], case: AnyCase) -> bool:
+    """Triton's interpreter knows no ``tl.dot`` of bf16, and takes long for long batches."""
+    if not is_interpreted(backend):
+        return True
+    is_bf16 = case.dtype is DType.BFLOAT16 and not case.cache_dtype.is_quantized
+    return not is_bf16 and max(case.batch.kv_lens, default=0) <= 1000
 
 
 def _dense_cases(backend: type[AttentionBackend], rounds: int) -> Iterator[Case]:
@@ -402,7 +405,7 @@ def _feature_cases(backend: type[AttentionBackend], rounds: int) -> Iterator[Cas
         for _ in range(_TRIES):
             axes = {axis: deck.deal() for axis, deck in decks.items()}
             case = Case(feature=feature, batch=BATCHES[batch], **axes)
-            if case.is_served_by(backend):
+            if case.is_served_by(backend) and runs_here(backend, case):
                 yield case
                 break
 

@@ -208,7 +208,8 @@ class Replay:
         for group in self.groups:
             names = [f"layers.{index}" for index in group.indices]
             builder = group.backend.get_builder_cls()
-            self.builders.append(builder(group.spec, names, engine, self.device))
+            own = engine.replace(num_heads=group.geometry.num_heads)
+            self.builders.append(builder(group.spec, names, own, self.device))
             make = layer_class(group.geometry)
             self.layers.append(
                 [

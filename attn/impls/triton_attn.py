@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,14 +11,19 @@ import torch
 from attn.impls.base import AttentionLayer
 from attn.impls.dense import DenseImpl
 from attn.ops.cache import rope_and_write_kv, write_kv
-from builders.debug import debug_read
+from attn.ops.merge import merge_states
+from builders.debug import debug_enabled, debug_read
+from builders.paging import check_slots
+from builders.triton_attn import check_dtypes, check_head_sizes
 from specs.layouts import KVViews
 
 if TYPE_CHECKING:
-    from attn.kernels.dense import DenseLayer
-    from builders.triton_attn import TritonAttentionMetadata
-
-HEAD_SIZES = range(32, 513, 8)
+    from attn.kernels.dense import DenseLauncher, DenseTensors
+    from builders.triton_attn import (
+        SharedPrefix,
+        TritonAttentionMetadata,
+        TritonAttentionMetadataBuilder,
+    )
 
 
 class TritonAttentionImpl(DenseImpl):
@@ -26,13 +33,30 @@ class TritonAttentionImpl(DenseImpl):
         """See :class:`attn.impls.dense.DenseImpl`.
 
         Raises:
-            ValueError: a head size that no kernel takes, besides what every dense impl refuses.
+            ValueError: a head size or KV cache dtype that no kernel takes, besides what every dense
+                impl refuses.
         """
         super().__init__(*args, **kwargs)
-        for name, size in (("head_size", self.head_size), ("head_size_v", self.head_size_v)):
-            if size not in HEAD_SIZES:
-                raise ValueError(f"{name} must be a multiple of 8 from 32 to 512, got {size}")
+        check_head_sizes(self.head_size, self.head_size_v)
+        check_dtypes(None, self.cache_dtype)
+        rules = self.rules
+        self._is_plainly_causal = rules.causal and (
+            rules.alibi_slopes is None
+            and rules.sliding_window is None
+            and rules.attention_chunk_size is None
+        )
+        """The mask is causality alone, so that a prefix is seen whole and positions may shift."""
         self._on_device: dict[torch.device, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+        self._launchers: dict[bool, DenseLauncher] = {}
+        self._viewed: _ViewedCache | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Check the model dtype.
+
+        Raises:
+            ValueError: no kernel takes it.
+        """
+        check_dtypes(act_dtype, self.cache_dtype)
 
     def do_kv_cache_update(
         self,
@@ -46,6 +70,7 @@ class TritonAttentionImpl(DenseImpl):
         if not self.attn_type.is_cached:
             return
         views = self._views(kv_cache, key.dtype)
+        _debug_slots(slot_mapping, views)
         write_kv(key, value, views, slot_mapping, layer._k_scale, layer._v_scale, self.cache_dtype)
 
     def do_rope_and_kv_cache_update(
@@ -61,6 +86,8 @@ class TritonAttentionImpl(DenseImpl):
         layer_slot_mapping: torch.Tensor,
     ) -> None:
         """Rotate query and key in place and write the cache, in one launch; see the base class."""
+        views = self._views(kv_cache, key.dtype)
+        _debug_slots(layer_slot_mapping, views)
         rope_and_write_kv(
             query,
             key,
@@ -68,7 +95,7 @@ class TritonAttentionImpl(DenseImpl):
             positions,
             cos_sin_cache,
             is_neox,
-            self._views(kv_cache, key.dtype),
+            views,
             layer_slot_mapping,
             layer._k_scale,
             layer._v_scale,
@@ -89,34 +116,30 @@ class TritonAttentionImpl(DenseImpl):
         *,
         output_lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See the base class."""
+        """See the base class.
+
+        A shared prefix in the metadata is used where the layer's mask is causality alone.
+
+        Raises:
+            NotImplementedError: with ``output_block_scale``.
+            ValueError: tensors that do not fit the layer or the step.
+        """
         if output_block_scale is not None:
             raise NotImplementedError("output_block_scale is not supported")
         if attn_metadata is None:
             return output.zero_()
-        from attn.kernels.dense import DenseTensors, prefill_call, split_call
+        from attn.kernels.dense import DenseTensors
 
-        if output.stride(-1) != 1:
-            raise ValueError(
-                f"output must be contiguous in its last dimension, got strides {output.stride()}"
-            )
-        if self.attn_type.is_cached:
-            debug_read(
-                attn_metadata.block_table,
-                attn_metadata.seq_lens,
-                kv_cache.shape[0],
-                kv_cache.shape[2],
-            )
-            keys = self._views(kv_cache, query.dtype)
-        else:
-            if key is None or value is None:
-                raise ValueError(f"key and value are needed for attn_type {self.attn_type.value!r}")
-            keys = KVViews(key, value)
+        keys = self._keys(query, key, value, kv_cache, attn_metadata)
         sinks, slopes = self._constants(query.device)
+        rows = output
+        if output.dim() == 2 and output.shape[1] == self.num_heads * self.head_size_v:
+            rows = output.view(output.shape[0], self.num_heads, self.head_size_v)
+        _check_lengths(attn_metadata.num_actual_tokens, query, rows, output_lse)
         tensors = DenseTensors(
             query=query,
             keys=keys,
-            output=output.view(output.shape[0], self.num_heads, self.head_size_v),
+            output=rows,
             k_scale=layer._k_scale,
             v_scale=layer._v_scale,
             lse=output_lse,
@@ -124,18 +147,108 @@ class TritonAttentionImpl(DenseImpl):
             sinks=sinks,
             alibi_slopes=slopes,
         )
-        shape = self._layer(layer)
-        if attn_metadata.split is not None:
-            split_call(shape, attn_metadata, tensors).launch()
-        if attn_metadata.prefill is not None:
-            prefill_call(shape, attn_metadata, tensors).launch()
+        launcher = self._launcher(layer, attn_metadata)
+        shared = attn_metadata.shared
+        if shared is not None and self._is_plainly_causal:
+            _attend_shared(launcher, shared, tensors)
+        else:
+            launcher.attend(attn_metadata, tensors)
         return output
 
-    def _layer(self, layer: AttentionLayer) -> DenseLayer:
-        from attn.kernels.dense import DenseLayer
+    def warm_up(
+        self,
+        layer: AttentionLayer,
+        kv_cache: torch.Tensor,
+        builder: TritonAttentionMetadataBuilder,
+        query_dtype: torch.dtype,
+        *,
+        with_lse: bool = False,
+        output_scale: torch.Tensor | None = None,
+        query_stride: int | None = None,
+        **features: bool,
+    ) -> None:
+        """Compile every kernel variant that serving this layer will need, by running small steps.
+
+        What makes a variant: the layer (head counts and sizes, window, chunk, soft cap, ALiBi,
+        sinks, KV cache dtype, per-head scales); the builder's configuration (tiles, limits, block
+        size, batch invariance, R-SWA); strides and alignment of the cache; dtype and stride of the
+        query; whether a log-sum-exp or fp8 output is asked for (call it once for each); whether a
+        batch may be non-causal, causal per request, hold multimodal ranges or a shared prefix.
+        Lengths, batch sizes and the number of ranges make none.
+
+        The cache is read (block 0) and not written; of the builder's buffers the plan is
+        overwritten, and with ``shared_prefix`` those of cascade attention are allocated.
+
+        Args:
+            layer: scales of the layer.
+            kv_cache: its cache, in the layout to be served; ignored by encoders.
+            builder: of this triple, for the layer's group.
+            query_dtype: of query, key, value and plain output.
+            with_lse: ``forward`` will be given ``output_lse``.
+            output_scale: what ``forward`` will be given; the output is then fp8.
+            query_stride: elements from a token to the next in ``query``; None where it is dense.
+            **features: of :meth:`TritonAttentionMetadataBuilder.warm_up_batches`.
+        """
+        device = builder.device
+        heads, size, size_v = self.num_heads, self.head_size, self.head_size_v
+        row = heads * size if query_stride is None else query_stride
+        output_dtype = query_dtype if output_scale is None else torch.float8_e4m3fn
+        for prefix, batch in builder.warm_up_batches(**features):
+            tokens = batch.num_actual_tokens
+            flat = torch.zeros(tokens * row, dtype=query_dtype, device=device)
+            query = flat.as_strided((tokens, heads, size), (row, size, 1))
+            key = query.new_zeros(tokens, self.num_kv_heads, size)
+            value = query.new_zeros(tokens, self.num_kv_heads, size_v)
+            output = query.new_zeros(tokens, heads, size_v, dtype=output_dtype)
+            lse = query.new_empty(tokens, heads, dtype=torch.float32) if with_lse else None
+            if self.kv_sharing_target_layer_name is None:
+                self.do_kv_cache_update(layer, key, value, kv_cache, batch.slot_mapping)
+            record = builder.build(prefix, batch)
+            self.forward(
+                *(layer, query, key, value, kv_cache, record, output, output_scale), output_lse=lse
+            )
+
+    def _keys(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        step: TritonAttentionMetadata,
+    ) -> KVViews:
+        """Where keys and values are read: the cache, or what came with the query."""
+        if not self.attn_type.is_cached:
+            if key is None or value is None:
+                raise ValueError(f"key and value are needed for attn_type {self.attn_type.value!r}")
+            _check_lengths(step.num_actual_tokens, key, value, None)
+            return KVViews(key, value)
+        debug_read(step.block_table, step.seq_lens, kv_cache.shape[0], kv_cache.shape[2])
+        return self._views(kv_cache, query.dtype)
+
+    def _views(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews:
+        """Those of the last cache are kept for as long as it lives: a layer has but one."""
+        viewed = self._viewed
+        views = None if viewed is None else viewed.views_of(kv_cache, model_dtype)
+        if views is None:
+            views = _detached(super()._views(kv_cache, model_dtype))
+            self._viewed = _ViewedCache(kv_cache, model_dtype, views)
+        return views
+
+    def _launcher(self, layer: AttentionLayer, step: TritonAttentionMetadata) -> DenseLauncher:
+        """The layer's launches; multimodal ranges obey the window only where the layer says so."""
+        clamps = step.mm_ranges is not None and bool(
+            getattr(layer, "mm_prefix_clamp_sliding_window", False)
+        )
+        launcher = self._launchers.get(clamps)
+        if launcher is None:
+            launcher = self._launchers[clamps] = self._new_launcher(clamps)
+        return launcher
+
+    def _new_launcher(self, clamps_ranges: bool) -> DenseLauncher:
+        from attn.kernels.dense import DenseLauncher, DenseLayer
 
         rules = self.rules
-        return DenseLayer(
+        layer = DenseLayer(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
@@ -148,14 +261,81 @@ class TritonAttentionImpl(DenseImpl):
             chunk_lookback=rules.chunk_lookback,
             logits_soft_cap=rules.logits_soft_cap,
             use_alibi_sqrt=rules.use_alibi_sqrt,
-            clamps_ranges=bool(getattr(layer, "mm_prefix_clamp_sliding_window", False)),
+            clamps_ranges=clamps_ranges,
         )
+        return DenseLauncher(layer)
 
     def _constants(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Sinks and ALiBi slopes on the device; copied once, by the first call (a warm-up)."""
-        if device not in self._on_device:
-            self._on_device[device] = (
+        constants = self._on_device.get(device)
+        if constants is None:
+            constants = self._on_device[device] = (
                 None if self.sinks is None else self.sinks.to(device),
                 None if self.alibi_slopes is None else self.alibi_slopes.to(device),
             )
-        return self._on_device[device]
+        return constants
+
+
+class _ViewedCache:
+    """K and V of a cache tensor, let go when the engine drops the tensor."""
+
+    def __init__(self, kv_cache: torch.Tensor, model_dtype: torch.dtype, views: KVViews) -> None:
+        self.views: KVViews | None = views
+        self._model_dtype = model_dtype
+        self._address = kv_cache.data_ptr()
+        self._kv_cache = weakref.ref(kv_cache, self._forget)
+
+    def _forget(self, _: object) -> None:
+        self.views = None
+
+    def views_of(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews | None:
+        """The views if they are those of this tensor, where it lies now; else None."""
+        same = self._kv_cache() is kv_cache and self._address == kv_cache.data_ptr()
+        return self.views if same and self._model_dtype is model_dtype else None
+
+
+def _debug_slots(slot_mapping: torch.Tensor, views: KVViews) -> None:
+    """Every slot lies in the cache; nothing unless debugging."""
+    if debug_enabled():
+        num_blocks, block_size = views.key.shape[:2]
+        check_slots(slot_mapping, block_size, num_blocks)
+
+
+def _detached(views: KVViews) -> KVViews:
+    """The same views, which no longer keep the tensor that they were made of alive."""
+    key_scale, value_scale = (None if x is None else x.detach() for x in views[2:])
+    return KVViews(views.key.detach(), views.value.detach(), key_scale, value_scale)
+
+
+def _attend_shared(launcher: DenseLauncher, shared: SharedPrefix, tensors: DenseTensors) -> None:
+    """Attention over the prefix and over the rest, then both merged.
+
+    Sinks join the softmax once, with the part that every row has: its own.
+    """
+    outputs, lses = shared.outputs, shared.lses
+    own = replace(tensors, output=outputs[1], lse=lses[1], output_scale=None)
+    launcher.attend(shared.prefix, replace(own, output=outputs[0], lse=lses[0], sinks=None))
+    launcher.attend(shared.own, own)
+    merge_states(
+        outputs,
+        lses,
+        tensors.output,
+        output_lse=tensors.lse,
+        output_scale=tensors.output_scale,
+    )
+
+
+def _check_lengths(
+    num_tokens: int, first: torch.Tensor, second: torch.Tensor, lse: torch.Tensor | None
+) -> None:
+    """Every tensor has a row for each token of the step."""
+    if first.shape[0] < num_tokens or second.shape[0] < num_tokens:
+        raise ValueError(
+            f"query, key, value and output must have at least num_actual_tokens ({num_tokens}) "
+            f"rows, got {first.shape[0]} and {second.shape[0]}"
+        )
+    if lse is not None and lse.shape[0] < num_tokens:
+        raise ValueError(
+            f"output_lse must have at least num_actual_tokens ({num_tokens}) rows, got "
+            f"{lse.shape[0]}"
+        )

@@ -25,7 +25,8 @@ from attn.kernels.tile import (
     power_of_two_guard,
     store_state,
 )
-from builders.kernels import ROW_FIELDS, first_visible, segment_of, segment_start
+from builders.kernels import first_visible, segment_of, segment_start
+from builders.split_kv import ROW_FIELDS
 
 _FIELDS = tl.constexpr(ROW_FIELDS)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -210,10 +211,22 @@ def prepared_queries(
     return q0.to(COMPUTE), q1.to(COMPUTE), q2.to(COMPUTE), q3.to(COMPUTE), scales
 
 
-_VARYING = ["groups", "window", "chunk", "lookback", "num_ranges", "rswa_window"]
+_VARYING = ["groups", "window", "chunk", "lookback", "num_ranges", "table_row", "lse_token"]
+_ANYWHERE = [
+    "table_ptr",
+    "lse_ptr",
+    "causal_ptr",
+    "prefix_ptr",
+    "ranges_ptr",
+    "k_scale_ptr",
+    "v_scale_ptr",
+    "output_scale_ptr",
+    "sinks_ptr",
+    "slopes_ptr",
+]
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_ANYWHERE)
 def decode_kernel(
     query_ptr,
     key_ptr,
@@ -441,13 +454,14 @@ def decode_kernel(
             if not FREE:
                 segment = segment_of(low * SEGMENT_UNIT)
             _, _, _, _, _, _, M, L, A0, A1, A2, A3 = attend_tiles(
-                m, l, A0, A0, A0, A0, M, L, A0, A1, A2, A3, segment, states_ptr, sums_ptr, slots - first_part, begin > 0, q0, q1, q2, q3, query, scales,
-                slope, soft_cap, key_ptr, value_ptr, k_inline_ptr, v_inline_ptr, table, k_base,
-                v_base, k_block, k_token, v_block, v_token, s_base, s_block, s_token, low, high,
-                safe_low, kv_len, hole, kv_len, causal, window, chunk, lookback, prefix, ranges,
-                num_ranges, True, SAME_ROWS, RSWA, SEGMENT_UNIT, KV_TILE, BLOCK_SIZE, K_WIDTH,
-                K_USED, V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL,
-                WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, True, FREE, USED, STAGES,
+                m, l, A0, A0, A0, A0, M, L, A0, A1, A2, A3, segment, states_ptr, sums_ptr,
+                slots - first_part, begin > 0, q0, q1, q2, q3, query, scales, slope, soft_cap,
+                key_ptr, value_ptr, k_inline_ptr, v_inline_ptr, table, k_base, v_base, k_block,
+                k_token, v_block, v_token, s_base, s_block, s_token, low, high, safe_low, kv_len,
+                hole, kv_len, causal, window, chunk, lookback, prefix, ranges, num_ranges, True,
+                SAME_ROWS, RSWA, SEGMENT_UNIT, KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED, V_WIDTH,
+                V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL, WINDOW, CHUNK, RSWA,
+                RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, True, FREE, USED, STAGES,
             )  # fmt: skip
             if (begin == 0) & (end == parts):
                 index = tl.arange(0, V_WIDTH)
@@ -494,8 +508,8 @@ def decode_kernel(
                         after_prefix = tl.load(starts_ptr + 2 * lender + 1)
                     _finish(
                         kv_head, (tile_of_heads % HEAD_TILES) * TILE_HEADS, token, count, slots,
-                        after_prefix, parts, states_ptr, sums_ptr, out_ptr,
-                        lse_ptr, sinks_ptr, v_factor, output_scale_ptr, out_token, out_head,
-                        lse_token, GROUP, TILE_HEADS, USED, V_WIDTH, PLANES, KIND, V_USED, V_SIZE,
-                        FINISH_ROWS, FINISH_WIDTH, SINKS, FP8_OUT, LSE, HARDWARE_E4M3,
+                        after_prefix, parts, states_ptr, sums_ptr, out_ptr, lse_ptr, sinks_ptr,
+                        v_factor, output_scale_ptr, out_token, out_head, lse_token, GROUP,
+                        TILE_HEADS, USED, V_WIDTH, PLANES, KIND, V_USED, V_SIZE, FINISH_ROWS,
+                        FINISH_WIDTH, SINKS, FP8_OUT, LSE, HARDWARE_E4M3,
                     )  # fmt: skip

@@ -1,8 +1,9 @@
-"""Launchers of the dense attention kernels: from a layer, a step and its tensors to launch records."""
+"""Launches of the dense attention kernels: from a layer, a step and its tensors to records."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -11,12 +12,12 @@ import torch
 import triton.language as tl
 
 from attn.kernels.decode import decode_kernel
-from attn.kernels.launch import KernelCall
+from attn.kernels.launch import KernelCall, KernelForm
 from attn.kernels.numerics import INTERPRETED
 from attn.kernels.prefill import prefill_kernel
 from attn.kernels.tile import E4M3, E5M2, INT4, INT8, NATIVE, PLAIN, PTX, PTX_SM89
-from builders.split_kv import power_of_two
-from builders.triton_attn import TritonAttentionMetadata
+from builders.split_kv import PrefillPlan, SplitPlan, power_of_two
+from builders.triton_attn import BLOCK_MULTIPLE, MODEL_DTYPES, TritonAttentionMetadata
 from specs.dtypes import CacheDType, KVQuantMode
 from specs.layouts import KVViews
 
@@ -121,127 +122,238 @@ def decode_form(device: torch.device) -> tuple[int, bool]:
     return PTX_SM89 if has_e4m3 else PTX, has_e4m3
 
 
-def _alignment(keys: torch.Tensor, values: torch.Tensor, strides: tuple[int, ...]) -> int:
-    """Largest power of two, up to 16 words, that every row starts at a multiple of."""
-    starts = (rows.data_ptr() // rows.element_size() for rows in (keys, values))
-    return math.gcd(16, *strides, *starts)
+class DenseLauncher:
+    """The launches of one layer. What a launch shares with those before it is prepared once.
 
+    A *form* is a launch without its tensors. It depends on the layer, on dtypes, strides and
+    alignment of the tensors, on which of them there are, and on static numbers of the plan.
+    """
 
-def _common(
-    layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors
-) -> dict[str, Any]:
-    """Arguments of both kernels, in the names that they share."""
-    keys, query, output = tensors.keys, tensors.query, tensors.output
-    stored = _stored(layer.cache_dtype)
-    k_words, v_words = stored.words(keys.key), stored.words(keys.value)
-    paged = k_words.dim() == 4
-    compute, guard = _compute_type(query.dtype, stored, keys.key.dtype)
-    k_width, k_used = stored.width(layer.head_size)
-    v_width, v_used = stored.width(layer.head_size_v)
-    decode, hardware = decode_form(query.device)
-    causal: Any = step.causal
-    per_request = isinstance(causal, torch.Tensor)
-    rswa = step.rswa_prefix_lens is not None and step.rswa_window is not None
-    window = step.rswa_window if rswa else layer.sliding_window
-    chunk = layer.attention_chunk_size
-    ranges = step.mm_ranges
-    fp8_out = tensors.output_scale is not None
-    k_strides = k_words.stride()[:3] if paged else (0, *k_words.stride()[:2])
-    v_strides = v_words.stride()[:3] if paged else (0, *v_words.stride()[:2])
-    s_strides = (0, 0, 0) if keys.key_scale is None else keys.key_scale.stride()
-    arguments: dict[str, Any] = {
-        "query_ptr": query,
-        "key_ptr": k_words,
-        "value_ptr": v_words,
-        "k_inline_ptr": keys.key_scale,
-        "v_inline_ptr": keys.value_scale,
-        "k_scale_ptr": tensors.k_scale,
-        "v_scale_ptr": tensors.v_scale,
-        "out_ptr": output.view(torch.uint8) if fp8_out else output,
-        "lse_ptr": tensors.lse,
-        "output_scale_ptr": tensors.output_scale,
-        "table_ptr": step.block_table,
-        "causal_ptr": causal.view(torch.uint8)
-        if per_request and causal.dtype == torch.bool
-        else causal
-        if per_request
-        else None,
-        "prefix_ptr": step.rswa_prefix_lens,
-        "ranges_ptr": ranges,
-        "sinks_ptr": tensors.sinks,
-        "slopes_ptr": tensors.alibi_slopes,
-        "query_token": query.stride(0),
-        "query_head": query.stride(1),
-        "out_token": output.stride(0),
-        "out_head": output.stride(1),
-        "lse_token": 0 if tensors.lse is None else tensors.lse.stride(0),
-        "table_row": step.block_table.stride(0),
-        "scale_head": 1 if tensors.k_scale.numel() > 1 else 0,
-        "scale": layer.scale,
-        "soft_cap": layer.logits_soft_cap or 1.0,
-        "window": window or 0,
-        "chunk": chunk or 1,
-        "lookback": layer.chunk_lookback,
-        "num_ranges": 0 if ranges is None else ranges.shape[1],
-        "GROUP": layer.num_heads // layer.num_kv_heads,
-        "K_SIZE": layer.head_size,
-        "V_SIZE": layer.head_size_v,
-        "BLOCK_SIZE": keys.key.shape[1] if paged else 0,
-        "K_WIDTH": k_width,
-        "K_USED": k_used,
-        "V_WIDTH": v_width,
-        "V_USED": v_used,
-        "KIND": stored.kind,
-        "PLANES": stored.planes,
-        "INLINE": stored.inline,
-        "DECODE": decode,
-        "COMPUTE": compute,
-        "GUARD": guard,
-        "PER_TENSOR": layer.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR,
-        "SAME_ROWS": k_strides == v_strides,
-        "ALIGN": _alignment(k_words, v_words, (*k_strides, *v_strides)),
-        "CAUSAL": 0 if not layer.causal or causal is False else 2 if per_request else 1,
-        "WINDOW": window is not None and not rswa,
-        "CHUNK": chunk is not None,
-        "RSWA": rswa,
-        "RANGES": ranges is not None,
-        "CLAMP": layer.clamps_ranges and layer.sliding_window is not None,
-        "SOFT_CAP": layer.logits_soft_cap is not None,
-        "ALIBI": 0 if tensors.alibi_slopes is None else 2 if layer.use_alibi_sqrt else 1,
-        "SINKS": tensors.sinks is not None,
-        "SIMPLE": (
-            layer.logits_soft_cap is None
+    def __init__(self, layer: DenseLayer) -> None:
+        """
+        Args:
+            layer: what never changes.
+        """
+        self.layer = layer
+        self._stored = _stored(layer.cache_dtype)
+        self._forms: dict[tuple[Any, ...], KernelForm] = {}
+
+    def attend(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> None:
+        """Enqueue the step's launches.
+
+        Args:
+            step: the builder's record.
+            tensors: of this forward.
+
+        Raises:
+            ValueError: tensors that do not fit the layer.
+        """
+        if step.split is not None:
+            self.split(step, tensors).launch()
+        if step.prefill is not None:
+            self.prefill(step, tensors).launch()
+
+    def split(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> KernelCall:
+        """The launch that serves the step's rows with few query tokens."""
+        plan = step.split
+        assert plan is not None
+        varying = self._varying(step, tensors)
+        varying["rows_ptr"] = plan.rows
+        varying["total_ptr"] = plan.total
+        varying["starts_ptr"] = plan.starts
+        varying["counters_ptr"] = plan.counters
+        varying["states_ptr"] = plan.states
+        varying["sums_ptr"] = plan.sums
+        tile = plan.tile
+        static = (tile, plan.groups, plan.heads, plan.head_loops, plan.slots, plan.is_free)
+        key = (*static, _likeness(step, tensors))
+        form = self._forms.get(key)
+        if form is None:
+            fixed = self._fixed(step, tensors, varying)
+            fixed |= _split_constants(plan, fixed["V_WIDTH"] * fixed["PLANES"])
+            form = KernelForm(decode_kernel, fixed, varying, tile.num_warps, tile.num_stages)
+            self._forms[key] = form
+        return form.call((plan.groups * plan.heads,), varying)
+
+    def prefill(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> KernelCall:
+        """The launch that serves the step's rows with many query tokens."""
+        plan = step.prefill
+        assert plan is not None
+        varying = self._varying(step, tensors)
+        varying["tile_starts_ptr"] = plan.tile_starts
+        varying["query_start_ptr"] = step.query_start_loc
+        varying["seq_lens_ptr"] = step.seq_lens
+        varying["num_reqs"] = step.num_reqs
+        tile = plan.tile
+        key = (tile, _likeness(step, tensors))
+        form = self._forms.get(key)
+        if form is None:
+            fixed = self._fixed(step, tensors, varying) | _prefill_constants(plan)
+            fixed["HEADS"] = self.layer.num_heads
+            form = KernelForm(prefill_kernel, fixed, varying, tile.num_warps, tile.num_stages)
+            self._forms[key] = form
+        return form.call((plan.programs,), varying)
+
+    def _varying(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> dict[str, Any]:
+        """Arguments of both kernels that differ from call to call."""
+        keys, output, ranges = tensors.keys, tensors.output, step.mm_ranges
+        causal: Any = step.causal
+        if isinstance(causal, bool):
+            causal = None
+        elif causal.dtype == torch.bool:
+            causal = causal.view(torch.uint8)
+        return {
+            "query_ptr": tensors.query,
+            "key_ptr": self._stored.words(keys.key),
+            "value_ptr": self._stored.words(keys.value),
+            "k_inline_ptr": keys.key_scale,
+            "v_inline_ptr": keys.value_scale,
+            "k_scale_ptr": tensors.k_scale,
+            "v_scale_ptr": tensors.v_scale,
+            "out_ptr": output if tensors.output_scale is None else output.view(torch.uint8),
+            "lse_ptr": tensors.lse,
+            "output_scale_ptr": tensors.output_scale,
+            "table_ptr": step.block_table,
+            "causal_ptr": causal,
+            "prefix_ptr": step.rswa_prefix_lens,
+            "ranges_ptr": ranges,
+            "sinks_ptr": tensors.sinks,
+            "slopes_ptr": tensors.alibi_slopes,
+            "table_row": step.block_table.stride(0),
+            "num_ranges": 0 if ranges is None else ranges.shape[1],
+        }
+
+    def _fixed(
+        self, step: TritonAttentionMetadata, tensors: DenseTensors, varying: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Arguments of both kernels that a form holds; the tensors are checked on the way."""
+        _check_tensors(self.layer, tensors)
+        layer, stored = self.layer, self._stored
+        rswa = step.rswa_prefix_lens is not None and step.rswa_window is not None
+        window = step.rswa_window if rswa else layer.sliding_window
+        chunk, cap = layer.attention_chunk_size, layer.logits_soft_cap
+        causal = step.causal
+        k_width, k_used = stored.width(layer.head_size)
+        v_width, v_used = stored.width(layer.head_size_v)
+        compute, guard = _compute_type(tensors.query.dtype, stored, tensors.keys.key.dtype)
+        decode, hardware = decode_form(tensors.query.device)
+        return _strides(tensors, varying["key_ptr"], varying["value_ptr"]) | {
+            "scale_head": 1 if tensors.k_scale.numel() > 1 else 0,
+            "scale": layer.scale,
+            "soft_cap": 1.0 if cap is None else float(cap),
+            "window": window or 0,
+            "chunk": chunk or 1,
+            "lookback": layer.chunk_lookback,
+            "GROUP": layer.num_heads // layer.num_kv_heads,
+            "K_SIZE": layer.head_size,
+            "V_SIZE": layer.head_size_v,
+            "K_WIDTH": k_width,
+            "K_USED": k_used,
+            "V_WIDTH": v_width,
+            "V_USED": v_used,
+            "KIND": stored.kind,
+            "PLANES": stored.planes,
+            "INLINE": stored.inline,
+            "DECODE": decode,
+            "COMPUTE": compute,
+            "GUARD": guard,
+            "PER_TENSOR": layer.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR,
+            "CAUSAL": 0 if not layer.causal or causal is False else 1 if causal is True else 2,
+            "WINDOW": window is not None and not rswa,
+            "CHUNK": chunk is not None,
+            "RSWA": rswa,
+            "RANGES": step.mm_ranges is not None,
+            "CLAMP": layer.clamps_ranges and layer.sliding_window is not None,
+            "SOFT_CAP": cap is not None,
+            "ALIBI": 0 if tensors.alibi_slopes is None else 2 if layer.use_alibi_sqrt else 1,
+            "SINKS": tensors.sinks is not None,
+            "SIMPLE": cap is None
             and tensors.alibi_slopes is None
             and not stored.inline
-            and layer.scale > 0
-        ),
-        "FP8_OUT": fp8_out,
-        "LSE": tensors.lse is not None,
-        "HARDWARE_E4M3": hardware,
-    }
-    for name, strides in (("k", k_strides), ("v", v_strides), ("s", s_strides)):
-        for axis, stride in zip(("block", "token", "head"), strides, strict=True):
-            arguments[f"{name}_{axis}"] = stride
-    return arguments
+            and layer.scale > 0,
+            "FP8_OUT": tensors.output_scale is not None,
+            "LSE": tensors.lse is not None,
+            "HARDWARE_E4M3": hardware,
+        }
 
 
 def split_call(
     layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors
 ) -> KernelCall:
-    """The launch that serves the step's rows with few query tokens."""
-    plan = step.split
-    assert plan is not None
+    """The launch that serves the step's rows with few query tokens, prepared anew."""
+    return DenseLauncher(layer).split(step, tensors)
+
+
+def prefill_call(
+    layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors
+) -> KernelCall:
+    """The launch that serves the step's rows with many query tokens, prepared anew."""
+    return DenseLauncher(layer).prefill(step, tensors)
+
+
+def _likeness(step: TritonAttentionMetadata, tensors: DenseTensors) -> tuple[Any, ...]:
+    """Everything about a step and its tensors that a form depends on; no length is part of it."""
+    keys, query, output, lse = tensors.keys, tensors.query, tensors.output, tensors.lse
+    key, value, inline, scale = keys.key, keys.value, keys.key_scale, tensors.output_scale
+    causal = step.causal
+    return (
+        query.dtype,
+        query.device,
+        query.shape[1:],
+        query.stride(),
+        output.dtype,
+        output.shape[1:],
+        output.stride(),
+        None if lse is None else (lse.dtype, lse.shape[1:], lse.stride()),
+        None if scale is None else (scale.dtype, scale.numel()),
+        key.dtype,
+        key.shape[1:],
+        value.shape[1:],
+        key.stride(),
+        value.stride(),
+        (key.data_ptr() | value.data_ptr()) % 64,
+        None if inline is None else inline.stride(),
+        tensors.k_scale.numel(),
+        tensors.v_scale.numel(),
+        tensors.sinks is None,
+        tensors.alibi_slopes is None,
+        causal if isinstance(causal, bool) else None,
+        step.mm_ranges is None,
+        None if step.rswa_prefix_lens is None else step.rswa_window,
+    )
+
+
+def _strides(tensors: DenseTensors, k_words: torch.Tensor, v_words: torch.Tensor) -> dict[str, Any]:
+    """Strides and alignment of rows, and the block size, 0 for an encoder's."""
+    query, output, lse, inline = tensors.query, tensors.output, tensors.lse, tensors.keys.key_scale
+    paged = k_words.dim() == 4
+    k_strides = k_words.stride()[:3] if paged else (0, *k_words.stride()[:2])
+    v_strides = v_words.stride()[:3] if paged else (0, *v_words.stride()[:2])
+    starts = (rows.data_ptr() // rows.element_size() for rows in (k_words, v_words))
+    named = {"k": k_strides, "v": v_strides, "s": (0, 0, 0) if inline is None else inline.stride()}
+    arguments = {
+        f"{name}_{axis}": stride
+        for name, strides in named.items()
+        for axis, stride in zip(("block", "token", "head"), strides, strict=True)
+    }
+    return arguments | {
+        "query_token": query.stride(0),
+        "query_head": query.stride(1),
+        "out_token": output.stride(0),
+        "out_head": output.stride(1),
+        "lse_token": 0 if lse is None else lse.stride(0),
+        "BLOCK_SIZE": k_words.shape[1] if paged else 0,
+        "SAME_ROWS": k_strides == v_strides,
+        # Largest power of two, up to 16 words, that every row starts at a multiple of.
+        "ALIGN": math.gcd(16, *k_strides, *v_strides, *starts),
+    }
+
+
+def _split_constants(plan: SplitPlan, width: int) -> dict[str, Any]:
+    """The split-KV kernel's own constants; ``width`` is that of a state's row."""
     tile = plan.tile
-    arguments = _common(layer, step, tensors)
-    width = arguments["V_WIDTH"] * arguments["PLANES"]
     finish_rows = power_of_two(tile.tile_heads * tile.query_tokens)
-    arguments |= {
-        "rows_ptr": plan.rows,
-        "total_ptr": plan.total,
-        "starts_ptr": plan.starts,
-        "counters_ptr": plan.counters,
-        "states_ptr": plan.states,
-        "sums_ptr": plan.sums,
+    return {
         "groups": plan.groups,
         "HEADS": plan.heads,
         "HEAD_LOOPS": plan.head_loops,
@@ -257,26 +369,86 @@ def split_call(
         "FINISH_WIDTH": max(16, min(width, FINISH_CELLS // finish_rows)),
         "STAGES": tile.num_stages,
     }
-    grid = (plan.groups * plan.heads,)
-    return KernelCall(decode_kernel, grid, arguments, tile.num_warps, tile.num_stages)
 
 
-def prefill_call(
-    layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors
-) -> KernelCall:
-    """The launch that serves the step's rows with many query tokens."""
-    plan = step.prefill
-    assert plan is not None
-    tile = plan.tile
-    arguments = _common(layer, step, tensors) | {
-        "tile_starts_ptr": plan.tile_starts,
-        "query_start_ptr": step.query_start_loc,
-        "seq_lens_ptr": step.seq_lens,
-        "num_reqs": step.num_reqs,
-        "HEADS": layer.num_heads,
-        "QUERY_TILE": tile.query_tile,
+def _prefill_constants(plan: PrefillPlan) -> dict[str, Any]:
+    """The prefill kernel's own constants."""
+    return {
+        "QUERY_TILE": plan.tile.query_tile,
         "REQ_STEPS": 20,
-        "KV_TILE": tile.kv_tile,
-        "STAGES": tile.num_stages,
+        "KV_TILE": plan.tile.kv_tile,
+        "STAGES": plan.tile.num_stages,
     }
-    return KernelCall(prefill_kernel, (plan.programs,), arguments, tile.num_warps, tile.num_stages)
+
+
+# -- What callers can get wrong.
+
+
+def _check_tensors(layer: DenseLayer, tensors: DenseTensors) -> None:
+    """Once per form, so that a call costs nothing."""
+    query, output, scale = tensors.query, tensors.output, tensors.output_scale
+    if query.dtype not in MODEL_DTYPES:
+        names = ", ".join(str(dtype) for dtype in MODEL_DTYPES)
+        raise ValueError(f"query must be one of {names}, got {query.dtype}")
+    _check_rows("query", query, (layer.num_heads, layer.head_size))
+    _check_rows("output", output, (layer.num_heads, layer.head_size_v))
+    # Scratch of a merge is fp32.
+    allowed = {query.dtype, torch.float32} if scale is None else {torch.float8_e4m3fn}
+    if output.dtype not in allowed:
+        given = "without" if scale is None else "with"
+        names = " or ".join(sorted(str(dtype) for dtype in allowed))
+        raise ValueError(f"output must be {names} {given} an output_scale, got {output.dtype}")
+    if scale is not None:
+        _check_scale("output_scale", scale, (1,))
+    lse = tensors.lse
+    if lse is not None:
+        if lse.dtype != torch.float32:
+            raise ValueError(f"output_lse must be float32, got {lse.dtype}")
+        _check_rows("output_lse", lse, (layer.num_heads,))
+    _check_keys(layer, tensors)
+
+
+def _check_keys(layer: DenseLayer, tensors: DenseTensors) -> None:
+    """Shapes of the keys and values, and the layer's scales."""
+    key, value = tensors.keys.key, tensors.keys.value
+    packing = layer.cache_dtype.packing
+    if key.dim() == 4 and key.shape[1] % BLOCK_MULTIPLE:
+        raise ValueError(
+            f"block size of kv_cache must be a multiple of {BLOCK_MULTIPLE}, got {key.shape[1]}"
+        )
+    page = key.shape[1:2] if key.dim() == 4 else ()
+    for name, rows, size in (("key", key, layer.head_size), ("value", value, layer.head_size_v)):
+        _check_rows(name, rows, (*page, layer.num_kv_heads, size // packing))
+    if key.dim() == 3 and not key.dtype == value.dtype == tensors.query.dtype:
+        raise ValueError(
+            f"key and value must have query's dtype {tensors.query.dtype}, got {key.dtype} and "
+            f"{value.dtype}"
+        )
+    if layer.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR:
+        k_scale, v_scale = tensors.k_scale, tensors.v_scale
+        for name, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
+            _check_scale(name, factor, (1, layer.num_kv_heads))
+        if k_scale.numel() != v_scale.numel():
+            raise ValueError(
+                f"k_scale and v_scale must both be per tensor or both per head, got "
+                f"{k_scale.numel()} and {v_scale.numel()} elements"
+            )
+
+
+def _check_rows(name: str, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if rows.shape[1:] != shape:
+        wanted = ", ".join(["*", *(str(size) for size in shape)])
+        raise ValueError(f"{name} must have shape [{wanted}], got {list(rows.shape)}")
+    if rows.stride(-1) != 1 and shape[-1] > 1:
+        raise ValueError(
+            f"{name} must be contiguous in its last dimension, got strides {rows.stride()}"
+        )
+
+
+def _check_scale(name: str, scale: torch.Tensor, counts: tuple[int, ...]) -> None:
+    if scale.dtype != torch.float32 or scale.numel() not in counts or not scale.is_contiguous():
+        wanted = " or ".join(str(count) for count in dict.fromkeys(counts))
+        raise ValueError(
+            f"{name} must be contiguous float32 of {wanted} elements, got shape "
+            f"{list(scale.shape)} of {scale.dtype}"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,16 @@ class KernelCall:
     num_stages: int = 2
     max_registers: int | None = None
     """Registers per thread, to fit several programs on a multiprocessor; None leaves it open."""
+    in_order: bool = False
+    """Arguments stand in the kernel's own order: they are passed by position, which is cheaper."""
 
     def launch(self) -> None:
         """Enqueue it on the current stream; an empty grid is nothing to do."""
-        if 0 not in self.grid:
+        if 0 in self.grid:
+            return
+        if self.in_order:
+            self.kernel[self.grid](*self.arguments.values(), **self.options)
+        else:
             self.kernel[self.grid](**self.arguments, **self.options)
 
     @property
@@ -33,3 +39,53 @@ class KernelCall:
         if self.max_registers is not None:
             options["maxnreg"] = self.max_registers
         return options
+
+
+class KernelForm:
+    """A kernel's launches that differ in few arguments: the others stand ready, in its order."""
+
+    def __init__(
+        self,
+        kernel: Any,
+        fixed: Mapping[str, Any],
+        varying: Collection[str],
+        num_warps: int = 4,
+        num_stages: int = 2,
+    ) -> None:
+        """
+        Args:
+            kernel: the ``triton.jit`` function.
+            fixed: arguments that every launch of this form shares.
+            varying: names of those that :meth:`call` is given.
+            num_warps: as in :class:`KernelCall`.
+            num_stages: likewise.
+
+        Raises:
+            TypeError: the two do not add up to the kernel's arguments.
+        """
+        named, wanted = {*fixed, *varying}, set(kernel.arg_names)
+        if named != wanted:
+            raise TypeError(
+                f"fixed and varying must name the kernel's arguments; missing "
+                f"{sorted(wanted - named)}, unknown {sorted(named - wanted)}"
+            )
+        self._kernel = kernel
+        self._arguments = {name: fixed.get(name) for name in kernel.arg_names}
+        self._num_warps = num_warps
+        self._num_stages = num_stages
+
+    def call(self, grid: tuple[int, ...], varying: Mapping[str, Any]) -> KernelCall:
+        """One launch.
+
+        Args:
+            grid: programs.
+            varying: a value for each of the names that vary.
+        """
+        return KernelCall(
+            self._kernel,
+            grid,
+            {**self._arguments, **varying},
+            self._num_warps,
+            self._num_stages,
+            in_order=True,
+        )

@@ -17,10 +17,25 @@ from builders.kernels import first_visible
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
-_VARYING = ["num_reqs", "window", "chunk", "lookback", "num_ranges", "skip"]
+_VARYING = ["num_reqs", "window", "chunk", "lookback", "num_ranges", "table_row", "lse_token"]
+_ANYWHERE = [
+    "table_ptr",
+    "tile_starts_ptr",
+    "query_start_ptr",
+    "seq_lens_ptr",
+    "lse_ptr",
+    "causal_ptr",
+    "prefix_ptr",
+    "ranges_ptr",
+    "k_scale_ptr",
+    "v_scale_ptr",
+    "output_scale_ptr",
+    "sinks_ptr",
+    "slopes_ptr",
+]
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_ANYWHERE)
 def prefill_kernel(
     query_ptr,
     key_ptr,
@@ -106,6 +121,7 @@ def prefill_kernel(
     BLOCK_SIZE 0 (encoders) key and value are ``[T, Hk, words]`` and a request's keys are its own.
     """
     EDGES: tl.constexpr = WINDOW or CHUNK or RSWA
+    RUN: tl.constexpr = KV_TILE if BLOCK_SIZE % KV_TILE == 0 else (BLOCK_SIZE & -BLOCK_SIZE)
     num_tiles = tl.load(tile_starts_ptr + num_reqs)
     within = tl.arange(0, QUERY_TILE)
     for work in range(tl.program_id(0), num_tiles * HEADS, tl.num_programs(0)):
@@ -186,6 +202,13 @@ def prefill_kernel(
             k_base += begin.to(tl.int64) * k_token
             v_base += begin.to(tl.int64) * v_token
         s_base = kv_head.to(tl.int64) * s_head
+        safe_low = kv_start
+        hole = 0
+        if RSWA:
+            # Between prefix and window lies what no query sees, if anything.
+            apart = tl.cdiv(prefix, RUN) * RUN < kv_start
+            safe_low = tl.where(apart, kv_start, 0)
+            hole = tl.where(apart, prefix, 0)
         low = kv_start // KV_TILE
         high = tl.cdiv(kv_stop, KV_TILE)
         full_low = tl.cdiv(all_low, KV_TILE)
@@ -198,25 +221,25 @@ def prefill_kernel(
         acc3 = acc0
         if EDGES or RANGES:
             if RSWA:
-                hole = tl.minimum(tl.cdiv(prefix, KV_TILE), high)
+                prefix_tiles = tl.minimum(tl.cdiv(prefix, KV_TILE), high)
                 m, l, acc0, acc1, acc2, acc3, _, _, _, _, _, _ = attend_tiles(
                     m, l, acc0, acc1, acc2, acc3, m, m, m, m, m, m, 0, None, None, 0, False, q0, q1,
                     q2, q3, query, scales, slope, soft_cap, key_ptr, value_ptr, k_inline_ptr,
                     v_inline_ptr, table, k_base, v_base, k_block, k_token, v_block, v_token, s_base,
-                    s_block, s_token, 0, hole, 0, tl.minimum(prefix, kv_len), 0, kv_len, causal,
-                    window, chunk, lookback, prefix, ranges, num_ranges, True, SAME_ROWS, False, 1,
+                    s_block, s_token, 0, prefix_tiles, safe_low, kv_len, hole, kv_len, causal,
+                    window, chunk, lookback, prefix, ranges, num_ranges, True, SAME_ROWS, RSWA, 1,
                     KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED, V_WIDTH, V_USED, KIND, PLANES, INLINE,
                     DECODE, COMPUTE, ALIGN, CAUSAL, WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP,
                     ALIBI, SIMPLE, False, False, 0, STAGES,
                 )  # fmt: skip
-                low = tl.maximum(low, hole)
+                low = tl.maximum(low, prefix_tiles)
             edge = tl.minimum(full_low, high)
             m, l, acc0, acc1, acc2, acc3, _, _, _, _, _, _ = attend_tiles(
                 m, l, acc0, acc1, acc2, acc3, m, m, m, m, m, m, 0, None, None, 0, False, q0, q1, q2,
                 q3, query, scales, slope, soft_cap, key_ptr, value_ptr, k_inline_ptr, v_inline_ptr,
                 table, k_base, v_base, k_block, k_token, v_block, v_token, s_base, s_block, s_token,
-                low, edge, kv_start, kv_len, 0, kv_len, causal, window, chunk, lookback, prefix,
-                ranges, num_ranges, True, SAME_ROWS, False, 1, KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED,
+                low, edge, safe_low, kv_len, hole, kv_len, causal, window, chunk, lookback, prefix,
+                ranges, num_ranges, True, SAME_ROWS, RSWA, 1, KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED,
                 V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL, WINDOW,
                 CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, False, 0, STAGES,
             )  # fmt: skip
@@ -226,8 +249,8 @@ def prefill_kernel(
             m, l, acc0, acc1, acc2, acc3, m, m, m, m, m, m, 0, None, None, 0, False, q0, q1, q2, q3,
             query, scales, slope, soft_cap, key_ptr, value_ptr, k_inline_ptr, v_inline_ptr, table,
             k_base, v_base, k_block, k_token, v_block, v_token, s_base, s_block, s_token, low, full,
-            kv_start, kv_len, 0, kv_len, causal, window, chunk, lookback, prefix, ranges,
-            num_ranges, False, SAME_ROWS, False, 1, KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED, V_WIDTH,
+            safe_low, kv_len, hole, kv_len, causal, window, chunk, lookback, prefix, ranges,
+            num_ranges, False, SAME_ROWS, RSWA, 1, KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED, V_WIDTH,
             V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL, WINDOW, CHUNK, RSWA,
             RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, False, 0, STAGES,
         )  # fmt: skip
@@ -235,8 +258,8 @@ def prefill_kernel(
             m, l, acc0, acc1, acc2, acc3, m, m, m, m, m, m, 0, None, None, 0, False, q0, q1, q2, q3,
             query, scales, slope, soft_cap, key_ptr, value_ptr, k_inline_ptr, v_inline_ptr, table,
             k_base, v_base, k_block, k_token, v_block, v_token, s_base, s_block, s_token,
-            tl.maximum(low, full), high, kv_start, kv_len, 0, kv_len, causal, window, chunk,
-            lookback, prefix, ranges, num_ranges, True, SAME_ROWS, False, 1, KV_TILE, BLOCK_SIZE,
+            tl.maximum(low, full), high, safe_low, kv_len, hole, kv_len, causal, window, chunk,
+            lookback, prefix, ranges, num_ranges, True, SAME_ROWS, RSWA, 1, KV_TILE, BLOCK_SIZE,
             K_WIDTH, K_USED, V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL,
             WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, False, 0, STAGES,
         )  # fmt: skip

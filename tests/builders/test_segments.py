@@ -1,0 +1,143 @@
+"""Segments: cut by position alone, and alike on host and device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given
+from hypothesis import strategies as st
+
+from builders import kernels
+from builders.segments import (
+    LIMIT,
+    PER_OCTAVE,
+    SEGMENT,
+    max_segments,
+    segment_of,
+    segment_start,
+)
+
+FARTHEST = 1 << 27
+positions = st.one_of(st.integers(0, 4 * LIMIT), st.integers(0, FARTHEST))
+LAST_SEGMENT = segment_of(FARTHEST)
+
+
+def test_segments_have_1024_tokens_up_to_64k_then_32_per_octave() -> None:
+    assert (SEGMENT, LIMIT, PER_OCTAVE) == (1024, 65536, 32)
+    near = [segment_start(segment) for segment in range(65)]
+    assert near == list(range(0, 65536 + 1, 1024))
+    for octave in range(11):
+        first = 64 + 32 * octave
+        starts = [segment_start(first + step) for step in range(33)]
+        assert starts == [(65536 << octave) + step * (2048 << octave) for step in range(33)]
+
+
+@given(position=positions)
+def test_every_position_lies_in_its_segment(position: int) -> None:
+    segment = segment_of(position)
+    assert segment_start(segment) <= position < segment_start(segment + 1)
+
+
+@given(segment=st.integers(0, LAST_SEGMENT))
+def test_a_segment_starts_in_itself_and_ends_before_the_next(segment: int) -> None:
+    start, stop = segment_start(segment), segment_start(segment + 1)
+    assert start < stop
+    assert (segment_of(start), segment_of(stop - 1), segment_of(stop)) == (
+        segment,
+        segment,
+        segment + 1,
+    )
+
+
+@given(one=positions, other=positions)
+def test_later_positions_have_no_earlier_segment(one: int, other: int) -> None:
+    low, high = sorted((one, other))
+    assert segment_of(low) <= segment_of(high)
+
+
+@given(segment=st.integers(0, LAST_SEGMENT))
+def test_every_start_is_a_whole_number_of_the_largest_tiles(segment: int) -> None:
+    assert segment_start(segment) % SEGMENT == 0
+
+
+@given(length=st.integers(1, FARTHEST))
+def test_the_most_segments_of_a_length_are_those_up_to_its_last_key(length: int) -> None:
+    assert max_segments(length) == segment_of(length - 1) + 1
+    assert max_segments(length) == max_segments(length, None)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5000])
+def test_even_no_keys_have_one_segment(window: int | None) -> None:
+    assert max_segments(0, window) == max_segments(1, window) == 1
+
+
+@given(length=st.integers(1, FARTHEST), window=st.integers(1, 4 * LIMIT), data=st.data())
+def test_a_window_touches_no_more_segments_than_is_said(
+    length: int, window: int, data: st.DataObject
+) -> None:
+    last = data.draw(st.integers(0, length - 1))
+    first = max(0, last - window + 1)
+    touched = segment_of(last) - segment_of(first) + 1
+    most = max_segments(length, window)
+    assert touched <= most <= max_segments(length)
+    assert most <= -(-window // SEGMENT) + 2
+
+
+# -- The device's twins.
+
+
+@triton.jit
+def _segments_kernel(x_ptr, of_ptr, start_ptr, count, SIZE: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    x = tl.load(x_ptr + at, mask=at < count, other=0)
+    tl.store(of_ptr + at, kernels.segment_of(x), mask=at < count)
+    tl.store(start_ptr + at, kernels.segment_start(x), mask=at < count)
+
+
+@triton.jit
+def _scalar_kernel(x_ptr, of_ptr, start_ptr):
+    x = tl.load(x_ptr + tl.program_id(0))
+    tl.store(of_ptr + tl.program_id(0), kernels.segment_of(x))
+    tl.store(start_ptr + tl.program_id(0), kernels.segment_start(x))
+
+
+def on_device(numbers: list[int], scalar: bool = False) -> tuple[list[int], list[int]]:
+    """``segment_of`` and ``segment_start`` of each number, by Triton."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.tensor(numbers, dtype=torch.int32, device=device)
+    of, start = torch.full_like(x, -7), torch.full_like(x, -7)
+    if scalar:
+        _scalar_kernel[(len(numbers),)](x, of, start)
+    else:
+        _segments_kernel[(triton.cdiv(len(numbers), 1024),)](x, of, start, len(numbers), SIZE=1024)
+    return of.tolist(), start.tolist()
+
+
+def borders() -> list[int]:
+    """Positions around every border of segments, and around every power of two."""
+    starts = {segment_start(segment) for segment in range(LAST_SEGMENT + 2)}
+    starts |= {1 << bit for bit in range(28)}
+    near = {start + step for start in starts for step in (-2, -1, 0, 1, 2)}
+    return sorted(position for position in near if 0 <= position <= FARTHEST)
+
+
+def test_the_devices_segment_of_is_the_hosts_around_every_border() -> None:
+    numbers = borders()
+    assert len(numbers) > 2000
+    assert on_device(numbers)[0] == [segment_of(number) for number in numbers]
+
+
+def test_the_devices_segment_start_is_the_hosts() -> None:
+    segments = list(range(LAST_SEGMENT + 2))
+    assert on_device(segments)[1] == [segment_start(segment) for segment in segments]
+
+
+def test_the_device_takes_scalars_too() -> None:
+    numbers = [0, 1, 1023, 1024, LIMIT - 1, LIMIT, LIMIT + 2047, 2 * LIMIT, FARTHEST]
+    of, start = on_device(numbers, scalar=True)
+    assert of == [segment_of(number) for number in numbers]
+    small = [0, 1, 63, 64, 65, 96, 97, LAST_SEGMENT]
+    assert on_device(small, scalar=True)[1] == [segment_start(segment) for segment in small]
+    assert len(start) == len(numbers)

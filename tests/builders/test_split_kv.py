@@ -1,0 +1,406 @@
+"""The plan of split KV: the kernel against its twin, and what any plan must be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from builders import triton_attn
+from builders.buffers import GraphBuffers
+from builders.segments import segment_of, segment_start
+from builders.split_kv import (
+    MOST_ROWS,
+    SHARED_MEMORY,
+    SHORT_QUERY,
+    DenseShape,
+    HostPlan,
+    PrefillTile,
+    SplitLimits,
+    SplitPlanner,
+    SplitTile,
+    parallel_heads,
+    plan_rows,
+    power_of_two,
+    prefill_tile,
+    split_tile,
+)
+from builders.triton_attn import TritonAttentionMetadataBuilder
+from specs.base import cdiv
+from specs.devices import DeviceKind
+from specs.dtypes import CacheDType, DType
+from specs.engine import EngineConfig, SpeculativeConfig
+from specs.kv_cache import FullAttentionSpec
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GPUS = [kind for kind in DeviceKind if kind in SHARED_MEMORY]
+SIZES = range(32, 513, 8)
+
+
+# -- A step, and its plan as a judge reads it.
+
+
+@dataclass(frozen=True)
+class Step:
+    """A batch and what decides its plan."""
+
+    lens: tuple[tuple[int, int], ...]
+    """New tokens and KV length of each request."""
+    tile: SplitTile
+    groups: int = 6
+    head_loops: int = 1
+    short_query: int = SHORT_QUERY
+    window: int | None = None
+    chunk: int | None = None
+    lookback: int = 0
+
+    @property
+    def visible(self) -> tuple[int | None, int | None, int]:
+        return self.window, self.chunk, self.lookback
+
+    def plan(self) -> HostPlan:
+        counts, kv_lens = ([pair[side] for pair in self.lens] for side in (0, 1))
+        loops, short = self.head_loops, self.short_query
+        return plan_rows(counts, kv_lens, self.tile, self.groups, loops, short, self.visible)
+
+
+def tile_of(query_tokens: int = 4, kv_tile: int = 128, scale: int = 1) -> SplitTile:
+    return SplitTile(16, 4, 1, query_tokens, kv_tile, scale, 4, 3, 2)
+
+
+tiles = st.builds(
+    tile_of,
+    query_tokens=st.sampled_from([1, 2, 4, 8, 16]),
+    kv_tile=st.sampled_from([16, 32, 64, 128]),
+    scale=st.sampled_from([1, 2, 4]),
+)
+near_borders = st.sampled_from([1024, 2048, 65536, 131072]).flatmap(
+    lambda border: st.integers(border - 130, border + 130)
+)
+kv_lens = st.one_of(st.integers(0, 300), st.integers(0, 200_000), near_borders)
+requests = st.lists(st.tuples(st.integers(0, 40), kv_lens), min_size=1, max_size=12)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    lens = draw(requests)
+    if draw(st.booleans()):  # a decode batch
+        lens = [(min(count, 1), kv_len) for count, kv_len in lens]
+    kind = draw(st.sampled_from(["full", "window", "chunk"]))
+    span = draw(st.one_of(st.integers(1, 300), st.integers(1, 100_000)))
+    return Step(
+        # Padding rows, of both kinds.
+        lens=(*lens, *draw(st.sampled_from([(), ((0, 0), (0, 1)), ((0, 77),)]))),
+        tile=draw(tiles),
+        groups=draw(st.integers(1, 300)),
+        head_loops=draw(st.integers(1, 3)),
+        short_query=draw(st.sampled_from([1, 16, 24, 64])),
+        window=span if kind == "window" else None,
+        chunk=span if kind == "chunk" else None,
+        lookback=draw(st.integers(0, 2)) if kind == "chunk" else 0,
+    )
+
+
+def planner_of(step: Step) -> SplitPlanner:
+    """A planner for the step's tile and groups, which are a matter of the device otherwise."""
+    shape = DenseShape(4, 1, 64, 64, 2, 16)
+    most = sum(count for count, _ in step.lens)
+    limits = SplitLimits(len(step.lens) + 1, max(most, 1), 200_000, None)
+    planner = SplitPlanner(shape, DeviceKind.SM90, 1, limits, 1, GraphBuffers(DEVICE))
+    planner.tile, planner.groups = step.tile, step.groups
+    planner.head_loops, planner.short_query = step.head_loops, step.short_query
+    rows = sum(cdiv(count, step.tile.query_tokens) for count, _ in step.lens)
+    planner.max_rows = max(rows, 1)
+    buffers = GraphBuffers(DEVICE)
+    int32 = torch.int32
+    for name, shape_of in {
+        "row_starts": (limits.max_num_seqs + 1,),
+        "tile_starts": (limits.max_num_seqs + 1,),
+        "rows": (planner.max_rows, 12),
+        "total": (2,),
+        "starts": (step.groups + 1, 2),
+    }.items():
+        buffers.declare(name, shape_of, int32, fill=-5)
+    planner.buffers = buffers
+    return planner
+
+
+def filled(step: Step) -> dict[str, list]:
+    """What the kernel writes, as lists cut to what it means."""
+    planner = planner_of(step)
+    starts = torch.tensor([0, *(count for count, _ in step.lens)]).cumsum(0).int().to(DEVICE)
+    lens = torch.tensor([kv_len for _, kv_len in step.lens], dtype=torch.int32, device=DEVICE)
+    planner.fill(starts, lens, *step.visible)
+    b, count = planner.buffers, len(step.lens) + 1
+    total = b["total"].tolist()
+    return {
+        "row_starts": b["row_starts"][:count].tolist(),
+        "tile_starts": b["tile_starts"][:count].tolist(),
+        "rows": b["rows"][: total[0], :10].tolist(),
+        "total": total,
+        "starts": [tuple(pair) for pair in b["starts"].tolist()],
+        "past": b["rows"][total[0] :].flatten().tolist() + b["row_starts"][count:].tolist(),
+    }
+
+
+# -- The kernel and its twin.
+
+
+@settings(max_examples=60, deadline=None)
+@given(step=steps())
+@example(step=Step(((0, 0),), tile_of()))
+@example(step=Step(((40, 40),), tile_of()))
+@example(step=Step(((1, 0), (0, 5), (1, 131_073)), tile_of(), groups=300, head_loops=3))
+def test_the_kernels_plan_is_the_hosts(step: Step) -> None:
+    plan, found = step.plan(), filled(step)
+    assert found["row_starts"] == plan.row_starts
+    assert found["rows"] == plan.rows
+    assert found["total"] == [len(plan.rows), plan.total]
+    assert found["starts"] == plan.starts
+    assert set(found["past"]) <= {-5}
+
+
+@settings(max_examples=30, deadline=None)
+@given(step=steps())
+def test_longer_queries_are_prefill_tiles_and_no_rows(step: Step) -> None:
+    found, planner = filled(step), planner_of(step)
+    size = planner.prefill.query_tile
+    wanted = [0]
+    for count, _ in step.lens:
+        wanted.append(wanted[-1] + (cdiv(count, size) if count > step.short_query else 0))
+    assert found["tile_starts"] == wanted
+    long = {req for req, (count, _) in enumerate(step.lens) if count > step.short_query}
+    assert not long & {fields[0] for fields in found["rows"]}
+
+
+# -- What any plan must be, judged from the batch alone.
+
+
+def first_seen(step: Step, position: int) -> int:
+    """First key that a query sees."""
+    if step.chunk is not None:
+        return max(0, (position // step.chunk - step.lookback) * step.chunk)
+    return 0 if step.window is None else max(0, position - step.window + 1)
+
+
+def work_of(step: Step) -> list[tuple[tuple[int, int, int], list[int]]]:
+    """Rows ``(request, first token, tokens)`` and the tiles of each of their segments."""
+    size, unit, found, token = step.tile.kv_tile, step.tile.segment_unit, [], 0
+    for req, (count, kv_len) in enumerate(step.lens):
+        for skipped in range(0, count if count <= step.short_query else 0, step.tile.query_tokens):
+            low = first_seen(step, max(kv_len - count, 0) + skipped) // size
+            high = max(cdiv(kv_len, size), low + 1)
+            segments = [segment_of(tile * unit) for tile in range(low, high)]
+            row = (req, token + skipped, min(count - skipped, step.tile.query_tokens))
+            found.append((row, [segments.count(one) for one in dict.fromkeys(segments)]))
+        token += count
+    return found
+
+
+def owners(step: Step, plan: HostPlan) -> list[list[int]]:
+    """Per group, the tiles of the segments that it owns, in order of rows, loops and segments."""
+    order = [
+        (row * step.head_loops + loop, segment, tiles)
+        for row, (_, segments) in enumerate(work_of(step))
+        for loop in range(step.head_loops)
+        for segment, tiles in enumerate(segments)
+    ]
+    shares = []
+    for start, stop in pairwise(plan.starts):
+        mine = [
+            index for index, (row, segment, _) in enumerate(order) if start <= (row, segment) < stop
+        ]
+        assert mine == list(range(mine[0], mine[-1] + 1)) if mine else True
+        shares.append([order[index][2] for index in mine])
+    return shares
+
+
+@settings(max_examples=150, deadline=None)
+@given(step=steps())
+def test_rows_are_the_short_queries_cut_into_tiles(step: Step) -> None:
+    plan, work = step.plan(), work_of(step)
+    assert [tuple(fields[:3]) for fields in plan.rows] == [row for row, _ in work]
+    assert [fields[9] for fields in plan.rows] == [len(segments) for _, segments in work]
+    assert [fields[6] for fields in plan.rows] == [sum(segments) for _, segments in work]
+    assert plan.total == step.head_loops * sum(fields[6] for fields in plan.rows)
+    for (req, token, _), fields in zip((row for row, _ in work), plan.rows, strict=True):
+        count, kv_len = step.lens[req]
+        begin = sum(earlier for earlier, _ in step.lens[:req])
+        assert fields[3:5] == [kv_len, max(kv_len - count, 0) + token - begin]
+        assert plan.row_starts[req] <= plan.rows.index(fields) < plan.row_starts[req + 1]
+
+
+@settings(max_examples=150, deadline=None)
+@given(step=steps())
+def test_every_segment_has_one_owner_and_the_shares_are_even(step: Step) -> None:
+    plan = step.plan()
+    shares = owners(step, plan)
+    everything = [
+        tiles for _, segments in work_of(step) for _ in range(step.head_loops) for tiles in segments
+    ]
+    assert plan.starts[0] == (0, 0)
+    assert plan.starts[-1] == (len(plan.rows) * step.head_loops, 0)
+    assert list(plan.starts) == sorted(plan.starts)
+    # In order, each once: the shares laid side by side are all of the work.
+    assert [tiles for share in shares for tiles in share] == everything
+    even, longest = plan.total / step.groups, max(everything, default=0)
+    assert all(sum(share) <= even + longest for share in shares)
+
+
+@settings(max_examples=100, deadline=None)
+@given(step=steps())
+def test_a_group_enters_at_most_one_row_in_its_middle(step: Step) -> None:
+    """And no two groups are the first to start inside rows of one lender: scratch is by group."""
+    plan = step.plan()
+    lenders = []
+    for row, fields in enumerate(plan.rows):
+        for loop in range(step.head_loops):
+            entered = [
+                group
+                for group, (at, segment) in enumerate(plan.starts[:-1])
+                if at == row * step.head_loops + loop and segment
+            ]
+            place = fields[7] + loop * fields[6]
+            if entered:
+                lenders.append(place * step.groups // plan.total + 1)
+                assert plan.starts[lenders[-1]] == plan.starts[entered[0]]
+    assert len(lenders) == len(set(lenders))
+    assert all(0 < lender < step.groups for lender in lenders)
+
+
+def test_requests_without_tokens_cost_nothing_and_keyless_rows_one_tile() -> None:
+    plan = Step(((0, 0), (0, 900), (1, 0), (3, 0)), tile_of()).plan()
+    assert [fields[0] for fields in plan.rows] == [2, 3]
+    assert [fields[6] for fields in plan.rows] == [1, 1]
+    assert plan.total == 2
+    assert Step(((0, 0), (0, 7)), tile_of()).plan().starts == [(0, 0)] * 7
+
+
+# -- Tiles.
+
+
+def shapes() -> list[DenseShape]:
+    """Every group, and every head size with a few groups, in each width of model and cache."""
+    bits = [(2, 16), (2, 8), (2, 4), (4, 32), (4, 8), (4, 4)]
+    pairs = [(group, 128) for group in range(1, 129)]
+    pairs += [(group, size) for group in (1, 5, 16) for size in SIZES]
+    return [
+        DenseShape(group * 2, 2, size, size, itemsize, stored)
+        for group, size in pairs
+        for itemsize, stored in bits
+    ]
+
+
+def staged_kib(shape: DenseShape, tile: SplitTile | PrefillTile) -> float:
+    """KiB that the keys and values under way hold, besides those that are being multiplied."""
+    row = (power_of_two(shape.head_size) + power_of_two(shape.head_size_v)) * shape.stored_bits / 8
+    return (tile.num_stages - 1) * tile.kv_tile * row / 1024
+
+
+@pytest.mark.parametrize("kind", GPUS, ids=str)
+@pytest.mark.parametrize("max_query_len", [1, 4, 16])
+def test_split_tiles_fit(kind: DeviceKind, max_query_len: int) -> None:
+    for shape in shapes():
+        tile = split_tile(shape, kind, max_query_len)
+        assert 16 <= tile.rows <= MOST_ROWS
+        assert power_of_two(tile.rows) == tile.rows
+        assert tile.query_tokens >= 1
+        assert tile.query_tokens * tile.tile_heads <= tile.rows, shape
+        assert (tile.head_tiles - 1) * tile.tile_heads < shape.group
+        assert shape.group <= tile.head_tiles * tile.tile_heads
+        assert power_of_two(tile.kv_tile) == tile.kv_tile >= 16
+        # Segments are whole numbers of tiles.
+        assert tile.segment_unit * tile.segment_scale == tile.kv_tile
+        assert segment_start(1) % tile.segment_unit == 0
+        assert tile.programs_per_sm in (1, 2)
+        assert staged_kib(shape, tile) <= SHARED_MEMORY[kind], (shape, tile)
+
+
+@pytest.mark.parametrize("kind", GPUS, ids=str)
+def test_prefill_tiles_fit(kind: DeviceKind) -> None:
+    for shape in shapes():
+        tile = prefill_tile(shape, kind)
+        assert power_of_two(tile.query_tile) == tile.query_tile >= 16
+        assert power_of_two(tile.kv_tile) == tile.kv_tile >= 16
+        assert staged_kib(shape, tile) <= SHARED_MEMORY[kind], (shape, tile)
+
+
+def test_a_verify_of_a_whole_group_shares_one_pass_over_the_keys() -> None:
+    for group in (1, 2, 4, 8, 16):
+        tile = split_tile(DenseShape(group, 1, 128, 128, 2, 16), DeviceKind.SM90, 4)
+        assert tile.query_tokens >= 4
+
+
+@given(head_tiles=st.integers(1, 128), programs=st.integers(1, 600))
+def test_heads_side_by_side_leave_few_programs_idle(head_tiles: int, programs: int) -> None:
+    heads = parallel_heads(head_tiles, programs)
+    assert head_tiles % heads == 0
+    assert heads <= programs
+    used = {
+        one: programs // one * one
+        for one in range(1, min(head_tiles, programs) + 1)
+        if head_tiles % one == 0
+    }
+    assert used[heads] * 30 >= max(used.values()) * 29
+    more = [one for one in used if one > heads]
+    assert all(used[one] * 30 < max(used.values()) * 29 for one in more)
+
+
+# -- Scratch.
+
+
+@pytest.mark.parametrize("speculative", [None, 3])
+@pytest.mark.parametrize(
+    "cache_dtype", [CacheDType.AUTO, CacheDType.FP8, CacheDType.INT4_PER_TOKEN_HEAD]
+)
+def test_scratch_of_a_large_engine_is_small(
+    monkeypatch: pytest.MonkeyPatch, cache_dtype: CacheDType, speculative: int | None
+) -> None:
+    monkeypatch.setattr(triton_attn, "_device_facts", lambda device: (DeviceKind.SM90, 132))
+    spec = FullAttentionSpec(
+        block_size=16, num_kv_heads=8, head_size=128, dtype=DType.BFLOAT16, cache_dtype=cache_dtype
+    )
+    config = EngineConfig(
+        max_model_len=131072,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        num_heads=32,
+        speculative=speculative and SpeculativeConfig(num_speculative_tokens=speculative),
+    )
+    builder = TritonAttentionMetadataBuilder(spec, ["layers.0"], config, "cpu")
+    assert builder.planner.scratch_bytes < 64 << 20
+    assert builder.buffers.nbytes < 66 << 20
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lens=st.lists(st.tuples(st.integers(0, 9000), st.integers(0, 16384)), min_size=1, max_size=4),
+    span=st.one_of(st.none(), st.integers(1, 5000)),
+    every_row=st.booleans(),
+    group=st.sampled_from([1, 4, 8, 16]),
+    max_query_len=st.sampled_from([1, 4, 16]),
+)
+@example(lens=[(8000, 8000)], span=13, every_row=True, group=1, max_query_len=1)
+def test_no_row_has_more_segments_than_slots_and_no_step_more_rows_than_are_kept(
+    lens: list[tuple[int, int]],
+    span: int | None,
+    every_row: bool,
+    group: int,
+    max_query_len: int,
+) -> None:
+    lens = [(min(count, kv_len), kv_len) for count, kv_len in lens]
+    shape = DenseShape(group, 1, 64, 64, 2, 16)
+    tokens = max(sum(count for count, _ in lens), 1)
+    limits = SplitLimits(len(lens), tokens, 16384, span)
+    buffers = GraphBuffers("cpu")
+    planner = SplitPlanner(
+        shape, DeviceKind.SM90, 3, limits, max_query_len, buffers, every_row=every_row
+    )
+    step = Step(tuple(lens), planner.tile, planner.groups, 1, planner.short_query, span)
+    plan = step.plan()
+    assert len(plan.rows) <= planner.max_rows
+    assert max((fields[9] for fields in plan.rows), default=0) <= planner.slots

@@ -1,0 +1,311 @@
+"""Ahead-of-time compiles of every variant, for GPUs that are not there, by several Tritons.
+
+    python -m tests.kernels.compile_matrix             # all versions; writes the table
+    python -m tests.kernels.compile_matrix --target 90 # by the installed Triton; prints JSON
+
+Compiles happen in a process of their own: the tests' own runs kernels in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from builders.split_kv import SHARED_MEMORY
+from specs.devices import KNOWN_DEVICES
+from tests.kernels.variants import TARGETS, VARIANTS, Kernel, Variant, call_of
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+VERSIONS: Final = ("3.6.0", "3.7.1", "3.9.0")
+TABLE: Final = ROOT / "attn/bench/results/compile_triton_attn.md"
+
+_HEAD: Final = """\
+# TRITON_ATTN: ahead-of-time compiles
+
+By `make test-compile`, without a GPU: every variant of `tests/kernels/variants.py`, compiled to \
+machine code for sm_80, sm_90, sm_100 and sm_120 by Triton {versions}.
+
+A cell is registers per thread / bytes of spill stores and loads (as `ptxas -v` counts them; \
+instructions times width, wherever they stand) / KiB of shared memory. Limits of shared memory: \
+{limits}. A cell in bold is a miss: it does not compile, does not fit, spills on sm_90 in a shape \
+of the speed table (marked with *), or lost what `misses_of` in `tests/kernels/compile_matrix.py` \
+looks for: asynchronous copies, the buffers of its pipeline, products by warp group.
+
+"""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a compile gave."""
+
+    error: str = ""
+    """Why it did not compile, in one line."""
+    registers: int = 0
+    stack: int = 0
+    """Bytes of the stack frame."""
+    spills: int = 0
+    """Bytes of spill stores and of spill loads."""
+    shared: int = 0
+    """Bytes of shared memory."""
+    asynchronous_copies: int = 0
+    """``cp.async`` instructions."""
+    warp_group_products: int = 0
+    """``wgmma`` instructions."""
+    pipeline: int = 0
+    """Bytes of shared memory that the stages under way need, of a kernel that attends."""
+
+
+def limit_of(target: int) -> int:
+    """Bytes of shared memory that a program can have."""
+    return SHARED_MEMORY[KNOWN_DEVICES[TARGETS[target]].kind] * 1024
+
+
+def misses_of(variant: Variant, target: int, facts: Facts) -> list[str]:
+    """What a compile fails to keep."""
+    if facts.error:
+        return [facts.error]
+    misses = []
+    if facts.shared > limit_of(target):
+        misses.append(f"{facts.shared} bytes of shared memory, {limit_of(target)} is the limit")
+    if variant.speed and target == 90 and facts.spills:
+        misses.append(f"spills {facts.spills} bytes")
+    if variant.kernel.attends:
+        # Copies turn synchronous without a word where a hint of alignment is lost.
+        if not facts.asynchronous_copies:
+            misses.append("no asynchronous copies")
+        if facts.shared < facts.pipeline:
+            misses.append(f"{facts.shared} bytes of shared memory, stages need {facts.pipeline}")
+    is_narrow = variant.layer.dtype.itemsize == 2
+    wants_groups = target == 90 and variant.kernel is Kernel.PREFILL and is_narrow
+    if wants_groups and not facts.warp_group_products:
+        misses.append("no products by warp group")
+    return misses
+
+
+# -- In a process of its own.
+
+
+def read_log(log: str) -> dict[str, int]:
+    """Registers, stack frame and spills from what ``ptxas -v`` says."""
+    stack, stores, loads = _largest(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log, 3
+    )
+    (registers,) = _largest(r"Used (\d+) registers", log, 1)
+    return {"registers": registers, "stack": stack, "spills": stores + loads}
+
+
+def _largest(pattern: str, text: str, groups: int) -> list[int]:
+    """The match of ``pattern`` with the largest last number, as numbers."""
+    found = [[int(number) for number in match.groups()] for match in re.finditer(pattern, text)]
+    if not found:
+        raise ValueError(f"ptxas said nothing like {pattern!r}: {text!r}")
+    return max(found, key=lambda numbers: numbers[groups - 1])
+
+
+class _Device:
+    """A driver for Triton that knows what its device is, and nothing else."""
+
+    def __init__(self, target: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", target, 32)
+
+    def get_current_device(self) -> int:
+        # Kernels remember the target of each device.
+        return int(self.target.arch)
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+
+class Compiler:
+    """Compiles variants in this process, equal ones once."""
+
+    def __init__(self) -> None:
+        self._logs: dict[str, str] = {}
+
+    def compile(self, target: int, variants: Iterable[Variant]) -> dict[str, Facts]:
+        """Facts of each variant, by name."""
+        import triton
+
+        triton.runtime.driver.set_active(_Device(target))
+        return {variant.name: self._compile(variant, target) for variant in variants}
+
+    def _compile(self, variant: Variant, target: int) -> Facts:
+        """As a launch on the target would."""
+        log = io.StringIO()
+        try:
+            call = call_of(variant, target)
+            with contextlib.redirect_stdout(log):
+                compiled = call.kernel.warmup(grid=call.grid, **call.arguments, **call.options)
+            if compiled.metadata.target.arch != target:
+                raise RuntimeError(f"compiled for {compiled.metadata.target}")
+            read = read_log(self._logs.setdefault(compiled.hash, log.getvalue()))
+        except Exception as error:
+            return Facts(error=_first_line(error))
+        pipeline = 0
+        if variant.kernel.attends:
+            given = call.arguments
+            words = given["KV_TILE"] * (given["K_USED"] + given["V_USED"])
+            pipeline = (call.num_stages - 1) * words * given["key_ptr"].element_size()
+        ptx = compiled.asm["ptx"]
+        return Facts(
+            **read,
+            shared=compiled.metadata.shared,
+            asynchronous_copies=len(re.findall(r"\bcp\.async\.c[ag]\.", ptx)),
+            warp_group_products=ptx.count("wgmma.mma_async"),
+            pipeline=pipeline,
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    """The innermost cause, in one line; of the assembler's words its first complaint."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    complaints = [line.split("; ")[-1] for line in lines if re.search(r"error\s+:", line)]
+    return f"{type(error).__name__}: {[*complaints, lines[0]][0][:160]}"
+
+
+# -- From another process.
+
+ByTarget = dict[int, dict[str, Facts]]
+"""Facts by name of the variant, for each target."""
+
+
+def facts_of(
+    targets: Sequence[int], *, tested_only: bool, cache: Path, triton: Path | None = None
+) -> ByTarget:
+    """Compile in a new process.
+
+    Args:
+        targets: compute capabilities.
+        tested_only: only what ``make test`` compiles for each.
+        cache: Triton's cache.
+        triton: folder to take Triton from; None takes what is installed.
+
+    Raises:
+        RuntimeError: the process failed; its last words are in the message.
+    """
+    environment = os.environ | {
+        "TRITON_INTERPRET": "0",
+        "TRITON_DUMP_PTXAS_LOG": "1",
+        "TRITON_CACHE_DIR": str(cache),
+        "PYTHONPATH": os.pathsep.join(str(path) for path in (triton, ROOT) if path is not None),
+    }
+    command = [sys.executable, "-m", "tests.kernels.compile_matrix"]
+    command += ["--target", *map(str, targets), *(["--tested-only"] if tested_only else [])]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {
+        int(target): {name: Facts(**facts) for name, facts in by_name.items()}
+        for target, by_name in found.items()
+    }
+
+
+def install(version: str, folder: Path) -> Path | None:
+    """A folder with that Triton, made when it is not there; None when it is the installed one."""
+    if importlib.metadata.version("triton") == version:
+        return None
+    target = folder / f"triton-{version}"
+    if not (target / "triton").is_dir():
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        subprocess.run([*pip, "--target", str(target), f"triton=={version}"], check=True)
+    return target
+
+
+Results = dict[tuple[str, int], dict[str, Facts]]
+"""Facts by variant, for each version and target."""
+
+
+def compile_all(versions: Sequence[str], folder: Path, processes: int) -> Results:
+    """Every variant by every version for every target."""
+    folders = {version: install(version, folder) for version in versions}
+    columns = [(version, target) for version in versions for target in TARGETS]
+
+    def column(key: tuple[str, int]) -> dict[str, Facts]:
+        with tempfile.TemporaryDirectory() as cache:
+            version, target = key
+            found = facts_of(
+                [target], tested_only=False, cache=Path(cache), triton=folders[version]
+            )
+            return found[target]
+
+    with ThreadPoolExecutor(processes) as pool:
+        return dict(zip(columns, pool.map(column, columns), strict=True))
+
+
+def table_of(results: Results) -> str:
+    """The published table."""
+    versions = list(dict.fromkeys(version for version, _ in results))
+    limits = ", ".join(f"{limit_of(target) // 1024} on sm_{target}" for target in TARGETS)
+    lines = [_HEAD.format(versions=", ".join(versions), limits=limits)]
+    titles = [f"{version} sm_{target}" for version, target in results]
+    lines.append(f"| variant | {' | '.join(titles)} |\n")
+    lines.append(f"| --- |{' ---: |' * len(titles)}\n")
+    for variant in VARIANTS:
+        cells = []
+        for (_, target), facts in results.items():
+            one = facts[variant.name]
+            cell = f"{one.registers} / {one.spills} / {one.shared / 1024:.0f}"
+            cell = one.error.replace("|", " ") or cell
+            cells.append(f"**{cell}**" if misses_of(variant, target, one) else cell)
+        lines.append(f"| {variant.name}{' *' if variant.speed else ''} | {' | '.join(cells)} |\n")
+    return "".join(lines)
+
+
+def main() -> int:
+    """The command; 1 when something is missed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--target", type=int, nargs="+", choices=TARGETS, help="compile here")
+    parser.add_argument("--tested-only", action="store_true", help="what `make test` compiles")
+    parser.add_argument("--triton", nargs="+", default=VERSIONS, metavar="VERSION")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build", help="of other versions")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--table", type=Path, default=TABLE)
+    given = parser.parse_args()
+    if given.target is not None:
+        compiler = Compiler()
+        found = {
+            target: compiler.compile(
+                target, [v for v in VARIANTS if not given.tested_only or target in v.tested]
+            )
+            for target in given.target
+        }
+        print(json.dumps(found, default=asdict))
+        return 0
+    results = compile_all(given.triton, given.folder, given.processes)
+    given.table.parent.mkdir(parents=True, exist_ok=True)
+    given.table.write_text(table_of(results), encoding="utf-8")
+    lines = [
+        f"Triton {version} sm_{target} {variant.name}: {miss}"
+        for (version, target), facts in results.items()
+        for variant in VARIANTS
+        for miss in misses_of(variant, target, facts[variant.name])
+    ]
+    print("\n".join(lines), file=sys.stderr)
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Kernels compiled for GPUs that are not there: they fit, do not spill, copy asynchronously.
+
+The full matrix, by several versions of Triton, is ``make test-compile``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Final
+
+import pytest
+
+from specs.dtypes import DType
+from tests.kernels.compile_matrix import (
+    ByTarget,
+    Facts,
+    facts_of,
+    limit_of,
+    misses_of,
+    read_log,
+    table_of,
+)
+from tests.kernels.variants import TARGETS, VARIANTS, Kernel, Layer, Variant
+
+MOST_COMPILES: Final = 40
+PROCESSES: Final = ((90,), (80, 100, 120))
+"""Targets of each, for about the same time."""
+TESTED: Final = [(variant, target) for variant in VARIANTS for target in variant.tested]
+KNOWN: Final[dict[tuple[str, int], str]] = {
+    ("prefill 16/8/256", 90): "255 registers are too few",
+    ("decode 16/8/512", 120): "three stages of keys and values do not fit",
+}
+"""Misses that nobody has mended yet."""
+
+LOG: Final = """\
+ptxas info    : Compiling entry function 'kernel' for 'sm_90a'
+ptxas info    : Function properties for kernel
+    32 bytes stack frame, 60 bytes spill stores, 36 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 32 bytes cumulative stack size
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> ByTarget:
+    """What ``make test`` compiles, by two processes at a time."""
+
+    def by_process(targets: Sequence[int]) -> ByTarget:
+        return facts_of(targets, tested_only=True, cache=tmp_path_factory.mktemp("triton"))
+
+    with ThreadPoolExecutor(len(PROCESSES)) as pool:
+        parts = list(pool.map(by_process, PROCESSES))
+    return {target: facts for part in parts for target, facts in part.items()}
+
+
+def test_variants_are_named_and_few_enough_for_every_run() -> None:
+    assert len({variant.name for variant in VARIANTS}) == len(VARIANTS)
+    assert len(TESTED) <= MOST_COMPILES
+    assert {target for _, target in TESTED} == set(TARGETS)
+    assert {variant.kernel for variant, _ in TESTED} == set(Kernel)
+    assert sorted(target for targets in PROCESSES for target in targets) == sorted(TARGETS)
+
+
+def test_every_shape_of_the_speed_table_is_compiled_for_hopper() -> None:
+    assert [
+        variant.name for variant in VARIANTS if variant.speed and 90 not in variant.tested
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("variant", "target"),
+    [
+        pytest.param(
+            *one,
+            id=f"{one[0].name}-sm_{one[1]}",
+            marks=[
+                pytest.mark.xfail(reason=reason)
+                for known, reason in KNOWN.items()
+                if known == (one[0].name, one[1])
+            ],
+        )
+        for one in TESTED
+    ],
+)
+def test_a_variant_compiles_and_keeps_what_it_must(
+    compiled: ByTarget, variant: Variant, target: int
+) -> None:
+    assert misses_of(variant, target, compiled[target][variant.name]) == []
+
+
+def test_what_must_be_kept_is_told_from_what_need_not() -> None:
+    decode = Variant(Kernel.DECODE, "", speed=True)
+    prefill = Variant(Kernel.PREFILL, "")
+    good = Facts("", 255, 0, 0, 65536, 48, 24, 65536)
+    for variant in (decode, prefill):
+        for target in TARGETS:
+            assert misses_of(variant, target, good) == []
+    assert misses_of(decode, 90, replace(good, error="no")) == ["no"]
+    assert misses_of(decode, 90, replace(good, spills=8)) == ["spills 8 bytes"]
+    assert misses_of(decode, 80, replace(good, spills=8)) == []
+    assert misses_of(prefill, 90, replace(good, spills=8)) == []
+    assert misses_of(decode, 80, replace(good, asynchronous_copies=0)) == ["no asynchronous copies"]
+    assert "stages need 65536" in misses_of(decode, 80, replace(good, shared=65535))[0]
+    synchronous = replace(good, asynchronous_copies=0, pipeline=0)
+    assert misses_of(Variant(Kernel.MERGE, ""), 80, synchronous) == []
+    groupless = replace(good, warp_group_products=0)
+    assert misses_of(prefill, 90, groupless) == ["no products by warp group"]
+    for variant, target in (
+        (decode, 90),
+        (prefill, 100),
+        (Variant(Kernel.PREFILL, "", Layer(dtype=DType.FLOAT32)), 90),
+    ):
+        assert misses_of(variant, target, groupless) == []
+
+
+@pytest.mark.parametrize(("target", "kibibytes"), [(80, 163), (90, 227), (100, 227), (120, 99)])
+def test_shared_memory_has_the_limit_of_the_target(target: int, kibibytes: int) -> None:
+    assert limit_of(target) == kibibytes * 1024
+    variant = Variant(Kernel.DECODE, "")
+    facts = Facts(shared=kibibytes * 1024, asynchronous_copies=1)
+    assert misses_of(variant, target, facts) == []
+    over = misses_of(variant, target, replace(facts, shared=facts.shared + 1))
+    assert len(over) == 1
+    assert "is the limit" in over[0]
+
+
+def test_the_assembler_is_understood() -> None:
+    assert read_log(LOG) == {"registers": 255, "stack": 32, "spills": 96}
+    with pytest.raises(ValueError, match="stack frame"):
+        read_log("")
+
+
+def test_the_table_shows_misses_as_misses() -> None:
+    facts = {variant.name: Facts("", 128, 0, 0, 65536, 1, 1, 0) for variant in VARIANTS}
+    facts[VARIANTS[0].name] = Facts(error="PTXASError: a | b")
+    facts[VARIANTS[1].name] = Facts("", 255, 8, 16, 65536, 1, 1, 0)
+    table = table_of({("3.9.0", 90): facts})
+    rows = [line for line in table.splitlines() if line.startswith("|")]
+    assert rows[0] == "| variant | 3.9.0 sm_90 |"
+    assert len(rows) == 2 + len(VARIANTS)
+    assert rows[2].endswith("| **PTXASError: a   b** |")
+    assert rows[3].endswith("| **255 / 16 / 64** |")
+    assert rows[-1].endswith("| 128 / 0 / 64 |")

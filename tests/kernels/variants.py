@@ -1,0 +1,400 @@
+"""The kernels of TRITON_ATTN in named variants, as data; and their launches for a GPU not present.
+
+Launches are those that builder, impl and operations make on CPU tensors while they believe to be on
+the target; they are recorded in place of being made. Nothing here knows a kernel's parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum, unique
+from typing import Any, Final
+from unittest import mock
+
+import torch
+
+import attn.kernels.dense
+import builders.kernels
+import builders.split_kv
+import builders.triton_attn
+from attn.impls.base import LayerScales
+from attn.impls.triton_attn import TritonAttentionImpl
+from attn.kernels.cache_write import rope_and_write_kv_call, write_kv_call
+from attn.kernels.launch import KernelCall
+from attn.kernels.merge import merge_call
+from attn.kernels.tile import PTX, PTX_SM89
+from builders.common import CommonAttentionMetadata
+from builders.triton_attn import TritonAttentionMetadataBuilder
+from specs.attention import AttentionType
+from specs.devices import KNOWN_DEVICES
+from specs.dtypes import CacheDType, DType
+from specs.engine import EngineConfig, SpeculativeConfig
+from specs.kv_cache import (
+    AnyKVCacheSpec,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+)
+from specs.layouts import KVOrder, KVPacking
+
+TARGETS: Final = {80: "a100", 90: "h100", 100: "b200", 120: "rtx-pro-6000"}
+"""Compute capabilities to compile for, each with a device that has it."""
+
+PLAN_STAGES: Final = 3
+"""Triton's own, which the plan's launch leaves as it is."""
+
+
+@unique
+class Kernel(StrEnum):
+    """What is launched."""
+
+    DECODE = "decode"
+    PREFILL = "prefill"
+    PLAN = "plan"
+    WRITE = "write"
+    ROPE_WRITE = "rope_write"
+    MERGE = "merge"
+
+    @property
+    def attends(self) -> bool:
+        """It reads keys and values tile by tile."""
+        return self in (Kernel.DECODE, Kernel.PREFILL)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer, its cache and what a step asks of it."""
+
+    heads: tuple[int, int, int] = (32, 8, 128)
+    """Query heads, KV heads, head size."""
+    head_size_v: int | None = None
+    dtype: DType = DType.BFLOAT16
+    cache: CacheDType = CacheDType.AUTO
+    block_size: int = 16
+    order: KVOrder = KVOrder.NHD
+    attn_type: AttentionType = AttentionType.DECODER
+    causal: bool | None = True
+    """None: a flag per request."""
+    window: int | None = None
+    chunk: int | None = None
+    lookback: int = 0
+    sinks: bool = False
+    soft_cap: float | None = None
+    alibi: bool = False
+    alibi_sqrt: bool = False
+    ranges: bool = False
+    clamps_ranges: bool = False
+    rswa: int | None = None
+    drafts: int = 0
+    batch_invariant: bool = False
+    per_head_scales: bool = False
+    lse: bool = False
+    fp8_output: bool = False
+    neox: bool = True
+
+    @property
+    def v_size(self) -> int:
+        """Head size of values."""
+        return self.head_size_v or self.heads[2]
+
+    def spec(self) -> AnyKVCacheSpec:
+        """The spec of its cache."""
+        fields: dict[str, Any] = {
+            "block_size": self.block_size,
+            "num_kv_heads": self.heads[1],
+            "head_size": self.heads[2],
+            "head_size_v": self.head_size_v,
+            "dtype": self.dtype,
+            "cache_dtype": self.cache,
+        }
+        if self.attn_type is AttentionType.ENCODER_ONLY:
+            return EncoderOnlyAttentionSpec(**fields, sliding_window=self.window)
+        if self.attn_type is AttentionType.ENCODER_DECODER:
+            return CrossAttentionSpec(**fields)
+        if self.chunk is not None:
+            local = {"attention_chunk_size": self.chunk, "chunk_lookback": self.lookback}
+            return ChunkedLocalAttentionSpec(**fields, **local)
+        if self.window is not None:
+            return SlidingWindowSpec(**fields, sliding_window=self.window)
+        return FullAttentionSpec(**fields)
+
+    def engine(self) -> EngineConfig:
+        """Limits of an engine; those of the benchmark, but for the length, which sizes scratch."""
+        drafts = self.drafts
+        return EngineConfig(
+            max_model_len=16384,
+            max_num_seqs=256,
+            max_num_batched_tokens=8192,
+            num_heads=self.heads[0],
+            speculative=SpeculativeConfig(num_speculative_tokens=drafts) if drafts else None,
+            batch_invariant=self.batch_invariant,
+            rswa_window=self.rswa,
+        )
+
+    def impl(self) -> TritonAttentionImpl:
+        """The layer's impl."""
+        heads, kv_heads, size = self.heads
+        return TritonAttentionImpl(
+            heads,
+            size,
+            size**-0.5,
+            kv_heads,
+            [0.5] * heads if self.alibi else None,
+            self.window,
+            self.cache.value,
+            self.soft_cap,
+            self.attn_type,
+            sinks=torch.zeros(heads) if self.sinks else None,
+            use_alibi_sqrt=self.alibi_sqrt,
+            attention_chunk_size=self.chunk,
+            chunk_lookback=self.lookback if self.chunk else -1,
+            head_size_v=self.head_size_v,
+        )
+
+    def scales(self) -> LayerScales:
+        """Scales of its cache."""
+        layer = LayerScales.of()
+        if self.per_head_scales:
+            layer._k_scale, layer._v_scale = torch.ones(self.heads[1]), torch.ones(self.heads[1])
+        if self.clamps_ranges:
+            layer.mm_prefix_clamp_sliding_window = True  # type: ignore[attr-defined]
+        return layer
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel compiled for one kind of layer."""
+
+    kernel: Kernel
+    of: str
+    """The layer, in a few words."""
+    layer: Layer = Layer()
+    speed: bool = False
+    """A shape of the speed table: it may not spill on sm_90."""
+    tested: tuple[int, ...] = ()
+    """Targets that ``make test`` compiles it for."""
+
+    @property
+    def name(self) -> str:
+        """Unique."""
+        return f"{self.kernel.value} {self.of}"
+
+
+def _attending(of: str, *tested: int, speed: bool = False, **fields: Any) -> list[Variant]:
+    """Decode and prefill of one layer; the latter is tested where it is a shape of speed."""
+    layer = Layer(**fields)
+    return [
+        Variant(Kernel.DECODE, of, layer, speed, tested),
+        Variant(Kernel.PREFILL, of, layer, speed, tested if speed else ()),
+    ]
+
+
+def _only(kernel: Kernel, of: str, *tested: int, speed: bool = False, **fields: Any) -> Variant:
+    return Variant(kernel, of, Layer(**fields), speed, tested)
+
+
+_D, _P = Kernel.DECODE, Kernel.PREFILL
+_FP8, _E5M2 = CacheDType.FP8_E4M3, CacheDType.FP8_E5M2
+_INT8, _INT4 = CacheDType.INT8_PER_TOKEN_HEAD, CacheDType.INT4_PER_TOKEN_HEAD
+_FP8_INLINE = CacheDType.FP8_PER_TOKEN_HEAD
+_ENCODER, _CROSS = AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER
+
+VARIANTS: Final = (
+    # The shapes of the speed table.
+    *_attending("32/8/128", 80, 90, 100, 120, speed=True),
+    *_attending("64/8/64", 90, speed=True, heads=(64, 8, 64)),
+    *_attending("16/8/256", 90, speed=True, heads=(16, 8, 256)),
+    _only(_D, "64/8/64 window sinks", 90, speed=True, heads=(64, 8, 64), window=128, sinks=True),
+    _only(_D, "8/1/128", 90, speed=True, heads=(8, 1, 128)),
+    _only(_D, "32/32/128", 90, speed=True, heads=(32, 32, 128)),
+    _only(_D, "fp8", 80, 90, 100, 120, speed=True, cache=_FP8),
+    _only(_D, "verify 4", 90, speed=True, drafts=3),
+    _only(_D, "verify 8", 90, speed=True, drafts=7),
+    _only(_P, "window 1024", 90, speed=True, window=1024),
+    # Types and caches.
+    _only(_P, "fp8", cache=_FP8),
+    *_attending("fp16", dtype=DType.FLOAT16),
+    *_attending("fp32", 80, dtype=DType.FLOAT32),
+    *_attending("fp16 cache", cache=CacheDType.FLOAT16),
+    *_attending("e5m2", cache=_E5M2),
+    *_attending("int8 inline", 90, cache=_INT8),
+    *_attending("int4 inline", 90, 120, cache=_INT4),
+    *_attending("fp8 inline", 90, cache=_FP8_INLINE),
+    *_attending("fp8 scales per head", cache=_FP8, per_head_scales=True),
+    # Head sizes and groups.
+    *_attending("32/8/40", heads=(32, 8, 40)),
+    *_attending("32/8/192 values 128", heads=(32, 8, 192), head_size_v=128),
+    *_attending("16/8/512", 120, heads=(16, 8, 512)),
+    *_attending("16/8/256 fp8", heads=(16, 8, 256), cache=_FP8),
+    *_attending("16/8/256 fp32", heads=(16, 8, 256), dtype=DType.FLOAT32),
+    _only(_D, "128/1/128", heads=(128, 1, 128)),
+    # What a layer or a step asks.
+    *_attending("soft cap window", soft_cap=30.0, window=128),
+    *_attending("alibi", alibi=True),
+    *_attending("alibi square root", alibi=True, alibi_sqrt=True),
+    *_attending("chunks lookback", chunk=8192, lookback=1),
+    *_attending("ranges", ranges=True),
+    *_attending("ranges clamped to a window", ranges=True, clamps_ranges=True, window=128),
+    *_attending("rswa", rswa=128),
+    *_attending("causal per request", causal=None),
+    *_attending("not causal window", causal=False, window=128),
+    *_attending("sinks lse", sinks=True, lse=True),
+    *_attending("fp8 output", fp8_output=True),
+    *_attending("cross attention", attn_type=_CROSS, causal=False),
+    _only(_D, "invariant", batch_invariant=True),
+    _only(
+        _D, "verify 8 fp8 sinks window lse", drafts=7, cache=_FP8, sinks=True, window=128, lse=True
+    ),
+    _only(_P, "encoder", attn_type=_ENCODER, causal=False),
+    _only(_P, "encoder window", attn_type=_ENCODER, causal=False, window=128),
+    # Layouts.
+    *_attending("blocks of 48", block_size=48),
+    *_attending("blocks of 528", block_size=528),
+    *_attending("HND", order=KVOrder.HND),
+    # The other kernels.
+    _only(Kernel.PLAN, "", 90),
+    _only(Kernel.PLAN, "window verify 8", window=128, drafts=7),
+    _only(Kernel.PLAN, "chunks", chunk=8192, lookback=1),
+    *(_only(Kernel.WRITE, cache.value, cache=cache) for cache in (CacheDType.AUTO, _E5M2)),
+    *(_only(Kernel.WRITE, cache.value, cache=cache) for cache in (_INT8, _FP8_INLINE)),
+    _only(Kernel.WRITE, "fp8", cache=_FP8),
+    _only(Kernel.WRITE, "int4", 80, cache=_INT4),
+    _only(Kernel.ROPE_WRITE, "auto"),
+    _only(Kernel.ROPE_WRITE, "fp8", 90, cache=_FP8),
+    _only(Kernel.ROPE_WRITE, "int4 interleaved", cache=_INT4, neox=False),
+    _only(Kernel.MERGE, "lse", lse=True),
+    _only(Kernel.MERGE, "fp8 output", 80, fp8_output=True),
+)
+
+
+def call_of(variant: Variant, target: int) -> KernelCall:
+    """The launch that the target would see."""
+    layer = variant.layer
+    if variant.kernel in (Kernel.WRITE, Kernel.ROPE_WRITE):
+        return _write_call(layer, variant.kernel is Kernel.ROPE_WRITE, target >= 89)
+    if variant.kernel is Kernel.MERGE:
+        return _merge_call(layer, target >= 89)
+    with _pretending(target):
+        if variant.kernel is Kernel.PLAN:
+            return _plan_call(layer)
+        return _attention_call(layer, variant.kernel)
+
+
+@contextmanager
+def _pretending(target: int) -> Iterator[None]:
+    """CPU tensors are on the target, as far as tiles and instructions go."""
+    device = KNOWN_DEVICES[TARGETS[target]]
+    facts = (device.kind, device.num_multiprocessors)
+    form = (PTX_SM89, True) if target >= 89 else (PTX, False)
+    with (
+        mock.patch.object(builders.triton_attn, "_device_facts", return_value=facts),
+        mock.patch.object(attn.kernels.dense, "decode_form", return_value=form),
+    ):
+        yield
+
+
+def _batch(layer: Layer, query_len: int, kv_len: int = 41) -> CommonAttentionMetadata:
+    """Two equal requests."""
+    table = torch.ones(2, 64, dtype=torch.int32)
+    lens = [query_len] * 2, [kv_len] * 2
+    fields: dict[str, Any] = {}
+    if layer.causal is not True:
+        flag = layer.causal is False
+        fields["causal"] = False if flag else torch.ones(2, dtype=torch.bool)
+    if layer.ranges:
+        fields["mm_req_doc_ranges"] = {0: [(1, 5), (8, 9)]}
+    if layer.rswa is not None:
+        fields["rswa_prefix_lens"] = torch.ones(2, dtype=torch.int32)
+    if layer.attn_type is AttentionType.ENCODER_DECODER:
+        fields["encoder_seq_lens"] = torch.full([2], kv_len, dtype=torch.int32)
+    batch = CommonAttentionMetadata.from_lengths(*lens, table, layer.block_size)
+    return batch.replace(**fields)
+
+
+def _attention_call(layer: Layer, kernel: Kernel) -> KernelCall:
+    heads, kv_heads, size = layer.heads
+    spec, dtype = layer.spec(), layer.dtype.torch
+    batch = _batch(layer, 1 + layer.drafts if kernel is Kernel.DECODE else 41)
+    record = TritonAttentionMetadataBuilder(spec, ["layer"], layer.engine(), "cpu").build(0, batch)
+    tokens = batch.num_actual_tokens
+    output = torch.zeros(tokens, heads, layer.v_size, dtype=dtype)
+    calls: list[KernelCall] = []
+    with mock.patch.object(KernelCall, "launch", lambda call: calls.append(call)):
+        layer.impl().forward(
+            layer.scales(),
+            torch.zeros(tokens, heads, size, dtype=dtype),
+            torch.zeros(tokens, kv_heads, size, dtype=dtype),
+            torch.zeros(tokens, kv_heads, layer.v_size, dtype=dtype),
+            spec.layout(order=layer.order).allocate(10),
+            record,
+            output.to(torch.float8_e4m3fn) if layer.fp8_output else output,
+            torch.tensor(1.0) if layer.fp8_output else None,
+            output_lse=torch.zeros(tokens, heads) if layer.lse else None,
+        )
+    (call,) = [call for call in calls if call.kernel.__name__ == f"{kernel.value}_kernel"]
+    return call
+
+
+class _Recorder:
+    """Stands for the plan's kernel, whose launch is not a record."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.calls: list[KernelCall] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, num_warps: int, **kwargs: Any) -> None:
+            named = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
+            self.calls.append(KernelCall(self.kernel, grid, named, num_warps, PLAN_STAGES))
+
+        return launch
+
+
+def _plan_call(layer: Layer) -> KernelCall:
+    recorder = _Recorder(builders.kernels.plan_kernel)
+    builder = TritonAttentionMetadataBuilder(layer.spec(), ["layer"], layer.engine(), "cpu")
+    with (
+        mock.patch.object(builders.split_kv, "interprets", return_value=True),
+        mock.patch.object(builders.kernels, "plan_kernel", recorder),
+    ):
+        builder.build(0, _batch(layer, 1 + layer.drafts))
+    (call,) = recorder.calls
+    return call
+
+
+def _write_call(layer: Layer, rope: bool, hardware_e4m3: bool) -> KernelCall:
+    heads, kv_heads, size = layer.heads
+    layout = layer.spec().layout(packing=KVPacking.PACKED, order=layer.order)
+    views = layout.split(layout.allocate(10))
+    tokens, dtype, scales = 4, layer.dtype.torch, layer.scales()
+    query = torch.zeros(tokens, heads, size, dtype=dtype)
+    key = torch.zeros(tokens, kv_heads, size, dtype=dtype)
+    value = torch.zeros(tokens, kv_heads, layer.v_size, dtype=dtype)
+    turns = (torch.arange(tokens), torch.zeros(64, size, dtype=dtype), layer.neox)
+    common = (views, torch.arange(tokens), scales._k_scale, scales._v_scale, layer.cache)
+    if rope:
+        call = rope_and_write_kv_call(
+            query, key, value, *turns, *common, hardware_e4m3=hardware_e4m3
+        )
+    else:
+        call = write_kv_call(key, value, *common, hardware_e4m3=hardware_e4m3)
+    return call
+
+
+def _merge_call(layer: Layer, hardware_e4m3: bool) -> KernelCall:
+    heads, _, size = layer.heads
+    tokens, dtype = 4, layer.dtype.torch
+    output = torch.zeros(tokens, heads, size, dtype=dtype)
+    return merge_call(
+        torch.zeros(2, tokens, heads, size, dtype=dtype),
+        torch.zeros(2, tokens, heads),
+        output.to(torch.float8_e4m3fn) if layer.fp8_output else output,
+        output_lse=torch.zeros(tokens, heads) if layer.lse else None,
+        output_scale=torch.tensor(1.0) if layer.fp8_output else None,
+        num_tokens=tokens,
+        hardware_e4m3=hardware_e4m3,
+    )
