@@ -122,7 +122,7 @@ def split_tile(shape: DenseShape, kind: DeviceKind, max_query_len: int) -> Split
     kv_tile = min(max((4096 if wide else 8192) // shape.width, 16), 128)
     narrow = shape.stored_bits < 16
     stages = 4 if narrow else 3
-    row_bytes = (shape.head_size + shape.head_size_v) * max(shape.stored_bits, 8) // 8
+    row_bytes = 2 * shape.width * shape.stored_bits // 8
     room = SHARED_MEMORY.get(kind, 99)
     while _shared_kib(stages, kv_tile, row_bytes) > room and stages > 2:
         stages -= 1

@@ -461,7 +461,8 @@ def attend_tiles(
     query ``[M]`` positions; scale ``[M]`` (times log2(e) unless SOFT_CAP). Without a block table
     (BLOCK_SIZE 0) keys lie one after another. MASK False: every row sees every key of the tiles.
     SEGMENTED: at the end of each segment (with FREE, of the run) its state goes to slot
-    ``slot + segment`` if ``stores``, else it is folded into M, L, A*; l is then ``[M, KV_TILE]``, summed at a segment's end.
+    ``slot + segment`` if ``stores``, else it is folded into M, L, A*; l is then
+    ``[M, KV_TILE]``, summed at a segment's end.
     Only slots in ``[safe_low, safe_high)``, with HOLE also below ``hole``, are read. SAME_ROWS:
     values have the strides of keys.
     """

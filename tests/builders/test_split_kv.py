@@ -57,6 +57,7 @@ class Step:
     window: int | None = None
     chunk: int | None = None
     lookback: int = 0
+    is_causal: bool = False
 
     @property
     def visible(self) -> tuple[int | None, int | None, int]:
@@ -65,7 +66,9 @@ class Step:
     def plan(self) -> HostPlan:
         counts, kv_lens = ([pair[side] for pair in self.lens] for side in (0, 1))
         loops, short = self.head_loops, self.short_query
-        return plan_rows(counts, kv_lens, self.tile, self.groups, loops, short, self.visible)
+        return plan_rows(
+            counts, kv_lens, self.tile, self.groups, loops, short, self.visible, self.is_causal
+        )
 
 
 def tile_of(query_tokens: int = 4, kv_tile: int = 128, scale: int = 1) -> SplitTile:
@@ -102,6 +105,7 @@ def steps(draw: st.DrawFn) -> Step:
         window=span if kind == "window" else None,
         chunk=span if kind == "chunk" else None,
         lookback=draw(st.integers(0, 2)) if kind == "chunk" else 0,
+        is_causal=draw(st.booleans()),
     )
 
 
@@ -134,7 +138,7 @@ def filled(step: Step) -> dict[str, list]:
     planner = planner_of(step)
     starts = torch.tensor([0, *(count for count, _ in step.lens)]).cumsum(0).int().to(DEVICE)
     lens = torch.tensor([kv_len for _, kv_len in step.lens], dtype=torch.int32, device=DEVICE)
-    planner.fill(starts, lens, *step.visible)
+    planner.fill(starts, lens, *step.visible, step.is_causal)
     b, count = planner.buffers, len(step.lens) + 1
     total = b["total"].tolist()
     return {
@@ -189,13 +193,16 @@ def first_seen(step: Step, position: int) -> int:
 
 def work_of(step: Step) -> list[tuple[tuple[int, int, int], list[int]]]:
     """Rows ``(request, first token, tokens)`` and the tiles of each of their segments."""
-    size, unit, found, token = step.tile.kv_tile, step.tile.segment_unit, [], 0
+    size, unit, tokens = step.tile.kv_tile, step.tile.segment_unit, step.tile.query_tokens
+    found, token = [], 0
     for req, (count, kv_len) in enumerate(step.lens):
-        for skipped in range(0, count if count <= step.short_query else 0, step.tile.query_tokens):
-            low = first_seen(step, max(kv_len - count, 0) + skipped) // size
-            high = max(cdiv(kv_len, size), low + 1)
+        for skipped in range(0, count if count <= step.short_query else 0, tokens):
+            first, taken = max(kv_len - count, 0) + skipped, min(count - skipped, tokens)
+            low = first_seen(step, first) // size
+            seen = min(kv_len, first + taken) if step.is_causal else kv_len
+            high = max(cdiv(seen, size), low + 1)
             segments = [segment_of(tile * unit) for tile in range(low, high)]
-            row = (req, token + skipped, min(count - skipped, step.tile.query_tokens))
+            row = (req, token + skipped, taken)
             found.append((row, [segments.count(one) for one in dict.fromkeys(segments)]))
         token += count
     return found
@@ -372,8 +379,10 @@ def test_scratch_of_a_large_engine_is_small(
         speculative=speculative and SpeculativeConfig(num_speculative_tokens=speculative),
     )
     builder = TritonAttentionMetadataBuilder(spec, ["layers.0"], config, "cpu")
-    assert builder.planner.scratch_bytes < 64 << 20
-    assert builder.buffers.nbytes < 66 << 20
+    # A verify's states are as many times larger as it has tokens.
+    limit = 64 if speculative is None else 64 * (1 + speculative)
+    assert builder.planner.scratch_bytes < limit << 20
+    assert builder.buffers.nbytes < (limit + 2) << 20
 
 
 @settings(max_examples=60, deadline=None)
@@ -400,7 +409,8 @@ def test_no_row_has_more_segments_than_slots_and_no_step_more_rows_than_are_kept
     planner = SplitPlanner(
         shape, DeviceKind.SM90, 3, limits, max_query_len, buffers, every_row=every_row
     )
-    step = Step(tuple(lens), planner.tile, planner.groups, 1, planner.short_query, span)
-    plan = step.plan()
-    assert len(plan.rows) <= planner.max_rows
-    assert max((fields[9] for fields in plan.rows), default=0) <= planner.slots
+    for is_causal in (False, True):
+        tile, groups, short = planner.tile, planner.groups, planner.short_query
+        plan = Step(tuple(lens), tile, groups, 1, short, span, is_causal=is_causal).plan()
+        assert len(plan.rows) <= planner.max_rows
+        assert max((fields[9] for fields in plan.rows), default=0) <= planner.slots

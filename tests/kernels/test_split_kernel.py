@@ -1,8 +1,9 @@
-"""Split KV over rows that are long enough to be cut: prefixes, states, and the last that arrives."""
+"""Split KV over rows long enough to be cut: prefixes, states, and the last that arrives."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ GROUPS = 3
 
 DECODE = BatchSpec("long_decode", (1,) * 5, (5000, 2100, 40, 3333, 6000))
 VERIFY = BatchSpec("long_verify", (4, 1, 3, 2), (5003, 2049, 4097, 3070), num_speculative_tokens=3)
+SHORT_DECODE = BatchSpec("short_decode", (1,) * 3, (2100, 40, 3333))
 EXTEND = BatchSpec("long_extend", (16, 3, 16), (2053, 3000, 4104))
 """Queries of 16 beside groups of 8: several rows each, whose last segment some do not see."""
 GROUP_OF_FOUR = Heads(4, 1, 64)
@@ -67,7 +69,7 @@ class Step:
         loops = self.record.split.head_loops
         found: dict[int, list[tuple[int, int]]] = {}
         starts = [tuple(pair) for pair in self.record.split.starts.tolist()]
-        for (row, begin), (last, end) in zip(starts, starts[1:], strict=False):
+        for (row, begin), (last, end) in pairwise(starts):
             while row <= last:
                 stop = end if row == last else rows[row // loops][9]
                 if stop > begin:
@@ -132,14 +134,16 @@ def test_cut_rows_of_several_tokens_are_right(batch: BatchSpec, heads: Heads) ->
     check(step_of(trial_of(case_of(batch, heads=heads))))
 
 
-def test_rows_exist_that_do_not_see_their_last_segment() -> None:
-    """Otherwise the test above would not show what it is for."""
-    record = step_of(trial_of(case_of(EXTEND, heads=Heads(8, 1, 32)))).record
-    rows = record.split.rows[: int(record.split.total[0])].tolist()
+def test_rows_that_do_not_see_their_last_segment_are_right() -> None:
+    """The plan is not cut where rows end when some requests of the batch are not causal."""
+    case = case_of(EXTEND, heads=Heads(8, 1, 32), feature=FEATURES["causal_per_request"])
+    step = step_of(trial_of(case))
+    rows = step.record.split.rows[: int(step.record.split.total[0])].tolist()
     last_segment = [1024 * (fields[8] + fields[9] - 1) for fields in rows]
     last_token = [fields[4] + fields[2] - 1 for fields in rows]
     assert any(seen < start for seen, start in zip(last_token, last_segment, strict=True))
     assert sum(fields[0] == 0 for fields in rows) > 1
+    check(step)
 
 
 @pytest.mark.parametrize("block_size", [48, 528])
@@ -163,7 +167,7 @@ def test_cut_rows_of_quantised_caches_are_right(batch: BatchSpec, cache_dtype: C
 
 
 @pytest.mark.parametrize(
-    "feature", ["soft_cap", "alibi", "alibi_sqrt", "sinks", "fp8_output", "causal_per_request"]
+    "feature", ["soft_cap", "alibi", "alibi_sqrt", "sinks", "fp8_output", "non_causal"]
 )
 def test_features_of_scores_and_output_hold_for_cut_rows(feature: str) -> None:
     check(step_of(trial_of(case_of(VERIFY, feature=FEATURES[feature]))))
@@ -208,20 +212,16 @@ WINDOWED = {
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("feature", WINDOWED)
-@pytest.mark.parametrize("batch", [DECODE, VERIFY], ids=lambda batch: batch.name)
-def test_a_layer_may_see_more_or_less_than_the_plan_knows(
-    batch: BatchSpec, feature: str, plan: str
-) -> None:
-    if plan not in ("full", "own") and batch is VERIFY:
-        pytest.skip("decode rows show it")
-    case = case_of(batch, feature=WINDOWED[feature])
+def test_a_layer_may_see_more_or_less_than_the_plan_knows(feature: str, plan: str) -> None:
+    # Rows of one token where the plan is cut short: each with its own start.
+    case = case_of(VERIFY if plan == "full" else SHORT_DECODE, feature=WINDOWED[feature])
     check(step_of(trial_of(case, PLANS[plan])), least_cuts=plan == "full")
 
 
 def test_several_query_tiles_under_a_window_are_right() -> None:
     heads = Heads(8, 1, 64)
     case = case_of(EXTEND, heads=heads, feature=WINDOWED["window"])
-    for plan in ("full", "own", "smaller"):
+    for plan in ("full", "smaller"):
         check(step_of(trial_of(case, PLANS[plan])), least_cuts=plan == "full")
 
 
@@ -231,8 +231,8 @@ def test_long_queries_of_an_invariant_batch_under_a_window_are_right() -> None:
     trial = trial_of(case)
     trial.config = trial.config.replace(batch_invariant=True)
     step = step_of(trial)
-    most = int(step.record.split.rows[: int(step.record.split.total[0]), 9].max())
-    assert most <= step.record.split.slots
+    segments = step.record.split.rows[: int(step.record.split.total[0]), 9]
+    assert 3 < int(segments.max()) <= step.record.split.slots
     check(step)
 
 
@@ -260,11 +260,11 @@ def test_a_row_alone_gives_the_bits_it_gives_among_others(
 
 def test_where_rows_are_cut_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     trial, seen = trial_of(case_of(VERIFY)), []
-    for multiprocessors in (1, 2, 3, 5, 8):
+    for multiprocessors in (1, 2, 5):
         monkeypatch.setitem(globals(), "GROUPS", multiprocessors)
         step = step_of(trial)
         seen.append((step.cuts, bits(step.results)))
-    assert len({cuts for cuts, _ in seen}) > 2
+    assert len({cuts for cuts, _ in seen}) > 1
     assert all(same_bits(found, seen[0][1]) for _, found in seen)
 
 
@@ -278,18 +278,17 @@ def test_what_the_scratch_held_before_does_not_matter(cache_dtype: CacheDType) -
         trial.spec = trial.spec.replace(cache_dtype=cache_dtype)
         step = step_of(trial)
         plan = step.record.split
-        for value in (float("nan"), float("inf"), -1e30):
-            plan.states.fill_(value)
-            plan.sums.fill_(value)
-            again = trial.attend(step.record, trial.inputs, trial.cache())
-            assert same_bits(bits(again), bits(step.results))
-            assert not bool(plan.counters.any())
+        plan.states.fill_(float("nan"))
+        plan.sums.fill_(float("nan"))
+        again = trial.attend(step.record, trial.inputs, trial.cache())
+        assert same_bits(bits(again), bits(step.results))
+        assert not bool(plan.counters.any())
 
 
 def test_a_builders_record_serves_launch_after_launch() -> None:
     trial = trial_of(case_of(VERIFY))
     step = step_of(trial)
-    for _ in range(3):
+    for _ in range(2):
         again = trial.attend(step.record, trial.inputs, trial.cache())
         assert same_bits(bits(again), bits(step.results))
 
