@@ -22,6 +22,10 @@ SHORT_QUERY = 16
 """Longest query of the split-KV kernel; longer ones go to the prefill kernel."""
 MOST_ROWS = 64
 """Query rows (tokens x heads of a group) of a tile of the split-KV kernel, at most."""
+MOST_CELLS = 8192
+"""Elements of such a tile's output, at most: a thread keeps two states of its share."""
+SPLIT_WARPS = 4
+"""Warps of a program of the split-KV kernel."""
 ROW_FIELDS = 12
 """int32 per row of the plan: request, first token, tokens, KV length, first position, first KV
 tile, KV tiles, place of its first tile among all tiles of the step, first segment, segments; the
@@ -36,6 +40,7 @@ SHARED_MEMORY = {
     DeviceKind.ROCM: 64,
 }
 """KiB of shared memory that the programs of one multiprocessor may use."""
+NVIDIA = frozenset(SHARED_MEMORY) - {DeviceKind.ROCM}
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,9 @@ class SplitTile:
     num_warps: int
     num_stages: int
     programs_per_sm: int
+    max_registers: int | None
+    """Registers per thread that the programs of a multiprocessor leave each other; named, since
+    ptxas takes fewer and spills. None where there is no such option."""
 
     @property
     def segment_unit(self) -> int:
@@ -114,21 +122,30 @@ def split_tile(shape: DenseShape, kind: DeviceKind, max_query_len: int) -> Split
         kind: device.
         max_query_len: query tokens of a verify, all of which should share one pass over the keys.
     """
-    head_tiles = cdiv(shape.group, MOST_ROWS)
+    most_rows = min(MOST_ROWS, max(MOST_CELLS // shape.width, 16))
+    head_tiles = cdiv(shape.group, most_rows)
     tile_heads = cdiv(shape.group, head_tiles)
-    rows = min(max(power_of_two(tile_heads * max_query_len), 16), MOST_ROWS)
+    rows = min(max(power_of_two(tile_heads * max_query_len), 16), most_rows)
     # About 16 KiB of keys and as much of values in a stage.
     wide = shape.itemsize > 2
     kv_tile = min(max((4096 if wide else 8192) // shape.width, 16), 128)
     narrow = shape.stored_bits < 16
     stages = 4 if narrow else 3
     row_bytes = 2 * shape.width * shape.stored_bits // 8
-    room = SHARED_MEMORY.get(kind, 99)
-    while _shared_kib(stages, kv_tile, row_bytes) > room and stages > 2:
+    room = SHARED_MEMORY.get(kind, 99) * 1024
+    # The query, and the output on its way from one arrangement to another.
+    fixed = rows * shape.width * (shape.itemsize + 4)
+
+    def needed() -> int:
+        return (stages - 1) * kv_tile * row_bytes + fixed
+
+    while needed() > room and stages > 2:
         stages -= 1
-    while _shared_kib(stages, kv_tile, row_bytes) > room and kv_tile > 16:
+    while needed() > room and kv_tile > 16:
         kv_tile //= 2
-    programs = max(1, min(2, int(room // _shared_kib(stages, kv_tile, row_bytes))))
+    if needed() > room:
+        stages = 1
+    programs = max(1, min(2, room // max(needed(), 1)))
     return SplitTile(
         rows=rows,
         tile_heads=tile_heads,
@@ -137,15 +154,16 @@ def split_tile(shape: DenseShape, kind: DeviceKind, max_query_len: int) -> Split
         query_tokens=max(1, min(rows // tile_heads, max_query_len)),
         kv_tile=kv_tile,
         segment_scale=max(1, rows // 16),
-        num_warps=4,
+        num_warps=SPLIT_WARPS,
         num_stages=stages,
         programs_per_sm=programs,
+        max_registers=_registers(SPLIT_WARPS * programs) if kind in NVIDIA else None,
     )
 
 
-def _shared_kib(stages: int, kv_tile: int, row_bytes: int) -> float:
-    """KiB of shared memory: the tiles under way, and a little for the query and reductions."""
-    return (stages - 1) * kv_tile * row_bytes / 1024 + 8
+def _registers(num_warps: int) -> int:
+    """Registers that each thread of ``num_warps`` warps on one multiprocessor can have."""
+    return min(65536 // (32 * num_warps), 255)
 
 
 def prefill_tile(shape: DenseShape, kind: DeviceKind) -> PrefillTile:

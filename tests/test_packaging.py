@@ -89,7 +89,10 @@ def test_the_python_versions_agree() -> None:
 
 def test_warnings_are_errors_and_markers_are_declared() -> None:
     options = PROJECT["tool"]["pytest"]["ini_options"]
-    assert options["filterwarnings"] == ["error"]
+    first, *others = options["filterwarnings"]
+    assert first == "error"
+    # Nothing of ours may warn: only what numpy says inside Triton's interpreter is let through.
+    assert all(line.endswith(r":RuntimeWarning:triton\.runtime\.interpreter") for line in others)
     assert {"--strict-markers", "--strict-config", "--import-mode=importlib"} <= set(
         options["addopts"]
     )

@@ -23,6 +23,7 @@ from attn.kernels.tile import (
     last_visible,
     plane_columns,
     power_of_two_guard,
+    recomputed,
     store_state,
 )
 from builders.kernels import first_visible, segment_of, segment_start
@@ -65,6 +66,18 @@ def write_rows(
     if LSE:
         lse = tl.where(some, (m + tl.log2(l)) * _LN2, float("-inf"))
         tl.store(lse_ptr + at.to(tl.int64) * lse_token + head, lse, mask=wanted)
+
+
+@triton.jit
+def _places(
+    tile_of_heads, token, count, row, HEAD_TILES: tl.constexpr, TILE_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """KV head of a tile; token and query head of each of its rows, and whether there is one."""
+    kv_head = tile_of_heads // HEAD_TILES
+    in_group = (tile_of_heads % HEAD_TILES) * TILE_HEADS + row % TILE_HEADS
+    wanted = (row < count * TILE_HEADS) & (in_group < GROUP)
+    return kv_head, token + row // TILE_HEADS, kv_head * GROUP + in_group, wanted
 
 
 @triton.jit
@@ -330,13 +343,12 @@ def decode_kernel(
     pid = tl.program_id(0)
     lane = pid % HEADS
     mine = starts_ptr + (pid // HEADS) * 2
-    first_row = tl.load(mine)
-    first_segment = tl.load(mine + 1)
-    last_row = tl.load(mine + 2)
-    last_segment = tl.load(mine + 3)
-    total = tl.load(total_ptr + 1).to(tl.int64)
     row = tl.arange(0, ROWS)
-    for r in range(first_row, last_row + (last_segment > 0).to(tl.int32)):
+    for r in range(tl.load(mine), tl.load(mine + 2) + (tl.load(mine + 3) > 0).to(tl.int32)):
+        # Read again for each row: registers are for its keys.
+        total = tl.load(total_ptr + 1).to(tl.int64)
+        is_last = r == tl.load(mine + 2)
+        last_segment = tl.load(mine + 3)
         fields = rows_ptr + (r // HEAD_LOOPS) * _FIELDS
         req = tl.load(fields)
         token = tl.load(fields + 1)
@@ -345,7 +357,7 @@ def decode_kernel(
         first = tl.load(fields + 4)
         first_part = tl.load(fields + 8)
         parts = tl.load(fields + 9)
-        begin = tl.where(r == first_row, first_segment, 0)
+        begin = tl.where(r == tl.load(mine), tl.load(mine + 1), 0)
         base = tl.load(fields + 7) + (r % HEAD_LOOPS) * tl.load(fields + 6)
         owner = (base.to(tl.int64) * groups // total).to(tl.int32)
         if FREE:
@@ -353,20 +365,18 @@ def decode_kernel(
             tiles = tl.load(fields + 6)
             first_tile = tl.load(fields + 5)
             cut_low = first_tile + begin
-            cut_high = first_tile + tl.where(r == last_row, last_segment, tiles)
+            cut_high = first_tile + tl.where(is_last, last_segment, tiles)
             parts = ((base + tiles - 1).to(tl.int64) * groups // total).to(tl.int32) - owner + 1
             begin = tl.where(begin > 0, pid // HEADS - owner, 0)
             end = tl.where(cut_high > cut_low, begin + 1, begin)
             first_part = 0
         else:
-            end = tl.where(r == last_row, last_segment, parts)
+            end = tl.where(is_last, last_segment, parts)
         if end > begin:
             tile_of_heads = (r % HEAD_LOOPS) * HEADS + lane
-            kv_head = tile_of_heads // HEAD_TILES
-            in_group = (tile_of_heads % HEAD_TILES) * TILE_HEADS + row % TILE_HEADS
-            head = kv_head * GROUP + in_group
-            wanted = (row < count * TILE_HEADS) & (in_group < GROUP)
-            at = token + row // TILE_HEADS
+            kv_head, at, head, wanted = _places(
+                tile_of_heads, token, count, row, HEAD_TILES, TILE_HEADS, GROUP
+            )
             query = first + row // TILE_HEADS
             offset = at.to(tl.int64) * query_token + head * query_head
             natural = scale
@@ -463,6 +473,12 @@ def decode_kernel(
                 V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL, WINDOW, CHUNK, RSWA,
                 RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, True, FREE, USED, STAGES,
             )  # fmt: skip
+            token = tl.load(fields + 1)
+            count = tl.load(fields + 2)
+            tile_of_heads = (r % HEAD_LOOPS) * HEADS + recomputed(lane, DECODE)
+            kv_head, at, head, wanted = _places(
+                tile_of_heads, token, count, row, HEAD_TILES, TILE_HEADS, GROUP
+            )
             if (begin == 0) & (end == parts):
                 index = tl.arange(0, V_WIDTH)
                 valid = index < V_USED

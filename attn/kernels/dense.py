@@ -171,7 +171,8 @@ class DenseLauncher:
         if form is None:
             fixed = self._fixed(step, tensors, varying)
             fixed |= _split_constants(plan, fixed["V_WIDTH"] * fixed["PLANES"])
-            form = KernelForm(decode_kernel, fixed, varying, tile.num_warps, tile.num_stages)
+            launch = (tile.num_warps, tile.num_stages, tile.max_registers)
+            form = KernelForm(decode_kernel, fixed, varying, *launch)
             self._forms[key] = form
         return form.call((plan.groups * plan.heads,), varying)
 

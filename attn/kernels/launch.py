@@ -51,6 +51,7 @@ class KernelForm:
         varying: Collection[str],
         num_warps: int = 4,
         num_stages: int = 2,
+        max_registers: int | None = None,
     ) -> None:
         """
         Args:
@@ -59,6 +60,7 @@ class KernelForm:
             varying: names of those that :meth:`call` is given.
             num_warps: as in :class:`KernelCall`.
             num_stages: likewise.
+            max_registers: likewise.
 
         Raises:
             TypeError: the two do not add up to the kernel's arguments.
@@ -73,6 +75,7 @@ class KernelForm:
         self._arguments = {name: fixed.get(name) for name in kernel.arg_names}
         self._num_warps = num_warps
         self._num_stages = num_stages
+        self._max_registers = max_registers
 
     def call(self, grid: tuple[int, ...], varying: Mapping[str, Any]) -> KernelCall:
         """One launch.
@@ -87,5 +90,6 @@ class KernelForm:
             {**self._arguments, **varying},
             self._num_warps,
             self._num_stages,
+            self._max_registers,
             in_order=True,
         )

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from attn.kernels.decode import prepared_queries, write_rows
-from attn.kernels.tile import attend_tiles, last_visible, plane_columns
+from attn.kernels.tile import attend_tiles, last_visible, plane_columns, recomputed
 from builders.kernels import first_visible
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -263,6 +263,9 @@ def prefill_kernel(
             K_WIDTH, K_USED, V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL,
             WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, False, 0, STAGES,
         )  # fmt: skip
+        token = recomputed(tile, DECODE) * QUERY_TILE + within
+        at = begin + token
+        wanted = token < query_len
         index = tl.arange(0, V_WIDTH)
         valid = index < V_USED
         write_rows(

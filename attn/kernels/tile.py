@@ -33,8 +33,8 @@ def is_visible(
     chunk,
     lookback,
     prefix,
-    ranges_ptr,
-    num_ranges,
+    range_first,
+    range_last,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -44,7 +44,8 @@ def is_visible(
 ):
     """Which keys a query sees; positions that broadcast against each other.
 
-    ``reach`` is the last key that causality and KV length leave to the query (:func:`reach_of`).
+    ``reach`` is the last key that causality and KV length leave to the query (:func:`reach_of`);
+    ``range_first`` and ``range_last`` are its own range's (:func:`own_range`).
     """
     seen = key <= reach
     if CHUNK:
@@ -56,14 +57,27 @@ def is_visible(
         if CAUSAL != 1:
             seen = seen & (key - query < window)
     if RANGES:
-        for i in range(num_ranges):
-            low = tl.load(ranges_ptr + 2 * i)
-            high = tl.load(ranges_ptr + 2 * i + 1)
-            inside = (low < high) & (query >= low) & (query <= high) & (key >= low) & (key <= high)
-            if CLAMP:
-                inside = inside & (query - key < window)
-            seen = seen | (inside & (key < kv_len))
+        inside = (key >= range_first) & (key <= range_last) & (key < kv_len)
+        if CLAMP:
+            inside = inside & (query - key < window)
+        seen = seen | inside
     return seen
+
+
+@triton.jit
+def own_range(query, ranges_ptr, num_ranges):
+    """First and last key of the ranges that a query lies in; the first is above the last without
+    any. Ranges that share a query have no gap between them, so two numbers say it all.
+    """
+    first = query * 0 + 2147483647
+    last = query * 0 - 1
+    for i in range(num_ranges):
+        low = tl.load(ranges_ptr + 2 * i)
+        high = tl.load(ranges_ptr + 2 * i + 1)
+        inside = (low < high) & (query >= low) & (query <= high)
+        first = tl.where(inside, tl.minimum(first, low), first)
+        last = tl.where(inside, tl.maximum(last, high), last)
+    return first, last
 
 
 @triton.jit
@@ -287,6 +301,18 @@ def plane_of(words, PLANE: tl.constexpr, KIND: tl.constexpr, DECODE: tl.constexp
 
 
 @triton.jit
+def recomputed(number, DECODE: tl.constexpr):
+    """``number``, in a way that the compiler cannot see through: what follows from it is computed
+    once more, instead of being kept in registers that a loop in between needs.
+    """
+    if DECODE != _PLAIN:
+        number = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1
+        )
+    return number
+
+
+@triton.jit
 def power_of_two_guard(largest):
     """fp32 powers of two g and 1 / g that bring ``largest`` to [2^10, 2^11): fp16 holds it then."""
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
@@ -485,6 +511,11 @@ def attend_tiles(
         pages = page_ids(table_ptr, low, safe_low, safe_high, hole, SUB, PARTS, PAGES, HOLE)
     if MASK:
         reach = reach_of(query, kv_len, causal, CAUSAL)
+        range_first = reach
+        range_last = reach
+        if RANGES:
+            # Not in the loop over tiles: with a loop inside, that one is not pipelined.
+            range_first, range_last = own_range(query, ranges_ptr, num_ranges)
     if SEGMENTED:
         segment_end = high
         if not FREE:
@@ -576,7 +607,8 @@ def attend_tiles(
         if MASK:
             seen = is_visible(
                 query[:, None], token[None, :], reach[:, None], kv_len, window, chunk, lookback,
-                prefix, ranges_ptr, num_ranges, CAUSAL, WINDOW, CHUNK, RSWA, RANGES, CLAMP,
+                prefix, range_first[:, None], range_last[:, None], CAUSAL, WINDOW, CHUNK, RSWA,
+                RANGES, CLAMP,
             )  # fmt: skip
             scores = tl.where(seen, scores, float("-inf"))
         top = tl.max(scores, 1)

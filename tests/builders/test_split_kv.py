@@ -72,7 +72,7 @@ class Step:
 
 
 def tile_of(query_tokens: int = 4, kv_tile: int = 128, scale: int = 1) -> SplitTile:
-    return SplitTile(16, 4, 1, query_tokens, kv_tile, scale, 4, 3, 2)
+    return SplitTile(16, 4, 1, query_tokens, kv_tile, scale, 4, 3, 2, None)
 
 
 tiles = st.builds(

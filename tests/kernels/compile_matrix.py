@@ -65,7 +65,8 @@ class Facts:
     warp_group_products: int = 0
     """``wgmma`` instructions."""
     pipeline: int = 0
-    """Bytes of shared memory that the stages under way need, of a kernel that attends."""
+    """Bytes of shared memory that the stages under way need, of a kernel that attends; 0 where it
+    has one stage."""
 
 
 def limit_of(target: int) -> int:
@@ -84,7 +85,7 @@ def misses_of(variant: Variant, target: int, facts: Facts) -> list[str]:
         misses.append(f"spills {facts.spills} bytes")
     if variant.kernel.attends:
         # Copies turn synchronous without a word where a hint of alignment is lost.
-        if not facts.asynchronous_copies:
+        if facts.pipeline and not facts.asynchronous_copies:
             misses.append("no asynchronous copies")
         if facts.shared < facts.pipeline:
             misses.append(f"{facts.shared} bytes of shared memory, stages need {facts.pipeline}")

@@ -28,12 +28,6 @@ MOST_COMPILES: Final = 40
 PROCESSES: Final = ((90,), (80, 100, 120))
 """Targets of each, for about the same time."""
 TESTED: Final = [(variant, target) for variant in VARIANTS for target in variant.tested]
-KNOWN: Final[dict[tuple[str, int], str]] = {
-    ("prefill 16/8/256", 90): "255 registers are too few",
-    ("decode 16/8/512", 120): "three stages of keys and values do not fit",
-}
-"""Misses that nobody has mended yet."""
-
 LOG: Final = """\
 ptxas info    : Compiling entry function 'kernel' for 'sm_90a'
 ptxas info    : Function properties for kernel
@@ -70,18 +64,7 @@ def test_every_shape_of_the_speed_table_is_compiled_for_hopper() -> None:
 
 @pytest.mark.parametrize(
     ("variant", "target"),
-    [
-        pytest.param(
-            *one,
-            id=f"{one[0].name}-sm_{one[1]}",
-            marks=[
-                pytest.mark.xfail(reason=reason)
-                for known, reason in KNOWN.items()
-                if known == (one[0].name, one[1])
-            ],
-        )
-        for one in TESTED
-    ],
+    [pytest.param(*one, id=f"{one[0].name}-sm_{one[1]}") for one in TESTED],
 )
 def test_a_variant_compiles_and_keeps_what_it_must(
     compiled: ByTarget, variant: Variant, target: int
