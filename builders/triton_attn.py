@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -218,7 +218,22 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         self._shared: _SharedBuffers | None = None
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
-    def _new_planner(self, buffers: GraphBuffers) -> SplitPlanner:
+    @classmethod
+    def for_free_partition(
+        cls,
+        kv_cache_spec: AnyKVCacheSpec,
+        layer_names: Sequence[str],
+        vllm_config: EngineConfig,
+        device: torch.device | str,
+    ) -> Self:
+        """A builder that cuts rows where the load is even, so that bits depend on the batch: for
+        benchmarks of what invariance costs. Arguments and errors as of the constructor.
+        """
+        builder = cls(kv_cache_spec, layer_names, vllm_config, device)
+        builder.planner = builder._new_planner(GraphBuffers(builder.device), is_free=True)
+        return builder
+
+    def _new_planner(self, buffers: GraphBuffers, is_free: bool = False) -> SplitPlanner:
         config = self.vllm_config
         return SplitPlanner(
             self.shape,
@@ -228,6 +243,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             config.max_decode_query_len,
             buffers,
             every_row=config.batch_invariant and not self.is_encoder,
+            is_free=is_free,
         )
 
     def build(

@@ -124,6 +124,18 @@ def test_other_masks_attend_the_whole_sequence(merges: list[Tensor], feature: Fe
     assert merges == []
 
 
+def test_a_free_partition_gives_the_same_attention_but_for_rounding() -> None:
+    trial = trial_of(FEATURES["causal"])
+    builder = trial.builder()
+    free = TritonAttentionMetadataBuilder.for_free_partition(
+        builder.kv_cache_spec, builder.layer_names, builder.vllm_config, DEVICE
+    )
+    records = [each.build(0, trial.inputs.batch) for each in (builder, free)]
+    assert [record.split.is_free for record in records] == [False, True]
+    results = [trial.attend(record, trial.inputs, trial.cache()) for record in records]
+    torch.testing.assert_close(results[1], results[0], atol=2e-3, rtol=2e-3, equal_nan=True)
+
+
 @pytest.mark.parametrize("changes", [{"sliding_window": 40}, {"alibi_slopes": [0.1] * 4}])
 def test_a_layer_that_cannot_share_reads_the_ordinary_plan(
     merges: list[Tensor], changes: dict[str, Any]
