@@ -124,6 +124,20 @@ def test_other_masks_attend_the_whole_sequence(merges: list[Tensor], feature: Fe
     assert merges == []
 
 
+def test_sinks_that_are_loaded_after_the_impl_is_made_count() -> None:
+    trial = trial_of(FEATURES["sinks"])
+    assert trial.sinks is not None
+    record = trial.build(trial.builder())
+    expected = trial.attend(record, trial.inputs, trial.cache())
+    loaded = torch.zeros(4, dtype=torch.float32, device=DEVICE)
+    trial.impl = TritonAttentionImpl(4, 32, trial.impl.scale, 2, sinks=loaded)
+    other = trial.attend(record, trial.inputs, trial.cache())
+    loaded.copy_(trial.sinks)
+    assert_same(trial.attend(record, trial.inputs, trial.cache()), expected)
+    with pytest.raises(AssertionError):
+        assert_same(other, expected)
+
+
 def test_a_free_partition_gives_the_same_attention_but_for_rounding() -> None:
     trial = trial_of(FEATURES["causal"])
     builder = trial.builder()

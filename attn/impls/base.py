@@ -416,14 +416,17 @@ class MLAAttentionImpl(AttentionImplBase, ABC):
 def per_head(
     name: str, values: Sequence[float] | torch.Tensor | None, num_heads: int
 ) -> torch.Tensor | None:
-    """``[H]`` fp32 tensor from a list or tensor of one number per head; None stays None.
+    """``[H]`` tensor of one number per head; None stays None.
+
+    A tensor of floats is kept, not copied: weights may be loaded into it later. Lists become fp32.
 
     Raises:
         ValueError: another length; the message names ``name`` and both lengths.
     """
     if values is None:
         return None
-    tensor = torch.as_tensor(values, dtype=torch.float32)
+    is_kept = isinstance(values, torch.Tensor) and values.is_floating_point()
+    tensor = values if is_kept else torch.as_tensor(values, dtype=torch.float32)
     if tuple(tensor.shape) != (num_heads,):
         raise ValueError(f"{name} must have shape [{num_heads}], got {list(tensor.shape)}")
     return tensor

@@ -266,13 +266,14 @@ class TritonAttentionImpl(DenseImpl):
         return DenseLauncher(layer)
 
     def _constants(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Sinks and ALiBi slopes on the device; copied once, by the first call (a warm-up)."""
+        """Sinks and ALiBi slopes on the device: themselves, or what the first call copied there."""
+        given = self.sinks, self.alibi_slopes
+        if all(tensor is None or tensor.device == device for tensor in given):
+            return given
         constants = self._on_device.get(device)
         if constants is None:
-            constants = self._on_device[device] = (
-                None if self.sinks is None else self.sinks.to(device),
-                None if self.alibi_slopes is None else self.alibi_slopes.to(device),
-            )
+            sinks, slopes = (None if x is None else x.to(device) for x in given)
+            constants = self._on_device[device] = (sinks, slopes)
         return constants
 
 

@@ -43,7 +43,7 @@ def write_rows(
     """Normalise a row's state and write it: output ``[M, columns]`` and LSE ``[M]``."""
     some = m > float("-inf")
     if SINKS:
-        sink = tl.load(sinks_ptr + head, mask=wanted, other=0.0) * _LOG2E
+        sink = tl.load(sinks_ptr + head, mask=wanted, other=0.0).to(tl.float32) * _LOG2E
         top = tl.where(some, tl.maximum(m, sink), m)
         base = tl.where(some, top, 0.0)
         shrink = tl.exp2(m - base)
@@ -392,7 +392,7 @@ def decode_kernel(
             )  # fmt: skip
             slope = scales
             if ALIBI > 0:
-                slope = tl.load(slopes_ptr + head, mask=wanted, other=0.0)
+                slope = tl.load(slopes_ptr + head, mask=wanted, other=0.0).to(tl.float32)
             causal = 1
             if CAUSAL == 2:
                 causal = tl.load(causal_ptr + req).to(tl.int32)

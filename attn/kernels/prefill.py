@@ -165,7 +165,7 @@ def prefill_kernel(
         )  # fmt: skip
         slope = scales
         if ALIBI > 0:
-            slope = tl.load(slopes_ptr + heads)
+            slope = tl.load(slopes_ptr + heads).to(tl.float32)
         causal = 1
         if CAUSAL == 2:
             causal = tl.load(causal_ptr + req).to(tl.int32)
