@@ -41,6 +41,8 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     reorder_batch_threshold: int | None = None
     """Rows with at most this many new tokens come first, as decodes; None leaves the order."""
     supports_update_block_table: bool = True
+    supports_draft_decode_metadata_update: bool = False
+    """True when :meth:`update_draft_decode_metadata` may be called."""
 
     def __init__(
         self,
@@ -92,6 +94,13 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     ) -> M:
         """The record of draft step ``draft_index`` (0 is the first forward of the draft model)."""
         return self.build(0, common_attn_metadata, fast_build=True)
+
+    def update_draft_decode_metadata(self, metadata: M) -> None:
+        """Bring ``metadata`` up to date with its own tensors, whose contents a draft step changed.
+
+        Recorded in the graph of the draft steps: only capture-safe work, in persistent buffers.
+        """
+        raise NotImplementedError(f"{type(self).__name__} builds every draft step anew")
 
     def update_block_table(
         self, metadata: M, block_table: torch.Tensor, slot_mapping: torch.Tensor

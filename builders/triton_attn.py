@@ -163,6 +163,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
     """One plan per step and KV geometry, shared by all layers of the group."""
 
     _cudagraph_support = AttentionCGSupport.ALWAYS
+    supports_draft_decode_metadata_update = True
 
     def __init__(
         self,
@@ -288,14 +289,6 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             tiles = self._prefill_tiles(batch)
         prefixes = batch.rswa_prefix_lens
         ranges = _range_tensor(batch, self.device)
-        self.planner.fill(
-            batch.query_start_loc,
-            seq_lens,
-            self.window,
-            self.chunk,
-            self.lookback,
-            is_causal=causal is True and ranges is None,
-        )
         record = TritonAttentionMetadata(
             slot_mapping=batch.slot_mapping,
             num_actual_tokens=batch.num_actual_tokens,
@@ -310,8 +303,45 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             rswa_prefix_lens=prefixes,
             rswa_window=None if prefixes is None else self.vllm_config.rswa_window,
         )
+        self.update_draft_decode_metadata(record)
         record.shared = self._shared_prefix(record, batch, common_prefix_len)
         return record
+
+    def update_draft_decode_metadata(self, metadata: TritonAttentionMetadata) -> None:
+        """Plan anew from the record's lengths as they are now: one launch, safe to capture.
+
+        Args:
+            metadata: a record of this builder.
+        """
+        self.planner.fill(
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            self.window,
+            self.chunk,
+            self.lookback,
+            is_causal=metadata.causal is True and metadata.mm_ranges is None,
+        )
+
+    def update_block_table(
+        self,
+        metadata: TritonAttentionMetadata,
+        block_table: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> TritonAttentionMetadata:
+        """See the base class. The plan of another builder's record is computed once more.
+
+        A graph that was captured with this builder reads this builder's buffers.
+        """
+        updated = super().update_block_table(metadata, block_table, slot_mapping)
+        split, prefill = metadata.split, metadata.prefill
+        starts = self.planner.buffers.view("tile_starts", metadata.num_reqs + 1)
+        has_own_rows = split is None or split.rows is self.planner.buffers["rows"]
+        has_own_tiles = prefill is None or prefill.tile_starts.data_ptr() == starts.data_ptr()
+        if not (has_own_rows and has_own_tiles):
+            self.update_draft_decode_metadata(updated)
+            updated.split = None if split is None else self.planner.split()
+            updated.prefill = None if prefill is None else replace(prefill, tile_starts=starts)
+        return updated
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata

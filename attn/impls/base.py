@@ -425,8 +425,10 @@ def per_head(
     """
     if values is None:
         return None
-    is_kept = isinstance(values, torch.Tensor) and values.is_floating_point()
-    tensor = values if is_kept else torch.as_tensor(values, dtype=torch.float32)
+    if isinstance(values, torch.Tensor) and values.is_floating_point():
+        tensor = values
+    else:
+        tensor = torch.as_tensor(values, dtype=torch.float32)
     if tuple(tensor.shape) != (num_heads,):
         raise ValueError(f"{name} must have shape [{num_heads}], got {list(tensor.shape)}")
     return tensor

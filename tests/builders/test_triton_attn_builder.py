@@ -75,6 +75,41 @@ def tensors(value: Any, path: str = "") -> dict[str, Tensor]:
 # -- Buffers.
 
 
+@pytest.mark.parametrize("lens", [DECODES, MIX, PREFILL])
+@pytest.mark.parametrize("name", ["full", "window", "encoder"])
+def test_another_builders_record_gets_a_plan_in_own_buffers(name: str, lens: Any) -> None:
+    # A graph that was captured with the second builder's records finds nothing else.
+    first, second = builder_of(SPECS[name]), builder_of(SPECS[name])
+    batch, other = batch_of(lens), batch_of(MIX if lens is DECODES else DECODES)
+    second.build(0, other)  # what a plan leaves untouched is then the same both times
+    expected = {key: tensor.clone() for key, tensor in tensors(second.build(0, batch)).items()}
+    second.build(0, other)
+    table, slots = batch.block_table_tensor + 1, batch.slot_mapping + 1
+    updated = second.update_block_table(first.build(0, batch), table, slots)
+    found = tensors(updated)
+    own = {tensor.data_ptr() for tensor in tensors(second.build(0, batch)).values()}
+    plan = [key for key in found if key.startswith((".split", ".prefill"))]
+    assert plan
+    for key in plan:
+        assert found[key].data_ptr() in own
+        if key not in (".split.states", ".split.sums"):
+            assert torch.equal(found[key], expected[key]), key
+    assert updated.block_table is table
+    assert updated.slot_mapping is slots
+
+
+def test_a_draft_step_is_planned_anew_from_the_records_own_tensors() -> None:
+    builder, batch = builder_of(), batch_of(DECODES)
+    record = builder.build(0, batch)
+    longer = batch.replace(seq_lens=batch.seq_lens + 100)
+    batch.seq_lens.add_(100)
+    assert record.seq_lens is batch.seq_lens
+    builder.update_draft_decode_metadata(record)
+    planned = record.split.rows[:4].clone()
+    builder.build(0, batch_of(MIX))
+    assert torch.equal(builder.build(0, longer).split.rows[:4], planned)
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_records_are_views_of_the_same_memory_build_after_build(name: str) -> None:
     builder = builder_of(SPECS[name])
