@@ -41,6 +41,8 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     reorder_batch_threshold: int | None = None
     """Rows with at most this many new tokens come first, as decodes; None leaves the order."""
     supports_update_block_table: bool = True
+    shares_prefix: bool = False
+    """A common prefix saves reads: worth asking for where many requests have a long one."""
     supports_draft_decode_metadata_update: bool = False
     """True when :meth:`update_draft_decode_metadata` may be called."""
 

@@ -217,6 +217,9 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         if self.is_encoder:
             self.planner.short_query = 0
         self._shared: _SharedBuffers | None = None
+        self.shares_prefix = (
+            isinstance(kv_cache_spec, FullAttentionSpec) and not vllm_config.batch_invariant
+        )
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
     @classmethod
@@ -422,8 +425,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         """The parts of cascade attention; None where it is not to be had."""
         if (
             length == 0
-            or not isinstance(self.kv_cache_spec, FullAttentionSpec)
-            or self.vllm_config.batch_invariant
+            or not self.shares_prefix
             or record.causal is not True
             or record.mm_ranges is not None
             or record.rswa_prefix_lens is not None

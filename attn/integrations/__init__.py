@@ -1,0 +1,1 @@
+"""Adapters to serving engines and model libraries; nothing else of this library knows them."""

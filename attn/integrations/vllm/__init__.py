@@ -1,0 +1,1 @@
+"""The vLLM plugin: our triples as vLLM attention backends."""

@@ -1,0 +1,243 @@
+"""One of our triples as three vLLM subclasses.
+
+Our classes have vLLM's methods already, so each subclass inherits from ours first and from vLLM's
+base second; what stands here is what differs: vLLM's own types, and objects of vLLM's that are
+translated on the way in. Wrapper factories of vLLM subclass builder and impl once more.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionBackend as VllmBackend
+from vllm.v1.attention.backend import AttentionImpl as VllmImpl
+from vllm.v1.attention.backend import AttentionMetadataBuilder as VllmBuilder
+from vllm.v1.kv_cache_interface import get_kv_quant_mode
+
+from attn.backends.base import AttentionBackend
+from attn.impls.base import AttentionImpl
+from attn.integrations.vllm import compat, translate
+from specs.dtypes import CacheDType
+from specs.kv_cache import AnyKVCacheSpec
+from specs.layouts import DenseKVLayout, KVPacking
+
+logger = init_logger("vllm.attn_backends")
+
+CASCADE_PREFIX = 256
+"""Shortest shared prefix, in tokens, that is worth a pass of its own."""
+CASCADE_REQS = 8
+"""Fewest requests, likewise."""
+
+
+class DenseBackend:
+    """What a dense backend says to vLLM otherwise than to us."""
+
+    accept_output_buffer = True
+    supports_kv_cache_update_bypass = True
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
+        """Kernel block sizes, in vLLM's terms."""
+        ours: Any = super()
+        return [compat.block_size_of(size) for size in ours.get_supported_kernel_block_sizes()]
+
+    @classmethod
+    def get_kv_cache_shape(
+        cls,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        """Packed: ``[N, Hk, P, K width + V width]`` in elements of the storage dtype.
+
+        Raises:
+            ValueError: a block size that no kernel takes.
+        """
+        if not cls.supports_block_size(block_size):  # type: ignore[attr-defined]
+            sizes = cls.get_supported_kernel_block_sizes()
+            raise ValueError(f"block_size must be supported ({sizes}), got {block_size}")
+        return DenseKVLayout(
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            cache_dtype=CacheDType.parse(cache_dtype_str),
+            packing=KVPacking.PACKED,
+        ).logical_shape(num_blocks)
+
+    @classmethod
+    def get_kv_cache_stride_order(
+        cls, include_num_layers_dimension: bool = False
+    ) -> tuple[int, ...]:
+        """In the order that vLLM is set to, NHD or HND: kernels take both."""
+        return compat.packed_stride_order(include_num_layers_dimension)
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
+        """Every reason why not; each says what the backend does take, where that is a list."""
+        ours: Any = super()
+        reasons: list[str] = ours.validate_configuration(*args, **kwargs)
+        return [_explained(cls, reason) for reason in reasons]
+
+
+def _explained(backend: Any, reason: str) -> str:
+    """A reason with what would be served."""
+    capabilities = backend.capabilities
+    served = {
+        "head_size not supported": capabilities.head_sizes,
+        "dtype not supported": ", ".join(dtype.value for dtype in capabilities.dtypes),
+        "kv_cache_dtype not supported": ", ".join(backend.supported_kv_cache_dtypes),
+        "block_size not supported": ", ".join(str(size) for size in capabilities.block_sizes),
+        "compute capability not supported": ", ".join(k.value for k in capabilities.device_kinds),
+    }.get(reason)
+    return reason if served is None else f"{reason} (served: {served})"
+
+
+class DenseImpl:
+    """What a dense impl says to vLLM otherwise than to us."""
+
+    kv_cache_dtype: str
+
+    @property
+    def kv_quant_mode(self) -> Any:
+        """How the cache is quantised, as vLLM names it."""
+        return get_kv_quant_mode(self.kv_cache_dtype)
+
+
+class DenseBuilder:
+    """A builder made from vLLM's objects. Batches are taken as they are: ours have their fields."""
+
+    shares_prefix: bool
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: Sequence[str],
+        vllm_config: Any,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            kv_cache_spec: vLLM's, cut to the kernel's block size.
+            layer_names: layers of the group.
+            vllm_config: vLLM's.
+            device: where the records' tensors live.
+
+        Raises:
+            ValueError: layers with different numbers of query heads, or whatever our builder
+                refuses.
+        """
+        layers = translate.layers_of(vllm_config, layer_names)
+        heads = translate.query_heads(vllm_config, layers)
+        stored = translate.kv_cache_spec(
+            kv_cache_spec, vllm_config.cache_config.cache_dtype, vllm_config.model_config.dtype
+        )
+        rules = [layer.impl.rules for layer in layers if hasattr(layer.impl, "rules")]
+        spec = translate.planned_spec(stored, rules)
+        config = translate.engine_config(vllm_config, kv_cache_spec, heads)
+        ours: Any = super()
+        ours.__init__(spec, layer_names, config, device)
+        name = type(self).__name__
+        logger.info("%s", _served(name, spec, heads, layer_names))
+        _warm_up(self, layers, spec)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        """Which batches a captured graph can replay, as vLLM names it."""
+        ours: Any = super()
+        return compat.cudagraph_support(
+            ours.get_cudagraph_support(vllm_config, kv_cache_spec).value
+        )
+
+    def use_cascade_attention(
+        self,
+        common_prefix_len: int,
+        query_lens: Any,
+        num_query_heads: int,
+        num_kv_heads: int,
+        use_alibi: bool,
+        use_sliding_window: bool,
+        use_local_attention: bool,
+        num_sms: int,
+        dcp_world_size: int,
+    ) -> bool:
+        """A shared prefix is worth a pass of its own; asked for by vLLM 0.26 only."""
+        masks = use_alibi or use_sliding_window or use_local_attention
+        enough = common_prefix_len >= CASCADE_PREFIX and len(query_lens) >= CASCADE_REQS
+        return self.shares_prefix and enough and not masks and dcp_world_size == 1
+
+
+def _served(name: str, spec: AnyKVCacheSpec, heads: int, layer_names: Sequence[str]) -> str:
+    """The line at start-up that says what a group of layers got."""
+    mask = {
+        "sliding_window": getattr(spec, "sliding_window", None),
+        "chunk": getattr(spec, "attention_chunk_size", None),
+    }
+    masks = "".join(f", {label} {size}" for label, size in mask.items() if size is not None)
+    return (
+        f"{name} serves {len(layer_names)} layers ({layer_names[0]}, ...): {spec.kind}, {heads} "
+        f"query and {spec.num_kv_heads} KV heads of {spec.head_size}, "  # type: ignore[union-attr]
+        f"{spec.dtype.value} over {spec.cache_dtype.value} KV in blocks of {spec.block_size}{masks}"
+    )
+
+
+def _warm_up(builder: Any, layers: Sequence[Any], spec: AnyKVCacheSpec) -> None:
+    """Compile what the layers' steps launch, on a cache of two blocks laid out like the engine's.
+
+    vLLM's profiling run comes without metadata and so compiles nothing.
+    """
+    if builder.device.type != "cuda":
+        return
+    warmed = set()
+    for layer in layers:
+        warm_up = getattr(layer.impl, "warm_up", None)
+        likeness = (
+            layer.head_size,
+            layer.impl.kv_cache_dtype,
+            str(getattr(layer.impl, "rules", 0)),
+        )
+        if warm_up is None or likeness in warmed:
+            continue
+        warmed.add(likeness)
+        layout = spec.layout(packing=KVPacking.PACKED)
+        warm_up(layer, layout.allocate(2, builder.device), builder, spec.dtype.torch)
+
+
+@functools.cache
+def adapted(backend: type[AttentionBackend], member: str, module: str, name: str) -> type[Any]:
+    """The vLLM backend class of one of our backends.
+
+    Args:
+        backend: ours, dense.
+        member: the name that vLLM is to know it by.
+        module: where the class is an attribute.
+        name: of the attribute.
+
+    Raises:
+        ValueError: an MLA backend; there is no adapter for it yet.
+    """
+    impl, builder = backend.get_impl_cls(), backend.get_builder_cls()
+    if backend.is_mla() or not issubclass(impl, AttentionImpl):
+        raise ValueError(f"{backend.get_name()} serves MLA layers, {member} cannot stand for it")
+    where = {"__module__": module}
+
+    def made(suffix: str, bases: tuple[type, ...]) -> Any:
+        label = f"{name}{suffix}"
+        return type(label, bases, {**where, "__qualname__": label, "__doc__": bases[1].__doc__})
+
+    impl_cls = made("Impl", (DenseImpl, impl, VllmImpl))
+    builder_cls = made("MetadataBuilder", (DenseBuilder, builder, VllmBuilder))
+    attributes = {
+        **where,
+        "__qualname__": name,
+        "__doc__": backend.__doc__,
+        "get_name": staticmethod(lambda: member),
+        "get_impl_cls": staticmethod(lambda: impl_cls),
+        "get_builder_cls": staticmethod(lambda: builder_cls),
+    }
+    return type(name, (DenseBackend, backend, VllmBackend), attributes)

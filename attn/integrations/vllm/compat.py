@@ -1,0 +1,60 @@
+"""What differs between vLLM 0.26 and 0.33; the rest of the plugin does not ask for versions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import vllm.v1.attention.backend as vllm_backend
+from vllm.v1.attention.backend import AttentionBackend
+
+BACKENDS_SHAPE_CACHES: bool = hasattr(AttentionBackend, "get_kv_cache_shape")
+"""0.26: the backend gives the cache's shape and stride order. 0.33: the engine does."""
+
+
+def packed_stride_order(include_num_layers_dimension: bool) -> tuple[int, ...]:
+    """Logical axes of a packed cache, outermost in memory first, in the layout that vLLM is set to.
+
+    Args:
+        include_num_layers_dimension: logical axis 0 is the layer's; with HND the layers of a head
+            lie side by side, as KV connectors expect.
+    """
+    from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+    is_nhd = get_kv_cache_layout() == "NHD"
+    if include_num_layers_dimension:
+        return (1, 0, 3, 2, 4) if is_nhd else (1, 2, 0, 3, 4)
+    return (0, 2, 1, 3) if is_nhd else (0, 1, 2, 3)
+
+
+def block_size_of(size: Any) -> Any:
+    """A kernel block size in vLLM's terms, which has a ``MultipleOf`` of its own."""
+    return size if isinstance(size, int) else vllm_backend.MultipleOf(size.base)
+
+
+def cudagraph_support(level: int) -> Any:
+    """The level of the same number in vLLM's enumeration."""
+    return vllm_backend.AttentionCGSupport(level)
+
+
+def rswa_window(vllm_config: Any, spec: Any) -> int | None:
+    """Window of reference sliding-window attention: the spec's, else the model's."""
+    window = getattr(spec, "rswa_window", None)
+    if window is None:
+        window = getattr(vllm_config.model_config, "rswa_window", None)
+    return window or None
+
+
+def index_topk(vllm_config: Any) -> int | None:
+    """Tokens that a sparse MLA layer attends, from the model's configuration."""
+    text_config = getattr(vllm_config.model_config, "hf_text_config", None)
+    return getattr(text_config, "index_topk", None) or None
+
+
+def spec_fields(spec: Any) -> dict[str, Any]:
+    """Fields of a KV cache spec that one version has and the other lacks, with their defaults."""
+    return {
+        "head_size_v": getattr(spec, "head_size_v", None),
+        "page_size_padded": getattr(spec, "page_size_padded", None),
+        "dcp_sharded": getattr(spec, "dcp_sharded", True),
+        "cache_dtype_str": getattr(spec, "cache_dtype_str", None),
+    }

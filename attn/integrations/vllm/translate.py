@@ -1,0 +1,240 @@
+"""vLLM's configuration, KV cache specs and devices in our terms, field by field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from vllm.v1 import kv_cache_interface as vllm_specs
+
+from attn.integrations.vllm import compat
+from attn.reference.dense import AttentionRules
+from specs.base import cdiv
+from specs.devices import ComputeCapability, DeviceKind, kind_of
+from specs.dtypes import CacheDType, DType
+from specs.engine import EngineConfig, ParallelConfig, SpeculativeConfig
+from specs.kv_cache import (
+    AnyKVCacheSpec,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
+
+_QUANT_MODES = {
+    "INT8_PER_TOKEN_HEAD": CacheDType.INT8_PER_TOKEN_HEAD,
+    "FP8_PER_TOKEN_HEAD": CacheDType.FP8_PER_TOKEN_HEAD,
+    "INT4_PER_TOKEN_HEAD": CacheDType.INT4_PER_TOKEN_HEAD,
+}
+
+
+def device_kind(capability: Any) -> DeviceKind:
+    """Kind of the device with a compute capability of vLLM's; None is a CPU.
+
+    Raises:
+        ValueError: no kind of device has it.
+    """
+    if capability is None:
+        return DeviceKind.CPU
+    parsed = ComputeCapability.model_validate(capability)
+    kind = kind_of(parsed)
+    if kind is None:
+        raise ValueError(f"no backend of this library knows compute capability {parsed}")
+    return kind
+
+
+def cache_dtype(spec: Any, cache_config_dtype: str, model_dtype: torch.dtype) -> CacheDType:
+    """How the cache of one layer is stored.
+
+    A spec names its quantisation, but not which fp8 type; a layer that is exempt from quantisation
+    says so by having none.
+
+    Args:
+        spec: vLLM's spec.
+        cache_config_dtype: ``kv_cache_dtype`` of the engine.
+        model_dtype: of the model.
+
+    Raises:
+        ValueError: a format that this library does not have.
+    """
+    named = compat.spec_fields(spec)["cache_dtype_str"]
+    mode = spec.kv_quant_mode.name
+    if mode == "NONE":
+        if named is not None and CacheDType.parse(named).is_quantized:
+            return CacheDType.parse(named)
+        is_model = spec.dtype == model_dtype
+        return CacheDType.AUTO if is_model else CacheDType.parse(DType.parse(spec.dtype).value)
+    if mode in _QUANT_MODES:
+        return _QUANT_MODES[mode]
+    if mode == "FP8_PER_TENSOR":
+        name = named or cache_config_dtype
+        return CacheDType.parse(name if name.startswith("fp8") else "fp8")
+    raise ValueError(f"KV cache quantisation {mode} is not served by this library")
+
+
+def kv_cache_spec(
+    spec: Any,
+    cache_config_dtype: str = "auto",
+    model_dtype: torch.dtype | None = None,
+    qk_rope_head_dim: int = 64,
+) -> AnyKVCacheSpec:
+    """Our spec of the same cache.
+
+    Args:
+        spec: an attention spec of vLLM's; of R-SWA only the window is left out, which is the
+            engine configuration's.
+        cache_config_dtype: ``kv_cache_dtype`` of the engine.
+        model_dtype: of the model; None takes the spec's, which is then not quantised.
+        qk_rope_head_dim: of MLA layers, whose specs give latent and rope in one number.
+
+    Raises:
+        ValueError: a kind of spec or a format that this library does not have.
+    """
+    model = spec.dtype if model_dtype is None else model_dtype
+    extra = compat.spec_fields(spec)
+    fields: dict[str, Any] = {
+        "block_size": spec.block_size,
+        "dtype": model,
+        "cache_dtype": cache_dtype(spec, cache_config_dtype, model),
+        "page_size_padded": extra["page_size_padded"],
+    }
+    if isinstance(spec, vllm_specs.MLAAttentionSpec | vllm_specs.SlidingWindowMLASpec):
+        fields["kv_lora_rank"] = spec.head_size - qk_rope_head_dim
+        fields["qk_rope_head_dim"] = qk_rope_head_dim
+        if isinstance(spec, vllm_specs.SlidingWindowMLASpec):
+            return SlidingWindowMLASpec(**fields, sliding_window=spec.sliding_window)
+        return MLAAttentionSpec(**fields, dcp_sharded=extra["dcp_sharded"])
+    fields["num_kv_heads"] = spec.num_kv_heads
+    fields["head_size"] = spec.head_size
+    if extra["head_size_v"] != spec.head_size:
+        fields["head_size_v"] = extra["head_size_v"]
+    if isinstance(spec, vllm_specs.SinkFullAttentionSpec):
+        return SinkFullAttentionSpec(**fields, sink_len=spec.sink_len)
+    if isinstance(spec, vllm_specs.FullAttentionSpec):
+        return FullAttentionSpec(**fields, dcp_sharded=extra["dcp_sharded"])
+    if isinstance(spec, vllm_specs.SlidingWindowSpec):
+        return SlidingWindowSpec(**fields, sliding_window=spec.sliding_window)
+    if isinstance(spec, vllm_specs.ChunkedLocalAttentionSpec):
+        return ChunkedLocalAttentionSpec(**fields, attention_chunk_size=spec.attention_chunk_size)
+    if isinstance(spec, vllm_specs.CrossAttentionSpec):
+        return CrossAttentionSpec(**fields)
+    if isinstance(spec, vllm_specs.EncoderOnlyAttentionSpec):
+        return EncoderOnlyAttentionSpec(**fields)
+    raise ValueError(f"KV cache spec {type(spec).__name__} is not served by this library")
+
+
+def planned_spec(spec: AnyKVCacheSpec, rules: Sequence[AttentionRules]) -> AnyKVCacheSpec:
+    """The spec to plan a group's steps with: what its layers see, where they agree.
+
+    vLLM's chunked local layers come as batches of whole chunks, so they plan as full attention.
+    Layers with a window in a cache that keeps every token, and chunks that are spelled as windows,
+    plan by what the layers say.
+
+    Args:
+        spec: the group's cache.
+        rules: masks of the group's layers; none are known when it is empty.
+    """
+    fields: dict[str, Any] = {
+        name: getattr(spec, name)
+        for name in ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype")
+        if hasattr(spec, name)
+    }
+    fields["cache_dtype"] = spec.cache_dtype
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return FullAttentionSpec(**fields)
+    seen = {(rule.sliding_window, rule.attention_chunk_size, rule.chunk_lookback) for rule in rules}
+    if isinstance(spec, FullAttentionSpec | SlidingWindowSpec) and len(seen) == 1:
+        ((window, chunk, lookback),) = seen
+        if chunk is not None:
+            chunks = {"attention_chunk_size": chunk, "chunk_lookback": lookback}
+            return ChunkedLocalAttentionSpec(**fields, **chunks)
+        if window is not None:
+            return SlidingWindowSpec(**fields, sliding_window=window)
+        return FullAttentionSpec(**fields)
+    if isinstance(spec, SlidingWindowSpec) and seen:
+        return FullAttentionSpec(**fields)
+    if isinstance(spec, EncoderOnlyAttentionSpec) and len(seen) == 1:
+        ((window, _, _),) = seen
+        return EncoderOnlyAttentionSpec(**fields, sliding_window=window)
+    return spec.replace(page_size_padded=None)
+
+
+def engine_config(vllm_config: Any, spec: Any, num_heads: int) -> EngineConfig:
+    """The settings that a builder needs.
+
+    Args:
+        vllm_config: vLLM's.
+        spec: vLLM's spec of the builder's group: sinks lengthen every sequence, chunked local
+            layers see one request as several.
+        num_heads: query heads of this rank.
+    """
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
+    captured = vllm_config.compilation_config.cudagraph_capture_sizes or ()
+    max_tokens = max(scheduler.max_num_batched_tokens, *captured, 1)
+    # A graph's padding can exceed the scheduler's limit.
+    max_reqs = max(scheduler.max_num_seqs, *captured, 1)
+    max_len = model.max_model_len
+    if isinstance(spec, vllm_specs.SinkFullAttentionSpec):
+        max_len += spec.sink_len
+    if isinstance(spec, vllm_specs.ChunkedLocalAttentionSpec):
+        # Every request can start and end within a chunk.
+        max_reqs = 2 * max_reqs + cdiv(max_tokens, spec.attention_chunk_size)
+    drafts = None if speculative is None else speculative.num_speculative_tokens
+    return EngineConfig(
+        max_model_len=max_len,
+        max_num_seqs=max_reqs,
+        max_num_batched_tokens=max_tokens,
+        num_heads=num_heads,
+        cudagraph_capture_sizes=tuple(captured),
+        parallel=ParallelConfig(
+            tensor_parallel_size=parallel.tensor_parallel_size,
+            decode_context_parallel_size=parallel.decode_context_parallel_size,
+            dcp_interleave=parallel.cp_kv_cache_interleave_size,
+            prefill_context_parallel_size=parallel.prefill_context_parallel_size,
+        ),
+        speculative=None
+        if not drafts
+        else SpeculativeConfig(
+            num_speculative_tokens=drafts,
+            parallel_drafting=bool(getattr(speculative, "parallel_drafting", False)),
+        ),
+        batch_invariant=batch_invariant(),
+        rswa_window=compat.rswa_window(vllm_config, spec),
+        index_topk=compat.index_topk(vllm_config),
+    )
+
+
+def batch_invariant() -> bool:
+    """The engine is to give the same bits whatever shares a batch."""
+    from vllm import envs
+
+    return bool(envs.VLLM_BATCH_INVARIANT)
+
+
+def layers_of(vllm_config: Any, layer_names: Iterable[str]) -> list[Any]:
+    """Layer modules of those names; names that vLLM does not know are left out."""
+    context = vllm_config.compilation_config.static_forward_context
+    return [context[name] for name in layer_names if name in context]
+
+
+def query_heads(vllm_config: Any, layers: Sequence[Any]) -> int:
+    """Query heads of this rank, which the layers of a group must agree on.
+
+    Raises:
+        ValueError: they do not.
+    """
+    counts = {layer.num_heads for layer in layers}
+    if len(counts) > 1:
+        raise ValueError(
+            "layers that share a KV cache group must have one number of query heads, got "
+            f"{sorted(counts)}"
+        )
+    if counts:
+        return int(counts.pop())
+    return int(vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config))
