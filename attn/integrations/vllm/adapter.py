@@ -7,6 +7,7 @@ translated on the way in. Wrapper factories of vLLM subclass builder and impl on
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -76,6 +77,14 @@ class DenseBackend:
     ) -> tuple[int, ...]:
         """In the order that vLLM is set to, NHD or HND: kernels take both."""
         return compat.packed_stride_order(include_num_layers_dimension)
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """The spec with rows that hold their inline scales too; asked for by vLLM 0.33."""
+        if not spec.kv_quant_mode.is_per_token_head or spec.state_content_bytes is not None:
+            return spec
+        ours = translate.kv_cache_spec(spec)
+        return dataclasses.replace(spec, state_content_bytes=ours.layout().row.nbytes)
 
     @classmethod
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:

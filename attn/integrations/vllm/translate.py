@@ -83,48 +83,60 @@ def kv_cache_spec(
     model_dtype: torch.dtype | None = None,
     qk_rope_head_dim: int = 64,
 ) -> AnyKVCacheSpec:
-    """Our spec of the same cache.
+    """Our spec of the same cache, with pages of the same bytes.
 
     Args:
         spec: an attention spec of vLLM's; of R-SWA only the window is left out, which is the
             engine configuration's.
         cache_config_dtype: ``kv_cache_dtype`` of the engine.
-        model_dtype: of the model; None takes the spec's, which is then not quantised.
+        model_dtype: of the model; None where only the bytes of rows matter.
         qk_rope_head_dim: of MLA layers, whose specs give latent and rope in one number.
 
     Raises:
         ValueError: a kind of spec or a format that this library does not have.
     """
-    model = spec.dtype if model_dtype is None else model_dtype
-    extra = compat.spec_fields(spec)
+    model = model_dtype or (spec.dtype if spec.dtype.is_floating_point else torch.bfloat16)
     fields: dict[str, Any] = {
         "block_size": spec.block_size,
         "dtype": model,
         "cache_dtype": cache_dtype(spec, cache_config_dtype, model),
-        "page_size_padded": extra["page_size_padded"],
     }
+    kind, own = _kind_of(spec, qk_rope_head_dim)
+    ours: AnyKVCacheSpec = kind(**fields, **own)
+    padded = compat.spec_fields(spec)["page_size_padded"]
+    if padded is not None and padded != ours.page_size_bytes:
+        ours = ours.replace(page_size_padded=padded)
+    return ours
+
+
+def _kind_of(spec: Any, qk_rope_head_dim: int) -> tuple[Any, dict[str, Any]]:
+    """Our class for a spec, and the fields that not every class has."""
+    extra = compat.spec_fields(spec)
     if isinstance(spec, vllm_specs.MLAAttentionSpec | vllm_specs.SlidingWindowMLASpec):
-        fields["kv_lora_rank"] = spec.head_size - qk_rope_head_dim
-        fields["qk_rope_head_dim"] = qk_rope_head_dim
+        own: dict[str, Any] = {
+            "kv_lora_rank": spec.head_size - qk_rope_head_dim,
+            "qk_rope_head_dim": qk_rope_head_dim,
+        }
         if isinstance(spec, vllm_specs.SlidingWindowMLASpec):
-            return SlidingWindowMLASpec(**fields, sliding_window=spec.sliding_window)
-        return MLAAttentionSpec(**fields, dcp_sharded=extra["dcp_sharded"])
-    fields["num_kv_heads"] = spec.num_kv_heads
-    fields["head_size"] = spec.head_size
+            return SlidingWindowMLASpec, {**own, "sliding_window": spec.sliding_window}
+        return MLAAttentionSpec, {**own, "dcp_sharded": extra["dcp_sharded"]}
+    own = {"num_kv_heads": spec.num_kv_heads, "head_size": spec.head_size}
     if extra["head_size_v"] != spec.head_size:
-        fields["head_size_v"] = extra["head_size_v"]
+        own["head_size_v"] = extra["head_size_v"]
+    # Subclasses come before their bases.
     if isinstance(spec, vllm_specs.SinkFullAttentionSpec):
-        return SinkFullAttentionSpec(**fields, sink_len=spec.sink_len)
+        return SinkFullAttentionSpec, {**own, "sink_len": spec.sink_len}
     if isinstance(spec, vllm_specs.FullAttentionSpec):
-        return FullAttentionSpec(**fields, dcp_sharded=extra["dcp_sharded"])
+        return FullAttentionSpec, {**own, "dcp_sharded": extra["dcp_sharded"]}
     if isinstance(spec, vllm_specs.SlidingWindowSpec):
-        return SlidingWindowSpec(**fields, sliding_window=spec.sliding_window)
+        return SlidingWindowSpec, {**own, "sliding_window": spec.sliding_window}
     if isinstance(spec, vllm_specs.ChunkedLocalAttentionSpec):
-        return ChunkedLocalAttentionSpec(**fields, attention_chunk_size=spec.attention_chunk_size)
+        own["attention_chunk_size"] = spec.attention_chunk_size
+        return ChunkedLocalAttentionSpec, own
     if isinstance(spec, vllm_specs.CrossAttentionSpec):
-        return CrossAttentionSpec(**fields)
+        return CrossAttentionSpec, own
     if isinstance(spec, vllm_specs.EncoderOnlyAttentionSpec):
-        return EncoderOnlyAttentionSpec(**fields)
+        return EncoderOnlyAttentionSpec, own
     raise ValueError(f"KV cache spec {type(spec).__name__} is not served by this library")
 
 

@@ -1,0 +1,140 @@
+"""Tests of the vLLM plugin; they run where vLLM is installed (``make test-vllm``)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py"]
+else:
+    # Layers are made for a GPU that is not there; their kernels run in Triton's interpreter.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's configuration without weights."""
+    from transformers import LlamaConfig
+
+    folder = tmp_path_factory.mktemp("model")
+    LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=512,
+        max_position_embeddings=2048,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def make_config(model_folder: Path) -> Callable[..., Any]:
+    """A vLLM configuration, of few and small things."""
+    from vllm.config import (
+        AttentionConfig,
+        CacheConfig,
+        DeviceConfig,
+        ModelConfig,
+        SchedulerConfig,
+        VllmConfig,
+    )
+
+    def make(
+        *,
+        dtype: str = "float16",
+        block_size: int = 16,
+        cache_dtype: str = "auto",
+        backend: str | None = "CUSTOM",
+        max_model_len: int = 256,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 512,
+        **others: Any,
+    ) -> Any:
+        model = ModelConfig(
+            model=str(model_folder),
+            skip_tokenizer_init=True,
+            dtype=dtype,
+            max_model_len=max_model_len,
+        )
+        scheduler = SchedulerConfig(
+            max_model_len=max_model_len,
+            is_encoder_decoder=False,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        return VllmConfig(
+            model_config=model,
+            cache_config=CacheConfig(block_size=block_size, cache_dtype=cache_dtype),
+            scheduler_config=scheduler,
+            device_config=DeviceConfig(device="cpu"),
+            attention_config=AttentionConfig(backend=backend),
+            **others,
+        )
+
+    return make
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The plugin's module, unregistered before and after; selections of earlier tests forgotten."""
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from attn.integrations.vllm import plugin as module
+
+    def forget() -> None:
+        for name in module._registered:
+            AttentionBackendEnum[name].clear_override()
+        module._registered.clear()
+        selector._cached_get_attn_backend.cache_clear()
+
+    for variable in (module.BACKEND_VARIABLE, module.OVERRIDE_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+    forget()
+    yield module
+    forget()
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch, make_config: Callable[..., Any]) -> Any:
+    """VLLM's CUDA platform with a capability of one's choice: call it with major and minor."""
+    for name in ("vllm._C_stable_libtorch", "vllm._C"):
+        if name not in sys.modules:
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    # Before the platform is CUDA: these would then want binaries that are not there.
+    import vllm.model_executor.layers.attention
+    import vllm.platforms
+    from vllm.platforms.cuda import CudaPlatformBase
+
+    make_config()
+    from vllm.platforms.interface import DeviceCapability
+
+    def pretend(major: int = 9, minor: int = 0) -> None:
+        class Pretended(CudaPlatformBase):
+            @classmethod
+            def get_device_capability(cls, device_id: int = 0) -> Any:
+                return DeviceCapability(major, minor)
+
+            @classmethod
+            def get_device_name(cls, device_id: int = 0) -> str:
+                return "a device that is not there"
+
+        monkeypatch.setattr(vllm.platforms, "_current_platform", Pretended())
+
+    pretend()
+    return pretend
