@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 RUN_ARGS := $(if $(TRACE),--trace $(TRACE)) $(if $(MODEL),--model $(MODEL)) \
 	--report $(or $(REPORT),report) $(ARGS)
 
-.PHONY: run test test-compile lint clean
+.PHONY: run test test-compile test-vllm lint clean
 
 run: $(INSTALLED)
 	$(BIN)/attn run $(RUN_ARGS)
@@ -19,6 +19,22 @@ test: lint
 # Every kernel variant for four GPUs by three versions of Triton; writes the committed table.
 test-compile: $(INSTALLED)
 	$(BIN)/python -m tests.kernels.compile_matrix
+
+# The plugin inside each vLLM, without a GPU. Each vLLM has an environment of its own, and comes
+# without its own pins: it is imported there, not served from.
+VLLMS := 0.26.0 0.33.0
+VLLM_PYTEST := -q -p no:cacheprovider -n 2 --dist loadfile -o filterwarnings=default
+
+test-vllm: $(VLLMS:%=.venv-vllm-%/.installed)
+	set -e; for version in $(VLLMS); do \
+	  .venv-vllm-$$version/bin/python -m pytest $(VLLM_PYTEST) tests/vllm $(PYTEST_ARGS); \
+	done
+
+.venv-vllm-%/.installed: tests/vllm/requirements.txt pyproject.toml
+	$(PYTHON) -m venv .venv-vllm-$*
+	.venv-vllm-$*/bin/pip install -q -r tests/vllm/requirements.txt
+	.venv-vllm-$*/bin/pip install -q --no-deps vllm==$* -e .
+	touch $@
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -31,4 +47,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist report
+	rm -rf $(VENV) .venv-vllm-* build dist report

@@ -200,12 +200,14 @@ class TritonAttentionImpl(DenseImpl):
             key = query.new_zeros(tokens, self.num_kv_heads, size)
             value = query.new_zeros(tokens, self.num_kv_heads, size_v)
             output = query.new_zeros(tokens, heads, size_v, dtype=output_dtype)
-            lse = query.new_empty(tokens, heads, dtype=torch.float32) if with_lse else None
+            # Only where asked for: an engine's wrapper around forward may not know the argument.
+            lse: dict[str, Any] = {"output_lse": query.new_empty(tokens, heads, dtype=torch.float32)}
             if self.kv_sharing_target_layer_name is None:
                 self.do_kv_cache_update(layer, key, value, kv_cache, batch.slot_mapping)
             record = builder.build(prefix, batch)
             self.forward(
-                *(layer, query, key, value, kv_cache, record, output, output_scale), output_lse=lse
+                *(layer, query, key, value, kv_cache, record, output, output_scale),
+                **(lse if with_lse else {}),
             )
 
     def _keys(

@@ -119,10 +119,12 @@ def cuda(monkeypatch: pytest.MonkeyPatch, make_config: Callable[..., Any]) -> An
     # Before the platform is CUDA: these would then want binaries that are not there.
     import vllm.model_executor.layers.attention
     import vllm.platforms
+    import vllm.v1.worker.gpu.attn_utils
     from vllm.platforms.cuda import CudaPlatformBase
+    from vllm.platforms.interface import DeviceCapability
 
     make_config()
-    from vllm.platforms.interface import DeviceCapability
+    monkeypatch.setattr("vllm.utils.torch_utils.PIN_MEMORY", False)
 
     def pretend(major: int = 9, minor: int = 0) -> None:
         class Pretended(CudaPlatformBase):

@@ -81,7 +81,7 @@ class DenseBackend:
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """The spec with rows that hold their inline scales too; asked for by vLLM 0.33."""
-        if not spec.kv_quant_mode.is_per_token_head or spec.state_content_bytes is not None:
+        if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_per_token_head:
             return spec
         ours = translate.kv_cache_spec(spec)
         return dataclasses.replace(spec, state_content_bytes=ours.layout().row.nbytes)
@@ -122,6 +122,8 @@ class DenseBuilder:
     """A builder made from vLLM's objects. Batches are taken as they are: ours have their fields."""
 
     shares_prefix: bool
+    label: str
+    """Our name and vLLM's, for the log."""
 
     def __init__(
         self,
@@ -151,9 +153,9 @@ class DenseBuilder:
         config = translate.engine_config(vllm_config, kv_cache_spec, heads)
         ours: Any = super()
         ours.__init__(spec, layer_names, config, device)
-        name = type(self).__name__
-        logger.info("%s", _served(name, spec, heads, layer_names))
-        _warm_up(self, layers, spec)
+        logger.info("%s", _served(self.label, spec, heads, layer_names))
+        if device.type == "cuda":
+            warm_up(self, layers, compat.features_of(vllm_config, kv_cache_spec))
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
@@ -181,7 +183,7 @@ class DenseBuilder:
         return self.shares_prefix and enough and not masks and dcp_world_size == 1
 
 
-def _served(name: str, spec: AnyKVCacheSpec, heads: int, layer_names: Sequence[str]) -> str:
+def _served(label: str, spec: AnyKVCacheSpec, heads: int, layer_names: Sequence[str]) -> str:
     """The line at start-up that says what a group of layers got."""
     mask = {
         "sliding_window": getattr(spec, "sliding_window", None),
@@ -189,32 +191,54 @@ def _served(name: str, spec: AnyKVCacheSpec, heads: int, layer_names: Sequence[s
     }
     masks = "".join(f", {label} {size}" for label, size in mask.items() if size is not None)
     return (
-        f"{name} serves {len(layer_names)} layers ({layer_names[0]}, ...): {spec.kind}, {heads} "
+        f"{label} serves {len(layer_names)} layers ({layer_names[0]}, ...): {spec.kind}, {heads} "
         f"query and {spec.num_kv_heads} KV heads of {spec.head_size}, "  # type: ignore[union-attr]
         f"{spec.dtype.value} over {spec.cache_dtype.value} KV in blocks of {spec.block_size}{masks}"
     )
 
 
-def _warm_up(builder: Any, layers: Sequence[Any], spec: AnyKVCacheSpec) -> None:
+class _Unwrapped:
+    """Our builder's own methods, whatever a wrapper factory has put over them."""
+
+    def __init__(self, builder: Any) -> None:
+        ours: Any = super(DenseBuilder, builder)
+        self.device = builder.device
+        self.build = ours.build
+        self.warm_up_batches = getattr(ours, "warm_up_batches", None)
+
+
+def warm_up(builder: Any, layers: Sequence[Any], features: compat.Features) -> None:
     """Compile what the layers' steps launch, on a cache of two blocks laid out like the engine's.
 
     vLLM's profiling run comes without metadata and so compiles nothing.
+
+    Args:
+        builder: of the layers' group.
+        layers: vLLM's modules.
+        features: what their steps can ask for.
     """
-    if builder.device.type != "cuda":
+    plain, spec = _Unwrapped(builder), builder.kv_cache_spec
+    if plain.warm_up_batches is None:
         return
-    warmed = set()
+    kv_cache = spec.layout(packing=KVPacking.PACKED).allocate(2, builder.device)
+    scale = torch.ones((), device=builder.device)
+    warmed = []
     for layer in layers:
-        warm_up = getattr(layer.impl, "warm_up", None)
-        likeness = (
-            layer.head_size,
-            layer.impl.kv_cache_dtype,
-            str(getattr(layer.impl, "rules", 0)),
-        )
-        if warm_up is None or likeness in warmed:
+        likeness = (layer.impl.kv_cache_dtype, layer.impl.rules)
+        if likeness in warmed:
             continue
-        warmed.add(likeness)
-        layout = spec.layout(packing=KVPacking.PACKED)
-        warm_up(layer, layout.allocate(2, builder.device), builder, spec.dtype.torch)
+        warmed.append(likeness)
+        for output_scale in (None, scale) if features.output_quant else (None,):
+            layer.impl.warm_up(
+                layer,
+                kv_cache,
+                plain,
+                spec.dtype.torch,
+                output_scale=output_scale,
+                non_causal=features.non_causal,
+                mm_ranges=features.mm_ranges,
+                shared_prefix=features.shared_prefix,
+            )
 
 
 @functools.cache
@@ -233,20 +257,22 @@ def adapted(backend: type[AttentionBackend], member: str, module: str, name: str
     impl, builder = backend.get_impl_cls(), backend.get_builder_cls()
     if backend.is_mla() or not issubclass(impl, AttentionImpl):
         raise ValueError(f"{backend.get_name()} serves MLA layers, {member} cannot stand for it")
-    where = {"__module__": module}
 
-    def made(suffix: str, bases: tuple[type, ...]) -> Any:
-        label = f"{name}{suffix}"
-        return type(label, bases, {**where, "__qualname__": label, "__doc__": bases[1].__doc__})
+    def made(suffix: str, *bases: type, **extra: Any) -> Any:
+        known = f"{name}{suffix}"
+        where = {"__module__": module, "__qualname__": known, "__doc__": bases[1].__doc__}
+        return type(known, bases, where | extra)
 
-    impl_cls = made("Impl", (DenseImpl, impl, VllmImpl))
-    builder_cls = made("MetadataBuilder", (DenseBuilder, builder, VllmBuilder))
-    attributes = {
-        **where,
-        "__qualname__": name,
-        "__doc__": backend.__doc__,
-        "get_name": staticmethod(lambda: member),
-        "get_impl_cls": staticmethod(lambda: impl_cls),
-        "get_builder_cls": staticmethod(lambda: builder_cls),
-    }
-    return type(name, (DenseBackend, backend, VllmBackend), attributes)
+    label = f"attn-backends: {backend.get_name()} as {member}"
+    impl_cls = made("Impl", DenseImpl, impl, VllmImpl)
+    builder_cls = made("MetadataBuilder", DenseBuilder, builder, VllmBuilder, label=label)
+    made_cls: type[Any] = made(
+        "",
+        DenseBackend,
+        backend,
+        VllmBackend,
+        get_name=staticmethod(lambda: member),
+        get_impl_cls=staticmethod(lambda: impl_cls),
+        get_builder_cls=staticmethod(lambda: builder_cls),
+    )
+    return made_cls

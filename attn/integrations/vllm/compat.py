@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import vllm.v1.attention.backend as vllm_backend
@@ -58,3 +59,27 @@ def spec_fields(spec: Any) -> dict[str, Any]:
         "dcp_sharded": getattr(spec, "dcp_sharded", True),
         "cache_dtype_str": getattr(spec, "cache_dtype_str", None),
     }
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the steps of a group of layers can ask of kernels, as far as the configuration says."""
+
+    non_causal: bool
+    mm_ranges: bool
+    shared_prefix: bool
+    output_quant: bool
+    """A compiler pass may fuse the output's fp8 quantisation."""
+
+
+def features_of(vllm_config: Any, spec: Any) -> Features:
+    """Features of a group with a spec of vLLM's; 0.33 has no shared prefixes."""
+    model = vllm_config.model_config
+    passes = vllm_config.compilation_config.pass_config
+    return Features(
+        non_causal=bool(getattr(spec, "non_causal", False))
+        or bool(vllm_config.attention_config.use_non_causal),
+        mm_ranges=bool(model.is_mm_prefix_lm),
+        shared_prefix=not getattr(model, "disable_cascade_attn", True),
+        output_quant=bool(getattr(passes, "fuse_attn_quant", False)),
+    )
