@@ -17,8 +17,13 @@ def debug_enabled() -> bool:
     return os.environ.get("ATTN_DEBUG", "0") not in ("", "0")
 
 
-def debug_batch(batch: CommonAttentionMetadata, spec: AnyKVCacheSpec) -> None:
+def debug_batch(batch: CommonAttentionMetadata, spec: AnyKVCacheSpec, dcp_size: int = 1) -> None:
     """At build: check a batch's invariants; nothing unless debugging.
+
+    Args:
+        batch: the step's.
+        spec: the layers' cache.
+        dcp_size: ranks that share the tokens of a request; each has blocks for its own.
 
     Raises:
         TypeError: a tensor of the wrong dtype.
@@ -31,7 +36,7 @@ def debug_batch(batch: CommonAttentionMetadata, spec: AnyKVCacheSpec) -> None:
         attn_type = AttentionType.ENCODER_DECODER
     elif isinstance(spec, EncoderOnlyAttentionSpec):
         attn_type = AttentionType.ENCODER_ONLY
-    check_invariants(batch, attn_type=attn_type, block_size=spec.block_size)
+    check_invariants(batch, attn_type=attn_type, block_size=spec.block_size * dcp_size)
 
 
 def debug_read(

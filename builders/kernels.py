@@ -35,6 +35,22 @@ def segment_start(segment):
 
 
 @triton.jit
+def local_len(length, dcp_size, dcp_rank, dcp_interleave):
+    """See :meth:`builders.paging.Stripe.local_len`; scalars or tensors of int32."""
+    turn = dcp_interleave * dcp_size
+    rest = length % turn - dcp_rank * dcp_interleave
+    return length // turn * dcp_interleave + tl.minimum(tl.maximum(rest, 0), dcp_interleave)
+
+
+@triton.jit
+def local_position(position, dcp_size, dcp_rank, dcp_interleave):
+    """The last of a rank's keys that a query at ``position`` may see, counted on that rank; -1 when
+    there is none. Causality between queries and the rank's keys is as between these numbers.
+    """
+    return local_len(position + 1, dcp_size, dcp_rank, dcp_interleave) - 1
+
+
+@triton.jit
 def first_visible(
     first,
     last,
@@ -84,6 +100,9 @@ _VARYING = [
     "window",
     "chunk",
     "lookback",
+    "dcp_size",
+    "dcp_rank",
+    "dcp_interleave",
 ]
 
 
@@ -105,6 +124,9 @@ def plan_kernel(
     window,
     chunk,
     lookback,
+    dcp_size,
+    dcp_rank,
+    dcp_interleave,
     QUERY_TOKENS: tl.constexpr,
     KV_TILE: tl.constexpr,
     SEGMENT_UNIT: tl.constexpr,
@@ -113,6 +135,7 @@ def plan_kernel(
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     TRIM: tl.constexpr,
+    DCP: tl.constexpr,
     REQS: tl.constexpr,
     REQ_STEPS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -126,8 +149,9 @@ def plan_kernel(
     rows ``[rows, ROW_FIELDS]``; total ``[2]`` rows and tiles;
     starts ``[num_groups + 1, 2]`` (row * HEAD_LOOPS + head loop, segment of the row);
     prefill_starts ``[R + 1]`` first prefill tile of each request. All int32. TRIM: no
-    query sees past itself. With FREE a group starts at its share's first tile, and starts hold
-    tiles of rows.
+    query sees past itself. DCP: keys are those of one rank, in their order there, while lengths and
+    positions of rows are the request's. With FREE a group starts at its share's first tile, and
+    starts hold tiles of rows.
     """
     # Requests: how many rows of the decode kernel, how many tiles of the prefill kernel.
     i = tl.arange(0, REQS)
@@ -161,6 +185,8 @@ def plan_kernel(
     stop = kv_len
     if TRIM:
         stop = tl.minimum(kv_len, last + 1)
+    if DCP:
+        stop = local_len(stop, dcp_size, dcp_rank, dcp_interleave)
     # A row without keys costs one tile, so that somebody writes its zeros.
     tiles = tl.where(live, tl.maximum(tl.cdiv(stop, KV_TILE) - first_tile, 1), 0)
     tile_ends = tl.cumsum(tiles * HEAD_LOOPS, 0)

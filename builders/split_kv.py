@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 
 from builders.buffers import GraphBuffers
+from builders.paging import Stripe
 from builders.segments import max_segments, segment_of, segment_start
 from specs.base import cdiv
 from specs.devices import DeviceKind
@@ -192,6 +193,25 @@ class SplitLimits:
 
 
 @dataclass(frozen=True)
+class VisibleKeys:
+    """Which of a request's keys a step's queries may see, causality apart."""
+
+    window: int | None = None
+    """Visible keys of a query, of the layers that share the plan; None for all."""
+    chunk: int | None = None
+    """Chunk size of chunked local attention, in place of a window."""
+    lookback: int = 0
+    """Chunks before the own one."""
+    stripe: Stripe | None = None
+    """The keys are those of one rank; window and chunk are None then."""
+
+    @property
+    def span(self) -> int | None:
+        """Most keys between the first and the last that a query sees; None for all."""
+        return self.window if self.chunk is None else self.chunk * (1 + self.lookback)
+
+
+@dataclass(frozen=True)
 class SplitPlan:
     """The step's plan for the split-KV kernel: views of the builder's buffers, and static numbers.
 
@@ -321,9 +341,7 @@ class SplitPlanner:
         self,
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
-        window: int | None = None,
-        chunk: int | None = None,
-        lookback: int = 0,
+        visible: VisibleKeys = VisibleKeys(),
         is_causal: bool = False,
     ) -> None:
         """Compute the plan of a step into the buffers.
@@ -331,30 +349,26 @@ class SplitPlanner:
         Args:
             query_start_loc: ``[R + 1]`` int32, device.
             seq_lens: ``[R]`` int32, device.
-            window: visible keys of a query, of the layers that share the plan; None for all.
-            chunk: chunk size of chunked local attention, in place of a window.
-            lookback: chunks before the own one.
+            visible: which keys.
             is_causal: no query of any request sees past itself.
         """
         if self.device.type == "cuda" or interprets():
-            self._launch(query_start_loc, seq_lens, window, chunk, lookback, is_causal)
+            self._launch(query_start_loc, seq_lens, visible, is_causal)
         else:
-            self._fill_on_host(query_start_loc, seq_lens, window, chunk, lookback, is_causal)
+            self._fill_on_host(query_start_loc, seq_lens, visible, is_causal)
 
     def _launch(
         self,
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
-        window: int | None,
-        chunk: int | None,
-        lookback: int,
+        visible: VisibleKeys,
         is_causal: bool,
     ) -> None:
         from builders.kernels import plan_kernel
 
         reqs = power_of_two(self.limits.max_num_seqs)
         rows = power_of_two(self.max_rows)
-        b = self.buffers
+        b, stripe = self.buffers, visible.stripe or Stripe(1, 0, 1)
         plan_kernel[(1,)](
             seq_lens,
             query_start_loc,
@@ -366,17 +380,21 @@ class SplitPlanner:
             seq_lens.shape[0],
             self.groups,
             self.short_query,
-            window or 0,
-            chunk or 1,
-            lookback,
+            visible.window or 0,
+            visible.chunk or 1,
+            visible.lookback,
+            stripe.size,
+            stripe.rank,
+            stripe.interleave,
             QUERY_TOKENS=self.tile.query_tokens,
             KV_TILE=self.tile.kv_tile,
             SEGMENT_UNIT=self.tile.segment_unit,
             HEAD_LOOPS=self.head_loops,
             PREFILL_TILE=self.prefill.query_tile,
-            WINDOW=window is not None,
-            CHUNK=chunk is not None,
+            WINDOW=visible.window is not None,
+            CHUNK=visible.chunk is not None,
             TRIM=is_causal,
+            DCP=visible.stripe is not None,
             REQS=reqs,
             REQ_STEPS=reqs.bit_length(),
             ROWS=rows,
@@ -390,9 +408,7 @@ class SplitPlanner:
         self,
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
-        window: int | None,
-        chunk: int | None,
-        lookback: int,
+        visible: VisibleKeys,
         is_causal: bool,
     ) -> None:
         starts = query_start_loc.tolist()
@@ -403,7 +419,7 @@ class SplitPlanner:
             self.groups,
             self.head_loops,
             self.short_query,
-            (window, chunk, lookback),
+            visible,
             is_causal,
         )
         reqs = len(starts) - 1
@@ -485,7 +501,7 @@ def plan_rows(
     groups: int,
     head_loops: int,
     short_query: int,
-    visible: tuple[int | None, int | None, int] = (None, None, 0),
+    visible: VisibleKeys = VisibleKeys(),
     is_causal: bool = False,
 ) -> HostPlan:
     """What :func:`builders.kernels.plan_kernel` computes, on the host.
@@ -497,10 +513,10 @@ def plan_rows(
         groups: groups of programs that share the work.
         head_loops: walks over the keys of each row.
         short_query: longest query of a row.
-        visible: window, chunk size and lookback.
+        visible: which keys.
         is_causal: no query sees past itself.
     """
-    window, chunk, lookback = visible
+    window, chunk, stripe = visible.window, visible.chunk, visible.stripe
     row_starts, rows, place, token = [0], [], 0, 0
     for req, (count, kv_len) in enumerate(zip(query_lens, kv_lens, strict=True)):
         short = 0 < count <= short_query
@@ -508,12 +524,14 @@ def plan_rows(
             first = max(kv_len - count, 0) + skipped
             start = 0
             if chunk is not None:
-                start = (first // chunk - lookback) * chunk
+                start = (first // chunk - visible.lookback) * chunk
             elif window is not None:
                 start = first - window + 1
             first_tile = max(start, 0) // tile.kv_tile
             taken = min(count - skipped, tile.query_tokens)
             stop = min(kv_len, first + taken) if is_causal else kv_len
+            if stripe is not None:
+                stop = stripe.local_len(stop)
             tiles = max(cdiv(stop, tile.kv_tile) - first_tile, 1)
             part = segment_of(first_tile * tile.segment_unit)
             parts = segment_of((first_tile + tiles - 1) * tile.segment_unit) + 1 - part

@@ -12,12 +12,14 @@ from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch, debug_enabled
+from builders.paging import Stripe
 from builders.split_kv import (
     DenseShape,
     PrefillPlan,
     SplitLimits,
     SplitPlan,
     SplitPlanner,
+    VisibleKeys,
 )
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
@@ -76,6 +78,8 @@ class TritonAttentionMetadata(AttentionMetadata):
     rswa_prefix_lens: torch.Tensor | None = None
     """``[R]`` int32, device."""
     rswa_window: int | None = None
+    stripe: Stripe | None = None
+    """Decode context parallelism: the cache holds this rank's keys; lengths are the requests'."""
     shared: SharedPrefix | None = None
     """The batch's common prefix, computed once for all requests; None without one."""
 
@@ -198,19 +202,14 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         )
         self.is_encoder = isinstance(spec, EncoderOnlyAttentionSpec)
         self.is_cross = isinstance(spec, CrossAttentionSpec)
-        self.window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
-        self.chunk, self.lookback = None, 0
-        span = self.window
-        if isinstance(spec, ChunkedLocalAttentionSpec):
-            self.chunk, self.lookback = spec.attention_chunk_size, spec.chunk_lookback
-            span = self.chunk * (1 + self.lookback)
+        self.visible = _visible_keys(spec, vllm_config)
         self.kind, multiprocessors = _device_facts(self.device)
         self.buffers = GraphBuffers(self.device)
         self._limits = SplitLimits(
             vllm_config.max_num_seqs,
             vllm_config.max_num_batched_tokens,
             max(vllm_config.max_model_len, CROSS_KV_LEN if self.is_cross else 0),
-            span,
+            self.visible.span,
         )
         self._multiprocessors = multiprocessors
         self.planner = self._new_planner(self.buffers)
@@ -218,7 +217,9 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             self.planner.short_query = 0
         self._shared: _SharedBuffers | None = None
         self.shares_prefix = (
-            isinstance(kv_cache_spec, FullAttentionSpec) and not vllm_config.batch_invariant
+            isinstance(kv_cache_spec, FullAttentionSpec)
+            and not vllm_config.batch_invariant
+            and self.visible.stripe is None
         )
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
@@ -273,10 +274,12 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
                 whole number of the table's blocks.
         """
         batch = common_attn_metadata
-        debug_batch(batch, self.kv_cache_spec)
+        stripe = self.visible.stripe
+        debug_batch(batch, self.kv_cache_spec, 1 if stripe is None else stripe.size)
         self._check_limits(batch)
         self._check_prefix(common_prefix_len, batch.block_table_tensor)
-        refuse_fields(batch, "TRITON_ATTN", "dcp_local_seq_lens")
+        if stripe is None:
+            refuse_fields(batch, "TRITON_ATTN", "dcp_local_seq_lens")
         seq_lens = batch.seq_lens
         causal: bool | torch.Tensor = batch.causal
         if self.is_cross or self.is_encoder:
@@ -305,6 +308,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             mm_ranges=ranges,
             rswa_prefix_lens=prefixes,
             rswa_window=None if prefixes is None else self.vllm_config.rswa_window,
+            stripe=stripe,
         )
         self.update_draft_decode_metadata(record)
         record.shared = self._shared_prefix(record, batch, common_prefix_len)
@@ -319,9 +323,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         self.planner.fill(
             metadata.query_start_loc,
             metadata.seq_lens,
-            self.window,
-            self.chunk,
-            self.lookback,
+            self.visible,
             is_causal=metadata.causal is True and metadata.mm_ranges is None,
         )
 
@@ -481,6 +483,23 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
                     f"{name} ({value}) exceeds the engine's limit ({limit}), which the builder's "
                     "buffers are sized for"
                 )
+
+
+def _visible_keys(spec: Any, config: EngineConfig) -> VisibleKeys:
+    """What a layer's queries see, and which of it this rank keeps."""
+    parallel = config.parallel
+    stripe = None
+    if parallel.decode_context_parallel_size > 1 and getattr(spec, "dcp_sharded", False):
+        stripe = Stripe(
+            parallel.decode_context_parallel_size,
+            parallel.decode_context_parallel_rank,
+            parallel.dcp_interleave,
+        )
+    if isinstance(spec, SlidingWindowSpec):
+        return VisibleKeys(window=spec.sliding_window)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return VisibleKeys(chunk=spec.attention_chunk_size, lookback=spec.chunk_lookback)
+    return VisibleKeys(stripe=stripe)
 
 
 def _check_support(spec: Any, config: EngineConfig) -> int:

@@ -57,6 +57,7 @@ class TritonAttentionBackend(AttentionBackend):
         non_causal=True,
         per_head_quant_scales=True,
         batch_invariance=True,
+        dcp=True,
         device_cpu_query_lens_mismatch=True,
         lse=True,
         output_quant=True,

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 class TritonAttentionImpl(DenseImpl):
     """Split-KV kernel for few query tokens, tiled kernel for many, on every GPU."""
 
+    supports_dcp = True
+    supports_mtp_with_cp_non_trivial_interleave_size = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """See :class:`attn.impls.dense.DenseImpl`.
 
@@ -201,13 +204,14 @@ class TritonAttentionImpl(DenseImpl):
             value = query.new_zeros(tokens, self.num_kv_heads, size_v)
             output = query.new_zeros(tokens, heads, size_v, dtype=output_dtype)
             # Only where asked for: an engine's wrapper around forward may not know the argument.
-            lse: dict[str, Any] = {"output_lse": query.new_empty(tokens, heads, dtype=torch.float32)}
+            lse = query.new_empty(tokens, heads, dtype=torch.float32)
+            asked: dict[str, Any] = {"output_lse": lse} if with_lse else {}
             if self.kv_sharing_target_layer_name is None:
                 self.do_kv_cache_update(layer, key, value, kv_cache, batch.slot_mapping)
             record = builder.build(prefix, batch)
             self.forward(
                 *(layer, query, key, value, kv_cache, record, output, output_scale),
-                **(lse if with_lse else {}),
+                **asked,
             )
 
     def _keys(
@@ -224,7 +228,9 @@ class TritonAttentionImpl(DenseImpl):
                 raise ValueError(f"key and value are needed for attn_type {self.attn_type.value!r}")
             _check_lengths(step.num_actual_tokens, key, value, None)
             return KVViews(key, value)
-        debug_read(step.block_table, step.seq_lens, kv_cache.shape[0], kv_cache.shape[2])
+        # A rank of several has blocks for its own tokens of a request only.
+        span = kv_cache.shape[2] * (1 if step.stripe is None else step.stripe.size)
+        debug_read(step.block_table, step.seq_lens, kv_cache.shape[0], span)
         return self._views(kv_cache, query.dtype)
 
     def _views(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews:

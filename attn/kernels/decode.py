@@ -26,7 +26,13 @@ from attn.kernels.tile import (
     recomputed,
     store_state,
 )
-from builders.kernels import first_visible, segment_of, segment_start
+from builders.kernels import (
+    first_visible,
+    local_len,
+    local_position,
+    segment_of,
+    segment_start,
+)
 from builders.split_kv import ROW_FIELDS
 
 _FIELDS = tl.constexpr(ROW_FIELDS)
@@ -224,7 +230,18 @@ def prepared_queries(
     return q0.to(COMPUTE), q1.to(COMPUTE), q2.to(COMPUTE), q3.to(COMPUTE), scales
 
 
-_VARYING = ["groups", "window", "chunk", "lookback", "num_ranges", "table_row", "lse_token"]
+_VARYING = [
+    "groups",
+    "window",
+    "chunk",
+    "lookback",
+    "dcp_size",
+    "dcp_rank",
+    "dcp_interleave",
+    "num_ranges",
+    "table_row",
+    "lse_token",
+]
 _ANYWHERE = [
     "table_ptr",
     "lse_ptr",
@@ -285,6 +302,9 @@ def decode_kernel(
     window,
     chunk,
     lookback,
+    dcp_size,
+    dcp_rank,
+    dcp_interleave,
     num_ranges,
     HEADS: tl.constexpr,
     HEAD_LOOPS: tl.constexpr,
@@ -318,6 +338,7 @@ def decode_kernel(
     RSWA: tl.constexpr,
     RANGES: tl.constexpr,
     CLAMP: tl.constexpr,
+    DCP: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
     SINKS: tl.constexpr,
@@ -334,6 +355,7 @@ def decode_kernel(
 
     Shapes: query ``[T, H, K_SIZE]``, out ``[T, H, V_SIZE]``, LSE ``[T, H]``; key and value
     ``[N, BLOCK_SIZE, Hk, words]`` by their strides in stored words; the rest as in the plan.
+    DCP: the cache holds one rank's keys, see :class:`builders.paging.Stripe`.
     FREE cuts rows between any two tiles, so that bits depend on the batch: what invariance costs is
     measured against it.
     """
@@ -403,6 +425,11 @@ def decode_kernel(
             if RANGES:
                 ranges = ranges_ptr + req.to(tl.int64) * num_ranges * 2
             last = first + count - 1
+            if DCP:
+                query = local_position(query, dcp_size, dcp_rank, dcp_interleave)
+                first = local_position(first, dcp_size, dcp_rank, dcp_interleave)
+                last = local_position(last, dcp_size, dcp_rank, dcp_interleave)
+                kv_len = local_len(kv_len, dcp_size, dcp_rank, dcp_interleave)
             kv_start = first_visible(
                 first, last, window, chunk, lookback, ranges, num_ranges, EDGES, CHUNK, RANGES
             )

@@ -16,6 +16,7 @@ from attn.kernels.launch import KernelCall, KernelForm
 from attn.kernels.numerics import INTERPRETED
 from attn.kernels.prefill import prefill_kernel
 from attn.kernels.tile import E4M3, E5M2, INT4, INT8, NATIVE, PLAIN, PTX, PTX_SM89
+from builders.paging import Stripe
 from builders.split_kv import PrefillPlan, SplitPlan, power_of_two
 from builders.triton_attn import BLOCK_MULTIPLE, MODEL_DTYPES, TritonAttentionMetadata
 from specs.dtypes import CacheDType, KVQuantMode
@@ -229,6 +230,8 @@ class DenseLauncher:
     ) -> dict[str, Any]:
         """Arguments of both kernels that a form holds; the tensors are checked on the way."""
         _check_tensors(self.layer, tensors)
+        _check_stripe(self.layer, step, tensors)
+        stripe = step.stripe or Stripe(1, 0, 1)
         layer, stored = self.layer, self._stored
         rswa = step.rswa_prefix_lens is not None and step.rswa_window is not None
         window = step.rswa_window if rswa else layer.sliding_window
@@ -245,6 +248,9 @@ class DenseLauncher:
             "window": window or 0,
             "chunk": chunk or 1,
             "lookback": layer.chunk_lookback,
+            "dcp_size": stripe.size,
+            "dcp_rank": stripe.rank,
+            "dcp_interleave": stripe.interleave,
             "GROUP": layer.num_heads // layer.num_kv_heads,
             "K_SIZE": layer.head_size,
             "V_SIZE": layer.head_size_v,
@@ -265,6 +271,7 @@ class DenseLauncher:
             "RSWA": rswa,
             "RANGES": step.mm_ranges is not None,
             "CLAMP": layer.clamps_ranges and layer.sliding_window is not None,
+            "DCP": step.stripe is not None,
             "SOFT_CAP": cap is not None,
             "ALIBI": 0 if tensors.alibi_slopes is None else 2 if layer.use_alibi_sqrt else 1,
             "SINKS": tensors.sinks is not None,
@@ -321,6 +328,7 @@ def _likeness(step: TritonAttentionMetadata, tensors: DenseTensors) -> tuple[Any
         causal if isinstance(causal, bool) else None,
         step.mm_ranges is None,
         None if step.rswa_prefix_lens is None else step.rswa_window,
+        step.stripe,
     )
 
 
@@ -407,6 +415,23 @@ def _check_tensors(layer: DenseLayer, tensors: DenseTensors) -> None:
             raise ValueError(f"output_lse must be float32, got {lse.dtype}")
         _check_rows("output_lse", lse, (layer.num_heads,))
     _check_keys(layer, tensors)
+
+
+def _check_stripe(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors) -> None:
+    """Nothing but causality depends on positions when the keys are one rank's."""
+    asked = {
+        "sliding_window": layer.sliding_window,
+        "attention_chunk_size": layer.attention_chunk_size,
+        "alibi_slopes": tensors.alibi_slopes,
+        "mm_req_doc_ranges": step.mm_ranges,
+        "rswa_prefix_lens": step.rswa_prefix_lens,
+    }
+    names = [name for name, value in asked.items() if value is not None]
+    if step.stripe is not None and names:
+        raise ValueError(
+            f"decode_context_parallel_size ({step.stripe.size}) does not go together with "
+            f"{', '.join(names)}"
+        )
 
 
 def _check_keys(layer: DenseLayer, tensors: DenseTensors) -> None:

@@ -12,12 +12,23 @@ import triton.language as tl
 
 from attn.kernels.decode import prepared_queries, write_rows
 from attn.kernels.tile import attend_tiles, last_visible, plane_columns, recomputed
-from builders.kernels import first_visible
+from builders.kernels import first_visible, local_len, local_position
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
-_VARYING = ["num_reqs", "window", "chunk", "lookback", "num_ranges", "table_row", "lse_token"]
+_VARYING = [
+    "num_reqs",
+    "window",
+    "chunk",
+    "lookback",
+    "dcp_size",
+    "dcp_rank",
+    "dcp_interleave",
+    "num_ranges",
+    "table_row",
+    "lse_token",
+]
 _ANYWHERE = [
     "table_ptr",
     "tile_starts_ptr",
@@ -78,6 +89,9 @@ def prefill_kernel(
     window,
     chunk,
     lookback,
+    dcp_size,
+    dcp_rank,
+    dcp_interleave,
     num_ranges,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -106,6 +120,7 @@ def prefill_kernel(
     RSWA: tl.constexpr,
     RANGES: tl.constexpr,
     CLAMP: tl.constexpr,
+    DCP: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ALIBI: tl.constexpr,
     SINKS: tl.constexpr,
@@ -148,6 +163,11 @@ def prefill_kernel(
         query = context + token
         first = context + tile * QUERY_TILE
         last = context + tl.minimum((tile + 1) * QUERY_TILE, query_len) - 1
+        if DCP:
+            query = local_position(query, dcp_size, dcp_rank, dcp_interleave)
+            first = local_position(first, dcp_size, dcp_rank, dcp_interleave)
+            last = local_position(last, dcp_size, dcp_rank, dcp_interleave)
+            kv_len = local_len(kv_len, dcp_size, dcp_rank, dcp_interleave)
         kv_head = head // GROUP
         at = begin + token
         heads = within * 0 + head

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from builders import triton_attn
 from builders.buffers import GraphBuffers
+from builders.paging import Stripe
 from builders.segments import segment_of, segment_start
 from builders.split_kv import (
     MOST_ROWS,
@@ -23,6 +24,7 @@ from builders.split_kv import (
     SplitLimits,
     SplitPlanner,
     SplitTile,
+    VisibleKeys,
     parallel_heads,
     plan_rows,
     power_of_two,
@@ -58,10 +60,11 @@ class Step:
     chunk: int | None = None
     lookback: int = 0
     is_causal: bool = False
+    stripe: Stripe | None = None
 
     @property
-    def visible(self) -> tuple[int | None, int | None, int]:
-        return self.window, self.chunk, self.lookback
+    def visible(self) -> VisibleKeys:
+        return VisibleKeys(self.window, self.chunk, self.lookback, self.stripe)
 
     def plan(self) -> HostPlan:
         counts, kv_lens = ([pair[side] for pair in self.lens] for side in (0, 1))
@@ -93,7 +96,9 @@ def steps(draw: st.DrawFn) -> Step:
     lens = draw(requests)
     if draw(st.booleans()):  # a decode batch
         lens = [(min(count, 1), kv_len) for count, kv_len in lens]
-    kind = draw(st.sampled_from(["full", "window", "chunk"]))
+    kind = draw(st.sampled_from(["full", "window", "chunk", "stripe"]))
+    ranks = draw(st.integers(2, 5))
+    stripe = Stripe(ranks, draw(st.integers(0, ranks - 1)), draw(st.sampled_from([1, 3, 16])))
     span = draw(st.one_of(st.integers(1, 300), st.integers(1, 100_000)))
     return Step(
         # Padding rows, of both kinds.
@@ -106,6 +111,7 @@ def steps(draw: st.DrawFn) -> Step:
         chunk=span if kind == "chunk" else None,
         lookback=draw(st.integers(0, 2)) if kind == "chunk" else 0,
         is_causal=draw(st.booleans()),
+        stripe=stripe if kind == "stripe" else None,
     )
 
 
@@ -138,7 +144,7 @@ def filled(step: Step) -> dict[str, list]:
     planner = planner_of(step)
     starts = torch.tensor([0, *(count for count, _ in step.lens)]).cumsum(0).int().to(DEVICE)
     lens = torch.tensor([kv_len for _, kv_len in step.lens], dtype=torch.int32, device=DEVICE)
-    planner.fill(starts, lens, *step.visible, step.is_causal)
+    planner.fill(starts, lens, step.visible, step.is_causal)
     b, count = planner.buffers, len(step.lens) + 1
     total = b["total"].tolist()
     return {
@@ -191,6 +197,19 @@ def first_seen(step: Step, position: int) -> int:
     return 0 if step.window is None else max(0, position - step.window + 1)
 
 
+def kept_by(stripe: Stripe, length: int) -> int:
+    turns = range(cdiv(length, stripe.interleave))
+    sizes = [min(stripe.interleave, length - turn * stripe.interleave) for turn in turns]
+    return sum(size for turn, size in enumerate(sizes) if turn % stripe.size == stripe.rank)
+
+
+@given(ranks=st.integers(1, 5), interleave=st.sampled_from([1, 2, 16]), length=st.integers(0, 300))
+def test_ranks_take_turns_and_keep_everything(ranks: int, interleave: int, length: int) -> None:
+    kept = [Stripe(ranks, rank, interleave).local_len(length) for rank in range(ranks)]
+    assert kept == [kept_by(Stripe(ranks, rank, interleave), length) for rank in range(ranks)]
+    assert sum(kept) == length
+
+
 def work_of(step: Step) -> list[tuple[tuple[int, int, int], list[int]]]:
     """Rows ``(request, first token, tokens)`` and the tiles of each of their segments."""
     size, unit, tokens = step.tile.kv_tile, step.tile.segment_unit, step.tile.query_tokens
@@ -200,6 +219,8 @@ def work_of(step: Step) -> list[tuple[tuple[int, int, int], list[int]]]:
             first, taken = max(kv_len - count, 0) + skipped, min(count - skipped, tokens)
             low = first_seen(step, first) // size
             seen = min(kv_len, first + taken) if step.is_causal else kv_len
+            if step.stripe is not None:
+                seen = kept_by(step.stripe, seen)
             high = max(cdiv(seen, size), low + 1)
             segments = [segment_of(tile * unit) for tile in range(low, high)]
             row = (req, token + skipped, taken)

@@ -230,15 +230,15 @@ def test_every_setting_arrives(make_config: Callable[..., Any]) -> None:
     config = make_config(max_model_len=200, max_num_seqs=5, max_num_batched_tokens=300)
     config.compilation_config.cudagraph_capture_sizes = [1, 2, 4, 8]
     config.parallel_config.tensor_parallel_size = 2
-    config.parallel_config.decode_context_parallel_size = 2
     config.parallel_config.cp_kv_cache_interleave_size = 4
     config.speculative_config = SimpleNamespace(num_speculative_tokens=3, parallel_drafting=True)
-    mine = translate.engine_config(config, their_spec("full"), 16)
+    mine = translate.engine_config(config, their_spec("full"), 8, 2, 1)
     assert (mine.max_model_len, mine.max_num_batched_tokens, mine.num_heads) == (200, 300, 16)
     assert mine.max_num_seqs == 8  # the largest graph has more rows than the scheduler's limit
     assert mine.cudagraph_capture_sizes == (1, 2, 4, 8)
     assert mine.parallel.tensor_parallel_size == 2
     assert mine.parallel.decode_context_parallel_size == 2
+    assert mine.parallel.decode_context_parallel_rank == 1
     assert mine.parallel.dcp_interleave == 4
     assert mine.max_decode_query_len == 7
     assert not mine.batch_invariant

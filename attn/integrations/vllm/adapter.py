@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import get_kv_quant_mode
 from attn.backends.base import AttentionBackend
 from attn.impls.base import AttentionImpl
 from attn.integrations.vllm import compat, translate
+from specs.attention import AttentionType
 from specs.dtypes import CacheDType
 from specs.kv_cache import AnyKVCacheSpec
 from specs.layouts import DenseKVLayout, KVPacking
@@ -110,12 +111,86 @@ def _explained(backend: Any, reason: str) -> str:
 class DenseImpl:
     """What a dense impl says to vLLM otherwise than to us."""
 
+    ours: type[AttentionImpl]
     kv_cache_dtype: str
+    dcp_world_size: int
+
+    def __init__(self, num_heads: int, *args: Any, **extras: Any) -> None:
+        """VLLM's ten arguments by position, and extras.
+
+        Raises:
+            ValueError: decode context parallelism with a mask or sinks that do not go together with
+                it, or with several KV heads per rank; or whatever our impl refuses.
+        """
+        base: Any = super()
+        base.__init__(num_heads, *args, **extras)
+        self.gathered: Any = None
+        if self.dcp_world_size > 1 and self._is_decoder():
+            self._check_dcp(extras)
+            self.gathered = self.ours(num_heads * self.dcp_world_size, *args, **extras)
+
+    def _is_decoder(self) -> bool:
+        mine: Any = self
+        return bool(mine.attn_type is AttentionType.DECODER)
+
+    def _check_dcp(self, extras: dict[str, Any]) -> None:
+        mine: Any = self
+        refused = {
+            "sinks": extras.get("sinks") is not None,
+            "a sliding window": mine.sliding_window is not None,
+            "ALiBi": mine.alibi_slopes is not None,
+            f"{mine.num_kv_heads} KV heads per rank": mine.num_kv_heads != 1,
+        }
+        names = ", ".join(name for name, is_asked in refused.items() if is_asked)
+        if names:
+            raise ValueError(
+                f"decode_context_parallel_size {self.dcp_world_size} does not go together with "
+                f"{names}"
+            )
 
     @property
     def kv_quant_mode(self) -> Any:
         """How the cache is quantised, as vLLM names it."""
         return get_kv_quant_mode(self.kv_cache_dtype)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As our impl's. Under DCP every rank attends with the heads of all over its own tokens.
+
+        Raises:
+            NotImplementedError: a fused output quantisation under DCP.
+        """
+        if self.gathered is None or attn_metadata is None:
+            base: Any = super()
+            given = (layer, query, key, value, kv_cache, attn_metadata, output)
+            result: torch.Tensor = base.forward(*given, output_scale, output_block_scale)
+            return result
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("output quantisation is not fused under DCP")
+        group, tokens = compat.dcp_group(), attn_metadata.num_actual_tokens
+        everyone = group.all_gather(query[:tokens].contiguous(), dim=1)
+        parts = torch.empty_like(everyone)
+        lse = everyone.new_empty(everyone.shape[:2], dtype=torch.float32)
+        self.gathered.forward(
+            *(layer, everyone, None, None, kv_cache, attn_metadata, parts), output_lse=lse
+        )
+        output[:tokens] = compat.merge_ranks(parts, lse, group).view_as(output[:tokens])
+        return output
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Not under DCP: what is quantised there is not what a kernel writes."""
+        base: Any = super()
+        return self.gathered is None and bool(base.fused_output_quant_supported(quant_key))
 
 
 class DenseBuilder:
@@ -150,7 +225,8 @@ class DenseBuilder:
         )
         rules = [layer.impl.rules for layer in layers if hasattr(layer.impl, "rules")]
         spec = translate.planned_spec(stored, rules)
-        config = translate.engine_config(vllm_config, kv_cache_spec, heads)
+        dcp = getattr(spec, "dcp_sharded", False) and translate.dcp_ranks(layers)
+        config = translate.engine_config(vllm_config, kv_cache_spec, heads, *(dcp or (1, 0)))
         ours: Any = super()
         ours.__init__(spec, layer_names, config, device)
         logger.info("%s", _served(self.label, spec, heads, layer_names))
@@ -228,12 +304,15 @@ def warm_up(builder: Any, layers: Sequence[Any], features: compat.Features) -> N
         if likeness in warmed:
             continue
         warmed.append(likeness)
-        for output_scale in (None, scale) if features.output_quant else (None,):
-            layer.impl.warm_up(
+        gathered = layer.impl.gathered
+        quantises = features.output_quant and gathered is None
+        for output_scale in (None, scale) if quantises else (None,):
+            (gathered or layer.impl).warm_up(
                 layer,
                 kv_cache,
                 plain,
                 spec.dtype.torch,
+                with_lse=gathered is not None,
                 output_scale=output_scale,
                 non_causal=features.non_causal,
                 mm_ranges=features.mm_ranges,
@@ -264,7 +343,7 @@ def adapted(backend: type[AttentionBackend], member: str, module: str, name: str
         return type(known, bases, where | extra)
 
     label = f"attn-backends: {backend.get_name()} as {member}"
-    impl_cls = made("Impl", DenseImpl, impl, VllmImpl)
+    impl_cls = made("Impl", DenseImpl, impl, VllmImpl, ours=impl)
     builder_cls = made("MetadataBuilder", DenseBuilder, builder, VllmBuilder, label=label)
     made_cls: type[Any] = made(
         "",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import vllm.v1.attention.backend as vllm_backend
 from vllm.v1.attention.backend import AttentionBackend
 
@@ -35,6 +36,32 @@ def block_size_of(size: Any) -> Any:
 def cudagraph_support(level: int) -> Any:
     """The level of the same number in vLLM's enumeration."""
     return vllm_backend.AttentionCGSupport(level)
+
+
+def merge_ranks(output: torch.Tensor, lse: torch.Tensor, group: Any) -> torch.Tensor:
+    """A rank's heads of the attention that all DCP ranks computed over their own keys.
+
+    Args:
+        output: ``[T, H * ranks, D]``, of every rank's heads over this rank's keys.
+        lse: ``[T, H * ranks]`` fp32, natural logarithm.
+        group: vLLM's group of ranks.
+
+    Returns:
+        ``[T, H, D]``.
+    """
+    if BACKENDS_SHAPE_CACHES:
+        from vllm.v1.attention.ops.common import cp_lse_ag_out_rs
+    else:
+        from vllm.v1.attention.ops.dcp import cp_lse_ag_out_rs
+    merged: torch.Tensor = cp_lse_ag_out_rs(output, lse, group)
+    return merged
+
+
+def dcp_group() -> Any:
+    """Ranks that share the tokens of a request."""
+    from vllm.distributed.parallel_state import get_dcp_group
+
+    return get_dcp_group()
 
 
 def rswa_window(vllm_config: Any, spec: Any) -> int | None:

@@ -167,7 +167,6 @@ def planned_spec(spec: AnyKVCacheSpec, rules: Sequence[AttentionRules]) -> AnyKV
             return ChunkedLocalAttentionSpec(**fields, **chunks)
         if window is not None:
             return SlidingWindowSpec(**fields, sliding_window=window)
-        return FullAttentionSpec(**fields)
     if isinstance(spec, SlidingWindowSpec) and seen:
         return FullAttentionSpec(**fields)
     if isinstance(spec, EncoderOnlyAttentionSpec) and len(seen) == 1:
@@ -176,7 +175,9 @@ def planned_spec(spec: AnyKVCacheSpec, rules: Sequence[AttentionRules]) -> AnyKV
     return spec.replace(page_size_padded=None)
 
 
-def engine_config(vllm_config: Any, spec: Any, num_heads: int) -> EngineConfig:
+def engine_config(
+    vllm_config: Any, spec: Any, num_heads: int, dcp_size: int = 1, dcp_rank: int = 0
+) -> EngineConfig:
     """The settings that a builder needs.
 
     Args:
@@ -184,6 +185,8 @@ def engine_config(vllm_config: Any, spec: Any, num_heads: int) -> EngineConfig:
         spec: vLLM's spec of the builder's group: sinks lengthen every sequence, chunked local
             layers see one request as several.
         num_heads: query heads of this rank.
+        dcp_size: ranks that share a request's tokens; a replicated draft has one.
+        dcp_rank: this one among them.
     """
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
@@ -202,11 +205,13 @@ def engine_config(vllm_config: Any, spec: Any, num_heads: int) -> EngineConfig:
         max_model_len=max_len,
         max_num_seqs=max_reqs,
         max_num_batched_tokens=max_tokens,
-        num_heads=num_heads,
+        # Each rank attends with the heads of all, over its own tokens.
+        num_heads=num_heads * dcp_size,
         cudagraph_capture_sizes=tuple(captured),
         parallel=ParallelConfig(
             tensor_parallel_size=parallel.tensor_parallel_size,
-            decode_context_parallel_size=parallel.decode_context_parallel_size,
+            decode_context_parallel_size=dcp_size,
+            decode_context_parallel_rank=dcp_rank,
             dcp_interleave=parallel.cp_kv_cache_interleave_size,
             prefill_context_parallel_size=parallel.prefill_context_parallel_size,
         ),
@@ -233,6 +238,13 @@ def layers_of(vllm_config: Any, layer_names: Iterable[str]) -> list[Any]:
     """Layer modules of those names; names that vLLM does not know are left out."""
     context = vllm_config.compilation_config.static_forward_context
     return [context[name] for name in layer_names if name in context]
+
+
+def dcp_ranks(layers: Sequence[Any]) -> tuple[int, int]:
+    """Ranks that share the layers' tokens, and this one among them; 1 and 0 without layers."""
+    for layer in layers:
+        return int(layer.impl.dcp_world_size), int(layer.impl.dcp_rank)
+    return 1, 0
 
 
 def query_heads(vllm_config: Any, layers: Sequence[Any]) -> int:

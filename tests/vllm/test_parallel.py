@@ -1,0 +1,136 @@
+"""Decode context parallelism through vLLM's layer: two ranks, one after the other, on one CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm.distributed.parallel_state as parallel_state
+from torch import Tensor
+from vllm.model_executor.layers.attention import Attention
+
+from attn.integrations.vllm import compat
+from builders.paging import Stripe
+from tests.oracle import attention
+from tests.vllm.runner import HEAD_SIZE, HEADS, NAME, SCALE, Runner, plain_rules
+
+RANKS = 2
+STEP = ((1, 30, 4), (50, 30, 39))
+
+
+def make_layer(config: Any, **extras: Any) -> Any:
+    return Attention(
+        HEADS,
+        HEAD_SIZE,
+        SCALE,
+        num_kv_heads=1,
+        cache_config=config.cache_config,
+        prefix=NAME,
+        **extras,
+    )
+
+
+@pytest.fixture
+def as_rank(
+    plugin: Any, cuda: Any, make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Runner]:
+    monkeypatch.setenv("ATTN_VLLM_BACKEND", "TRITON_ATTN")
+    plugin.register()
+
+    def make(rank: int, interleave: int = 1, **extras: Any) -> Runner:
+        group = SimpleNamespace(world_size=RANKS, rank_in_group=rank)
+        monkeypatch.setattr(parallel_state, "_DCP", group)
+        config = make_config()
+        config.parallel_config.decode_context_parallel_size = RANKS
+        config.parallel_config.cp_kv_cache_interleave_size = interleave
+        return Runner(config, lambda config: make_layer(config, **extras))
+
+    return make
+
+
+@pytest.mark.parametrize("interleave", [1, 16])
+def test_ranks_attend_their_own_tokens_with_the_heads_of_all(
+    as_rank: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, interleave: int
+) -> None:
+    query_lens, seq_lens = STEP
+    generator = torch.Generator().manual_seed(1)
+
+    def rows(count: int, heads: int) -> Tensor:
+        return torch.randn(count, heads, HEAD_SIZE, generator=generator).half()
+
+    query = rows(sum(query_lens), HEADS * RANKS)
+    keys, values = ([rows(length, 1) for length in seq_lens] for _ in range(2))
+    states = []
+
+    def merge(output: Tensor, lse: Tensor, group: Any) -> Tensor:
+        states.append((output.clone(), lse.clone()))
+        return output[:, :HEADS]
+
+    monkeypatch.setattr(compat, "merge_ranks", merge)
+    for rank in range(RANKS):
+        runner = as_rank(rank, interleave)
+        assert runner.layer.impl.dcp_world_size == RANKS
+        assert runner.builder.visible.stripe == Stripe(RANKS, rank, interleave)
+        assert runner.builder.shape.num_heads == HEADS * RANKS
+        group = SimpleNamespace(all_gather=lambda mine, dim: query)
+        monkeypatch.setattr(compat, "dcp_group", lambda group=group: group)
+        for row, (key, value) in enumerate(zip(keys, values, strict=True)):
+            position = torch.arange(len(key))
+            here = position // interleave % RANKS == rank
+            place = (here.cumsum(0) - 1).clamp(min=0)
+            slots = runner.table[row][place // 16].long() * 16 + place % 16
+            runner.layer.impl.do_kv_cache_update(
+                runner.layer, key, value, runner.layer.kv_cache, torch.where(here, slots, -1)
+            )
+        batch = runner.batch(query_lens, seq_lens)
+        batch.slot_mapping.fill_(-1)
+        batch.dcp_local_seq_lens = batch.seq_lens
+        own = query[:, rank * HEADS : (rank + 1) * HEADS]
+        new = query.new_zeros(len(query), 1, HEAD_SIZE)
+        record = runner.builder.build(0, batch)
+        output = runner.call(record, own, new, new, batch)
+        assert torch.equal(output, states[-1][0][:, :HEADS])
+    outputs, lses = (torch.stack([state[side].double() for state in states]) for side in (0, 1))
+    merged = (outputs * torch.softmax(lses, 0)[..., None]).sum(0)
+    right = torch.cat(
+        [
+            attention(part, key, value, len(key) - len(part), plain_rules())[0]
+            for part, key, value in zip(query.split(query_lens), keys, values, strict=True)
+        ]
+    )
+    torch.testing.assert_close(merged, right, atol=4e-3, rtol=4e-3)
+
+
+@pytest.mark.parametrize(
+    ("extras", "words"),
+    [
+        ({"sinks": torch.zeros(HEADS)}, "sinks"),
+        ({"per_layer_sliding_window": 20}, "a sliding window"),
+        ({"alibi_slopes": [0.5] * HEADS}, "ALiBi"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused_when_the_layer_is_made(
+    as_rank: Callable[..., Runner], extras: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=f"decode_context_parallel_size 2 .*{words}"):
+        as_rank(0, **extras)
+
+
+def test_nothing_is_fused_into_what_is_merged_later(as_rank: Callable[..., Runner]) -> None:
+    impl = as_rank(0).layer.impl
+    assert impl.supports_dcp
+    assert impl.need_to_return_lse_for_decode
+    assert impl.lse_base_on_e
+    scale = SimpleNamespace(static=True, group_shape=SimpleNamespace(is_per_tensor=lambda: True))
+    key = SimpleNamespace(dtype=torch.float8_e4m3fn, scale=scale)
+    assert not impl.fused_output_quant_supported(key)
+    assert impl.gathered.fused_output_quant_supported(key)
+
+
+def test_both_versions_have_what_merges_ranks() -> None:
+    module = "common" if compat.BACKENDS_SHAPE_CACHES else "dcp"
+    imported = __import__(f"vllm.v1.attention.ops.{module}", fromlist=["cp_lse_ag_out_rs"])
+    assert callable(imported.cp_lse_ag_out_rs)
