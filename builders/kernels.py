@@ -62,6 +62,7 @@ def first_visible(
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     RANGES: tl.constexpr,
+    CLAMP: tl.constexpr,
 ):
     """First key position that a query in ``[first, last]`` may see, ranges included."""
     start = first * 0
@@ -75,6 +76,9 @@ def first_visible(
             low = tl.load(ranges_ptr + 2 * i)
             high = tl.load(ranges_ptr + 2 * i + 1)
             meets = (low < high) & (low <= last) & (high >= first)
+            if CLAMP:
+                # Keys before the window may be gone.
+                low = tl.maximum(low, first - window + 1)
             start = tl.where(meets, tl.minimum(start, low), start)
     return start
 
@@ -93,8 +97,48 @@ def _last_not_above(bounds_ptr, stride, count, x, STEPS: tl.constexpr):
     return low
 
 
+@triton.jit
+def _store_group_starts(
+    rows_ptr, starts_ptr, num_rows, total, num_groups, SEGMENT_UNIT: tl.constexpr,
+    HEAD_LOOPS: tl.constexpr, ROW_STEPS: tl.constexpr, GROUPS: tl.constexpr, FREE: tl.constexpr,
+):  # fmt: skip
+    """Where each group starts; group c owns the segments that start in its share of the tiles,
+    ``[c * total / groups, (c + 1) * total / groups)``.
+    """
+    c = tl.arange(0, GROUPS)
+    last_group = num_groups
+    if FREE:
+        # A group without a tile would be waited for in vain.
+        num_groups = tl.maximum(tl.minimum(num_groups, total), 1)
+    position = ((c.to(tl.int64) * total + num_groups - 1) // num_groups).to(tl.int32)
+    row = _last_not_above(rows_ptr + 7, _FIELDS, num_rows, position, ROW_STEPS)
+    some = (num_rows > 0) & (c <= num_groups)
+    fields = rows_ptr + row * _FIELDS
+    tiles = tl.maximum(tl.load(fields + 6, mask=some, other=1), 1)
+    first_tile = tl.load(fields + 5, mask=some, other=0)
+    offset = position - tl.load(fields + 7, mask=some, other=0)
+    loop = offset // tiles
+    tile = first_tile + offset % tiles
+    at = segment_of(tile * SEGMENT_UNIT)
+    # Inside a segment the next one is meant; past the row's last, the next row.
+    inside = tl.maximum(segment_start(at) // SEGMENT_UNIT, first_tile) < tile
+    at = at + inside.to(tl.int32)
+    row = row * HEAD_LOOPS + loop
+    past = at > segment_of((first_tile + tiles - 1) * SEGMENT_UNIT)
+    segment = tl.where(past, 0, at - segment_of(first_tile * SEGMENT_UNIT))
+    row = tl.where(past, row + 1, row)
+    if FREE:
+        segment = offset % tiles
+        row = tl.where(past, row - 1, row)
+    done = (position >= total) | (num_rows == 0)
+    tl.store(starts_ptr + 2 * c, tl.where(done, num_rows * HEAD_LOOPS, row), mask=c <= last_group)
+    tl.store(starts_ptr + 2 * c + 1, tl.where(done, 0, segment), mask=c <= last_group)
+
+
 _VARYING = [
     "num_reqs",
+    "max_reqs",
+    "max_kv_len",
     "num_groups",
     "decode_max",
     "window",
@@ -119,6 +163,8 @@ def plan_kernel(
     starts_ptr,
     prefill_starts_ptr,
     num_reqs,
+    max_reqs,
+    max_kv_len,
     num_groups,
     decode_max,
     window,
@@ -148,7 +194,7 @@ def plan_kernel(
     seq_lens ``[R]``, query_start ``[R + 1]``; row_starts ``[R + 1]`` first row of each request;
     rows ``[rows, ROW_FIELDS]``; total ``[2]`` rows and tiles;
     starts ``[num_groups + 1, 2]`` (row * HEAD_LOOPS + head loop, segment of the row);
-    prefill_starts ``[R + 1]`` first prefill tile of each request. All int32. TRIM: no
+    prefill_starts ``[max_reqs + 1]`` first prefill tile of each request. All int32. TRIM: no
     query sees past itself. DCP: keys are those of one rank, in their order there, while lengths and
     positions of rows are the request's. With FREE a group starts at its share's first tile, and
     starts hold tiles of rows.
@@ -164,7 +210,8 @@ def plan_kernel(
     tl.store(row_starts_ptr + i, 0, mask=i == 0)
     tl.store(row_starts_ptr + 1 + i, row_ends, mask=real)
     tl.store(prefill_starts_ptr + i, 0, mask=i == 0)
-    tl.store(prefill_starts_ptr + 1 + i, tile_ends, mask=real)
+    # Past the last request too: a graph was captured with more of them, perhaps.
+    tl.store(prefill_starts_ptr + 1 + i, tile_ends, mask=i < max_reqs)
     num_rows = tl.max(row_ends, 0)
     tl.debug_barrier()
 
@@ -176,11 +223,14 @@ def plan_kernel(
     skipped = (j - tl.load(row_starts_ptr + req, mask=live, other=0)) * QUERY_TOKENS
     begin = tl.load(query_start_ptr + req, mask=live, other=0)
     count = tl.load(query_start_ptr + 1 + req, mask=live, other=0) - begin
-    kv_len = tl.load(seq_lens_ptr + req, mask=live, other=0)
+    # A length beyond the limit would spoil other rows' scratch; its own row is lost anyway.
+    kv_len = tl.minimum(tl.load(seq_lens_ptr + req, mask=live, other=0), max_kv_len)
     first = tl.maximum(kv_len - count, 0) + skipped
     tokens = tl.minimum(count - skipped, QUERY_TOKENS)
     last = first + tokens - 1
-    start = first_visible(first, last, window, chunk, lookback, None, 0, WINDOW, CHUNK, False)
+    start = first_visible(
+        first, last, window, chunk, lookback, None, 0, WINDOW, CHUNK, False, False
+    )
     first_tile = start // KV_TILE
     stop = kv_len
     if TRIM:
@@ -207,28 +257,7 @@ def plan_kernel(
     tl.store(total_ptr + 1, total)
     tl.debug_barrier()
 
-    # Groups: c owns the segments that start in [c * total / groups, (c + 1) * total / groups).
-    c = tl.arange(0, GROUPS)
-    position = ((c.to(tl.int64) * total + num_groups - 1) // num_groups).to(tl.int32)
-    row = _last_not_above(rows_ptr + 7, _FIELDS, num_rows, position, ROW_STEPS)
-    some = (num_rows > 0) & (c <= num_groups)
-    fields = rows_ptr + row * _FIELDS
-    tiles = tl.maximum(tl.load(fields + 6, mask=some, other=1), 1)
-    first_tile = tl.load(fields + 5, mask=some, other=0)
-    offset = position - tl.load(fields + 7, mask=some, other=0)
-    loop = offset // tiles
-    tile = first_tile + offset % tiles
-    at = segment_of(tile * SEGMENT_UNIT)
-    # Inside a segment the next one is meant; past the row's last, the next row.
-    inside = tl.maximum(segment_start(at) // SEGMENT_UNIT, first_tile) < tile
-    at = at + inside.to(tl.int32)
-    row = row * HEAD_LOOPS + loop
-    past = at > segment_of((first_tile + tiles - 1) * SEGMENT_UNIT)
-    segment = tl.where(past, 0, at - segment_of(first_tile * SEGMENT_UNIT))
-    row = tl.where(past, row + 1, row)
-    if FREE:
-        segment = offset % tiles
-        row = tl.where(past, row - 1, row)
-    done = (position >= total) | (num_rows == 0)
-    tl.store(starts_ptr + 2 * c, tl.where(done, num_rows * HEAD_LOOPS, row), mask=c <= num_groups)
-    tl.store(starts_ptr + 2 * c + 1, tl.where(done, 0, segment), mask=c <= num_groups)
+    _store_group_starts(
+        rows_ptr, starts_ptr, num_rows, total, num_groups, SEGMENT_UNIT, HEAD_LOOPS, ROW_STEPS,
+        GROUPS, FREE,
+    )  # fmt: skip

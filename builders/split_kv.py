@@ -280,6 +280,7 @@ class SplitPlanner:
         buffers: GraphBuffers,
         every_row: bool = False,
         is_free: bool = False,
+        takes_rows: bool = True,
     ) -> None:
         """
         Args:
@@ -291,6 +292,7 @@ class SplitPlanner:
             buffers: where the buffers are declared.
             every_row: take every row, whatever its query length (batch invariance).
             is_free: cut rows anywhere, see :class:`SplitPlan`.
+            takes_rows: False leaves every row to the prefill kernel (encoders).
         """
         self.is_free = is_free
         self.tile = tile = split_tile(shape, kind, 16 if every_row else max_query_len)
@@ -298,6 +300,8 @@ class SplitPlanner:
         self.limits = limits
         self.device = buffers.device
         self.short_query = limits.max_num_tokens if every_row else max(SHORT_QUERY, max_query_len)
+        if not takes_rows:
+            self.short_query = 0
         head_tiles = shape.num_kv_heads * tile.head_tiles
         programs = num_multiprocessors * tile.programs_per_sm
         self.heads = parallel_heads(head_tiles, programs)
@@ -317,6 +321,8 @@ class SplitPlanner:
         self.slots = max_segments(cdiv(limits.max_kv_len, tile.segment_scale), span)
         if is_free:
             self.slots = self.groups
+        if not takes_rows:
+            self.slots = 0
         used = tile.tile_heads * tile.query_tokens
         states = self.groups * self.heads * self.slots * used
         # Quantised rows are read in planes, each rounded up to a power of two on its own.
@@ -377,7 +383,9 @@ class SplitPlanner:
             b["total"],
             b["starts"],
             b["tile_starts"],
-            seq_lens.shape[0],
+            len(query_start_loc) - 1,
+            self.limits.max_num_seqs,
+            self.limits.max_kv_len,
             self.groups,
             self.short_query,
             visible.window or 0,
@@ -414,7 +422,7 @@ class SplitPlanner:
         starts = query_start_loc.tolist()
         plan = plan_rows(
             [stop - start for start, stop in pairwise(starts)],
-            seq_lens.tolist(),
+            seq_lens.clamp(max=self.limits.max_kv_len).tolist(),
             self.tile,
             self.groups,
             self.head_loops,
@@ -434,7 +442,10 @@ class SplitPlanner:
             ],
             dtype=torch.int32,
         )
-        self.buffers["tile_starts"][: reqs + 1] = tiles.cumsum(0)
+        # Past the last request too: a graph was captured with more of them, perhaps.
+        starts_of_tiles = self.buffers["tile_starts"]
+        starts_of_tiles[: reqs + 1] = tiles.cumsum(0)
+        starts_of_tiles[reqs + 1 :] = starts_of_tiles[reqs]
         if plan.rows:
             rows = torch.tensor(plan.rows, dtype=torch.int32)
             self.buffers["rows"][: len(rows), : rows.shape[1]] = rows

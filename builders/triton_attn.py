@@ -213,8 +213,6 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         )
         self._multiprocessors = multiprocessors
         self.planner = self._new_planner(self.buffers)
-        if self.is_encoder:
-            self.planner.short_query = 0
         self._shared: _SharedBuffers | None = None
         self.shares_prefix = (
             isinstance(kv_cache_spec, FullAttentionSpec)
@@ -249,6 +247,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             buffers,
             every_row=config.batch_invariant and not self.is_encoder,
             is_free=is_free,
+            takes_rows=not self.is_encoder,
         )
 
     def build(
@@ -286,6 +285,11 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             causal = False
             if self.is_cross and batch.encoder_seq_lens is not None:
                 seq_lens = batch.encoder_seq_lens
+        if len(seq_lens) < batch.num_reqs or len(batch.query_start_loc) <= batch.num_reqs:
+            raise ValueError(
+                f"seq_lens and query_start_loc must have at least num_reqs ({batch.num_reqs}) and "
+                f"num_reqs + 1 elements, got {len(seq_lens)} and {len(batch.query_start_loc)}"
+            )
         if isinstance(causal, torch.Tensor) and tuple(causal.shape) != (batch.num_reqs,):
             raise ValueError(
                 f"causal must be a bool or have shape [{batch.num_reqs}], got {[*causal.shape]}"
@@ -299,8 +303,8 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             slot_mapping=batch.slot_mapping,
             num_actual_tokens=batch.num_actual_tokens,
             num_reqs=batch.num_reqs,
-            query_start_loc=batch.query_start_loc,
-            seq_lens=seq_lens,
+            query_start_loc=_leading(batch.query_start_loc, batch.num_reqs + 1),
+            seq_lens=_leading(seq_lens, batch.num_reqs),
             block_table=batch.block_table_tensor,
             split=None if self.is_encoder else self.planner.split(),
             prefill=self.planner.prefill_plan(batch.num_reqs, tiles, 1 << 30),
@@ -483,6 +487,11 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
                     f"{name} ({value}) exceeds the engine's limit ({limit}), which the builder's "
                     "buffers are sized for"
                 )
+
+
+def _leading(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """The first elements; itself where there are no others, which is cheaper."""
+    return tensor if len(tensor) == count else tensor[:count]
 
 
 def _visible_keys(spec: Any, config: EngineConfig) -> VisibleKeys:

@@ -16,16 +16,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn.kernels.numerics import encode_e4m3
-from attn.kernels.tile import (
-    attend_tiles,
-    fold,
-    last_visible,
-    plane_columns,
-    power_of_two_guard,
-    recomputed,
-    store_state,
-)
+from attn.kernels.masks import last_visible
+from attn.kernels.rows import fold_parts, prepared_queries, write_rows
+from attn.kernels.stored import plane_columns
+from attn.kernels.tile import attend_tiles, recomputed, store_state
 from builders.kernels import (
     first_visible,
     local_len,
@@ -36,42 +30,7 @@ from builders.kernels import (
 from builders.split_kv import ROW_FIELDS
 
 _FIELDS = tl.constexpr(ROW_FIELDS)
-_LN2 = tl.constexpr(0.6931471805599453)
 _LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def write_rows(
-    m, l, acc, at, head, wanted, columns, valid, out_ptr, lse_ptr, sinks_ptr, v_factor,
-    output_scale_ptr, out_token, out_head, lse_token, SINKS: tl.constexpr, FP8_OUT: tl.constexpr,
-    LSE: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
-):  # fmt: skip
-    """Normalise a row's state and write it: output ``[M, columns]`` and LSE ``[M]``."""
-    some = m > float("-inf")
-    if SINKS:
-        sink = tl.load(sinks_ptr + head, mask=wanted, other=0.0).to(tl.float32) * _LOG2E
-        top = tl.where(some, tl.maximum(m, sink), m)
-        base = tl.where(some, top, 0.0)
-        shrink = tl.exp2(m - base)
-        l = l * shrink + tl.where(some, tl.exp2(sink - base), 0.0)
-        acc = acc * shrink[:, None]
-        m = top
-    # Rows without keys have nothing but zeros.
-    out = (acc * v_factor) / tl.where(some, l, 1.0)[:, None]
-    offset = at.to(tl.int64) * out_token + head * out_head
-    mask = wanted[:, None] & valid[None, :]
-    if FP8_OUT:
-        bits = encode_e4m3(out / tl.load(output_scale_ptr), HARDWARE_E4M3)
-        tl.store(out_ptr + offset[:, None] + columns[None, :], bits, mask=mask)
-    else:
-        tl.store(
-            out_ptr + offset[:, None] + columns[None, :],
-            out.to(out_ptr.dtype.element_ty),
-            mask=mask,
-        )
-    if LSE:
-        lse = tl.where(some, (m + tl.log2(l)) * _LN2, float("-inf"))
-        tl.store(lse_ptr + at.to(tl.int64) * lse_token + head, lse, mask=wanted)
 
 
 @triton.jit
@@ -84,150 +43,6 @@ def _places(
     in_group = (tile_of_heads % HEAD_TILES) * TILE_HEADS + row % TILE_HEADS
     wanted = (row < count * TILE_HEADS) & (in_group < GROUP)
     return kv_head, token + row // TILE_HEADS, kv_head * GROUP + in_group, wanted
-
-
-@triton.jit
-def _finish(
-    kv_head, in_group, token, count, slot, first, parts, states_ptr, sums_ptr, out_ptr, lse_ptr,
-    sinks_ptr, v_factor, output_scale_ptr, out_token, out_head, lse_token, GROUP: tl.constexpr,
-    TILE_HEADS: tl.constexpr, USED: tl.constexpr, WIDTH: tl.constexpr, PLANES: tl.constexpr,
-    KIND: tl.constexpr, V_USED: tl.constexpr, V_SIZE: tl.constexpr, FINISH_ROWS: tl.constexpr,
-    FINISH_WIDTH: tl.constexpr, SINKS: tl.constexpr, FP8_OUT: tl.constexpr, LSE: tl.constexpr,
-    HARDWARE_E4M3: tl.constexpr,
-):  # fmt: skip
-    """Fold a row's stored states, from slot ``slot`` (its prefix, which holds the segments below
-    ``first``) and ``slot + first`` on, in the order of its segments; and write the row.
-
-    Stored by other multiprocessors, they are read past the L1 cache. Eight are under way at
-    a time.
-    """
-    CELLS: tl.constexpr = WIDTH * PLANES
-    row = tl.arange(0, FINISH_ROWS)
-    mine = row < USED
-    head = kv_head * GROUP + in_group + row % TILE_HEADS
-    wanted = (row < count * TILE_HEADS) & (in_group + row % TILE_HEADS < GROUP)
-    at = token + row // TILE_HEADS
-    for c0 in range(0, CELLS, FINISH_WIDTH):
-        column = c0 + tl.arange(0, FINISH_WIDTH)
-        cells = row[:, None] * CELLS + column[None, :]
-        mask = mine[:, None] & (column >= 0)[None, :]
-        m, l, acc = _load_state(states_ptr, sums_ptr, slot, row, cells, mine, mask, USED, CELLS)
-        m0, l0, a0, m1, l1, a1, m2, l2, a2, m3, l3, a3 = _load_parts(
-            states_ptr, sums_ptr, slot, first, parts, row, cells, mine, mask, USED, CELLS
-        )
-        for part in range(first, parts, 4):
-            # The next four are asked for before these are folded: a fold waits for its own.
-            n0, k0, b0, n1, k1, b1, n2, k2, b2, n3, k3, b3 = _load_parts(
-                states_ptr, sums_ptr, slot, part + 4, parts, row, cells, mine, mask, USED, CELLS
-            )
-            m, l, acc = fold(m, l, acc, m0, l0, a0)
-            m, l, acc = fold(m, l, acc, m1, l1, a1)
-            m, l, acc = fold(m, l, acc, m2, l2, a2)
-            m, l, acc = fold(m, l, acc, m3, l3, a3)
-            m0, l0, a0, m1, l1, a1, m2, l2, a2, m3, l3, a3 = (
-                n0, k0, b0, n1, k1, b1, n2, k2, b2, n3, k3, b3,
-            )  # fmt: skip
-        plane = column // WIDTH
-        index = column % WIDTH
-        columns = plane_columns(index, plane, V_SIZE, KIND)
-        write_rows(
-            m, l, acc, at, head, wanted, columns, index < V_USED, out_ptr, lse_ptr, sinks_ptr,
-            v_factor, output_scale_ptr, out_token, out_head, lse_token, SINKS, FP8_OUT, LSE,
-            HARDWARE_E4M3,
-        )  # fmt: skip
-
-
-@triton.jit
-def _load_parts(
-    states_ptr, sums_ptr, slot, part, parts, row, cells, mine, mask, USED: tl.constexpr,
-    CELLS: tl.constexpr,
-):  # fmt: skip
-    """States of four segments; past the last one the empty state, which folds as the identity."""
-    m0, l0, a0 = _load_part(
-        states_ptr, sums_ptr, slot, part, parts, row, cells, mine, mask, USED, CELLS
-    )
-    m1, l1, a1 = _load_part(
-        states_ptr, sums_ptr, slot, part + 1, parts, row, cells, mine, mask, USED, CELLS
-    )
-    m2, l2, a2 = _load_part(
-        states_ptr, sums_ptr, slot, part + 2, parts, row, cells, mine, mask, USED, CELLS
-    )
-    m3, l3, a3 = _load_part(
-        states_ptr, sums_ptr, slot, part + 3, parts, row, cells, mine, mask, USED, CELLS
-    )
-    return m0, l0, a0, m1, l1, a1, m2, l2, a2, m3, l3, a3
-
-
-@triton.jit
-def _load_part(
-    states_ptr, sums_ptr, slot, part, parts, row, cells, mine, mask, USED: tl.constexpr,
-    CELLS: tl.constexpr,
-):  # fmt: skip
-    """State of segment ``part``; past the last one the empty state, which folds as the identity."""
-    real = part < parts
-    return _load_state(
-        states_ptr, sums_ptr, slot + part, row, cells, mine & real, mask & real, USED, CELLS
-    )
-
-
-@triton.jit
-def _load_state(
-    states_ptr, sums_ptr, slot, row, cells, mine, mask, USED: tl.constexpr, CELLS: tl.constexpr
-):
-    """m, l and acc of one stored state; empty where masked."""
-    sums = sums_ptr + slot * (2 * USED)
-    m = tl.load(sums + row, mask=mine, other=float("-inf"), cache_modifier=".cg")
-    l = tl.load(sums + USED + row, mask=mine, other=0.0, cache_modifier=".cg")
-    at = states_ptr + slot * (USED * CELLS)
-    return m, l, tl.load(at + cells, mask=mask, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
-def load_query(
-    query_ptr, offset, wanted, PLANE: tl.constexpr, K_WIDTH: tl.constexpr, K_USED: tl.constexpr,
-    K_SIZE: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
-    """The elements of query rows that meet one plane of the stored keys, ``[M, K_WIDTH]``."""
-    index = tl.arange(0, K_WIDTH)
-    column = plane_columns(index, PLANE, K_SIZE, KIND)
-    mask = wanted[:, None] & (index < K_USED)[None, :]
-    return tl.load(query_ptr + offset[:, None] + column[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def prepared_queries(
-    query_ptr, offset, wanted, scale, K_WIDTH: tl.constexpr, K_USED: tl.constexpr,
-    K_SIZE: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, GUARD: tl.constexpr,
-    COMPUTE: tl.constexpr,
-):  # fmt: skip
-    """Query planes in the type of the product, and what scores are to be multiplied by, ``[M]``.
-
-    GUARD: the product is in fp16, whose range bf16 exceeds; a power of two per row moves it there.
-    """
-    q0 = load_query(query_ptr, offset, wanted, 0, K_WIDTH, K_USED, K_SIZE, KIND)
-    q1 = q0
-    q2 = q0
-    q3 = q0
-    if PLANES > 1:
-        q1 = load_query(query_ptr, offset, wanted, 1, K_WIDTH, K_USED, K_SIZE, KIND)
-    if PLANES > 2:
-        q2 = load_query(query_ptr, offset, wanted, 2, K_WIDTH, K_USED, K_SIZE, KIND)
-        q3 = load_query(query_ptr, offset, wanted, 3, K_WIDTH, K_USED, K_SIZE, KIND)
-    scales = tl.zeros([q0.shape[0]], tl.float32) + scale
-    if GUARD:
-        largest = tl.max(tl.abs(q0.to(tl.float32)), 1)
-        if PLANES > 1:
-            largest = tl.maximum(largest, tl.max(tl.abs(q1.to(tl.float32)), 1))
-        if PLANES > 2:
-            largest = tl.maximum(largest, tl.max(tl.abs(q2.to(tl.float32)), 1))
-            largest = tl.maximum(largest, tl.max(tl.abs(q3.to(tl.float32)), 1))
-        down, up = power_of_two_guard(largest)
-        scales = scales * up
-        q0 = q0.to(tl.float32) * down[:, None]
-        q1 = q1.to(tl.float32) * down[:, None]
-        q2 = q2.to(tl.float32) * down[:, None]
-        q3 = q3.to(tl.float32) * down[:, None]
-    return q0.to(COMPUTE), q1.to(COMPUTE), q2.to(COMPUTE), q3.to(COMPUTE), scales
 
 
 _VARYING = [
@@ -369,6 +184,9 @@ def decode_kernel(
     for r in range(tl.load(mine), tl.load(mine + 2) + (tl.load(mine + 3) > 0).to(tl.int32)):
         # Read again for each row: registers are for its keys.
         total = tl.load(total_ptr + 1).to(tl.int64)
+        shares = groups
+        if FREE:
+            shares = tl.minimum(groups, total).to(tl.int32)
         is_last = r == tl.load(mine + 2)
         last_segment = tl.load(mine + 3)
         fields = rows_ptr + (r // HEAD_LOOPS) * _FIELDS
@@ -381,14 +199,14 @@ def decode_kernel(
         parts = tl.load(fields + 9)
         begin = tl.where(r == tl.load(mine), tl.load(mine + 1), 0)
         base = tl.load(fields + 7) + (r % HEAD_LOOPS) * tl.load(fields + 6)
-        owner = (base.to(tl.int64) * groups // total).to(tl.int32)
+        owner = (base.to(tl.int64) * shares // total).to(tl.int32)
         if FREE:
             # Starts are tiles: a group's run of tiles is one part, wherever it was cut.
             tiles = tl.load(fields + 6)
             first_tile = tl.load(fields + 5)
             cut_low = first_tile + begin
             cut_high = first_tile + tl.where(is_last, last_segment, tiles)
-            parts = ((base + tiles - 1).to(tl.int64) * groups // total).to(tl.int32) - owner + 1
+            parts = ((base + tiles - 1).to(tl.int64) * shares // total).to(tl.int32) - owner + 1
             begin = tl.where(begin > 0, pid // HEADS - owner, 0)
             end = tl.where(cut_high > cut_low, begin + 1, begin)
             first_part = 0
@@ -431,7 +249,17 @@ def decode_kernel(
                 last = local_position(last, dcp_size, dcp_rank, dcp_interleave)
                 kv_len = local_len(kv_len, dcp_size, dcp_rank, dcp_interleave)
             kv_start = first_visible(
-                first, last, window, chunk, lookback, ranges, num_ranges, EDGES, CHUNK, RANGES
+                first,
+                last,
+                window,
+                chunk,
+                lookback,
+                ranges,
+                num_ranges,
+                EDGES,
+                CHUNK,
+                RANGES,
+                CLAMP,
             )
             kv_stop = last_visible(
                 last, kv_len, causal, window, ranges, num_ranges, first, CAUSAL, WINDOW, CHUNK,
@@ -549,7 +377,7 @@ def decode_kernel(
                     after_prefix = 1
                     if not FREE:
                         after_prefix = tl.load(starts_ptr + 2 * lender + 1)
-                    _finish(
+                    fold_parts(
                         kv_head, (tile_of_heads % HEAD_TILES) * TILE_HEADS, token, count, slots,
                         after_prefix, parts, states_ptr, sums_ptr, out_ptr, lse_ptr, sinks_ptr,
                         v_factor, output_scale_ptr, out_token, out_head, lse_token, GROUP,

@@ -15,7 +15,7 @@ from attn.kernels.decode import decode_kernel
 from attn.kernels.launch import KernelCall, KernelForm
 from attn.kernels.numerics import INTERPRETED
 from attn.kernels.prefill import prefill_kernel
-from attn.kernels.tile import E4M3, E5M2, INT4, INT8, NATIVE, PLAIN, PTX, PTX_SM89
+from attn.kernels.stored import E4M3, E5M2, INT4, INT8, NATIVE, PLAIN, PTX, PTX_SM89
 from builders.paging import Stripe
 from builders.split_kv import PrefillPlan, SplitPlan, power_of_two
 from builders.triton_attn import BLOCK_MULTIPLE, MODEL_DTYPES, TritonAttentionMetadata
@@ -171,6 +171,7 @@ class DenseLauncher:
         form = self._forms.get(key)
         if form is None:
             fixed = self._fixed(step, tensors, varying)
+            _check_heads(self.layer, plan)
             fixed |= _split_constants(plan, fixed["V_WIDTH"] * fixed["PLANES"])
             launch = (tile.num_warps, tile.num_stages, tile.max_registers)
             form = KernelForm(decode_kernel, fixed, varying, *launch)
@@ -230,6 +231,7 @@ class DenseLauncher:
     ) -> dict[str, Any]:
         """Arguments of both kernels that a form holds; the tensors are checked on the way."""
         _check_tensors(self.layer, tensors)
+        _check_step(step, tensors)
         _check_stripe(self.layer, step, tensors)
         stripe = step.stripe or Stripe(1, 0, 1)
         layer, stored = self.layer, self._stored
@@ -415,6 +417,36 @@ def _check_tensors(layer: DenseLayer, tensors: DenseTensors) -> None:
             raise ValueError(f"output_lse must be float32, got {lse.dtype}")
         _check_rows("output_lse", lse, (layer.num_heads,))
     _check_keys(layer, tensors)
+
+
+def _check_heads(layer: DenseLayer, plan: SplitPlan) -> None:
+    """The plan is for layers with these heads."""
+    tile, group = plan.tile, layer.num_heads // layer.num_kv_heads
+    planned = plan.heads * plan.head_loops // tile.head_tiles
+    if planned != layer.num_kv_heads or not 0 <= tile.tile_heads * tile.head_tiles - group < (
+        tile.tile_heads
+    ):
+        raise ValueError(
+            f"the builder's plan is for {planned} KV heads of up to "
+            f"{tile.tile_heads * tile.head_tiles} query heads each, the layer has "
+            f"{layer.num_kv_heads} of {group}"
+        )
+
+
+def _check_step(step: TritonAttentionMetadata, tensors: DenseTensors) -> None:
+    """What kernels read by a pointer alone is dense."""
+    read = {
+        "block_table": step.block_table,
+        "causal": step.causal,
+        "rswa_prefix_lens": step.rswa_prefix_lens,
+        "sinks": tensors.sinks,
+        "alibi_slopes": tensors.alibi_slopes,
+    }
+    for name, tensor in read.items():
+        if isinstance(tensor, torch.Tensor) and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(
+                f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}"
+            )
 
 
 def _check_stripe(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors) -> None:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+
+
+def alignment(x: torch.Tensor) -> int:
+    """Bytes, a power of two up to 16, that the address of every row is a multiple of."""
+    size, strides = x.element_size(), x.stride()[:-1]
+    used = (stride * size for stride, count in zip(strides, x.shape, strict=False) if count > 1)
+    return math.gcd(16, x.data_ptr(), *used)
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 
-from attn.kernels.launch import KernelCall
+from attn.kernels.launch import KernelCall, alignment
 from attn.kernels.numerics import divide, encode_e4m3, round_to, to_float32
 
 NUM_WARPS: Final = 4
@@ -135,8 +134,8 @@ def merge_call(
         "SIZE": size,
         "WIDTH": width,
         "ROWS": tile_rows,
-        "OUTS_ALIGN": _alignment(outs),
-        "OUT_ALIGN": _alignment(output),
+        "OUTS_ALIGN": alignment(outs),
+        "OUT_ALIGN": alignment(output),
         "HARDWARE_E4M3": hardware_e4m3,
         **{
             f"{name}_{axis}": stride
@@ -145,12 +144,3 @@ def merge_call(
         },
     }
     return KernelCall(merge_kernel, (triton.cdiv(num_rows, tile_rows),), arguments, NUM_WARPS)
-
-
-def _alignment(x: torch.Tensor) -> int:
-    """Bytes, a power of two up to 16, that the address of every row is a multiple of."""
-    size = x.element_size()
-    used = (
-        stride * size for stride, count in zip(x.stride(), x.shape[:-1], strict=False) if count > 1
-    )
-    return math.gcd(16, x.data_ptr(), *used)

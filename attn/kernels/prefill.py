@@ -10,8 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn.kernels.decode import prepared_queries, write_rows
-from attn.kernels.tile import attend_tiles, last_visible, plane_columns, recomputed
+from attn.kernels.masks import last_visible
+from attn.kernels.rows import prepared_queries, write_rows
+from attn.kernels.stored import plane_columns
+from attn.kernels.tile import attend_tiles, recomputed
 from builders.kernels import first_visible, local_len, local_position
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -196,7 +198,7 @@ def prefill_kernel(
         if RANGES:
             ranges = ranges_ptr + req.to(tl.int64) * num_ranges * 2
         kv_start = first_visible(
-            first, last, window, chunk, lookback, ranges, num_ranges, EDGES, CHUNK, RANGES
+            first, last, window, chunk, lookback, ranges, num_ranges, EDGES, CHUNK, RANGES, CLAMP
         )
         kv_stop = last_visible(
             last, kv_len, causal, window, ranges, num_ranges, first, CAUSAL, WINDOW, CHUNK, RSWA,
@@ -204,7 +206,7 @@ def prefill_kernel(
         )  # fmt: skip
         # Keys that every query of the tile sees by the plain rules: [all_low, all_high).
         all_low = first_visible(
-            last, last, window, chunk, lookback, ranges, num_ranges, EDGES, CHUNK, False
+            last, last, window, chunk, lookback, ranges, num_ranges, EDGES, CHUNK, False, False
         )
         all_high = kv_len
         if CAUSAL == 1:

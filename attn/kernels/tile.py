@@ -1,4 +1,4 @@
-"""What the attention kernels share: masks, paged rows, stored formats, scores.
+"""The loop over key tiles that both attention kernels share: paged rows, scores, online softmax.
 
 Orientation is that of the scores, ``[query rows, keys]``. Positions are absolute in the request.
 """
@@ -8,138 +8,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn.kernels.masks import biased, is_visible, own_range, reach_of
+from attn.kernels.stored import PLAIN, plane_of
 from builders.kernels import segment_start
 
-LOG2E = 1.4426950408889634
-_LOG2E = tl.constexpr(LOG2E)
-
-# How a KV cache stores its elements; 8-bit and 4-bit rows are read as 16-bit words, whose parts are
-# planes of their own: such words can be loaded transposed, single bytes cannot.
-NATIVE, E4M3, E5M2, INT8, INT4 = range(5)
-_E4M3, _E5M2, _INT8, _INT4 = (tl.constexpr(kind) for kind in (E4M3, E5M2, INT8, INT4))
-
-# How they are decoded: in plain Triton, in PTX for any NVIDIA GPU, or by sm_89's conversions.
-PLAIN, PTX, PTX_SM89 = range(3)
-_PLAIN, _PTX_SM89 = tl.constexpr(PLAIN), tl.constexpr(PTX_SM89)
-
-
-@triton.jit
-def is_visible(
-    query,
-    key,
-    reach,
-    kv_len,
-    window,
-    chunk,
-    lookback,
-    prefix,
-    range_first,
-    range_last,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    RSWA: tl.constexpr,
-    RANGES: tl.constexpr,
-    CLAMP: tl.constexpr,
-):
-    """Which keys a query sees; positions that broadcast against each other.
-
-    ``reach`` is the last key that causality and KV length leave to the query (:func:`reach_of`);
-    ``range_first`` and ``range_last`` are its own range's (:func:`own_range`).
-    """
-    seen = key <= reach
-    if CHUNK:
-        seen = seen & (query // chunk - key // chunk <= lookback)
-    if RSWA:
-        seen = seen & ((query - key < window) | (key < prefix))
-    elif WINDOW and not CHUNK:
-        seen = seen & (query - key < window)
-        if CAUSAL != 1:
-            seen = seen & (key - query < window)
-    if RANGES:
-        inside = (key >= range_first) & (key <= range_last) & (key < kv_len)
-        if CLAMP:
-            inside = inside & (query - key < window)
-        seen = seen | inside
-    return seen
-
-
-@triton.jit
-def own_range(query, ranges_ptr, num_ranges):
-    """First and last key of the ranges that a query lies in; the first is above the last without
-    any. Ranges that share a query have no gap between them, so two numbers say it all.
-    """
-    first = query * 0 + 2147483647
-    last = query * 0 - 1
-    for i in range(num_ranges):
-        low = tl.load(ranges_ptr + 2 * i)
-        high = tl.load(ranges_ptr + 2 * i + 1)
-        inside = (low < high) & (query >= low) & (query <= high)
-        first = tl.where(inside, tl.minimum(first, low), first)
-        last = tl.where(inside, tl.maximum(last, high), last)
-    return first, last
-
-
-@triton.jit
-def reach_of(query, kv_len, causal, CAUSAL: tl.constexpr):
-    """Last key that a query may see; CAUSAL is 0 (never), 1 (always) or 2 (as ``causal`` says)."""
-    reach = query * 0 + kv_len - 1
-    if CAUSAL == 1:
-        reach = tl.minimum(query, reach)
-    elif CAUSAL == 2:
-        reach = tl.where(causal != 0, tl.minimum(query, reach), reach)
-    return reach
-
-
-@triton.jit
-def last_visible(
-    last,
-    kv_len,
-    causal,
-    window,
-    ranges_ptr,
-    num_ranges,
-    first,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    RSWA: tl.constexpr,
-    RANGES: tl.constexpr,
-):
-    """End (exclusive) of what queries in ``[first, last]`` may see."""
-    stop = kv_len
-    if CAUSAL == 1:
-        stop = tl.minimum(kv_len, last + 1)
-    elif CAUSAL == 2:
-        stop = tl.where(causal != 0, tl.minimum(kv_len, last + 1), kv_len)
-    if WINDOW and not CHUNK and not RSWA and CAUSAL != 1:
-        stop = tl.minimum(stop, last + window)
-    if RANGES:
-        for i in range(num_ranges):
-            low = tl.load(ranges_ptr + 2 * i)
-            high = tl.load(ranges_ptr + 2 * i + 1)
-            meets = (low < high) & (low <= last) & (high >= first)
-            stop = tl.where(meets, tl.maximum(stop, tl.minimum(high + 1, kv_len)), stop)
-    return stop
-
-
-@triton.jit
-def biased(scores, distance, slope, soft_cap, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr):
-    """Scores in units of log 2, soft cap and position bias included.
-
-    With SOFT_CAP they come in natural units, else times log2(e) already. ``distance`` is key minus
-    query position; ALIBI is 0 (none), 1 (linear) or 2 (square root).
-    """
-    if SOFT_CAP:
-        # c * tanh(x / c); exp2 saturates on both sides, so that tanh becomes exactly +-1.
-        turns = tl.exp2(scores * (2.0 * _LOG2E / soft_cap))
-        scores = (soft_cap * _LOG2E) * (1.0 - 2.0 / (turns + 1.0))
-    if ALIBI == 1:
-        scores += (slope * _LOG2E)[:, None] * distance.to(tl.float32)
-    elif ALIBI == 2:
-        away = tl.sqrt(tl.maximum(-distance, 0).to(tl.float32))
-        scores -= (slope * _LOG2E)[:, None] * away
-    return scores
+_PLAIN = tl.constexpr(PLAIN)
 
 
 @triton.jit
@@ -193,111 +66,6 @@ def paged_rows(
     rows = (pages.to(tl.int64) * stride_block)[:, None] + within * stride_token
     # The hint belongs here: on the result of a call it is lost, and asynchronous copies with it.
     return tl.multiple_of(tl.reshape(rows, [PAGES * SUB]), ALIGN)
-
-
-@triton.jit
-def plane_columns(index, plane, width, KIND: tl.constexpr):
-    """Element of a row that a 16-bit word holds in ``plane``; ``width`` elements per row."""
-    if KIND == 0:
-        column = index
-    elif KIND == _INT4:
-        # Word i holds bytes 2i and 2i + 1; a byte holds element b and, high, b + width / 2.
-        column = 2 * index + plane % 2 + (plane // 2) * (width // 2)
-    else:
-        column = 2 * index + plane
-    return column
-
-
-@triton.jit
-def _by_ptx(words, ASM: tl.constexpr):
-    return tl.inline_asm_elementwise(ASM, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
-
-
-def _ptx(body: str) -> tl.constexpr:
-    """PTX over a pair of words in ``$1``, to a pair of fp16 in ``$0``."""
-    return tl.constexpr("{ .reg .b32 a, b, c; .reg .b16 l, h; " + body + " }")
-
-
-_SM89 = " mov.b32 {l, h}, a; cvt.rn.f16x2.e4m3x2 $0, l;"
-# e4m3 has fp16's sign and, one bit further right, 4 of its exponent bits: bias 7 against 15.
-_SHIFTED = (
-    " shr.u32 b, a, 1; and.b32 b, b, 0x3F803F80; and.b32 a, a, 0x80008000; or.b32 a, a, b;"
-    " mov.b32 c, 0x5C005C00; mul.rn.f16x2 $0, a, c;"
-)
-# In the mantissa of 1024.0 an integer stands as itself: 1024 + 128 + value, 1024 + 8 + value.
-_SIGNED8 = (
-    " xor.b32 a, a, 0x00800080; or.b32 a, a, 0x64006400;"
-    " mov.b32 c, 0x64806480; sub.rn.f16x2 $0, a, c;"
-)
-_OFFSET4 = (
-    " and.b32 a, a, 0x000F000F; or.b32 a, a, 0x64006400;"
-    " mov.b32 c, 0x64086408; sub.rn.f16x2 $0, a, c;"
-)
-_SM89_LOW = _ptx("prmt.b32 a, $1, 0, 0x4420;" + _SM89)
-_SM89_HIGH = _ptx("prmt.b32 a, $1, 0, 0x4431;" + _SM89)
-_E4M3_LOW = _ptx("prmt.b32 a, $1, 0, 0x2404;" + _SHIFTED)
-_E4M3_HIGH = _ptx("prmt.b32 a, $1, 0, 0x3414;" + _SHIFTED)
-# e5m2 is the upper byte of fp16.
-_E5M2_LOW = _ptx("prmt.b32 $0, $1, 0, 0x2404;")
-_E5M2_HIGH = _ptx("prmt.b32 $0, $1, 0, 0x3414;")
-_INT8_LOW = _ptx("prmt.b32 a, $1, 0, 0x4240;" + _SIGNED8)
-_INT8_HIGH = _ptx("prmt.b32 a, $1, 0, 0x4341;" + _SIGNED8)
-_INT4_0, _INT4_1, _INT4_2, _INT4_3 = (
-    _ptx(f"shr.u32 a, $1, {shift};" + _OFFSET4) for shift in (0, 8, 4, 12)
-)
-
-
-@triton.jit
-def _plain_plane(words, PLANE: tl.constexpr, KIND: tl.constexpr):
-    """One plane of int16 words as fp16, exactly."""
-    if KIND == _INT4:
-        SHIFT: tl.constexpr = (PLANE % 2) * 8 + (PLANE // 2) * 4
-        plane = ((words >> SHIFT) & 15).to(tl.float16) - 8.0
-    elif KIND == _INT8:
-        byte = words >> 8 if PLANE == 1 else (words << 8) >> 8
-        plane = byte.to(tl.float16)
-    else:
-        upper = words & -256 if PLANE == 1 else words << 8
-        if KIND == _E5M2:
-            plane = upper.to(tl.float16, bitcast=True)
-        else:
-            bits = ((upper >> 1) & 0x3F80) | (upper & -32768)
-            plane = bits.to(tl.int16).to(tl.float16, bitcast=True) * 256.0
-    return plane
-
-
-@triton.jit
-def _ptx_plane(words, PLANE: tl.constexpr, KIND: tl.constexpr, DECODE: tl.constexpr):
-    if KIND == _INT4:
-        if PLANE == 0:
-            plane = _by_ptx(words, _INT4_0)
-        elif PLANE == 1:
-            plane = _by_ptx(words, _INT4_1)
-        elif PLANE == 2:
-            plane = _by_ptx(words, _INT4_2)
-        else:
-            plane = _by_ptx(words, _INT4_3)
-    elif KIND == _INT8:
-        plane = _by_ptx(words, _INT8_LOW) if PLANE == 0 else _by_ptx(words, _INT8_HIGH)
-    elif KIND == _E5M2:
-        plane = _by_ptx(words, _E5M2_LOW) if PLANE == 0 else _by_ptx(words, _E5M2_HIGH)
-    elif DECODE == _PTX_SM89:
-        plane = _by_ptx(words, _SM89_LOW) if PLANE == 0 else _by_ptx(words, _SM89_HIGH)
-    else:
-        plane = _by_ptx(words, _E4M3_LOW) if PLANE == 0 else _by_ptx(words, _E4M3_HIGH)
-    return plane
-
-
-@triton.jit
-def plane_of(words, PLANE: tl.constexpr, KIND: tl.constexpr, DECODE: tl.constexpr):
-    """Elements of one plane, fp16 for stored 8-bit and 4-bit kinds; native rows are their own."""
-    if KIND == 0:
-        plane = words
-    elif DECODE == _PLAIN:
-        plane = _plain_plane(words, PLANE, KIND)
-    else:
-        plane = _ptx_plane(words, PLANE, KIND, DECODE)
-    return plane
 
 
 @triton.jit
@@ -600,7 +368,7 @@ def attend_tiles(
             if INLINE:
                 scores = scores * k_scale[None, :]
             distance = token[None, :] - query[:, None]
-            scores = biased(scores, distance, slope, soft_cap, SOFT_CAP, ALIBI)
+            scores = biased(scores, distance, slope, soft_cap, SOFT_CAP, ALIBI, IEEE)
             if INLINE:
                 # The value's scale joins the weight's exponent: their product cannot underflow.
                 scores = scores + tl.log2(v_scale)[None, :]
@@ -651,7 +419,8 @@ def attend_tiles(
                 weights, plane_of(values, 3, KIND, DECODE).to(COMPUTE), acc3 * alpha[:, None], IEEE
             )
         if SEGMENTED:
-            if (tile + 1 == segment_end) | (tile + 1 == high):
+            closes = (tile + 1 == segment_end) | (tile + 1 == high)
+            if closes:
                 total = tl.sum(l, 1)
                 if stores:
                     store_state(
@@ -667,15 +436,16 @@ def attend_tiles(
                     if PLANES > 2:
                         _, _, A2 = fold(M0, L0, A2, m, total, acc2)
                         _, _, A3 = fold(M0, L0, A3, m, total, acc3)
-                m = tl.full([m.shape[0]], float("-inf"), tl.float32)
-                l = tl.zeros([m.shape[0], KV_TILE], tl.float32)
-                acc0 = tl.zeros([m.shape[0], V_WIDTH], tl.float32)
-                if PLANES > 1:
-                    acc1 = acc0
-                if PLANES > 2:
-                    acc2 = acc0
-                    acc3 = acc0
                 segment += 1
                 if not FREE:
                     segment_end = segment_start(segment + 1) // SEGMENT_UNIT
+            # Not in the branch: Triton then forgets to wait for asynchronous products before it.
+            m = tl.where(closes, float("-inf"), m)
+            l = tl.where(closes, 0.0, l)
+            acc0 = tl.where(closes, 0.0, acc0)
+            if PLANES > 1:
+                acc1 = tl.where(closes, 0.0, acc1)
+            if PLANES > 2:
+                acc2 = tl.where(closes, 0.0, acc2)
+                acc3 = tl.where(closes, 0.0, acc3)
     return m, l, acc0, acc1, acc2, acc3, M, L, A0, A1, A2, A3

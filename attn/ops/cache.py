@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
+from attn.ops.dispatch import converts_float8, has_kernel
 from attn.reference import cache as reference
 from attn.reference.rope import apply_rope
 from specs.dtypes import CacheDType
@@ -37,12 +36,12 @@ def write_kv(
         NotImplementedError: a cache dtype or head size that no kernel writes.
     """
     arguments = (key, value, views, slot_mapping, k_scale, v_scale, cache_dtype)
-    if not _has_kernel(key):
+    if not has_kernel(key):
         reference.write_kv(*arguments)
         return
-    from attn.kernels import cache_write
+    from attn.kernels.cache_write import write_kv_call
 
-    cache_write.write_kv(*arguments, hardware_e4m3=_converts_float8(key.device))
+    write_kv_call(*arguments, hardware_e4m3=converts_float8(key.device)).launch()
 
 
 def rope_and_write_kv(
@@ -77,16 +76,16 @@ def rope_and_write_kv(
         ValueError: tensors that do not fit together.
         NotImplementedError: a cache dtype or head size that no kernel writes.
     """
-    if not _has_kernel(key):
+    if not has_kernel(key):
         for rows in (query, key):
             rotated = rows[: len(positions)]
             turns = positions[: len(rotated)]
             rotated.copy_(apply_rope(rotated, turns, cos_sin_cache, is_neox))
         reference.write_kv(key, value, views, slot_mapping, k_scale, v_scale, cache_dtype)
         return
-    from attn.kernels import cache_write
+    from attn.kernels.cache_write import rope_and_write_kv_call
 
-    cache_write.rope_and_write_kv(
+    rope_and_write_kv_call(
         query,
         key,
         value,
@@ -98,30 +97,5 @@ def rope_and_write_kv(
         k_scale,
         v_scale,
         cache_dtype,
-        hardware_e4m3=_converts_float8(key.device),
-    )
-
-
-def _has_kernel(rows: torch.Tensor) -> bool:
-    """The rows are where kernels run, in a type they know; float64 is the reference's."""
-    return rows.dtype != torch.float64 and (rows.is_cuda or (rows.is_cpu and _interprets()))
-
-
-@cache
-def _interprets() -> bool:
-    """Kernels run on CPU tensors, in Triton's interpreter."""
-    try:
-        from attn.kernels.numerics import INTERPRETED
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] != "triton":
-            raise
-        return False
-    return bool(INTERPRETED.value)
-
-
-@cache
-def _converts_float8(device: torch.device) -> bool:
-    """The GPU has instructions for e4m3; other GPUs and the interpreter take the integer form."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+        hardware_e4m3=converts_float8(key.device),
+    ).launch()

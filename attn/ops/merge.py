@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attn.ops.cache import _converts_float8, _has_kernel
+from attn.ops.dispatch import converts_float8, has_kernel
 from attn.reference import merge as reference
 from attn.reference.quant import saturate
 
@@ -34,7 +34,7 @@ def merge_states(
     """
     count = outs.shape[1] if num_tokens is None else num_tokens
     _check(outs, lses, output, output_lse, output_scale, count)
-    if not _has_kernel(outs):
+    if not has_kernel(outs):
         parts = outs[:, :count].double() if outs.dtype == torch.float64 else outs[:, :count].float()
         states = list(zip(parts, lses[:, :count], strict=True))
         merged, lse = reference.merge_states(states)
@@ -53,7 +53,7 @@ def merge_states(
         output_lse=output_lse,
         output_scale=output_scale,
         num_tokens=count,
-        hardware_e4m3=_converts_float8(outs.device),
+        hardware_e4m3=converts_float8(outs.device),
     ).launch()
 
 

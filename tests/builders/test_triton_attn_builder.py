@@ -98,6 +98,39 @@ def test_another_builders_record_gets_a_plan_in_own_buffers(name: str, lens: Any
     assert updated.slot_mapping is slots
 
 
+def test_a_captured_prefill_of_more_requests_finds_no_tiles_of_an_earlier_step() -> None:
+    builder = builder_of()
+    captured = builder.build_for_cudagraph_capture(batch_of(((24, 24, 24, 24), (24, 24, 24, 24))))
+    builder.build(0, batch_of(((60, 30, 1, 1), (60, 30, 1, 1))))
+    assert int(captured.prefill.tile_starts[4]) > 0
+    builder.build(0, batch_of(((1, 1), (40, 17))))
+    assert captured.prefill.tile_starts.tolist() == [0] * 5
+
+
+def test_a_length_beyond_the_limit_stays_within_the_rows_own_scratch() -> None:
+    builder = builder_of()
+    batch = batch_of(DECODES)
+    batch.seq_lens[1] = 9000
+    record = builder.build(0, batch)
+    rows = record.split.rows[:4].tolist()
+    assert rows[1][3] == 512
+    assert max(row[9] for row in rows) <= record.split.slots
+
+
+def test_lengths_beyond_the_requests_are_not_planned() -> None:
+    builder = builder_of()
+    batch = batch_of(DECODES)
+    longer = batch.replace(seq_lens=torch.cat([batch.seq_lens, batch.seq_lens]))
+    assert len(builder.build(0, longer).seq_lens) == 4
+    assert int(builder.planner.buffers["total"][0]) == 4
+    with pytest.raises(ValueError, match=r"num_reqs \(4\).*got 3 and 5"):
+        builder.build(0, batch.replace(seq_lens=batch.seq_lens[:3]))
+
+
+def test_an_encoder_needs_no_scratch() -> None:
+    assert builder_of(SPECS["encoder"]).planner.scratch_bytes == 0
+
+
 def test_a_draft_step_is_planned_anew_from_the_records_own_tensors() -> None:
     builder, batch = builder_of(), batch_of(DECODES)
     record = builder.build(0, batch)

@@ -58,6 +58,8 @@ class Facts:
     """Bytes of the stack frame."""
     spills: int = 0
     """Bytes of spill stores and of spill loads."""
+    serialized: bool = False
+    """``ptxas`` had to order products by warp group that the program left unordered."""
     shared: int = 0
     """Bytes of shared memory."""
     asynchronous_copies: int = 0
@@ -83,6 +85,8 @@ def misses_of(variant: Variant, target: int, facts: Facts) -> list[str]:
         misses.append(f"{facts.shared} bytes of shared memory, {limit_of(target)} is the limit")
     if variant.speed and target == 90 and facts.spills:
         misses.append(f"spills {facts.spills} bytes")
+    if facts.serialized:
+        misses.append("products by warp group are serialized")
     if variant.kernel.attends:
         # Copies turn synchronous without a word where a hint of alignment is lost.
         if facts.pipeline and not facts.asynchronous_copies:
@@ -99,13 +103,19 @@ def misses_of(variant: Variant, target: int, facts: Facts) -> list[str]:
 # -- In a process of its own.
 
 
-def read_log(log: str) -> dict[str, int]:
-    """Registers, stack frame and spills from what ``ptxas -v`` says."""
+def read_log(log: str) -> dict[str, Any]:
+    """Registers, stack frame, spills and complaints from what ``ptxas -v`` says."""
     stack, stores, loads = _largest(
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log, 3
     )
     (registers,) = _largest(r"Used (\d+) registers", log, 1)
-    return {"registers": registers, "stack": stack, "spills": stores + loads}
+    serialized = "wgmma.mma_async instructions are serialized" in log
+    return {
+        "registers": registers,
+        "stack": stack,
+        "spills": stores + loads,
+        "serialized": serialized,
+    }
 
 
 def _largest(pattern: str, text: str, groups: int) -> list[int]:

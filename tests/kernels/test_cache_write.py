@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn.kernels import cache_write
+from attn.kernels import cache_write, write_kv
 from attn.ops import cache as operations
+from attn.ops.dispatch import converts_float8
 from attn.reference import cache as reference
 from attn.reference.rope import apply_rope
 from specs.dtypes import CacheDType, DType
@@ -20,7 +21,7 @@ from tests.batches import POISON_BYTE, is_poison
 from tests.stored_rows import half_ulp
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HARDWARE = operations._converts_float8(DEVICE)
+HARDWARE = converts_float8(DEVICE)
 P, N = 4, 6
 """Tokens per block, blocks."""
 SLOTS = (11, 12, -1, 0, 23, 8, 7)
@@ -119,7 +120,7 @@ def check_write(
     k_scale, v_scale = layer_scales or scales(shape.heads)
     expected = expected_bytes(shape, key, value, slots.clamp(min=-1), k_scale, v_scale)
     buffer = shape.buffer().to(DEVICE)
-    cache_write.write_kv(
+    cache_write.write_kv_call(
         on_device(key),
         on_device(value),
         shape.views(buffer),
@@ -128,7 +129,7 @@ def check_write(
         on_device(v_scale),
         shape.cache_dtype,
         hardware_e4m3=HARDWARE,
-    )
+    ).launch()
     assert torch.equal(buffer.cpu(), expected)
     return buffer.cpu()
 
@@ -241,7 +242,7 @@ def test_a_nan_stays_one(cache_dtype: CacheDType) -> None:
     buffer = shape.buffer().to(DEVICE)
     views = shape.views(buffer)
     arguments = (key, value, views, torch.tensor(SLOTS), *scales(3), cache_dtype)
-    cache_write.write_kv(*map(on_device, arguments), hardware_e4m3=HARDWARE)
+    cache_write.write_kv_call(*map(on_device, arguments), hardware_e4m3=HARDWARE).launch()
     table = torch.arange(N, dtype=torch.int32)
     layer_scales = tuple(map(on_device, scales(3)))
     real = reference.read_kv(views, table, 0, N * P, layer_scales, cache_dtype, torch.float32)
@@ -287,7 +288,7 @@ def check_rope(
     query, key = fused[:, :4], fused[:, 4 : 4 + shape.heads]
     value = shape.rows(2, shape.size_v or shape.size)
     buffer = shape.buffer().to(DEVICE)
-    cache_write.rope_and_write_kv(
+    cache_write.rope_and_write_kv_call(
         query,
         key,
         on_device(value),
@@ -299,7 +300,7 @@ def check_rope(
         *map(on_device, scales(shape.heads)),
         shape.cache_dtype,
         hardware_e4m3=HARDWARE,
-    )
+    ).launch()
     turned = before.clone()
     where = torch.tensor(positions, dtype=torch.int64)[:num_turned]
     heads = 4 + shape.heads
@@ -400,7 +401,9 @@ def test_query_and_key_may_have_different_lengths() -> None:
     got = [around[:4], key.to(DEVICE)]
     arguments = (*got, value, positions, cos_sin(32), True)
     rest = (shape.views(shape.buffer().to(DEVICE)), slots, *scales(3), CacheDType.AUTO)
-    cache_write.rope_and_write_kv(*map(on_device, (*arguments, *rest)), hardware_e4m3=HARDWARE)
+    cache_write.rope_and_write_kv_call(
+        *map(on_device, (*arguments, *rest)), hardware_e4m3=HARDWARE
+    ).launch()
     assert torch.equal(around[4:].cpu(), longer[4:])
     for x, expected in zip(got, turned, strict=True):
         error = (x.cpu() - expected).abs().double()
@@ -454,7 +457,7 @@ def test_no_length_is_compiled_in(cache_dtype: CacheDType, make: Any) -> None:
         numbers = {
             name
             for name, value in call.arguments.items()
-            if isinstance(value, int | str) and name not in cache_write._RUNTIME_INTEGERS
+            if isinstance(value, int | str) and name not in write_kv.RUNTIME_INTEGERS
         }
         assert all(name.isupper() for name in numbers)
         compiled.append({name: call.arguments[name] for name in numbers})
@@ -563,7 +566,7 @@ def test_other_types_are_refused() -> None:
 def operate(shape: Shape, monkeypatch: pytest.MonkeyPatch, has_kernel: bool | None) -> list[Tensor]:
     """Query, key and buffers after the fused and the plain operation."""
     if has_kernel is not None:
-        monkeypatch.setattr(operations, "_has_kernel", lambda rows: has_kernel)
+        monkeypatch.setattr(operations, "has_kernel", lambda rows: has_kernel)
     key, value = (x.to(DEVICE) for x in shape.key_and_value())
     query = shape.rows(3, heads=4).to(DEVICE)[:5]
     key[6:] = torch.nan
@@ -593,10 +596,13 @@ def test_operations_mean_the_same_with_kernels_and_without(
 
 def test_kernels_serve_every_type_but_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = []
-    write = cache_write.write_kv
-    monkeypatch.setattr(
-        cache_write, "write_kv", lambda *args, **kwargs: launched.append(write(*args, **kwargs))
-    )
+    made = cache_write.write_kv_call
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        launched.append(made(*args, **kwargs))
+        return launched[-1]
+
+    monkeypatch.setattr(cache_write, "write_kv_call", noted)
     for dtype in (torch.bfloat16, torch.float64):
         operate(Shape(dtype=dtype), monkeypatch, has_kernel=None)
     assert len(launched) == 1

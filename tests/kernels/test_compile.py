@@ -75,13 +75,16 @@ def test_a_variant_compiles_and_keeps_what_it_must(
 def test_what_must_be_kept_is_told_from_what_need_not() -> None:
     decode = Variant(Kernel.DECODE, "", speed=True)
     prefill = Variant(Kernel.PREFILL, "")
-    good = Facts("", 255, 0, 0, 65536, 48, 24, 65536)
+    good = Facts(
+        "", 255, shared=65536, asynchronous_copies=48, warp_group_products=24, pipeline=65536
+    )
     for variant in (decode, prefill):
         for target in TARGETS:
             assert misses_of(variant, target, good) == []
     assert misses_of(decode, 90, replace(good, error="no")) == ["no"]
     assert misses_of(decode, 90, replace(good, spills=8)) == ["spills 8 bytes"]
     assert misses_of(decode, 80, replace(good, spills=8)) == []
+    assert "serialized" in misses_of(decode, 90, replace(good, serialized=True))[0]
     assert misses_of(prefill, 90, replace(good, spills=8)) == []
     assert misses_of(decode, 80, replace(good, asynchronous_copies=0)) == ["no asynchronous copies"]
     assert "stages need 65536" in misses_of(decode, 80, replace(good, shared=65535))[0]
@@ -109,15 +112,23 @@ def test_shared_memory_has_the_limit_of_the_target(target: int, kibibytes: int) 
 
 
 def test_the_assembler_is_understood() -> None:
-    assert read_log(LOG) == {"registers": 255, "stack": 32, "spills": 96}
+    read = {"registers": 255, "stack": 32, "spills": 96, "serialized": False}
+    assert read_log(LOG) == read
+    complaint = "(C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized\n"
+    assert read_log(complaint + LOG) == read | {"serialized": True}
     with pytest.raises(ValueError, match="stack frame"):
         read_log("")
 
 
 def test_the_table_shows_misses_as_misses() -> None:
-    facts = {variant.name: Facts("", 128, 0, 0, 65536, 1, 1, 0) for variant in VARIANTS}
+    facts = {
+        variant.name: Facts("", 128, shared=65536, asynchronous_copies=1, warp_group_products=1)
+        for variant in VARIANTS
+    }
     facts[VARIANTS[0].name] = Facts(error="PTXASError: a | b")
-    facts[VARIANTS[1].name] = Facts("", 255, 8, 16, 65536, 1, 1, 0)
+    facts[VARIANTS[1].name] = Facts(
+        "", 255, 8, 16, shared=65536, asynchronous_copies=1, warp_group_products=1
+    )
     table = table_of({("3.9.0", 90): facts})
     rows = [line for line in table.splitlines() if line.startswith("|")]
     assert rows[0] == "| variant | 3.9.0 sm_90 |"

@@ -318,3 +318,52 @@ def test_bf16_queries_beyond_fp16s_range_are_right(cache_dtype: CacheDType, size
     trial.case = replace(trial.case, cache_dtype=CacheDType.AUTO)
     trial.judge({"output": step.results["output"]}, step.record, result)
     assert result.findings == {}
+
+
+# -- Found by reading, each wrong once.
+
+
+@dataclass(frozen=True)
+class WideRange(Feature):
+    """A range that starts long before every window."""
+
+    def mm_ranges(self, kv_len: int) -> tuple[tuple[int, int], ...]:
+        return ((2, kv_len - 1),)
+
+
+@pytest.mark.parametrize(("query_lens", "kv_lens"), [((4, 1), (100, 60)), ((20,), (120,))])
+def test_a_clamped_range_reads_no_key_before_the_window(
+    query_lens: tuple[int, ...], kv_lens: tuple[int, ...]
+) -> None:
+    feature = WideRange("clamped", mm_prefix=True, mm_clamp_window=True, sliding_window=6)
+    batch = BatchSpec("clamped", query_lens, kv_lens)
+    trial = DenseTrial(TritonAttentionBackend, case_of(batch, feature=feature), DEVICE)
+    trial.write()
+    record = trial.build(trial.builder())
+    found = CaseResult()
+    trial.judge(trial.attend(record, trial.inputs, trial.cache()), record, found)
+    assert not found.findings
+
+
+def test_a_free_partition_of_fewer_tiles_than_groups_finishes() -> None:
+    trial = DenseTrial(
+        TritonAttentionBackend, case_of(BatchSpec("few_tiles", (1,), (300,))), DEVICE
+    )
+    trial.write()
+    made = trial.builder()
+    free = type(made).for_free_partition(
+        made.kv_cache_spec, made.layer_names, made.vllm_config, DEVICE
+    )
+    free.planner.groups = free.planner.slots = 3 * GROUPS
+    for name in ("starts", "states", "sums"):
+        del free.planner.buffers._buffers[name]
+    free.planner.buffers.declare("starts", (3 * GROUPS + 1, 2), torch.int32)
+    size = 3 * GROUPS * 3 * GROUPS * free.planner.heads * 16
+    free.planner.buffers.declare("states", (size * 64,), torch.float32)
+    free.planner.buffers.declare("sums", (size * 2,), torch.float32)
+    record = trial.build(free)
+    assert int(record.split.total[1]) < record.split.groups
+    found = CaseResult()
+    trial.judge(trial.attend(record, trial.inputs, trial.cache()), record, found)
+    assert not found.findings
+    assert not record.split.counters.any()

@@ -24,7 +24,7 @@ from attn.impls.triton_attn import TritonAttentionImpl
 from attn.kernels.cache_write import rope_and_write_kv_call, write_kv_call
 from attn.kernels.launch import KernelCall
 from attn.kernels.merge import merge_call
-from attn.kernels.tile import PTX, PTX_SM89
+from attn.kernels.stored import PTX, PTX_SM89
 from builders.common import CommonAttentionMetadata
 from builders.triton_attn import TritonAttentionMetadataBuilder
 from specs.attention import AttentionType
@@ -233,6 +233,7 @@ VARIANTS: Final = (
     _only(_D, "16/8/256 fp8", heads=(16, 8, 256), cache=_FP8),
     _only(_D, "128/1/128", heads=(128, 1, 128)),
     _only(_D, "128/1/512", heads=(128, 1, 512)),
+    _only(_D, "8/1/128 verify 8", 90, heads=(8, 1, 128), drafts=7),
     _only(_D, "64/8/256 verify 8", heads=(64, 8, 256), drafts=7),
     _only(_D, "64/8/512 verify 8", heads=(64, 8, 512), drafts=7),
     # What a layer or a step asks.
@@ -248,7 +249,7 @@ VARIANTS: Final = (
     *_attending("sinks lse", sinks=True, lse=True),
     *_attending("fp8 output", fp8_output=True),
     _only(_D, "cross attention", attn_type=_CROSS, causal=False),
-    _only(_D, "invariant", batch_invariant=True),
+    _only(_D, "invariant", 90, batch_invariant=True),
     _only(_D, "64/8/512 invariant", heads=(64, 8, 512), batch_invariant=True),
     _only(
         _D, "verify 8 fp8 sinks window lse", drafts=7, cache=_FP8, sinks=True, window=128, lse=True

@@ -1,0 +1,573 @@
+"""One run of vLLM's engine, scored: ``python -m tests.vllm.engine_worker RUN_JSON RESULT_JSON``.
+
+A run has a process of its own, because vLLM selects its backends once per process. The engine core
+stays in that process, so that layers can be looked at and kernels recorded.
+
+The model is small and random, made with ``transformers`` and saved, so that vLLM loads it like any
+other; what it should have answered is what ``transformers`` computes from the same weights in
+float32, on the tokens that this very run took. So two runs can be compared however soon their
+tokens part. Weights are scaled for attention that is peaked but not on one key, and for tokens that
+differ from position to position: with vLLM's own dummy weights every backend answers the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import sys
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+VOCAB = 256
+MAX_LEN = 1024
+OUTPUT_LEN = 24
+PROMPT_LENS = (1, 7, 16, 17, 65, 190, 420)
+"""Below and above what the split-KV kernel takes, the windows of the models, and a page."""
+
+ENCODER = "bert"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What to run."""
+
+    model: str
+    """One of ``CONFIGS``."""
+    folder: str
+    """Where the model is, or is to be made."""
+    backend: str
+    """Of vLLM's registry."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of ``vllm.LLM`` beyond, or instead of, the usual ones."""
+    prompt_logprobs: bool = True
+    """Score the prompts' positions too; vLLM then reads nothing from its prefix cache."""
+    calls: int = 1
+    """Times that the same prompts are run; the last is scored."""
+
+
+@dataclass(frozen=True)
+class Error:
+    """Distance of some positions' answers from float32's.
+
+    A position's error is the root of the mean square, over the vocabulary, of the differences of
+    log-probabilities; of an encoder, the relative L2 norm of its hidden state's.
+    """
+
+    positions: int
+    mean: float
+    max: float
+    rounding_mean: float
+    """Likewise of float32's own answers, once rounded to bf16."""
+    rounding_max: float
+    largest: float
+    """Difference of a single number."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run did."""
+
+    tokens: list[list[int]]
+    """Greedy, per prompt."""
+    gaps: list[list[float]]
+    """Float32's most likely log-probability at each of them, over the next."""
+    prompt: Error | None
+    """Of an encoder: of every position."""
+    generated: Error | None
+    impls: list[str]
+    """Modules of the attention layers' impls, one per layer."""
+    builders: list[list[str]]
+    """Modules of the metadata builders' classes and their bases, one per group of layers."""
+    kernels: list[str]
+    """Names of everything that ran on the GPU in the last call."""
+    cached_tokens: list[int]
+    """Of each prompt, in the last call: read from the prefix cache."""
+    drafts: int
+    """Speculated tokens that were verified."""
+    runner: str
+    """Module of vLLM's model runner."""
+    graphs: str
+    """CUDA graph mode that vLLM settled on."""
+
+
+# -- Models.
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=128,
+        max_position_embeddings=MAX_LEN,
+    )
+
+
+def _gemma2() -> Any:
+    """Windows and full layers in turn, and scores capped low enough for the cap to matter."""
+    from transformers import Gemma2Config
+
+    return Gemma2Config(
+        vocab_size=VOCAB,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=128,
+        query_pre_attn_scalar=128,
+        sliding_window=48,
+        attn_logit_softcapping=5.0,
+        max_position_embeddings=MAX_LEN,
+    )
+
+
+def _gemma3() -> Any:
+    """More layers with a window than without, queries and keys normalised, heads of 256."""
+    from transformers import Gemma3TextConfig
+
+    return Gemma3TextConfig(
+        vocab_size=VOCAB,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=256,
+        query_pre_attn_scalar=256,
+        sliding_window=48,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        max_position_embeddings=MAX_LEN,
+    )
+
+
+def _gpt_oss() -> Any:
+    """Sinks, heads of 64, windows in every other layer; every token goes to all experts.
+
+    A choice of experts that flips by a rounding would outweigh every error of attention.
+    """
+    from transformers import GptOssConfig
+
+    return GptOssConfig(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        head_dim=64,
+        sliding_window=48,
+        num_local_experts=4,
+        num_experts_per_tok=4,
+        max_position_embeddings=MAX_LEN,
+    )
+
+
+def _bert() -> Any:
+    from transformers import BertConfig
+
+    return BertConfig(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+    )
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": _llama,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "gpt_oss": _gpt_oss,
+    ENCODER: _bert,
+}
+"""A model's configuration, of ``transformers``."""
+
+SCORE_STD = 2.0
+"""Of attention scores: the softmax then rests on a few of a hundred keys."""
+LOGIT_STD = 3.0
+TIED_EMBEDDING = 0.05
+"""Size of a tied embedding in the residual stream: one as large as what layers add would make each
+token predict itself."""
+
+
+def fill(model: nn.Module, tied: bool, seed: int = 0) -> None:
+    """Draw all weights.
+
+    Args:
+        model: just made, so that its norms are neutral.
+        tied: its input embedding, which Gemma scales by the root of its width, is its output too.
+        seed: of the draws.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    hidden = model.config.hidden_size
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.copy_(_weight(name, weight, noise, hidden, tied))
+
+
+def _weight(name: str, weight: Tensor, noise: Tensor, hidden: int, tied: bool) -> Tensor:
+    """A parameter's values from normal noise of its shape."""
+    module = name.removesuffix(".weight").removesuffix(".bias").split(".")[-1]
+    if "norm" in module.lower():
+        # Normalised queries and keys get their scale here; a tied output gets its own by the last.
+        grown = {"q_norm": SCORE_STD**0.5 - 1, "k_norm": SCORE_STD**0.5 - 1}
+        if tied:
+            grown["norm"] = LOGIT_STD / TIED_EMBEDDING - 1
+        return weight + grown.get(module, 0.0) + 0.1 * noise
+    if module == "sinks":
+        # About as high as the sum of a hundred keys.
+        return math.log(100) + noise
+    if weight.ndim == 1 or module.endswith("_bias"):
+        return 0.1 * noise
+    if "embed" in name:
+        return noise * (TIED_EMBEDDING / hidden**0.5 if tied else 1.0)
+    # Experts are [experts, in, out], everything else [out, in].
+    fan_in = weight.shape[1]
+    gain = 1.0
+    if module in ("q_proj", "k_proj", "query", "key"):
+        gain = SCORE_STD**0.5
+    elif module == "o_proj" or name.endswith("attention.output.dense.weight"):
+        gain = 2.0
+    elif module == "lm_head":
+        gain = LOGIT_STD
+    return noise * gain / fan_in**0.5
+
+
+def make_model(name: str, folder: Path) -> None:
+    """Save a model of ``CONFIGS`` with random weights in bf16."""
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    factory = AutoModel if name == ENCODER else AutoModelForCausalLM
+    model = factory.from_config(CONFIGS[name]())
+    fill(model, tied=name.startswith("gemma"))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    if name == ENCODER:
+        _save_tokenizer(folder)
+
+
+def _save_tokenizer(folder: Path) -> None:
+    """One that nothing is asked of: vLLM serves no encoder without."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({f"t{number}": number for number in range(VOCAB)}, unk_token="t0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", pad_token="t0")
+    tokenizer.save_pretrained(folder)
+
+
+def prompts_of(seed: int = 0) -> list[list[int]]:
+    """Random tokens; of the longer prompts the second half repeats the first, for n-grams."""
+    draw = random.Random(seed)
+    prompts = []
+    for length in PROMPT_LENS:
+        half = length if length < 64 else (length + 1) // 2
+        tokens = [draw.randrange(VOCAB) for _ in range(half)]
+        prompts.append((tokens + tokens)[:length])
+    return prompts
+
+
+# -- The engine.
+
+
+class PlainExperts(nn.Module):
+    """Gpt-oss's experts in plain torch, in place of kernels that not every build of vLLM has.
+
+    Its parameters have the names and shapes that vLLM's loader of gpt-oss fills.
+    """
+
+    def __init__(self, vllm_config: Any, layer_idx: int, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        count, hidden = config.num_local_experts, config.hidden_size
+        inner = config.intermediate_size
+        self.router = nn.Linear(hidden, count)
+        self.experts = nn.Module()
+        shapes = {
+            "w13_weight": (count, 2 * inner, hidden),
+            "w13_bias": (count, 2 * inner),
+            "w2_weight": (count, hidden, inner),
+            "w2_bias": (count, hidden),
+        }
+        for name, shape in shapes.items():
+            parameter = nn.Parameter(torch.empty(shape), requires_grad=False)
+            self.experts.register_parameter(name, parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[T, hidden]``."""
+        experts: Any = self.experts
+        shares = self.router(x).float().softmax(-1).to(x.dtype)  # [T, E]
+        inner = torch.einsum("th,eih->tei", x, experts.w13_weight) + experts.w13_bias
+        gate, up = inner[..., ::2].clamp(max=7.0), inner[..., 1::2].clamp(-7.0, 7.0)
+        inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+        found = torch.einsum("tei,ehi->teh", inner, experts.w2_weight) + experts.w2_bias
+        return (found * shares[..., None]).sum(1)
+
+
+def _without_numba() -> None:
+    """The n-gram proposer is compiled with numba for speed alone: without it, run it as it is."""
+    try:
+        import numba  # noqa: F401
+    except ImportError:
+
+        def plain(*args: Any, **options: Any) -> Any:
+            return args[0] if args and callable(args[0]) else plain
+
+        fake: Any = types.ModuleType("numba")
+        fake.jit = fake.njit = plain
+        fake.prange = range
+        fake.get_num_threads = lambda: 1
+        fake.set_num_threads = lambda count: None
+        sys.modules["numba"] = fake
+
+
+def make_engine(run: Run) -> Any:
+    """``vllm.LLM`` of a run, our backends registered."""
+    if run.options.get("speculative_config"):
+        _without_numba()
+    from vllm import LLM
+
+    from attn.integrations.vllm.plugin import register
+
+    # The entry point exists only where the project is installed; twice does no harm.
+    register()
+    if run.model == "gpt_oss":
+        from vllm.model_executor.models import gpt_oss
+
+        gpt_oss.TransformerBlock.mlp_cls = PlainExperts
+    options: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": 512 if run.model == ENCODER else MAX_LEN,
+        "max_num_seqs": 16,
+        "max_logprobs": VOCAB,
+        "gpu_memory_utilization": 0.2,
+        "kv_cache_memory_bytes": 256 << 20,
+        "enable_prefix_caching": False,
+        "enforce_eager": True,
+        "disable_log_stats": False,
+        "seed": 0,
+    }
+    if run.model == ENCODER:
+        from vllm.config import PoolerConfig
+
+        options.update(
+            runner="pooling",
+            pooler_config=PoolerConfig(task="token_embed"),
+            skip_tokenizer_init=False,
+        )
+    return LLM(model=run.folder, attention_backend=run.backend, **{**options, **run.options})
+
+
+def _insides_of(worker: Any) -> dict[str, Any]:
+    """The fields of a result that say what the engine is made of."""
+    compilation, runner = worker.vllm_config.compilation_config, worker.model_runner
+    layers = compilation.static_forward_context.values()
+    return {
+        "impls": [type(layer.impl).__module__ for layer in layers if hasattr(layer, "impl")],
+        "builders": [
+            [base.__module__ for base in type(builder).__mro__]
+            for groups in runner.attn_groups
+            for group in groups
+            for builder in group.metadata_builders
+        ],
+        "runner": type(runner).__module__,
+        "graphs": compilation.cudagraph_mode.name,
+    }
+
+
+def _recorded(call: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What a call returns, and the names of what it ran on the GPU."""
+    if not torch.cuda.is_available():
+        return call(), []
+    activity = torch.profiler.ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[activity]) as profile:
+        returned = call()
+        torch.cuda.synchronize()
+    cuda = torch.autograd.DeviceType.CUDA
+    return returned, sorted({event.name for event in profile.events() if event.device_type == cuda})
+
+
+def _generate(llm: Any, run: Run, prompts: Sequence[Sequence[int]]) -> Any:
+    """``LLM.generate``, greedy, with the whole vocabulary's log-probabilities."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=OUTPUT_LEN,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=VOCAB,
+        prompt_logprobs=VOCAB if run.prompt_logprobs else None,
+    )
+    return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+
+
+def _drafts(llm: Any) -> int:
+    """Speculated tokens so far, by the engine's own count."""
+    for metric in llm.get_metrics():
+        if metric.name == "vllm:spec_decode_num_draft_tokens":
+            return int(metric.value)
+    return 0
+
+
+# -- Scores.
+
+
+def reference_of(run: Run, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    """What ``transformers`` answers in float32 on a CPU, per sequence of T tokens.
+
+    Returns:
+        float64 ``[T, VOCAB]`` logits of what comes next; of an encoder, hidden states
+        ``[T, hidden]``.
+    """
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    factory = AutoModel if run.model == ENCODER else AutoModelForCausalLM
+    model = factory.from_pretrained(
+        run.folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    answers = []
+    with torch.no_grad():
+        for sequence in sequences:
+            output = model(input_ids=torch.tensor([sequence]))
+            answer = output.last_hidden_state if run.model == ENCODER else output.logits
+            answers.append(answer[0].double())
+    return answers
+
+
+def table_of(rows: Sequence[Any]) -> Tensor:
+    """vLLM's log-probabilities, a mapping of token to record per position, as ``[N, VOCAB]``.
+
+    Raises:
+        ValueError: some token's is missing.
+    """
+    table = torch.full((len(rows), VOCAB), torch.nan, dtype=torch.float64)
+    for row, found in zip(table, rows, strict=True):
+        row[list(found)] = torch.tensor([item.logprob for item in found.values()]).double()
+    if table.isnan().any():
+        raise ValueError("log-probabilities must be given for the whole vocabulary, and are not")
+    return table
+
+
+def logprob_error(actual: Tensor, logits: Tensor) -> Error:
+    """Log-probabilities against float32's logits, both ``[N, VOCAB]`` float64."""
+    expected = logits.log_softmax(-1)
+
+    def sizes(table: Tensor) -> Tensor:
+        return (table - expected).square().mean(-1).sqrt()
+
+    return _error(actual, expected, logits.bfloat16().double().log_softmax(-1), sizes)
+
+
+def state_error(actual: Tensor, expected: Tensor) -> Error:
+    """Both ``[N, hidden]`` float64; only directions count, as poolers normalise."""
+    actual, expected = normalize(actual, dim=-1), normalize(expected, dim=-1)
+
+    def sizes(table: Tensor) -> Tensor:
+        return (table - expected).norm(dim=-1)
+
+    return _error(actual, expected, expected.bfloat16().double(), sizes)
+
+
+def _error(
+    actual: Tensor, expected: Tensor, rounded: Tensor, sizes: Callable[[Tensor], Tensor]
+) -> Error:
+    found, floor = sizes(actual), sizes(rounded)
+    return Error(
+        positions=len(found),
+        mean=float(found.mean()),
+        max=float(found.max()),
+        rounding_mean=float(floor.mean()),
+        rounding_max=float(floor.max()),
+        largest=float((actual - expected).abs().max()),
+    )
+
+
+def _scored(run: Run, prompts: Sequence[list[int]], outputs: Any) -> dict[str, Any]:
+    """The fields of a result that come from a decoder's answers."""
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    sequences = [prompt + new for prompt, new in zip(prompts, tokens, strict=True)]
+    answers = reference_of(run, sequences)
+    found, expected, gaps = [], [], []
+    for prompt, output, answer in zip(prompts, outputs, answers, strict=True):
+        found.append(table_of(output.outputs[0].logprobs))
+        expected.append(answer[len(prompt) - 1 : -1])
+        top = expected[-1].topk(2, dim=-1).values
+        gaps.append((top[:, 0] - top[:, 1]).tolist())
+    fields: dict[str, Any] = {
+        "tokens": tokens,
+        "gaps": gaps,
+        "generated": logprob_error(torch.cat(found), torch.cat(expected)),
+        "prompt": None,
+        "cached_tokens": [output.num_cached_tokens or 0 for output in outputs],
+    }
+    if run.prompt_logprobs:
+        # The first token has no prefix, hence no entry.
+        rows = [row for output in outputs for row in output.prompt_logprobs[1:]]
+        known = [answer[: len(prompt) - 1] for prompt, answer in zip(prompts, answers, strict=True)]
+        fields["prompt"] = logprob_error(table_of(rows), torch.cat(known))
+    return fields
+
+
+def perform(run: Run) -> Result:
+    """Make the model if need be, run it, score it."""
+    folder = Path(run.folder)
+    if not (folder / "config.json").exists():
+        make_model(run.model, folder)
+    prompts = prompts_of()
+    llm = make_engine(run)
+    insides = llm.collective_rpc(_insides_of)[0]
+    if run.model == ENCODER:
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs, kernels = _recorded(
+            lambda: llm.encode(inputs, pooling_task="token_embed", use_tqdm=False)
+        )
+        states = torch.cat([output.outputs.data for output in outputs]).double().cpu()
+        error = state_error(states, torch.cat(reference_of(run, prompts)))
+        fields = {"tokens": [], "gaps": [], "prompt": error, "generated": None, "cached_tokens": []}
+        return Result(kernels=kernels, drafts=0, **fields, **insides)
+    for _ in range(run.calls - 1):
+        _generate(llm, run, prompts)
+    outputs, kernels = _recorded(lambda: _generate(llm, run, prompts))
+    scores = _scored(run, prompts, outputs)
+    return Result(kernels=kernels, drafts=_drafts(llm), **scores, **insides)
+
+
+def result_of(text: str) -> Result:
+    """A result as the worker writes it."""
+    fields = json.loads(text)
+    for name in ("prompt", "generated"):
+        fields[name] = None if fields[name] is None else Error(**fields[name])
+    return Result(**fields)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Read the run, write the result."""
+    source, target = map(Path, arguments)
+    # The engine core has to be in this process, where the layers can be reached.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    result = perform(Run(**json.loads(source.read_text(encoding="utf-8"))))
+    target.write_text(json.dumps(asdict(result)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

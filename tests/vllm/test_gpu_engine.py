@@ -1,0 +1,266 @@
+"""vLLM's engine answers with our backend as it does with its own, and nothing of its own runs.
+
+The budget is computed: our bf16 run may be off float32 by ``MAX_RATIO`` times what vLLM's own bf16
+run of the same weights is, plus what rounding float32's answers to bf16 costs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.engine_worker import ENCODER, Error, Result, Run, result_of
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_RATIO = 1.5
+TIMEOUT = 900
+"""Seconds of one run."""
+
+OURS = "CUSTOM"
+THEIRS = ("FLASH_ATTN", "TRITON_ATTN")
+"""The first of them that serves the case is what ours is held against."""
+MEMBERS = "attn.integrations.vllm.members"
+
+DECODE, PREFILL = "decode_kernel", "prefill_kernel"
+VLLM_KERNELS = (
+    "kernel_unified_attention",
+    "reduce_segments",
+    "reshape_and_cache",
+    "flash_fwd",
+    "flash::",
+    "flashattn",
+    "flashinfer",
+)
+"""In lower case, parts of the names of vLLM's own attention and cache kernels."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine with ours in it."""
+
+    model: str = "llama"
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of ``vllm.LLM``."""
+    shared_options: dict[str, Any] = field(default_factory=dict)
+    """Likewise, also of the run that ours is held against; others must not change the answer."""
+    prompt_logprobs: bool = True
+    calls: int = 1
+    kernels: tuple[str, ...] = (DECODE, PREFILL)
+    """Of ours, that have to run in the last call."""
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def _graphs(cudagraph_mode: str, **options: Any) -> dict[str, Any]:
+    """Options of an engine whose every step fits a CUDA graph."""
+    sizes = [1, 2, 4, 8, 16, 64, 256, 1024]
+    compilation = {"cudagraph_mode": cudagraph_mode, "cudagraph_capture_sizes": sizes, **options}
+    return {"enforce_eager": False, "compilation_config": compilation}
+
+
+CASES = {
+    "llama": Case(),
+    "llama, first model runner": Case(environment={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
+    "fp8 KV": Case(shared_options={"kv_cache_dtype": "fp8"}),
+    "chunked prefill": Case(options={"max_num_batched_tokens": 64}),
+    # What is left of a prompt whose prefix was read from the cache is short.
+    "prefix caching": Case(
+        options={"enable_prefix_caching": True},
+        prompt_logprobs=False,
+        calls=2,
+        kernels=(DECODE,),
+    ),
+    "FULL graphs": Case(options=_graphs("FULL", mode=0)),
+    "PIECEWISE graphs": Case(options=_graphs("PIECEWISE")),
+    "n-gram speculation": Case(
+        options={
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_min": 1,
+                "prompt_lookup_max": 3,
+            }
+        }
+    ),
+    "gemma2": Case(model="gemma2"),
+    "gemma3": Case(model="gemma3"),
+    "gpt-oss": Case(model="gpt_oss"),
+    "bert": Case(model=ENCODER, kernels=()),
+}
+DECODERS = [name for name, case in CASES.items() if case.model != ENCODER]
+
+
+class WorkerError(Exception):
+    """A run ended without a result; the text is what it wrote."""
+
+
+def _environment(extra: dict[str, str]) -> dict[str, str]:
+    """Of a worker: only what a case asks for is replaced, and nothing is downloaded or built."""
+    kept = {name: value for name, value in os.environ.items() if name != "ATTN_VLLM_OVERRIDE"}
+    kept.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    # The kernels that are looked for are this backend's.
+    return {**kept, "ATTN_VLLM_BACKEND": "TRITON_ATTN", "HF_HUB_OFFLINE": "1", **extra}
+
+
+class Engines:
+    """Runs, each done once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.results: dict[str, Result | WorkerError] = {}
+
+    def ours(self, case: Case) -> Result:
+        options = {**case.shared_options, **case.options}
+        run = self._run(case, OURS, options, case.prompt_logprobs, case.calls)
+        return self.result(run, case.environment)
+
+    def theirs(self, case: Case) -> Result:
+        """Of the first of vLLM's backends that serves the case."""
+        refusals = []
+        for backend in THEIRS:
+            try:
+                return self.result(self._run(case, backend, case.shared_options), {})
+            except WorkerError as error:
+                if f"{backend} is not valid for this configuration" not in str(error):
+                    raise
+                refusals.append(backend)
+        pytest.skip(f"{', '.join(refusals)} do not serve {case.model} here")
+
+    def _run(self, case: Case, backend: str, options: dict[str, Any], *scored: Any) -> Run:
+        return Run(case.model, str(self.folder / case.model), backend, options, *scored)
+
+    def result(self, run: Run, environment: dict[str, str]) -> Result:
+        key = json.dumps([asdict(run), environment], sort_keys=True)
+        if key not in self.results:
+            try:
+                self.results[key] = self._work(run, environment)
+            except WorkerError as error:
+                self.results[key] = error
+        found = self.results[key]
+        if isinstance(found, WorkerError):
+            raise found
+        return found
+
+    def _work(self, run: Run, environment: dict[str, str]) -> Result:
+        number = len(self.results)
+        source, target = (self.folder / f"{number}-{name}.json" for name in ("run", "result"))
+        source.write_text(json.dumps(asdict(run)), encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.vllm.engine_worker", str(source), str(target)],
+            cwd=ROOT,
+            env=_environment(environment),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=TIMEOUT,
+        )
+        if done.returncode != 0 or not target.exists():
+            raise WorkerError(f"{run}: exit code {done.returncode}\n{done.stdout[-8000:]}")
+        return result_of(target.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    return Engines(tmp_path_factory.mktemp("engines"))
+
+
+def beyond_budget(ours: Error, theirs: Error) -> list[str]:
+    """Where our error exceeds the budget that theirs sets."""
+    limits = {
+        "mean": MAX_RATIO * theirs.mean + theirs.rounding_mean,
+        "max": MAX_RATIO * theirs.max + theirs.rounding_max,
+    }
+    return [
+        f"{name} error {getattr(ours, name):.4f} of {ours.positions} positions, allowed {limit:.4f}"
+        for name, limit in limits.items()
+        if not getattr(ours, name) <= limit
+    ]
+
+
+def constant_outputs(result: Result) -> list[list[int]]:
+    """Outputs of one or two tokens over and over: any attention would give them."""
+    return [tokens for tokens in result.tokens if len(set(tokens)) < 3]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_answers_are_as_close_to_float32_as_vllms_own(engines: Engines, name: str) -> None:
+    ours, theirs = engines.ours(CASES[name]), engines.theirs(CASES[name])
+    assert theirs.prompt is not None
+    if ours.prompt is not None:
+        assert beyond_budget(ours.prompt, theirs.prompt) == []
+    if ours.generated is not None:
+        assert theirs.generated is not None
+        assert beyond_budget(ours.generated, theirs.generated) == []
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_greedy_tokens_part_only_where_float32_nearly_ties(engines: Engines, name: str) -> None:
+    ours, theirs = engines.ours(CASES[name]), engines.theirs(CASES[name])
+    assert ours.generated is not None
+    assert theirs.generated is not None
+    assert len(ours.tokens) == len(theirs.tokens)
+    tie = 2 * max(ours.generated.largest, theirs.generated.largest)
+    for mine, other, gaps in zip(ours.tokens, theirs.tokens, ours.gaps, strict=True):
+        assert len(mine) == len(other)
+        parted = [at for at, pair in enumerate(zip(mine, other, strict=True)) if len(set(pair)) > 1]
+        if parted:
+            assert gaps[parted[0]] <= tie
+    assert constant_outputs(ours) == []
+    assert constant_outputs(theirs) == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_layer_and_every_builder_is_ours(engines: Engines, name: str) -> None:
+    ours = engines.ours(CASES[name])
+    assert ours.impls
+    assert set(ours.impls) == {MEMBERS}
+    assert ours.builders
+    # Wrappers of vLLM's, of encoders for one, derive from ours.
+    assert [modules for modules in ours.builders if MEMBERS not in modules] == []
+
+
+def _of_vllm(kernels: list[str]) -> list[str]:
+    return [name for name in kernels if any(part in name.lower() for part in VLLM_KERNELS)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_only_our_kernels_run(engines: Engines, name: str) -> None:
+    ours = engines.ours(CASES[name])
+    assert _of_vllm(ours.kernels) == []
+    assert [part for part in CASES[name].kernels if part not in ours.kernels] == []
+    assert {DECODE, PREFILL} & set(ours.kernels)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vllms_own_run_shows_its_kernels_and_none_of_ours(engines: Engines, name: str) -> None:
+    theirs = engines.theirs(CASES[name])
+    assert _of_vllm(theirs.kernels)
+    assert {DECODE, PREFILL} & set(theirs.kernels) == set()
+    assert MEMBERS not in theirs.impls
+
+
+@pytest.mark.parametrize(
+    ("name", "holds"),
+    [
+        ("llama, first model runner", lambda result: "gpu_model_runner" in result.runner),
+        ("prefix caching", lambda result: sum(result.cached_tokens) > 0),
+        ("FULL graphs", lambda result: result.graphs == "FULL"),
+        ("PIECEWISE graphs", lambda result: result.graphs == "PIECEWISE"),
+        ("n-gram speculation", lambda result: result.drafts > 0),
+    ],
+)
+def test_a_case_is_what_it_says(
+    engines: Engines, name: str, holds: Callable[[Result], bool]
+) -> None:
+    assert holds(engines.ours(CASES[name]))
