@@ -10,8 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from attn.bench import vllm as bench
-from attn.bench.results import Verdict
-from attn.bench.vllm import (
+from attn.bench.engine import (
     BACKENDS,
     FLASH,
     MODEL,
@@ -22,26 +21,29 @@ from attn.bench.vllm import (
     WORKLOADS,
     Answer,
     BackendResult,
-    EngineBench,
     EngineEnvironment,
     EngineResults,
+    Speed,
+    check_of,
+    compare_answers,
+    reference_of,
+    render_markdown,
+    require_varied,
+    value_of,
+)
+from attn.bench.results import Verdict
+from attn.bench.vllm import (
+    EngineBench,
     Job,
     JobResult,
     Kind,
     Report,
-    Speed,
     bench_engine,
-    check_of,
-    compare_answers,
     draw_weights,
     last_words,
     main,
     make_prompts,
-    reference_of,
-    render_markdown,
-    require_varied,
     select_workloads,
-    value_of,
     worker_environment,
 )
 
