@@ -193,6 +193,20 @@ def test_warming_up_asks_nothing_of_wrappers(
     assert torch.equal(made.layer.kv_cache.view(torch.uint8), kept.view(torch.uint8))
 
 
+def test_layers_that_differ_in_numbers_alone_are_warmed_up_once(
+    runner: Runner, make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [Runner(make_config(), dense(sinks=torch.full((4,), number))) for number in (0.0, 1.0)]
+    layers = [each.layer for each in made]
+    called = []
+    monkeypatch.setattr(
+        type(layers[0].impl), "warm_up", lambda impl, *args, **options: called.append(impl)
+    )
+    features = compat.features_of(made[0].config, made[0].spec)
+    adapter.warm_up(made[0].builder, [*layers, runner.layer], features)
+    assert called == [layers[0].impl, runner.layer.impl]
+
+
 def test_per_request_causality_reaches_the_kernel(runner: Runner) -> None:
     lens = ((20, 20), (20, 20))
     tokens = Tokens.random(lens[1], runner.dtype)

@@ -298,12 +298,15 @@ def warm_up(builder: Any, layers: Sequence[Any], features: compat.Features) -> N
         return
     kv_cache = spec.layout(packing=KVPacking.PACKED).allocate(2, builder.device)
     scale = torch.ones((), device=builder.device)
-    warmed = []
+    warmed = set()
     for layer in layers:
-        likeness = (layer.impl.kv_cache_dtype, layer.impl.rules)
+        rules = layer.impl.rules
+        tensors = (rules.sinks is None, rules.alibi_slopes is None)
+        plain_rules = dataclasses.replace(rules, sinks=None, alibi_slopes=None)
+        likeness = (layer.impl.kv_cache_dtype, plain_rules, tensors)
         if likeness in warmed:
             continue
-        warmed.append(likeness)
+        warmed.add(likeness)
         gathered = layer.impl.gathered
         quantises = features.output_quant and gathered is None
         for output_scale in (None, scale) if quantises else (None,):
