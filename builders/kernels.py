@@ -84,26 +84,27 @@ def first_visible(
 
 
 @triton.jit
-def _last_not_above(bounds_ptr, stride, count, x, STEPS: tl.constexpr):
-    """Largest i in ``[0, count)`` with ``bounds[i] <= x``; bounds rise from 0, never falling."""
+def _first_above(ends, x, SIZE: tl.constexpr, STEPS: tl.constexpr):
+    """Smallest i with ``ends[i] > x``, or the last; ends ``[SIZE]`` never fall.
+
+    All in registers: gathers go through shared memory, which global loads would not.
+    """
     low = x * 0
-    high = low + count
-    for _ in range(STEPS):
-        more = high - low > 1
-        middle = (low + high) // 2
-        below = tl.load(bounds_ptr + middle * stride, mask=more, other=0) <= x
-        low = tl.where(more & below, middle, low)
-        high = tl.where(more & ~below, middle, high)
+    for step in tl.static_range(STEPS):
+        below = tl.gather(ends, low + ((SIZE >> (step + 1)) - 1), 0) <= x
+        low = tl.where(below, low + (SIZE >> (step + 1)), low)
     return low
 
 
 @triton.jit
 def _store_group_starts(
-    rows_ptr, starts_ptr, num_rows, total, num_groups, SEGMENT_UNIT: tl.constexpr,
-    HEAD_LOOPS: tl.constexpr, ROW_STEPS: tl.constexpr, GROUPS: tl.constexpr, FREE: tl.constexpr,
+    starts_ptr, row_ends, row_tiles, first_tiles, num_rows, total, num_groups,
+    SEGMENT_UNIT: tl.constexpr, HEAD_LOOPS: tl.constexpr, ROWS: tl.constexpr,
+    ROW_STEPS: tl.constexpr, GROUPS: tl.constexpr, FREE: tl.constexpr,
 ):  # fmt: skip
     """Where each group starts; group c owns the segments that start in its share of the tiles,
-    ``[c * total / groups, (c + 1) * total / groups)``.
+    ``[c * total / groups, (c + 1) * total / groups)``. The rows' ends, tiles and first tiles are
+    ``[ROWS]``.
     """
     c = tl.arange(0, GROUPS)
     last_group = num_groups
@@ -111,12 +112,10 @@ def _store_group_starts(
         # A group without a tile would be waited for in vain.
         num_groups = tl.maximum(tl.minimum(num_groups, total), 1)
     position = ((c.to(tl.int64) * total + num_groups - 1) // num_groups).to(tl.int32)
-    row = _last_not_above(rows_ptr + 7, _FIELDS, num_rows, position, ROW_STEPS)
-    some = (num_rows > 0) & (c <= num_groups)
-    fields = rows_ptr + row * _FIELDS
-    tiles = tl.maximum(tl.load(fields + 6, mask=some, other=1), 1)
-    first_tile = tl.load(fields + 5, mask=some, other=0)
-    offset = position - tl.load(fields + 7, mask=some, other=0)
+    row = _first_above(row_ends, position, ROWS, ROW_STEPS)
+    tiles = tl.maximum(tl.gather(row_tiles, row, 0), 1)
+    first_tile = tl.gather(first_tiles, row, 0)
+    offset = position - tl.gather(row_ends - row_tiles * HEAD_LOOPS, row, 0)
     loop = offset // tiles
     tile = first_tile + offset % tiles
     at = segment_of(tile * SEGMENT_UNIT)
@@ -157,7 +156,6 @@ _ANYWHERE = ["seq_lens_ptr", "query_start_ptr"]
 def plan_kernel(
     seq_lens_ptr,
     query_start_ptr,
-    row_starts_ptr,
     rows_ptr,
     total_ptr,
     starts_ptr,
@@ -191,9 +189,8 @@ def plan_kernel(
 ):
     """The step's plan, by one program: rows, their tiles, and where each group of programs starts.
 
-    seq_lens ``[R]``, query_start ``[R + 1]``; row_starts ``[R + 1]`` first row of each request;
-    rows ``[rows, ROW_FIELDS]``; total ``[2]`` rows and tiles;
-    starts ``[num_groups + 1, 2]`` (row * HEAD_LOOPS + head loop, segment of the row);
+    seq_lens ``[R]``; query_start ``[R + 1]``; rows ``[rows, ROW_FIELDS]``; total ``[2]``, of rows and
+    of tiles; starts ``[num_groups + 1, 2]`` (row * HEAD_LOOPS + head loop, segment of the row);
     prefill_starts ``[max_reqs + 1]`` first prefill tile of each request. All int32. TRIM: no
     query sees past itself. DCP: keys are those of one rank, in their order there, while lengths and
     positions of rows are the request's. With FREE a group starts at its share's first tile, and
@@ -205,26 +202,24 @@ def plan_kernel(
     begin = tl.load(query_start_ptr + i, mask=real, other=0)
     count = tl.load(query_start_ptr + 1 + i, mask=real, other=0) - begin
     is_decode = (count > 0) & (count <= decode_max)
-    row_ends = tl.cumsum(tl.where(is_decode, tl.cdiv(count, QUERY_TOKENS), 0), 0)
+    req_rows = tl.where(is_decode, tl.cdiv(count, QUERY_TOKENS), 0)
+    req_ends = tl.cumsum(req_rows, 0)
     tile_ends = tl.cumsum(tl.where(count > decode_max, tl.cdiv(count, PREFILL_TILE), 0), 0)
-    tl.store(row_starts_ptr + i, 0, mask=i == 0)
-    tl.store(row_starts_ptr + 1 + i, row_ends, mask=real)
     tl.store(prefill_starts_ptr + i, 0, mask=i == 0)
     # Past the last request too: a graph was captured with more of them, perhaps.
     tl.store(prefill_starts_ptr + 1 + i, tile_ends, mask=i < max_reqs)
-    num_rows = tl.max(row_ends, 0)
-    tl.debug_barrier()
+    num_rows = tl.max(req_ends, 0)
+    # A length beyond the limit would spoil other rows' scratch; its own row is lost anyway.
+    kv_len = tl.minimum(tl.load(seq_lens_ptr + i, mask=real, other=0), max_kv_len)
 
     # Rows: a few query tokens of one request each.
     j = tl.arange(0, ROWS)
     live = j < num_rows
-    req = _last_not_above(row_starts_ptr, 1, num_reqs, j, REQ_STEPS)
-    req = tl.where(live, req, 0)
-    skipped = (j - tl.load(row_starts_ptr + req, mask=live, other=0)) * QUERY_TOKENS
-    begin = tl.load(query_start_ptr + req, mask=live, other=0)
-    count = tl.load(query_start_ptr + 1 + req, mask=live, other=0) - begin
-    # A length beyond the limit would spoil other rows' scratch; its own row is lost anyway.
-    kv_len = tl.minimum(tl.load(seq_lens_ptr + req, mask=live, other=0), max_kv_len)
+    req = _first_above(req_ends, j, REQS, REQ_STEPS)
+    skipped = (j - tl.gather(req_ends - req_rows, req, 0)) * QUERY_TOKENS
+    begin = tl.gather(begin, req, 0)
+    count = tl.gather(count, req, 0)
+    kv_len = tl.gather(kv_len, req, 0)
     first = tl.maximum(kv_len - count, 0) + skipped
     tokens = tl.minimum(count - skipped, QUERY_TOKENS)
     last = first + tokens - 1
@@ -255,9 +250,7 @@ def plan_kernel(
     tl.store(out + 9, segment_of((first_tile + tiles - 1) * SEGMENT_UNIT) + 1 - part, mask=live)
     tl.store(total_ptr, num_rows)
     tl.store(total_ptr + 1, total)
-    tl.debug_barrier()
-
     _store_group_starts(
-        rows_ptr, starts_ptr, num_rows, total, num_groups, SEGMENT_UNIT, HEAD_LOOPS, ROW_STEPS,
-        GROUPS, FREE,
+        starts_ptr, tile_ends, tiles, first_tile, num_rows, total, num_groups, SEGMENT_UNIT,
+        HEAD_LOOPS, ROWS, ROW_STEPS, GROUPS, FREE,
     )  # fmt: skip

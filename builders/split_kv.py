@@ -328,7 +328,6 @@ class SplitPlanner:
         # Quantised rows are read in planes, each rounded up to a power of two on its own.
         width = max(power_of_two(shape.head_size_v), 64)
         int32, fp32 = torch.int32, torch.float32
-        buffers.declare("row_starts", (reqs + 1,), int32)
         buffers.declare("tile_starts", (reqs + 1,), int32)
         buffers.declare("rows", (self.max_rows, ROW_FIELDS), int32)
         buffers.declare("total", (2,), int32)
@@ -378,7 +377,6 @@ class SplitPlanner:
         plan_kernel[(1,)](
             seq_lens,
             query_start_loc,
-            b["row_starts"],
             b["rows"],
             b["total"],
             b["starts"],
@@ -404,9 +402,9 @@ class SplitPlanner:
             TRIM=is_causal,
             DCP=visible.stripe is not None,
             REQS=reqs,
-            REQ_STEPS=reqs.bit_length(),
+            REQ_STEPS=reqs.bit_length() - 1,
             ROWS=rows,
-            ROW_STEPS=rows.bit_length(),
+            ROW_STEPS=rows.bit_length() - 1,
             GROUPS=power_of_two(self.groups + 1),
             FREE=self.is_free,
             num_warps=min(16, max(4, max(rows, reqs) // 128)),
@@ -431,7 +429,6 @@ class SplitPlanner:
             is_causal,
         )
         reqs = len(starts) - 1
-        self.buffers["row_starts"][: reqs + 1] = torch.tensor(plan.row_starts, dtype=torch.int32)
         tiles = torch.tensor(
             [0]
             + [
@@ -499,7 +496,6 @@ def interprets() -> bool:
 class HostPlan:
     """The plan as plain numbers: the kernel's twin."""
 
-    row_starts: list[int]
     rows: list[list[int]]
     total: int
     starts: list[tuple[int, int]]
@@ -528,7 +524,8 @@ def plan_rows(
         is_causal: no query sees past itself.
     """
     window, chunk, stripe = visible.window, visible.chunk, visible.stripe
-    row_starts, rows, place, token = [0], [], 0, 0
+    rows: list[list[int]] = []
+    place = token = 0
     for req, (count, kv_len) in enumerate(zip(query_lens, kv_lens, strict=True)):
         short = 0 < count <= short_query
         for skipped in range(0, count if short else 0, tile.query_tokens):
@@ -551,11 +548,10 @@ def plan_rows(
             )
             place += tiles * head_loops
         token += count
-        row_starts.append(len(rows))
     starts = [
         _start_of(c, groups, place, rows, tile.segment_unit, head_loops) for c in range(groups + 1)
     ]
-    return HostPlan(row_starts, rows, place, starts)
+    return HostPlan(rows, place, starts)
 
 
 def _start_of(
