@@ -266,6 +266,8 @@ def attend_tiles(
     PAGES: tl.constexpr = KV_TILE // SUB
     PARTS: tl.constexpr = BLOCK_SIZE // SUB
     IEEE: tl.constexpr = tl.float32 == COMPUTE
+    # Tiles of 64 rows are what a warp group multiplies.
+    ASYNCHRONOUS: tl.constexpr = m.shape[0] >= 64
     kc = tl.arange(0, K_WIDTH)
     vc = tl.arange(0, V_WIDTH)
     within = tl.arange(0, KV_TILE)
@@ -436,16 +438,26 @@ def attend_tiles(
                     if PLANES > 2:
                         _, _, A2 = fold(M0, L0, A2, m, total, acc2)
                         _, _, A3 = fold(M0, L0, A3, m, total, acc3)
+                if not ASYNCHRONOUS:
+                    m = tl.full([m.shape[0]], float("-inf"), tl.float32)
+                    l = tl.zeros([m.shape[0], KV_TILE], tl.float32)
+                    acc0 = tl.zeros([m.shape[0], V_WIDTH], tl.float32)
+                    if PLANES > 1:
+                        acc1 = acc0
+                    if PLANES > 2:
+                        acc2 = acc0
+                        acc3 = acc0
                 segment += 1
                 if not FREE:
                     segment_end = segment_start(segment + 1) // SEGMENT_UNIT
-            # Not in the branch: Triton then forgets to wait for asynchronous products before it.
-            m = tl.where(closes, float("-inf"), m)
-            l = tl.where(closes, 0.0, l)
-            acc0 = tl.where(closes, 0.0, acc0)
-            if PLANES > 1:
-                acc1 = tl.where(closes, 0.0, acc1)
-            if PLANES > 2:
-                acc2 = tl.where(closes, 0.0, acc2)
-                acc3 = tl.where(closes, 0.0, acc3)
+            if ASYNCHRONOUS:
+                # Not in the branch, before which Triton forgets to wait for products by warp group.
+                m = tl.where(closes, float("-inf"), m)
+                l = tl.where(closes, 0.0, l)
+                acc0 = tl.where(closes, 0.0, acc0)
+                if PLANES > 1:
+                    acc1 = tl.where(closes, 0.0, acc1)
+                if PLANES > 2:
+                    acc2 = tl.where(closes, 0.0, acc2)
+                    acc3 = tl.where(closes, 0.0, acc3)
     return m, l, acc0, acc1, acc2, acc3, M, L, A0, A1, A2, A3
