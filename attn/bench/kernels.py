@@ -100,6 +100,8 @@ def check_run(name: str, run: KernelRun, expected: Expected) -> Contender | floa
         run.call()
         error = expected.error_of(run.output)
     except Exception as problem:
+        # Where, but not the message: a compiler's has thousands of lines.
+        traceback.print_tb(problem.__traceback__, limit=-4)
         return Contender(name=name, status=Status.FAILED, reason=describe(problem))
     return _judged(name, run, error)
 
@@ -236,13 +238,40 @@ def bench_kernels(
     for case in bench.cases:
         release_memory(device)
         log(f"{case.name}: {case.what}")
-        result = bench_case(bench, case, device, log)
+        result = _bench_or_fail(bench, case, device, log)
         log(_result_line(result))
         results = results.replace(cases=(*results.cases, result))
         if on_result is not None:
             on_result(results)
+        if not _still_works(device, log):
+            break
     release_memory(device)
     return results
+
+
+def _bench_or_fail(
+    bench: KernelBench, case: KernelCase, device: torch.device, log: Log
+) -> CaseResult:
+    """The case's results; a case that fails as a whole is an entry with its reason."""
+    try:
+        return bench_case(bench, case, device, log)
+    except Exception as error:
+        log(traceback.format_exc(limit=-4))
+        return CaseResult(
+            case=case, ours=Contender(name=OURS, status=Status.FAILED, reason=describe(error))
+        )
+
+
+def _still_works(device: torch.device, log: Log) -> bool:
+    """An illegal access stays with the process: nothing after it can be measured."""
+    if device.type != "cuda":
+        return True
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        log(f"the device is lost: {describe(error)}")
+        return False
+    return True
 
 
 def _result_line(result: CaseResult) -> str:

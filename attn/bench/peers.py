@@ -1,18 +1,25 @@
 """Other projects' kernels on a case: same keys and values, their own layout and calls.
 
 A peer is imported only when it is asked for, and plans its step outside the timed call.
+``python -m attn.bench.peers [CASE PATTERN ...]`` compiles FlashInfer's kernels ahead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final
 
 import torch
 
-from attn.bench.cases import CaseKind
+from attn.bench.cases import MODEL_DTYPE, CaseKind, KernelCase, select_cases
 from attn.bench.inputs import Content
 from attn.bench.results import Status
 from builders.paging import block_table_to_csr
@@ -23,6 +30,10 @@ FP8_QUERY_TOLERANCE: Final = 6e-2
 """Likewise where the kernel computes with queries and weights in fp8."""
 
 FLASHINFER_WORKSPACE_BYTES: Final = 512 << 20
+COMPILED_AT_ONCE: Final = 8
+"""Modules of FlashInfer, of five to ten files: 5 s to 60 s and up to 3.5 GB for each file."""
+FILES_AT_ONCE: Final = 4
+"""Per module, where ``MAX_JOBS`` does not say otherwise."""
 VLLM_SEGMENTS: Final = 16
 """Segments of vLLM's split decode."""
 VLLM_MIN_GRID: Final = 128
@@ -70,13 +81,19 @@ def prepare_peer(name: str, content: Content) -> KernelRun | Refusal:
     try:
         return adapter(module, content)
     except Exception as error:
+        # Where, but not the message: a compiler's has thousands of lines.
+        traceback.print_tb(error.__traceback__, limit=-4)
         return Refusal(Status.FAILED, describe(error))
 
 
 def describe(error: BaseException) -> str:
-    """Type and first line of an error, for a table."""
+    """Type and first line of an error, for a table, and a compiler's first complaint below it."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    complaints = (re.search(r"\berror: .*", line) for line in lines[1:])
+    complaint = next((f" {found[0][:200]}" for found in complaints if found), "")
+    return f"{type(error).__name__}: {lines[0][:200]}{complaint}"
 
 
 def _output(content: Content) -> torch.Tensor:
@@ -220,12 +237,11 @@ def _flashinfer(module: Any, content: Content) -> KernelRun | Refusal:
     }
     if case.kind is CaseKind.DECODE:
         wrapper = module.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_tensor_cores=True, backend="fa2"
+            workspace, "NHD", use_tensor_cores=True, backend=_wrapper_backend(case)
         )
         wrapper.plan(indptr, indices, last_page_len, *sizes, **common)
     else:
-        # fa2 packs the query heads of a KV head into one tile, which short queries need.
-        backend = "fa2" if case.kind is CaseKind.VERIFY else "fa3"
+        backend = _wrapper_backend(case)
         wrapper = module.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
         starts = content.query_start_loc.cpu()
         wrapper.plan(starts, indptr, indices, last_page_len, *sizes, causal=True, **common)
@@ -235,6 +251,11 @@ def _flashinfer(module: Any, content: Content) -> KernelRun | Refusal:
         wrapper.run(content.query, cache, out=output)
 
     return KernelRun(call, output)
+
+
+def _wrapper_backend(case: KernelCase) -> str:
+    """fa2 packs the query heads of a KV head into one tile, which short queries need."""
+    return "fa2" if case.is_bandwidth_bound else "fa3"
 
 
 def _xqa(module: Any, content: Content) -> KernelRun | Refusal:
@@ -294,3 +315,58 @@ _ADAPTERS: Final[dict[str, tuple[str, Adapter]]] = {
     "vllm_triton": ("vllm.v1.attention.ops.triton_unified_attention", _vllm_triton),
 }
 """Module to import, and what makes a run of it."""
+
+
+# -- FlashInfer's compilation.
+
+
+def compile_flashinfer(cases: Sequence[KernelCase], log: Callable[[str], None] = print) -> bool:
+    """Compile what FlashInfer needs for the cases, many modules at a time.
+
+    Its calls compile at first use, one module after another, and the GPU waits.
+
+    Args:
+        cases: those to compile for.
+        log: receives a line per module.
+
+    Returns:
+        False when a module does not compile; the others do all the same.
+    """
+    started = time.perf_counter()
+
+    def build(spec: Any) -> bool:
+        try:
+            spec.build(verbose=False)
+            outcome = "compiled"
+        except Exception as error:
+            outcome = describe(error)
+        log(f"  {time.perf_counter() - started:4.0f} s  {spec.name}: {outcome}")
+        return outcome == "compiled"
+
+    calls = dict.fromkeys(call for case in cases for call in _modules_of(case))
+    longest_first = sorted(calls, key=lambda call: "fa3" not in call)
+    made = [getattr(import_module(name), make)(*key) for name, make, *key in longest_first]
+    specs = [spec for spec in made if not spec.is_aot]
+    os.environ.setdefault("MAX_JOBS", str(FILES_AT_ONCE))
+    with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
+        return all(list(pool.map(build, specs)))
+
+
+def _modules_of(case: KernelCase) -> Iterator[tuple[Any, ...]]:
+    """What FlashInfer compiles for a case: module and name of the function, its arguments."""
+    query, cached = MODEL_DTYPE.torch, case.kv_cache_dtype.element(MODEL_DTYPE).torch
+    size, is_sliding = case.head_size, case.sliding_window is not None
+    if not case.sinks:
+        make = ("flashinfer.jit", "gen_batch_prefill_module")
+        dtypes = (query, cached, query, torch.int32)
+        # The last ones: no position encoding, no soft cap, no fp16 scores.
+        variant = (size, size, 0, is_sliding, False, False)
+        yield (*make, _wrapper_backend(case), *dtypes, *variant)
+    if case.is_bandwidth_bound:
+        make = ("flashinfer.jit.xqa", "gen_xqa_module")
+        sizes = (case.block_size, size, case.num_heads // case.num_kv_heads)
+        yield (*make, query, cached, *sizes, is_sliding, query, case.query_lens[0])
+
+
+if __name__ == "__main__":
+    sys.exit(0 if compile_flashinfer(select_cases(sys.argv[1:])) else 1)

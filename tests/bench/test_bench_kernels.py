@@ -364,6 +364,15 @@ def test_peers_that_cannot_be_imported_or_planned_say_why(monkeypatch):
         prepare_peer("fa2", content)
 
 
+def test_a_compiler_s_complaint_stands_in_the_reason():
+    output = "[1/2] nvcc --expt-error-free a.cu\n/x/a.cu(79): error: too much\nb.cu: error: too"
+    error = RuntimeError(f"Ninja build failed. Ninja output:\n{output}")
+    expected = "RuntimeError: Ninja build failed. Ninja output: error: too much"
+    assert peers.describe(error) == expected
+    assert peers.describe(ValueError("one\ntwo")) == "ValueError: one"
+    assert peers.describe(KeyError()) == "KeyError"
+
+
 def test_flash_attention_is_called_as_vllm_calls_it():
     calls, run = call_of("fa3", "window")
     _, options = calls["flash_attn_varlen_func"]
@@ -420,6 +429,44 @@ def test_xqa_takes_decodes_and_a_causal_mask_for_verifies():
     assert options["mask"][1].view(torch.int16).tolist() == [[1, 0], [3, 0], [7, 0], [15, 0]]
     refusal = peers._ADAPTERS["xqa"][1](Recorder(), content_of("mixed"))
     assert refusal.status is Status.UNSUPPORTED
+
+
+def test_flashinfer_s_modules_are_those_that_its_calls_compile():
+    bf16, fp8, index = torch.bfloat16, torch.float8_e4m3fn, torch.int32
+    prefill = ("flashinfer.jit", "gen_batch_prefill_module")
+    xqa = ("flashinfer.jit.xqa", "gen_xqa_module")
+    assert list(peers._modules_of(TINY["fp8"])) == [
+        (*prefill, "fa2", bf16, fp8, bf16, index, 16, 16, 0, False, False, False),
+        (*xqa, bf16, fp8, 4, 16, 2, False, bf16, 1),
+    ]
+    assert list(peers._modules_of(TINY["window"])) == [(*xqa, bf16, bf16, 4, 16, 2, True, bf16, 1)]
+    assert list(peers._modules_of(TINY["verify"]))[1][-1] == 4
+    (mixed,) = peers._modules_of(TINY["mixed"])
+    assert mixed[:3] == (*prefill, "fa3")
+
+
+def test_flashinfer_s_modules_are_compiled_once_longest_first_whatever_fails(monkeypatch):
+    built, lines = [], []
+
+    def make(*key):
+        def build(verbose):
+            built.append(key)
+            if 4 in key[-1:]:
+                raise RuntimeError("too many tokens")
+
+        return SimpleNamespace(name=f"module {key[-1]}", build=build, is_aot=False)
+
+    functions = SimpleNamespace(gen_batch_prefill_module=make, gen_xqa_module=make)
+    monkeypatch.setattr(peers, "import_module", lambda name: functions)
+    monkeypatch.setenv("MAX_JOBS", "1")
+    monkeypatch.setattr(peers, "COMPILED_AT_ONCE", 1)
+    cases = [TINY[name] for name in ("decode", "mixed", "decode", "prefill")]
+    assert peers.compile_flashinfer(cases, lines.append)
+    assert [key[0] for key in built] == ["fa3", "fa2", torch.bfloat16]
+    assert len(lines) == 3
+    assert not peers.compile_flashinfer([TINY["verify"], TINY["decode"]], lines.append)
+    assert len(built) == 6
+    assert sum("module 4: RuntimeError: too many tokens" in line for line in lines) == 1
 
 
 # -- Command lines.
@@ -524,3 +571,16 @@ def test_the_commit_comes_from_the_option_the_environment_or_git(monkeypatch):
         kernels.subprocess, "run", lambda *arguments, **options: SimpleNamespace(stdout="")
     )
     assert kernels.environment_of(bench_of(commit=None)).commit == "unknown"
+
+
+def test_a_case_that_fails_as_a_whole_is_an_entry_and_the_next_one_runs(monkeypatch):
+    def broken(case, *args):
+        if case.name == "decode":
+            raise RuntimeError("no memory left")
+        return make_content(case, *args)
+
+    monkeypatch.setattr(kernels, "make_content", broken)
+    first, second = bench_kernels(bench_of("decode", "fp8"), quiet).cases
+    assert first.ours.status is Status.FAILED
+    assert "no memory left" in first.ours.reason
+    assert second.ours.status is Status.MEASURED
