@@ -38,7 +38,6 @@ CASCADE_REQS = 8
 class DenseBackend:
     """What a dense backend says to vLLM otherwise than to us."""
 
-    accept_output_buffer = True
     supports_kv_cache_update_bypass = True
 
     @classmethod
