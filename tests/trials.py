@@ -531,12 +531,12 @@ class DenseTrial(Trial):
             if lossy:
                 key = stored_rows.quantized(key, cache_dtype, scales[0])
                 value = stored_rows.quantized(value, cache_dtype, scales[1])
-            low.append(_low_precision(request.query, key, value, position, rules, self.dtype))
+            low.append(low_precision(request.query, key, value, position, rules, self.dtype))
             if lossy and self.case.cache_dtype is not CacheDType.AUTO and result.cache_is_right:
                 key, value = (stored.real for stored in self._stored(slots))
                 held = (request.query, key, value, position, rules)
                 exact.append(oracle.attention(*held))
-                low_exact.append(_low_precision(*held, self.dtype))
+                low_exact.append(low_precision(*held, self.dtype))
         self._judge_states("output", "lse", results, expected, low, result)
         if exact:
             self._judge_states("stored", "stored", results, exact, low_exact, result)
@@ -564,7 +564,7 @@ class DenseTrial(Trial):
             _judge_lse(lse_check, results["lse"][:tokens].cpu(), lse, low_lse, result)
 
 
-def _low_precision(
+def low_precision(
     query: Tensor, key: Tensor, value: Tensor, first: int, rules: Rules, dtype: torch.dtype
 ) -> State:
     """The same maths in ``dtype``, products summed in other orders than the oracle's.
@@ -887,7 +887,7 @@ class LatentTrial(Trial):
         def low(query: Tensor, keys: Tensor, first: int, rules: Rules) -> State:
             key = keys[:, None]
             value = key[..., : self.case.rank]
-            return _low_precision(query, key, value, first, rules, self.dtype)
+            return low_precision(query, key, value, first, rules, self.dtype)
 
         if request.row not in self.lists:
             return low(absorbed, rows, request.first_position, request.rules)
@@ -982,7 +982,7 @@ class LatentTrial(Trial):
         k_pe = rows[:, None, rank:].expand(-1, self.case.num_heads, -1)
         key = torch.cat([k_nope, k_pe], -1)
         position, rules = request.first_position, request.rules
-        return _low_precision(request.query, key, value, position, rules, self.dtype)[0]
+        return low_precision(request.query, key, value, position, rules, self.dtype)[0]
 
     def alone(self, row: int, tokens: slice) -> Inputs:
         if self.impl.indexer is not None:

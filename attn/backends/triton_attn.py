@@ -6,7 +6,13 @@ from typing import ClassVar
 
 from attn.backends.base import AttentionBackend
 from attn.impls.triton_attn import TritonAttentionImpl
-from builders.triton_attn import TritonAttentionMetadataBuilder
+from builders.triton_attn import (
+    BLOCK_MULTIPLE,
+    CACHE_DTYPES,
+    HEAD_SIZES,
+    MODEL_DTYPES,
+    TritonAttentionMetadataBuilder,
+)
 from specs.attention import (
     AttentionCGSupport,
     AttentionType,
@@ -15,27 +21,19 @@ from specs.attention import (
     MultipleOf,
 )
 from specs.devices import DeviceKind
-from specs.dtypes import CacheDType, DType
+from specs.dtypes import DType
 
 
 class TritonAttentionBackend(AttentionBackend):
     """Every dense feature of the library, split KV for decode and verify, CUDA graphs."""
 
     capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(
-        dtypes=(DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32),
-        kv_cache_dtypes=(
-            CacheDType.AUTO,
-            CacheDType.FLOAT16,
-            CacheDType.BFLOAT16,
-            CacheDType.FP8,
-            CacheDType.FP8_E4M3,
-            CacheDType.FP8_E5M2,
-            CacheDType.INT4_PER_TOKEN_HEAD,
-            CacheDType.INT8_PER_TOKEN_HEAD,
-            CacheDType.FP8_PER_TOKEN_HEAD,
+        dtypes=tuple(DType.parse(dtype) for dtype in MODEL_DTYPES),
+        kv_cache_dtypes=CACHE_DTYPES,
+        block_sizes=(MultipleOf(base=BLOCK_MULTIPLE),),
+        head_sizes=HeadSizes(
+            multiple_of=HEAD_SIZES.step, minimum=HEAD_SIZES.start, maximum=HEAD_SIZES.stop - 1
         ),
-        block_sizes=(MultipleOf(base=16),),
-        head_sizes=HeadSizes(multiple_of=8, minimum=32, maximum=512),
         device_kinds=(
             DeviceKind.SM80,
             DeviceKind.SM89,

@@ -11,12 +11,11 @@ import triton
 
 from attn.kernels.launch import KernelCall, alignment
 from attn.kernels.write_kv import write_kv_kernel
+from builders.triton_attn import HEAD_SIZES, MODEL_DTYPES
 from specs.dtypes import CacheDType
 from specs.layouts import KVViews
 
 NUM_WARPS: Final = 4
-MODEL_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
-HEAD_SIZES: Final = range(32, 513, 8)
 
 _FORMATS: Final = {
     CacheDType.AUTO: "float",

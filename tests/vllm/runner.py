@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
 from attn.integrations.vllm import compat
+from tests import budget, stored_rows
 from tests.oracle import Rules, attention
+from tests.trials import low_precision
 from tests.vllm.views import cache_view
 
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 32
@@ -167,18 +169,48 @@ class Runner:
         return output.view(-1, HEADS, HEAD_SIZE)
 
 
+class Answer(NamedTuple):
+    """What rows should be, ``[T, H, D]`` float64, and as the same maths in low precision has it."""
+
+    exact: Tensor
+    low: Tensor
+
+    def assert_is(self, actual: Tensor) -> None:
+        """``actual`` errs no more than its type and the low precision excuse."""
+        error = budget.row_errors(actual, self.exact).max()
+        assert error <= budget.budget(self.exact, self.low, actual.dtype)
+
+    def rows(self, index: Tensor) -> Answer:
+        """Some of the rows."""
+        return Answer(self.exact[index], self.low[index])
+
+
+def answer_of(
+    query: Tensor, key: Tensor, value: Tensor, first: int, rules: Rules, cache_dtype: str = "auto"
+) -> Answer:
+    """By definition, for one request whose queries start at position ``first``."""
+    exact, _ = attention(query, key, value, first, rules)
+    stored = [stored_rows.quantized(rows, cache_dtype, torch.ones(())) for rows in (key, value)]
+    low, _ = low_precision(query, *stored, first, rules, query.dtype)
+    return Answer(exact, low.double())
+
+
 def expected(
-    tokens: Tokens, query_lens: Sequence[int], seq_lens: Sequence[int], *rules: Rules
-) -> Tensor:
-    """By definition, in fp64; one set of rules for all requests, or one each."""
+    tokens: Tokens,
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    *rules: Rules,
+    cache_dtype: str = "auto",
+) -> Answer:
+    """Of a batch; one set of rules for all requests, or one each."""
     each = rules if len(rules) > 1 else rules * len(seq_lens)
     parts = []
     for row, (count, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
         first = length - count
         query = tokens.query[row][first:length]
         key, value = tokens.key[row][:length], tokens.value[row][:length]
-        parts.append(attention(query, key, value, first, each[row])[0])
-    return torch.cat(parts)
+        parts.append(answer_of(query, key, value, first, each[row], cache_dtype))
+    return Answer(*(torch.cat(side) for side in zip(*parts, strict=True)))
 
 
 def plain_rules(**changes: Any) -> Rules:

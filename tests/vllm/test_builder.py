@@ -22,7 +22,7 @@ from builders.common import CommonAttentionMetadata as OurBatch
 from builders.triton_attn import TritonAttentionMetadataBuilder
 from tests.oracle import Rules
 from tests.vllm.runner import NAME, Runner, Tokens, expected, plain_rules
-from tests.vllm.test_layers import close, dense, scaled
+from tests.vllm.test_layers import dense, scaled
 
 STEPS = {
     "decode": ((1, 1, 1), (9, 40, 1)),
@@ -106,7 +106,7 @@ def test_what_was_captured_serves_any_batch_of_the_size(runner: Runner) -> None:
         getattr(captured, name).copy_(getattr(batch, name))
     runner.builder.build(0, batch)
     output = runner.forward(record, tokens, *lens, batch)
-    close(output, expected(tokens, *lens, plain_rules()), 4e-3)
+    expected(tokens, *lens, plain_rules()).assert_is(output)
 
 
 def test_draft_steps_refresh_in_place(runner: Runner) -> None:
@@ -121,7 +121,7 @@ def test_draft_steps_refresh_in_place(runner: Runner) -> None:
     assert runner.builder.supports_draft_decode_metadata_update
     runner.builder.update_draft_decode_metadata(record)
     output = runner.forward(record, tokens, (1, 1), (40, 32), batch)
-    close(output, expected(tokens, (1, 1), (40, 32), plain_rules()), 4e-3)
+    expected(tokens, (1, 1), (40, 32), plain_rules()).assert_is(output)
 
 
 def test_another_groups_table_replaces_the_records(runner: Runner) -> None:
@@ -175,7 +175,7 @@ def test_a_shared_prefix_changes_no_result(runner: Runner) -> None:
     record = runner.builder.build(32, batch)
     assert record.shared is not None
     output = runner.forward(record, tokens, *lens, batch)
-    close(output, expected(tokens, *lens, plain_rules()), 4e-3)
+    expected(tokens, *lens, plain_rules()).assert_is(output)
 
 
 @pytest.mark.parametrize("kind", [Attention, CrossAttention, StaticSinkAttention])
@@ -213,7 +213,7 @@ def test_per_request_causality_reaches_the_kernel(runner: Runner) -> None:
     flags = torch.tensor([1, 0], dtype=torch.int32)
     output = runner.step(tokens, *lens, causal=flags)
     rules: tuple[Rules, ...] = (plain_rules(), plain_rules(causal=False))
-    close(output, expected(tokens, *lens, *rules), 4e-3)
+    expected(tokens, *lens, *rules).assert_is(output)
 
 
 def test_layers_with_other_numbers_of_heads_are_told_apart(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 from vllm.model_executor.layers.attention.chunked_local_attention import ChunkedLocalAttention
@@ -22,7 +21,7 @@ from vllm.model_executor.layers.attention.static_sink_attention import StaticSin
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
 
-from tests.oracle import Rules, attention
+from tests.oracle import Rules
 from tests.vllm.runner import (
     HEAD_SIZE,
     HEADS,
@@ -31,6 +30,7 @@ from tests.vllm.runner import (
     SCALE,
     Runner,
     Tokens,
+    answer_of,
     encoder_lens,
     expected,
     plain_rules,
@@ -79,7 +79,6 @@ class Kind:
     make: Callable[[Any], Any]
     rules: Rules
     config: dict[str, Any] = field(default_factory=dict)
-    tolerance: float = 4e-3
     batch: dict[str, Any] = field(default_factory=dict)
     override: bool = False
     """VLLM serves it by the name TRITON_ATTN only."""
@@ -87,7 +86,7 @@ class Kind:
 
 KINDS = {
     "full": Kind(dense(), plain_rules()),
-    "fp32": Kind(dense(), plain_rules(), {"dtype": "float32"}, 1e-5),
+    "fp32": Kind(dense(), plain_rules(), {"dtype": "float32"}),
     "block size 48": Kind(dense(), plain_rules(), {"block_size": 48, "max_model_len": 240}),
     "window": Kind(dense(per_layer_sliding_window=20), plain_rules(sliding_window=20)),
     "soft cap": Kind(dense(logits_soft_cap=2.0), plain_rules(logits_soft_cap=2.0)),
@@ -101,11 +100,11 @@ KINDS = {
         dense(sinks=SINKS, per_layer_sliding_window=20),
         plain_rules(sinks=SINKS, sliding_window=20),
     ),
-    "fp8": Kind(dense(), plain_rules(), {"cache_dtype": "fp8"}, 0.15),
-    "fp8 e5m2": Kind(dense(), plain_rules(), {"cache_dtype": "fp8_e5m2"}, 0.3),
-    "int8 inline": Kind(dense(), plain_rules(), {"cache_dtype": "int8_per_token_head"}, 0.03),
-    "fp8 inline": Kind(dense(), plain_rules(), {"cache_dtype": "fp8_per_token_head"}, 0.15),
-    "int4 inline": Kind(dense(), plain_rules(), {"cache_dtype": "int4_per_token_head"}, 0.6),
+    "fp8": Kind(dense(), plain_rules(), {"cache_dtype": "fp8"}),
+    "fp8 e5m2": Kind(dense(), plain_rules(), {"cache_dtype": "fp8_e5m2"}),
+    "int8 inline": Kind(dense(), plain_rules(), {"cache_dtype": "int8_per_token_head"}),
+    "fp8 inline": Kind(dense(), plain_rules(), {"cache_dtype": "fp8_per_token_head"}),
+    "int4 inline": Kind(dense(), plain_rules(), {"cache_dtype": "int4_per_token_head"}),
     "chunked local": Kind(
         dense(ChunkedLocalAttention, attention_chunk_size=32),
         plain_rules(attention_chunk_size=32),
@@ -126,7 +125,7 @@ KINDS = {
         plain_rules(rswa_prefix_len=5, rswa_window=9),
         batch={"rswa_prefix_lens": torch.full((4,), 5, dtype=torch.int32)},
     ),
-    "fp32 HND": Kind(dense(), plain_rules(), {"dtype": "float32"}, 1e-5),
+    "fp32 HND": Kind(dense(), plain_rules(), {"dtype": "float32"}),
 }
 
 
@@ -138,10 +137,6 @@ def triple(
     monkeypatch.setenv("ATTN_VLLM_OVERRIDE", "TRITON_ATTN")
     plugin.register()
     return request.param
-
-
-def close(actual: Tensor, right: Tensor, tolerance: float) -> None:
-    torch.testing.assert_close(actual.double(), right, atol=tolerance, rtol=tolerance)
 
 
 def assert_is_ours(runner: Runner) -> None:
@@ -171,7 +166,8 @@ def test_a_layer_computes_attention(
                 tokens, lens, [length if other == row else 0 for other in range(4)], **fields
             )
     output = runner.step(tokens, *MIX, **kind.batch)
-    close(output, expected(tokens, *MIX, kind.rules), kind.tolerance)
+    stored = kind.config.get("cache_dtype", "auto")
+    expected(tokens, *MIX, kind.rules, cache_dtype=stored).assert_is(output)
 
 
 def test_a_profiling_call_gives_zeros(triple: str, make_config: Callable[..., Any]) -> None:
@@ -189,7 +185,7 @@ def test_an_encoder_attends_both_ways(
     lens = (30, 5, 21)
     tokens = Tokens.random(lens, runner.dtype)
     rules = plain_rules(causal=False, sliding_window=window)
-    close(runner.step(tokens, lens, lens), expected(tokens, lens, lens, rules), 4e-3)
+    expected(tokens, lens, lens, rules).assert_is(runner.step(tokens, lens, lens))
     assert_is_ours(runner)
 
 
@@ -201,7 +197,7 @@ def test_cross_attention_reads_what_the_encoder_wrote_once(
     encoded = Tokens.random((35, 20), runner.dtype)
     asked = Tokens.random((4, 4), runner.dtype, seed=1)
     right = [
-        attention(*rows, 0, plain_rules(causal=False))[0]
+        answer_of(*rows, 0, plain_rules(causal=False))
         for rows in zip(asked.query, encoded.key, encoded.value, strict=True)
     ]
     # The first decoder step writes the encoder's keys; the later ones find them.
@@ -210,12 +206,13 @@ def test_cross_attention_reads_what_the_encoder_wrote_once(
     query, key, value = (torch.cat(rows) for rows in (asked.query, encoded.key, encoded.value))
     output = runner.call(record, query, key, value, batch)
     for part, want in zip(output.split(4), right, strict=True):
-        close(part, want, 4e-3)
+        want.assert_is(part)
     batch = runner.batch((1, 1), (5, 5), **encoder_lens((35, 20)))
     record = runner.builder.build(0, batch)
     last = torch.stack([rows[-1] for rows in asked.query])
     output = runner.call(record, last, None, None, batch)
-    close(output, torch.stack([want[-1] for want in right]), 4e-3)
+    for part, want in zip(output.split(1), right, strict=True):
+        want.rows(torch.tensor([-1])).assert_is(part)
 
 
 def test_static_sinks_come_before_every_request(
@@ -240,7 +237,7 @@ def test_static_sinks_come_before_every_request(
     runner.step(first, (32, 0), (32, 0))
     output = runner.step(first, *lens)
     right = expected(tokens, lens[0], (16 + 33, 16 + 20), plain_rules())
-    close(output, right, 4e-3)
+    right.assert_is(output)
 
 
 def test_a_layer_reads_the_cache_of_another(triple: str, make_config: Callable[..., Any]) -> None:
@@ -275,7 +272,7 @@ def test_a_layer_reads_the_cache_of_another(triple: str, make_config: Callable[.
     kept = cache.clone()
     with set_forward_context({other: record}, config, slot_mapping={other: batch.slot_mapping}):
         output = layer(tokens.query[0][-1:].flatten(1), None, None).view(-1, HEADS, HEAD_SIZE)
-    close(output, expected(tokens, (1,), (30,), plain_rules()), 4e-3)
+    expected(tokens, (1,), (30,), plain_rules()).assert_is(output)
     assert torch.equal(kept.view(torch.uint8), cache.view(torch.uint8))
 
 
@@ -311,7 +308,7 @@ def test_fast_prefill_computes_the_wanted_tokens_only(
         runner.layer, query[wanted], None, None, runner.layer.kv_cache, record, output
     )
     right = expected(tokens, *lens, plain_rules())
-    close(output, right[wanted], 4e-3)
+    right.rows(wanted).assert_is(output)
 
 
 def test_attention_types_reach_the_impl(triple: str, make_config: Callable[..., Any]) -> None:

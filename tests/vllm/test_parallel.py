@@ -14,8 +14,16 @@ from vllm.model_executor.layers.attention import Attention
 
 from attn.integrations.vllm import compat
 from builders.paging import Stripe
-from tests.oracle import attention
-from tests.vllm.runner import HEAD_SIZE, HEADS, NAME, SCALE, Runner, plain_rules
+from tests.vllm.runner import (
+    HEAD_SIZE,
+    HEADS,
+    NAME,
+    SCALE,
+    Answer,
+    Runner,
+    answer_of,
+    plain_rules,
+)
 
 RANKS = 2
 STEP = ((1, 30, 4), (50, 30, 39))
@@ -95,13 +103,12 @@ def test_ranks_attend_their_own_tokens_with_the_heads_of_all(
         assert torch.equal(output, states[-1][0][:, :HEADS])
     outputs, lses = (torch.stack([state[side].double() for state in states]) for side in (0, 1))
     merged = (outputs * torch.softmax(lses, 0)[..., None]).sum(0)
-    right = torch.cat(
-        [
-            attention(part, key, value, len(key) - len(part), plain_rules())[0]
-            for part, key, value in zip(query.split(query_lens), keys, values, strict=True)
-        ]
-    )
-    torch.testing.assert_close(merged, right, atol=4e-3, rtol=4e-3)
+    parts = [
+        answer_of(part, key, value, len(key) - len(part), plain_rules())
+        for part, key, value in zip(query.split(query_lens), keys, values, strict=True)
+    ]
+    right = Answer(*(torch.cat(side) for side in zip(*parts, strict=True)))
+    right.assert_is(merged.half())
 
 
 @pytest.mark.parametrize(

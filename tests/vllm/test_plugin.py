@@ -58,6 +58,7 @@ def test_registering_again_changes_nothing(plugin: Any, monkeypatch: pytest.Monk
         ((8, 0), "TRITON_ATTN"),
         ((9, 0), "TRITON_ATTN"),
         ((10, 0), "TRITON_ATTN"),
+        ((7, 5), "TORCH_REF"),
         (None, "TORCH_REF"),
     ],
 )

@@ -76,10 +76,10 @@ def _best() -> str:
     from attn.selector import PRIORITIES
     from specs.devices import DeviceKind
 
-    if current_platform.is_rocm():
-        kind = DeviceKind.ROCM
-    else:
-        kind = device_kind(current_platform.get_device_capability())
+    kind = DeviceKind.ROCM
+    if not current_platform.is_rocm():
+        # A GPU that nothing here serves must not keep vLLM from starting: CUSTOM refuses it.
+        kind = device_kind(current_platform.get_device_capability()) or DeviceKind.CPU
     for name in PRIORITIES[kind]:
         member = AttentionBackendEnum[name]
         if not member.missing() and not member.get_class().is_mla():

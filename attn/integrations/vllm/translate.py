@@ -33,19 +33,15 @@ _QUANT_MODES = {
 }
 
 
-def device_kind(capability: Any) -> DeviceKind:
-    """Kind of the device with a compute capability of vLLM's; None is a CPU.
+def device_kind(capability: Any) -> DeviceKind | None:
+    """Kind of the device with a compute capability of vLLM's; None is a CPU's.
 
-    Raises:
-        ValueError: no kind of device has it.
+    Returns:
+        None for a capability that no kind has.
     """
     if capability is None:
         return DeviceKind.CPU
-    parsed = ComputeCapability.model_validate(capability)
-    kind = kind_of(parsed)
-    if kind is None:
-        raise ValueError(f"no backend of this library knows compute capability {parsed}")
-    return kind
+    return kind_of(ComputeCapability.model_validate(capability))
 
 
 def cache_dtype(spec: Any, cache_config_dtype: str, model_dtype: torch.dtype) -> CacheDType:
