@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,9 @@ def test_a_record_from_vllms_batch_is_the_one_from_ours(runner: Runner, name: st
 def test_the_level_of_graph_support_is_vllms(runner: Runner) -> None:
     level = type(runner.builder).get_cudagraph_support(runner.config, runner.spec)
     assert level is AttentionCGSupport.ALWAYS
+    with_ranges = SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=True))
+    level = type(runner.builder).get_cudagraph_support(with_ranges, runner.spec)
+    assert level is AttentionCGSupport.UNIFORM_BATCH
     reference = members.CUSTOM_TORCH_REF.get_builder_cls()
     level = reference.get_cudagraph_support(runner.config, runner.spec)
     assert level is AttentionCGSupport.NEVER

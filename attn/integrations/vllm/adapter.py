@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import get_kv_quant_mode
 from attn.backends.base import AttentionBackend
 from attn.impls.base import AttentionImpl
 from attn.integrations.vllm import compat, translate
-from specs.attention import AttentionType
+from specs.attention import AttentionCGSupport, AttentionType
 from specs.dtypes import CacheDType
 from specs.kv_cache import AnyKVCacheSpec
 from specs.layouts import DenseKVLayout, KVPacking
@@ -234,11 +234,15 @@ class DenseBuilder:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        """Which batches a captured graph can replay, as vLLM names it."""
+        """Which batches a captured graph can replay, as vLLM names it.
+
+        Graphs are captured without multimodal ranges, so prompts that have some need eager steps.
+        """
         ours: Any = super()
-        return compat.cudagraph_support(
-            ours.get_cudagraph_support(vllm_config, kv_cache_spec).value
-        )
+        level = ours.get_cudagraph_support(vllm_config, kv_cache_spec)
+        if vllm_config.model_config.is_mm_prefix_lm:
+            level = min(level, AttentionCGSupport.UNIFORM_BATCH)
+        return compat.cudagraph_support(level.value)
 
     def use_cascade_attention(
         self,
