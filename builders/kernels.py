@@ -97,21 +97,47 @@ def _first_above(ends, x, SIZE: tl.constexpr, STEPS: tl.constexpr):
 
 
 @triton.jit
-def _store_group_starts(
-    starts_ptr, row_ends, row_tiles, first_tiles, num_rows, total, num_groups,
-    SEGMENT_UNIT: tl.constexpr, HEAD_LOOPS: tl.constexpr, ROWS: tl.constexpr,
-    ROW_STEPS: tl.constexpr, GROUPS: tl.constexpr, FREE: tl.constexpr,
+def _rows_at(
+    j, num_rows, req_ends, req_rows, begins, counts, kv_lens, window, chunk, lookback, dcp_size,
+    dcp_rank, dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
+    REQS: tl.constexpr, REQ_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Where each group starts; group c owns the segments that start in its share of the tiles,
-    ``[c * total / groups, (c + 1) * total / groups)``. The rows' ends, tiles and first tiles are
-    ``[ROWS]``.
+    """Rows ``j``: request, first token, tokens, KV length, first position, first KV tile, KV tiles.
+
+    A few query tokens of one request each; no tiles past the last row.
     """
-    c = tl.arange(0, GROUPS)
-    last_group = num_groups
-    if FREE:
-        # A group without a tile would be waited for in vain.
-        num_groups = tl.maximum(tl.minimum(num_groups, total), 1)
-    position = ((c.to(tl.int64) * total + num_groups - 1) // num_groups).to(tl.int32)
+    req = _first_above(req_ends, j, REQS, REQ_STEPS)
+    skipped = (j - tl.gather(req_ends - req_rows, req, 0)) * QUERY_TOKENS
+    begin = tl.gather(begins, req, 0)
+    count = tl.gather(counts, req, 0)
+    kv_len = tl.gather(kv_lens, req, 0)
+    first = tl.maximum(kv_len - count, 0) + skipped
+    tokens = tl.minimum(count - skipped, QUERY_TOKENS)
+    last = first + tokens - 1
+    start = first_visible(
+        first, last, window, chunk, lookback, None, 0, WINDOW, CHUNK, False, False
+    )
+    first_tile = start // KV_TILE
+    stop = kv_len
+    if TRIM:
+        stop = tl.minimum(kv_len, last + 1)
+    if DCP:
+        stop = local_len(stop, dcp_size, dcp_rank, dcp_interleave)
+    # A row without keys costs one tile, so that somebody writes its zeros.
+    tiles = tl.where(j < num_rows, tl.maximum(tl.cdiv(stop, KV_TILE) - first_tile, 1), 0)
+    return req, begin + skipped, tokens, kv_len, first, first_tile, tiles
+
+
+@triton.jit
+def _group_starts(
+    position, row_ends, row_tiles, first_tiles, SEGMENT_UNIT: tl.constexpr,
+    HEAD_LOOPS: tl.constexpr, ROWS: tl.constexpr, ROW_STEPS: tl.constexpr, FREE: tl.constexpr,
+):  # fmt: skip
+    """Row (of these, times head loops) and segment of the first segment at or after a position.
+
+    The rows' ends, tiles and first tiles are ``[ROWS]``; position lies among their tiles.
+    """
     row = _first_above(row_ends, position, ROWS, ROW_STEPS)
     tiles = tl.maximum(tl.gather(row_tiles, row, 0), 1)
     first_tile = tl.gather(first_tiles, row, 0)
@@ -125,13 +151,11 @@ def _store_group_starts(
     row = row * HEAD_LOOPS + loop
     past = at > segment_of((first_tile + tiles - 1) * SEGMENT_UNIT)
     segment = tl.where(past, 0, at - segment_of(first_tile * SEGMENT_UNIT))
-    row = tl.where(past, row + 1, row)
     if FREE:
         segment = offset % tiles
-        row = tl.where(past, row - 1, row)
-    done = (position >= total) | (num_rows == 0)
-    tl.store(starts_ptr + 2 * c, tl.where(done, num_rows * HEAD_LOOPS, row), mask=c <= last_group)
-    tl.store(starts_ptr + 2 * c + 1, tl.where(done, 0, segment), mask=c <= last_group)
+    else:
+        row = tl.where(past, row + 1, row)
+    return row, segment
 
 
 _VARYING = [
@@ -213,45 +237,56 @@ def plan_kernel(
     # A length beyond the limit would spoil other rows' scratch; its own row is lost anyway.
     kv_len = tl.minimum(tl.load(seq_lens_ptr + i, mask=real, other=0), max_kv_len)
 
-    # Rows: a few query tokens of one request each.
-    j = tl.arange(0, ROWS)
-    live = j < num_rows
-    req = _first_above(req_ends, j, REQS, REQ_STEPS)
-    skipped = (j - tl.gather(req_ends - req_rows, req, 0)) * QUERY_TOKENS
-    begin = tl.gather(begin, req, 0)
-    count = tl.gather(count, req, 0)
-    kv_len = tl.gather(kv_len, req, 0)
-    first = tl.maximum(kv_len - count, 0) + skipped
-    tokens = tl.minimum(count - skipped, QUERY_TOKENS)
-    last = first + tokens - 1
-    start = first_visible(
-        first, last, window, chunk, lookback, None, 0, WINDOW, CHUNK, False, False
-    )
-    first_tile = start // KV_TILE
-    stop = kv_len
-    if TRIM:
-        stop = tl.minimum(kv_len, last + 1)
-    if DCP:
-        stop = local_len(stop, dcp_size, dcp_rank, dcp_interleave)
-    # A row without keys costs one tile, so that somebody writes its zeros.
-    tiles = tl.where(live, tl.maximum(tl.cdiv(stop, KV_TILE) - first_tile, 1), 0)
-    tile_ends = tl.cumsum(tiles * HEAD_LOOPS, 0)
-    total = tl.max(tile_ends, 0)
-    out = rows_ptr + j * _FIELDS
-    tl.store(out, req, mask=live)
-    tl.store(out + 1, begin + skipped, mask=live)
-    tl.store(out + 2, tokens, mask=live)
-    tl.store(out + 3, kv_len, mask=live)
-    tl.store(out + 4, first, mask=live)
-    tl.store(out + 5, first_tile, mask=live)
-    tl.store(out + 6, tiles, mask=live)
-    tl.store(out + 7, tile_ends - tiles * HEAD_LOOPS, mask=live)
-    part = segment_of(first_tile * SEGMENT_UNIT)
-    tl.store(out + 8, part, mask=live)
-    tl.store(out + 9, segment_of((first_tile + tiles - 1) * SEGMENT_UNIT) + 1 - part, mask=live)
+    # In blocks, so that a step costs what its own rows cost and not what the largest step could.
+    total = 0
+    for block in range(0, num_rows, ROWS):
+        j = block + tl.arange(0, ROWS)
+        _, _, _, _, _, _, tiles = _rows_at(
+            j, num_rows, req_ends, req_rows, begin, count, kv_len, window, chunk, lookback,
+            dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, WINDOW, CHUNK, TRIM, DCP,
+            REQS, REQ_STEPS,
+        )  # fmt: skip
+        total += tl.sum(tiles, 0) * HEAD_LOOPS
     tl.store(total_ptr, num_rows)
     tl.store(total_ptr + 1, total)
-    _store_group_starts(
-        starts_ptr, tile_ends, tiles, first_tile, num_rows, total, num_groups, SEGMENT_UNIT,
-        HEAD_LOOPS, ROWS, ROW_STEPS, GROUPS, FREE,
-    )  # fmt: skip
+
+    # Group c owns the segments that start in its share of the tiles,
+    # ``[c * total / groups, (c + 1) * total / groups)``.
+    c = tl.arange(0, GROUPS)
+    sharers = num_groups
+    if FREE:
+        # A group without a tile would be waited for in vain.
+        sharers = tl.maximum(tl.minimum(num_groups, total), 1)
+    position = ((c.to(tl.int64) * total + sharers - 1) // sharers).to(tl.int32)
+    idle = (c <= num_groups) & (position >= total)
+    tl.store(starts_ptr + 2 * c, num_rows * HEAD_LOOPS, mask=idle)
+    tl.store(starts_ptr + 2 * c + 1, 0, mask=idle)
+    place = 0
+    for block in range(0, num_rows, ROWS):
+        j = block + tl.arange(0, ROWS)
+        live = j < num_rows
+        req, token, tokens, lens, first, first_tile, tiles = _rows_at(
+            j, num_rows, req_ends, req_rows, begin, count, kv_len, window, chunk, lookback,
+            dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, WINDOW, CHUNK, TRIM, DCP,
+            REQS, REQ_STEPS,
+        )  # fmt: skip
+        ends = place + tl.cumsum(tiles * HEAD_LOOPS, 0)
+        out = rows_ptr + j * _FIELDS
+        tl.store(out, req, mask=live)
+        tl.store(out + 1, token, mask=live)
+        tl.store(out + 2, tokens, mask=live)
+        tl.store(out + 3, lens, mask=live)
+        tl.store(out + 4, first, mask=live)
+        tl.store(out + 5, first_tile, mask=live)
+        tl.store(out + 6, tiles, mask=live)
+        tl.store(out + 7, ends - tiles * HEAD_LOOPS, mask=live)
+        part = segment_of(first_tile * SEGMENT_UNIT)
+        tl.store(out + 8, part, mask=live)
+        tl.store(out + 9, segment_of((first_tile + tiles - 1) * SEGMENT_UNIT) + 1 - part, mask=live)
+        row, segment = _group_starts(
+            position, ends, tiles, first_tile, SEGMENT_UNIT, HEAD_LOOPS, ROWS, ROW_STEPS, FREE
+        )
+        here = (c <= num_groups) & (position >= place) & (position < tl.max(ends, 0))
+        tl.store(starts_ptr + 2 * c, block * HEAD_LOOPS + row, mask=here)
+        tl.store(starts_ptr + 2 * c + 1, segment, mask=here)
+        place = tl.max(ends, 0)

@@ -27,6 +27,8 @@ MOST_CELLS = 8192
 """Elements of such a tile's output, at most: a thread keeps two states of its share."""
 SPLIT_WARPS = 4
 """Warps of a program of the split-KV kernel."""
+PLANNED_AT_ONCE = 512
+"""Rows that the plan kernel holds in registers."""
 ROW_FIELDS = 12
 """int32 per row of the plan: request, first token, tokens, KV length, first position, first KV
 tile, KV tiles, place of its first tile among all tiles of the step, first segment, segments; the
@@ -372,7 +374,7 @@ class SplitPlanner:
         from builders.kernels import plan_kernel
 
         reqs = power_of_two(self.limits.max_num_seqs)
-        rows = power_of_two(self.max_rows)
+        rows = min(power_of_two(self.max_rows), PLANNED_AT_ONCE)
         b, stripe = self.buffers, visible.stripe or Stripe(1, 0, 1)
         plan_kernel[(1,)](
             seq_lens,

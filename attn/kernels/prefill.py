@@ -285,6 +285,8 @@ def prefill_kernel(
             K_WIDTH, K_USED, V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL,
             WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, False, 0, STAGES,
         )  # fmt: skip
+        if SIMPLE:
+            m = m * scales
         token = recomputed(tile, DECODE) * QUERY_TILE + within
         at = begin + token
         wanted = token < query_len

@@ -256,7 +256,8 @@ def attend_tiles(
     (BLOCK_SIZE 0) keys lie one after another. MASK False: every row sees every key of the tiles.
     SEGMENTED: at the end of each segment (with FREE, of the run) its state goes to slot
     ``slot + segment`` if ``stores``, else it is folded into M, L, A*; l is then
-    ``[M, KV_TILE]``, summed at a segment's end.
+    ``[M, KV_TILE]``, summed at a segment's end. SIMPLE: nothing but the scale is applied to scores,
+    and m is that of unscaled ones.
     Only slots in ``[safe_low, safe_high)``, with HOLE also below ``hole``, are read. SAME_ROWS:
     values have the strides of keys.
     """
@@ -381,18 +382,19 @@ def attend_tiles(
                 RANGES, CLAMP,
             )  # fmt: skip
             scores = tl.where(seen, scores, float("-inf"))
-        top = tl.max(scores, 1)
-        if SIMPLE:
-            top = top * scale
-        top = tl.maximum(m, top)
+        top = tl.maximum(m, tl.max(scores, 1))
         base = top
         if MASK:
             base = tl.where(top == float("-inf"), 0.0, top)
+        weights = scores - base[:, None]
+        alpha = m - base
         if SIMPLE:
-            weights = tl.exp2(tl.fma(scores, scale[:, None], -base[:, None]))
-        else:
-            weights = tl.exp2(scores - base[:, None])
-        alpha = tl.exp2(m - base)
+            # Not fma(scores, scale, -base * scale): of huge scores that leaves the product's
+            # rounding error as the exponent of the largest, which should be exactly 0.
+            weights = weights * scale[:, None]
+            alpha = alpha * scale
+        weights = tl.exp2(weights)
+        alpha = tl.exp2(alpha)
         m = top
         parts = weights
         if INLINE:
@@ -424,20 +426,23 @@ def attend_tiles(
             closes = (tile + 1 == segment_end) | (tile + 1 == high)
             if closes:
                 total = tl.sum(l, 1)
+                highest = m
+                if SIMPLE:
+                    highest = m * scale
                 if stores:
                     store_state(
-                        states_ptr, sums_ptr, slot + segment, m, total, acc0, acc1, acc2, acc3,
-                        USED, V_WIDTH, PLANES,
+                        states_ptr, sums_ptr, slot + segment, highest, total, acc0, acc1, acc2,
+                        acc3, USED, V_WIDTH, PLANES,
                     )  # fmt: skip
                 else:
                     M0 = M
                     L0 = L
-                    M, L, A0 = fold(M0, L0, A0, m, total, acc0)
+                    M, L, A0 = fold(M0, L0, A0, highest, total, acc0)
                     if PLANES > 1:
-                        _, _, A1 = fold(M0, L0, A1, m, total, acc1)
+                        _, _, A1 = fold(M0, L0, A1, highest, total, acc1)
                     if PLANES > 2:
-                        _, _, A2 = fold(M0, L0, A2, m, total, acc2)
-                        _, _, A3 = fold(M0, L0, A3, m, total, acc3)
+                        _, _, A2 = fold(M0, L0, A2, highest, total, acc2)
+                        _, _, A3 = fold(M0, L0, A3, highest, total, acc3)
                 if not ASYNCHRONOUS:
                     m = tl.full([m.shape[0]], float("-inf"), tl.float32)
                     l = tl.zeros([m.shape[0], KV_TILE], tl.float32)

@@ -214,11 +214,12 @@ def facts_of(
     Raises:
         RuntimeError: the process failed; its last words are in the message.
     """
+    paths = [triton, ROOT, os.environ.get("PYTHONPATH")]
     environment = os.environ | {
         "TRITON_INTERPRET": "0",
         "TRITON_DUMP_PTXAS_LOG": "1",
         "TRITON_CACHE_DIR": str(cache),
-        "PYTHONPATH": os.pathsep.join(str(path) for path in (triton, ROOT) if path is not None),
+        "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path is not None),
     }
     command = [sys.executable, "-m", "tests.kernels.compile_matrix"]
     command += ["--target", *map(str, targets), *(["--tested-only"] if tested_only else [])]
