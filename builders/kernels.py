@@ -6,12 +6,16 @@ import triton
 import triton.language as tl
 
 from builders import segments
-from builders.split_kv import ROW_FIELDS
+from builders.split_kv import ROW_FIELDS, WASTE
 
+_FINE = tl.constexpr(segments.FINE)
+_NEAR = tl.constexpr(segments.NEAR)
 _SEGMENT = tl.constexpr(segments.SEGMENT)
 _LIMIT = tl.constexpr(segments.LIMIT)
 _PER_OCTAVE = tl.constexpr(segments.PER_OCTAVE)
+_EXTRA = tl.constexpr(segments.EXTRA)
 _FIELDS = tl.constexpr(ROW_FIELDS)
+_WASTE = tl.constexpr(WASTE)
 
 
 @triton.jit
@@ -22,16 +26,18 @@ def segment_of(position):
     octave = tl.maximum((limits.to(tl.int32, bitcast=True) >> 23) - 127, 0)
     far = _LIMIT // _SEGMENT + _PER_OCTAVE * octave
     far += (position - (_LIMIT << octave)) // ((2 * _SEGMENT) << octave)
-    return tl.where(position < _LIMIT, position // _SEGMENT, far)
+    far = _EXTRA + tl.where(position < _LIMIT, position // _SEGMENT, far)
+    return tl.where(position < _NEAR, position // _FINE, far)
 
 
 @triton.jit
 def segment_start(segment):
     """See :func:`builders.segments.segment_start`."""
-    beyond = tl.maximum(segment - _LIMIT // _SEGMENT, 0)
+    beyond = tl.maximum(segment - _EXTRA - _LIMIT // _SEGMENT, 0)
     octave = beyond // _PER_OCTAVE
     far = (_LIMIT << octave) + (beyond % _PER_OCTAVE) * ((2 * _SEGMENT) << octave)
-    return tl.where(segment <= _LIMIT // _SEGMENT, segment * _SEGMENT, far)
+    far = tl.where(segment - _EXTRA <= _LIMIT // _SEGMENT, (segment - _EXTRA) * _SEGMENT, far)
+    return tl.where(segment <= _NEAR // _FINE, segment * _FINE, far)
 
 
 @triton.jit
@@ -130,6 +136,18 @@ def _rows_at(
 
 
 @triton.jit
+def _shared_tiles(total, least, most, num_groups):
+    """See :func:`builders.split_kv.shared_tiles`."""
+    tiles = most.to(tl.int64)
+    share = tl.cdiv(total, num_groups * tiles) * tiles
+    parts = tl.maximum(num_groups * tiles // tl.maximum(total, 1), 1)
+    share = tl.where(total < num_groups * tiles, tl.cdiv(tiles, parts), share)
+    shared = share * num_groups
+    even = (least == most) & ((shared - total) * _WASTE <= total)
+    return tl.where(even, shared, total.to(tl.int64))
+
+
+@triton.jit
 def _group_starts(
     position, row_ends, row_tiles, first_tiles, SEGMENT_UNIT: tl.constexpr,
     HEAD_LOOPS: tl.constexpr, ROWS: tl.constexpr, ROW_STEPS: tl.constexpr, FREE: tl.constexpr,
@@ -213,8 +231,8 @@ def plan_kernel(
 ):
     """The step's plan, by one program: rows, their tiles, and where each group of programs starts.
 
-    seq_lens ``[R]``; query_start ``[R + 1]``; rows ``[rows, ROW_FIELDS]``; total ``[2]``: rows and
-    tiles; starts ``[num_groups + 1, 2]``: row * HEAD_LOOPS + head loop, and segment of the row;
+    seq_lens ``[R]``; query_start ``[R + 1]``; rows ``[rows, ROW_FIELDS]``; total ``[2]``: rows, and
+    tiles that the groups share; starts ``[num_groups + 1, 2]``: row * HEAD_LOOPS + head loop, and segment of the row;
     prefill_starts ``[max_reqs + 1]``: first prefill tile of each request. All int32.
 
     TRIM: no query sees past itself. DCP: keys are those of one rank, in their order there, while
@@ -239,6 +257,8 @@ def plan_kernel(
 
     # In blocks, so that a step costs what its own rows cost and not what the largest step could.
     total = 0
+    least = max_kv_len + 1
+    most = 1
     for block in range(0, num_rows, ROWS):
         j = block + tl.arange(0, ROWS)
         _, _, _, _, _, _, tiles = _rows_at(
@@ -247,17 +267,20 @@ def plan_kernel(
             REQS, REQ_STEPS,
         )  # fmt: skip
         total += tl.sum(tiles, 0) * HEAD_LOOPS
-    tl.store(total_ptr, num_rows)
-    tl.store(total_ptr + 1, total)
+        least = tl.minimum(least, tl.min(tl.where(j < num_rows, tiles, least), 0))
+        most = tl.maximum(most, tl.max(tiles, 0))
 
     # Group c owns the segments that start in its share of the tiles,
-    # ``[c * total / groups, (c + 1) * total / groups)``.
+    # ``[c * shared / groups, (c + 1) * shared / groups)``.
     c = tl.arange(0, GROUPS)
     sharers = num_groups
     if FREE:
         # A group without a tile would be waited for in vain.
         sharers = tl.maximum(tl.minimum(num_groups, total), 1)
-    position = ((c.to(tl.int64) * total + sharers - 1) // sharers).to(tl.int32)
+    shared = _shared_tiles(total, least, most, sharers)
+    tl.store(total_ptr, num_rows)
+    tl.store(total_ptr + 1, shared.to(tl.int32))
+    position = ((c * shared + sharers - 1) // sharers).to(tl.int32)
     idle = (c <= num_groups) & (position >= total)
     tl.store(starts_ptr + 2 * c, num_rows * HEAD_LOOPS, mask=idle)
     tl.store(starts_ptr + 2 * c + 1, 0, mask=idle)

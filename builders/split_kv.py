@@ -29,6 +29,8 @@ SPLIT_WARPS = 4
 """Warps of a program of the split-KV kernel."""
 PLANNED_AT_ONCE = 512
 """Rows that the plan kernel holds in registers."""
+WASTE = 24
+"""One in so many programs may idle where the others then get whole rows, or equal parts of one."""
 ROW_FIELDS = 12
 """int32 per row of the plan: request, first token, tokens, KV length, first position, first KV
 tile, KV tiles, place of its first tile among all tiles of the step, first segment, segments; the
@@ -156,7 +158,7 @@ def split_tile(shape: DenseShape, kind: DeviceKind, max_query_len: int) -> Split
         # Scratch grows with it: no more than what should share one pass over the keys.
         query_tokens=max(1, min(rows // tile_heads, max_query_len)),
         kv_tile=kv_tile,
-        segment_scale=max(1, rows // 16),
+        segment_scale=1 if rows <= 16 else rows // 8,
         num_warps=SPLIT_WARPS,
         num_stages=stages,
         programs_per_sm=programs,
@@ -224,7 +226,7 @@ class SplitPlan:
     rows: torch.Tensor
     """``[max rows, ROW_FIELDS]`` int32."""
     total: torch.Tensor
-    """``[2]`` int32: rows and KV tiles of the step."""
+    """``[2]`` int32: rows of the step, and the KV tiles that the groups share."""
     starts: torch.Tensor
     """``[groups + 1, 2]`` int32: row x head loop and segment where each group starts."""
     counters: torch.Tensor
@@ -448,7 +450,7 @@ class SplitPlanner:
         if plan.rows:
             rows = torch.tensor(plan.rows, dtype=torch.int32)
             self.buffers["rows"][: len(rows), : rows.shape[1]] = rows
-        self.buffers["total"].copy_(torch.tensor([len(plan.rows), plan.total], dtype=torch.int32))
+        self.buffers["total"].copy_(torch.tensor([len(plan.rows), plan.shared], dtype=torch.int32))
         self.buffers["starts"].copy_(torch.tensor(plan.starts, dtype=torch.int32))
 
     def split(self) -> SplitPlan:
@@ -499,7 +501,7 @@ class HostPlan:
     """The plan as plain numbers: the kernel's twin."""
 
     rows: list[list[int]]
-    total: int
+    shared: int
     starts: list[tuple[int, int]]
 
 
@@ -550,17 +552,40 @@ def plan_rows(
             )
             place += tiles * head_loops
         token += count
+    shared = shared_tiles(place, [fields[6] for fields in rows], groups)
     starts = [
-        _start_of(c, groups, place, rows, tile.segment_unit, head_loops) for c in range(groups + 1)
+        _start_of(cdiv(c * shared, groups), place, rows, tile.segment_unit, head_loops)
+        for c in range(groups + 1)
     ]
-    return HostPlan(rows, place, starts)
+    return HostPlan(rows, shared, starts)
+
+
+def shared_tiles(total: int, row_tiles: Sequence[int], groups: int) -> int:
+    """KV tiles that groups share out evenly: the step's, or a few more so that rows stay whole.
+
+    A group that changes rows waits for memory once more. Rows of one length are given out whole, or
+    cut into equal parts, where that leaves no more than one in ``WASTE`` programs idle.
+
+    Args:
+        total: tiles of the step.
+        row_tiles: of each row.
+        groups: groups of programs.
+    """
+    if len(set(row_tiles)) != 1:
+        return total
+    tiles = row_tiles[0]
+    if total < groups * tiles:
+        share = cdiv(tiles, max(groups * tiles // total, 1))
+    else:
+        share = cdiv(total, groups * tiles) * tiles
+    shared = share * groups
+    return shared if (shared - total) * WASTE <= total else total
 
 
 def _start_of(
-    group: int, groups: int, total: int, rows: list[list[int]], unit: int, head_loops: int
+    position: int, total: int, rows: list[list[int]], unit: int, head_loops: int
 ) -> tuple[int, int]:
-    """Row (times head loops) and segment of the first segment at or after a group's share."""
-    position = cdiv(group * total, groups)
+    """Row (times head loops) and segment of the first segment at or after a position."""
     if position >= total:
         return len(rows) * head_loops, 0
     row = max(index for index, fields in enumerate(rows) if fields[7] <= position)

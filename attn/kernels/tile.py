@@ -110,22 +110,18 @@ def _halves(x):
 
 @triton.jit
 def scores_of(query, keys, accumulator, IEEE: tl.constexpr):
-    """``accumulator + query @ keys.T``; long fp32 sums are cut, their error grows with them."""
-    if IEEE and query.shape[1] >= 256:
+    """``accumulator + query @ keys.T``; fp32 sums are cut: one sum's error grows with its length."""
+    PARTS: tl.constexpr = query.shape[1] // 32
+    if IEEE and PARTS > 4:
         q0, q1 = _halves(query)
         k0, k1 = _halves(keys)
         zero = tl.zeros_like(accumulator)
-        if query.shape[1] >= 512:
-            q00, q01 = _halves(q0)
-            q10, q11 = _halves(q1)
-            k00, k01 = _halves(k0)
-            k10, k11 = _halves(k1)
-            left = dot(q00, tl.trans(k00), zero, IEEE) + dot(q01, tl.trans(k01), zero, IEEE)
-            right = dot(q10, tl.trans(k10), zero, IEEE) + dot(q11, tl.trans(k11), zero, IEEE)
-        else:
-            left = dot(q0, tl.trans(k0), zero, IEEE)
-            right = dot(q1, tl.trans(k1), zero, IEEE)
-        result = accumulator + (left + right)
+        left = scores_of(q0, k0, zero, IEEE)
+        result = accumulator + (left + scores_of(q1, k1, zero, IEEE))
+    elif IEEE and PARTS > 1:
+        q = tl.permute(tl.reshape(query, [query.shape[0], PARTS, 32]), (1, 0, 2))
+        k = tl.permute(tl.reshape(keys, [keys.shape[0], PARTS, 32]), (1, 2, 0))
+        result = accumulator + tl.sum(tl.dot(q, k, input_precision="ieee"), 0)
     else:
         result = dot(query, tl.trans(keys), accumulator, IEEE)
     return result

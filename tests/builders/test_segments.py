@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 
 from builders import kernels
 from builders.segments import (
+    EXTRA,
+    FINE,
     LIMIT,
+    NEAR,
     PER_OCTAVE,
     SEGMENT,
     max_segments,
@@ -24,12 +27,12 @@ positions = st.one_of(st.integers(0, 4 * LIMIT), st.integers(0, FARTHEST))
 LAST_SEGMENT = segment_of(FARTHEST)
 
 
-def test_segments_have_1024_tokens_up_to_64k_then_32_per_octave() -> None:
-    assert (SEGMENT, LIMIT, PER_OCTAVE) == (1024, 65536, 32)
-    near = [segment_start(segment) for segment in range(65)]
-    assert near == list(range(0, 65536 + 1, 1024))
+def test_segments_have_512_tokens_then_1024_and_from_64k_on_32_are_an_octave() -> None:
+    assert (FINE, NEAR, SEGMENT, LIMIT, PER_OCTAVE, EXTRA) == (512, 16384, 1024, 65536, 32, 16)
+    starts = [segment_start(segment) for segment in range(81)]
+    assert starts == [*range(0, 16384, 512), *range(16384, 65536 + 1, 1024)]
     for octave in range(11):
-        first = 64 + 32 * octave
+        first = 80 + 32 * octave
         starts = [segment_start(first + step) for step in range(33)]
         assert starts == [(65536 << octave) + step * (2048 << octave) for step in range(33)]
 
@@ -59,7 +62,7 @@ def test_later_positions_have_no_earlier_segment(one: int, other: int) -> None:
 
 @given(segment=st.integers(0, LAST_SEGMENT))
 def test_every_start_is_a_whole_number_of_the_largest_tiles(segment: int) -> None:
-    assert segment_start(segment) % SEGMENT == 0
+    assert segment_start(segment) % FINE == 0
 
 
 @given(length=st.integers(1, FARTHEST))
@@ -82,7 +85,7 @@ def test_a_window_touches_no_more_segments_than_is_said(
     touched = segment_of(last) - segment_of(first) + 1
     most = max_segments(length, window)
     assert touched <= most <= max_segments(length)
-    assert most <= -(-window // SEGMENT) + 2
+    assert most <= -(-window // FINE) + 2
 
 
 # -- The device's twins.
@@ -135,9 +138,9 @@ def test_the_devices_segment_start_is_the_hosts() -> None:
 
 
 def test_the_device_takes_scalars_too() -> None:
-    numbers = [0, 1, 1023, 1024, LIMIT - 1, LIMIT, LIMIT + 2047, 2 * LIMIT, FARTHEST]
+    numbers = [0, 511, 512, 1023, 1024, NEAR - 1, NEAR, LIMIT - 1, LIMIT, LIMIT + 2047, FARTHEST]
     of, start = on_device(numbers, scalar=True)
     assert of == [segment_of(number) for number in numbers]
-    small = [0, 1, 63, 64, 65, 96, 97, LAST_SEGMENT]
+    small = [0, 1, 31, 32, 33, 79, 80, 81, 112, 113, LAST_SEGMENT]
     assert on_device(small, scalar=True)[1] == [segment_start(segment) for segment in small]
     assert len(start) == len(numbers)

@@ -18,6 +18,7 @@ from builders.split_kv import (
     MOST_ROWS,
     SHARED_MEMORY,
     SHORT_QUERY,
+    WASTE,
     DenseShape,
     HostPlan,
     PrefillTile,
@@ -84,7 +85,7 @@ tiles = st.builds(
     kv_tile=st.sampled_from([16, 32, 64, 128]),
     scale=st.sampled_from([1, 2, 4]),
 )
-near_borders = st.sampled_from([1024, 2048, 65536, 131072]).flatmap(
+near_borders = st.sampled_from([512, 1024, 16384, 65536, 131072]).flatmap(
     lambda border: st.integers(border - 130, border + 130)
 )
 kv_lens = st.one_of(st.integers(0, 300), st.integers(0, 200_000), near_borders)
@@ -166,13 +167,15 @@ def filled(step: Step) -> dict[str, list]:
     step=Step(((1, 0), (0, 5), (1, 131_073)), tile_of(), groups=300, head_loops=3), at_once=512
 )
 @example(step=Step(((1, 7), (1, 131_073), (1, 9), (1, 4000)) * 3, tile_of(), 300, 3), at_once=4)
+@example(step=Step(((1, 8192),) * 32, tile_of(), groups=264), at_once=4)
+@example(step=Step(((1, 1000),) * 64, tile_of(), groups=33), at_once=512)
 def test_the_kernels_plan_is_the_hosts(step: Step, at_once: int) -> None:
     """The kernel's, in as many blocks of rows as it takes."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(split_kv, "PLANNED_AT_ONCE", at_once)
         plan, found = step.plan(), filled(step)
     assert found["rows"] == plan.rows
-    assert found["total"] == [len(plan.rows), plan.total]
+    assert found["total"] == [len(plan.rows), plan.shared]
     assert found["starts"] == plan.starts
     assert set(found["past"]) <= {-5}
 
@@ -257,7 +260,8 @@ def test_rows_are_the_short_queries_cut_into_tiles(step: Step) -> None:
     assert [tuple(fields[:3]) for fields in plan.rows] == [row for row, _ in work]
     assert [fields[9] for fields in plan.rows] == [len(segments) for _, segments in work]
     assert [fields[6] for fields in plan.rows] == [sum(segments) for _, segments in work]
-    assert plan.total == step.head_loops * sum(fields[6] for fields in plan.rows)
+    total = step.head_loops * sum(fields[6] for fields in plan.rows)
+    assert total <= plan.shared <= total * (1 + 1 / WASTE)
     for (req, token, _), fields in zip((row for row, _ in work), plan.rows, strict=True):
         count, kv_len = step.lens[req]
         begin = sum(earlier for earlier, _ in step.lens[:req])
@@ -277,7 +281,7 @@ def test_every_segment_has_one_owner_and_the_shares_are_even(step: Step) -> None
     assert list(plan.starts) == sorted(plan.starts)
     # In order, each once: the shares laid side by side are all of the work.
     assert [tiles for share in shares for tiles in share] == everything
-    even, longest = plan.total / step.groups, max(everything, default=0)
+    even, longest = plan.shared / step.groups, max(everything, default=0)
     assert all(sum(share) <= even + longest for share in shares)
 
 
@@ -296,17 +300,37 @@ def test_a_group_enters_at_most_one_row_in_its_middle(step: Step) -> None:
             ]
             place = fields[7] + loop * fields[6]
             if entered:
-                lenders.append(place * step.groups // plan.total + 1)
+                lenders.append(place * step.groups // plan.shared + 1)
                 assert plan.starts[lenders[-1]] == plan.starts[entered[0]]
     assert len(lenders) == len(set(lenders))
     assert all(0 < lender < step.groups for lender in lenders)
+
+
+@pytest.mark.parametrize(
+    ("requests", "kv_len", "groups", "parts"),
+    [(32, 4096, 33, 1), (8, 8192, 33, 4), (32, 8192, 264, 8), (256, 1024, 33, 1)],
+)
+def test_rows_of_one_length_are_given_out_whole_or_in_equal_parts(
+    requests: int, kv_len: int, groups: int, parts: int
+) -> None:
+    step = Step(((1, kv_len),) * requests, tile_of(query_tokens=1, kv_tile=64), groups)
+    plan = step.plan()
+    sums = {sum(share) for share in owners(step, plan)} - {0}
+    assert len(sums) == 1
+    inside = [start for start in plan.starts if start[1]]
+    assert len(inside) == (parts - 1) * requests
+
+
+def test_rows_are_not_kept_whole_where_many_programs_would_idle() -> None:
+    step = Step(((1, 4096),) * 24, tile_of(query_tokens=1, kv_tile=64), groups=33)
+    assert step.plan().shared == 24 * 64
 
 
 def test_requests_without_tokens_cost_nothing_and_keyless_rows_one_tile() -> None:
     plan = Step(((0, 0), (0, 900), (1, 0), (3, 0)), tile_of()).plan()
     assert [fields[0] for fields in plan.rows] == [2, 3]
     assert [fields[6] for fields in plan.rows] == [1, 1]
-    assert plan.total == 2
+    assert plan.shared == 2
     assert Step(((0, 0), (0, 7)), tile_of()).plan().starts == [(0, 0)] * 7
 
 
