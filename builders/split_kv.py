@@ -25,8 +25,6 @@ MOST_ROWS = 64
 """Query rows (tokens x heads of a group) of a tile of the split-KV kernel, at most."""
 MOST_CELLS = 8192
 """Elements of such a tile's output, at most: a thread keeps two states of its share."""
-SPLIT_WARPS = 4
-"""Warps of a program of the split-KV kernel."""
 PLANNED_AT_ONCE = 512
 """Rows that the plan kernel holds in registers."""
 WASTE = 24
@@ -136,6 +134,10 @@ def split_tile(shape: DenseShape, kind: DeviceKind, max_query_len: int) -> Split
     kv_tile = min(max((4096 if wide else 8192) // shape.width, 16), 128)
     narrow = shape.stored_bits < 16
     stages = 4 if narrow else 3
+    warps = 4
+    if narrow and rows == 16:
+        # What is read has to be converted too: more keys between two barriers, for more warps.
+        kv_tile, stages, warps = min(2 * kv_tile, 128), 3, 8
     row_bytes = 2 * shape.width * shape.stored_bits // 8
     room = SHARED_MEMORY.get(kind, 99) * 1024
     # The query, and the output on its way from one arrangement to another.
@@ -159,10 +161,10 @@ def split_tile(shape: DenseShape, kind: DeviceKind, max_query_len: int) -> Split
         query_tokens=max(1, min(rows // tile_heads, max_query_len)),
         kv_tile=kv_tile,
         segment_scale=1 if rows <= 16 else rows // 8,
-        num_warps=SPLIT_WARPS,
+        num_warps=warps,
         num_stages=stages,
         programs_per_sm=programs,
-        max_registers=_registers(SPLIT_WARPS * programs) if kind in NVIDIA else None,
+        max_registers=_registers(warps * programs) if kind in NVIDIA else None,
     )
 
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from attn.kernels.masks import last_visible
 from attn.kernels.rows import fold_parts, prepared_queries, write_rows
 from attn.kernels.stored import plane_columns
-from attn.kernels.tile import attend_tiles, recomputed, store_state
+from attn.kernels.tile import attend_tiles, store_state
 from builders.kernels import (
     first_visible,
     local_len,
@@ -43,6 +43,18 @@ def _places(
     in_group = (tile_of_heads % HEAD_TILES) * TILE_HEADS + row % TILE_HEADS
     wanted = (row < count * TILE_HEADS) & (in_group < GROUP)
     return kv_head, token + row // TILE_HEADS, kv_head * GROUP + in_group, wanted
+
+
+@triton.jit
+def _share_of(pid, groups, HEADS: tl.constexpr):
+    """Group and lane of a program.
+
+    Every other group first: few segments leave groups without any, which so share multiprocessors
+    with those that have some.
+    """
+    block = pid // HEADS
+    half = (groups + 1) // 2
+    return tl.where(block < half, 2 * block, 2 * (block - half) + 1), pid % HEADS
 
 
 _VARYING = [
@@ -177,12 +189,13 @@ def decode_kernel(
     USED: tl.constexpr = TILE_HEADS * QUERY_TOKENS
     EDGES: tl.constexpr = WINDOW or CHUNK or RSWA
     RUN: tl.constexpr = KV_TILE if BLOCK_SIZE % KV_TILE == 0 else (BLOCK_SIZE & -BLOCK_SIZE)
-    pid = tl.program_id(0)
-    lane = pid % HEADS
-    mine = starts_ptr + (pid // HEADS) * 2
+    group, lane = _share_of(tl.program_id(0), groups, HEADS)
+    mine = starts_ptr + group * 2
     row = tl.arange(0, ROWS)
-    for r in range(tl.load(mine), tl.load(mine + 2) + (tl.load(mine + 3) > 0).to(tl.int32)):
-        # Read again for each row: registers are for its keys.
+    first_row = tl.load(mine)
+    past_row = tl.load(mine + 2) + (tl.load(mine + 3) > 0).to(tl.int32)
+    # Nothing is kept from row to row: registers are for keys.
+    for r in tl.range(first_row, past_row, num_stages=1, disable_licm=True):
         total = tl.load(total_ptr + 1).to(tl.int64)
         shares = groups
         if FREE:
@@ -207,7 +220,7 @@ def decode_kernel(
             cut_low = first_tile + begin
             cut_high = first_tile + tl.where(is_last, last_segment, tiles)
             parts = ((base + tiles - 1).to(tl.int64) * shares // total).to(tl.int32) - owner + 1
-            begin = tl.where(begin > 0, pid // HEADS - owner, 0)
+            begin = tl.where(begin > 0, group - owner, 0)
             end = tl.where(cut_high > cut_low, begin + 1, begin)
             first_part = 0
         else:
@@ -301,7 +314,7 @@ def decode_kernel(
             l = tl.zeros([ROWS, KV_TILE], tl.float32)
             # The first group that starts inside the row lends it its slots: no other row can.
             lender = owner + 1
-            slots = ((lender * HEADS + lane) * SLOTS).to(tl.int64)
+            slots = (lender * HEADS + lane) * SLOTS
             if begin > 0:
                 # Segments of which this layer's queries see nothing are states all the same.
                 seen = begins
@@ -330,7 +343,7 @@ def decode_kernel(
             )  # fmt: skip
             token = tl.load(fields + 1)
             count = tl.load(fields + 2)
-            tile_of_heads = (r % HEAD_LOOPS) * HEADS + recomputed(lane, DECODE)
+            tile_of_heads = (r % HEAD_LOOPS) * HEADS + lane
             kv_head, at, head, wanted = _places(
                 tile_of_heads, token, count, row, HEAD_TILES, TILE_HEADS, GROUP
             )

@@ -184,6 +184,7 @@ def _load_state(
     states_ptr, sums_ptr, slot, row, cells, mine, mask, USED: tl.constexpr, CELLS: tl.constexpr
 ):
     """m, l and acc of one stored state; empty where masked."""
+    slot = slot.to(tl.int64)
     sums = sums_ptr + slot * (2 * USED)
     m = tl.load(sums + row, mask=mine, other=float("-inf"), cache_modifier=".cg")
     l = tl.load(sums + USED + row, mask=mine, other=0.0, cache_modifier=".cg")

@@ -149,6 +149,7 @@ def store_state(
     row = tl.arange(0, m.shape[0])
     column = tl.arange(0, WIDTH)
     mine = row < USED
+    slot = slot.to(tl.int64)
     tl.store(sums_ptr + slot * 2 * USED + row, m, mask=mine)
     tl.store(sums_ptr + slot * 2 * USED + USED + row, l, mask=mine)
     at = states_ptr + slot * (USED * WIDTH * PLANES)
