@@ -45,18 +45,6 @@ def _places(
     return kv_head, token + row // TILE_HEADS, kv_head * GROUP + in_group, wanted
 
 
-@triton.jit
-def _share_of(pid, groups, HEADS: tl.constexpr):
-    """Group and lane of a program.
-
-    Every other group first: few segments leave groups without any, which so share multiprocessors
-    with those that have some.
-    """
-    block = pid // HEADS
-    half = (groups + 1) // 2
-    return tl.where(block < half, 2 * block, 2 * (block - half) + 1), pid % HEADS
-
-
 _VARYING = [
     "groups",
     "window",
@@ -189,13 +177,12 @@ def decode_kernel(
     USED: tl.constexpr = TILE_HEADS * QUERY_TOKENS
     EDGES: tl.constexpr = WINDOW or CHUNK or RSWA
     RUN: tl.constexpr = KV_TILE if BLOCK_SIZE % KV_TILE == 0 else (BLOCK_SIZE & -BLOCK_SIZE)
-    group, lane = _share_of(tl.program_id(0), groups, HEADS)
-    mine = starts_ptr + group * 2
+    pid = tl.program_id(0)
+    lane = pid % HEADS
+    mine = starts_ptr + (pid // HEADS) * 2
     row = tl.arange(0, ROWS)
-    first_row = tl.load(mine)
-    past_row = tl.load(mine + 2) + (tl.load(mine + 3) > 0).to(tl.int32)
-    # Nothing is kept from row to row: registers are for keys.
-    for r in tl.range(first_row, past_row, num_stages=1, disable_licm=True):
+    for r in range(tl.load(mine), tl.load(mine + 2) + (tl.load(mine + 3) > 0).to(tl.int32)):
+        # Read again for each row: registers are for its keys.
         total = tl.load(total_ptr + 1).to(tl.int64)
         shares = groups
         if FREE:
@@ -220,7 +207,7 @@ def decode_kernel(
             cut_low = first_tile + begin
             cut_high = first_tile + tl.where(is_last, last_segment, tiles)
             parts = ((base + tiles - 1).to(tl.int64) * shares // total).to(tl.int32) - owner + 1
-            begin = tl.where(begin > 0, group - owner, 0)
+            begin = tl.where(begin > 0, pid // HEADS - owner, 0)
             end = tl.where(cut_high > cut_low, begin + 1, begin)
             first_part = 0
         else:
