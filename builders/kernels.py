@@ -232,8 +232,9 @@ def plan_kernel(
     """The step's plan, by one program: rows, their tiles, and where each group of programs starts.
 
     seq_lens ``[R]``; query_start ``[R + 1]``; rows ``[rows, ROW_FIELDS]``; total ``[2]``: rows, and
-    tiles that the groups share; starts ``[num_groups + 1, 2]``: row * HEAD_LOOPS + head loop, and segment of the row;
-    prefill_starts ``[max_reqs + 1]``: first prefill tile of each request. All int32.
+    tiles that the groups share; starts ``[num_groups + 1, 2]``: row * HEAD_LOOPS + head loop, and
+    segment of the row; prefill_starts ``[max_reqs + 1]``: first prefill tile of each request. All
+    are int32.
 
     TRIM: no query sees past itself. DCP: keys are those of one rank, in their order there, while
     lengths and positions of rows are the request's. With FREE a group starts at its share's first

@@ -196,23 +196,33 @@ class TritonAttentionImpl(DenseImpl):
         heads, size, size_v = self.num_heads, self.head_size, self.head_size_v
         row = heads * size if query_stride is None else query_stride
         output_dtype = query_dtype if output_scale is None else torch.float8_e4m3fn
-        for prefix, batch in builder.warm_up_batches(**features):
-            tokens = batch.num_actual_tokens
-            flat = torch.zeros(tokens * row, dtype=query_dtype, device=device)
-            query = flat.as_strided((tokens, heads, size), (row, size, 1))
-            key = query.new_zeros(tokens, self.num_kv_heads, size)
-            value = query.new_zeros(tokens, self.num_kv_heads, size_v)
-            output = query.new_zeros(tokens, heads, size_v, dtype=output_dtype)
-            # Only where asked for: an engine's wrapper around forward may not know the argument.
-            lse = query.new_empty(tokens, heads, dtype=torch.float32)
-            asked: dict[str, Any] = {"output_lse": lse} if with_lse else {}
-            if self.kv_sharing_target_layer_name is None:
-                self.do_kv_cache_update(layer, key, value, kv_cache, batch.slot_mapping)
-            record = builder.build(prefix, batch)
-            self.forward(
-                *(layer, query, key, value, kv_cache, record, output, output_scale),
-                **asked,
-            )
+
+        def run_steps() -> None:
+            for prefix, batch in builder.warm_up_batches(**features):
+                tokens = batch.num_actual_tokens
+                flat = torch.zeros(tokens * row, dtype=query_dtype, device=device)
+                query = flat.as_strided((tokens, heads, size), (row, size, 1))
+                key = query.new_zeros(tokens, self.num_kv_heads, size)
+                value = query.new_zeros(tokens, self.num_kv_heads, size_v)
+                output = query.new_zeros(tokens, heads, size_v, dtype=output_dtype)
+                # Only where asked for: an engine's wrapper around forward may not know it.
+                lse = query.new_empty(tokens, heads, dtype=torch.float32)
+                asked: dict[str, Any] = {"output_lse": lse} if with_lse else {}
+                if self.kv_sharing_target_layer_name is None:
+                    self.do_kv_cache_update(layer, key, value, kv_cache, batch.slot_mapping)
+                record = builder.build(prefix, batch)
+                self.forward(
+                    *(layer, query, key, value, kv_cache, record, output, output_scale),
+                    **asked,
+                )
+
+        if device.type == "cuda":
+            from attn.kernels.launch import collected_calls, compile_calls
+
+            with collected_calls() as calls:
+                run_steps()
+            compile_calls(calls, device)
+        run_steps()
 
     def _keys(
         self,

@@ -181,8 +181,10 @@ def decode_kernel(
     lane = pid % HEADS
     mine = starts_ptr + (pid // HEADS) * 2
     row = tl.arange(0, ROWS)
-    for r in range(tl.load(mine), tl.load(mine + 2) + (tl.load(mine + 3) > 0).to(tl.int32)):
-        # Read again for each row: registers are for its keys.
+    first_row = tl.load(mine)
+    past_row = tl.load(mine + 2) + (tl.load(mine + 3) > 0).to(tl.int32)
+    # Nothing is kept from row to row, and a row's numbers are read again: registers are for keys.
+    for r in tl.range(first_row, past_row, num_stages=1, disable_licm=True):
         total = tl.load(total_ptr + 1).to(tl.int64)
         shares = groups
         if FREE:

@@ -3,11 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+_COMPILERS = 8
+"""Threads that compile, each in its own kernel."""
+_collected: ContextVar[list[KernelCall] | None] = ContextVar("collected", default=None)
+
+
+@contextmanager
+def collected_calls() -> Iterator[list[KernelCall]]:
+    """Launches of this thread become entries of the list that is given, and do not run."""
+    calls: list[KernelCall] = []
+    token = _collected.set(calls)
+    try:
+        yield calls
+    finally:
+        _collected.reset(token)
+
+
+def compile_calls(calls: Sequence[KernelCall], device: torch.device) -> None:
+    """Compile kernels side by side, for launches like these on a GPU; one takes seconds."""
+    groups: dict[object, list[KernelCall]] = {}
+    for call in calls:
+        groups.setdefault(call.variant, []).append(call)
+
+    def compile_group(group: list[KernelCall]) -> None:
+        # What is alike may still differ in what Triton specialises on; what does not is there.
+        with torch.cuda.device(device):
+            for call in group:
+                call.kernel.warmup(grid=call.grid, **call.arguments, **call.options)
+
+    with ThreadPoolExecutor(_COMPILERS) as pool:
+        list(pool.map(compile_group, groups.values()))
 
 
 def alignment(x: torch.Tensor) -> int:
@@ -37,10 +71,23 @@ class KernelCall:
         """Enqueue it on the current stream; an empty grid is nothing to do."""
         if 0 in self.grid:
             return
-        if self.in_order:
+        collected = _collected.get()
+        if collected is not None:
+            collected.append(self)
+        elif self.in_order:
             self.kernel[self.grid](*self.arguments.values(), **self.options)
         else:
             self.kernel[self.grid](**self.arguments, **self.options)
+
+    @property
+    def variant(self) -> object:
+        """Equal for calls that differ neither in the kernel nor in a constexpr nor in an option."""
+        constants = (
+            self.arguments[parameter.name]
+            for parameter in self.kernel.params
+            if parameter.is_constexpr
+        )
+        return self.kernel, tuple(self.options.items()), tuple(constants)
 
     @property
     def options(self) -> dict[str, int]:

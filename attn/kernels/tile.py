@@ -110,7 +110,7 @@ def _halves(x):
 
 @triton.jit
 def scores_of(query, keys, accumulator, IEEE: tl.constexpr):
-    """``accumulator + query @ keys.T``; fp32 sums are cut: one sum's error grows with its length."""
+    """``accumulator + query @ keys.T``; fp32 sums are cut, their error grows with their length."""
     PARTS: tl.constexpr = query.shape[1] // 32
     if IEEE and PARTS > 4:
         q0, q1 = _halves(query)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +16,7 @@ from attn.impls.base import LayerScales
 from attn.impls.triton_attn import TritonAttentionImpl
 from attn.kernels import dense
 from attn.kernels.dense import DenseLauncher, DenseLayer, DenseTensors, prefill_call, split_call
-from attn.kernels.launch import KernelCall, KernelForm
+from attn.kernels.launch import KernelCall, KernelForm, collected_calls, compile_calls
 from builders.common import CommonAttentionMetadata
 from builders.triton_attn import TritonAttentionMetadata, TritonAttentionMetadataBuilder
 from specs.dtypes import CacheDType, DType
@@ -24,7 +26,7 @@ from specs.kv_cache import FullAttentionSpec
 HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 4, 2, 32, 16, 8
 
 
-@dataclass
+@dataclass(eq=False)
 class Recorder:
     """Stands for a kernel: it has its arguments and notes what it is launched with."""
 
@@ -37,7 +39,73 @@ class Recorder:
         return lambda *args, **kwargs: self.calls.append((grid, args, kwargs))
 
 
+@dataclass(frozen=True)
+class Parameter:
+    """Of a kernel."""
+
+    name: str
+    is_constexpr: bool
+
+
+class Compiled(Recorder):
+    """Notes what it is compiled for, and in which thread."""
+
+    @property
+    def params(self) -> list[Parameter]:
+        return [Parameter(name, name.isupper()) for name in self.arg_names]
+
+    def warmup(self, grid: tuple[int, ...], **given: Any) -> None:
+        self.calls.append((grid, (threading.get_ident(),), given))
+
+
 # -- Records.
+
+
+def test_launches_are_collected_where_that_is_asked_for() -> None:
+    kernel = Recorder(["a"])
+    call = KernelCall(kernel, (1,), {"a": 1})
+    with collected_calls() as calls:
+        call.launch()
+        KernelCall(kernel, (0,), {"a": 1}).launch()
+    assert calls == [call]
+    assert kernel.calls == []
+    call.launch()
+    assert len(kernel.calls) == 1
+
+
+def test_variants_compile_side_by_side_and_calls_of_one_after_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entered: list[torch.device] = []
+
+    @contextmanager
+    def device(which: torch.device) -> Iterator[None]:
+        entered.append(which)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    one, other = Compiled(["a", "B"]), Compiled(["a", "B"])
+    arguments = [(one, 1, 7), (one, 2, 7), (one, 1, 8), (other, 1, 7)]
+    calls = [KernelCall(kernel, (1,), {"a": a, "B": b}, 8) for kernel, a, b in arguments]
+    calls.append(KernelCall(one, (1,), {"a": 1, "B": 7}, 4))
+    compile_calls(calls, torch.device("cpu"))
+    assert len(entered) == len({call.variant for call in calls}) == 4
+    options = {"num_stages": 2}
+    same = [{**given} for _, _, given in one.calls if given["B"] == 7 and given["num_warps"] == 8]
+    assert same == [{"a": a, "B": 7, "num_warps": 8, **options} for a in (1, 2)]
+    assert [given for _, _, given in other.calls] == [{"a": 1, "B": 7, "num_warps": 8, **options}]
+    assert len(one.calls) == 4
+
+
+def test_a_compile_that_fails_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda which: nullcontext())
+
+    class Broken(Compiled):
+        def warmup(self, grid: tuple[int, ...], **given: Any) -> None:
+            raise ValueError("no registers")
+
+    with pytest.raises(ValueError, match="no registers"):
+        compile_calls([KernelCall(Broken(["a"]), (1,), {"a": 1})], torch.device("cpu"))
 
 
 def test_a_record_launches_by_name() -> None:
