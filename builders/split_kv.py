@@ -1,8 +1,7 @@
-"""Split KV: tiles, scratch and the step's plan of the dense attention kernels.
+"""Split KV: scratch and the step's plan of the dense attention kernels.
 
 The plan is computed on the device, by one launch per step, from ``seq_lens`` and
-``query_start_loc`` alone: host values size grids and buffers and decide nothing. Tile sizes are
-pure functions of the layer's shape and the kind of device, shared by builders and launchers.
+``query_start_loc`` alone: host values size grids and buffers and decide nothing.
 """
 
 from __future__ import annotations
@@ -16,15 +15,19 @@ import torch
 from builders.buffers import GraphBuffers
 from builders.paging import Stripe
 from builders.segments import max_segments, segment_of, segment_start
+from builders.tiles import (
+    DenseShape,
+    PrefillTile,
+    SplitTile,
+    power_of_two,
+    prefill_tile,
+    split_tile,
+)
 from specs.base import cdiv
 from specs.devices import DeviceKind
 
 SHORT_QUERY = 16
 """Longest query of the split-KV kernel; longer ones go to the prefill kernel."""
-MOST_ROWS = 64
-"""Query rows (tokens x heads of a group) of a tile of the split-KV kernel, at most."""
-MOST_CELLS = 8192
-"""Elements of such a tile's output, at most: a thread keeps two states of its share."""
 PLANNED_AT_ONCE = 512
 """Rows that the plan kernel holds in registers."""
 WASTE = 24
@@ -33,158 +36,6 @@ ROW_FIELDS = 12
 """int32 per row of the plan: request, first token, tokens, KV length, first position, first KV
 tile, KV tiles, place of its first tile among all tiles of the step, first segment, segments; the
 rest is padding, so that a row lies in one sector pair."""
-
-SHARED_MEMORY = {
-    DeviceKind.SM80: 163,
-    DeviceKind.SM89: 99,
-    DeviceKind.SM90: 227,
-    DeviceKind.SM100: 227,
-    DeviceKind.SM120: 99,
-    DeviceKind.ROCM: 64,
-}
-"""KiB of shared memory that the programs of one multiprocessor may use."""
-NVIDIA = frozenset(SHARED_MEMORY) - {DeviceKind.ROCM}
-
-
-@dataclass(frozen=True)
-class DenseShape:
-    """What tile sizes depend on, of a layer with K and V per KV head."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    head_size_v: int
-    itemsize: int
-    """Bytes of an element of the model."""
-    stored_bits: int
-    """Bits of an element of the cache."""
-
-    @property
-    def group(self) -> int:
-        """Query heads per KV head."""
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def width(self) -> int:
-        """The larger head size, rounded up to a power of two."""
-        return power_of_two(max(self.head_size, self.head_size_v))
-
-
-def power_of_two(number: int) -> int:
-    """The smallest power of two that is not below ``number``."""
-    return 1 << max(number - 1, 0).bit_length()
-
-
-@dataclass(frozen=True)
-class SplitTile:
-    """Launch configuration of the split-KV kernel."""
-
-    rows: int
-    """M of the tile, a power of two."""
-    tile_heads: int
-    """Query heads of a tile, of one KV head."""
-    head_tiles: int
-    """Tiles that a KV head's group of query heads takes."""
-    query_tokens: int
-    """Query tokens of a tile."""
-    kv_tile: int
-    """Keys of a tile."""
-    segment_scale: int
-    """Segments are this many times as long: a state grows with the rows, its cost should not."""
-    num_warps: int
-    num_stages: int
-    programs_per_sm: int
-    max_registers: int | None
-    """Registers per thread that the programs of a multiprocessor leave each other; named, since
-    ptxas takes fewer and spills. None where there is no such option."""
-
-    @property
-    def segment_unit(self) -> int:
-        """Tokens of a tile, in the positions that :mod:`builders.segments` knows."""
-        return self.kv_tile // self.segment_scale
-
-
-@dataclass(frozen=True)
-class PrefillTile:
-    """Launch configuration of the prefill kernel."""
-
-    query_tile: int
-    kv_tile: int
-    num_warps: int
-    num_stages: int
-
-
-def split_tile(shape: DenseShape, kind: DeviceKind, max_query_len: int) -> SplitTile:
-    """The split-KV tile of a layer.
-
-    One shape serves every row of a configuration, so that a row's bits do not depend on the number
-    of tokens that it is computed with.
-
-    Args:
-        shape: the layer.
-        kind: device.
-        max_query_len: query tokens of a verify, all of which should share one pass over the keys.
-    """
-    most_rows = min(MOST_ROWS, max(MOST_CELLS // shape.width, 16))
-    head_tiles = cdiv(shape.group, most_rows)
-    tile_heads = cdiv(shape.group, head_tiles)
-    rows = min(max(power_of_two(tile_heads * max_query_len), 16), most_rows)
-    # About 16 KiB of keys and as much of values in a stage.
-    wide = shape.itemsize > 2
-    kv_tile = min(max((4096 if wide else 8192) // shape.width, 16), 128)
-    narrow = shape.stored_bits < 16
-    stages = 4 if narrow else 3
-    warps = 4
-    if narrow and rows == 16:
-        # What is read has to be converted too: more keys between two barriers, for more warps.
-        kv_tile, stages, warps = min(2 * kv_tile, 128), 3, 8
-    row_bytes = 2 * shape.width * shape.stored_bits // 8
-    room = SHARED_MEMORY.get(kind, 99) * 1024
-    # The query, and the output on its way from one arrangement to another.
-    fixed = rows * shape.width * (shape.itemsize + 4)
-
-    def needed() -> int:
-        return (stages - 1) * kv_tile * row_bytes + fixed
-
-    while needed() > room and stages > 2:
-        stages -= 1
-    while needed() > room and kv_tile > 16:
-        kv_tile //= 2
-    if needed() > room:
-        stages = 1
-    programs = max(1, min(2, room // max(needed(), 1)))
-    return SplitTile(
-        rows=rows,
-        tile_heads=tile_heads,
-        head_tiles=head_tiles,
-        # Scratch grows with it: no more than what should share one pass over the keys.
-        query_tokens=max(1, min(rows // tile_heads, max_query_len)),
-        kv_tile=kv_tile,
-        segment_scale=1 if rows <= 16 else rows // 8,
-        num_warps=warps,
-        num_stages=stages,
-        programs_per_sm=programs,
-        max_registers=_registers(warps * programs) if kind in NVIDIA else None,
-    )
-
-
-def _registers(num_warps: int) -> int:
-    """Registers that each thread of ``num_warps`` warps on one multiprocessor can have."""
-    return min(65536 // (32 * num_warps), 255)
-
-
-def prefill_tile(shape: DenseShape, kind: DeviceKind) -> PrefillTile:
-    """The prefill tile of a layer."""
-    if shape.itemsize > 2:
-        return PrefillTile(32, 32 if shape.width <= 128 else 16, 4, 2)
-    small = SHARED_MEMORY.get(kind, 99) < 160
-    if shape.width <= 64:
-        return PrefillTile(128, 64, 4, 3)
-    if shape.width <= 128:
-        return PrefillTile(64, 64, 4, 2 if small else 3)
-    if shape.width <= 256:
-        return PrefillTile(64, 32, 4, 2) if small else PrefillTile(128, 64, 8, 2)
-    return PrefillTile(32, 16, 4, 2) if small else PrefillTile(64, 32, 8, 2)
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,8 @@ from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch, debug_enabled
 from builders.paging import Stripe
-from builders.split_kv import (
-    DenseShape,
-    PrefillPlan,
-    SplitLimits,
-    SplitPlan,
-    SplitPlanner,
-    VisibleKeys,
-)
+from builders.split_kv import PrefillPlan, SplitLimits, SplitPlan, SplitPlanner, VisibleKeys
+from builders.tiles import DenseShape
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
 from specs.devices import ComputeCapability, DeviceKind, kind_of

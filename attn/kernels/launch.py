@@ -30,13 +30,15 @@ def collected_calls() -> Iterator[list[KernelCall]]:
 
 def compile_calls(calls: Sequence[KernelCall], device: torch.device) -> None:
     """Compile kernels side by side, for launches like these on a GPU; one takes seconds."""
+    # Every thread has a current device of its own.
+    index = torch.cuda.current_device() if device.index is None else device.index
     groups: dict[object, list[KernelCall]] = {}
     for call in calls:
         groups.setdefault(call.variant, []).append(call)
 
     def compile_group(group: list[KernelCall]) -> None:
         # What is alike may still differ in what Triton specialises on; what does not is there.
-        with torch.cuda.device(device):
+        with torch.cuda.device(index):
             for call in group:
                 call.kernel.warmup(grid=call.grid, **call.arguments, **call.options)
 

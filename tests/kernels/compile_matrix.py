@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from builders.split_kv import SHARED_MEMORY
+from builders.tiles import SHARED_MEMORY
 from specs.devices import KNOWN_DEVICES
 from tests.kernels.variants import TARGETS, VARIANTS, Kernel, Variant, call_of
 

@@ -76,10 +76,10 @@ def test_launches_are_collected_where_that_is_asked_for() -> None:
 def test_variants_compile_side_by_side_and_calls_of_one_after_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    entered: list[torch.device] = []
+    entered: list[int] = []
 
     @contextmanager
-    def device(which: torch.device) -> Iterator[None]:
+    def device(which: int) -> Iterator[None]:
         entered.append(which)
         yield
 
@@ -88,8 +88,9 @@ def test_variants_compile_side_by_side_and_calls_of_one_after_another(
     arguments = [(one, 1, 7), (one, 2, 7), (one, 1, 8), (other, 1, 7)]
     calls = [KernelCall(kernel, (1,), {"a": a, "B": b}, 8) for kernel, a, b in arguments]
     calls.append(KernelCall(one, (1,), {"a": 1, "B": 7}, 4))
-    compile_calls(calls, torch.device("cpu"))
-    assert len(entered) == len({call.variant for call in calls}) == 4
+    compile_calls(calls, torch.device("cuda", 3))
+    assert len({call.variant for call in calls}) == 4
+    assert entered == [3] * 4
     options = {"num_stages": 2}
     same = [{**given} for _, _, given in one.calls if given["B"] == 7 and given["num_warps"] == 8]
     assert same == [{"a": a, "B": 7, "num_warps": 8, **options} for a in (1, 2)]
@@ -98,6 +99,7 @@ def test_variants_compile_side_by_side_and_calls_of_one_after_another(
 
 
 def test_a_compile_that_fails_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "device", lambda which: nullcontext())
 
     class Broken(Compiled):
@@ -105,7 +107,7 @@ def test_a_compile_that_fails_is_not_passed_over(monkeypatch: pytest.MonkeyPatch
             raise ValueError("no registers")
 
     with pytest.raises(ValueError, match="no registers"):
-        compile_calls([KernelCall(Broken(["a"]), (1,), {"a": 1})], torch.device("cpu"))
+        compile_calls([KernelCall(Broken(["a"]), (1,), {"a": 1})], torch.device("cuda"))
 
 
 def test_a_record_launches_by_name() -> None:
