@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum, unique
 from importlib import import_module
@@ -311,9 +311,9 @@ def run_job(job: Job, timeout_s: float, log: Log) -> JobResult | str:
 
 def measure_backend(
     bench: EngineBench, backend: str, log: Log
-) -> tuple[BackendResult, EngineEnvironment | None]:
-    """Both jobs of a backend; the environment of one that succeeded."""
-    result, environment = BackendResult(backend=backend), None
+) -> Iterator[tuple[BackendResult, EngineEnvironment | None]]:
+    """Both jobs of a backend: what is known after each, and the environment where it succeeded."""
+    result = BackendResult(backend=backend)
     for kind, layers in ((Kind.SPEED, bench.layers), (Kind.ANSWERS, bench.logprob_layers)):
         log(f"{backend}: {kind.value}, {layers} layers")
         job = Job(
@@ -329,17 +329,17 @@ def measure_backend(
             field = "speed_error" if kind is Kind.SPEED else "answer_error"
             result = result.replace(**{field: found})
             log(f"  failed: {found}")
+            yield result, None
             continue
-        environment = found.environment
         if kind is Kind.ANSWERS:
             result = result.replace(answers=found.answers)
-            continue
-        result = result.replace(start_up_s=found.start_up_s, speeds=found.speeds)
-        log(f"  start-up {found.start_up_s:.1f} s")
-        for workload in bench.workloads:
-            rate = value_of(result, workload.name, bench.workloads)
-            log(f"  {workload.name}: {workload.what}: {rate:.0f}")
-    return result, environment
+        else:
+            result = result.replace(start_up_s=found.start_up_s, speeds=found.speeds)
+            log(f"  start-up {found.start_up_s:.1f} s")
+            for workload in bench.workloads:
+                rate = value_of(result, workload.name, bench.workloads)
+                log(f"  {workload.name}: {workload.what}: {rate:.0f}")
+        yield result, found.environment
 
 
 def bench_engine(
@@ -350,7 +350,7 @@ def bench_engine(
     Args:
         bench: what to measure.
         log: receives lines of progress, and the output of a process that fails.
-        on_result: receives the results so far, after each backend.
+        on_result: receives the results so far, after each process.
     """
     results = EngineResults(
         layers=bench.layers,
@@ -359,12 +359,13 @@ def bench_engine(
         workloads=bench.workloads,
     )
     for backend in bench.backends:
-        measured, environment = measure_backend(bench, backend, log)
-        results = results.replace(
-            backends=(*results.backends, measured), environment=environment or results.environment
-        )
-        if on_result is not None:
-            on_result(results)
+        earlier = results.backends
+        for measured, environment in measure_backend(bench, backend, log):
+            results = results.replace(
+                backends=(*earlier, measured), environment=environment or results.environment
+            )
+            if on_result is not None:
+                on_result(results)
     return results
 
 

@@ -446,7 +446,8 @@ def test_a_run_measures_each_backend_twice_and_reports_after_each(monkeypatch):
     ]
     assert [job.model["num_hidden_layers"] for job in jobs] == [8, 4] * 3
     assert all({**MODEL, **job.model} == job.model for job in jobs)
-    assert [len(part.backends) for part in parts] == [1, 2, 3]
+    assert [len(part.backends) for part in parts] == [1, 1, 2, 2, 3, 3]
+    assert all(render_markdown(part) for part in parts)
     assert parts[-1] == results
     assert results.environment == ENVIRONMENT
     assert results.of(OURS).answer_error.endswith("outputs must vary")
