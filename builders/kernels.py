@@ -8,12 +8,10 @@ import triton.language as tl
 from builders import segments
 from builders.split_kv import ROW_FIELDS, WASTE
 
-_FINE = tl.constexpr(segments.FINE)
-_NEAR = tl.constexpr(segments.NEAR)
 _SEGMENT = tl.constexpr(segments.SEGMENT)
 _LIMIT = tl.constexpr(segments.LIMIT)
 _PER_OCTAVE = tl.constexpr(segments.PER_OCTAVE)
-_EXTRA = tl.constexpr(segments.EXTRA)
+_BUNDLE = tl.constexpr(segments.BUNDLE)
 _FIELDS = tl.constexpr(ROW_FIELDS)
 _WASTE = tl.constexpr(WASTE)
 
@@ -26,18 +24,16 @@ def segment_of(position):
     octave = tl.maximum((limits.to(tl.int32, bitcast=True) >> 23) - 127, 0)
     far = _LIMIT // _SEGMENT + _PER_OCTAVE * octave
     far += (position - (_LIMIT << octave)) // ((2 * _SEGMENT) << octave)
-    far = _EXTRA + tl.where(position < _LIMIT, position // _SEGMENT, far)
-    return tl.where(position < _NEAR, position // _FINE, far)
+    return tl.where(position < _LIMIT, position // _SEGMENT, far)
 
 
 @triton.jit
 def segment_start(segment):
     """See :func:`builders.segments.segment_start`."""
-    beyond = tl.maximum(segment - _EXTRA - _LIMIT // _SEGMENT, 0)
+    beyond = tl.maximum(segment - _LIMIT // _SEGMENT, 0)
     octave = beyond // _PER_OCTAVE
     far = (_LIMIT << octave) + (beyond % _PER_OCTAVE) * ((2 * _SEGMENT) << octave)
-    far = tl.where(segment - _EXTRA <= _LIMIT // _SEGMENT, (segment - _EXTRA) * _SEGMENT, far)
-    return tl.where(segment <= _NEAR // _FINE, segment * _FINE, far)
+    return tl.where(segment <= _LIMIT // _SEGMENT, segment * _SEGMENT, far)
 
 
 @triton.jit
@@ -104,17 +100,21 @@ def _first_above(ends, x, SIZE: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def _rows_at(
-    j, num_rows, req_ends, req_rows, begins, counts, kv_lens, window, chunk, lookback, dcp_size,
-    dcp_rank, dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
-    REQS: tl.constexpr, REQ_STEPS: tl.constexpr,
+    j, num_rows, req_ends, req_rows, begins, counts, kv_lens, req_bundles, window, chunk, lookback,
+    dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
+    SEGMENT_UNIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr,
+    DCP: tl.constexpr, BUNDLED: tl.constexpr, REQS: tl.constexpr, REQ_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``j``: request, first token, tokens, KV length, first position, first KV tile, KV tiles.
+    """Rows ``j``: request, first token, tokens, KV length, first position, first KV tile, KV tiles,
+    bundle, bundles.
 
-    A few query tokens of one request each; no tiles past the last row.
+    A few query tokens and one bundle of keys of one request each; no tiles past the last row.
     """
     req = _first_above(req_ends, j, REQS, REQ_STEPS)
-    skipped = (j - tl.gather(req_ends - req_rows, req, 0)) * QUERY_TOKENS
+    place = j - tl.gather(req_ends - req_rows, req, 0)
+    bundles = tl.maximum(tl.gather(req_bundles, req, 0), 1)
+    bundle = place % bundles
+    skipped = place // bundles * QUERY_TOKENS
     begin = tl.gather(begins, req, 0)
     count = tl.gather(counts, req, 0)
     kv_len = tl.gather(kv_lens, req, 0)
@@ -130,9 +130,14 @@ def _rows_at(
         stop = tl.minimum(kv_len, last + 1)
     if DCP:
         stop = local_len(stop, dcp_size, dcp_rank, dcp_interleave)
+    stop_tile = tl.cdiv(stop, KV_TILE)
+    if BUNDLED:
+        first_tile = segment_start(bundle * _BUNDLE) // SEGMENT_UNIT
+        past = segment_start((bundle + 1) * _BUNDLE) // SEGMENT_UNIT
+        stop_tile = tl.minimum(stop_tile, past)
     # A row without keys costs one tile, so that somebody writes its zeros.
-    tiles = tl.where(j < num_rows, tl.maximum(tl.cdiv(stop, KV_TILE) - first_tile, 1), 0)
-    return req, begin + skipped, tokens, kv_len, first, first_tile, tiles
+    tiles = tl.where(j < num_rows, tl.maximum(stop_tile - first_tile, 1), 0)
+    return req, begin + skipped, tokens, kv_len, first, first_tile, tiles, bundle, bundles
 
 
 @triton.jit
@@ -222,6 +227,7 @@ def plan_kernel(
     CHUNK: tl.constexpr,
     TRIM: tl.constexpr,
     DCP: tl.constexpr,
+    BUNDLED: tl.constexpr,
     REQS: tl.constexpr,
     REQ_STEPS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -245,16 +251,23 @@ def plan_kernel(
     real = i < num_reqs
     begin = tl.load(query_start_ptr + i, mask=real, other=0)
     count = tl.load(query_start_ptr + 1 + i, mask=real, other=0) - begin
+    # A length beyond the limit would spoil other rows' scratch; its own row is lost anyway.
+    kv_len = tl.minimum(tl.load(seq_lens_ptr + i, mask=real, other=0), max_kv_len)
+    bundles = i * 0 + 1
+    if BUNDLED:
+        keys = kv_len
+        if DCP:
+            keys = local_len(keys, dcp_size, dcp_rank, dcp_interleave)
+        last_tile = tl.maximum(tl.cdiv(keys, KV_TILE) - 1, 0)
+        bundles = segment_of(last_tile * SEGMENT_UNIT) // _BUNDLE + 1
     is_decode = (count > 0) & (count <= decode_max)
-    req_rows = tl.where(is_decode, tl.cdiv(count, QUERY_TOKENS), 0)
+    req_rows = tl.where(is_decode, tl.cdiv(count, QUERY_TOKENS) * bundles, 0)
     req_ends = tl.cumsum(req_rows, 0)
     tile_ends = tl.cumsum(tl.where(count > decode_max, tl.cdiv(count, PREFILL_TILE), 0), 0)
     tl.store(prefill_starts_ptr + i, 0, mask=i == 0)
     # Past the last request too: a graph was captured with more of them, perhaps.
     tl.store(prefill_starts_ptr + 1 + i, tile_ends, mask=i < max_reqs)
     num_rows = tl.max(req_ends, 0)
-    # A length beyond the limit would spoil other rows' scratch; its own row is lost anyway.
-    kv_len = tl.minimum(tl.load(seq_lens_ptr + i, mask=real, other=0), max_kv_len)
 
     # In blocks, so that a step costs what its own rows cost and not what the largest step could.
     total = 0
@@ -262,10 +275,10 @@ def plan_kernel(
     most = 1
     for block in range(0, num_rows, ROWS):
         j = block + tl.arange(0, ROWS)
-        _, _, _, _, _, _, tiles = _rows_at(
-            j, num_rows, req_ends, req_rows, begin, count, kv_len, window, chunk, lookback,
-            dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, WINDOW, CHUNK, TRIM, DCP,
-            REQS, REQ_STEPS,
+        _, _, _, _, _, _, tiles, _, _ = _rows_at(
+            j, num_rows, req_ends, req_rows, begin, count, kv_len, bundles, window, chunk, lookback,
+            dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK,
+            TRIM, DCP, BUNDLED, REQS, REQ_STEPS,
         )  # fmt: skip
         total += tl.sum(tiles, 0) * HEAD_LOOPS
         least = tl.minimum(least, tl.min(tl.where(j < num_rows, tiles, least), 0))
@@ -289,10 +302,10 @@ def plan_kernel(
     for block in range(0, num_rows, ROWS):
         j = block + tl.arange(0, ROWS)
         live = j < num_rows
-        req, token, tokens, lens, first, first_tile, tiles = _rows_at(
-            j, num_rows, req_ends, req_rows, begin, count, kv_len, window, chunk, lookback,
-            dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, WINDOW, CHUNK, TRIM, DCP,
-            REQS, REQ_STEPS,
+        req, token, tokens, lens, first, first_tile, tiles, which, of = _rows_at(
+            j, num_rows, req_ends, req_rows, begin, count, kv_len, bundles, window, chunk, lookback,
+            dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK,
+            TRIM, DCP, BUNDLED, REQS, REQ_STEPS,
         )  # fmt: skip
         ends = place + tl.cumsum(tiles * HEAD_LOOPS, 0)
         out = rows_ptr + j * _FIELDS
@@ -307,6 +320,8 @@ def plan_kernel(
         part = segment_of(first_tile * SEGMENT_UNIT)
         tl.store(out + 8, part, mask=live)
         tl.store(out + 9, segment_of((first_tile + tiles - 1) * SEGMENT_UNIT) + 1 - part, mask=live)
+        tl.store(out + 10, which, mask=live)
+        tl.store(out + 11, of, mask=live)
         row, segment = _group_starts(
             position, ends, tiles, first_tile, SEGMENT_UNIT, HEAD_LOOPS, ROWS, ROW_STEPS, FREE
         )

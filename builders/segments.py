@@ -1,43 +1,37 @@
 """Segments: where a row's keys may be cut between programs, as a function of position alone.
 
 A row's result must not depend on what else is in the batch, so the places where its keys can be cut
-follow from the position of a key and nothing else: every 512 tokens up to 16k, every 1024 up to
-64k, then 32 per octave. Long enough that the states of segments cost little beside their keys,
-short enough that one short request fills a GPU. The Triton twins are in :mod:`builders.kernels`.
+follow from the position of a key and nothing else: every 512 tokens up to 128k, then 128 per
+octave. Long enough that the states of segments cost little beside their keys, short enough that one
+short request fills a GPU. States are folded in bundles of 16, then those of bundles: side by side,
+and with few steps after the last key. The Triton twins are in :mod:`builders.kernels`.
 """
 
 from __future__ import annotations
 
-FINE = 512
-"""Tokens of a segment below ``NEAR``."""
-NEAR = 16384
-SEGMENT = 1024
+SEGMENT = 512
 """Tokens of a segment below ``LIMIT``, and doubled from one octave to the next."""
-LIMIT = 65536
+LIMIT = 131072
 PER_OCTAVE = LIMIT // (2 * SEGMENT)
 """Segments of ``[LIMIT, 2 * LIMIT)``, and of every octave after it."""
-EXTRA = NEAR // FINE - NEAR // SEGMENT
-"""Segments that there are more below ``NEAR`` than ``SEGMENT`` would make."""
+BUNDLE = 16
+"""Segments of a bundle; bundle b begins with segment ``b * BUNDLE``."""
 
 
 def segment_of(position: int) -> int:
     """The segment that holds a position."""
-    if position < NEAR:
-        return position // FINE
     if position < LIMIT:
-        return EXTRA + position // SEGMENT
+        return position // SEGMENT
     octave = (position // LIMIT).bit_length() - 1
-    first = EXTRA + LIMIT // SEGMENT + PER_OCTAVE * octave
+    first = LIMIT // SEGMENT + PER_OCTAVE * octave
     return first + (position - (LIMIT << octave)) // (2 * SEGMENT << octave)
 
 
 def segment_start(segment: int) -> int:
     """First position of a segment."""
-    if segment * FINE < NEAR:
-        return segment * FINE
-    beyond = segment - EXTRA - LIMIT // SEGMENT
+    beyond = segment - LIMIT // SEGMENT
     if beyond <= 0:
-        return (segment - EXTRA) * SEGMENT
+        return segment * SEGMENT
     octave, rest = divmod(beyond, PER_OCTAVE)
     return (LIMIT << octave) + rest * (2 * SEGMENT << octave)
 
@@ -48,4 +42,4 @@ def max_segments(length: int, window: int | None = None) -> int:
     if window is None:
         return whole
     # A window cuts at most one segment on either side.
-    return min(whole, -(-window // FINE) + 2)
+    return min(whole, -(-window // SEGMENT) + 2)

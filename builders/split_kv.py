@@ -14,7 +14,7 @@ import torch
 
 from builders.buffers import GraphBuffers
 from builders.paging import Stripe
-from builders.segments import max_segments, segment_of, segment_start
+from builders.segments import BUNDLE, max_segments, segment_of, segment_start
 from builders.tiles import (
     DenseShape,
     PrefillTile,
@@ -34,8 +34,8 @@ WASTE = 24
 """One in so many programs may idle where the others then get whole rows, or equal parts of one."""
 ROW_FIELDS = 12
 """int32 per row of the plan: request, first token, tokens, KV length, first position, first KV
-tile, KV tiles, place of its first tile among all tiles of the step, first segment, segments; the
-rest is padding, so that a row lies in one sector pair."""
+tile, KV tiles, place of its first tile among all tiles of the step, first segment, segments, bundle
+of segments, bundles of the tokens' keys. Rows of the same tokens follow one another."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ class SplitPlan:
     starts: torch.Tensor
     """``[groups + 1, 2]`` int32: row x head loop and segment where each group starts."""
     counters: torch.Tensor
-    """int32 zeros between launches: segments that have arrived, per row and head tile."""
+    """int32 zeros between launches, per program: segments of the row in whose middle it starts that
+    have arrived, and bundles of the tokens in the middle of whose keys it starts, per head loop."""
     states: torch.Tensor
     """fp32 scratch."""
     sums: torch.Tensor
@@ -94,7 +95,9 @@ class SplitPlan:
     head_loops: int
     """Times that all groups' programs walk the keys, for heads beyond those."""
     slots: int
-    """States per program."""
+    """States of segments per program."""
+    bundles: int
+    """Most bundles of a row's keys; twice as many states, per head loop, follow those slots."""
     short_query: int
     """Longest query of a row."""
     is_free: bool = False
@@ -122,6 +125,11 @@ def parallel_heads(head_tiles: int, programs: int) -> int:
     used = {n: programs // n * n for n in divisors}
     best = max(used.values())
     return max(n for n in divisors if used[n] * 30 >= best * 29)
+
+
+def area_of(slots: int, bundles: int, head_loops: int) -> int:
+    """States of a program: segments that it lends, bundles that it lends, bundles of its own."""
+    return slots + (2 * bundles * head_loops if bundles > 1 else 0)
 
 
 class SplitPlanner:
@@ -167,7 +175,11 @@ class SplitPlanner:
         self.num_heads = shape.num_heads
         self.num_multiprocessors = num_multiprocessors
         reqs, tokens = limits.max_num_seqs, limits.max_num_tokens
-        self.max_rows = min(
+        # A long row of keys is cut into bundles; behind a window there are not many.
+        self.is_bundled = limits.window is None and not is_free and takes_rows
+        longest = max_segments(cdiv(limits.max_kv_len, tile.segment_scale))
+        self.bundles = cdiv(longest, BUNDLE) if self.is_bundled else 1
+        self.max_rows = self.bundles * min(
             reqs * cdiv(min(self.short_query, tokens), tile.query_tokens),
             tokens // tile.query_tokens + reqs,
         )
@@ -176,12 +188,15 @@ class SplitPlanner:
         if limits.window is not None and not every_row:
             span = limits.window + self.short_query
         self.slots = max_segments(cdiv(limits.max_kv_len, tile.segment_scale), span)
+        if self.is_bundled:
+            self.slots = min(self.slots, BUNDLE)
         if is_free:
             self.slots = self.groups
         if not takes_rows:
             self.slots = 0
         used = tile.tile_heads * tile.query_tokens
-        states = self.groups * self.heads * self.slots * used
+        launched = self.groups * self.heads
+        states = launched * area_of(self.slots, self.bundles, self.head_loops) * used
         # Quantised rows are read in planes, each rounded up to a power of two on its own.
         width = max(power_of_two(shape.head_size_v), 64)
         int32, fp32 = torch.int32, torch.float32
@@ -189,7 +204,7 @@ class SplitPlanner:
         buffers.declare("rows", (self.max_rows, ROW_FIELDS), int32)
         buffers.declare("total", (2,), int32)
         buffers.declare("starts", (self.groups + 1, 2), int32)
-        buffers.declare("counters", (self.max_rows * head_tiles,), int32)
+        buffers.declare("counters", (launched * (1 + self.head_loops),), int32)
         buffers.declare("states", (states * width,), fp32)
         buffers.declare("sums", (states * 2,), fp32)
         self.buffers = buffers
@@ -258,6 +273,7 @@ class SplitPlanner:
             CHUNK=visible.chunk is not None,
             TRIM=is_causal,
             DCP=visible.stripe is not None,
+            BUNDLED=self.is_bundled,
             REQS=reqs,
             REQ_STEPS=reqs.bit_length() - 1,
             ROWS=rows,
@@ -284,6 +300,7 @@ class SplitPlanner:
             self.short_query,
             visible,
             is_causal,
+            self.is_bundled,
         )
         reqs = len(starts) - 1
         tiles = torch.tensor(
@@ -321,6 +338,7 @@ class SplitPlanner:
             heads=self.heads,
             head_loops=self.head_loops,
             slots=self.slots,
+            bundles=self.bundles,
             short_query=self.short_query,
             is_free=self.is_free,
         )
@@ -367,6 +385,7 @@ def plan_rows(
     short_query: int,
     visible: VisibleKeys = VisibleKeys(),
     is_causal: bool = False,
+    is_bundled: bool = False,
 ) -> HostPlan:
     """What :func:`builders.kernels.plan_kernel` computes, on the host.
 
@@ -379,12 +398,16 @@ def plan_rows(
         short_query: longest query of a row.
         visible: which keys.
         is_causal: no query sees past itself.
+        is_bundled: rows are cut where bundles begin; every key is seen then.
     """
     window, chunk, stripe = visible.window, visible.chunk, visible.stripe
     rows: list[list[int]] = []
     place = token = 0
     for req, (count, kv_len) in enumerate(zip(query_lens, kv_lens, strict=True)):
         short = 0 < count <= short_query
+        keys = kv_len if stripe is None else stripe.local_len(kv_len)
+        last_tile = max(cdiv(keys, tile.kv_tile) - 1, 0)
+        bundles = segment_of(last_tile * tile.segment_unit) // BUNDLE + 1 if is_bundled else 1
         for skipped in range(0, count if short else 0, tile.query_tokens):
             first = max(kv_len - count, 0) + skipped
             start = 0
@@ -392,18 +415,22 @@ def plan_rows(
                 start = (first // chunk - visible.lookback) * chunk
             elif window is not None:
                 start = first - window + 1
-            first_tile = max(start, 0) // tile.kv_tile
             taken = min(count - skipped, tile.query_tokens)
             stop = min(kv_len, first + taken) if is_causal else kv_len
             if stripe is not None:
                 stop = stripe.local_len(stop)
-            tiles = max(cdiv(stop, tile.kv_tile) - first_tile, 1)
-            part = segment_of(first_tile * tile.segment_unit)
-            parts = segment_of((first_tile + tiles - 1) * tile.segment_unit) + 1 - part
-            rows.append(
-                [req, token + skipped, taken, kv_len, first, first_tile, tiles, place, part, parts]
-            )
-            place += tiles * head_loops
+            for bundle in range(bundles):
+                first_tile, stop_tile = max(start, 0) // tile.kv_tile, cdiv(stop, tile.kv_tile)
+                if is_bundled:
+                    first_tile = segment_start(bundle * BUNDLE) // tile.segment_unit
+                    past = segment_start((bundle + 1) * BUNDLE) // tile.segment_unit
+                    stop_tile = min(stop_tile, past)
+                tiles = max(stop_tile - first_tile, 1)
+                part = segment_of(first_tile * tile.segment_unit)
+                parts = segment_of((first_tile + tiles - 1) * tile.segment_unit) + 1 - part
+                where = [first_tile, tiles, place, part, parts, bundle, bundles]
+                rows.append([req, token + skipped, taken, kv_len, first, *where])
+                place += tiles * head_loops
         token += count
     shared = shared_tiles(place, [fields[6] for fields in rows], groups)
     starts = [

@@ -59,7 +59,7 @@ class Sizes:
     prefill_kv: int
 
 
-LARGE, SMALL = Sizes(9, 70, 5000, 400), Sizes(3, 20, 150, 60)
+LARGE, SMALL = Sizes(7, 70, 20_000, 400), Sizes(3, 20, 150, 60)
 
 
 @st.composite

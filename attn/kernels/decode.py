@@ -45,6 +45,12 @@ def _places(
     return kv_head, token + row // TILE_HEADS, kv_head * GROUP + in_group, wanted
 
 
+@triton.jit
+def _place_of(fields, loop, end):
+    """Place of a row's first tile among all tiles of the step, or (end 1) past its last."""
+    return tl.load(fields + 7) + (loop + end) * tl.load(fields + 6)
+
+
 _VARYING = [
     "groups",
     "window",
@@ -129,6 +135,8 @@ def decode_kernel(
     QUERY_TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     SLOTS: tl.constexpr,
+    BUNDLES: tl.constexpr,
+    AREA: tl.constexpr,
     K_SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
     SAME_ROWS: tl.constexpr,
@@ -199,6 +207,7 @@ def decode_kernel(
         first = tl.load(fields + 4)
         first_part = tl.load(fields + 8)
         parts = tl.load(fields + 9)
+        bundle = tl.load(fields + 10)
         begin = tl.where(r == tl.load(mine), tl.load(mine + 1), 0)
         base = tl.load(fields + 7) + (r % HEAD_LOOPS) * tl.load(fields + 6)
         owner = (base.to(tl.int64) * shares // total).to(tl.int32)
@@ -296,14 +305,14 @@ def decode_kernel(
                 cut_low = segment_start(begins) // SEGMENT_UNIT
                 cut_high = segment_start(stop) // SEGMENT_UNIT
             low = tl.maximum(cut_low, own_first)
-            if begin == 0:
+            if (begin == 0) & (bundle == 0):
                 low = own_first
             high = tl.minimum(cut_high, own_last)
             m = tl.full([ROWS], float("-inf"), tl.float32)
             l = tl.zeros([ROWS, KV_TILE], tl.float32)
             # The first group that starts inside the row lends it its slots: no other row can.
             lender = owner + 1
-            slots = (lender * HEADS + lane) * SLOTS
+            slots = (lender * HEADS + lane) * AREA
             if begin > 0:
                 # Segments of which this layer's queries see nothing are states all the same.
                 seen = begins
@@ -336,7 +345,9 @@ def decode_kernel(
             kv_head, at, head, wanted = _places(
                 tile_of_heads, token, count, row, HEAD_TILES, TILE_HEADS, GROUP
             )
-            if (begin == 0) & (end == parts):
+            bundles = tl.load(fields + 11)
+            is_whole = (begin == 0) & (end == parts)
+            if is_whole & (bundles == 1):
                 index = tl.arange(0, V_WIDTH)
                 valid = index < V_USED
                 columns = plane_columns(index, 0, V_SIZE, KIND)
@@ -366,23 +377,64 @@ def decode_kernel(
                         False, HARDWARE_E4M3,
                     )  # fmt: skip
             else:
-                if begin == 0:
+                # Where states of the tokens' bundles go: lent by the first group that starts in
+                # the middle of their keys, or the program's own when there is none.
+                which = r // HEAD_LOOPS - bundle
+                loop = r % HEAD_LOOPS
+                place = _place_of(rows_ptr + which * _FIELDS, loop, 0)
+                row_owner = (place.to(tl.int64) * shares // total).to(tl.int32)
+                place = _place_of(rows_ptr + (which + bundles - 1) * _FIELDS, loop, 1) - 1
+                spans = (place.to(tl.int64) * shares // total).to(tl.int32) > row_owner
+                mine_too = (tl.where(spans, row_owner + 1, row_owner) * HEADS + lane) * AREA + SLOTS
+                mine_too += (tl.where(spans, 0, HEAD_LOOPS) + loop) * BUNDLES
+                ready = is_whole
+                if is_whole:
                     store_state(
-                        states_ptr, sums_ptr, slots, M, L, A0, A1, A2, A3, USED, V_WIDTH, PLANES
-                    )
-                counter = counters_ptr + r * HEADS + lane
-                # All threads have stored before one of them says so.
-                tl.debug_barrier()
-                arrived = tl.atomic_add(counter, end - begin, sem="acq_rel", scope="gpu")
-                if arrived + end - begin == parts:
-                    tl.store(counter, 0)
-                    after_prefix = 1
-                    if not FREE:
-                        after_prefix = tl.load(starts_ptr + 2 * lender + 1)
-                    fold_parts(
-                        kv_head, (tile_of_heads % HEAD_TILES) * TILE_HEADS, token, count, slots,
-                        after_prefix, parts, states_ptr, sums_ptr, out_ptr, lse_ptr, sinks_ptr,
-                        v_factor, output_scale_ptr, out_token, out_head, lse_token, GROUP,
-                        TILE_HEADS, USED, V_WIDTH, PLANES, KIND, V_USED, V_SIZE, FINISH_ROWS,
-                        FINISH_WIDTH, SINKS, FP8_OUT, LSE, HARDWARE_E4M3,
+                        states_ptr, sums_ptr, mine_too + bundle, M, L, A0, A1, A2, A3, USED,
+                        V_WIDTH, PLANES,
                     )  # fmt: skip
+                else:
+                    if begin == 0:
+                        store_state(
+                            states_ptr, sums_ptr, slots, M, L, A0, A1, A2, A3, USED, V_WIDTH, PLANES
+                        )
+                    counter = counters_ptr + lender * HEADS + lane
+                    # All threads have stored before one of them says so.
+                    tl.debug_barrier()
+                    arrived = tl.atomic_add(counter, end - begin, sem="acq_rel", scope="gpu")
+                    ready = arrived + end - begin == parts
+                    if ready:
+                        tl.store(counter, 0)
+                if ready:
+                    after_prefix = 1
+                    if not FREE and not is_whole:
+                        after_prefix = tl.load(starts_ptr + 2 * lender + 1)
+                    # First the bundle's segments, if they are in parts, then the bundles.
+                    for level in range(is_whole.to(tl.int32), tl.where(bundles > 1, 2, 1)):
+                        slot = slots
+                        after = after_prefix
+                        count_of = parts
+                        goes_on = ready
+                        if level == 1:
+                            slot = mine_too
+                            after = after_prefix * 0 + 1
+                            count_of = bundles
+                            goes_on = bundle + 1 == bundles
+                            tl.debug_barrier()
+                            if spans:
+                                counter = counters_ptr + groups * HEADS
+                                counter += ((row_owner + 1) * HEADS + lane) * HEAD_LOOPS + loop
+                                arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+                                goes_on = arrived + 1 == bundles
+                                if goes_on:
+                                    tl.store(counter, 0)
+                        if goes_on:
+                            fold_parts(
+                                kv_head, (tile_of_heads % HEAD_TILES) * TILE_HEADS, token, count,
+                                slot, after, count_of, mine_too + bundle,
+                                (level == 0) & (bundles > 1), states_ptr, sums_ptr, out_ptr,
+                                lse_ptr, sinks_ptr, v_factor, output_scale_ptr, out_token, out_head,
+                                lse_token, GROUP, TILE_HEADS, USED, V_WIDTH, PLANES, KIND, V_USED,
+                                V_SIZE, FINISH_ROWS, FINISH_WIDTH, SINKS, FP8_OUT, LSE,
+                                HARDWARE_E4M3,
+                            )  # fmt: skip

@@ -17,7 +17,7 @@ from attn.kernels.numerics import INTERPRETED
 from attn.kernels.prefill import prefill_kernel
 from attn.kernels.stored import E4M3, E5M2, INT4, INT8, NATIVE, PLAIN, PTX, PTX_SM89
 from builders.paging import Stripe
-from builders.split_kv import PrefillPlan, SplitPlan
+from builders.split_kv import PrefillPlan, SplitPlan, area_of
 from builders.tiles import power_of_two
 from builders.triton_attn import BLOCK_MULTIPLE, MODEL_DTYPES, TritonAttentionMetadata
 from specs.dtypes import CacheDType, KVQuantMode
@@ -167,7 +167,15 @@ class DenseLauncher:
         varying["states_ptr"] = plan.states
         varying["sums_ptr"] = plan.sums
         tile = plan.tile
-        static = (tile, plan.groups, plan.heads, plan.head_loops, plan.slots, plan.is_free)
+        static = (
+            tile,
+            plan.groups,
+            plan.heads,
+            plan.head_loops,
+            plan.slots,
+            plan.bundles,
+            plan.is_free,
+        )
         key = (*static, _likeness(step, tensors))
         form = self._forms.get(key)
         if form is None:
@@ -374,6 +382,8 @@ def _split_constants(plan: SplitPlan, width: int) -> dict[str, Any]:
         "QUERY_TOKENS": tile.query_tokens,
         "ROWS": tile.rows,
         "SLOTS": plan.slots,
+        "BUNDLES": plan.bundles,
+        "AREA": area_of(plan.slots, plan.bundles, plan.head_loops),
         "KV_TILE": tile.kv_tile,
         "SEGMENT_UNIT": tile.segment_unit,
         "FREE": plan.is_free,

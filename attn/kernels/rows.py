@@ -97,15 +97,16 @@ def write_rows(
 
 @triton.jit
 def fold_parts(
-    kv_head, in_group, token, count, slot, first, parts, states_ptr, sums_ptr, out_ptr, lse_ptr,
-    sinks_ptr, v_factor, output_scale_ptr, out_token, out_head, lse_token, GROUP: tl.constexpr,
-    TILE_HEADS: tl.constexpr, USED: tl.constexpr, WIDTH: tl.constexpr, PLANES: tl.constexpr,
-    KIND: tl.constexpr, V_USED: tl.constexpr, V_SIZE: tl.constexpr, FINISH_ROWS: tl.constexpr,
-    FINISH_WIDTH: tl.constexpr, SINKS: tl.constexpr, FP8_OUT: tl.constexpr, LSE: tl.constexpr,
-    HARDWARE_E4M3: tl.constexpr,
+    kv_head, in_group, token, count, slot, first, parts, target, stores, states_ptr, sums_ptr,
+    out_ptr, lse_ptr, sinks_ptr, v_factor, output_scale_ptr, out_token, out_head, lse_token,
+    GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, USED: tl.constexpr, WIDTH: tl.constexpr,
+    PLANES: tl.constexpr, KIND: tl.constexpr, V_USED: tl.constexpr, V_SIZE: tl.constexpr,
+    FINISH_ROWS: tl.constexpr, FINISH_WIDTH: tl.constexpr, SINKS: tl.constexpr,
+    FP8_OUT: tl.constexpr, LSE: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
 ):  # fmt: skip
-    """Fold a row's stored states, from slot ``slot`` (its prefix, which holds the segments below
-    ``first``) and ``slot + first`` on, in the order of its segments; and write the row.
+    """Fold a row's stored states, from slot ``slot`` (its prefix, which holds the parts below
+    ``first``) and ``slot + first`` on, in their order; and write the row, or its state to slot
+    ``target`` if ``stores``.
 
     Stored by other multiprocessors, they are read past the L1 cache. Eight are under way at
     a time.
@@ -136,14 +137,20 @@ def fold_parts(
             m0, l0, a0, m1, l1, a1, m2, l2, a2, m3, l3, a3 = (
                 n0, k0, b0, n1, k1, b1, n2, k2, b2, n3, k3, b3,
             )  # fmt: skip
-        plane = column // WIDTH
-        index = column % WIDTH
-        columns = plane_columns(index, plane, V_SIZE, KIND)
-        write_rows(
-            m, l, acc, at, head, wanted, columns, index < V_USED, out_ptr, lse_ptr, sinks_ptr,
-            v_factor, output_scale_ptr, out_token, out_head, lse_token, SINKS, FP8_OUT, LSE,
-            HARDWARE_E4M3,
-        )  # fmt: skip
+        if stores:
+            sums = sums_ptr + target.to(tl.int64) * (2 * USED)
+            tl.store(sums + row, m, mask=mine)
+            tl.store(sums + USED + row, l, mask=mine)
+            tl.store(states_ptr + target.to(tl.int64) * (USED * CELLS) + cells, acc, mask=mask)
+        else:
+            plane = column // WIDTH
+            index = column % WIDTH
+            columns = plane_columns(index, plane, V_SIZE, KIND)
+            write_rows(
+                m, l, acc, at, head, wanted, columns, index < V_USED, out_ptr, lse_ptr, sinks_ptr,
+                v_factor, output_scale_ptr, out_token, out_head, lse_token, SINKS, FP8_OUT, LSE,
+                HARDWARE_E4M3,
+            )  # fmt: skip
 
 
 @triton.jit

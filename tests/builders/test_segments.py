@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 
 from builders import kernels
 from builders.segments import (
-    EXTRA,
-    FINE,
+    BUNDLE,
     LIMIT,
-    NEAR,
     PER_OCTAVE,
     SEGMENT,
     max_segments,
@@ -27,14 +25,14 @@ positions = st.one_of(st.integers(0, 4 * LIMIT), st.integers(0, FARTHEST))
 LAST_SEGMENT = segment_of(FARTHEST)
 
 
-def test_segments_have_512_tokens_then_1024_and_from_64k_on_32_are_an_octave() -> None:
-    assert (FINE, NEAR, SEGMENT, LIMIT, PER_OCTAVE, EXTRA) == (512, 16384, 1024, 65536, 32, 16)
-    starts = [segment_start(segment) for segment in range(81)]
-    assert starts == [*range(0, 16384, 512), *range(16384, 65536 + 1, 1024)]
-    for octave in range(11):
-        first = 80 + 32 * octave
-        starts = [segment_start(first + step) for step in range(33)]
-        assert starts == [(65536 << octave) + step * (2048 << octave) for step in range(33)]
+def test_segments_have_512_tokens_up_to_128k_then_128_are_an_octave() -> None:
+    assert (SEGMENT, LIMIT, PER_OCTAVE, BUNDLE) == (512, 131072, 128, 16)
+    near = [segment_start(segment) for segment in range(257)]
+    assert near == list(range(0, 131072 + 1, 512))
+    for octave in range(10):
+        first = 256 + 128 * octave
+        starts = [segment_start(first + step) for step in range(129)]
+        assert starts == [(131072 << octave) + step * (1024 << octave) for step in range(129)]
 
 
 @given(position=positions)
@@ -62,7 +60,7 @@ def test_later_positions_have_no_earlier_segment(one: int, other: int) -> None:
 
 @given(segment=st.integers(0, LAST_SEGMENT))
 def test_every_start_is_a_whole_number_of_the_largest_tiles(segment: int) -> None:
-    assert segment_start(segment) % FINE == 0
+    assert segment_start(segment) % SEGMENT == 0
 
 
 @given(length=st.integers(1, FARTHEST))
@@ -85,7 +83,7 @@ def test_a_window_touches_no_more_segments_than_is_said(
     touched = segment_of(last) - segment_of(first) + 1
     most = max_segments(length, window)
     assert touched <= most <= max_segments(length)
-    assert most <= -(-window // FINE) + 2
+    assert most <= -(-window // SEGMENT) + 2
 
 
 # -- The device's twins.
@@ -138,9 +136,9 @@ def test_the_devices_segment_start_is_the_hosts() -> None:
 
 
 def test_the_device_takes_scalars_too() -> None:
-    numbers = [0, 511, 512, 1023, 1024, NEAR - 1, NEAR, LIMIT - 1, LIMIT, LIMIT + 2047, FARTHEST]
+    numbers = [0, 511, 512, 1023, 1024, LIMIT - 1, LIMIT, LIMIT + 1023, 2 * LIMIT, FARTHEST]
     of, start = on_device(numbers, scalar=True)
     assert of == [segment_of(number) for number in numbers]
-    small = [0, 1, 31, 32, 33, 79, 80, 81, 112, 113, LAST_SEGMENT]
+    small = [0, 1, 255, 256, 257, 383, 384, 385, LAST_SEGMENT]
     assert on_device(small, scalar=True)[1] == [segment_start(segment) for segment in small]
     assert len(start) == len(numbers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from builders import split_kv, triton_attn
 from builders.buffers import GraphBuffers
 from builders.paging import Stripe
-from builders.segments import segment_of
+from builders.segments import BUNDLE, segment_of
 from builders.split_kv import (
     SHORT_QUERY,
     WASTE,
@@ -53,6 +53,7 @@ class Step:
     lookback: int = 0
     is_causal: bool = False
     stripe: Stripe | None = None
+    is_bundled: bool = False
 
     @property
     def visible(self) -> VisibleKeys:
@@ -61,9 +62,8 @@ class Step:
     def plan(self) -> HostPlan:
         counts, kv_lens = ([pair[side] for pair in self.lens] for side in (0, 1))
         loops, short = self.head_loops, self.short_query
-        return plan_rows(
-            counts, kv_lens, self.tile, self.groups, loops, short, self.visible, self.is_causal
-        )
+        rules = (self.visible, self.is_causal, self.is_bundled)
+        return plan_rows(counts, kv_lens, self.tile, self.groups, loops, short, *rules)
 
 
 def tile_of(query_tokens: int = 4, kv_tile: int = 128, scale: int = 1) -> SplitTile:
@@ -104,6 +104,7 @@ def steps(draw: st.DrawFn) -> Step:
         lookback=draw(st.integers(0, 2)) if kind == "chunk" else 0,
         is_causal=draw(st.booleans()),
         stripe=stripe if kind == "stripe" else None,
+        is_bundled=kind in ("full", "stripe") and draw(st.booleans()),
     )
 
 
@@ -116,7 +117,9 @@ def planner_of(step: Step) -> SplitPlanner:
     planner.tile, planner.groups = step.tile, step.groups
     planner.head_loops, planner.short_query = step.head_loops, step.short_query
     rows = sum(cdiv(count, step.tile.query_tokens) for count, _ in step.lens)
-    planner.max_rows = max(rows, 1)
+    planner.is_bundled = step.is_bundled
+    most_bundles = cdiv(segment_of(200_000 // step.tile.segment_scale) + 1, BUNDLE)
+    planner.max_rows = max(rows, 1) * (most_bundles if step.is_bundled else 1)
     buffers = GraphBuffers(DEVICE)
     int32 = torch.int32
     for name, shape_of in {
@@ -140,7 +143,7 @@ def filled(step: Step) -> dict[str, list]:
     total = b["total"].tolist()
     return {
         "tile_starts": b["tile_starts"][:count].tolist(),
-        "rows": b["rows"][: total[0], :10].tolist(),
+        "rows": b["rows"][: total[0]].tolist(),
         "total": total,
         "starts": [tuple(pair) for pair in b["starts"].tolist()],
         "past": b["rows"][total[0] :].flatten().tolist(),
@@ -207,8 +210,17 @@ def test_ranks_take_turns_and_keep_everything(ranks: int, interleave: int, lengt
     assert sum(kept) == length
 
 
+def bundles_of(step: Step, kv_len: int) -> int:
+    """Bundles that the keys of a request's rows are cut into."""
+    if not step.is_bundled:
+        return 1
+    keys = kv_len if step.stripe is None else kept_by(step.stripe, kv_len)
+    tiles = max(cdiv(keys, step.tile.kv_tile), 1)
+    return segment_of((tiles - 1) * step.tile.segment_unit) // BUNDLE + 1
+
+
 def work_of(step: Step) -> list[tuple[tuple[int, int, int], list[int]]]:
-    """Rows ``(request, first token, tokens)`` and the tiles of each of their segments."""
+    """Rows ``(request, first token, tokens)`` and tiles of their segments, for each bundle."""
     size, unit, tokens = step.tile.kv_tile, step.tile.segment_unit, step.tile.query_tokens
     found, token = [], 0
     for req, (count, kv_len) in enumerate(step.lens):
@@ -221,7 +233,12 @@ def work_of(step: Step) -> list[tuple[tuple[int, int, int], list[int]]]:
             high = max(cdiv(seen, size), low + 1)
             segments = [segment_of(tile * unit) for tile in range(low, high)]
             row = (req, token + skipped, taken)
-            found.append((row, [segments.count(one) for one in dict.fromkeys(segments)]))
+            for bundle in range(bundles_of(step, kv_len)):
+                mine = segments
+                if step.is_bundled:
+                    # One that its queries do not see has a tile all the same.
+                    mine = [one for one in segments if one // BUNDLE == bundle] or [-1]
+                found.append((row, [mine.count(one) for one in dict.fromkeys(mine)]))
         token += count
     return found
 
@@ -295,6 +312,39 @@ def test_a_group_enters_at_most_one_row_in_its_middle(step: Step) -> None:
                 assert plan.starts[lenders[-1]] == plan.starts[entered[0]]
     assert len(lenders) == len(set(lenders))
     assert all(0 < lender < step.groups for lender in lenders)
+
+
+@settings(max_examples=100, deadline=None)
+@given(step=steps())
+@example(step=Step(((1, 131_072), (2, 40_000), (1, 9000)), tile_of(), 3, is_bundled=True))
+@example(step=Step(((1, 20_000),) * 9, tile_of(), 7, head_loops=2, is_bundled=True))
+def test_no_two_rows_lend_bundles_from_one_group(step: Step) -> None:
+    """And where no group starts among the bundles of a row, one group has all of them."""
+    step = replace(step, is_bundled=step.window is None and step.chunk is None)
+    plan, loops = step.plan(), step.head_loops
+    lenders = []
+    for at, fields in enumerate(plan.rows):
+        bundle, bundles = fields[10:]
+        assert bundles == bundles_of(step, fields[3])
+        if bundle or bundles == 1:
+            continue
+        rows = plan.rows[at : at + bundles]
+        assert [row[10] for row in rows] == list(range(bundles))
+        assert {tuple(row[:5]) for row in rows} == {tuple(fields[:5])}
+        assert [row[8] for row in rows] == [one * BUNDLE for one in range(bundles)]
+        for loop in range(loops):
+            places = [row[7] + loop * row[6] for row in rows]
+            ends = [place + row[6] - 1 for place, row in zip(places, rows, strict=True)]
+            first, last = (one * step.groups // plan.shared for one in (places[0], ends[-1]))
+            if last > first:
+                lenders.append((first + 1, loop))
+                continue
+            for one in range(at, at + bundles):
+                here = one * loops + loop
+                assert plan.starts[first] <= (here, 0)
+                assert (here, plan.rows[one][9] - 1) < plan.starts[first + 1]
+    assert len(lenders) == len(set(lenders))
+    assert all(0 < lender < step.groups for lender, _ in lenders)
 
 
 @pytest.mark.parametrize(
@@ -394,6 +444,8 @@ def test_no_row_has_more_segments_than_slots_and_no_step_more_rows_than_are_kept
     )
     for is_causal in (False, True):
         tile, groups, short = planner.tile, planner.groups, planner.short_query
-        plan = Step(tuple(lens), tile, groups, 1, short, span, is_causal=is_causal).plan()
+        step = Step(tuple(lens), tile, groups, 1, short, span, is_causal=is_causal)
+        plan = replace(step, is_bundled=planner.is_bundled).plan()
         assert len(plan.rows) <= planner.max_rows
+        assert max((fields[11] for fields in plan.rows), default=1) <= planner.bundles
         assert max((fields[9] for fields in plan.rows), default=0) <= planner.slots

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from attn.backends.triton_attn import TritonAttentionBackend
 from attn.reference import cache as reference
+from builders import kernels, split_kv
+from builders.segments import BUNDLE
 from specs.dtypes import CacheDType, DType
 from specs.kv_cache import (
     AnyKVCacheSpec,
@@ -47,6 +50,17 @@ def _a_small_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(triton_attn, "_device_facts", small)
     monkeypatch.setattr("attn.impls.triton_attn.write_kv", reference.write_kv)
+
+
+@pytest.fixture(autouse=True, params=[BUNDLE, 2])
+def segments_of_a_bundle(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of few keys have several bundles too."""
+    if request.param == BUNDLE:
+        return
+    if DEVICE.type == "cuda":
+        pytest.skip("compiled kernels do not change their constants")
+    monkeypatch.setattr(kernels, "_BUNDLE", tl.constexpr(request.param))
+    monkeypatch.setattr(split_kv, "BUNDLE", request.param)
 
 
 def case_of(batch: BatchSpec = DECODE, **changes: Any) -> Case:
@@ -355,9 +369,11 @@ def test_a_free_partition_of_fewer_tiles_than_groups_finishes() -> None:
         made.kv_cache_spec, made.layer_names, made.vllm_config, DEVICE
     )
     free.planner.groups = free.planner.slots = 3 * GROUPS
-    for name in ("starts", "states", "sums"):
+    for name in ("starts", "states", "sums", "counters"):
         del free.planner.buffers._buffers[name]
     free.planner.buffers.declare("starts", (3 * GROUPS + 1, 2), torch.int32)
+    programs = 3 * GROUPS * free.planner.heads
+    free.planner.buffers.declare("counters", (2 * programs,), torch.int32)
     size = 3 * GROUPS * 3 * GROUPS * free.planner.heads * 16
     free.planner.buffers.declare("states", (size * 64,), torch.float32)
     free.planner.buffers.declare("sums", (size * 2,), torch.float32)
