@@ -99,6 +99,21 @@ def _first_above(ends, x, SIZE: tl.constexpr, STEPS: tl.constexpr):
 
 
 @triton.jit
+def _bundles_of(
+    keys, dcp_size, dcp_rank, dcp_interleave, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
+    DCP: tl.constexpr, BUNDLED: tl.constexpr,
+):  # fmt: skip
+    """Bundles that requests of so many keys are cut into."""
+    bundles = keys * 0 + 1
+    if BUNDLED:
+        if DCP:
+            keys = local_len(keys, dcp_size, dcp_rank, dcp_interleave)
+        last_tile = tl.maximum(tl.cdiv(keys, KV_TILE) - 1, 0)
+        bundles = segment_of(last_tile * SEGMENT_UNIT) // _BUNDLE + 1
+    return bundles
+
+
+@triton.jit
 def _rows_at(
     j, num_rows, req_ends, req_rows, begins, counts, kv_lens, req_bundles, window, chunk, lookback,
     dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
@@ -253,13 +268,9 @@ def plan_kernel(
     count = tl.load(query_start_ptr + 1 + i, mask=real, other=0) - begin
     # A length beyond the limit would spoil other rows' scratch; its own row is lost anyway.
     kv_len = tl.minimum(tl.load(seq_lens_ptr + i, mask=real, other=0), max_kv_len)
-    bundles = i * 0 + 1
-    if BUNDLED:
-        keys = kv_len
-        if DCP:
-            keys = local_len(keys, dcp_size, dcp_rank, dcp_interleave)
-        last_tile = tl.maximum(tl.cdiv(keys, KV_TILE) - 1, 0)
-        bundles = segment_of(last_tile * SEGMENT_UNIT) // _BUNDLE + 1
+    bundles = _bundles_of(
+        kv_len, dcp_size, dcp_rank, dcp_interleave, KV_TILE, SEGMENT_UNIT, DCP, BUNDLED
+    )
     is_decode = (count > 0) & (count <= decode_max)
     req_rows = tl.where(is_decode, tl.cdiv(count, QUERY_TOKENS) * bundles, 0)
     req_ends = tl.cumsum(req_rows, 0)

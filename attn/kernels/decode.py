@@ -1,14 +1,17 @@
 """Decode, speculative verify and short extends: a few query tokens per row, split over the keys.
 
-A row is a tile of query rows (query tokens x a KV head's group of query heads) of one request. The
-step's plan (:mod:`builders.split_kv`) gives every group of programs a run of segments; the programs
-of a group, one per KV head, walk the same tokens at the same time. Each segment's state starts from
-nothing, and a row's states are folded in the order of its segments, so a row's bits depend on that
-row alone: neither on the batch nor on where the work was cut.
+A row is a tile of query rows (query tokens x a KV head's group of query heads) of one request, over
+one bundle of segments of its keys. The step's plan (:mod:`builders.split_kv`) gives every group of
+programs a run of segments; the programs of a group, one per KV head, walk the same tokens at the
+same time. Each segment's state starts from nothing, and a row's states are folded in the order of
+its segments, so a row's bits depend on that row alone: neither on the batch nor on where the work
+was cut.
 
 A program that enters a row at its start folds in registers; one that enters later stores a state
 per segment. The last of a row's programs to arrive, by a counter of segments that resets itself,
-folds the stored states and writes the row. No program waits for another.
+folds the stored states and writes the row. Where the keys of the same queries are in several
+bundles, the states of those are folded in their turn, by whoever has the last. No program waits for
+another.
 """
 
 from __future__ import annotations
@@ -379,6 +382,8 @@ def decode_kernel(
             else:
                 # Where states of the tokens' bundles go: lent by the first group that starts in
                 # the middle of their keys, or the program's own when there is none.
+                total = tl.load(total_ptr + 1).to(tl.int64)
+                bundle = tl.load(fields + 10)
                 which = r // HEAD_LOOPS - bundle
                 loop = r % HEAD_LOOPS
                 place = _place_of(rows_ptr + which * _FIELDS, loop, 0)
@@ -387,24 +392,20 @@ def decode_kernel(
                 spans = (place.to(tl.int64) * shares // total).to(tl.int32) > row_owner
                 mine_too = (tl.where(spans, row_owner + 1, row_owner) * HEADS + lane) * AREA + SLOTS
                 mine_too += (tl.where(spans, 0, HEAD_LOOPS) + loop) * BUNDLES
-                ready = is_whole
-                if is_whole:
+                if begin == 0:
+                    slot = tl.where(is_whole, mine_too + bundle, slots)
                     store_state(
-                        states_ptr, sums_ptr, mine_too + bundle, M, L, A0, A1, A2, A3, USED,
-                        V_WIDTH, PLANES,
-                    )  # fmt: skip
-                else:
-                    if begin == 0:
-                        store_state(
-                            states_ptr, sums_ptr, slots, M, L, A0, A1, A2, A3, USED, V_WIDTH, PLANES
-                        )
-                    counter = counters_ptr + lender * HEADS + lane
-                    # All threads have stored before one of them says so.
-                    tl.debug_barrier()
-                    arrived = tl.atomic_add(counter, end - begin, sem="acq_rel", scope="gpu")
-                    ready = arrived + end - begin == parts
-                    if ready:
-                        tl.store(counter, 0)
+                        states_ptr, sums_ptr, slot, M, L, A0, A1, A2, A3, USED, V_WIDTH, PLANES
+                    )
+                counter = counters_ptr + slots // AREA
+                # All threads have stored before one of them says so.
+                tl.debug_barrier()
+                in_parts = (begin > 0) | (end < parts)
+                arrived = tl.atomic_add(
+                    counter, end - begin, mask=in_parts, sem="acq_rel", scope="gpu"
+                )
+                ready = is_whole | (arrived + end - begin == parts)
+                tl.store(counter, 0, mask=ready & in_parts)
                 if ready:
                     after_prefix = 1
                     if not FREE and not is_whole:
