@@ -72,7 +72,8 @@ class VisibleKeys:
 class SplitPlan:
     """The step's plan for the split-KV kernel: views of the builder's buffers, and static numbers.
 
-    Scratch holds one state per (program, segment): a program enters at most one row in its middle.
+    Scratch holds, per program, states of one bundle's segments (of all that a row can touch where
+    keys are not bundled), since a program enters at most one row in its middle; and of bundles.
     """
 
     tile: SplitTile

@@ -14,7 +14,7 @@ from torch import Tensor
 from attn.backends.triton_attn import TritonAttentionBackend
 from attn.reference import cache as reference
 from builders import kernels, split_kv
-from builders.segments import BUNDLE
+from builders.segments import BUNDLE, SEGMENT
 from specs.dtypes import CacheDType, DType
 from specs.kv_cache import (
     AnyKVCacheSpec,
@@ -153,7 +153,7 @@ def test_rows_that_do_not_see_their_last_segment_are_right() -> None:
     case = case_of(EXTEND, heads=Heads(8, 1, 32), feature=FEATURES["causal_per_request"])
     step = step_of(trial_of(case))
     rows = step.record.split.rows[: int(step.record.split.total[0])].tolist()
-    size = 1024 * step.record.split.tile.segment_scale
+    size = SEGMENT * step.record.split.tile.segment_scale
     last_segment = [size * (fields[8] + fields[9] - 1) for fields in rows]
     last_token = [fields[4] + fields[2] - 1 for fields in rows]
     assert any(seen < start for seen, start in zip(last_token, last_segment, strict=True))
