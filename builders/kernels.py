@@ -6,13 +6,14 @@ import triton
 import triton.language as tl
 
 from builders import segments
-from builders.split_kv import ROW_FIELDS, WASTE
+from builders.split_kv import ROW_FIELDS, SHARE_FIELDS, WASTE
 
 _SEGMENT = tl.constexpr(segments.SEGMENT)
 _LIMIT = tl.constexpr(segments.LIMIT)
 _PER_OCTAVE = tl.constexpr(segments.PER_OCTAVE)
 _BUNDLE = tl.constexpr(segments.BUNDLE)
 _FIELDS = tl.constexpr(ROW_FIELDS)
+_SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
 _WASTE = tl.constexpr(WASTE)
 
 
@@ -196,6 +197,25 @@ def _group_starts(
     return row, segment
 
 
+@triton.jit
+def _store_shares(
+    rows_ptr, starts_ptr, shares_ptr, c, num_groups, num_rows, HEAD_LOOPS: tl.constexpr
+):
+    """What each group ``c`` begins with, see :data:`builders.split_kv.SHARE_FIELDS`."""
+    # Rows and starts are other threads' stores.
+    tl.debug_barrier()
+    real = c < num_groups
+    row = tl.load(starts_ptr + 2 * c, mask=real, other=0)
+    out = shares_ptr + c * _SHARE_FIELDS
+    tl.store(out, row, mask=real)
+    for field in tl.static_range(1, 4):
+        tl.store(out + field, tl.load(starts_ptr + 2 * c + field, mask=real), mask=real)
+    k = tl.arange(0, 16)[None, :]
+    mask = (real & (row < num_rows * HEAD_LOOPS))[:, None] & (k < _FIELDS)
+    fields = tl.load(rows_ptr + (row // HEAD_LOOPS * _FIELDS)[:, None] + k, mask=mask)
+    tl.store(out[:, None] + (_SHARE_FIELDS - _FIELDS) + k, fields, mask=mask)
+
+
 _VARYING = [
     "num_reqs",
     "max_reqs",
@@ -221,6 +241,7 @@ def plan_kernel(
     rows_ptr,
     total_ptr,
     starts_ptr,
+    shares_ptr,
     prefill_starts_ptr,
     num_reqs,
     max_reqs,
@@ -254,8 +275,8 @@ def plan_kernel(
 
     seq_lens ``[R]``; query_start ``[R + 1]``; rows ``[rows, ROW_FIELDS]``; total ``[2]``: rows, and
     tiles that the groups share; starts ``[num_groups + 1, 2]``: row * HEAD_LOOPS + head loop, and
-    segment of the row; prefill_starts ``[max_reqs + 1]``: first prefill tile of each request. All
-    are int32.
+    segment of the row; shares ``[num_groups, SHARE_FIELDS]``; prefill_starts ``[max_reqs + 1]``:
+    first prefill tile of each request. All are int32.
 
     TRIM: no query sees past itself. DCP: keys are those of one rank, in their order there, while
     lengths and positions of rows are the request's. With FREE a group starts at its share's first
@@ -340,3 +361,5 @@ def plan_kernel(
         tl.store(starts_ptr + 2 * c, block * HEAD_LOOPS + row, mask=here)
         tl.store(starts_ptr + 2 * c + 1, segment, mask=here)
         place = tl.max(ends, 0)
+
+    _store_shares(rows_ptr, starts_ptr, shares_ptr, c, num_groups, num_rows, HEAD_LOOPS)

@@ -36,6 +36,9 @@ ROW_FIELDS = 12
 """int32 per row of the plan: request, first token, tokens, KV length, first position, first KV
 tile, KV tiles, place of its first tile among all tiles of the step, first segment, segments, bundle
 of segments, bundles of the tokens' keys. Rows of the same tokens follow one another."""
+SHARE_FIELDS = 4 + ROW_FIELDS
+"""int32 per group of programs: row x head loop and segment where it starts, the same of the next
+group, and a copy of that row, so that a program begins with one load and not with two in turn."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,8 @@ class SplitPlan:
     """``[2]`` int32: rows of the step, and the KV tiles that the groups share."""
     starts: torch.Tensor
     """``[groups + 1, 2]`` int32: row x head loop and segment where each group starts."""
+    shares: torch.Tensor
+    """``[groups, SHARE_FIELDS]`` int32."""
     counters: torch.Tensor
     """int32 zeros between launches, per program: segments of the row in whose middle it starts that
     have arrived, and bundles of the tokens in the middle of whose keys it starts, per head loop."""
@@ -205,6 +210,7 @@ class SplitPlanner:
         buffers.declare("rows", (self.max_rows, ROW_FIELDS), int32)
         buffers.declare("total", (2,), int32)
         buffers.declare("starts", (self.groups + 1, 2), int32)
+        buffers.declare("shares", (self.groups, SHARE_FIELDS), int32)
         buffers.declare("counters", (launched * (1 + self.head_loops),), int32)
         buffers.declare("states", (states * width,), fp32)
         buffers.declare("sums", (states * 2,), fp32)
@@ -253,6 +259,7 @@ class SplitPlanner:
             b["rows"],
             b["total"],
             b["starts"],
+            b["shares"],
             b["tile_starts"],
             len(query_start_loc) - 1,
             self.limits.max_num_seqs,
@@ -323,6 +330,10 @@ class SplitPlanner:
             self.buffers["rows"][: len(rows), : rows.shape[1]] = rows
         self.buffers["total"].copy_(torch.tensor([len(plan.rows), plan.shared], dtype=torch.int32))
         self.buffers["starts"].copy_(torch.tensor(plan.starts, dtype=torch.int32))
+        for share, (start, stop) in zip(self.buffers["shares"], pairwise(plan.starts), strict=True):
+            share[:4] = torch.tensor([*start, *stop], dtype=torch.int32)
+            if start[0] < len(plan.rows) * self.head_loops:
+                share[4:] = self.buffers["rows"][start[0] // self.head_loops]
 
     def split(self) -> SplitPlan:
         """The record's view of the split-KV part."""
@@ -332,6 +343,7 @@ class SplitPlanner:
             rows=b["rows"],
             total=b["total"],
             starts=b["starts"],
+            shares=b["shares"],
             counters=b["counters"],
             states=b["states"],
             sums=b["sums"],

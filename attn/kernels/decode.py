@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn.kernels.masks import last_visible
+from attn.kernels.masks import last_visible, seen_by_all
 from attn.kernels.rows import fold_parts, prepared_queries, write_rows
 from attn.kernels.stored import plane_columns
 from attn.kernels.tile import attend_tiles, store_state
@@ -30,9 +30,10 @@ from builders.kernels import (
     segment_of,
     segment_start,
 )
-from builders.split_kv import ROW_FIELDS
+from builders.split_kv import ROW_FIELDS, SHARE_FIELDS
 
 _FIELDS = tl.constexpr(ROW_FIELDS)
+_SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -96,6 +97,7 @@ def decode_kernel(
     rows_ptr,
     total_ptr,
     starts_ptr,
+    shares_ptr,
     counters_ptr,
     states_ptr,
     sums_ptr,
@@ -190,19 +192,21 @@ def decode_kernel(
     RUN: tl.constexpr = KV_TILE if BLOCK_SIZE % KV_TILE == 0 else (BLOCK_SIZE & -BLOCK_SIZE)
     pid = tl.program_id(0)
     lane = pid % HEADS
-    mine = starts_ptr + (pid // HEADS) * 2
+    mine = shares_ptr + (pid // HEADS) * _SHARE_FIELDS
     row = tl.arange(0, ROWS)
     first_row = tl.load(mine)
-    past_row = tl.load(mine + 2) + (tl.load(mine + 3) > 0).to(tl.int32)
+    # The step's tiles are wanted in a while, so they are asked for now; they are not negative.
+    unwanted = tl.minimum(tl.load(total_ptr + 1), 0)
+    past_row = tl.load(mine + 2) + (tl.load(mine + 3) > 0).to(tl.int32) + unwanted
     # Nothing is kept from row to row, and a row's numbers are read again: registers are for keys.
-    for r in tl.range(first_row, past_row, num_stages=1, disable_licm=True):
-        total = tl.load(total_ptr + 1).to(tl.int64)
+    for r in tl.range(first_row, past_row, num_stages=1, disable_licm=PLANES > 1):
+        total = tl.load(total_ptr + 1)
         shares = groups
         if FREE:
-            shares = tl.minimum(groups, total).to(tl.int32)
+            shares = tl.minimum(groups, total)
         is_last = r == tl.load(mine + 2)
         last_segment = tl.load(mine + 3)
-        fields = rows_ptr + (r // HEAD_LOOPS) * _FIELDS
+        fields = tl.where(r == tl.load(mine), mine + 4, rows_ptr + (r // HEAD_LOOPS) * _FIELDS)
         req = tl.load(fields)
         token = tl.load(fields + 1)
         count = tl.load(fields + 2)
@@ -311,6 +315,9 @@ def decode_kernel(
             if (begin == 0) & (bundle == 0):
                 low = own_first
             high = tl.minimum(cut_high, own_last)
+            all_low, all_high = seen_by_all(
+                first, last, kv_len, causal, window, chunk, lookback, CAUSAL, WINDOW, CHUNK, RSWA
+            )
             m = tl.full([ROWS], float("-inf"), tl.float32)
             l = tl.zeros([ROWS, KV_TILE], tl.float32)
             # The first group that starts inside the row lends it its slots: no other row can.
@@ -337,10 +344,11 @@ def decode_kernel(
                 slots - first_part, begin > 0, q0, q1, q2, q3, query, scales, slope, soft_cap,
                 key_ptr, value_ptr, k_inline_ptr, v_inline_ptr, table, k_base, v_base, k_block,
                 k_token, v_block, v_token, s_base, s_block, s_token, low, high, safe_low, kv_len,
-                hole, kv_len, causal, window, chunk, lookback, prefix, ranges, num_ranges, True,
-                SAME_ROWS, RSWA, SEGMENT_UNIT, KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED, V_WIDTH,
-                V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL, WINDOW, CHUNK, RSWA,
-                RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, True, FREE, USED, STAGES,
+                hole, kv_len, causal, window, chunk, lookback, prefix, ranges, num_ranges,
+                tl.cdiv(all_low, KV_TILE), all_high // KV_TILE, True, SAME_ROWS, RSWA, SEGMENT_UNIT,
+                KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED, V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE,
+                COMPUTE, ALIGN, CAUSAL, WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE,
+                True, FREE, USED, STAGES,
             )  # fmt: skip
             token = tl.load(fields + 1)
             count = tl.load(fields + 2)
@@ -380,18 +388,28 @@ def decode_kernel(
                         False, HARDWARE_E4M3,
                     )  # fmt: skip
             else:
-                # Where states of the tokens' bundles go: lent by the first group that starts in
-                # the middle of their keys, or the program's own when there is none.
-                total = tl.load(total_ptr + 1).to(tl.int64)
+                in_parts = (begin > 0) | (end < parts)
+                after_prefix = 1
+                if not FREE:
+                    # Only the last to arrive needs it, and then at once.
+                    after_prefix = tl.load(starts_ptr + 2 * lender + 1, mask=in_parts, other=1)
                 bundle = tl.load(fields + 10)
-                which = r // HEAD_LOOPS - bundle
                 loop = r % HEAD_LOOPS
-                place = _place_of(rows_ptr + which * _FIELDS, loop, 0)
-                row_owner = (place.to(tl.int64) * shares // total).to(tl.int32)
-                place = _place_of(rows_ptr + (which + bundles - 1) * _FIELDS, loop, 1) - 1
-                spans = (place.to(tl.int64) * shares // total).to(tl.int32) > row_owner
-                mine_too = (tl.where(spans, row_owner + 1, row_owner) * HEADS + lane) * AREA + SLOTS
-                mine_too += (tl.where(spans, 0, HEAD_LOOPS) + loop) * BUNDLES
+                row_owner = owner
+                spans = bundles > 1
+                mine_too = slots
+                if bundles > 1:
+                    # Where states of the tokens' bundles go: lent by the first group that starts in
+                    # the middle of their keys, or the program's own when there is none.
+                    total = tl.load(total_ptr + 1)
+                    which = r // HEAD_LOOPS - bundle
+                    place = _place_of(rows_ptr + which * _FIELDS, loop, 0)
+                    row_owner = (place.to(tl.int64) * shares // total).to(tl.int32)
+                    place = _place_of(rows_ptr + (which + bundles - 1) * _FIELDS, loop, 1) - 1
+                    spans = (place.to(tl.int64) * shares // total).to(tl.int32) > row_owner
+                    lends = tl.where(spans, row_owner + 1, row_owner)
+                    mine_too = (lends * HEADS + lane) * AREA + SLOTS
+                    mine_too += (tl.where(spans, 0, HEAD_LOOPS) + loop) * BUNDLES
                 if begin == 0:
                     slot = tl.where(is_whole, mine_too + bundle, slots)
                     store_state(
@@ -400,16 +418,12 @@ def decode_kernel(
                 counter = counters_ptr + slots // AREA
                 # All threads have stored before one of them says so.
                 tl.debug_barrier()
-                in_parts = (begin > 0) | (end < parts)
                 arrived = tl.atomic_add(
                     counter, end - begin, mask=in_parts, sem="acq_rel", scope="gpu"
                 )
                 ready = is_whole | (arrived + end - begin == parts)
                 tl.store(counter, 0, mask=ready & in_parts)
                 if ready:
-                    after_prefix = 1
-                    if not FREE and not is_whole:
-                        after_prefix = tl.load(starts_ptr + 2 * lender + 1)
                     # First the bundle's segments, if they are in parts, then the bundles.
                     for level in range(is_whole.to(tl.int32), tl.where(bundles > 1, 2, 1)):
                         slot = slots

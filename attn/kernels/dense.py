@@ -163,6 +163,7 @@ class DenseLauncher:
         varying["rows_ptr"] = plan.rows
         varying["total_ptr"] = plan.total
         varying["starts_ptr"] = plan.starts
+        varying["shares_ptr"] = plan.shares
         varying["counters_ptr"] = plan.counters
         varying["states_ptr"] = plan.states
         varying["sums_ptr"] = plan.sums

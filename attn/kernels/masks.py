@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from builders.kernels import first_visible
+
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -50,6 +52,20 @@ def is_visible(
             inside = inside & (query - key < window)
         seen = seen | inside
     return seen
+
+
+@triton.jit
+def masked(
+    scores, query, key, reach, kv_len, window, chunk, lookback, prefix, range_first, range_last,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, RSWA: tl.constexpr,
+    RANGES: tl.constexpr, CLAMP: tl.constexpr,
+):  # fmt: skip
+    """Scores ``[M, N]`` of queries ``[M]`` and keys ``[N]``, -inf where a query does not see."""
+    seen = is_visible(
+        query[:, None], key[None, :], reach[:, None], kv_len, window, chunk, lookback, prefix,
+        range_first[:, None], range_last[:, None], CAUSAL, WINDOW, CHUNK, RSWA, RANGES, CLAMP,
+    )  # fmt: skip
+    return tl.where(seen, scores, float("-inf"))
 
 
 @triton.jit
@@ -109,6 +125,27 @@ def last_visible(
             meets = (low < high) & (low <= last) & (high >= first)
             stop = tl.where(meets, tl.maximum(stop, tl.minimum(high + 1, kv_len)), stop)
     return stop
+
+
+@triton.jit
+def seen_by_all(
+    first, last, kv_len, causal, window, chunk, lookback, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, RSWA: tl.constexpr,
+):  # fmt: skip
+    """Keys ``[low, high)`` that every query in ``[first, last]`` sees by the plain rules; others
+    may see more, through prefixes and ranges.
+    """
+    low = first_visible(
+        last, last, window, chunk, lookback, None, 0, WINDOW or CHUNK or RSWA, CHUNK, False, False
+    )
+    high = kv_len
+    if CAUSAL == 1:
+        high = tl.minimum(kv_len, first + 1)
+    elif CAUSAL == 2:
+        high = tl.where(causal != 0, tl.minimum(kv_len, first + 1), kv_len)
+    if WINDOW and not CHUNK and not RSWA and CAUSAL != 1:
+        high = tl.minimum(high, first + window)
+    return low, high
 
 
 @triton.jit

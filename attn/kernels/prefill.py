@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn.kernels.masks import last_visible
+from attn.kernels.masks import last_visible, seen_by_all
 from attn.kernels.rows import prepared_queries, write_rows
 from attn.kernels.stored import plane_columns
 from attn.kernels.tile import attend_tiles, recomputed
@@ -204,17 +204,9 @@ def prefill_kernel(
             last, kv_len, causal, window, ranges, num_ranges, first, CAUSAL, WINDOW, CHUNK, RSWA,
             RANGES,
         )  # fmt: skip
-        # Keys that every query of the tile sees by the plain rules: [all_low, all_high).
-        all_low = first_visible(
-            last, last, window, chunk, lookback, ranges, num_ranges, EDGES, CHUNK, False, False
+        all_low, all_high = seen_by_all(
+            first, last, kv_len, causal, window, chunk, lookback, CAUSAL, WINDOW, CHUNK, RSWA
         )
-        all_high = kv_len
-        if CAUSAL == 1:
-            all_high = tl.minimum(kv_len, first + 1)
-        elif CAUSAL == 2:
-            all_high = tl.where(causal != 0, tl.minimum(kv_len, first + 1), kv_len)
-        if WINDOW and not CHUNK and not RSWA and CAUSAL != 1:
-            all_high = tl.minimum(all_high, first + window)
         table = table_ptr
         k_base = kv_head.to(tl.int64) * k_head
         v_base = kv_head.to(tl.int64) * v_head
@@ -249,7 +241,8 @@ def prefill_kernel(
                     q2, q3, query, scales, slope, soft_cap, key_ptr, value_ptr, k_inline_ptr,
                     v_inline_ptr, table, k_base, v_base, k_block, k_token, v_block, v_token, s_base,
                     s_block, s_token, 0, prefix_tiles, safe_low, kv_len, hole, kv_len, causal,
-                    window, chunk, lookback, prefix, ranges, num_ranges, True, SAME_ROWS, RSWA, 1,
+                    window, chunk, lookback, prefix, ranges, num_ranges, 0, 0, True,
+                    SAME_ROWS, RSWA, 1,
                     KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED, V_WIDTH, V_USED, KIND, PLANES, INLINE,
                     DECODE, COMPUTE, ALIGN, CAUSAL, WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP,
                     ALIBI, SIMPLE, False, False, 0, STAGES,
@@ -261,7 +254,8 @@ def prefill_kernel(
                 q3, query, scales, slope, soft_cap, key_ptr, value_ptr, k_inline_ptr, v_inline_ptr,
                 table, k_base, v_base, k_block, k_token, v_block, v_token, s_base, s_block, s_token,
                 low, edge, safe_low, kv_len, hole, kv_len, causal, window, chunk, lookback, prefix,
-                ranges, num_ranges, True, SAME_ROWS, RSWA, 1, KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED,
+                ranges, num_ranges, 0, 0, True,
+                SAME_ROWS, RSWA, 1, KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED,
                 V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL, WINDOW,
                 CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, False, 0, STAGES,
             )  # fmt: skip
@@ -272,7 +266,8 @@ def prefill_kernel(
             query, scales, slope, soft_cap, key_ptr, value_ptr, k_inline_ptr, v_inline_ptr, table,
             k_base, v_base, k_block, k_token, v_block, v_token, s_base, s_block, s_token, low, full,
             safe_low, kv_len, hole, kv_len, causal, window, chunk, lookback, prefix, ranges,
-            num_ranges, False, SAME_ROWS, RSWA, 1, KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED, V_WIDTH,
+            num_ranges, 0, 0, False,
+            SAME_ROWS, RSWA, 1, KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED, V_WIDTH,
             V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL, WINDOW, CHUNK, RSWA,
             RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, False, 0, STAGES,
         )  # fmt: skip
@@ -281,7 +276,8 @@ def prefill_kernel(
             query, scales, slope, soft_cap, key_ptr, value_ptr, k_inline_ptr, v_inline_ptr, table,
             k_base, v_base, k_block, k_token, v_block, v_token, s_base, s_block, s_token,
             tl.maximum(low, full), high, safe_low, kv_len, hole, kv_len, causal, window, chunk,
-            lookback, prefix, ranges, num_ranges, True, SAME_ROWS, RSWA, 1, KV_TILE, BLOCK_SIZE,
+            lookback, prefix, ranges, num_ranges, 0, 0, True,
+            SAME_ROWS, RSWA, 1, KV_TILE, BLOCK_SIZE,
             K_WIDTH, K_USED, V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL,
             WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, False, 0, STAGES,
         )  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn.kernels.masks import biased, is_visible, own_range, reach_of
+from attn.kernels.masks import biased, masked, own_range, reach_of
 from attn.kernels.stored import PLAIN, plane_of
 from builders.kernels import segment_start
 
@@ -16,10 +16,14 @@ _PLAIN = tl.constexpr(PLAIN)
 
 
 @triton.jit
-def _near_runs(tile, low, high, hole, SUB: tl.constexpr, PAGES: tl.constexpr, HOLE: tl.constexpr):
+def _near_runs(
+    tile, low, high, hole, SUB: tl.constexpr, PAGES: tl.constexpr, LOW: tl.constexpr,
+    HOLE: tl.constexpr,
+):  # fmt: skip
     """Runs of ``SUB`` tokens of a tile, moved into the slots that may be read, and their limits.
 
-    Slots in ``[low, high)`` may be read, with HOLE those below ``hole`` too. All ``[PAGES]``.
+    Slots in ``[low, high)`` may be read (low is 0 without LOW), with HOLE those below ``hole`` too.
+    All ``[PAGES]``.
     """
     run = tile * PAGES + tl.arange(0, PAGES)
     first = run * 0 + low
@@ -28,37 +32,41 @@ def _near_runs(tile, low, high, hole, SUB: tl.constexpr, PAGES: tl.constexpr, HO
         early = run * SUB < hole
         first = tl.where(early, 0, first)
         last = tl.where(early, hole - 1, last)
-    return tl.minimum(tl.maximum(run, first // SUB), last // SUB), first, last
+    if LOW:
+        run = tl.maximum(run, first // SUB)
+    return tl.minimum(run, last // SUB), first, last
 
 
 @triton.jit
 def page_ids(
     table_ptr, tile, low, high, hole, SUB: tl.constexpr, PARTS: tl.constexpr, PAGES: tl.constexpr,
-    HOLE: tl.constexpr,
+    LOW: tl.constexpr, HOLE: tl.constexpr,
 ):  # fmt: skip
     """Physical block of each run of ``SUB`` tokens of a tile, ``[PAGES]``.
 
     A page is cut into PARTS runs, so that pages of any multiple of 16 tokens fit tiles. No entry of
     the table is looked at but those of slots that may be read.
     """
-    run, _, _ = _near_runs(tile, low, high, hole, SUB, PAGES, HOLE)
+    run, _, _ = _near_runs(tile, low, high, hole, SUB, PAGES, LOW, HOLE)
     return tl.load(table_ptr + run // PARTS)
 
 
 @triton.jit
 def paged_rows(
     pages, tile, low, high, hole, stride_block, stride_token, CLAMP: tl.constexpr,
-    SUB: tl.constexpr, PARTS: tl.constexpr, PAGES: tl.constexpr, HOLE: tl.constexpr,
-    ALIGN: tl.constexpr,
+    SUB: tl.constexpr, PARTS: tl.constexpr, PAGES: tl.constexpr, LOW: tl.constexpr,
+    HOLE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """int64 offset of each token of a tile, ``[PAGES * SUB]``; with CLAMP of the nearest slot that
     may be read: others can hold anything, and 0 * NaN is NaN.
     """
     step = tl.arange(0, SUB)[None, :]
     if CLAMP:
-        run, first, last = _near_runs(tile, low, high, hole, SUB, PAGES, HOLE)
+        run, first, last = _near_runs(tile, low, high, hole, SUB, PAGES, LOW, HOLE)
         token = (tile * (PAGES * SUB) + tl.arange(0, PAGES) * SUB)[:, None] + step
-        token = tl.minimum(tl.maximum(token, first[:, None]), last[:, None])
+        if LOW:
+            token = tl.maximum(token, first[:, None])
+        token = tl.minimum(token, last[:, None])
         within = token - (run // PARTS * (PARTS * SUB))[:, None]
     else:
         run = tile * PAGES + tl.arange(0, PAGES)
@@ -216,6 +224,8 @@ def attend_tiles(
     prefix,
     ranges_ptr,
     num_ranges,
+    full_low,
+    full_high,
     MASK: tl.constexpr,
     SAME_ROWS: tl.constexpr,
     HOLE: tl.constexpr,
@@ -250,7 +260,8 @@ def attend_tiles(
 
     m ``[M]``; l ``[M]``; acc* ``[M, V_WIDTH]`` and q* ``[M, K_WIDTH]``, one per plane of words;
     query ``[M]`` positions; scale ``[M]`` (times log2(e) unless SOFT_CAP). Without a block table
-    (BLOCK_SIZE 0) keys lie one after another. MASK False: every row sees every key of the tiles.
+    (BLOCK_SIZE 0) keys lie one after another. MASK False: every row sees every key of the tiles;
+    they do of tiles ``[full_low, full_high)`` anyway.
     SEGMENTED: at the end of each segment (with FREE, of the run) its state goes to slot
     ``slot + segment`` if ``stores``, else it is folded into M, L, A*; l is then
     ``[M, KV_TILE]``, summed at a segment's end. SIMPLE: nothing but the scale is applied to scores,
@@ -263,6 +274,7 @@ def attend_tiles(
     )
     PAGES: tl.constexpr = KV_TILE // SUB
     PARTS: tl.constexpr = BLOCK_SIZE // SUB
+    LOW: tl.constexpr = WINDOW or CHUNK or RSWA
     IEEE: tl.constexpr = tl.float32 == COMPUTE
     # Tiles of 64 rows are what a warp group multiplies.
     ASYNCHRONOUS: tl.constexpr = m.shape[0] >= 64
@@ -275,8 +287,11 @@ def attend_tiles(
     values_at = tl.multiple_of(value_ptr + v_base, BYTES)
     pages = tl.zeros([PAGES], tl.int32)
     if BLOCK_SIZE > 0:
-        # One tile ahead, so that the load of keys never waits for its page ids.
-        pages = page_ids(table_ptr, low, safe_low, safe_high, hole, SUB, PARTS, PAGES, HOLE)
+        # Two tiles ahead, so that the load of keys never waits for its page ids.
+        pages = page_ids(table_ptr, low, safe_low, safe_high, hole, SUB, PARTS, PAGES, LOW, HOLE)
+        ahead = page_ids(
+            table_ptr, low + 1, safe_low, safe_high, hole, SUB, PARTS, PAGES, LOW, HOLE
+        )
     if MASK:
         reach = reach_of(query, kv_len, causal, CAUSAL)
         range_first = reach
@@ -303,6 +318,7 @@ def attend_tiles(
                 SUB,
                 PARTS,
                 PAGES,
+                LOW,
                 HOLE,
                 ALIGN,
             )
@@ -320,6 +336,7 @@ def attend_tiles(
                     SUB,
                     PARTS,
                     PAGES,
+                    LOW,
                     HOLE,
                     ALIGN,
                 )
@@ -346,14 +363,18 @@ def attend_tiles(
                 SUB,
                 PARTS,
                 PAGES,
+                LOW,
                 HOLE,
                 1,
             )
             k_scale = tl.load(k_scale_ptr + s_rows)
             v_scale = tl.load(v_scale_ptr + s_rows)
         if BLOCK_SIZE > 0:
-            pages = page_ids(
-                table_ptr, tile + 1, safe_low, safe_high, hole, SUB, PARTS, PAGES, HOLE
+            # Triton does not pipeline a loop that merely hands a value on, so something is done to
+            # it; ids are not negative.
+            pages = tl.maximum(ahead, 0)
+            ahead = page_ids(
+                table_ptr, tile + 2, safe_low, safe_high, hole, SUB, PARTS, PAGES, LOW, HOLE
             )
 
         zero = tl.zeros([m.shape[0], KV_TILE], tl.float32)
@@ -373,12 +394,20 @@ def attend_tiles(
                 # The value's scale joins the weight's exponent: their product cannot underflow.
                 scores = scores + tl.log2(v_scale)[None, :]
         if MASK:
-            seen = is_visible(
-                query[:, None], token[None, :], reach[:, None], kv_len, window, chunk, lookback,
-                prefix, range_first[:, None], range_last[:, None], CAUSAL, WINDOW, CHUNK, RSWA,
-                RANGES, CLAMP,
-            )  # fmt: skip
-            scores = tl.where(seen, scores, float("-inf"))
+            edge = tile >= full_high
+            if LOW:
+                edge = edge | (tile < full_low)
+            if not SEGMENTED or ASYNCHRONOUS:
+                # No branch, before which Triton forgets to wait for products by warp group.
+                scores = masked(
+                    scores, query, token, reach, kv_len, window, chunk, lookback, prefix,
+                    range_first, range_last, CAUSAL, WINDOW, CHUNK, RSWA, RANGES, CLAMP,
+                )  # fmt: skip
+            elif edge:
+                scores = masked(
+                    scores, query, token, reach, kv_len, window, chunk, lookback, prefix,
+                    range_first, range_last, CAUSAL, WINDOW, CHUNK, RSWA, RANGES, CLAMP,
+                )  # fmt: skip
         top = tl.maximum(m, tl.max(scores, 1))
         base = top
         if MASK:

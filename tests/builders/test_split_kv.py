@@ -15,6 +15,8 @@ from builders.buffers import GraphBuffers
 from builders.paging import Stripe
 from builders.segments import BUNDLE, segment_of
 from builders.split_kv import (
+    ROW_FIELDS,
+    SHARE_FIELDS,
     SHORT_QUERY,
     WASTE,
     HostPlan,
@@ -124,9 +126,10 @@ def planner_of(step: Step) -> SplitPlanner:
     int32 = torch.int32
     for name, shape_of in {
         "tile_starts": (limits.max_num_seqs + 1,),
-        "rows": (planner.max_rows, 12),
+        "rows": (planner.max_rows, ROW_FIELDS),
         "total": (2,),
         "starts": (step.groups + 1, 2),
+        "shares": (step.groups, SHARE_FIELDS),
     }.items():
         buffers.declare(name, shape_of, int32, fill=-5)
     planner.buffers = buffers
@@ -146,6 +149,7 @@ def filled(step: Step) -> dict[str, list]:
         "rows": b["rows"][: total[0]].tolist(),
         "total": total,
         "starts": [tuple(pair) for pair in b["starts"].tolist()],
+        "shares": b["shares"].tolist(),
         "past": b["rows"][total[0] :].flatten().tolist(),
     }
 
@@ -172,6 +176,10 @@ def test_the_kernels_plan_is_the_hosts(step: Step, at_once: int) -> None:
     assert found["total"] == [len(plan.rows), plan.shared]
     assert found["starts"] == plan.starts
     assert set(found["past"]) <= {-5}
+    for share, (start, stop) in zip(found["shares"], pairwise(plan.starts), strict=True):
+        assert share[:4] == [*start, *stop]
+        idle = start[0] == len(plan.rows) * step.head_loops
+        assert share[4:] == ([-5] * ROW_FIELDS if idle else plan.rows[start[0] // step.head_loops])
 
 
 @settings(max_examples=30, deadline=None)

@@ -15,6 +15,7 @@ from attn.backends.triton_attn import TritonAttentionBackend
 from attn.reference import cache as reference
 from builders import kernels, split_kv
 from builders.segments import BUNDLE, SEGMENT
+from builders.split_kv import SHARE_FIELDS
 from specs.dtypes import CacheDType, DType
 from specs.kv_cache import (
     AnyKVCacheSpec,
@@ -369,9 +370,10 @@ def test_a_free_partition_of_fewer_tiles_than_groups_finishes() -> None:
         made.kv_cache_spec, made.layer_names, made.vllm_config, DEVICE
     )
     free.planner.groups = free.planner.slots = 3 * GROUPS
-    for name in ("starts", "states", "sums", "counters"):
+    for name in ("starts", "shares", "states", "sums", "counters"):
         del free.planner.buffers._buffers[name]
     free.planner.buffers.declare("starts", (3 * GROUPS + 1, 2), torch.int32)
+    free.planner.buffers.declare("shares", (3 * GROUPS, SHARE_FIELDS), torch.int32)
     programs = 3 * GROUPS * free.planner.heads
     free.planner.buffers.declare("counters", (2 * programs,), torch.int32)
     size = 3 * GROUPS * 3 * GROUPS * free.planner.heads * 16
