@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, given, reject, seed, settings
 from hypothesis import strategies as st
 
 from attn.backends.triton_attn import TritonAttentionBackend
@@ -17,6 +17,7 @@ from specs.attention import AttentionType
 from specs.dtypes import DType
 from specs.layouts import KVOrder, KVPacking
 from tests.batches import BATCHES, BatchSpec, Heads
+from tests.budget import UselessBudgetError
 from tests.cases import FEATURES, HEADS, Case, runs_here
 from tests.trials import CaseResult, DenseTrial
 
@@ -122,7 +123,12 @@ def check_random(cases: list[Case], sizes: Sizes, examples: int, shard: int = 0)
             per_head_scales=layer.cache_dtype.value in ("fp8", "fp8_e5m2")
             and data.draw(st.booleans()),
         )
-        assert findings(case) == {}, str(case)
+        try:
+            found = findings(case)
+        except UselessBudgetError:
+            # Values that a 4-bit cache cannot hold: nothing to learn from them.
+            reject()
+        assert found == {}, str(case)
 
     run()
 

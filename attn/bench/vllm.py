@@ -17,7 +17,8 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum, unique
 from importlib import import_module
@@ -205,8 +206,9 @@ def perform(job: Job, folder: Path) -> JobResult:
         folder: where the model's configuration may be written.
     """
     import_module("vllm")
-    # Half the memory: log-probabilities of long prompts take some beside the cache.
-    options = {"gpu_memory_utilization": 0.5} if job.kind is Kind.ANSWERS else {}
+    # A part of the memory: these processes run side by side, and log-probabilities of long prompts
+    # take some beside the cache.
+    options = {"gpu_memory_utilization": 0.25} if job.kind is Kind.ANSWERS else {}
     begin = time.perf_counter()
     llm = _make_engine(job, folder, **options)
     start_up = time.perf_counter() - begin
@@ -309,48 +311,43 @@ def run_job(job: Job, timeout_s: float, log: Log) -> JobResult | str:
         return f"exit code {done.returncode}: {last_words(done.stdout)}"
 
 
-def measure_backend(
-    bench: EngineBench, backend: str, log: Log
-) -> Iterator[tuple[BackendResult, EngineEnvironment | None]]:
-    """Both jobs of a backend: what is known after each, and the environment where it succeeded."""
-    result = BackendResult(backend=backend)
-    for kind, layers in ((Kind.SPEED, bench.layers), (Kind.ANSWERS, bench.logprob_layers)):
-        log(f"{backend}: {kind.value}, {layers} layers")
-        job = Job(
-            kind=kind,
-            backend=backend,
-            model={**MODEL, "num_hidden_layers": layers},
-            workloads=bench.workloads,
-            rounds=bench.rounds,
-            commit=bench.commit,
-        )
-        found = run_job(job, bench.timeout_s, log)
-        if isinstance(found, str):
-            field = "speed_error" if kind is Kind.SPEED else "answer_error"
-            result = result.replace(**{field: found})
-            log(f"  failed: {found}")
-            yield result, None
-            continue
-        if kind is Kind.ANSWERS:
-            result = result.replace(answers=found.answers)
-        else:
-            result = result.replace(start_up_s=found.start_up_s, speeds=found.speeds)
-            log(f"  start-up {found.start_up_s:.1f} s")
-            for workload in bench.workloads:
-                rate = value_of(result, workload.name, bench.workloads)
-                log(f"  {workload.name}: {workload.what}: {rate:.0f}")
-        yield result, found.environment
+def job_of(bench: EngineBench, backend: str, kind: Kind) -> Job:
+    """One process of a run."""
+    layers = bench.layers if kind is Kind.SPEED else bench.logprob_layers
+    return Job(
+        kind=kind,
+        backend=backend,
+        model={**MODEL, "num_hidden_layers": layers},
+        workloads=bench.workloads,
+        rounds=bench.rounds,
+        commit=bench.commit,
+    )
+
+
+def with_speeds(
+    bench: EngineBench, backend: str, found: JobResult | str, log: Log
+) -> BackendResult:
+    """What a process found of a backend's speed."""
+    if isinstance(found, str):
+        log(f"  failed: {found}")
+        return BackendResult(backend=backend, speed_error=found)
+    result = BackendResult(backend=backend, start_up_s=found.start_up_s, speeds=found.speeds)
+    log(f"  start-up {found.start_up_s:.1f} s")
+    for workload in bench.workloads:
+        rate = value_of(result, workload.name, bench.workloads)
+        log(f"  {workload.name}: {workload.what}: {rate:.0f}")
+    return result
 
 
 def bench_engine(
     bench: EngineBench, log: Log = print, on_result: Callable[[EngineResults], None] | None = None
 ) -> EngineResults:
-    """Measure all backends.
+    """Measure all backends: their speeds in turn, then their answers side by side.
 
     Args:
         bench: what to measure.
         log: receives lines of progress, and the output of a process that fails.
-        on_result: receives the results so far, after each process.
+        on_result: receives the results so far, after each process that is timed, then after all.
     """
     results = EngineResults(
         layers=bench.layers,
@@ -358,14 +355,32 @@ def bench_engine(
         rounds=bench.rounds,
         workloads=bench.workloads,
     )
+
+    def run(backend: str, kind: Kind) -> JobResult | str:
+        job = job_of(bench, backend, kind)
+        log(f"{backend}: {kind.value}, {job.model['num_hidden_layers']} layers")
+        return run_job(job, bench.timeout_s, log)
+
+    def report(found: JobResult | str, backends: Sequence[BackendResult]) -> EngineResults:
+        environment = results.environment if isinstance(found, str) else found.environment
+        now = results.replace(backends=tuple(backends), environment=environment)
+        if on_result is not None:
+            on_result(now)
+        return now
+
     for backend in bench.backends:
-        earlier = results.backends
-        for measured, environment in measure_backend(bench, backend, log):
-            results = results.replace(
-                backends=(*earlier, measured), environment=environment or results.environment
-            )
-            if on_result is not None:
-                on_result(results)
+        found = run(backend, Kind.SPEED)
+        results = report(found, [*results.backends, with_speeds(bench, backend, found, log)])
+    with ThreadPoolExecutor(len(bench.backends)) as pool:
+        answers = list(pool.map(lambda backend: run(backend, Kind.ANSWERS), bench.backends))
+    for index, found in enumerate(answers):
+        backends = list(results.backends)
+        if isinstance(found, str):
+            log(f"{bench.backends[index]}: answers failed: {found}")
+            backends[index] = backends[index].replace(answer_error=found)
+        else:
+            backends[index] = backends[index].replace(answers=found.answers)
+        results = report(found, backends)
     return results
 
 

@@ -287,11 +287,13 @@ def attend_tiles(
     values_at = tl.multiple_of(value_ptr + v_base, BYTES)
     pages = tl.zeros([PAGES], tl.int32)
     if BLOCK_SIZE > 0:
-        # Two tiles ahead, so that the load of keys never waits for its page ids.
+        # A tile ahead, so that the load of keys never waits for its page ids; with few products
+        # between two tiles, two ahead.
         pages = page_ids(table_ptr, low, safe_low, safe_high, hole, SUB, PARTS, PAGES, LOW, HOLE)
-        ahead = page_ids(
-            table_ptr, low + 1, safe_low, safe_high, hole, SUB, PARTS, PAGES, LOW, HOLE
-        )
+        if SEGMENTED:
+            ahead = page_ids(
+                table_ptr, low + 1, safe_low, safe_high, hole, SUB, PARTS, PAGES, LOW, HOLE
+            )
     if MASK:
         reach = reach_of(query, kv_len, causal, CAUSAL)
         range_first = reach
@@ -370,12 +372,17 @@ def attend_tiles(
             k_scale = tl.load(k_scale_ptr + s_rows)
             v_scale = tl.load(v_scale_ptr + s_rows)
         if BLOCK_SIZE > 0:
-            # Triton does not pipeline a loop that merely hands a value on, so something is done to
-            # it; ids are not negative.
-            pages = tl.maximum(ahead, 0)
+            further = tile + 1
+            if SEGMENTED:
+                # Triton does not pipeline a loop that merely hands a value on, so something is done
+                # to it; ids are not negative.
+                pages = tl.maximum(ahead, 0)
+                further = tile + 2
             ahead = page_ids(
-                table_ptr, tile + 2, safe_low, safe_high, hole, SUB, PARTS, PAGES, LOW, HOLE
+                table_ptr, further, safe_low, safe_high, hole, SUB, PARTS, PAGES, LOW, HOLE
             )
+            if not SEGMENTED:
+                pages = ahead
 
         zero = tl.zeros([m.shape[0], KV_TILE], tl.float32)
         scores = scores_of(q0, plane_of(keys, 0, KIND, DECODE).to(COMPUTE), zero, IEEE)
