@@ -50,6 +50,13 @@ def _places(
 
 
 @triton.jit
+def _fields_of(r, mine, rows_ptr, HEAD_LOOPS: tl.constexpr):
+    """Where a row's numbers are: a group's first row has a copy beside the group's start."""
+    copy = mine + (_SHARE_FIELDS - _FIELDS)
+    return tl.where(r == tl.load(mine), copy, rows_ptr + (r // HEAD_LOOPS) * _FIELDS)
+
+
+@triton.jit
 def _place_of(fields, loop, end):
     """Place of a row's first tile among all tiles of the step, or (end 1) past its last."""
     return tl.load(fields + 7) + (loop + end) * tl.load(fields + 6)
@@ -206,7 +213,7 @@ def decode_kernel(
             shares = tl.minimum(groups, total)
         is_last = r == tl.load(mine + 2)
         last_segment = tl.load(mine + 3)
-        fields = tl.where(r == tl.load(mine), mine + 4, rows_ptr + (r // HEAD_LOOPS) * _FIELDS)
+        fields = _fields_of(r, mine, rows_ptr, HEAD_LOOPS)
         req = tl.load(fields)
         token = tl.load(fields + 1)
         count = tl.load(fields + 2)
@@ -350,6 +357,7 @@ def decode_kernel(
                 COMPUTE, ALIGN, CAUSAL, WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE,
                 True, FREE, USED, STAGES,
             )  # fmt: skip
+            fields = _fields_of(r, mine, rows_ptr, HEAD_LOOPS)
             token = tl.load(fields + 1)
             count = tl.load(fields + 2)
             tile_of_heads = (r % HEAD_LOOPS) * HEADS + lane
