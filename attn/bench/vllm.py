@@ -324,17 +324,25 @@ def job_of(bench: EngineBench, backend: str, kind: Kind) -> Job:
     )
 
 
+def with_answers(result: BackendResult, found: JobResult | str, log: Log) -> BackendResult:
+    """A backend's result and what a process found of its answers."""
+    if isinstance(found, str):
+        log(f"{result.backend}: no answers: {found}")
+        return result.replace(answer_error=found)
+    return result.replace(answers=found.answers)
+
+
 def with_speeds(
-    bench: EngineBench, backend: str, found: JobResult | str, log: Log
+    result: BackendResult, found: JobResult | str, workloads: Sequence[Workload], log: Log
 ) -> BackendResult:
-    """What a process found of a backend's speed."""
+    """A backend's result and what a process found of its speed."""
     if isinstance(found, str):
         log(f"  failed: {found}")
-        return BackendResult(backend=backend, speed_error=found)
-    result = BackendResult(backend=backend, start_up_s=found.start_up_s, speeds=found.speeds)
+        return result.replace(speed_error=found)
+    result = result.replace(start_up_s=found.start_up_s, speeds=found.speeds)
     log(f"  start-up {found.start_up_s:.1f} s")
-    for workload in bench.workloads:
-        rate = value_of(result, workload.name, bench.workloads)
+    for workload in workloads:
+        rate = value_of(result, workload.name, workloads)
         log(f"  {workload.name}: {workload.what}: {rate:.0f}")
     return result
 
@@ -342,12 +350,14 @@ def with_speeds(
 def bench_engine(
     bench: EngineBench, log: Log = print, on_result: Callable[[EngineResults], None] | None = None
 ) -> EngineResults:
-    """Measure all backends: their speeds in turn, then their answers side by side.
+    """Measure all backends: their answers side by side, then their speeds in turn.
+
+    In this order, so that the first to be timed does not read vLLM's files for the others.
 
     Args:
         bench: what to measure.
         log: receives lines of progress, and the output of a process that fails.
-        on_result: receives the results so far, after each process that is timed, then after all.
+        on_result: receives the results so far, after the answers and after each process's speeds.
     """
     results = EngineResults(
         layers=bench.layers,
@@ -361,26 +371,24 @@ def bench_engine(
         log(f"{backend}: {kind.value}, {job.model['num_hidden_layers']} layers")
         return run_job(job, bench.timeout_s, log)
 
-    def report(found: JobResult | str, backends: Sequence[BackendResult]) -> EngineResults:
+    def report(found: JobResult | str) -> None:
+        nonlocal results
         environment = results.environment if isinstance(found, str) else found.environment
-        now = results.replace(backends=tuple(backends), environment=environment)
+        results = results.replace(backends=tuple(backends), environment=environment)
         if on_result is not None:
-            on_result(now)
-        return now
+            on_result(results)
 
-    for backend in bench.backends:
-        found = run(backend, Kind.SPEED)
-        results = report(found, [*results.backends, with_speeds(bench, backend, found, log)])
     with ThreadPoolExecutor(len(bench.backends)) as pool:
         answers = list(pool.map(lambda backend: run(backend, Kind.ANSWERS), bench.backends))
-    for index, found in enumerate(answers):
-        backends = list(results.backends)
-        if isinstance(found, str):
-            log(f"{bench.backends[index]}: answers failed: {found}")
-            backends[index] = backends[index].replace(answer_error=found)
-        else:
-            backends[index] = backends[index].replace(answers=found.answers)
-        results = report(found, backends)
+    backends = [
+        with_answers(BackendResult(backend=backend), found, log)
+        for backend, found in zip(bench.backends, answers, strict=True)
+    ]
+    report(answers[0])
+    for index, backend in enumerate(bench.backends):
+        found = run(backend, Kind.SPEED)
+        backends[index] = with_speeds(backends[index], found, bench.workloads, log)
+        report(found)
     return results
 
 
