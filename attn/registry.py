@@ -32,6 +32,11 @@ ROWS: tuple[BackendRow, ...] = (
         "attn.backends.triton_attn:TritonAttentionBackend",
         requires=("triton",),
     ),
+    BackendRow(
+        "TRITON_MLA",
+        "attn.backends.triton_mla:TritonMLABackend",
+        requires=("triton",),
+    ),
     BackendRow("TORCH_REF", "attn.backends.torch_ref:TorchRefBackend"),
     BackendRow("TORCH_REF_MLA", "attn.backends.torch_ref_mla:TorchRefMLABackend"),
     BackendRow(

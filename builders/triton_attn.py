@@ -197,7 +197,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         self.is_encoder = isinstance(spec, EncoderOnlyAttentionSpec)
         self.is_cross = isinstance(spec, CrossAttentionSpec)
         self.visible = _visible_keys(spec, vllm_config)
-        self.kind, multiprocessors = _device_facts(self.device)
+        self.kind, multiprocessors = device_facts(self.device)
         self.buffers = GraphBuffers(self.device)
         self._limits = SplitLimits(
             vllm_config.max_num_seqs,
@@ -269,7 +269,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         batch = common_attn_metadata
         stripe = self.visible.stripe
         debug_batch(batch, self.kv_cache_spec, 1 if stripe is None else stripe.size)
-        self._check_limits(batch)
+        self.planner.check_limits(batch.num_reqs, batch.num_actual_tokens)
         self._check_prefix(common_prefix_len, batch.block_table_tensor)
         if stripe is None:
             refuse_fields(batch, "TRITON_ATTN", "dcp_local_seq_lens")
@@ -470,18 +470,6 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
                 f"blocks of {block_size}, got {length}"
             )
 
-    def _check_limits(self, batch: CommonAttentionMetadata) -> None:
-        limits = self.planner.limits
-        for name, value, limit in (
-            ("num_reqs", batch.num_reqs, limits.max_num_seqs),
-            ("num_actual_tokens", batch.num_actual_tokens, limits.max_num_tokens),
-        ):
-            if value > limit:
-                raise ValueError(
-                    f"{name} ({value}) exceeds the engine's limit ({limit}), which the builder's "
-                    "buffers are sized for"
-                )
-
 
 def _leading(tensor: torch.Tensor, count: int) -> torch.Tensor:
     """The first elements; itself where there are no others, which is cheaper."""
@@ -570,7 +558,7 @@ def _debug_prefix(batch: CommonAttentionMetadata, length: int, block_size: int) 
             )
 
 
-def _device_facts(device: torch.device) -> tuple[DeviceKind, int]:
+def device_facts(device: torch.device) -> tuple[DeviceKind, int]:
     """Kind and number of multiprocessors; a CPU stands for a small GPU, to test with."""
     if device.type != "cuda":
         return DeviceKind.SM90, 3

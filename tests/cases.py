@@ -367,7 +367,11 @@ def runs_here(backend: type[AttentionBackend], case: AnyCase) -> bool:
     """Triton's interpreter knows no ``tl.dot`` of bf16, and takes long for long batches."""
     if not is_interpreted(backend):
         return True
-    is_bf16 = case.dtype is DType.BFLOAT16 and not case.cache_dtype.is_quantized
+    is_bf16 = case.dtype is DType.BFLOAT16
+    if case.cache_dtype.is_quantized:
+        # Products with such a cache are fp16; those of expanded heads are not.
+        decode_len = 1 + (case.batch.num_speculative_tokens or 0)
+        is_bf16 &= backend.is_mla() and max(case.batch.query_lens, default=0) > decode_len
     return not is_bf16 and max(case.batch.kv_lens, default=0) <= 1000
 
 
@@ -483,14 +487,17 @@ def _latent_cases(backend: type[AttentionBackend], rounds: int) -> Iterator[Late
 
     def served(**given: Any) -> Iterator[LatentCase]:
         tries = (dealt(**given) for _ in range(_TRIES))
-        yield from [case for case in tries if case.is_served_by(backend)][:1]
+        yield from [
+            case for case in tries if case.is_served_by(backend) and runs_here(backend, case)
+        ][:1]
 
     for batch in _DECODER_BATCHES * rounds:
         longest = {"num_heads": 1} if batch == "long_context" else {}
         yield from served(batch=BATCHES[batch], **longest)
     for dtype in capabilities.dtypes:
         for cache_dtype in capabilities.kv_cache_dtypes:
-            batch = BATCHES["ragged_decode" if dtype is DType.FLOAT16 else "mixed"]
+            decodes = dtype is DType.FLOAT16 or is_interpreted(backend)
+            batch = BATCHES["ragged_decode" if decodes else "mixed"]
             yield from served(batch=batch, dtype=dtype, cache_dtype=cache_dtype)
     for num_heads in LATENT_HEADS:
         yield from served(batch=BATCHES["ragged_verify"], num_heads=num_heads)

@@ -408,7 +408,7 @@ def test_heads_side_by_side_leave_few_programs_idle(head_tiles: int, programs: i
 def test_scratch_of_a_large_engine_is_small(
     monkeypatch: pytest.MonkeyPatch, cache_dtype: CacheDType, speculative: int | None
 ) -> None:
-    monkeypatch.setattr(triton_attn, "_device_facts", lambda device: (DeviceKind.SM90, 132))
+    monkeypatch.setattr(triton_attn, "device_facts", lambda device: (DeviceKind.SM90, 132))
     spec = FullAttentionSpec(
         block_size=16, num_kv_heads=8, head_size=128, dtype=DType.BFLOAT16, cache_dtype=cache_dtype
     )

@@ -44,12 +44,12 @@ def _a_small_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few programs, so that rows are cut; and the reference writes the cache, being fast here."""
     from builders import triton_attn
 
-    facts = triton_attn._device_facts
+    facts = triton_attn.device_facts
 
     def small(device: torch.device) -> tuple[Any, int]:
         return facts(device)[0], GROUPS
 
-    monkeypatch.setattr(triton_attn, "_device_facts", small)
+    monkeypatch.setattr(triton_attn, "device_facts", small)
     monkeypatch.setattr("attn.impls.triton_attn.write_kv", reference.write_kv)
 
 

@@ -296,7 +296,7 @@ def _pretending(target: int) -> Iterator[None]:
     facts = (device.kind, device.num_multiprocessors)
     form = (PTX_SM89, True) if target >= 89 else (PTX, False)
     with (
-        mock.patch.object(builders.triton_attn, "_device_facts", return_value=facts),
+        mock.patch.object(builders.triton_attn, "device_facts", return_value=facts),
         mock.patch.object(attn.kernels.dense, "decode_form", return_value=form),
     ):
         yield

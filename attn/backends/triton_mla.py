@@ -1,0 +1,50 @@
+"""TRITON_MLA: latent attention in Triton, on every GPU."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from attn.backends.base import AttentionBackend
+from attn.impls.triton_mla import TritonMLAImpl
+from builders.triton_attn import BLOCK_MULTIPLE, MODEL_DTYPES
+from builders.triton_mla import CACHE_DTYPES, TritonMLAMetadataBuilder
+from specs.attention import AttentionCGSupport, BackendCapabilities, MultipleOf
+from specs.devices import DeviceKind
+from specs.dtypes import DType
+
+
+class TritonMLABackend(AttentionBackend):
+    """Absorbed decode with split KV, chunked expanded prefill, CUDA graphs of decodes."""
+
+    capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(
+        dtypes=tuple(DType.parse(dtype) for dtype in MODEL_DTYPES),
+        kv_cache_dtypes=CACHE_DTYPES,
+        block_sizes=(MultipleOf(base=BLOCK_MULTIPLE),),
+        device_kinds=(
+            DeviceKind.SM80,
+            DeviceKind.SM89,
+            DeviceKind.SM90,
+            DeviceKind.SM100,
+            DeviceKind.SM120,
+            DeviceKind.ROCM,
+        ),
+        cudagraph_support=AttentionCGSupport.UNIFORM_BATCH,
+        is_mla=True,
+        device_cpu_query_lens_mismatch=True,
+        lse=True,
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        """Registry name."""
+        return "TRITON_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type[TritonMLAImpl]:
+        """The impl of this triple."""
+        return TritonMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TritonMLAMetadataBuilder]:
+        """The metadata builder of this triple."""
+        return TritonMLAMetadataBuilder

@@ -1,0 +1,214 @@
+"""TRITON_MLA: latent attention in Triton; launches what the metadata says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attn.impls.base import AttentionLayer, MLAAttentionImpl
+from attn.ops.cache import write_kv
+from attn.ops.merge import merge_states
+from builders.debug import debug_enabled, debug_read
+from builders.paging import check_slots
+from builders.triton_mla import PAGE, check_latent_dtypes
+from specs.dtypes import CacheDType, DType
+from specs.layouts import KVViews, latent_views
+from specs.rows import latent_format_of
+
+if TYPE_CHECKING:
+    from attn.kernels.dense import DenseLauncher
+    from builders.triton_mla import LatentContext, TritonMLAMetadata
+
+
+class TritonMLAImpl(MLAAttentionImpl):
+    """Absorbed decode over the latent cache, expanded prefill over it in chunks."""
+
+    can_return_lse_for_decode = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """The arguments of :class:`MLAAttentionImpl`.
+
+        Raises:
+            NotImplementedError: a KV cache dtype without latent rows.
+            ValueError: a KV cache dtype that no kernel takes.
+        """
+        super().__init__(*args, **kwargs)
+        latent_format_of(self.cache_dtype)
+        check_latent_dtypes(None, self.cache_dtype)
+        self._latent: DenseLauncher | None = None
+        self._expanded: DenseLauncher | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """See the base class.
+
+        Raises:
+            ValueError: no kernel takes the model dtype.
+        """
+        check_latent_dtypes(act_dtype, self.cache_dtype)
+        super().process_weights_after_loading(act_dtype)
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Write this step's latent rows in one launch; see the base class."""
+        if debug_enabled():
+            num_blocks, block_size = kv_cache.shape[:2]
+            check_slots(slot_mapping, block_size, num_blocks)
+        cache_dtype = CacheDType.parse(kv_cache_dtype)
+        latent, rope = self._fields(kv_cache, cache_dtype, kv_c_normed.dtype)
+        views = KVViews(latent[:, :, None], rope[:, :, None])
+        scale = torch.ones_like(k_scale) if skip_scale else k_scale
+        key, value = kv_c_normed[:, None], k_pe.reshape(len(k_pe), 1, self.qk_rope_head_dim)
+        write_kv(key, value, views, slot_mapping, scale, scale, cache_dtype)
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: TritonMLAMetadata,
+        layer: AttentionLayer,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Absorbed decode; see the base class."""
+        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        # Zeros: padding rows go through the projection that follows.
+        out = query.new_zeros((*query.shape[:2], self.kv_lora_rank))
+        lse = torch.full(query.shape[:2], float("-inf"), dtype=torch.float32, device=query.device)
+        step = attn_metadata.decode
+        if step is None:
+            return out, lse
+        from attn.kernels.dense import DenseTensors
+
+        if debug_enabled():
+            num_blocks, block_size = kv_c_and_k_pe_cache.shape[:2]
+            debug_read(step.block_table, step.seq_lens.cpu(), num_blocks, block_size)
+        latent, _ = self._fields(kv_c_and_k_pe_cache, self.cache_dtype, query.dtype)
+        # Rows hold the latent, then the rotary key: both are the key, the first is the value.
+        rows = latent.as_strided(
+            (*latent.shape[:2], 1, self.head_size), (*latent.stride()[:2], 0, 1)
+        )
+        keys = KVViews(rows, rows[..., : self.kv_lora_rank])
+        scale = layer._k_scale
+        tensors = DenseTensors(query, keys, out, scale, scale, lse=lse)
+        self._decoder().attend(step, tensors)
+        return out, lse
+
+    def forward_mha(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: TritonMLAMetadata,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> None:
+        """Expanded prefill: context from the cache, new tokens as they came; see the base class."""
+        prefill = attn_metadata.prefill
+        if prefill is None:
+            return
+        from attn.kernels.dense import DenseTensors
+
+        rows = output.view(len(output), self.num_heads, self.v_head_dim)
+        own = KVViews(*self._expand(kv_c_normed, k_pe.reshape(len(k_pe), -1)))
+        scale, launcher = k_scale, self._attender()
+        if prefill.context is None:
+            tensors = DenseTensors(q, own, rows, scale, scale, output_scale=output_scale)
+            launcher.attend(prefill.own, tensors)
+            return
+        states = q.new_empty((2, *rows.shape), dtype=torch.float32)
+        lses = q.new_empty((2, *rows.shape[:2]), dtype=torch.float32)
+        launcher.attend(prefill.own, DenseTensors(q, own, states[0], scale, scale, lse=lses[0]))
+        context, count = prefill.context, prefill.num_tokens
+        chunks = len(context.lens)
+        for chunk in range(chunks):
+            keys = self._context_keys(kv_c_and_k_pe_cache, context, chunk, q.dtype, k_scale)
+            step = replace(context.step, seq_lens=context.lens[chunk])
+            launcher.attend(step, DenseTensors(q, keys, states[1], scale, scale, lse=lses[1]))
+            if chunk + 1 < chunks:
+                merge_states(states, lses, states[0], output_lse=lses[0], num_tokens=count)
+        merge_states(states, lses, rows, output_scale=output_scale, num_tokens=count)
+
+    def _context_keys(
+        self,
+        kv_cache: torch.Tensor,
+        context: LatentContext,
+        chunk: int,
+        dtype: torch.dtype,
+        k_scale: torch.Tensor,
+    ) -> KVViews:
+        """Expanded keys and values of a chunk, as a cache of small pages."""
+        latent, rope = self._fields(kv_cache, self.cache_dtype, dtype)
+        block_size, positions = kv_cache.shape[1], context.positions[chunk]
+        # Entries of the table past a request's tokens can be anything: block 0 stands for them.
+        real = positions - positions[0] < context.lens[chunk][:, None]
+        columns = (positions // block_size).clamp(max=context.block_table.shape[1] - 1)
+        pages = torch.where(real, context.block_table[:, columns], 0).flatten().long()
+        places = (positions % block_size).expand(len(real), -1).flatten()
+        parts = [part[pages, places] for part in (latent, rope)]
+        if self.cache_dtype.is_quantized:
+            parts = [(part.float() * k_scale).to(dtype) for part in parts]
+        key, value = self._expand(*(part.to(dtype) for part in parts))
+        return KVViews(*(part.view(-1, PAGE, *part.shape[1:]) for part in (key, value)))
+
+    def _expand(
+        self, latent: torch.Tensor, rope: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys ``[S, H, P + r]`` and values ``[S, H, V]`` of latent rows."""
+        nope = torch.einsum("sl,lhp->shp", latent, self.W_UK)
+        value = torch.einsum("sl,lhv->shv", latent, self.W_UV)
+        rope = rope[:, None].expand(-1, self.num_heads, -1)
+        return torch.cat([nope, rope], dim=-1), value.contiguous()
+
+    def _fields(
+        self, kv_cache: torch.Tensor, cache_dtype: CacheDType, model_dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[N, P, L]`` and ``[N, P, r]`` of the cache, in the stored type."""
+        model = DType.parse(model_dtype)
+        element = model if cache_dtype.is_quantized else cache_dtype.element(model)
+        row = latent_format_of(cache_dtype).row(self.kv_lora_rank, self.qk_rope_head_dim, element)
+        latent, rope = latent_views(kv_cache, row).values()
+        return latent, rope
+
+    def _decoder(self) -> DenseLauncher:
+        if self._latent is None:
+            from attn.kernels.dense import DenseLauncher, DenseLayer
+
+            self._latent = DenseLauncher(
+                DenseLayer(
+                    num_heads=self.num_heads,
+                    num_kv_heads=1,
+                    head_size=self.head_size,
+                    head_size_v=self.kv_lora_rank,
+                    scale=self.scale,
+                    cache_dtype=self.cache_dtype,
+                    causal=True,
+                )
+            )
+        return self._latent
+
+    def _attender(self) -> DenseLauncher:
+        if self._expanded is None:
+            from attn.kernels.dense import DenseLauncher, DenseLayer
+
+            self._expanded = DenseLauncher(
+                DenseLayer(
+                    num_heads=self.num_heads,
+                    num_kv_heads=self.num_heads,
+                    head_size=self.qk_head_dim,
+                    head_size_v=self.v_head_dim,
+                    scale=self.scale,
+                    cache_dtype=CacheDType.AUTO,
+                    causal=True,
+                )
+            )
+        return self._expanded

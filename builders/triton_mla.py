@@ -1,0 +1,291 @@
+"""Metadata of TRITON_MLA: absorbed decode rows with a split-KV plan, expanded prefill in chunks.
+
+Nothing is read back from the device: grids, and the number of context chunks, come from host
+bounds; lengths stay on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from builders.base import AttentionMetadata, AttentionMetadataBuilder
+from builders.buffers import GraphBuffers
+from builders.common import CommonAttentionMetadata, refuse_fields
+from builders.debug import debug_batch
+from builders.split import split_decodes_and_prefills
+from builders.split_kv import PrefillPlan, SplitLimits, SplitPlanner
+from builders.tiles import DenseShape, prefill_tile
+from builders.triton_attn import (
+    BLOCK_MULTIPLE,
+    TritonAttentionMetadata,
+    check_dtypes,
+    device_facts,
+)
+from specs.attention import AttentionCGSupport
+from specs.base import cdiv
+from specs.dtypes import CacheDType
+from specs.engine import EngineConfig
+from specs.kv_cache import AnyKVCacheSpec, MLAAttentionSpec
+
+CACHE_DTYPES = (
+    CacheDType.AUTO,
+    CacheDType.FLOAT16,
+    CacheDType.BFLOAT16,
+    CacheDType.FP8,
+    CacheDType.FP8_E4M3,
+)
+WORKSPACE_TOKENS = 32768
+"""Cached tokens that a prefill expands at a time, over all requests."""
+PAGE = BLOCK_MULTIPLE
+"""Rows of a page of that workspace."""
+_EXPANDED_WIDTH = 256
+"""Largest width of expanded heads, 192 and up rounded to a power of two: sizes the tile."""
+
+
+@dataclass
+class LatentContext:
+    """What a step's prefill rows have in the cache, in chunks that a workspace holds expanded.
+
+    The workspace is a paged cache of its own: request r owns rows ``[r * C, (r + 1) * C)``.
+    """
+
+    block_table: torch.Tensor
+    """``[R', max_blocks]`` int32, device: the latent cache's."""
+    positions: torch.Tensor
+    """``[chunks, C]`` int64, device: of a chunk's tokens in their request."""
+    lens: torch.Tensor
+    """``[chunks, R']`` int32, device: tokens of each request in a chunk, 0 past its context."""
+    step: TritonAttentionMetadata
+    """Attention of the new tokens over one chunk, not causal; ``seq_lens`` are to be the chunk's,
+    ``block_table`` is the workspace's."""
+
+
+@dataclass
+class LatentPrefill:
+    """The prefill rows of a step; tokens are counted from the first of them."""
+
+    num_tokens: int
+    """Tokens of these rows, without padding."""
+    own: TritonAttentionMetadata
+    """The new tokens among themselves, causal, keys one after another."""
+    context: LatentContext | None
+    """None where no request has any."""
+
+
+@dataclass
+class TritonMLAMetadata(AttentionMetadata):
+    """A step of latent attention: decode rows first. None means that a phase has no rows."""
+
+    num_actual_tokens: int
+    num_decodes: int
+    num_prefills: int
+    num_decode_tokens: int
+    num_prefill_tokens: int
+    decode: TritonAttentionMetadata | None
+    """Rows of up to ``reorder_batch_threshold`` tokens, over the latent cache."""
+    prefill: LatentPrefill | None
+
+
+class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
+    """One decode plan per step, shared by all layers of the group."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(
+        self,
+        kv_cache_spec: AnyKVCacheSpec,
+        layer_names: Sequence[str],
+        vllm_config: EngineConfig,
+        device: torch.device | str,
+    ) -> None:
+        """
+        Args:
+            kv_cache_spec: the group's spec, :class:`specs.kv_cache.MLAAttentionSpec`.
+            layer_names: layers of the group.
+            vllm_config: engine limits; ``num_heads`` is needed.
+            device: where the records' tensors live.
+
+        Raises:
+            ValueError: ``num_heads`` is missing; a block size or dtype that no kernel takes.
+        """
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        spec = kv_cache_spec
+        heads = _check_support(spec, vllm_config)
+        assert isinstance(spec, MLAAttentionSpec)
+        self.kind, multiprocessors = device_facts(self.device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        shape = DenseShape(
+            num_heads=heads,
+            num_kv_heads=1,
+            head_size=spec.kv_lora_rank + spec.qk_rope_head_dim,
+            head_size_v=spec.kv_lora_rank,
+            itemsize=spec.dtype.itemsize,
+            stored_bits=spec.cache_dtype.element(spec.dtype).itemsize * 8,
+        )
+        limits = SplitLimits(
+            vllm_config.max_num_seqs,
+            vllm_config.max_num_batched_tokens,
+            vllm_config.max_model_len,
+            None,
+        )
+        self.buffers = GraphBuffers(self.device)
+        self.planner = SplitPlanner(
+            shape,
+            self.kind,
+            multiprocessors,
+            limits,
+            vllm_config.max_decode_query_len,
+            self.buffers,
+        )
+        expanded = replace(
+            shape,
+            num_kv_heads=heads,
+            head_size=_EXPANDED_WIDTH,
+            head_size_v=_EXPANDED_WIDTH,
+            stored_bits=8 * spec.dtype.itemsize,
+        )
+        self._tile = prefill_tile(expanded, self.kind)
+        self._heads = heads
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TritonMLAMetadata:
+        """The step's record; the batch, ours or vLLM's own, is not written.
+
+        Raises:
+            NotImplementedError: a batch that is not causal.
+            ValueError: a batch beyond the engine's limits.
+        """
+        batch = common_attn_metadata
+        debug_batch(batch, self.kv_cache_spec)
+        ignored = ("dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
+        refuse_fields(batch, "TRITON_MLA", *ignored)
+        if isinstance(batch.causal, torch.Tensor) or not batch.causal:
+            raise NotImplementedError(f"TRITON_MLA supports causal=True, got {batch.causal}")
+        self.planner.check_limits(batch.num_reqs, batch.num_actual_tokens)
+        found = split_decodes_and_prefills(batch, self.reorder_batch_threshold or 1)
+        return TritonMLAMetadata(
+            slot_mapping=batch.slot_mapping,
+            num_actual_tokens=batch.num_actual_tokens,
+            num_decodes=found.num_decodes,
+            num_prefills=found.num_prefills,
+            num_decode_tokens=found.num_decode_tokens,
+            num_prefill_tokens=found.num_prefill_tokens,
+            decode=self._decode(batch, found.num_decodes) if found.num_decodes else None,
+            prefill=self._prefill(batch, found.num_decodes) if found.num_prefills else None,
+        )
+
+    def _decode(self, batch: CommonAttentionMetadata, decodes: int) -> TritonAttentionMetadata:
+        starts, lens = batch.query_start_loc[: decodes + 1], batch.seq_lens[:decodes]
+        self.planner.fill(starts, lens, is_causal=True)
+        return TritonAttentionMetadata(
+            slot_mapping=batch.slot_mapping,
+            num_actual_tokens=batch.num_actual_tokens,
+            num_reqs=decodes,
+            query_start_loc=starts,
+            seq_lens=lens,
+            block_table=batch.block_table_tensor[:decodes],
+            split=self.planner.split(),
+            prefill=None,
+        )
+
+    def _prefill(self, batch: CommonAttentionMetadata, decodes: int) -> LatentPrefill:
+        stop = batch.num_reqs
+        host = batch.query_start_loc_cpu[decodes : stop + 1].tolist()
+        starts = batch.query_start_loc[decodes : stop + 1] - host[0]
+        counts = starts.diff()
+        tile_starts = torch.zeros_like(starts)
+        size = self._tile.query_tile
+        torch.cumsum((counts + (size - 1)) // size, 0, out=tile_starts[1:])
+        tiles = sum(cdiv(until - since, size) for since, until in pairwise(host))
+        table = batch.block_table_tensor[decodes:stop]
+        own = TritonAttentionMetadata(
+            slot_mapping=batch.slot_mapping,
+            num_actual_tokens=batch.num_actual_tokens - host[0],
+            num_reqs=stop - decodes,
+            query_start_loc=starts,
+            seq_lens=counts,
+            block_table=table,
+            split=None,
+            prefill=PrefillPlan(self._tile, tile_starts, max(tiles, 1) * self._heads),
+        )
+        context_lens = (batch.seq_lens[decodes:stop] - counts).clamp(min=0)
+        context = self._context(batch, own, decodes, host, context_lens)
+        return LatentPrefill(host[-1] - host[0], own, context)
+
+    def _context(
+        self,
+        batch: CommonAttentionMetadata,
+        own: TritonAttentionMetadata,
+        decodes: int,
+        host: list[int],
+        context_lens: torch.Tensor,
+    ) -> LatentContext | None:
+        longest = _longest_context(batch, decodes, host)
+        if longest == 0:
+            return None
+        reqs, device = own.num_reqs, self.device
+        size = min(max(WORKSPACE_TOKENS // reqs // PAGE, 1), cdiv(longest, PAGE)) * PAGE
+        positions = torch.arange(cdiv(longest, size) * size, device=device).view(-1, size)
+        lens = (context_lens - positions[:, :1]).clamp(0, size).int()
+        blocks = torch.arange(reqs * size // PAGE, dtype=torch.int32, device=device)
+        step = replace(own, causal=False, block_table=blocks.view(reqs, -1))
+        return LatentContext(own.block_table, positions, lens, step)
+
+    def _set_block_table(self, metadata: TritonMLAMetadata, block_table: torch.Tensor) -> None:
+        slots, decodes = metadata.slot_mapping, metadata.num_decodes
+        if metadata.decode is not None:
+            table = block_table[:decodes]
+            metadata.decode = replace(metadata.decode, slot_mapping=slots, block_table=table)
+        if metadata.prefill is not None:
+            own, context = metadata.prefill.own, metadata.prefill.context
+            table = block_table[decodes : decodes + metadata.num_prefills]
+            if context is not None:
+                step = replace(context.step, slot_mapping=slots)
+                context = replace(context, block_table=table, step=step)
+            own = replace(own, slot_mapping=slots, block_table=table)
+            metadata.prefill = replace(metadata.prefill, own=own, context=context)
+
+
+def _longest_context(batch: CommonAttentionMetadata, decodes: int, host: list[int]) -> int:
+    """Host bound on the cached tokens of a prefill row, exact where the batch has host lengths."""
+    counts = [until - since for since, until in pairwise(host)]
+    bounds = batch.seq_lens_cpu_upper_bound
+    if bounds is None:
+        return max(batch.max_seq_len - min(counts), 0)
+    lens = bounds[decodes : batch.num_reqs].tolist()
+    return max((length - count for length, count in zip(lens, counts, strict=True)), default=0)
+
+
+def _check_support(spec: Any, config: EngineConfig) -> int:
+    """The number of query heads, with everything that a spec can ask of the kernels checked."""
+    if not isinstance(spec, MLAAttentionSpec):
+        raise ValueError(f"kv_cache_spec must be MLAAttentionSpec, got {type(spec).__name__}")
+    if config.num_heads is None:
+        raise ValueError("vllm_config.num_heads is needed by TRITON_MLA, got None")
+    check_latent_dtypes(spec.dtype.torch, spec.cache_dtype)
+    if spec.block_size % BLOCK_MULTIPLE:
+        raise ValueError(
+            f"block_size must be a multiple of {BLOCK_MULTIPLE}, got {spec.block_size}"
+        )
+    return config.num_heads
+
+
+def check_latent_dtypes(model: torch.dtype | None, cache: CacheDType) -> None:
+    """Model and KV cache dtype are such that the kernels take them; None where not known yet.
+
+    Raises:
+        ValueError: one is not.
+    """
+    check_dtypes(model, CacheDType.AUTO)
+    if cache not in CACHE_DTYPES:
+        names = ", ".join(dtype.value for dtype in CACHE_DTYPES)
+        raise ValueError(f"kv_cache_dtype must be one of {names}, got {cache.value!r}")

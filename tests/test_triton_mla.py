@@ -1,0 +1,135 @@
+"""TRITON_MLA beyond conformance: chunks of context, the shapes of a step, what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import builders.triton_mla
+from attn.backends.triton_mla import TritonMLABackend
+from builders.triton_mla import PAGE, TritonMLAMetadataBuilder
+from specs.dtypes import CacheDType, DType
+from specs.engine import EngineConfig
+from specs.kv_cache import FullAttentionSpec, MLAAttentionSpec
+from tests.batches import BATCHES, BatchSpec
+from tests.cases import LatentCase
+from tests.conformance import check_case
+from tests.trials import CaseResult, LatentTrial
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BACKEND = TritonMLABackend
+CHUNKED = BatchSpec("chunked_mix", (1, 20, 3, 33), (40, 90, 3, 49))
+"""A decode, then prefill rows with much context, with none, and with some."""
+
+
+def trial_of(**given: Any) -> LatentTrial:
+    case = LatentCase(**{"batch": CHUNKED, "dtype": DType.FLOAT16, **given})
+    return LatentTrial(BACKEND, case, DEVICE)
+
+
+def builder_of(spec: Any = None, **settings: Any) -> TritonMLAMetadataBuilder:
+    limits = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    config = EngineConfig(**{**limits, "num_heads": 4, **settings})
+    spec = spec or latent_spec()
+    return TritonMLAMetadataBuilder(spec, ["layer.0"], config, DEVICE)
+
+
+def latent_spec(**given: Any) -> MLAAttentionSpec:
+    known = {"block_size": 16, "dtype": DType.FLOAT16, "kv_lora_rank": 64, "qk_rope_head_dim": 32}
+    return MLAAttentionSpec(**{**known, **given})
+
+
+@pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.FP8])
+@pytest.mark.parametrize(("tokens", "chunks"), [(1, 5), (100, 3), (10**6, 1)])
+def test_context_is_attended_in_chunks_of_the_workspace(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, chunks: int, cache_dtype: CacheDType
+) -> None:
+    monkeypatch.setattr(builders.triton_mla, "WORKSPACE_TOKENS", tokens)
+    trial = trial_of(cache_dtype=cache_dtype)
+    trial.write()
+    record = trial.build(trial.builder())
+    context = record.prefill.context
+    assert len(context.lens) == chunks
+    assert context.lens.sum(0).tolist() == [70, 0, 16]
+    assert context.positions.shape[1] % PAGE == 0
+    result = CaseResult()
+    trial.judge(trial.attend(record, trial.inputs, trial.cache()), record, result)
+    assert result.findings == {}
+
+
+def test_a_step_without_context_needs_no_workspace() -> None:
+    trial = trial_of(batch=BATCHES["full_prefill"])
+    record = trial.build(trial.builder())
+    assert record.decode is None
+    assert record.prefill.context is None
+    assert record.prefill.num_tokens == record.num_prefill_tokens == 56
+
+
+def test_without_host_lengths_the_longest_sequence_bounds_the_context() -> None:
+    trial = trial_of()
+    batch = trial.inputs.batch
+    bounded = trial.build(trial.builder(), batch.replace(seq_lens_cpu_upper_bound=None))
+    assert bounded.prefill.context.lens.sum(0).tolist() == [70, 0, 16]
+
+
+def test_verify_rows_are_decodes() -> None:
+    trial = trial_of(batch=BATCHES["ragged_verify"])
+    record = trial.build(trial.builder())
+    assert (record.num_decodes, record.num_prefills) == (5, 0)
+    assert record.prefill is None
+    assert int(record.decode.split.total[0]) > 0
+
+
+@pytest.mark.parametrize("heads", [5, 7, 20])
+def test_any_number_of_heads_is_served(heads: int) -> None:
+    check_case(BACKEND, LatentCase(CHUNKED, heads, DType.FLOAT16, rank=64, rope_size=32), DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("spec", "settings", "problem"),
+    [
+        (None, {"num_heads": None}, "num_heads"),
+        (latent_spec(block_size=24), {}, "block_size.*24"),
+        (latent_spec(dtype=DType.FLOAT64), {}, "model dtype.*float64"),
+        (latent_spec(cache_dtype=CacheDType.FP8_DS_MLA), {}, "kv_cache_dtype.*fp8_ds_mla"),
+        (FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64), {}, "MLAAttentionSpec"),
+    ],
+)
+def test_the_builder_refuses_what_no_kernel_takes(
+    spec: Any, settings: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        builder_of(spec, **settings)
+
+
+def test_the_builder_refuses_batches_that_it_cannot_plan() -> None:
+    trial = trial_of()
+    batch, builder = trial.inputs.batch, trial.builder()
+    with pytest.raises(NotImplementedError, match="causal"):
+        builder.build(0, batch.replace(causal=False))
+    small = trial.builder(trial.config.replace(max_num_seqs=2))
+    with pytest.raises(ValueError, match=r"num_reqs \(4\) exceeds the engine's limit \(2\)"):
+        small.build(0, batch)
+
+
+def test_the_impl_refuses_a_model_dtype_that_no_kernel_takes() -> None:
+    impl = trial_of().impl
+    with pytest.raises(ValueError, match="model dtype"):
+        impl.process_weights_after_loading(torch.float64)
+
+
+def test_another_groups_table_reaches_every_part() -> None:
+    trial = trial_of()
+    builder = trial.builder()
+    record = trial.build(builder)
+    table = torch.zeros_like(trial.inputs.batch.block_table_tensor)
+    slots = torch.full_like(record.slot_mapping, -1)
+    other = builder.update_block_table(record, table, slots)
+    assert not other.decode.block_table.any()
+    assert not other.prefill.context.block_table.any()
+    assert other.prefill.context.step.block_table is record.prefill.context.step.block_table
+    assert (other.slot_mapping == -1).all()
+    assert replace(record).decode.block_table.data_ptr() != other.decode.block_table.data_ptr()
