@@ -472,6 +472,11 @@ def _latent_cases(backend: type[AttentionBackend], rounds: int) -> Iterator[Late
     heads = _Deck(LATENT_HEADS, f"{name} heads")
     flags = _Deck([False, True], f"{name} flags")
     lists = _Deck(["padded", "holes", "repeats"] if capabilities.is_sparse else [None], name)
+    shape = {}
+    if is_interpreted(backend):
+        # It takes long for wide rows and for many heads.
+        shape = {"rank": 64, "rope_size": 32}
+        heads = _Deck(LATENT_HEADS[:-1], f"{name} heads")
 
     def dealt(**given: Any) -> LatentCase:
         axes = {
@@ -483,7 +488,7 @@ def _latent_cases(backend: type[AttentionBackend], rounds: int) -> Iterator[Late
             "fused_projection": flags.deal(),
             "lists": lists.deal(),
         }
-        return LatentCase(**{**axes, **given})
+        return LatentCase(**{**axes, **shape, **given})
 
     def served(**given: Any) -> Iterator[LatentCase]:
         tries = (dealt(**given) for _ in range(_TRIES))
@@ -503,3 +508,5 @@ def _latent_cases(backend: type[AttentionBackend], rounds: int) -> Iterator[Late
         yield from served(batch=BATCHES["ragged_verify"], num_heads=num_heads)
     for block_size in BLOCK_SIZES:
         yield from served(batch=BATCHES["block_boundary"], block_size=block_size)
+    if shape:
+        yield from served(batch=BATCHES["mixed"], rank=512, rope_size=64)
