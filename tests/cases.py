@@ -329,6 +329,11 @@ def is_interpreted(backend: type[AttentionBackend]) -> bool:
     return set(AttentionBackendEnum[backend.get_name()].row.requires) <= {"triton"}
 
 
+def latent_shape(backend: type[AttentionBackend]) -> dict[str, int]:
+    """Sizes of a latent row where the usual ones take too long: the interpreter's time is width."""
+    return {"rank": 64, "rope_size": 32} if is_interpreted(backend) else {}
+
+
 # -- choosing cases
 
 
@@ -472,10 +477,8 @@ def _latent_cases(backend: type[AttentionBackend], rounds: int) -> Iterator[Late
     heads = _Deck(LATENT_HEADS, f"{name} heads")
     flags = _Deck([False, True], f"{name} flags")
     lists = _Deck(["padded", "holes", "repeats"] if capabilities.is_sparse else [None], name)
-    shape = {}
-    if is_interpreted(backend):
-        # It takes long for wide rows and for many heads.
-        shape = {"rank": 64, "rope_size": 32}
+    shape = latent_shape(backend)
+    if shape:
         heads = _Deck(LATENT_HEADS[:-1], f"{name} heads")
 
     def dealt(**given: Any) -> LatentCase:

@@ -18,7 +18,7 @@ from specs.attention import AttentionType
 from specs.dtypes import CacheDType
 from tests import batches, stored_rows
 from tests.batches import BATCHES, WILD_BLOCK, Indexer, Projection
-from tests.cases import FEATURES, Case, LatentCase, device_for
+from tests.cases import FEATURES, Case, LatentCase, device_for, latent_shape
 from tests.stored_rows import Stored
 from tests.trials import OUTPUT_SCALE, DenseTrial, LatentTrial, Trial
 
@@ -82,7 +82,7 @@ def trial_of(backend: type[AttentionBackend], batch: str = "mixed") -> Trial:
     dtype = backend.capabilities.dtypes[0]
     if backend.is_mla():
         lists = "padded" if backend.is_sparse() else None
-        case = LatentCase(batch=BATCHES[batch], dtype=dtype, lists=lists)
+        case = LatentCase(batch=BATCHES[batch], dtype=dtype, lists=lists, **latent_shape(backend))
         return LatentTrial(backend, case, device)
     return DenseTrial(backend, Case(batch=BATCHES[batch], dtype=dtype), device)
 

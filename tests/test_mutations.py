@@ -27,6 +27,7 @@ from tests.cases import (
     LatentCase,
     device_for,
     is_interpreted,
+    latent_shape,
     runs_here,
 )
 from tests.conformance import run_case
@@ -67,7 +68,8 @@ def fitting_case(fault: Fault, backend: Backend, batch: str, dtype: DType) -> An
     if backend.is_mla():
         if fault in (NOT_SPARSE if backend.is_sparse() else NOT_LATENT):
             return None
-        case = LatentCase(**axes, lists="padded" if backend.is_sparse() else None)
+        lists = "padded" if backend.is_sparse() else None
+        case = LatentCase(**axes, **latent_shape(backend), lists=lists)
     else:
         case = Case(**axes, feature=FEATURES[FEATURE_OF.get(fault, "causal")])
     return case if case.is_served_by(backend) else None
@@ -268,7 +270,7 @@ def test_a_log2_lse_of_a_latent_triple_is_seen(name: str) -> None:
     if not backend.capabilities.lse:
         pytest.skip("returns no LSE")
     lists = "padded" if backend.is_sparse() else None
-    case = LatentCase(dtype=backend.capabilities.dtypes[0], lists=lists)
+    case = LatentCase(dtype=backend.capabilities.dtypes[0], lists=lists, **latent_shape(backend))
     broken = wrapped(backend, {"forward_mqa": forward_mqa})
     assert list(conform(broken, case).findings) == ["lse"]
 
@@ -465,7 +467,7 @@ def test_lists_read_wrongly_by_a_sparse_triple_are_seen(name: str, wrong: str) -
 
     backend = AttentionBackendEnum[name].get_class()
     lists = wrong if wrong in ("holes", "repeats") else "padded"
-    case = LatentCase(dtype=backend.capabilities.dtypes[0], lists=lists)
+    case = LatentCase(dtype=backend.capabilities.dtypes[0], lists=lists, **latent_shape(backend))
     assert is_clean(name, case)
     findings = conform(wrapped(backend, {"forward_mqa": forward_mqa}), case).findings
     assert {"output", "latent", "lse"} <= set(findings)
@@ -523,5 +525,5 @@ def test_backends_without_graphs_are_not_asked_for_them() -> None:
     for backend in backends_here().values():
         if backend.cudagraph_support() is AttentionCGSupport.NEVER:
             lists = "padded" if backend.is_sparse() else None
-            case = LatentCase(lists=lists) if backend.is_mla() else Case()
+            case = LatentCase(lists=lists, **latent_shape(backend)) if backend.is_mla() else Case()
             assert "capture" not in conform(backend, case).checked

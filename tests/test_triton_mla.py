@@ -84,7 +84,7 @@ def test_verify_rows_are_decodes() -> None:
     assert int(record.decode.split.total[0]) > 0
 
 
-@pytest.mark.parametrize("heads", [5, 7, 20])
+@pytest.mark.parametrize("heads", [5, 7, 9])
 def test_any_number_of_heads_is_served(heads: int) -> None:
     batch = BatchSpec("short_mix", (1, 1, 9), (20, 3, 30))
     check_case(BACKEND, LatentCase(batch, heads, DType.FLOAT16, rank=64, rope_size=32), DEVICE)
