@@ -205,7 +205,8 @@ def decode_kernel(
     # The step's tiles are wanted in a while, so they are asked for now; they are not negative.
     unwanted = tl.minimum(tl.load(total_ptr + 1), 0)
     past_row = tl.load(mine + 2) + (tl.load(mine + 3) > 0).to(tl.int32) + unwanted
-    # Nothing is kept from row to row, and a row's numbers are read again: registers are for keys.
+    # A row's numbers are read again where needed, and with quantised caches nothing is kept
+    # from row to row: registers are for keys.
     for r in tl.range(first_row, past_row, num_stages=1, disable_licm=PLANES > 1):
         total = tl.load(total_ptr + 1)
         shares = groups
