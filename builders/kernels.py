@@ -216,6 +216,15 @@ def _store_shares(
     tl.store(out[:, None] + (_SHARE_FIELDS - _FIELDS) + k, fields, mask=mask)
 
 
+@triton.jit
+def _store_tiles(starts_ptr, i, count, decode_max, max_reqs, TILE: tl.constexpr):
+    """First tile of each request ``i``, of those with more than ``decode_max`` query tokens."""
+    tile_ends = tl.cumsum(tl.where(count > decode_max, tl.cdiv(count, TILE), 0), 0)
+    tl.store(starts_ptr + i, 0, mask=i == 0)
+    # Past the last request too: a graph was captured with more of them, perhaps.
+    tl.store(starts_ptr + 1 + i, tile_ends, mask=i < max_reqs)
+
+
 _VARYING = [
     "num_reqs",
     "max_reqs",
@@ -243,6 +252,7 @@ def plan_kernel(
     starts_ptr,
     shares_ptr,
     prefill_starts_ptr,
+    hopper_starts_ptr,
     num_reqs,
     max_reqs,
     max_kv_len,
@@ -259,6 +269,7 @@ def plan_kernel(
     SEGMENT_UNIT: tl.constexpr,
     HEAD_LOOPS: tl.constexpr,
     PREFILL_TILE: tl.constexpr,
+    HOPPER_TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     TRIM: tl.constexpr,
@@ -276,7 +287,8 @@ def plan_kernel(
     seq_lens ``[R]``; query_start ``[R + 1]``; rows ``[rows, ROW_FIELDS]``; total ``[2]``: rows, and
     tiles that the groups share; starts ``[num_groups + 1, 2]``: row * HEAD_LOOPS + head loop, and
     segment of the row; shares ``[num_groups, SHARE_FIELDS]``; prefill_starts ``[max_reqs + 1]``:
-    first prefill tile of each request. All are int32.
+    first prefill tile of each request; hopper_starts likewise, unless HOPPER_TILE is 0. All are
+    int32.
 
     TRIM: no query sees past itself. DCP: keys are those of one rank, in their order there, while
     lengths and positions of rows are the request's. With FREE a group starts at its share's first
@@ -295,10 +307,9 @@ def plan_kernel(
     is_decode = (count > 0) & (count <= decode_max)
     req_rows = tl.where(is_decode, tl.cdiv(count, QUERY_TOKENS) * bundles, 0)
     req_ends = tl.cumsum(req_rows, 0)
-    tile_ends = tl.cumsum(tl.where(count > decode_max, tl.cdiv(count, PREFILL_TILE), 0), 0)
-    tl.store(prefill_starts_ptr + i, 0, mask=i == 0)
-    # Past the last request too: a graph was captured with more of them, perhaps.
-    tl.store(prefill_starts_ptr + 1 + i, tile_ends, mask=i < max_reqs)
+    _store_tiles(prefill_starts_ptr, i, count, decode_max, max_reqs, PREFILL_TILE)
+    if HOPPER_TILE > 0:
+        _store_tiles(hopper_starts_ptr, i, count, decode_max, max_reqs, HOPPER_TILE)
     num_rows = tl.max(req_ends, 0)
 
     # In blocks, so that a step costs what its own rows cost and not what the largest step could.

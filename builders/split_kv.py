@@ -17,6 +17,7 @@ from builders.paging import Stripe
 from builders.segments import BUNDLE, max_segments, segment_of, segment_start
 from builders.tiles import (
     DenseShape,
+    HopperTile,
     PrefillTile,
     SplitTile,
     power_of_two,
@@ -111,6 +112,19 @@ class SplitPlan:
 
 
 @dataclass(frozen=True)
+class HopperPlan:
+    """The step's plan for the prefill kernel on Hopper."""
+
+    tile: HopperTile
+    tile_starts: torch.Tensor
+    """``[R + 1]`` int32: first tile of each request."""
+    programs: int
+    """Programs to launch; any number is right, they share the tiles."""
+    is_forced: bool = False
+    """A layer that the kernel does not serve is an error."""
+
+
+@dataclass(frozen=True)
 class PrefillPlan:
     """The step's plan for the prefill kernel."""
 
@@ -119,6 +133,8 @@ class PrefillPlan:
     """``[R + 1]`` int32: first tile of each request."""
     programs: int
     """Programs to launch; any number is right, they share the tiles."""
+    hopper: HopperPlan | None = None
+    """The same for the kernel that serves some layers in its place; None where there is none."""
 
 
 def parallel_heads(head_tiles: int, programs: int) -> int:
@@ -152,6 +168,8 @@ class SplitPlanner:
         every_row: bool = False,
         is_free: bool = False,
         takes_rows: bool = True,
+        hopper: HopperTile | None = None,
+        is_forced: bool = False,
     ) -> None:
         """
         Args:
@@ -164,10 +182,15 @@ class SplitPlanner:
             every_row: take every row, whatever its query length (batch invariance).
             is_free: cut rows anywhere, see :class:`SplitPlan`.
             takes_rows: False leaves every row to the prefill kernel (encoders).
+            hopper: tile of the prefill kernel for Hopper, where that may serve.
+            is_forced: nothing else may serve in its place.
         """
         self.is_free = is_free
-        self.tile = tile = split_tile(shape, kind, 16 if every_row else max_query_len)
+        self.tile = tile = split_tile(
+            shape, kind, 16 if every_row else max_query_len, limits.window
+        )
         self.prefill = prefill_tile(shape, kind)
+        self.hopper, self.is_forced = hopper, is_forced
         self.limits = limits
         self.device = buffers.device
         self.short_query = limits.max_num_tokens if every_row else max(SHORT_QUERY, max_query_len)
@@ -207,6 +230,7 @@ class SplitPlanner:
         width = max(power_of_two(shape.head_size_v), 64)
         int32, fp32 = torch.int32, torch.float32
         buffers.declare("tile_starts", (reqs + 1,), int32)
+        buffers.declare("hopper_starts", (reqs + 1,), int32)
         buffers.declare("rows", (self.max_rows, ROW_FIELDS), int32)
         buffers.declare("total", (2,), int32)
         buffers.declare("starts", (self.groups + 1, 2), int32)
@@ -277,6 +301,7 @@ class SplitPlanner:
             b["starts"],
             b["shares"],
             b["tile_starts"],
+            b["hopper_starts"],
             len(query_start_loc) - 1,
             self.limits.max_num_seqs,
             self.limits.max_kv_len,
@@ -293,6 +318,7 @@ class SplitPlanner:
             SEGMENT_UNIT=self.tile.segment_unit,
             HEAD_LOOPS=self.head_loops,
             PREFILL_TILE=self.prefill.query_tile,
+            HOPPER_TILE=0 if self.hopper is None else self.hopper.query_tile,
             WINDOW=visible.window is not None,
             CHUNK=visible.chunk is not None,
             TRIM=is_causal,
@@ -326,21 +352,9 @@ class SplitPlanner:
             is_causal,
             self.is_bundled,
         )
-        reqs = len(starts) - 1
-        tiles = torch.tensor(
-            [0]
-            + [
-                cdiv(stop - start, self.prefill.query_tile)
-                if stop - start > self.short_query
-                else 0
-                for start, stop in pairwise(starts)
-            ],
-            dtype=torch.int32,
-        )
-        # Past the last request too: a graph was captured with more of them, perhaps.
-        starts_of_tiles = self.buffers["tile_starts"]
-        starts_of_tiles[: reqs + 1] = tiles.cumsum(0)
-        starts_of_tiles[reqs + 1 :] = starts_of_tiles[reqs]
+        self._fill_tiles("tile_starts", self.prefill.query_tile, starts)
+        if self.hopper is not None:
+            self._fill_tiles("hopper_starts", self.hopper.query_tile, starts)
         if plan.rows:
             rows = torch.tensor(plan.rows, dtype=torch.int32)
             self.buffers["rows"][: len(rows), : rows.shape[1]] = rows
@@ -350,6 +364,15 @@ class SplitPlanner:
             share[:4] = torch.tensor([*start, *stop], dtype=torch.int32)
             if start[0] < len(plan.rows) * self.head_loops:
                 share[4:] = self.buffers["rows"][start[0] // self.head_loops]
+
+    def _fill_tiles(self, name: str, query_tile: int, starts: Sequence[int]) -> None:
+        """First tile of each request, of those with longer queries."""
+        lens = [stop - start for start, stop in pairwise(starts)]
+        tiles = [cdiv(count, query_tile) if count > self.short_query else 0 for count in lens]
+        starts_of_tiles = self.buffers[name]
+        starts_of_tiles[: len(starts)] = torch.tensor([0, *tiles]).cumsum(0)
+        # Past the last request too: a graph was captured with more of them, perhaps.
+        starts_of_tiles[len(starts) :] = starts_of_tiles[len(starts) - 1]
 
     def split(self) -> SplitPlan:
         """The record's view of the split-KV part."""
@@ -383,8 +406,17 @@ class SplitPlanner:
         programs = min(tiles * self.num_heads, most_programs)
         if programs == 0:
             return None
-        tile_starts = self.buffers.view("tile_starts", num_reqs + 1)
-        return PrefillPlan(self.prefill, tile_starts, programs)
+        view, hopper = self.buffers.view, None
+        if self.hopper is not None:
+            starts = view("hopper_starts", num_reqs + 1)
+            hopper = HopperPlan(self.hopper, starts, self.num_multiprocessors, self.is_forced)
+        return PrefillPlan(self.prefill, view("tile_starts", num_reqs + 1), programs, hopper)
+
+    def own_prefill(self, plan: PrefillPlan, num_reqs: int) -> PrefillPlan:
+        """The same, of this planner's buffers."""
+        own = self.prefill_plan(num_reqs, plan.programs, plan.programs)
+        assert own is not None
+        return own
 
 
 def interprets() -> bool:

@@ -94,7 +94,37 @@ class PrefillTile:
     num_stages: int
 
 
-def split_tile(shape: DenseShape, kind: DeviceKind, max_query_len: int) -> SplitTile:
+@dataclass(frozen=True)
+class HopperTile:
+    """Launch configuration of the prefill kernel for Hopper."""
+
+    packed: int
+    """Query heads of a tile, of one KV head: a power of two."""
+    warp_groups: int
+    """Warp groups that multiply, of 64 query rows each."""
+    kv_tile: int
+    width: int
+    """The head size, rounded up to a power of two."""
+    run: int
+    """Consecutive tokens of a page that are loaded at once."""
+    num_stages: int
+    registers: int
+    """Registers of a thread that multiplies."""
+
+    @property
+    def rows_per_group(self) -> int:
+        """Query tokens of a warp group."""
+        return 64 // self.packed
+
+    @property
+    def query_tile(self) -> int:
+        """Query tokens of a tile."""
+        return self.warp_groups * self.rows_per_group
+
+
+def split_tile(
+    shape: DenseShape, kind: DeviceKind, max_query_len: int, window: int | None = None
+) -> SplitTile:
     """The split-KV tile of a layer.
 
     One shape serves every row of a configuration, so that a row's bits do not depend on the number
@@ -104,6 +134,7 @@ def split_tile(shape: DenseShape, kind: DeviceKind, max_query_len: int) -> Split
         shape: the layer.
         kind: device.
         max_query_len: query tokens of a verify, all of which should share one pass over the keys.
+        window: largest visible span of one query, or None.
     """
     most_rows = min(MOST_ROWS, max(MOST_CELLS // shape.width, 16))
     head_tiles = cdiv(shape.group, most_rows)
@@ -114,10 +145,14 @@ def split_tile(shape: DenseShape, kind: DeviceKind, max_query_len: int) -> Split
     kv_tile = min(max((4096 if wide else 8192) // shape.width, 16), 128)
     narrow = shape.stored_bits < 16
     stages = 4 if narrow else 3
-    warps = 4
+    warps, most_programs = 4, 2
     if narrow and rows == 16:
         # What is read has to be converted too: more keys between two barriers, for more warps.
         kv_tile, stages, warps = min(2 * kv_tile, 128), 3, 8
+    elif rows == 16 and shape.width <= 64 and not wide and (window or 4096) <= 256:
+        # Of a few tiles each, it is the number of rows under way at once that counts. Wider heads
+        # would spill with two warps.
+        kv_tile, stages, warps, most_programs = 64, 2, 2, 4
     row_bytes = 2 * shape.width * shape.stored_bits // 8
     room = SHARED_MEMORY.get(kind, 99) * 1024
     # The query, and the output on its way from one arrangement to another.
@@ -132,7 +167,7 @@ def split_tile(shape: DenseShape, kind: DeviceKind, max_query_len: int) -> Split
         kv_tile //= 2
     if needed() > room:
         stages = 1
-    programs = max(1, min(2, room // max(needed(), 1)))
+    programs = max(1, min(most_programs, room // max(needed(), 1)))
     return SplitTile(
         rows=rows,
         tile_heads=tile_heads,
@@ -165,3 +200,33 @@ def prefill_tile(shape: DenseShape, kind: DeviceKind) -> PrefillTile:
     if shape.width <= 256:
         return PrefillTile(64, 32, 4, 2) if small else PrefillTile(128, 64, 8, 2)
     return PrefillTile(32, 16, 4, 2) if small else PrefillTile(64, 32, 8, 2)
+
+
+def hopper_tile(shape: DenseShape, kind: DeviceKind, block_size: int) -> HopperTile | str:
+    """The Hopper prefill kernel's tile of a layer, or why the kernel does not take it.
+
+    Args:
+        shape: the layer.
+        kind: device.
+        block_size: tokens of a page.
+    """
+    if kind is not DeviceKind.SM90:
+        return f"the device is {kind.value}, not {DeviceKind.SM90.value}"
+    if shape.itemsize != 2:
+        return f"the model's elements have {shape.itemsize} bytes, not 2"
+    if shape.stored_bits != 16:
+        return f"the cache's elements have {shape.stored_bits} bits, not 16"
+    if shape.head_size != shape.head_size_v:
+        return f"head size {shape.head_size} is not that of values, {shape.head_size_v}"
+    if not 48 <= shape.head_size <= 256 or shape.head_size % 8:
+        return f"head size {shape.head_size} is not a multiple of 8 from 48 to 256"
+    run = block_size & -block_size
+    if run < 16:
+        return f"block size {block_size} is not a multiple of 16" if run else "there are no pages"
+    packed = min(shape.group & -shape.group, 64)
+    # Measured: 192 rows for narrow heads, fewer keys for wide ones, whose accumulators are large.
+    if shape.width <= 64:
+        return HopperTile(packed, 3, 128, 64, min(run, 128), 3, 160)
+    if shape.width <= 128:
+        return HopperTile(packed, 2, 128, 128, min(run, 128), 2, 240)
+    return HopperTile(packed, 2, 64, 256, min(run, 64), 2, 240)

@@ -14,12 +14,12 @@ from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch, debug_enabled
 from builders.paging import Stripe
 from builders.split_kv import PrefillPlan, SplitLimits, SplitPlan, SplitPlanner, VisibleKeys
-from builders.tiles import DenseShape
+from builders.tiles import DenseShape, HopperTile, hopper_tile
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
 from specs.devices import ComputeCapability, DeviceKind, kind_of
 from specs.dtypes import CacheDType
-from specs.engine import EngineConfig
+from specs.engine import EngineConfig, PrefillKernel
 from specs.kv_cache import (
     AnyKVCacheSpec,
     ChunkedLocalAttentionSpec,
@@ -144,8 +144,7 @@ class _SharedBuffers:
         )
         own_prefill = record.prefill
         if own_prefill is not None:
-            starts = b.view("tile_starts", record.num_reqs + 1)
-            own_prefill = replace(own_prefill, tile_starts=starts)
+            own_prefill = planner.own_prefill(own_prefill, record.num_reqs)
         own = replace(
             record,
             seq_lens=b.view("own_lens", record.num_reqs),
@@ -242,7 +241,22 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             every_row=config.batch_invariant and not self.is_encoder,
             is_free=is_free,
             takes_rows=not self.is_encoder,
+            hopper=self._hopper_tile(),
+            is_forced=config.prefill_kernel is PrefillKernel.HOPPER,
         )
+
+    def _hopper_tile(self) -> HopperTile | None:
+        """The tile of the prefill kernel for Hopper, where that may serve."""
+        wanted = self.vllm_config.prefill_kernel
+        if wanted is PrefillKernel.TRITON:
+            return None
+        block_size = 0 if self.is_encoder else self.kv_cache_spec.block_size
+        tile = hopper_tile(self.shape, self.kind, block_size)
+        if wanted is PrefillKernel.HOPPER and isinstance(tile, str):
+            raise ValueError(f"prefill_kernel 'hopper' does not serve these layers: {tile}")
+        if isinstance(tile, str) or (wanted is PrefillKernel.AUTO and self.device.type != "cuda"):
+            return None
+        return tile
 
     def build(
         self,
@@ -343,7 +357,8 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         if not (has_own_rows and has_own_tiles):
             self.update_draft_decode_metadata(updated)
             updated.split = None if split is None else self.planner.split()
-            updated.prefill = None if prefill is None else replace(prefill, tile_starts=starts)
+            if prefill is not None:
+                updated.prefill = self.planner.own_prefill(prefill, metadata.num_reqs)
         return updated
 
     def build_for_cudagraph_capture(

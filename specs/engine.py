@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum, unique
 from typing import Self
 
 from pydantic import StrictBool, model_validator
@@ -45,6 +46,18 @@ class SpeculativeConfig(Spec):
         return 1 + self.num_speculative_tokens * (2 if self.parallel_drafting else 1)
 
 
+@unique
+class PrefillKernel(StrEnum):
+    """Which kernel of a dense backend takes the requests with many new tokens."""
+
+    AUTO = "auto"
+    """The one for the device where it serves a layer, else plain Triton."""
+    TRITON = "triton"
+    """Plain Triton."""
+    HOPPER = "hopper"
+    """The one for compute capability 9.0; what it does not serve is refused."""
+
+
 class EngineConfig(Spec):
     """The few settings that a builder needs; vLLM's config is translated into this."""
 
@@ -64,6 +77,8 @@ class EngineConfig(Spec):
     """Same bits for a request whatever shares its batch and however its prefill is chunked."""
     rswa_window: PositiveInt | None = None
     """Window of reference sliding-window attention (R-SWA): the prefix stays visible."""
+    prefill_kernel: PrefillKernel = PrefillKernel.AUTO
+    """Which kernel takes the requests with many new tokens."""
     index_topk: PositiveInt | None = None
     """Tokens that a sparse MLA layer attends."""
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton.language as tl
@@ -17,11 +17,14 @@ from attn.kernels.numerics import INTERPRETED
 from attn.kernels.prefill import prefill_kernel
 from attn.kernels.stored import E4M3, E5M2, INT4, INT8, NATIVE, PLAIN, PTX, PTX_SM89
 from builders.paging import Stripe
-from builders.split_kv import PrefillPlan, SplitPlan, area_of
+from builders.split_kv import HopperPlan, PrefillPlan, SplitPlan, area_of
 from builders.tiles import power_of_two
 from builders.triton_attn import BLOCK_MULTIPLE, MODEL_DTYPES, TritonAttentionMetadata
 from specs.dtypes import CacheDType, KVQuantMode
 from specs.layouts import KVViews
+
+if TYPE_CHECKING:
+    from attn.kernels.hopper.launch import HopperLauncher
 
 FINISH_CELLS = 1024
 """Cells of a state that the program which finishes a row folds at a time."""
@@ -139,6 +142,7 @@ class DenseLauncher:
         self.layer = layer
         self._stored = _stored(layer.cache_dtype)
         self._forms: dict[tuple[Any, ...], KernelForm] = {}
+        self._hopper: HopperLauncher | None = None
 
     def attend(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> None:
         """Enqueue the step's launches.
@@ -197,8 +201,12 @@ class DenseLauncher:
         varying["query_start_ptr"] = step.query_start_loc
         varying["seq_lens_ptr"] = step.seq_lens
         varying["num_reqs"] = step.num_reqs
-        tile = plan.tile
-        key = (tile, _likeness(step, tensors))
+        tile, likeness = plan.tile, _likeness(step, tensors)
+        if plan.hopper is not None:
+            call = self._on_hopper(plan.hopper, step, tensors, varying, likeness)
+            if call is not None:
+                return call
+        key = (tile, likeness)
         form = self._forms.get(key)
         if form is None:
             fixed = self._fixed(step, tensors, varying) | _prefill_constants(plan)
@@ -206,6 +214,22 @@ class DenseLauncher:
             form = KernelForm(prefill_kernel, fixed, varying, tile.num_warps, tile.num_stages)
             self._forms[key] = form
         return form.call((plan.programs,), varying)
+
+    def _on_hopper(
+        self,
+        plan: HopperPlan,
+        step: TritonAttentionMetadata,
+        tensors: DenseTensors,
+        varying: Mapping[str, Any],
+        likeness: tuple[Any, ...],
+    ) -> KernelCall | None:
+        if self._hopper is None:
+            from attn.kernels.hopper.launch import HopperLauncher
+
+            self._hopper = HopperLauncher(self.layer)
+        if not self._hopper.knows(plan, likeness):
+            _check(self.layer, step, tensors)
+        return self._hopper.call(plan, step, tensors, varying, likeness)
 
     def _varying(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> dict[str, Any]:
         """Arguments of both kernels that differ from call to call."""
@@ -240,9 +264,7 @@ class DenseLauncher:
         self, step: TritonAttentionMetadata, tensors: DenseTensors, varying: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Arguments of both kernels that a form holds; the tensors are checked on the way."""
-        _check_tensors(self.layer, tensors)
-        _check_step(step, tensors)
-        _check_stripe(self.layer, step, tensors)
+        _check(self.layer, step, tensors)
         stripe = step.stripe or Stripe(1, 0, 1)
         layer, stored = self.layer, self._stored
         rswa = step.rswa_prefix_lens is not None and step.rswa_window is not None
@@ -407,8 +429,14 @@ def _prefill_constants(plan: PrefillPlan) -> dict[str, Any]:
 # -- What callers can get wrong.
 
 
-def _check_tensors(layer: DenseLayer, tensors: DenseTensors) -> None:
+def _check(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors) -> None:
     """Once per form, so that a call costs nothing."""
+    _check_tensors(layer, tensors)
+    _check_step(step, tensors)
+    _check_stripe(layer, step, tensors)
+
+
+def _check_tensors(layer: DenseLayer, tensors: DenseTensors) -> None:
     query, output, scale = tensors.query, tensors.output, tensors.output_scale
     if query.dtype not in MODEL_DTYPES:
         names = ", ".join(str(dtype) for dtype in MODEL_DTYPES)

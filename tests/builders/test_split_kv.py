@@ -126,6 +126,7 @@ def planner_of(step: Step) -> SplitPlanner:
     int32 = torch.int32
     for name, shape_of in {
         "tile_starts": (limits.max_num_seqs + 1,),
+        "hopper_starts": (limits.max_num_seqs + 1,),
         "rows": (planner.max_rows, ROW_FIELDS),
         "total": (2,),
         "starts": (step.groups + 1, 2),

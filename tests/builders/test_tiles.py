@@ -41,9 +41,10 @@ def staged_kib(shape: DenseShape, tile: SplitTile | PrefillTile) -> float:
 
 @pytest.mark.parametrize("kind", GPUS, ids=str)
 @pytest.mark.parametrize("max_query_len", [1, 4, 16])
-def test_split_tiles_fit(kind: DeviceKind, max_query_len: int) -> None:
+@pytest.mark.parametrize("window", [None, 128, 4096])
+def test_split_tiles_fit(kind: DeviceKind, max_query_len: int, window: int | None) -> None:
     for shape in shapes():
-        tile = split_tile(shape, kind, max_query_len)
+        tile = split_tile(shape, kind, max_query_len, window)
         assert 16 <= tile.rows <= MOST_ROWS
         assert power_of_two(tile.rows) == tile.rows
         assert tile.query_tokens >= 1
@@ -54,7 +55,9 @@ def test_split_tiles_fit(kind: DeviceKind, max_query_len: int) -> None:
         # Segments are whole numbers of tiles.
         assert tile.segment_unit * tile.segment_scale == tile.kv_tile
         assert segment_start(1) % tile.segment_unit == 0
-        assert tile.programs_per_sm in (1, 2)
+        assert tile.programs_per_sm in (1, 2, 4)
+        fits = tile.programs_per_sm * staged_kib(shape, tile) <= SHARED_MEMORY[kind]
+        assert fits or tile.programs_per_sm == 1, (shape, tile)
         assert staged_kib(shape, tile) <= SHARED_MEMORY[kind], (shape, tile)
 
 
@@ -65,6 +68,13 @@ def test_prefill_tiles_fit(kind: DeviceKind) -> None:
         assert power_of_two(tile.query_tile) == tile.query_tile >= 16
         assert power_of_two(tile.kv_tile) == tile.kv_tile >= 16
         assert staged_kib(shape, tile) <= SHARED_MEMORY[kind], (shape, tile)
+
+
+def test_rows_behind_a_narrow_window_are_many_at_once() -> None:
+    shape = DenseShape(64, 8, 64, 64, 2, 16)
+    narrow = split_tile(shape, DeviceKind.SM90, 1, 128)
+    assert narrow.programs_per_sm > split_tile(shape, DeviceKind.SM90, 1, 4096).programs_per_sm
+    assert split_tile(shape, DeviceKind.SM90, 1, 4096) == split_tile(shape, DeviceKind.SM90, 1)
 
 
 def test_a_verify_of_a_whole_group_shares_one_pass_over_the_keys() -> None:

@@ -30,7 +30,7 @@ from builders.triton_attn import TritonAttentionMetadataBuilder
 from specs.attention import AttentionType
 from specs.devices import KNOWN_DEVICES
 from specs.dtypes import CacheDType, DType
-from specs.engine import EngineConfig, SpeculativeConfig
+from specs.engine import EngineConfig, PrefillKernel, SpeculativeConfig
 from specs.kv_cache import (
     AnyKVCacheSpec,
     ChunkedLocalAttentionSpec,
@@ -54,6 +54,7 @@ class Kernel(StrEnum):
 
     DECODE = "decode"
     PREFILL = "prefill"
+    HOPPER_PREFILL = "hopper_prefill"
     PLAN = "plan"
     WRITE = "write"
     ROPE_WRITE = "rope_write"
@@ -122,10 +123,11 @@ class Layer:
             return SlidingWindowSpec(**fields, sliding_window=self.window)
         return FullAttentionSpec(**fields)
 
-    def engine(self) -> EngineConfig:
+    def engine(self, prefill_kernel: PrefillKernel) -> EngineConfig:
         """Limits of an engine; those of the benchmark, but for the length, which sizes scratch."""
         drafts = self.drafts
         return EngineConfig(
+            prefill_kernel=prefill_kernel,
             max_model_len=16384,
             max_num_seqs=256,
             max_num_batched_tokens=8192,
@@ -275,6 +277,37 @@ VARIANTS: Final = (
     _only(Kernel.MERGE, "fp8 output", 80, fp8_output=True),
 )
 
+_H = Kernel.HOPPER_PREFILL
+HOPPER_VARIANTS: Final = (
+    # The shapes of the speed table.
+    _only(_H, "32/8/128", 90, speed=True),
+    _only(_H, "64/8/64", 90, speed=True, heads=(64, 8, 64)),
+    _only(_H, "16/8/256", 90, speed=True, heads=(16, 8, 256)),
+    _only(_H, "window 1024", 90, speed=True, window=1024),
+    # Types, head sizes, groups.
+    _only(_H, "fp16", dtype=DType.FLOAT16),
+    _only(_H, "32/8/80", heads=(32, 8, 80)),
+    _only(_H, "64/8/192", heads=(64, 8, 192)),
+    _only(_H, "32/32/128", heads=(32, 32, 128)),
+    _only(_H, "28/4/128", heads=(28, 4, 128)),
+    _only(_H, "128/1/128", heads=(128, 1, 128)),
+    # What a layer or a step asks.
+    _only(_H, "64/8/64 window sinks", heads=(64, 8, 64), window=128, sinks=True),
+    _only(_H, "soft cap window", soft_cap=30.0, window=128),
+    _only(_H, "16/8/256 soft cap window", heads=(16, 8, 256), soft_cap=30.0, window=1024),
+    _only(_H, "chunks lookback", chunk=8192, lookback=1),
+    _only(_H, "causal per request", causal=None),
+    _only(_H, "not causal window", causal=False, window=128),
+    _only(_H, "sinks lse", sinks=True, lse=True),
+    _only(_H, "fp8 output", fp8_output=True),
+    _only(_H, "cross attention", attn_type=_CROSS, causal=False),
+    # Layouts.
+    _only(_H, "blocks of 48", block_size=48),
+    _only(_H, "blocks of 528", block_size=528),
+    _only(_H, "blocks of 256", block_size=256),
+    _only(_H, "HND", order=KVOrder.HND),
+)
+
 
 def call_of(variant: Variant, target: int) -> KernelCall:
     """The launch that the target would see."""
@@ -324,7 +357,9 @@ def _attention_call(layer: Layer, kernel: Kernel) -> KernelCall:
     heads, kv_heads, size = layer.heads
     spec, dtype = layer.spec(), layer.dtype.torch
     batch = _batch(layer, 1 + layer.drafts if kernel is Kernel.DECODE else 41)
-    record = TritonAttentionMetadataBuilder(spec, ["layer"], layer.engine(), "cpu").build(0, batch)
+    is_hopper = kernel is Kernel.HOPPER_PREFILL
+    engine = layer.engine(PrefillKernel.HOPPER if is_hopper else PrefillKernel.TRITON)
+    record = TritonAttentionMetadataBuilder(spec, ["layer"], engine, "cpu").build(0, batch)
     tokens = batch.num_actual_tokens
     output = torch.zeros(tokens, heads, layer.v_size, dtype=dtype)
     calls: list[KernelCall] = []
@@ -361,7 +396,7 @@ class _Recorder:
 
 def _plan_call(layer: Layer) -> KernelCall:
     recorder = _Recorder(builders.kernels.plan_kernel)
-    builder = TritonAttentionMetadataBuilder(layer.spec(), ["layer"], layer.engine(), "cpu")
+    builder = TritonAttentionMetadataBuilder(layer.spec(), ["layer"], layer.engine(PrefillKernel.AUTO), "cpu")
     with (
         mock.patch.object(builders.split_kv, "interprets", return_value=True),
         mock.patch.object(builders.kernels, "plan_kernel", recorder),

@@ -1,0 +1,172 @@
+"""Launches of the Hopper prefill kernel, and why it is not taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from attn.kernels.hopper.prefill import hopper_prefill_kernel
+from attn.kernels.launch import KernelCall, KernelForm, alignment
+from builders.split_kv import HopperPlan
+from builders.tiles import HopperTile
+
+if TYPE_CHECKING:
+    from attn.kernels.dense import DenseLayer, DenseTensors
+    from builders.triton_attn import TritonAttentionMetadata
+
+COLUMNS = 64
+"""Columns of a box: the 128 bytes of a swizzled row."""
+
+
+def refusal(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors) -> str | None:
+    """Why the kernel does not serve a step of a layer; None where it does.
+
+    The builder has looked at the geometry already, see :func:`builders.tiles.hopper_tile`.
+    """
+    if tensors.keys.key.dim() != 4:
+        return "keys and values are not in a paged cache"
+    if tensors.alibi_slopes is not None:
+        return "ALiBi"
+    if step.mm_ranges is not None:
+        return "multimodal ranges"
+    if step.rswa_prefix_lens is not None:
+        return "R-SWA"
+    if step.stripe is not None:
+        return "decode context parallelism"
+    if not tensors.keys.key.dtype == tensors.keys.value.dtype == tensors.query.dtype:
+        return f"a cache of {tensors.keys.key.dtype} for a query of {tensors.query.dtype}"
+    if layer.scale <= 0:
+        return f"scale {layer.scale} is not positive"
+    for name, rows in (
+        ("query", tensors.query),
+        ("key", tensors.keys.key),
+        ("value", tensors.keys.value),
+    ):
+        if alignment(rows) < 16:
+            return f"rows of {name} are aligned to {alignment(rows)} bytes, not 16"
+    return None
+
+
+class HopperLauncher:
+    """The prefill launches of one layer."""
+
+    def __init__(self, layer: DenseLayer) -> None:
+        """
+        Args:
+            layer: what never changes.
+        """
+        self._layer = layer
+        self._forms: dict[tuple[Any, ...], KernelForm | str] = {}
+        self._described: dict[tuple[Any, ...], TensorDescriptor] = {}
+
+    def knows(self, plan: HopperPlan, key: tuple[Any, ...]) -> bool:
+        """Whether launches like this one were prepared before."""
+        return (plan.tile, key) in self._forms
+
+    def call(
+        self,
+        plan: HopperPlan,
+        step: TritonAttentionMetadata,
+        tensors: DenseTensors,
+        varying: Mapping[str, Any],
+        key: tuple[Any, ...],
+    ) -> KernelCall | None:
+        """The launch that serves the step's rows with many query tokens; None for the twin's.
+
+        Args:
+            plan: the builder's.
+            step: the builder's record.
+            tensors: of this forward.
+            varying: values of what differs from call to call, by the twin's names.
+            key: everything that a form depends on.
+
+        Raises:
+            ValueError: the kernel does not serve this and nothing else may.
+        """
+        form = self._forms.get((plan.tile, key))
+        if form is None:
+            reason = refusal(self._layer, step, tensors)
+            form = self._new_form(plan.tile, step, tensors) if reason is None else reason
+            self._forms[plan.tile, key] = form
+        if isinstance(form, str):
+            if plan.is_forced:
+                raise ValueError(f"prefill_kernel 'hopper' does not serve this layer: {form}")
+            return None
+        tile, keys = plan.tile, tensors.keys
+        shared = {name: varying[name] for name in _SHARED}
+        shared["q_desc"] = _described(tensors.query, [tile.rows_per_group, tile.packed, COLUMNS])
+        shared["k_desc"] = self._cache_descriptor(keys.key, tile.run)
+        shared["v_desc"] = self._cache_descriptor(keys.value, tile.run)
+        shared["tile_starts_ptr"] = plan.tile_starts
+        return form.call((plan.programs,), shared)
+
+    def _cache_descriptor(self, rows: torch.Tensor, run: int) -> TensorDescriptor:
+        """A layer has one cache, or a few views of it: described once each."""
+        key = (rows.data_ptr(), rows.shape, rows.stride(), run)
+        found = self._described.get(key)
+        if found is None:
+            # The descriptor would keep the tensor's storage alive: after a few, they are forgotten.
+            if len(self._described) >= 8:
+                self._described.clear()
+            found = self._described[key] = _described(rows, [1, run, 1, COLUMNS])
+        return found
+
+    def _new_form(
+        self, tile: HopperTile, step: TritonAttentionMetadata, tensors: DenseTensors
+    ) -> KernelForm:
+        layer, output, lse = self._layer, tensors.output, tensors.lse
+        cap, chunk, causal = layer.logits_soft_cap, layer.attention_chunk_size, step.causal
+        fixed = {
+            "out_token": output.stride(0),
+            "out_head": output.stride(1),
+            "lse_token": 0 if lse is None else lse.stride(0),
+            "scale": layer.scale,
+            "soft_cap": 1.0 if cap is None else float(cap),
+            "window": layer.sliding_window or 0,
+            "chunk": chunk or 1,
+            "lookback": layer.chunk_lookback,
+            "HEADS": layer.num_heads // tile.packed,
+            "GROUP": layer.num_heads // layer.num_kv_heads,
+            "PACKED": tile.packed,
+            "WARP_GROUPS": tile.warp_groups,
+            "KV_TILE": tile.kv_tile,
+            "SIZE": layer.head_size,
+            "WIDTH": tile.width,
+            "BLOCK_SIZE": tensors.keys.key.shape[1],
+            "RUN": tile.run,
+            "STAGES": tile.num_stages,
+            "REGISTERS": tile.registers,
+            "CAUSAL": 0 if not layer.causal or causal is False else 1 if causal is True else 2,
+            "WINDOW": layer.sliding_window is not None,
+            "CHUNK": chunk is not None,
+            "SOFT_CAP": cap is not None,
+            "SINKS": tensors.sinks is not None,
+            "FP8_OUT": tensors.output_scale is not None,
+            "LSE": lse is not None,
+        }
+        varying = (*_SHARED, "q_desc", "k_desc", "v_desc", "tile_starts_ptr")
+        return KernelForm(hopper_prefill_kernel, fixed, varying, num_warps=4)
+
+
+_SHARED = (
+    "out_ptr",
+    "lse_ptr",
+    "output_scale_ptr",
+    "table_ptr",
+    "query_start_ptr",
+    "seq_lens_ptr",
+    "causal_ptr",
+    "sinks_ptr",
+    "table_row",
+    "num_reqs",
+)
+
+
+def _described(rows: torch.Tensor, box: list[int]) -> TensorDescriptor:
+    """A descriptor whose boxes are swizzled as products want them; outside they are zeros."""
+    layout = gl.NVMMASharedLayout(128, 16, len(box))
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), box, layout)
