@@ -120,8 +120,6 @@ class HopperPlan:
     """``[R + 1]`` int32: first tile of each request."""
     programs: int
     """Programs to launch; any number is right, they share the tiles."""
-    is_forced: bool = False
-    """A layer that the kernel does not serve is an error."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ class PrefillPlan:
     programs: int
     """Programs to launch; any number is right, they share the tiles."""
     hopper: HopperPlan | None = None
-    """The same for the kernel that serves some layers in its place; None where there is none."""
+    """The same for the kernel that serves in its place; None where there is none."""
 
 
 def parallel_heads(head_tiles: int, programs: int) -> int:
@@ -169,7 +167,6 @@ class SplitPlanner:
         is_free: bool = False,
         takes_rows: bool = True,
         hopper: HopperTile | None = None,
-        is_forced: bool = False,
     ) -> None:
         """
         Args:
@@ -182,15 +179,14 @@ class SplitPlanner:
             every_row: take every row, whatever its query length (batch invariance).
             is_free: cut rows anywhere, see :class:`SplitPlan`.
             takes_rows: False leaves every row to the prefill kernel (encoders).
-            hopper: tile of the prefill kernel for Hopper, where that may serve.
-            is_forced: nothing else may serve in its place.
+            hopper: tile of the prefill kernel for Hopper, where that serves.
         """
         self.is_free = is_free
         self.tile = tile = split_tile(
             shape, kind, 16 if every_row else max_query_len, limits.window
         )
         self.prefill = prefill_tile(shape, kind)
-        self.hopper, self.is_forced = hopper, is_forced
+        self.hopper = hopper
         self.limits = limits
         self.device = buffers.device
         self.short_query = limits.max_num_tokens if every_row else max(SHORT_QUERY, max_query_len)
@@ -409,7 +405,7 @@ class SplitPlanner:
         view, hopper = self.buffers.view, None
         if self.hopper is not None:
             starts = view("hopper_starts", num_reqs + 1)
-            hopper = HopperPlan(self.hopper, starts, self.num_multiprocessors, self.is_forced)
+            hopper = HopperPlan(self.hopper, starts, self.num_multiprocessors)
         return PrefillPlan(self.prefill, view("tile_starts", num_reqs + 1), programs, hopper)
 
     def own_prefill(self, plan: PrefillPlan, num_reqs: int) -> PrefillPlan:

@@ -107,6 +107,7 @@ class HopperTile:
     """The head size, rounded up to a power of two."""
     run: int
     """Consecutive tokens of a page that are loaded at once."""
+    query_stages: int
     num_stages: int
     registers: int
     """Registers of a thread that multiplies."""
@@ -226,7 +227,7 @@ def hopper_tile(shape: DenseShape, kind: DeviceKind, block_size: int) -> HopperT
     packed = min(shape.group & -shape.group, 64)
     # Measured: 192 rows for narrow heads, fewer keys for wide ones, whose accumulators are large.
     if shape.width <= 64:
-        return HopperTile(packed, 3, 128, 64, min(run, 128), 3, 160)
+        return HopperTile(packed, 3, 128, 64, min(run, 128), 2, 3, 160)
     if shape.width <= 128:
-        return HopperTile(packed, 2, 128, 128, min(run, 128), 2, 240)
-    return HopperTile(packed, 2, 64, 256, min(run, 64), 2, 240)
+        return HopperTile(packed, 2, 128, 128, min(run, 128), 2, 2, 240)
+    return HopperTile(packed, 2, 64, 256, min(run, 64), 1, 2, 240)

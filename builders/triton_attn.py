@@ -242,20 +242,16 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             is_free=is_free,
             takes_rows=not self.is_encoder,
             hopper=self._hopper_tile(),
-            is_forced=config.prefill_kernel is PrefillKernel.HOPPER,
         )
 
     def _hopper_tile(self) -> HopperTile | None:
-        """The tile of the prefill kernel for Hopper, where that may serve."""
-        wanted = self.vllm_config.prefill_kernel
-        if wanted is PrefillKernel.TRITON:
+        """The tile of the prefill kernel for Hopper, where that is asked for."""
+        if self.vllm_config.prefill_kernel is not PrefillKernel.HOPPER:
             return None
         block_size = 0 if self.is_encoder else self.kv_cache_spec.block_size
         tile = hopper_tile(self.shape, self.kind, block_size)
-        if wanted is PrefillKernel.HOPPER and isinstance(tile, str):
+        if isinstance(tile, str):
             raise ValueError(f"prefill_kernel 'hopper' does not serve these layers: {tile}")
-        if isinstance(tile, str) or (wanted is PrefillKernel.AUTO and self.device.type != "cuda"):
-            return None
         return tile
 
     def build(

@@ -51,11 +51,11 @@ class PrefillKernel(StrEnum):
     """Which kernel of a dense backend takes the requests with many new tokens."""
 
     AUTO = "auto"
-    """The one for the device where it serves a layer, else plain Triton."""
+    """Plain Triton; the one for Hopper is to be asked for until all tests have run with it."""
     TRITON = "triton"
     """Plain Triton."""
     HOPPER = "hopper"
-    """The one for compute capability 9.0; what it does not serve is refused."""
+    """The one for compute capability 9.0, in Gluon; what it does not serve is refused."""
 
 
 class EngineConfig(Spec):

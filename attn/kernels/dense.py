@@ -203,9 +203,7 @@ class DenseLauncher:
         varying["num_reqs"] = step.num_reqs
         tile, likeness = plan.tile, _likeness(step, tensors)
         if plan.hopper is not None:
-            call = self._on_hopper(plan.hopper, step, tensors, varying, likeness)
-            if call is not None:
-                return call
+            return self._on_hopper(plan.hopper, step, tensors, varying, likeness)
         key = (tile, likeness)
         form = self._forms.get(key)
         if form is None:
@@ -222,7 +220,7 @@ class DenseLauncher:
         tensors: DenseTensors,
         varying: Mapping[str, Any],
         likeness: tuple[Any, ...],
-    ) -> KernelCall | None:
+    ) -> KernelCall:
         if self._hopper is None:
             from attn.kernels.hopper.launch import HopperLauncher
 

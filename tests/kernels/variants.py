@@ -396,7 +396,8 @@ class _Recorder:
 
 def _plan_call(layer: Layer) -> KernelCall:
     recorder = _Recorder(builders.kernels.plan_kernel)
-    builder = TritonAttentionMetadataBuilder(layer.spec(), ["layer"], layer.engine(PrefillKernel.AUTO), "cpu")
+    engine = layer.engine(PrefillKernel.AUTO)
+    builder = TritonAttentionMetadataBuilder(layer.spec(), ["layer"], engine, "cpu")
     with (
         mock.patch.object(builders.split_kv, "interprets", return_value=True),
         mock.patch.object(builders.kernels, "plan_kernel", recorder),

@@ -60,7 +60,7 @@ class HopperLauncher:
             layer: what never changes.
         """
         self._layer = layer
-        self._forms: dict[tuple[Any, ...], KernelForm | str] = {}
+        self._forms: dict[tuple[Any, ...], KernelForm] = {}
         self._described: dict[tuple[Any, ...], TensorDescriptor] = {}
 
     def knows(self, plan: HopperPlan, key: tuple[Any, ...]) -> bool:
@@ -74,8 +74,8 @@ class HopperLauncher:
         tensors: DenseTensors,
         varying: Mapping[str, Any],
         key: tuple[Any, ...],
-    ) -> KernelCall | None:
-        """The launch that serves the step's rows with many query tokens; None for the twin's.
+    ) -> KernelCall:
+        """The launch that serves the step's rows with many query tokens.
 
         Args:
             plan: the builder's.
@@ -85,17 +85,14 @@ class HopperLauncher:
             key: everything that a form depends on.
 
         Raises:
-            ValueError: the kernel does not serve this and nothing else may.
+            ValueError: the kernel does not serve this.
         """
         form = self._forms.get((plan.tile, key))
         if form is None:
             reason = refusal(self._layer, step, tensors)
-            form = self._new_form(plan.tile, step, tensors) if reason is None else reason
-            self._forms[plan.tile, key] = form
-        if isinstance(form, str):
-            if plan.is_forced:
-                raise ValueError(f"prefill_kernel 'hopper' does not serve this layer: {form}")
-            return None
+            if reason is not None:
+                raise ValueError(f"prefill_kernel 'hopper' does not serve this layer: {reason}")
+            form = self._forms[plan.tile, key] = self._new_form(plan.tile, step, tensors)
         tile, keys = plan.tile, tensors.keys
         shared = {name: varying[name] for name in _SHARED}
         shared["q_desc"] = _described(tensors.query, [tile.rows_per_group, tile.packed, COLUMNS])
@@ -109,9 +106,6 @@ class HopperLauncher:
         key = (rows.data_ptr(), rows.shape, rows.stride(), run)
         found = self._described.get(key)
         if found is None:
-            # The descriptor would keep the tensor's storage alive: after a few, they are forgotten.
-            if len(self._described) >= 8:
-                self._described.clear()
             found = self._described[key] = _described(rows, [1, run, 1, COLUMNS])
         return found
 
@@ -138,6 +132,7 @@ class HopperLauncher:
             "WIDTH": tile.width,
             "BLOCK_SIZE": tensors.keys.key.shape[1],
             "RUN": tile.run,
+            "Q_STAGES": tile.query_stages,
             "STAGES": tile.num_stages,
             "REGISTERS": tile.registers,
             "CAUSAL": 0 if not layer.causal or causal is False else 1 if causal is True else 2,
@@ -166,7 +161,18 @@ _SHARED = (
 )
 
 
+class _Address:
+    """What a descriptor reads of a tensor. The tensor itself would be kept alive by it."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.dtype = rows.dtype
+        self._address = rows.data_ptr()
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
 def _described(rows: torch.Tensor, box: list[int]) -> TensorDescriptor:
     """A descriptor whose boxes are swizzled as products want them; outside they are zeros."""
     layout = gl.NVMMASharedLayout(128, 16, len(box))
-    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), box, layout)
+    return TensorDescriptor(_Address(rows), list(rows.shape), list(rows.stride()), box, layout)

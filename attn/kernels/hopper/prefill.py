@@ -32,7 +32,6 @@ from builders.kernels import first_visible
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
-_REQ_STEPS = tl.constexpr(20)
 
 
 @gluon.jit
@@ -73,12 +72,11 @@ def _tile_at(
     tile = num_tiles - 1 - work // HEADS
     req = 0
     above = num_reqs
-    for _ in range(_REQ_STEPS):
+    while above - req > 1:
         middle = (req + above) // 2
-        go = (above - req > 1) & (gl.load(tile_starts_ptr + middle) <= tile)
-        stay = (above - req > 1) & (not go)
+        go = gl.load(tile_starts_ptr + middle) <= tile
         req = gl.where(go, middle, req)
-        above = gl.where(stay, middle, above)
+        above = gl.where(go, above, middle)
     token = (tile - gl.load(tile_starts_ptr + req)) * TOKENS
     begin = gl.load(query_start_ptr + req)
     query_len = gl.load(query_start_ptr + req + 1) - begin
@@ -131,8 +129,8 @@ def _produce(
     v_empty, table_ptr, tile_starts_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, num_reqs,
     table_row, window, chunk, lookback, HEADS: gl.constexpr, GROUP: gl.constexpr,
     PACKED: gl.constexpr, WARP_GROUPS: gl.constexpr, KV_TILE: gl.constexpr, HALVES: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, CHUNK: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, RUN: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
     """One warp: everything that is loaded, in the order in which it is consumed."""
     TOKENS: gl.constexpr = WARP_GROUPS * 64 // PACKED
@@ -146,20 +144,21 @@ def _produce(
         )  # fmt: skip
         table = table_ptr + req.to(gl.int64) * table_row
         kv_head = head * PACKED // GROUP
-        mbarrier.wait(q_empty, (turn & 1) ^ 1)
-        mbarrier.expect(q_full, WARP_GROUPS * HALVES * 64 * 128)
+        _load_keys(
+            k_desc, table, high - 1, start, kv_len, kv_head, done, k_full, k_empty, k_boxes,
+            KV_TILE, HALVES, BLOCK_SIZE, RUN, STAGES, BYTES,
+        )  # fmt: skip
+        stage = turn % Q_STAGES
+        mbarrier.wait(q_empty.index(stage), ((turn // Q_STAGES) & 1) ^ 1)
+        mbarrier.expect(q_full.index(stage), WARP_GROUPS * HALVES * 64 * 128)
         for part in gl.static_range(WARP_GROUPS):
             for half in gl.static_range(HALVES):
                 async_load(
                     q_desc,
                     [begin + token + part * (64 // PACKED), head * PACKED, half * 64],
-                    q_full,
-                    q_boxes.index(part * HALVES + half),
+                    q_full.index(stage),
+                    q_boxes.index((stage * WARP_GROUPS + part) * HALVES + half),
                 )
-        _load_keys(
-            k_desc, table, high - 1, start, kv_len, kv_head, done, k_full, k_empty, k_boxes,
-            KV_TILE, HALVES, BLOCK_SIZE, RUN, STAGES, BYTES,
-        )  # fmt: skip
         for i in range(1, high - low):
             _load_keys(
                 k_desc, table, high - 1 - i, start, kv_len, kv_head, done + i, k_full, k_empty,
@@ -191,10 +190,15 @@ def _softmax(
         scores = biased(scores * factor, None, None, soft_cap, True, 0, False)
         factor = 1.0
     if MASKED:
-        seen = is_visible(
-            query[:, None], key[None, :], reach[:, None], kv_len, window, chunk, lookback, 0, 0, 0,
-            CAUSAL, WINDOW, CHUNK, False, False, False,
-        )  # fmt: skip
+        if CAUSAL == 1 and WINDOW and not CHUNK:
+            # Both edges in one comparison: a query is one of the keys that it sees, the last.
+            away = query[:, None] - key[None, :]
+            seen = away.to(gl.uint32, bitcast=True) < window.to(gl.uint32)
+        else:
+            seen = is_visible(
+                query[:, None], key[None, :], reach[:, None], kv_len, window, chunk, lookback, 0, 0,
+                0, CAUSAL, WINDOW, CHUNK, False, False, False,
+            )  # fmt: skip
         scores = gl.where(seen, scores, float("-inf"))
     top = gl.maximum(m, gl.max(scores, 1))
     if MASKED:
@@ -356,16 +360,15 @@ def _consume(
     query_start_ptr, seq_lens_ptr, causal_ptr, num_reqs, factor, soft_cap, window, chunk, lookback,
     out_token, out_head, lse_token, HEADS: gl.constexpr, PACKED: gl.constexpr,
     WARP_GROUPS: gl.constexpr, DTYPE: gl.constexpr, KV_TILE: gl.constexpr, HALVES: gl.constexpr,
-    WIDTH: gl.constexpr, SIZE: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, SOFT_CAP: gl.constexpr,
-    SINKS: gl.constexpr, FP8_OUT: gl.constexpr, LSE: gl.constexpr,
+    WIDTH: gl.constexpr, SIZE: gl.constexpr, RUN: gl.constexpr, Q_STAGES: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr,
+    SOFT_CAP: gl.constexpr, SINKS: gl.constexpr, FP8_OUT: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
     """A warp group: rows ``[64 * PART, 64 * PART + 64)`` of every tile."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     SPAN: gl.constexpr = 64 // PACKED
     num_tiles, turns = _share_of(tile_starts_ptr, num_reqs, HEADS)
-    q = q_tiles.index(PART)
     done = 0
     tails = 0
     for turn in range(turns):
@@ -417,7 +420,9 @@ def _consume(
         m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         l = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
         acc = gl.zeros([64, WIDTH], gl.float32, OUTPUT)
-        mbarrier.wait(q_full, turn & 1)
+        q_stage = turn % Q_STAGES
+        q = q_tiles.index(q_stage * WARP_GROUPS + PART)
+        mbarrier.wait(q_full.index(q_stage), (turn // Q_STAGES) & 1)
         now = done + skipped
         mbarrier.wait(k_full.index(now % STAGES), (now // STAGES) & 1)
         scores = warpgroup_mma(
@@ -455,7 +460,7 @@ def _consume(
                     pairs, m, l, factor, soft_cap, query, reach, kv_len, window, chunk, lookback,
                     True, DTYPE, KV_TILE, WIDTH, STAGES, SOFT_CAP, CAUSAL, WINDOW, CHUNK,
                 )  # fmt: skip
-        mbarrier.arrive(q_empty, count=1)
+        mbarrier.arrive(q_empty.index(turn % Q_STAGES), count=1)
         left = _unpack(pairs, DTYPE, KV_TILE, gl.DotOperandLayout(0, OUTPUT, 2))
         now = done + ends - 1
         mbarrier.wait(v_full.index(now % STAGES), (now // STAGES) & 1)
@@ -521,6 +526,7 @@ def hopper_prefill_kernel(
     WIDTH: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     RUN: gl.constexpr,
+    Q_STAGES: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -548,7 +554,9 @@ def hopper_prefill_kernel(
         factor = scale * _LOG2E
     # What TMA writes, boxes, and what products read: the same bytes as tiles.
     q_boxes = gl.allocate_shared_memory(
-        DTYPE, [WARP_GROUPS * HALVES, 64 // PACKED, PACKED, 64], gl.NVMMASharedLayout(128, 16, 3)
+        DTYPE,
+        [Q_STAGES * WARP_GROUPS * HALVES, 64 // PACKED, PACKED, 64],
+        gl.NVMMASharedLayout(128, 16, 3),
     )
     k_boxes = gl.allocate_shared_memory(
         DTYPE, [BOXES, 1, RUN, 1, 64], gl.NVMMASharedLayout(128, 16, 4)
@@ -556,20 +564,21 @@ def hopper_prefill_kernel(
     v_boxes = gl.allocate_shared_memory(
         DTYPE, [BOXES, 1, RUN, 1, 64], gl.NVMMASharedLayout(128, 16, 4)
     )
-    q_tiles = reinterpret(q_boxes, DTYPE, [WARP_GROUPS, 64, WIDTH], LAYOUT)
+    q_tiles = reinterpret(q_boxes, DTYPE, [Q_STAGES * WARP_GROUPS, 64, WIDTH], LAYOUT)
     k_tiles = reinterpret(k_boxes, DTYPE, [STAGES, KV_TILE, WIDTH], LAYOUT)
     v_tiles = reinterpret(v_boxes, DTYPE, [STAGES, KV_TILE, WIDTH], LAYOUT)
     v_runs = reinterpret(v_boxes, DTYPE, [BOXES, RUN, 64], LAYOUT)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
     cleared = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=WARP_GROUPS)
     mbarrier.init(cleared, count=1)
+    for s in gl.static_range(Q_STAGES):
+        mbarrier.init(q_full.index(s), count=1)
+        mbarrier.init(q_empty.index(s), count=WARP_GROUPS)
     for s in gl.static_range(STAGES):
         mbarrier.init(k_full.index(s), count=1)
         mbarrier.init(v_full.index(s), count=1)
@@ -583,19 +592,19 @@ def hopper_prefill_kernel(
                     v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, sinks_ptr,
                     tile_starts_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, num_reqs, factor,
                     soft_cap, window, chunk, lookback, out_token, out_head, lse_token, HEADS,
-                    PACKED, WARP_GROUPS, DTYPE, KV_TILE, HALVES, WIDTH, SIZE, RUN, STAGES, CAUSAL,
-                    WINDOW, CHUNK, SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                    PACKED, WARP_GROUPS, DTYPE, KV_TILE, HALVES, WIDTH, SIZE, RUN, Q_STAGES, STAGES,
+                    CAUSAL, WINDOW, CHUNK, SOFT_CAP, SINKS, FP8_OUT, LSE)),
                 (_consume, (1, q_tiles, k_tiles, v_tiles, v_runs, q_full, q_empty, k_full, k_empty,
                     v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, sinks_ptr,
                     tile_starts_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, num_reqs, factor,
                     soft_cap, window, chunk, lookback, out_token, out_head, lse_token, HEADS,
-                    PACKED, WARP_GROUPS, DTYPE, KV_TILE, HALVES, WIDTH, SIZE, RUN, STAGES, CAUSAL,
-                    WINDOW, CHUNK, SOFT_CAP, SINKS, FP8_OUT, LSE)),
-                (_produce, (q_desc, k_desc, v_desc, q_boxes, k_boxes, v_boxes, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty, table_ptr, tile_starts_ptr, query_start_ptr,
+                    PACKED, WARP_GROUPS, DTYPE, KV_TILE, HALVES, WIDTH, SIZE, RUN, Q_STAGES, STAGES,
+                    CAUSAL, WINDOW, CHUNK, SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                (_produce, (q_desc, k_desc, v_desc, q_boxes, k_boxes, v_boxes, q_full, q_empty,
+                    k_full, k_empty, v_full, v_empty, table_ptr, tile_starts_ptr, query_start_ptr,
                     seq_lens_ptr, causal_ptr, num_reqs, table_row, window, chunk, lookback, HEADS,
-                    GROUP, PACKED, WARP_GROUPS, KV_TILE, HALVES, BLOCK_SIZE, RUN, STAGES, CAUSAL,
-                    WINDOW, CHUNK)),
+                    GROUP, PACKED, WARP_GROUPS, KV_TILE, HALVES, BLOCK_SIZE, RUN, Q_STAGES, STAGES,
+                    CAUSAL, WINDOW, CHUNK)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -607,25 +616,25 @@ def hopper_prefill_kernel(
                     v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, sinks_ptr,
                     tile_starts_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, num_reqs, factor,
                     soft_cap, window, chunk, lookback, out_token, out_head, lse_token, HEADS,
-                    PACKED, WARP_GROUPS, DTYPE, KV_TILE, HALVES, WIDTH, SIZE, RUN, STAGES, CAUSAL,
-                    WINDOW, CHUNK, SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                    PACKED, WARP_GROUPS, DTYPE, KV_TILE, HALVES, WIDTH, SIZE, RUN, Q_STAGES, STAGES,
+                    CAUSAL, WINDOW, CHUNK, SOFT_CAP, SINKS, FP8_OUT, LSE)),
                 (_consume, (1, q_tiles, k_tiles, v_tiles, v_runs, q_full, q_empty, k_full, k_empty,
                     v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, sinks_ptr,
                     tile_starts_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, num_reqs, factor,
                     soft_cap, window, chunk, lookback, out_token, out_head, lse_token, HEADS,
-                    PACKED, WARP_GROUPS, DTYPE, KV_TILE, HALVES, WIDTH, SIZE, RUN, STAGES, CAUSAL,
-                    WINDOW, CHUNK, SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                    PACKED, WARP_GROUPS, DTYPE, KV_TILE, HALVES, WIDTH, SIZE, RUN, Q_STAGES, STAGES,
+                    CAUSAL, WINDOW, CHUNK, SOFT_CAP, SINKS, FP8_OUT, LSE)),
                 (_consume, (2, q_tiles, k_tiles, v_tiles, v_runs, q_full, q_empty, k_full, k_empty,
                     v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, sinks_ptr,
                     tile_starts_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, num_reqs, factor,
                     soft_cap, window, chunk, lookback, out_token, out_head, lse_token, HEADS,
-                    PACKED, WARP_GROUPS, DTYPE, KV_TILE, HALVES, WIDTH, SIZE, RUN, STAGES, CAUSAL,
-                    WINDOW, CHUNK, SOFT_CAP, SINKS, FP8_OUT, LSE)),
-                (_produce, (q_desc, k_desc, v_desc, q_boxes, k_boxes, v_boxes, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty, table_ptr, tile_starts_ptr, query_start_ptr,
+                    PACKED, WARP_GROUPS, DTYPE, KV_TILE, HALVES, WIDTH, SIZE, RUN, Q_STAGES, STAGES,
+                    CAUSAL, WINDOW, CHUNK, SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                (_produce, (q_desc, k_desc, v_desc, q_boxes, k_boxes, v_boxes, q_full, q_empty,
+                    k_full, k_empty, v_full, v_empty, table_ptr, tile_starts_ptr, query_start_ptr,
                     seq_lens_ptr, causal_ptr, num_reqs, table_row, window, chunk, lookback, HEADS,
-                    GROUP, PACKED, WARP_GROUPS, KV_TILE, HALVES, BLOCK_SIZE, RUN, STAGES, CAUSAL,
-                    WINDOW, CHUNK)),
+                    GROUP, PACKED, WARP_GROUPS, KV_TILE, HALVES, BLOCK_SIZE, RUN, Q_STAGES, STAGES,
+                    CAUSAL, WINDOW, CHUNK)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 32],
