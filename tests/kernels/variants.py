@@ -297,6 +297,8 @@ HOPPER_VARIANTS: Final = (
     _only(_H, "16/8/256 soft cap window", heads=(16, 8, 256), soft_cap=30.0, window=1024),
     _only(_H, "chunks lookback", chunk=8192, lookback=1),
     _only(_H, "causal per request", causal=None),
+    _only(_H, "ranges clamped to a window", ranges=True, clamps_ranges=True, window=128),
+    _only(_H, "ranges", ranges=True),
     _only(_H, "not causal window", causal=False, window=128),
     _only(_H, "sinks lse", sinks=True, lse=True),
     _only(_H, "fp8 output", fp8_output=True),

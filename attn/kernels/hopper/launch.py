@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 COLUMNS = 64
 """Columns of a box: the 128 bytes of a swizzled row."""
+MOST_DESCRIPTORS = 64
+"""Of a layer, kept for calls with tensors at the same addresses."""
 
 
 def refusal(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors) -> str | None:
@@ -31,8 +33,6 @@ def refusal(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTens
         return "keys and values are not in a paged cache"
     if tensors.alibi_slopes is not None:
         return "ALiBi"
-    if step.mm_ranges is not None:
-        return "multimodal ranges"
     if step.rswa_prefix_lens is not None:
         return "R-SWA"
     if step.stripe is not None:
@@ -61,7 +61,7 @@ class HopperLauncher:
         """
         self._layer = layer
         self._forms: dict[tuple[Any, ...], KernelForm] = {}
-        self._described: dict[tuple[Any, ...], TensorDescriptor] = {}
+        self._descriptors: dict[tuple[Any, ...], TensorDescriptor] = {}
 
     def knows(self, plan: HopperPlan, key: tuple[Any, ...]) -> bool:
         """Whether launches like this one were prepared before."""
@@ -95,18 +95,23 @@ class HopperLauncher:
             form = self._forms[plan.tile, key] = self._new_form(plan.tile, step, tensors)
         tile, keys = plan.tile, tensors.keys
         shared = {name: varying[name] for name in _SHARED}
-        shared["q_desc"] = _described(tensors.query, [tile.rows_per_group, tile.packed, COLUMNS])
-        shared["k_desc"] = self._cache_descriptor(keys.key, tile.run)
-        shared["v_desc"] = self._cache_descriptor(keys.value, tile.run)
+        page = (1, tile.run, 1, COLUMNS)
+        rows = (tile.rows_per_group, tile.packed, COLUMNS)
+        shared["q_desc"] = self._described(tensors.query, rows)
+        shared["k_desc"] = self._described(keys.key, page)
+        shared["v_desc"] = self._described(keys.value, page)
         shared["tile_starts_ptr"] = plan.tile_starts
+        shared["programs"] = plan.programs
         return form.call((plan.programs,), shared)
 
-    def _cache_descriptor(self, rows: torch.Tensor, run: int) -> TensorDescriptor:
-        """A layer has one cache, or a few views of it: described once each."""
-        key = (rows.data_ptr(), rows.shape, rows.stride(), run)
-        found = self._described.get(key)
+    def _described(self, rows: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
+        """A layer has one cache, and queries come back to the same addresses."""
+        key = (rows.data_ptr(), rows.shape, rows.stride(), box)
+        found = self._descriptors.get(key)
         if found is None:
-            found = self._described[key] = _described(rows, [1, run, 1, COLUMNS])
+            if len(self._descriptors) >= MOST_DESCRIPTORS:
+                self._descriptors.clear()
+            found = self._descriptors[key] = _describe(rows, box)
         return found
 
     def _new_form(
@@ -138,12 +143,14 @@ class HopperLauncher:
             "CAUSAL": 0 if not layer.causal or causal is False else 1 if causal is True else 2,
             "WINDOW": layer.sliding_window is not None,
             "CHUNK": chunk is not None,
+            "RANGES": step.mm_ranges is not None,
+            "CLAMP": layer.clamps_ranges and layer.sliding_window is not None,
             "SOFT_CAP": cap is not None,
             "SINKS": tensors.sinks is not None,
             "FP8_OUT": tensors.output_scale is not None,
             "LSE": lse is not None,
         }
-        varying = (*_SHARED, "q_desc", "k_desc", "v_desc", "tile_starts_ptr")
+        varying = (*_SHARED, "q_desc", "k_desc", "v_desc", "tile_starts_ptr", "programs")
         return KernelForm(hopper_prefill_kernel, fixed, varying, num_warps=4)
 
 
@@ -155,9 +162,11 @@ _SHARED = (
     "query_start_ptr",
     "seq_lens_ptr",
     "causal_ptr",
+    "ranges_ptr",
     "sinks_ptr",
     "table_row",
     "num_reqs",
+    "num_ranges",
 )
 
 
@@ -172,7 +181,7 @@ class _Address:
         return self._address
 
 
-def _described(rows: torch.Tensor, box: list[int]) -> TensorDescriptor:
+def _describe(rows: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
     """A descriptor whose boxes are swizzled as products want them; outside they are zeros."""
     layout = gl.NVMMASharedLayout(128, 16, len(box))
-    return TensorDescriptor(_Address(rows), list(rows.shape), list(rows.stride()), box, layout)
+    return TensorDescriptor(_Address(rows), [*rows.shape], [*rows.stride()], [*box], layout)

@@ -1,0 +1,348 @@
+"""The consumers: warp groups that multiply, and write 64 query rows of a tile each."""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attn.kernels.hopper.tiles import share_of, tile_at, wide, work_at
+from attn.kernels.masks import (
+    biased,
+    is_visible,
+    last_visible,
+    own_range,
+    reach_of,
+    seen_by_all,
+)
+from attn.kernels.numerics import encode_e4m3
+from builders.kernels import first_visible
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def _softmax(
+    scores, m, l, factor, soft_cap, query, reach, kv_len, key, window, chunk, lookback, range_first,
+    range_last, MASKED: gl.constexpr, SOFT_CAP: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
+):  # fmt: skip
+    """Weights of a tile of scores and the row's new maximum, sum and what its past is worth.
+
+    A row's scores are in one warp, so that reductions are shuffles. ``factor`` turns the maximum
+    (of raw scores, or of log2 units under a soft cap) into log2 units.
+    """
+    if SOFT_CAP:
+        scores = biased(scores * factor, None, None, soft_cap, True, 0, False)
+        factor = 1.0
+    if MASKED:
+        if CAUSAL == 1 and WINDOW and not CHUNK and not RANGES:
+            # Both edges in one comparison: a query is one of the keys that it sees, the last.
+            away = query[:, None] - key[None, :]
+            seen = away.to(gl.uint32, bitcast=True) < window.to(gl.uint32)
+        else:
+            seen = is_visible(
+                query[:, None], key[None, :], reach[:, None], kv_len, window, chunk, lookback, 0,
+                range_first[:, None], range_last[:, None], CAUSAL, WINDOW, CHUNK, False, RANGES,
+                CLAMP,
+            )  # fmt: skip
+        scores = gl.where(seen, scores, float("-inf"))
+    top = gl.maximum(m, gl.max(scores, 1))
+    if MASKED:
+        # A row may see nothing of this tile.
+        base = gl.where(top == float("-inf"), 0.0, top) * factor
+    else:
+        base = top * factor
+    weights = gl.exp2(scores * factor - base[:, None])
+    shrink = gl.exp2(m * factor - base)
+    return weights, top, l * shrink + gl.sum(weights, 1), shrink
+
+
+@gluon.jit
+def _pack(weights, DTYPE: gl.constexpr, KV_TILE: gl.constexpr):
+    """Weights as pairs of 16 bits, to be carried to the next iteration: as single 16-bit values
+    they would be split and joined again, as fp32 they would hold twice the registers.
+    """
+    low, high = gl.split(gl.reshape(weights, [64, KV_TILE // 2, 2]))
+    if DTYPE.is_bf16():
+        pairs = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    else:
+        pairs = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    return pairs
+
+
+@gluon.jit
+def _unpack(pairs, DTYPE: gl.constexpr, KV_TILE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The left operand of the output's product; no instruction is left of it."""
+    low = pairs.to(gl.int16).to(DTYPE, bitcast=True)
+    high = (pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)
+    return gl.convert_layout(gl.reshape(gl.join(low, high), [64, KV_TILE]), LAYOUT)
+
+
+@gluon.jit
+def _step(
+    i, done, high, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, acc, pairs, m, l, factor,
+    soft_cap, query, reach, kv_len, window, chunk, lookback, range_first, range_last,
+    MASKED: gl.constexpr, DTYPE: gl.constexpr, KV_TILE: gl.constexpr, WIDTH: gl.constexpr,
+    STAGES: gl.constexpr, SOFT_CAP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
+):  # fmt: skip
+    """Scores of tile ``i`` (from the last), output of the tile before it.
+
+    Both products are issued and waited for here: one in flight over a loop's edge would be
+    serialised by ptxas.
+    """
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    left = _unpack(pairs, DTYPE, KV_TILE, gl.DotOperandLayout(0, OUTPUT, 2))
+    now = done + i
+    before = now - 1
+    mbarrier.wait(k_full.index(now % STAGES), (now // STAGES) & 1)
+    scores = warpgroup_mma(
+        q,
+        k_tiles.index(now % STAGES).permute((1, 0)),
+        gl.zeros([64, KV_TILE], gl.float32, SCORES),
+        use_acc=False,
+        is_async=True,
+    )
+    mbarrier.wait(v_full.index(before % STAGES), (before // STAGES) & 1)
+    acc = warpgroup_mma(left, v_tiles.index(before % STAGES), acc, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    key = (high - 1 - i) * KV_TILE + gl.arange(0, KV_TILE, layout=gl.SliceLayout(0, SCORES))
+    weights, m, l, shrink = _softmax(
+        scores, m, l, factor, soft_cap, query, reach, kv_len, key, window, chunk, lookback,
+        range_first, range_last, MASKED, SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+    )  # fmt: skip
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    # Each is a barrier of the warp group: side by side they cost one.
+    mbarrier.arrive(k_empty.index(now % STAGES), count=1)
+    mbarrier.arrive(v_empty.index(before % STAGES), count=1)
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
+    return acc, _pack(weights, DTYPE, KV_TILE), m, l
+
+
+@gluon.jit
+def _clear_tail(
+    v_boxes, stage, live, KV_TILE: gl.constexpr, HALVES: gl.constexpr, RUN: gl.constexpr
+):
+    """Zero the values from ``live`` to the end of its run."""
+    RUNS: gl.constexpr = KV_TILE // RUN
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    run = live // RUN
+    row = run * RUN + gl.arange(0, RUN, layout=gl.SliceLayout(1, LAYOUT))
+    for half in gl.static_range(HALVES):
+        box = v_boxes.index((stage * HALVES + half) * RUNS + run)
+        rows = box.load(LAYOUT)
+        box.store(gl.where((row < live)[:, None], rows, 0.0))
+    # Generic stores before wgmma reads them, and before TMA overwrites them.
+    fence_async_shared()
+
+
+@gluon.jit
+def _write(
+    m, l, acc, factor, token, begin, query_len, head, out_ptr, lse_ptr, output_scale_ptr, sinks_ptr,
+    out_token, out_head, lse_token, PACKED: gl.constexpr, WIDTH: gl.constexpr, SIZE: gl.constexpr,
+    SOFT_CAP: gl.constexpr, SINKS: gl.constexpr, FP8_OUT: gl.constexpr, LSE: gl.constexpr,
+):  # fmt: skip
+    """Normalise 64 rows, from ``token`` of the request on, and write them."""
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    SUMS: gl.constexpr = m.type.layout
+    row = gl.arange(0, 64, layout=SUMS)
+    wanted = token + row // PACKED < query_len
+    at = (begin + token + row // PACKED).to(gl.int64)
+    some = m > float("-inf")
+    if not SOFT_CAP:
+        m = m * factor
+    if SINKS:
+        sink = gl.load(sinks_ptr + head * PACKED + row % PACKED).to(gl.float32) * _LOG2E
+        top = gl.where(some, gl.maximum(m, sink), m)
+        base = gl.where(some, top, 0.0)
+        shrink = gl.exp2(m - base)
+        l = l * shrink + gl.where(some, gl.exp2(sink - base), 0.0)
+        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
+        m = top
+    inverse = 1.0 / gl.where(some, l, 1.0)
+    if FP8_OUT:
+        inverse = inverse / gl.load(output_scale_ptr)
+    out = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
+    if FP8_OUT:
+        narrow = encode_e4m3(out, True)
+    else:
+        narrow = out.to(out_ptr.dtype.element_ty)
+    # By way of shared memory to rows of 16 bytes per thread, where there is room for it.
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    ROWS: gl.constexpr = WIDE if WIDTH <= 128 else OUTPUT
+    narrow = gl.convert_layout(narrow, ROWS)
+    r = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, ROWS))
+    offset = (begin + token + r // PACKED).to(gl.int64) * wide(out_token)
+    offset += (head * PACKED + r % PACKED) * wide(out_head)
+    mask = (token + r // PACKED < query_len)[:, None] & (column < SIZE)[None, :]
+    gl.store(out_ptr + offset[:, None] + column[None, :], narrow, mask=mask)
+    if LSE:
+        lse = gl.where(some, (m + gl.log2(l)) * _LN2, float("-inf"))
+        gl.store(lse_ptr + at * wide(lse_token) + head * PACKED + row % PACKED, lse, mask=wanted)
+
+
+@gluon.jit
+def _drain(i, stop, done, k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr):
+    """Let tiles ``[i, stop)`` pass."""
+    for j in range(i, stop):
+        now = done + j
+        mbarrier.wait(k_full.index(now % STAGES), (now // STAGES) & 1)
+        mbarrier.arrive(k_empty.index(now % STAGES), count=1)
+        mbarrier.wait(v_full.index(now % STAGES), (now // STAGES) & 1)
+        mbarrier.arrive(v_empty.index(now % STAGES), count=1)
+
+
+@gluon.jit
+def consume(
+    PART: gl.constexpr, q_tiles, k_tiles, v_tiles, v_boxes, q_full, q_empty, k_full, k_empty,
+    v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, sinks_ptr, tile_starts_ptr,
+    query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, factor,
+    soft_cap, window, chunk, lookback, out_token, out_head, lse_token, HEADS: gl.constexpr,
+    PACKED: gl.constexpr, WARP_GROUPS: gl.constexpr, DTYPE: gl.constexpr, KV_TILE: gl.constexpr,
+    HALVES: gl.constexpr, WIDTH: gl.constexpr, SIZE: gl.constexpr, RUN: gl.constexpr,
+    Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr, SOFT_CAP: gl.constexpr,
+    SINKS: gl.constexpr, FP8_OUT: gl.constexpr, LSE: gl.constexpr,
+):  # fmt: skip
+    """A warp group: rows ``[64 * PART, 64 * PART + 64)`` of every tile."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    SPAN: gl.constexpr = 64 // PACKED
+    turns = share_of(tile_starts_ptr, num_reqs, programs, HEADS)
+    done = 0
+    tails = 0
+    for turn in range(turns):
+        _, req, begin, token, query_len, kv_len, causal, _, low, high = tile_at(
+            turn, tile_starts_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr,
+            num_reqs, programs, num_ranges, window, chunk, lookback, HEADS, WARP_GROUPS * SPAN,
+            KV_TILE, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+        )  # fmt: skip
+        context = gl.maximum(kv_len - query_len, 0)
+        token += PART * SPAN
+        # Rows past the request's last are copies of it, and not written.
+        first = context + gl.minimum(token, query_len - 1)
+        last = context + gl.minimum(token + SPAN, query_len) - 1
+        row = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+        query = gl.minimum(context + token + row // PACKED, last)
+        reach = reach_of(query, kv_len, causal, CAUSAL)
+        ranges = ranges_ptr
+        range_first = query
+        range_last = query
+        if RANGES:
+            ranges = ranges_ptr + req.to(gl.int64) * num_ranges * 2
+            range_first, range_last = own_range(query, ranges, num_ranges)
+        stop = last_visible(
+            last, kv_len, causal, window, ranges, num_ranges, first, CAUSAL, WINDOW, CHUNK, False,
+            RANGES,
+        )  # fmt: skip
+        start = first_visible(
+            first, last, window, chunk, lookback, ranges, num_ranges, WINDOW or CHUNK, CHUNK,
+            RANGES, CLAMP,
+        )  # fmt: skip
+        all_low, all_high = seen_by_all(
+            first, last, kv_len, causal, window, chunk, lookback, CAUSAL, WINDOW, CHUNK, False
+        )
+        count = high - low
+        # Tiles of keys, from the last: none of the rows sees those before ``skipped`` and from
+        # ``ends`` on, every row sees all of those in ``[inner, outer)``.
+        skipped = gl.maximum(high - gl.maximum((stop + KV_TILE - 1) // KV_TILE, low + 1), 0)
+        ends = count
+        inner = gl.maximum(high - all_high // KV_TILE, skipped + 1)
+        if WINDOW or CHUNK:
+            ends = gl.maximum(high - start // KV_TILE, skipped + 1)
+            inner = gl.minimum(inner, ends)
+            outer = gl.maximum(high - (all_low + KV_TILE - 1) // KV_TILE, inner)
+            outer = gl.minimum(outer, ends)
+        else:
+            inner = gl.minimum(inner, ends)
+            outer = ends
+        live = kv_len - (high - 1) * KV_TILE
+        has_tail = (live < KV_TILE) & (live % RUN != 0)
+        if has_tail:
+            if PART == WARP_GROUPS - 1:
+                mbarrier.wait(v_full.index(done % STAGES), (done // STAGES) & 1)
+                _clear_tail(v_boxes, done % STAGES, live, KV_TILE, HALVES, RUN)
+                mbarrier.arrive(cleared, count=1)
+            mbarrier.wait(cleared, tails & 1)
+        tails += has_tail.to(gl.int32)
+        _drain(0, skipped, done, k_full, k_empty, v_full, v_empty, STAGES)
+        m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+        l = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
+        acc = gl.zeros([64, WIDTH], gl.float32, OUTPUT)
+        q_stage = turn % Q_STAGES
+        q = q_tiles.index(q_stage * WARP_GROUPS + PART)
+        mbarrier.wait(q_full.index(q_stage), (turn // Q_STAGES) & 1)
+        now = done + skipped
+        mbarrier.wait(k_full.index(now % STAGES), (now // STAGES) & 1)
+        scores = warpgroup_mma(
+            q,
+            k_tiles.index(now % STAGES).permute((1, 0)),
+            gl.zeros([64, KV_TILE], gl.float32, SCORES),
+            use_acc=False,
+            is_async=True,
+        )
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(k_empty.index(now % STAGES), count=1)
+        key = (high - 1 - skipped) * KV_TILE
+        key = key + gl.arange(0, KV_TILE, layout=gl.SliceLayout(0, SCORES))
+        weights, m, l, _ = _softmax(
+            scores, m, l, factor, soft_cap, query, reach, kv_len, key, window, chunk, lookback,
+            range_first, range_last, True, SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+        )  # fmt: skip
+        pairs = _pack(weights, DTYPE, KV_TILE)
+        for i in range(skipped + 1, inner):
+            acc, pairs, m, l = _step(
+                i, done, high, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, acc, pairs, m,
+                l, factor, soft_cap, query, reach, kv_len, window, chunk, lookback, range_first,
+                range_last, True, DTYPE, KV_TILE, WIDTH, STAGES, SOFT_CAP, CAUSAL, WINDOW, CHUNK,
+                RANGES, CLAMP,
+            )  # fmt: skip
+        for i in range(inner, outer):
+            acc, pairs, m, l = _step(
+                i, done, high, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, acc, pairs, m,
+                l, factor, soft_cap, query, reach, kv_len, window, chunk, lookback, range_first,
+                range_last, False, DTYPE, KV_TILE, WIDTH, STAGES, SOFT_CAP, CAUSAL, WINDOW, CHUNK,
+                RANGES, CLAMP,
+            )  # fmt: skip
+        if WINDOW or CHUNK:
+            for i in range(outer, ends):
+                acc, pairs, m, l = _step(
+                    i, done, high, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, acc,
+                    pairs, m, l, factor, soft_cap, query, reach, kv_len, window, chunk, lookback,
+                    range_first, range_last, True, DTYPE, KV_TILE, WIDTH, STAGES, SOFT_CAP, CAUSAL,
+                    WINDOW, CHUNK, RANGES, CLAMP,
+                )  # fmt: skip
+        mbarrier.arrive(q_empty.index(turn % Q_STAGES), count=1)
+        left = _unpack(pairs, DTYPE, KV_TILE, gl.DotOperandLayout(0, OUTPUT, 2))
+        now = done + ends - 1
+        mbarrier.wait(v_full.index(now % STAGES), (now // STAGES) & 1)
+        acc = warpgroup_mma(left, v_tiles.index(now % STAGES), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(v_empty.index(now % STAGES), count=1)
+        _drain(ends, count, done, k_full, k_empty, v_full, v_empty, STAGES)
+        done += count
+        # Once more, instead of being kept in registers meanwhile.
+        begin = gl.load(query_start_ptr + req)
+        query_len = gl.load(query_start_ptr + req + 1) - begin
+        head = work_at(turn, programs) % HEADS
+        _write(
+            m, l, acc, factor, token, begin, query_len, head, out_ptr, lse_ptr, output_scale_ptr,
+            sinks_ptr, out_token, out_head, lse_token, PACKED, WIDTH, SIZE, SOFT_CAP, SINKS,
+            FP8_OUT, LSE,
+        )  # fmt: skip
