@@ -15,7 +15,7 @@ from attn.backends.triton_attn import TritonAttentionBackend
 from builders.common import CommonAttentionMetadata
 from builders.drafting import advance
 from specs.dtypes import CacheDType, DType
-from specs.engine import EngineConfig, SpeculativeConfig
+from specs.engine import EngineConfig, PrefillKernel, SpeculativeConfig
 from specs.kv_cache import FullAttentionSpec
 from tests.batches import Layer
 
@@ -40,6 +40,7 @@ class Setup:
     max_len: int = 32768
     speculative: int | None = 3
     invariant: bool = False
+    prefill_kernel: PrefillKernel = PrefillKernel.AUTO
     fill_byte: int | None = None
     """Bytes of the whole cache; None fills it with normal rows."""
 
@@ -67,6 +68,7 @@ class Serving:
             num_heads=setup.heads,
             speculative=speculative or None,
             batch_invariant=setup.invariant,
+            prefill_kernel=setup.prefill_kernel,
         )
         scale = torch.tensor(0.03, device=DEVICE)
         is_scaled = setup.cache_dtype in (CacheDType.FP8, CacheDType.FP8_E5M2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -31,7 +32,11 @@ ODD_HEADS = (Heads(5, 1, 40), Heads(12, 3, 96), Heads(16, 1, 256), Heads(2, 2, 3
 FEATURE_NAMES = [name for name, feature in FEATURES.items() if not feature.num_shared_blocks]
 
 
-def layers(count: int) -> list[Case]:
+def anything(_: Case) -> bool:
+    return True
+
+
+def layers(count: int, wanted: Callable[[Case], bool] = anything) -> list[Case]:
     """What kernels are compiled for, from the seed: layers over caches, without their batches."""
     dice, found = random.Random(SEED), []
     caches = TritonAttentionBackend.capabilities.kv_cache_dtypes
@@ -45,7 +50,8 @@ def layers(count: int) -> list[Case]:
             packing=dice.choice(list(KVPacking)),
             order=dice.choice(list(KVOrder)),
         )
-        if case.is_served_by(TritonAttentionBackend) and runs_here(TritonAttentionBackend, case):
+        served = case.is_served_by(TritonAttentionBackend)
+        if wanted(case) and served and runs_here(TritonAttentionBackend, case):
             found.append(case)
     return found
 

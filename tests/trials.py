@@ -15,7 +15,7 @@ from attn.ops.mla import mla_attention
 from builders.common import CommonAttentionMetadata
 from specs.attention import AttentionType
 from specs.dtypes import CacheDType
-from specs.engine import EngineConfig, SpeculativeConfig
+from specs.engine import EngineConfig, PrefillKernel, SpeculativeConfig
 from specs.kv_cache import (
     AnyKVCacheSpec,
     ChunkedLocalAttentionSpec,
@@ -96,6 +96,7 @@ class Trial(ABC):
     layer: Layer
     config: EngineConfig
     common_prefix_len = 0
+    prefill_kernel = PrefillKernel.AUTO
 
     def __init__(
         self, backend: type[AttentionBackend], case: AnyCase, device: torch.device
@@ -123,6 +124,7 @@ class Trial(ABC):
             max_num_batched_tokens=max(tokens, 1),
             num_heads=num_heads,
             speculative=speculative,
+            prefill_kernel=self.prefill_kernel,
             **settings,
         )
 

@@ -278,7 +278,9 @@ def consume(
             if PART == WARP_GROUPS - 1:
                 mbarrier.wait(v_full.index(done % STAGES), (done // STAGES) & 1)
                 _clear_tail(v_boxes, done % STAGES, live, KV_TILE, HALVES, RUN)
-                mbarrier.arrive(cleared, count=1)
+            # Everybody arrives: of one that waits alone, the other could be two tails ahead, and
+            # the phase that it waits for would look as if it were still to come.
+            mbarrier.arrive(cleared, count=1)
             mbarrier.wait(cleared, tails & 1)
         tails += has_tail.to(gl.int32)
         _drain(0, skipped, done, k_full, k_empty, v_full, v_empty, STAGES)

@@ -1,8 +1,8 @@
 """Prefill and extend on Hopper: paged keys through TMA, products by warp group, in Gluon.
 
-A program stays on its multiprocessor and takes one tile after another: ``64 * WARP_GROUPS`` query rows,
-tokens times PACKED query heads of one KV head, of one request. One warp is the producer: it walks
-the block table and asks for keys and values, a run of a page and 64 columns at a time; the runs
+A program stays on its multiprocessor and takes one tile after another: ``64 * WARP_GROUPS`` query
+rows, tokens times PACKED query heads of one KV head, of one request. One warp is the producer: it
+walks the block table and asks for keys and values, a run of a page and 64 columns at a time; runs
 land side by side, so that a tile of keys is one operand of a product. Each warp group of consumers
 owns 64 rows: it issues the scores of one tile of keys and the output of the tile before it back to
 back, and computes the softmax of the former under the latter. Keys are walked from the last visible
@@ -137,7 +137,7 @@ def hopper_prefill_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    mbarrier.init(cleared, count=1)
+    mbarrier.init(cleared, count=WARP_GROUPS)
     for s in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(s), count=1)
         mbarrier.init(q_empty.index(s), count=WARP_GROUPS)

@@ -1,0 +1,99 @@
+"""The prefill kernel for Hopper at work: every case that it serves, graphs, repeated launches."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from attn.backends.triton_attn import TritonAttentionBackend
+from attn.device import detect_device
+from specs.devices import DeviceKind, kind_of
+from specs.dtypes import DType
+from specs.engine import PrefillKernel
+from tests import test_random_attention, trials
+from tests.cases import Case, cases_for
+from tests.conformance import check_case
+from tests.hopper_cases import is_served
+from tests.test_gpu_triton_attn import Results, Serving, Setup, check_replays, disturb, part, same
+
+DEVICE = torch.device("cuda")
+SHARDS = 10
+LAYERS = 30
+HERE = detect_device().compute_capability
+CASES = [
+    case
+    for case in cases_for(TritonAttentionBackend)
+    if isinstance(case, Case) and is_served(case) and max(case.batch.query_lens) > 16
+]
+SETUPS = {
+    f"{heads}of{kv_heads}-d{size}": Setup(
+        heads=heads, kv_heads=kv_heads, head_size=size, prefill_kernel=PrefillKernel.HOPPER
+    )
+    for heads, kv_heads, size in ((8, 2, 128), (16, 2, 64), (4, 2, 256), (7, 1, 128), (2, 2, 80))
+}
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        HERE is None or kind_of(HERE) is not DeviceKind.SM90, reason="needs a Hopper GPU"
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def _asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials.Trial, "prefill_kernel", PrefillKernel.HOPPER)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_case_that_it_serves_is_right(case: Case) -> None:
+    check_case(TritonAttentionBackend, case, DEVICE)
+
+
+def is_drawn(case: Case) -> bool:
+    return case.dtype is not DType.FLOAT32 and is_served(case)
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_300_random_steps_of_random_layers_are_right(shard: int) -> None:
+    cases = test_random_attention.layers(LAYERS, is_drawn)[shard::SHARDS]
+    tiny = test_random_attention.tiny
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.map(test_random_attention.findings, map(tiny, cases))
+        assert [one for one in found if one] == []
+    test_random_attention.check_random(cases, test_random_attention.LARGE, 300 // SHARDS, shard)
+
+
+@pytest.mark.parametrize("kind", SETUPS)
+def test_a_request_has_the_same_bits_in_120_launches_among_others(kind: str) -> None:
+    """Nothing is split: a request's rows depend on it alone, and on nobody's timing."""
+    setup = SETUPS[kind]
+    serving, dice = Serving(setup), random.Random(5)
+    builder = serving.builder()
+    counts = [17, 300, 64, 129, 33, 200, 18]
+    lens = [count + dice.choice((0, 5, 700, 3000)) for count in counts]
+    table = serving.tables(lens)
+    queries = [serving.queries(count) for count in counts]
+    known: dict[int, Results] = {}
+    for turn in range(120):
+        disturb(turn)
+        chosen = dice.sample(range(len(counts)), dice.randint(1, len(counts)))
+        batch = serving.step([counts[r] for r in chosen], [lens[r] for r in chosen], table[chosen])
+        results = serving.forward(
+            builder.build(0, batch), torch.cat([queries[row] for row in chosen])
+        )
+        start = 0
+        for row in chosen:
+            own = part(results, start, start + counts[row])
+            start += counts[row]
+            assert same(own, known.setdefault(row, own)), (turn, row)
+            assert not bool(own[0].isnan().any())
+    assert len(known) == len(counts)
+
+
+@pytest.mark.parametrize("kind", SETUPS)
+def test_a_graph_replays_every_kind_of_step(kind: str) -> None:
+    check_replays(SETUPS[kind], rows=64, tokens=512, replays=1000 // len(SETUPS))
