@@ -26,17 +26,45 @@ from typing import Any, Final
 
 from builders.tiles import SHARED_MEMORY
 from specs.devices import KNOWN_DEVICES
-from tests.kernels.variants import TARGETS, VARIANTS, Kernel, Variant, call_of
+from tests.kernels.variants import HOPPER_VARIANTS, TARGETS, VARIANTS, Kernel, Variant, call_of
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-VERSIONS: Final = ("3.6.0", "3.7.1", "3.9.0")
-TABLE: Final = ROOT / "attn/bench/results/compile_triton_attn.md"
+RESULTS: Final = ROOT / "attn/bench/results"
+
+
+@dataclass(frozen=True)
+class Set:
+    """Variants that are compiled together, and what for."""
+
+    title: str
+    table: Path
+    variants: tuple[Variant, ...]
+    versions: tuple[str, ...]
+    targets: tuple[int, ...]
+
+
+SETS: Final = {
+    "triton_attn": Set(
+        "TRITON_ATTN",
+        RESULTS / "compile_triton_attn.md",
+        VARIANTS,
+        ("3.6.0", "3.7.1", "3.9.0"),
+        tuple(TARGETS),
+    ),
+    "hopper": Set(
+        "TRITON_ATTN on Hopper, in Gluon",
+        RESULTS / "compile_hopper.md",
+        HOPPER_VARIANTS,
+        ("3.6.0", "3.7.1", "3.8.0", "3.9.0"),
+        (90,),
+    ),
+}
 
 _HEAD: Final = """\
-# TRITON_ATTN: ahead-of-time compiles
+# {title}: ahead-of-time compiles
 
-By `make test-compile`, without a GPU: every variant of `tests/kernels/variants.py`, compiled to \
-machine code for sm_80, sm_90, sm_100 and sm_120 by Triton {versions}.
+By `make test-compile`, without a GPU: variants of `tests/kernels/variants.py`, compiled to \
+machine code for {targets} by Triton {versions}.
 
 A cell is registers per thread / bytes of spill stores and loads (as `ptxas -v` counts them; \
 instructions times width, wherever they stand) / KiB of shared memory. Limits of shared memory: \
@@ -94,7 +122,8 @@ def misses_of(variant: Variant, target: int, facts: Facts) -> list[str]:
         if facts.shared < facts.pipeline:
             misses.append(f"{facts.shared} bytes of shared memory, stages need {facts.pipeline}")
     is_narrow = variant.layer.dtype.itemsize == 2
-    wants_groups = target == 90 and variant.kernel is Kernel.PREFILL and is_narrow
+    prefills = variant.kernel in (Kernel.PREFILL, Kernel.HOPPER_PREFILL)
+    wants_groups = target == 90 and prefills and is_narrow
     if wants_groups and not facts.warp_group_products:
         misses.append("no products by warp group")
     return misses
@@ -201,7 +230,12 @@ ByTarget = dict[int, dict[str, Facts]]
 
 
 def facts_of(
-    targets: Sequence[int], *, tested_only: bool, cache: Path, triton: Path | None = None
+    targets: Sequence[int],
+    *,
+    tested_only: bool,
+    cache: Path,
+    triton: Path | None = None,
+    of: str = "triton_attn",
 ) -> ByTarget:
     """Compile in a new process.
 
@@ -210,6 +244,7 @@ def facts_of(
         tested_only: only what ``make test`` compiles for each.
         cache: Triton's cache.
         triton: folder to take Triton from; None takes what is installed.
+        of: which of :data:`SETS`.
 
     Raises:
         RuntimeError: the process failed; its last words are in the message.
@@ -222,7 +257,8 @@ def facts_of(
         "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path is not None),
     }
     command = [sys.executable, "-m", "tests.kernels.compile_matrix"]
-    command += ["--target", *map(str, targets), *(["--tested-only"] if tested_only else [])]
+    command += ["--set", of, "--target", *map(str, targets)]
+    command += ["--tested-only"] if tested_only else []
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
@@ -250,16 +286,17 @@ Results = dict[tuple[str, int], dict[str, Facts]]
 """Facts by variant, for each version and target."""
 
 
-def compile_all(versions: Sequence[str], folder: Path, processes: int) -> Results:
-    """Every variant by every version for every target."""
+def compile_all(of: str, folder: Path, processes: int) -> Results:
+    """Every variant of a set by every version for every target."""
+    versions = SETS[of].versions
     folders = {version: install(version, folder) for version in versions}
-    columns = [(version, target) for version in versions for target in TARGETS]
+    columns = [(version, target) for version in versions for target in SETS[of].targets]
 
     def column(key: tuple[str, int]) -> dict[str, Facts]:
         with tempfile.TemporaryDirectory() as cache:
             version, target = key
             found = facts_of(
-                [target], tested_only=False, cache=Path(cache), triton=folders[version]
+                [target], tested_only=False, cache=Path(cache), triton=folders[version], of=of
             )
             return found[target]
 
@@ -267,15 +304,16 @@ def compile_all(versions: Sequence[str], folder: Path, processes: int) -> Result
         return dict(zip(columns, pool.map(column, columns), strict=True))
 
 
-def table_of(results: Results) -> str:
+def table_of(results: Results, of: Set = SETS["triton_attn"]) -> str:
     """The published table."""
-    versions = list(dict.fromkeys(version for version, _ in results))
-    limits = ", ".join(f"{limit_of(target) // 1024} on sm_{target}" for target in TARGETS)
-    lines = [_HEAD.format(versions=", ".join(versions), limits=limits)]
+    limits = ", ".join(f"{limit_of(target) // 1024} on sm_{target}" for target in of.targets)
+    versions = ", ".join(dict.fromkeys(version for version, _ in results))
+    targets = ", ".join(f"sm_{target}" for target in of.targets)
+    lines = [_HEAD.format(title=of.title, versions=versions, targets=targets, limits=limits)]
     titles = [f"{version} sm_{target}" for version, target in results]
     lines.append(f"| variant | {' | '.join(titles)} |\n")
     lines.append(f"| --- |{' ---: |' * len(titles)}\n")
-    for variant in VARIANTS:
+    for variant in of.variants:
         cells = []
         for (_, target), facts in results.items():
             one = facts[variant.name]
@@ -289,32 +327,34 @@ def table_of(results: Results) -> str:
 def main() -> int:
     """The command; 1 when something is missed."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("--set", nargs="+", choices=SETS, default=[*SETS], help="of variants")
     parser.add_argument("--target", type=int, nargs="+", choices=TARGETS, help="compile here")
     parser.add_argument("--tested-only", action="store_true", help="what `make test` compiles")
-    parser.add_argument("--triton", nargs="+", default=VERSIONS, metavar="VERSION")
     parser.add_argument("--folder", type=Path, default=ROOT / "build", help="of other versions")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--table", type=Path, default=TABLE)
     given = parser.parse_args()
     if given.target is not None:
-        compiler = Compiler()
+        (name,) = given.set
+        compiler, variants = Compiler(), SETS[name].variants
         found = {
             target: compiler.compile(
-                target, [v for v in VARIANTS if not given.tested_only or target in v.tested]
+                target, [v for v in variants if not given.tested_only or target in v.tested]
             )
             for target in given.target
         }
         print(json.dumps(found, default=asdict))
         return 0
-    results = compile_all(given.triton, given.folder, given.processes)
-    given.table.parent.mkdir(parents=True, exist_ok=True)
-    given.table.write_text(table_of(results), encoding="utf-8")
-    lines = [
-        f"Triton {version} sm_{target} {variant.name}: {miss}"
-        for (version, target), facts in results.items()
-        for variant in VARIANTS
-        for miss in misses_of(variant, target, facts[variant.name])
-    ]
+    lines = []
+    for name in given.set:
+        of, results = SETS[name], compile_all(name, given.folder, given.processes)
+        of.table.parent.mkdir(parents=True, exist_ok=True)
+        of.table.write_text(table_of(results, of), encoding="utf-8")
+        lines += [
+            f"Triton {version} sm_{target} {variant.name}: {miss}"
+            for (version, target), facts in results.items()
+            for variant in of.variants
+            for miss in misses_of(variant, target, facts[variant.name])
+        ]
     print("\n".join(lines), file=sys.stderr)
     return 1 if lines else 0
 

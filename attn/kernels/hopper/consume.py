@@ -226,7 +226,7 @@ def consume(
     SPAN: gl.constexpr = 64 // PACKED
     turns = share_of(tile_starts_ptr, num_reqs, programs, HEADS)
     done = 0
-    tails = 0
+    parity = 0
     for turn in range(turns):
         _, req, begin, token, query_len, kv_len, causal, _, low, high = tile_at(
             turn, tile_starts_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr,
@@ -281,8 +281,8 @@ def consume(
             # Everybody arrives: of one that waits alone, the other could be two tails ahead, and
             # the phase that it waits for would look as if it were still to come.
             mbarrier.arrive(cleared, count=1)
-            mbarrier.wait(cleared, tails & 1)
-        tails += has_tail.to(gl.int32)
+            mbarrier.wait(cleared, parity)
+        parity = parity ^ has_tail.to(gl.int32)
         _drain(0, skipped, done, k_full, k_empty, v_full, v_empty, STAGES)
         m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         l = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
