@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from specs.base import cdiv
 from specs.devices import DeviceKind
+from specs.engine import PrefillKernel
 
 MOST_ROWS = 64
 """Query rows (tokens x heads of a group) of a tile of the split-KV kernel, at most."""
@@ -201,6 +202,27 @@ def prefill_tile(shape: DenseShape, kind: DeviceKind) -> PrefillTile:
     if shape.width <= 256:
         return PrefillTile(64, 32, 4, 2) if small else PrefillTile(128, 64, 8, 2)
     return PrefillTile(32, 16, 4, 2) if small else PrefillTile(64, 32, 8, 2)
+
+
+def prefill_kernel_of(
+    shape: DenseShape, kind: DeviceKind, block_size: int, wanted: PrefillKernel
+) -> tuple[PrefillKernel, str]:
+    """Which kernel takes a layer's requests with many new tokens, and why.
+
+    Args:
+        shape: the layer.
+        kind: device.
+        block_size: tokens of a page; 0 without pages.
+        wanted: what the engine is configured to.
+    """
+    tile = hopper_tile(shape, kind, block_size)
+    if isinstance(tile, str):
+        return PrefillKernel.TRITON, f"the one for Hopper does not serve: {tile}"
+    if wanted is PrefillKernel.HOPPER:
+        return PrefillKernel.HOPPER, "prefill_kernel is 'hopper'"
+    return PrefillKernel.TRITON, (
+        f"prefill_kernel is {wanted.value!r}; the one for Hopper serves where it is 'hopper'"
+    )
 
 
 def hopper_tile(shape: DenseShape, kind: DeviceKind, block_size: int) -> HopperTile | str:

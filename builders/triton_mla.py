@@ -47,6 +47,18 @@ _EXPANDED_WIDTH = 256
 """Largest width of expanded heads, 192 and up rounded to a power of two: sizes the tile."""
 
 
+@dataclass(frozen=True)
+class PagedRows:
+    """Tokens ``[start, start + span)`` of every request of a cache, those that there are."""
+
+    block_table: torch.Tensor
+    """``[R, max blocks]`` int32; entries past a request's tokens can be anything."""
+    lens: torch.Tensor
+    """``[R]`` int32: tokens of each request from ``start`` on, at most ``span``."""
+    start: int
+    span: int
+
+
 @dataclass
 class LatentContext:
     """What a step's prefill rows have in the cache, in chunks that a workspace holds expanded.
@@ -56,13 +68,17 @@ class LatentContext:
 
     block_table: torch.Tensor
     """``[R', max_blocks]`` int32, device: the latent cache's."""
-    positions: torch.Tensor
-    """``[chunks, C]`` int64, device: of a chunk's tokens in their request."""
+    span: int
+    """C, tokens of a chunk, whole pages of the workspace."""
     lens: torch.Tensor
     """``[chunks, R']`` int32, device: tokens of each request in a chunk, 0 past its context."""
     step: TritonAttentionMetadata
     """Attention of the new tokens over one chunk, not causal; ``seq_lens`` are to be the chunk's,
     ``block_table`` is the workspace's."""
+
+    def rows(self, chunk: int) -> PagedRows:
+        """What of the cache a chunk is expanded from."""
+        return PagedRows(self.block_table, self.lens[chunk], chunk * self.span, self.span)
 
 
 @dataclass
@@ -234,11 +250,11 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             return None
         reqs, device = own.num_reqs, self.device
         size = min(max(WORKSPACE_TOKENS // reqs // PAGE, 1), cdiv(longest, PAGE)) * PAGE
-        positions = torch.arange(cdiv(longest, size) * size, device=device).view(-1, size)
-        lens = (context_lens - positions[:, :1]).clamp(0, size).int()
+        starts = torch.arange(0, longest, size, device=device)[:, None]
+        lens = (context_lens - starts).clamp(0, size).int()
         blocks = torch.arange(reqs * size // PAGE, dtype=torch.int32, device=device)
         step = replace(own, causal=False, block_table=blocks.view(reqs, -1))
-        return LatentContext(own.block_table, positions, lens, step)
+        return LatentContext(own.block_table, size, lens, step)
 
     def _set_block_table(self, metadata: TritonMLAMetadata, block_table: torch.Tensor) -> None:
         slots, decodes = metadata.slot_mapping, metadata.num_decodes

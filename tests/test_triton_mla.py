@@ -55,7 +55,7 @@ def test_context_is_attended_in_chunks_of_the_workspace(
     context = record.prefill.context
     assert len(context.lens) == chunks
     assert context.lens.sum(0).tolist() == [70, 0, 16]
-    assert context.positions.shape[1] % PAGE == 0
+    assert context.span % PAGE == 0
     result = CaseResult()
     trial.judge(trial.attend(record, trial.inputs, trial.cache()), record, result)
     assert result.findings == {}

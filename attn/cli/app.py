@@ -237,6 +237,9 @@ def explain(
     kv_cache_dtype: KVDtypeOption = "auto",
     block_size: BlockSizeOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Say too which kernels of the backend serve.")
+    ] = False,
 ) -> None:
     """Which backend each kind of layer gets, with a reason for every other one."""
     with _clear_errors():
@@ -248,6 +251,7 @@ def explain(
             backend,
             Console(),
             as_json,
+            kernels,
         )
     if not served:
         raise typer.Exit(1)

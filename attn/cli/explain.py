@@ -12,10 +12,13 @@ from rich.text import Text
 
 from attn.registry import AttentionBackendEnum
 from attn.selector import SelectionReport, Verdict, explain
+from builders.split_kv import SHORT_QUERY
+from builders.tiles import DenseShape, prefill_kernel_of
 from specs.attention import AttentionType
 from specs.devices import Device, DeviceKind
 from specs.dtypes import CacheDType
-from specs.model import ModelGeometry
+from specs.engine import PrefillKernel
+from specs.model import LayerGeometry, LayerKind, ModelGeometry
 
 _STYLES = {Verdict.CHOSEN: "bold green", Verdict.REFUSED: "red"}
 
@@ -107,29 +110,44 @@ def print_decisions(
     backend: str | None,
     console: Console,
     as_json: bool,
+    kernels: bool = False,
 ) -> bool:
     """The decision for each kind of layer of a model.
+
+    Args:
+        model: geometry of its layers.
+        device: present or not.
+        kv_cache_dtype: of the cache.
+        block_size: tokens of a page; None leaves it open.
+        backend: the only one to consider; None considers all.
+        console: where tables go.
+        as_json: print data instead.
+        kernels: say too which kernels of the backend a layer gets.
 
     Returns:
         True when every kind of layer is served.
     """
-    decisions: list[tuple[str, SelectionReport]] = []
+    decisions: list[tuple[str, SelectionReport, dict[str, str]]] = []
     for layer, indices in model.groups():
         request = layer.selector_config(model.dtype, kv_cache_dtype, block_size)
-        decisions.append(
-            (
-                _layer_name(layer.kind.value, layer.sliding_window, indices),
-                explain(request, device, backend),
-            )
-        )
-    served = all(decision.chosen is not None for _, decision in decisions)
+        decision = explain(request, device, backend)
+        wanted = kernels and decision.chosen == "TRITON_ATTN"
+        named = _kernels(model, layer, device, kv_cache_dtype, block_size) if wanted else {}
+        name = _layer_name(layer.kind.value, layer.sliding_window, indices)
+        decisions.append((name, decision, named))
+    served = all(decision.chosen is not None for _, decision, _ in decisions)
     if as_json:
         dumped = [
-            {"layers": name, **decision.model_dump(mode="json")} for name, decision in decisions
+            {
+                "layers": name,
+                **decision.model_dump(mode="json"),
+                **({"kernels": named} if named else {}),
+            }
+            for name, decision, named in decisions
         ]
         print(json.dumps(dumped, indent=2))
         return served
-    for name, decision in decisions:
+    for name, decision, named in decisions:
         title = f"{model.name} on {device.name}, {name}, {kv_cache_dtype.value} KV cache"
         table = Table(title=title, title_justify="left")
         table.add_column("backend", no_wrap=True)
@@ -143,8 +161,46 @@ def print_decisions(
                 Text("\n".join(candidate.reasons)),
             )
         console.print(table)
-        console.print(Text(f"-> {decision.chosen or 'no backend serves this layer'}\n", "bold"))
+        console.print(Text(f"-> {decision.chosen or 'no backend serves this layer'}", "bold"))
+        for rows, kernel in named.items():
+            console.print(Text(f"   {rows}: {kernel}"))
+        console.print()
     return served
+
+
+def _kernels(
+    model: ModelGeometry,
+    layer: LayerGeometry,
+    device: Device,
+    kv_cache_dtype: CacheDType,
+    block_size: int | None,
+) -> dict[str, str]:
+    """Kernels of TRITON_ATTN, by the rows that they take."""
+    element = kv_cache_dtype.element(model.dtype)
+    shape = DenseShape(
+        layer.num_heads,
+        layer.num_kv_heads,
+        layer.head_size,
+        layer.head_size_v or layer.head_size,
+        model.dtype.itemsize,
+        element.itemsize * 8 // kv_cache_dtype.packing,
+    )
+    is_paged = layer.kind is not LayerKind.ENCODER_ONLY
+    pages = (block_size or DEFAULT_BLOCK_SIZE) if is_paged else 0
+    kernel, why = prefill_kernel_of(shape, device.kind, pages, PrefillKernel.AUTO)
+    if layer.use_alibi:
+        kernel, why = PrefillKernel.TRITON, "the one for Hopper does not serve: ALiBi"
+    rows = {f"up to {SHORT_QUERY} new tokens": "split KV, plain Triton"} if is_paged else {}
+    longer = f"more than {SHORT_QUERY} new tokens" if is_paged else "all rows"
+    return {**rows, longer: f"prefill, {_KERNEL_NAMES[kernel]}: {why}"}
+
+
+_KERNEL_NAMES = {
+    PrefillKernel.TRITON: "plain Triton",
+    PrefillKernel.HOPPER: "Gluon for Hopper",
+}
+DEFAULT_BLOCK_SIZE = 16
+"""Tokens of a page where none are named."""
 
 
 def _layer_name(kind: str, window: int | None, indices: tuple[int, ...]) -> str:

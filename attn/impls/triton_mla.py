@@ -9,6 +9,7 @@ import torch
 
 from attn.impls.base import AttentionLayer, MLAAttentionImpl
 from attn.ops.cache import write_kv
+from attn.ops.dispatch import converts_float8
 from attn.ops.merge import merge_states
 from builders.debug import debug_enabled, debug_read
 from builders.paging import check_slots
@@ -19,7 +20,7 @@ from specs.rows import latent_format_of
 
 if TYPE_CHECKING:
     from attn.kernels.dense import DenseLauncher
-    from builders.triton_mla import LatentContext, TritonMLAMetadata
+    from builders.triton_mla import TritonMLAMetadata
 
 
 class TritonMLAImpl(MLAAttentionImpl):
@@ -119,7 +120,8 @@ class TritonMLAImpl(MLAAttentionImpl):
         from attn.kernels.dense import DenseTensors
 
         rows = output.view(len(output), self.num_heads, self.v_head_dim)
-        own = KVViews(*self._expand(kv_c_normed, k_pe.reshape(len(k_pe), -1)))
+        own = self._workspace(q, len(kv_c_normed))
+        self._expand(kv_c_normed, k_pe.reshape(len(k_pe), -1), own)
         scale, launcher = k_scale, self._attender()
         if prefill.context is None:
             tensors = DenseTensors(q, own, rows, scale, scale, output_scale=output_scale)
@@ -130,44 +132,34 @@ class TritonMLAImpl(MLAAttentionImpl):
         launcher.attend(prefill.own, DenseTensors(q, own, states[0], scale, scale, lse=lses[0]))
         context, count = prefill.context, prefill.num_tokens
         chunks = len(context.lens)
+        keys = self._workspace(q, len(context.block_table) * context.span // PAGE, PAGE)
+        fields = self._fields(kv_c_and_k_pe_cache, self.cache_dtype, q.dtype)
+        factor = k_scale if self.cache_dtype.is_quantized else None
         for chunk in range(chunks):
-            keys = self._context_keys(kv_c_and_k_pe_cache, context, chunk, q.dtype, k_scale)
+            self._expand(*fields, keys, paged=context.rows(chunk), scale=factor)
             step = replace(context.step, seq_lens=context.lens[chunk])
             launcher.attend(step, DenseTensors(q, keys, states[1], scale, scale, lse=lses[1]))
             if chunk + 1 < chunks:
                 merge_states(states, lses, states[0], output_lse=lses[0], num_tokens=count)
         merge_states(states, lses, rows, output_scale=output_scale, num_tokens=count)
 
-    def _context_keys(
-        self,
-        kv_cache: torch.Tensor,
-        context: LatentContext,
-        chunk: int,
-        dtype: torch.dtype,
-        k_scale: torch.Tensor,
-    ) -> KVViews:
-        """Expanded keys and values of a chunk, as a cache of small pages."""
-        latent, rope = self._fields(kv_cache, self.cache_dtype, dtype)
-        block_size, positions = kv_cache.shape[1], context.positions[chunk]
-        # Entries of the table past a request's tokens can be anything: block 0 stands for them.
-        real = positions - positions[0] < context.lens[chunk][:, None]
-        columns = (positions // block_size).clamp(max=context.block_table.shape[1] - 1)
-        pages = torch.where(real, context.block_table[:, columns], 0).flatten().long()
-        places = (positions % block_size).expand(len(real), -1).flatten()
-        parts = [part[pages, places] for part in (latent, rope)]
-        if self.cache_dtype.is_quantized:
-            parts = [(part.float() * k_scale).to(dtype) for part in parts]
-        key, value = self._expand(*(part.to(dtype) for part in parts))
-        return KVViews(*(part.view(-1, PAGE, *part.shape[1:]) for part in (key, value)))
-
-    def _expand(
-        self, latent: torch.Tensor, rope: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _expand(self, latent: torch.Tensor, rope: torch.Tensor, into: KVViews, **rows: Any) -> None:
         """Keys ``[S, H, P + r]`` and values ``[S, H, V]`` of latent rows."""
-        nope = torch.einsum("sl,lhp->shp", latent, self.W_UK)
-        value = torch.einsum("sl,lhv->shv", latent, self.W_UV)
-        rope = rope[:, None].expand(-1, self.num_heads, -1)
-        return torch.cat([nope, rope], dim=-1), value.contiguous()
+        from attn.kernels.expand import expand_call
+
+        hardware = converts_float8(latent.device)
+        keys, values = into.key.flatten(0, -3), into.value.flatten(0, -3)
+        call = expand_call(
+            latent, rope, self.W_UK, self.W_UV, keys, values, hardware_e4m3=hardware, **rows
+        )
+        call.launch()
+
+    def _workspace(self, like: torch.Tensor, *rows: int) -> KVViews:
+        """Room for expanded keys and values."""
+        return KVViews(
+            like.new_empty(*rows, self.num_heads, self.qk_head_dim),
+            like.new_empty(*rows, self.num_heads, self.v_head_dim),
+        )
 
     def _fields(
         self, kv_cache: torch.Tensor, cache_dtype: CacheDType, model_dtype: torch.dtype

@@ -366,6 +366,26 @@ def test_explain_gives_a_reason_for_every_other_backend(device, model_name, dtyp
     assert f"-> {decision['chosen']}" in table.output
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "said"),
+    [
+        ("h200", "auto", "the one for Hopper serves where it is 'hopper'"),
+        ("h200", "fp8", "the cache's elements have 8 bits, not 16"),
+        ("a100", "auto", "the device is sm80, not sm90"),
+    ],
+)
+def test_explain_says_which_kernels_serve_and_why(device, dtype, said):
+    arguments = ["--model", "llama-3.1-8b", "--device", device, "--kv-cache-dtype", dtype]
+    result = attn("explain", *arguments, "--kernels", "--json")
+    (decision,) = json.loads(result.output)
+    short, long = decision["kernels"].items()
+    assert short == ("up to 16 new tokens", "split KV, plain Triton")
+    assert long[0] == "more than 16 new tokens"
+    assert said in long[1]
+    assert "prefill, plain Triton: " in attn("explain", *arguments, "--kernels").output
+    assert "kernels" not in attn("explain", *arguments).output
+
+
 def test_explain_exits_non_zero_when_nothing_serves():
     result = attn("explain", "--kv-cache-dtype", "nvfp4")
     assert result.exit_code == 1
