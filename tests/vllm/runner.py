@@ -92,9 +92,10 @@ class Runner:
         num_blocks = 1 + MOST_REQS * width
         if self.is_cached:
             cache_dtype = config.cache_config.cache_dtype
-            self.layer.kv_cache = cache_view(
-                spec, num_blocks, backend, cache_dtype=cache_dtype, layout=layout
-            )
+            view = cache_view(spec, num_blocks, backend, cache_dtype=cache_dtype, layout=layout)
+            self.layer.kv_cache = view
+            if hasattr(self.layer, "bind_kv_cache"):
+                self.layer.bind_kv_cache(view)
         self.builder = backend.get_builder_cls()(spec, [NAME], config, DEVICE)
         ids = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(7)) + 1
         self.table = ids.view(MOST_REQS, width).int()

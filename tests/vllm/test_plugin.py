@@ -137,5 +137,5 @@ def test_names_that_are_no_backends_are_no_attributes() -> None:
     for name in ("NONE_SUCH", "CUSTOM_NONE_SUCH", "custom"):
         with pytest.raises(AttributeError, match=name):
             getattr(members, name)
-    with pytest.raises(ValueError, match="MLA"):
-        _ = members.TORCH_REF_MLA
+    with pytest.raises(ValueError, match="sparse"):
+        _ = members.TORCH_REF_SPARSE_MLA

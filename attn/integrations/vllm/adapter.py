@@ -17,14 +17,16 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionBackend as VllmBackend
 from vllm.v1.attention.backend import AttentionImpl as VllmImpl
 from vllm.v1.attention.backend import AttentionMetadataBuilder as VllmBuilder
+from vllm.v1.attention.backend import MLAAttentionImpl as VllmMLAImpl
 from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
 from attn.backends.base import AttentionBackend
 from attn.impls.base import AttentionImpl
 from attn.integrations.vllm import compat, translate
+from attn.integrations.vllm.common import CommonBackend, served_line
+from attn.integrations.vllm.latent import LatentBackend, LatentBuilder, LatentImpl
 from specs.attention import AttentionCGSupport, AttentionType
 from specs.dtypes import CacheDType
-from specs.kv_cache import AnyKVCacheSpec
 from specs.layouts import DenseKVLayout, KVPacking
 
 logger = init_logger("vllm.attn_backends")
@@ -35,16 +37,10 @@ CASCADE_REQS = 8
 """Fewest requests, likewise."""
 
 
-class DenseBackend:
+class DenseBackend(CommonBackend):
     """What a dense backend says to vLLM otherwise than to us."""
 
     supports_kv_cache_update_bypass = True
-
-    @classmethod
-    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
-        """Kernel block sizes, in vLLM's terms."""
-        ours: Any = super()
-        return [compat.block_size_of(size) for size in ours.get_supported_kernel_block_sizes()]
 
     @classmethod
     def get_kv_cache_shape(
@@ -85,26 +81,6 @@ class DenseBackend:
             return spec
         ours = translate.kv_cache_spec(spec)
         return dataclasses.replace(spec, state_content_bytes=ours.layout().row.nbytes)
-
-    @classmethod
-    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """Every reason why not; each says what the backend does take, where that is a list."""
-        ours: Any = super()
-        reasons: list[str] = ours.validate_configuration(*args, **kwargs)
-        return [_explained(cls, reason) for reason in reasons]
-
-
-def _explained(backend: Any, reason: str) -> str:
-    """A reason with what would be served."""
-    capabilities = backend.capabilities
-    served = {
-        "head_size not supported": capabilities.head_sizes,
-        "dtype not supported": ", ".join(dtype.value for dtype in capabilities.dtypes),
-        "kv_cache_dtype not supported": ", ".join(backend.supported_kv_cache_dtypes),
-        "block_size not supported": ", ".join(str(size) for size in capabilities.block_sizes),
-        "compute capability not supported": ", ".join(k.value for k in capabilities.device_kinds),
-    }.get(reason)
-    return reason if served is None else f"{reason} (served: {served})"
 
 
 class DenseImpl:
@@ -228,7 +204,7 @@ class DenseBuilder:
         config = translate.engine_config(vllm_config, kv_cache_spec, heads, *(dcp or (1, 0)))
         ours: Any = super()
         ours.__init__(spec, layer_names, config, device)
-        logger.info("%s", _served(self.label, spec, heads, layer_names))
+        logger.info("%s", served_line(self.label, spec, heads, layer_names))
         if device.type == "cuda":
             warm_up(self, layers, compat.features_of(vllm_config, kv_cache_spec))
 
@@ -260,20 +236,6 @@ class DenseBuilder:
         masks = use_alibi or use_sliding_window or use_local_attention
         enough = common_prefix_len >= CASCADE_PREFIX and len(query_lens) >= CASCADE_REQS
         return self.shares_prefix and enough and not masks and dcp_world_size == 1
-
-
-def _served(label: str, spec: AnyKVCacheSpec, heads: int, layer_names: Sequence[str]) -> str:
-    """The line at start-up that says what a group of layers got."""
-    mask = {
-        "sliding_window": getattr(spec, "sliding_window", None),
-        "chunk": getattr(spec, "attention_chunk_size", None),
-    }
-    masks = "".join(f", {label} {size}" for label, size in mask.items() if size is not None)
-    return (
-        f"{label} serves {len(layer_names)} layers ({layer_names[0]}, ...): {spec.kind}, {heads} "
-        f"query and {spec.num_kv_heads} KV heads of {spec.head_size}, "  # type: ignore[union-attr]
-        f"{spec.dtype.value} over {spec.cache_dtype.value} KV in blocks of {spec.block_size}{masks}"
-    )
 
 
 class _Unwrapped:
@@ -331,17 +293,21 @@ def adapted(backend: type[AttentionBackend], member: str, module: str, name: str
     """The vLLM backend class of one of our backends.
 
     Args:
-        backend: ours, dense.
+        backend: ours.
         member: the name that vLLM is to know it by.
         module: where the class is an attribute.
         name: of the attribute.
 
     Raises:
-        ValueError: an MLA backend; there is no adapter for it yet.
+        ValueError: a backend of sparse layers; there is no adapter for it yet.
     """
     impl, builder = backend.get_impl_cls(), backend.get_builder_cls()
-    if backend.is_mla() or not issubclass(impl, AttentionImpl):
-        raise ValueError(f"{backend.get_name()} serves MLA layers, {member} cannot stand for it")
+    if backend.is_sparse():
+        raise ValueError(f"{backend.get_name()} serves sparse layers, {member} cannot stand for it")
+    parts: tuple[type, type, type] = (DenseBackend, DenseImpl, DenseBuilder)
+    base: type = VllmImpl
+    if backend.is_mla():
+        parts, base = (LatentBackend, LatentImpl, LatentBuilder), VllmMLAImpl
 
     def made(suffix: str, *bases: type, **extra: Any) -> Any:
         known = f"{name}{suffix}"
@@ -349,11 +315,11 @@ def adapted(backend: type[AttentionBackend], member: str, module: str, name: str
         return type(known, bases, where | extra)
 
     label = f"attn-backends: {backend.get_name()} as {member}"
-    impl_cls = made("Impl", DenseImpl, impl, VllmImpl, ours=impl)
-    builder_cls = made("MetadataBuilder", DenseBuilder, builder, VllmBuilder, label=label)
+    impl_cls = made("Impl", parts[1], impl, base, ours=impl)
+    builder_cls = made("MetadataBuilder", parts[2], builder, VllmBuilder, label=label)
     made_cls: type[Any] = made(
         "",
-        DenseBackend,
+        parts[0],
         backend,
         VllmBackend,
         get_name=staticmethod(lambda: member),

@@ -57,6 +57,16 @@ def merge_ranks(output: torch.Tensor, lse: torch.Tensor, group: Any) -> torch.Te
     return merged
 
 
+def dequantised(linear: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Weight ``[out, in]`` of one of vLLM's linear layers, in a floating point type."""
+    from vllm.model_executor.layers.quantization.utils.quant_utils import (
+        get_and_maybe_dequant_weights,
+    )
+
+    weight: torch.Tensor = get_and_maybe_dequant_weights(linear, out_dtype=dtype)
+    return weight
+
+
 def dcp_group() -> Any:
     """Ranks that share the tokens of a request."""
     from vllm.distributed.parallel_state import get_dcp_group

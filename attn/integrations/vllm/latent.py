@@ -1,0 +1,103 @@
+"""Our latent (MLA) triples as vLLM subclasses.
+
+vLLM's layer absorbs queries and projects outputs itself; ours gets latent queries, attends, and
+expands what prefill needs. It keeps its own view of the up-projection, which vLLM has no hook for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from attn.integrations.vllm import compat, translate
+from attn.integrations.vllm.common import CommonBackend, served_line
+from attn.reference.mla import split_kv_b_proj
+
+logger = init_logger("vllm.attn_backends")
+
+
+class LatentBackend(CommonBackend):
+    """What a latent backend says to vLLM otherwise than to us."""
+
+    @classmethod
+    def get_kv_cache_shape(
+        cls,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        """``[N, P, L + r]`` in elements of the storage dtype."""
+        return num_blocks, block_size, head_size
+
+    @classmethod
+    def get_kv_cache_stride_order(
+        cls, include_num_layers_dimension: bool = False
+    ) -> tuple[int, ...]:
+        """As the axes stand: rows of all heads have one layout, and no layers between them."""
+        return tuple(range(3 + include_num_layers_dimension))
+
+
+class LatentImpl:
+    """What a latent impl says to vLLM otherwise than to us."""
+
+    def take_projection(self, act_dtype: torch.dtype) -> None:
+        """Split ``kv_b_proj``, dequantised where it is quantised."""
+        mine: Any = self
+        weight = compat.dequantised(mine.kv_b_proj, act_dtype)
+        mine._up_projections = split_kv_b_proj(
+            weight, mine.num_heads, mine.qk_nope_head_dim, mine.v_head_dim
+        )
+
+
+class LatentBuilder:
+    """A builder made from vLLM's objects. Batches are taken as they are: ours have their fields."""
+
+    label: str
+    """Our name and vLLM's, for the log."""
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: Sequence[str],
+        vllm_config: Any,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            kv_cache_spec: vLLM's, cut to the kernel's block size.
+            layer_names: layers of the group, whose weights are loaded.
+            vllm_config: vLLM's.
+            device: where the records' tensors live.
+
+        Raises:
+            ValueError: layers with different numbers of query heads, decode context parallelism,
+                or whatever our builder refuses.
+        """
+        layers = translate.layers_of(vllm_config, layer_names)
+        ranks = vllm_config.parallel_config.decode_context_parallel_size
+        if ranks > 1:
+            raise ValueError(f"decode_context_parallel_size must be 1 for MLA layers, got {ranks}")
+        heads = translate.query_heads(vllm_config, layers)
+        dtype = vllm_config.model_config.dtype
+        rope = {layer.qk_rope_head_dim for layer in layers} or {64}
+        spec = translate.kv_cache_spec(
+            kv_cache_spec, vllm_config.cache_config.cache_dtype, dtype, max(rope)
+        ).replace(page_size_padded=None)
+        config = translate.engine_config(vllm_config, kv_cache_spec, heads)
+        ours: Any = super()
+        ours.__init__(spec, layer_names, config, device)
+        for layer in layers:
+            layer.impl.take_projection(dtype)
+        logger.info("%s", served_line(self.label, spec, heads, layer_names))
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        """Which batches a captured graph can replay, as vLLM names it."""
+        ours: Any = super()
+        level = ours.get_cudagraph_support(vllm_config, kv_cache_spec)
+        return compat.cudagraph_support(level.value)
