@@ -144,7 +144,8 @@ class _SharedBuffers:
         )
         own_prefill = record.prefill
         if own_prefill is not None:
-            own_prefill = planner.own_prefill(own_prefill, record.num_reqs)
+            # Scratch is fp32, which the kernel for Hopper has no room for.
+            own_prefill = replace(planner.own_prefill(own_prefill, record.num_reqs), hopper=None)
         own = replace(
             record,
             seq_lens=b.view("own_lens", record.num_reqs),

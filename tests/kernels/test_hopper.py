@@ -109,6 +109,19 @@ def test_it_is_taken_only_where_it_is_asked_for() -> None:
         assert (record.prefill.hopper is not None) == (wanted is PrefillKernel.HOPPER)
 
 
+def test_a_shared_prefix_is_the_other_kernels() -> None:
+    layer = Layer()
+    engine = layer.engine(PrefillKernel.HOPPER)
+    builder = TritonAttentionMetadataBuilder(layer.spec(), ["layer"], engine, "cpu")
+    record = builder.build(16, variants._batch(layer, 20))
+    assert record.prefill is not None
+    assert record.prefill.hopper is not None
+    assert record.shared is not None
+    for part in (record.shared.prefix, record.shared.own):
+        assert part.prefill is not None
+        assert part.prefill.hopper is None
+
+
 def test_its_tiles_are_counted_beside_the_others() -> None:
     layer = Layer()
     engine = layer.engine(PrefillKernel.HOPPER)

@@ -39,6 +39,8 @@ def refusal(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTens
         return "decode context parallelism"
     if not tensors.keys.key.dtype == tensors.keys.value.dtype == tensors.query.dtype:
         return f"a cache of {tensors.keys.key.dtype} for a query of {tensors.query.dtype}"
+    if tensors.output_scale is None and tensors.output.dtype != tensors.query.dtype:
+        return f"an output of {tensors.output.dtype} for a query of {tensors.query.dtype}"
     if layer.scale <= 0:
         return f"scale {layer.scale} is not positive"
     for name, rows in (

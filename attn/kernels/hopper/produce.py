@@ -43,9 +43,8 @@ def produce(
     num_reqs, programs, num_ranges, table_row, window, chunk, lookback, HEADS: gl.constexpr,
     GROUP: gl.constexpr, PACKED: gl.constexpr, WARP_GROUPS: gl.constexpr, KV_TILE: gl.constexpr,
     HALVES: gl.constexpr, BLOCK_SIZE: gl.constexpr, RUN: gl.constexpr, Q_STAGES: gl.constexpr,
-    STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr,
-    CLAMP: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr,
+    RANGES: gl.constexpr, CLAMP: gl.constexpr,
 ):  # fmt: skip
     """One warp: everything that is loaded, in the order in which it is consumed."""
     TOKENS: gl.constexpr = WARP_GROUPS * 64 // PACKED

@@ -49,7 +49,6 @@ def tile_at(
     keys of the request, whether it is causal, and the tiles of keys ``[low, high)``, one at least.
     """
     num_tiles = gl.load(tile_starts_ptr + num_reqs)
-    num_tiles = gl.load(tile_starts_ptr + num_reqs)
     work = work_at(turn, programs)
     head = work % HEADS
     # The last tiles see most keys: they start first.
