@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from itertools import product
 
 import pytest
 import torch
 
-from attn.kernels.hopper.launch import HopperLauncher, refusal
-from attn.kernels.launch import KernelCall, collected_calls
+from attn.kernels.hopper.launch import HopperLauncher
 from builders.common import CommonAttentionMetadata
 from builders.tiles import DenseShape, HopperTile, hopper_tile
 from builders.triton_attn import TritonAttentionMetadataBuilder
@@ -60,26 +59,21 @@ def test_a_geometry_that_it_does_not_take_is_refused_with_both_values(
     assert said in found
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 7, 8, 16, 64, 128])
-@pytest.mark.parametrize("head_size", [48, 64, 80, 128, 192, 256])
-@pytest.mark.parametrize("block_size", [16, 48, 64, 128, 256, 528, 1072])
-def test_boxes_of_a_tile_are_whole(group: int, head_size: int, block_size: int) -> None:
-    shape = DenseShape(group * 2, 2, head_size, head_size, 2, 16)
-    tile = hopper_tile(shape, DeviceKind.SM90, block_size)
-    assert isinstance(tile, HopperTile)
-    assert group % tile.packed == 0
-    assert tile.rows_per_group * tile.packed == 64
-    assert tile.query_tile * tile.packed == 64 * tile.warp_groups
-    assert tile.kv_tile % tile.run == 0
-    assert block_size % tile.run == 0
-    assert tile.width >= head_size
-    # Keys, values and queries under way, beside barriers and the output on its way out.
-    rows = 2 * tile.num_stages * tile.kv_tile + tile.query_stages * 64 * tile.warp_groups
-    assert rows * tile.width * 2 <= 215 * 1024
-
-
-def call_for(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> KernelCall:
-    return call_of(Variant(Kernel.HOPPER_PREFILL, "", layer), 90)
+def test_boxes_of_a_tile_are_whole() -> None:
+    groups, sizes = (1, 2, 3, 4, 6, 7, 8, 16, 64, 128), (48, 64, 80, 128, 192, 256)
+    for group, head_size, block_size in product(groups, sizes, (16, 48, 64, 128, 256, 528, 1072)):
+        shape = DenseShape(group * 2, 2, head_size, head_size, 2, 16)
+        tile = hopper_tile(shape, DeviceKind.SM90, block_size)
+        assert isinstance(tile, HopperTile)
+        assert group % tile.packed == 0
+        assert tile.rows_per_group * tile.packed == 64
+        assert tile.query_tile * tile.packed == 64 * tile.warp_groups
+        assert tile.kv_tile % tile.run == 0
+        assert block_size % tile.run == 0
+        assert tile.width >= head_size
+        # Keys, values and queries under way, beside barriers and the output on its way out.
+        rows = 2 * tile.num_stages * tile.kv_tile + tile.query_stages * 64 * tile.warp_groups
+        assert rows * tile.width * 2 <= 215 * 1024
 
 
 @pytest.mark.parametrize(
@@ -90,11 +84,9 @@ def call_for(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> KernelCall:
         (Layer(cache=variants._FP8), "8 bits"),
     ],
 )
-def test_a_layer_that_it_does_not_serve_is_refused_by_name(
-    layer: Layer, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_that_it_does_not_serve_is_refused_by_name(layer: Layer, said: str) -> None:
     with pytest.raises(ValueError, match="prefill_kernel 'hopper' does not serve") as error:
-        call_for(layer, monkeypatch)
+        call_of(Variant(Kernel.HOPPER_PREFILL, "", layer), 90)
     assert said in str(error.value)
 
 
@@ -138,14 +130,10 @@ def test_its_tiles_are_counted_beside_the_others() -> None:
 
 def test_descriptors_are_made_once_and_hold_no_tensor() -> None:
     layer = Layer()
-    made: list[Any] = []
-    with collected_calls():
-        call = call_of(Variant(Kernel.HOPPER_PREFILL, "", layer), 90)
-    made.append(call.arguments["k_desc"])
-    assert not isinstance(made[0].base, torch.Tensor)
+    call = call_of(Variant(Kernel.HOPPER_PREFILL, "", layer), 90)
+    assert not isinstance(call.arguments["k_desc"].base, torch.Tensor)
     launcher = HopperLauncher(None)  # type: ignore[arg-type]
     rows = torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16)
     one = launcher._described(rows, (1, 16, 1, 64))
     assert launcher._described(rows[:], (1, 16, 1, 64)) is one
     assert launcher._described(rows[1:], (1, 16, 1, 64)) is not one
-    assert refusal.__doc__
