@@ -16,7 +16,7 @@ from builders.common import CommonAttentionMetadata
 from builders.drafting import advance
 from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig, PrefillKernel, SpeculativeConfig
-from specs.kv_cache import FullAttentionSpec
+from specs.kv_cache import FullAttentionSpec, SlidingWindowSpec
 from tests.batches import Layer
 
 pytestmark = pytest.mark.gpu
@@ -41,6 +41,7 @@ class Setup:
     speculative: int | None = 3
     invariant: bool = False
     prefill_kernel: PrefillKernel = PrefillKernel.AUTO
+    window: int | None = None
     fill_byte: int | None = None
     """Bytes of the whole cache; None fills it with normal rows."""
 
@@ -51,13 +52,16 @@ class Serving:
     def __init__(self, setup: Setup, seed: int = 0) -> None:
         self.setup = setup
         self.generator = torch.Generator(DEVICE).manual_seed(seed)
-        self.spec = FullAttentionSpec(
-            block_size=BLOCK,
-            num_kv_heads=setup.kv_heads,
-            head_size=setup.head_size,
-            dtype=setup.dtype,
-            cache_dtype=setup.cache_dtype,
-        )
+        fields: dict[str, Any] = {
+            "block_size": BLOCK,
+            "num_kv_heads": setup.kv_heads,
+            "head_size": setup.head_size,
+            "dtype": setup.dtype,
+            "cache_dtype": setup.cache_dtype,
+        }
+        self.spec: Any = FullAttentionSpec(**fields)
+        if setup.window is not None:
+            self.spec = SlidingWindowSpec(**fields, sliding_window=setup.window)
         speculative = setup.speculative and SpeculativeConfig(
             num_speculative_tokens=setup.speculative
         )
@@ -80,7 +84,7 @@ class Serving:
             setup.head_size**-0.5,
             setup.kv_heads,
             None,
-            None,
+            setup.window,
             setup.cache_dtype.value,
         )
         layout = self.spec.layout()
@@ -160,6 +164,8 @@ KINDS = {
     "fp8_verify": (Setup(cache_dtype=CacheDType.FP8), 4),
     "int4": (Setup(cache_dtype=CacheDType.INT4_PER_TOKEN_HEAD), 1),
     "one_kv_head": (Setup(heads=16, kv_heads=1), 2),
+    # A tile of its own: two warps, four programs per multiprocessor.
+    "narrow_window": (Setup(heads=16, head_size=64, speculative=None, window=128), 1),
     "fp32": (Setup(dtype=DType.FLOAT32, head_size=64), 1),
 }
 

@@ -56,9 +56,7 @@ class DenseBackend(CommonBackend):
         Raises:
             ValueError: a block size that no kernel takes.
         """
-        if not cls.supports_block_size(block_size):  # type: ignore[attr-defined]
-            sizes = cls.get_supported_kernel_block_sizes()
-            raise ValueError(f"block_size must be supported ({sizes}), got {block_size}")
+        cls.check_block_size(block_size)
         return DenseKVLayout(
             block_size=block_size,
             num_kv_heads=num_kv_heads,

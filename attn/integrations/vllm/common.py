@@ -19,6 +19,17 @@ class CommonBackend:
         return [compat.block_size_of(size) for size in ours.get_supported_kernel_block_sizes()]
 
     @classmethod
+    def check_block_size(cls, block_size: int) -> None:
+        """Refuse a block size that no kernel takes.
+
+        Raises:
+            ValueError: it is one.
+        """
+        if not cls.supports_block_size(block_size):  # type: ignore[attr-defined]
+            sizes = cls.get_supported_kernel_block_sizes()
+            raise ValueError(f"block_size must be supported ({sizes}), got {block_size}")
+
+    @classmethod
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
         """Every reason why not; each says what the backend does take, where that is a list."""
         ours: Any = super()

@@ -31,7 +31,12 @@ class LatentBackend(CommonBackend):
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        """``[N, P, L + r]`` in elements of the storage dtype."""
+        """``[N, P, L + r]`` in elements of the storage dtype.
+
+        Raises:
+            ValueError: a block size that no kernel takes.
+        """
+        cls.check_block_size(block_size)
         return num_blocks, block_size, head_size
 
     @classmethod
