@@ -120,6 +120,8 @@ class HopperPlan:
     """``[R + 1]`` int32: first tile of each request."""
     programs: int
     """Programs to launch; any number is right, they share the tiles."""
+    is_required: bool = False
+    """A layer that the kernel does not serve is an error; else the plain kernel's."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,9 @@ class PrefillPlan:
     programs: int
     """Programs to launch; any number is right, they share the tiles."""
     hopper: HopperPlan | None = None
-    """The same for the kernel that serves in its place; None where there is none."""
+    """The same for the kernel that takes its place in every layer that it serves, which only a
+    launcher knows: a layer's ALiBi or the type of its output is not the builder's to see. Both are
+    planned by one launch. None where there is none."""
 
 
 def parallel_heads(head_tiles: int, programs: int) -> int:
@@ -167,6 +171,7 @@ class SplitPlanner:
         is_free: bool = False,
         takes_rows: bool = True,
         hopper: HopperTile | None = None,
+        requires_hopper: bool = False,
     ) -> None:
         """
         Args:
@@ -180,6 +185,7 @@ class SplitPlanner:
             is_free: cut rows anywhere, see :class:`SplitPlan`.
             takes_rows: False leaves every row to the prefill kernel (encoders).
             hopper: tile of the prefill kernel for Hopper, where that serves.
+            requires_hopper: see :class:`HopperPlan`.
         """
         self.is_free = is_free
         self.tile = tile = split_tile(
@@ -187,6 +193,7 @@ class SplitPlanner:
         )
         self.prefill = prefill_tile(shape, kind)
         self.hopper = hopper
+        self.requires_hopper = requires_hopper
         self.limits = limits
         self.device = buffers.device
         self.short_query = limits.max_num_tokens if every_row else max(SHORT_QUERY, max_query_len)
@@ -405,7 +412,8 @@ class SplitPlanner:
         view, hopper = self.buffers.view, None
         if self.hopper is not None:
             starts = view("hopper_starts", num_reqs + 1)
-            hopper = HopperPlan(self.hopper, starts, self.num_multiprocessors)
+            programs_there = self.num_multiprocessors
+            hopper = HopperPlan(self.hopper, starts, programs_there, self.requires_hopper)
         return PrefillPlan(self.prefill, view("tile_starts", num_reqs + 1), programs, hopper)
 
     def own_prefill(self, plan: PrefillPlan, num_reqs: int) -> PrefillPlan:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from specs.base import cdiv
 from specs.devices import DeviceKind
+from specs.dtypes import DType
 from specs.engine import PrefillKernel
 
 MOST_ROWS = 64
@@ -49,6 +50,31 @@ class DenseShape:
     def width(self) -> int:
         """The larger head size, rounded up to a power of two."""
         return power_of_two(max(self.head_size, self.head_size_v))
+
+
+@dataclass(frozen=True)
+class PrefillAsks:
+    """What a layer asks of the kernel for its rows with many new tokens, beyond its shape.
+
+    A builder leaves out what only the layer and its tensors show; a launcher asks with all of it.
+    """
+
+    batch_invariant: bool = False
+    """Same bits however a prompt is chunked."""
+    dcp: bool = False
+    """The cache holds one rank's keys."""
+    rswa: bool = False
+    alibi: bool = False
+    scale: float = 1.0
+    """Multiplies q.k."""
+    query: DType | None = None
+    """Type of the model's elements; None where it is not known."""
+    stored: DType | None = None
+    """Of the cache's; None likewise."""
+    output: DType | None = None
+    """Of an output that is not quantised; None likewise."""
+    alignments: tuple[tuple[str, int], ...] = ()
+    """Bytes that rows are aligned to, by tensor, as far as they are known."""
 
 
 def power_of_two(number: int) -> int:
@@ -205,33 +231,49 @@ def prefill_tile(shape: DenseShape, kind: DeviceKind) -> PrefillTile:
 
 
 def prefill_kernel_of(
-    shape: DenseShape, kind: DeviceKind, block_size: int, wanted: PrefillKernel
-) -> tuple[PrefillKernel, str]:
-    """Which kernel takes a layer's requests with many new tokens, and why.
+    shape: DenseShape,
+    kind: DeviceKind,
+    block_size: int,
+    asks: PrefillAsks,
+    wanted: PrefillKernel,
+) -> tuple[HopperTile | None, str]:
+    """Which kernel takes a layer's rows with many new tokens, and why.
+
+    Builder, launcher and ``attn explain`` decide by this alone.
 
     Args:
         shape: the layer.
         kind: device.
         block_size: tokens of a page; 0 without pages.
+        asks: what else the layer asks, as far as it is known.
         wanted: what the engine is configured to.
+
+    Returns:
+        The Hopper kernel's tile, None for the plain kernel; and the reason in words.
+
+    Raises:
+        ValueError: the Hopper kernel is wanted by name and does not serve.
     """
-    tile = hopper_tile(shape, kind, block_size)
-    if isinstance(tile, str):
-        return PrefillKernel.TRITON, f"the one for Hopper does not serve: {tile}"
+    if wanted is PrefillKernel.TRITON:
+        return None, f"prefill_kernel is {wanted.value!r}"
+    found = hopper_tile(shape, kind, block_size, asks)
+    if not isinstance(found, str):
+        return found, f"it serves this layer, and prefill_kernel is {wanted.value!r}"
     if wanted is PrefillKernel.HOPPER:
-        return PrefillKernel.HOPPER, "prefill_kernel is 'hopper'"
-    return PrefillKernel.TRITON, (
-        f"prefill_kernel is {wanted.value!r}; the one for Hopper serves where it is 'hopper'"
-    )
+        raise ValueError(f"prefill_kernel 'hopper' does not serve this layer: {found}")
+    return None, f"the one for Hopper does not serve: {found}"
 
 
-def hopper_tile(shape: DenseShape, kind: DeviceKind, block_size: int) -> HopperTile | str:
+def hopper_tile(
+    shape: DenseShape, kind: DeviceKind, block_size: int, asks: PrefillAsks = PrefillAsks()
+) -> HopperTile | str:
     """The Hopper prefill kernel's tile of a layer, or why the kernel does not take it.
 
     Args:
         shape: the layer.
         kind: device.
-        block_size: tokens of a page.
+        block_size: tokens of a page; 0 without pages.
+        asks: what else the layer asks, as far as it is known.
     """
     if kind is not DeviceKind.SM90:
         return f"the device is {kind.value}, not {DeviceKind.SM90.value}"
@@ -246,6 +288,9 @@ def hopper_tile(shape: DenseShape, kind: DeviceKind, block_size: int) -> HopperT
     run = block_size & -block_size
     if run < 16:
         return f"block size {block_size} is not a multiple of 16" if run else "there are no pages"
+    refused = _refused(asks)
+    if refused is not None:
+        return refused
     packed = min(shape.group & -shape.group, 64)
     # Measured: 192 rows for narrow heads, fewer keys for wide ones, whose accumulators are large.
     if shape.width <= 64:
@@ -253,3 +298,27 @@ def hopper_tile(shape: DenseShape, kind: DeviceKind, block_size: int) -> HopperT
     if shape.width <= 128:
         return HopperTile(packed, 2, 128, 128, min(run, 128), 2, 2, 240)
     return HopperTile(packed, 2, 64, 256, min(run, 64), 1, 2, 240)
+
+
+def _refused(asks: PrefillAsks) -> str | None:
+    """What the Hopper prefill kernel does not do of what a layer asks; None where it does all."""
+    named = {
+        "ALiBi": asks.alibi,
+        "R-SWA": asks.rswa,
+        "decode context parallelism": asks.dcp,
+        "batch invariance, for which every row goes to the split-KV kernel": asks.batch_invariant,
+    }
+    for name, is_asked in named.items():
+        if is_asked:
+            return name
+    query = asks.query
+    if query is not None:
+        for name, other in (("a cache", asks.stored), ("an output", asks.output)):
+            if other not in (None, query):
+                return f"{name} of {other} for a query of {query}"
+    if asks.scale <= 0:
+        return f"scale {asks.scale} is not positive"
+    for name, alignment in asks.alignments:
+        if alignment < 16:
+            return f"rows of {name} are aligned to {alignment} bytes, not 16"
+    return None

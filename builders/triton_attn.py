@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 
@@ -13,8 +13,15 @@ from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch, debug_enabled
 from builders.paging import Stripe
-from builders.split_kv import PrefillPlan, SplitLimits, SplitPlan, SplitPlanner, VisibleKeys
-from builders.tiles import DenseShape, HopperTile, hopper_tile
+from builders.split_kv import (
+    PrefillPlan,
+    SplitLimits,
+    SplitPlan,
+    SplitPlanner,
+    VisibleKeys,
+    interprets,
+)
+from builders.tiles import DenseShape, HopperTile, PrefillAsks, prefill_kernel_of
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
 from specs.devices import ComputeCapability, DeviceKind, kind_of
@@ -179,7 +186,8 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
 
         Raises:
             ValueError: ``num_heads`` is missing or does not fit the KV heads; a head size, block
-                size or dtype of the spec that no kernel takes.
+                size or dtype of the spec that no kernel takes; ``prefill_kernel`` is one that does
+                not serve the group.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         spec: Any = kv_cache_spec
@@ -243,17 +251,23 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             is_free=is_free,
             takes_rows=not self.is_encoder,
             hopper=self._hopper_tile(),
+            requires_hopper=config.prefill_kernel is PrefillKernel.HOPPER,
         )
 
     def _hopper_tile(self) -> HopperTile | None:
-        """The tile of the prefill kernel for Hopper, where that is asked for."""
-        if self.vllm_config.prefill_kernel is not PrefillKernel.HOPPER:
+        """The tile of the prefill kernel for Hopper, where layers of this group may take it."""
+        config, spec = self.vllm_config, cast(Any, self.kv_cache_spec)
+        wanted = config.prefill_kernel
+        if wanted is PrefillKernel.AUTO and not runs_gluon(self.device):
             return None
-        block_size = 0 if self.is_encoder else self.kv_cache_spec.block_size
-        tile = hopper_tile(self.shape, self.kind, block_size)
-        if isinstance(tile, str):
-            raise ValueError(f"prefill_kernel 'hopper' does not serve these layers: {tile}")
-        return tile
+        asks = PrefillAsks(
+            batch_invariant=config.batch_invariant,
+            dcp=self.visible.stripe is not None,
+            query=spec.dtype,
+            stored=spec.cache_dtype.element(spec.dtype),
+        )
+        block_size = 0 if self.is_encoder else spec.block_size
+        return prefill_kernel_of(self.shape, self.kind, block_size, asks, wanted)[0]
 
     def build(
         self,
@@ -568,6 +582,11 @@ def _debug_prefix(batch: CommonAttentionMetadata, length: int, block_size: int) 
                 f"common_prefix_len ({length}) spans blocks that request {row} does not share "
                 f"with request 0: {table[row].tolist()} and {table[0].tolist()}"
             )
+
+
+def runs_gluon(device: torch.device) -> bool:
+    """Kernels in Gluon can run on a device; the interpreter has none of it."""
+    return device.type == "cuda" and not interprets()
 
 
 def device_facts(device: torch.device) -> tuple[DeviceKind, int]:

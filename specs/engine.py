@@ -51,11 +51,12 @@ class PrefillKernel(StrEnum):
     """Which kernel of a dense backend takes the requests with many new tokens."""
 
     AUTO = "auto"
-    """Plain Triton; the one for Hopper is to be asked for until all tests have run with it."""
+    """The one for Hopper wherever it serves, layer by layer, else plain Triton."""
     TRITON = "triton"
-    """Plain Triton."""
+    """Plain Triton, everywhere."""
     HOPPER = "hopper"
-    """The one for compute capability 9.0, in Gluon; what it does not serve is refused."""
+    """The one for compute capability 9.0, in Gluon; a layer that it does not serve is refused.
+    Shared prefixes are the plain one's all the same."""
 
 
 class EngineConfig(Spec):

@@ -48,8 +48,13 @@ def _asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials.Trial, "prefill_kernel", PrefillKernel.HOPPER)
 
 
+@pytest.mark.parametrize("kernel", [PrefillKernel.HOPPER, PrefillKernel.TRITON], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_case_that_it_serves_is_right(case: Case) -> None:
+def test_every_case_that_it_serves_is_right_with_either_kernel(
+    case: Case, kernel: PrefillKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing else runs the plain kernel on these here: left to itself, the engine takes the other.
+    monkeypatch.setattr(trials.Trial, "prefill_kernel", kernel)
     check_case(TritonAttentionBackend, case, DEVICE)
 
 

@@ -40,7 +40,8 @@ class Setup:
     max_len: int = 32768
     speculative: int | None = 3
     invariant: bool = False
-    prefill_kernel: PrefillKernel = PrefillKernel.AUTO
+    prefill_kernel: PrefillKernel = PrefillKernel.TRITON
+    """On every GPU the same one here; the one for Hopper has a file of its own."""
     window: int | None = None
     fill_byte: int | None = None
     """Bytes of the whole cache; None fills it with normal rows."""

@@ -13,7 +13,7 @@ from rich.text import Text
 from attn.registry import AttentionBackendEnum
 from attn.selector import SelectionReport, Verdict, explain
 from builders.split_kv import SHORT_QUERY
-from builders.tiles import DenseShape, prefill_kernel_of
+from builders.tiles import DenseShape, PrefillAsks, prefill_kernel_of
 from specs.attention import AttentionType
 from specs.devices import Device, DeviceKind
 from specs.dtypes import CacheDType
@@ -187,18 +187,14 @@ def _kernels(
     )
     is_paged = layer.kind is not LayerKind.ENCODER_ONLY
     pages = (block_size or DEFAULT_BLOCK_SIZE) if is_paged else 0
-    kernel, why = prefill_kernel_of(shape, device.kind, pages, PrefillKernel.AUTO)
-    if layer.use_alibi:
-        kernel, why = PrefillKernel.TRITON, "the one for Hopper does not serve: ALiBi"
+    asks = PrefillAsks(alibi=layer.use_alibi, query=model.dtype, stored=element)
+    tile, why = prefill_kernel_of(shape, device.kind, pages, asks, PrefillKernel.AUTO)
+    kernel = "plain Triton" if tile is None else "Gluon for Hopper"
     rows = {f"up to {SHORT_QUERY} new tokens": "split KV, plain Triton"} if is_paged else {}
     longer = f"more than {SHORT_QUERY} new tokens" if is_paged else "all rows"
-    return {**rows, longer: f"prefill, {_KERNEL_NAMES[kernel]}: {why}"}
+    return {**rows, longer: f"prefill, {kernel}: {why}"}
 
 
-_KERNEL_NAMES = {
-    PrefillKernel.TRITON: "plain Triton",
-    PrefillKernel.HOPPER: "Gluon for Hopper",
-}
 DEFAULT_BLOCK_SIZE = 16
 """Tokens of a page where none are named."""
 

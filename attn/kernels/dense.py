@@ -203,7 +203,9 @@ class DenseLauncher:
         varying["num_reqs"] = step.num_reqs
         tile, likeness = plan.tile, _likeness(step, tensors)
         if plan.hopper is not None:
-            return self._on_hopper(plan.hopper, step, tensors, varying, likeness)
+            call = self._on_hopper(plan.hopper, step, tensors, varying, likeness)
+            if call is not None:
+                return call
         key = (tile, likeness)
         form = self._forms.get(key)
         if form is None:
@@ -220,14 +222,17 @@ class DenseLauncher:
         tensors: DenseTensors,
         varying: Mapping[str, Any],
         likeness: tuple[Any, ...],
-    ) -> KernelCall:
+    ) -> KernelCall | None:
+        """The launch of the kernel for Hopper; None where it leaves the layer to the plain one."""
         if self._hopper is None:
             from attn.kernels.hopper.launch import HopperLauncher
 
             self._hopper = HopperLauncher(self.layer)
-        if not self._hopper.knows(plan, likeness):
+        # The rest of what its descriptors need aligned is part of the likeness.
+        key = (likeness, tensors.query.data_ptr() % 16)
+        if not self._hopper.knows(plan, key):
             _check(self.layer, step, tensors)
-        return self._hopper.call(plan, step, tensors, varying, likeness)
+        return self._hopper.call(plan, step, tensors, varying, key)
 
     def _varying(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> dict[str, Any]:
         """Arguments of both kernels that differ from call to call."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from builders.segments import segment_start
@@ -9,13 +11,17 @@ from builders.tiles import (
     MOST_ROWS,
     SHARED_MEMORY,
     DenseShape,
+    PrefillAsks,
     PrefillTile,
     SplitTile,
     power_of_two,
+    prefill_kernel_of,
     prefill_tile,
     split_tile,
 )
 from specs.devices import DeviceKind
+from specs.dtypes import DType
+from specs.engine import PrefillKernel
 
 GPUS = [kind for kind in DeviceKind if kind in SHARED_MEMORY]
 SIZES = range(32, 513, 8)
@@ -81,3 +87,49 @@ def test_a_verify_of_a_whole_group_shares_one_pass_over_the_keys() -> None:
     for group in (1, 2, 4, 8, 16):
         tile = split_tile(DenseShape(group, 1, 128, 128, 2, 16), DeviceKind.SM90, 4)
         assert tile.query_tokens >= 4
+
+
+# -- Which prefill kernel.
+
+SHAPE = DenseShape(32, 8, 128, 128, 2, 16)
+ASKED = PrefillAsks(query=DType.BFLOAT16, stored=DType.BFLOAT16, output=DType.BFLOAT16)
+REFUSED = {
+    "ALiBi": PrefillAsks(alibi=True),
+    "R-SWA": PrefillAsks(rswa=True),
+    "decode context parallelism": PrefillAsks(dcp=True),
+    "batch invariance": PrefillAsks(batch_invariant=True),
+    "a cache of float16 for a query of bfloat16": replace(ASKED, stored=DType.FLOAT16),
+    "an output of float32 for a query of bfloat16": replace(ASKED, output=DType.FLOAT32),
+    "scale 0.0 is not positive": PrefillAsks(scale=0.0),
+    "rows of key are aligned to 8 bytes, not 16": PrefillAsks(alignments=(("key", 8),)),
+}
+
+
+@pytest.mark.parametrize("kind", DeviceKind, ids=str)
+def test_left_to_itself_hopper_gets_its_kernel_and_nothing_else_does(kind: DeviceKind) -> None:
+    tile, why = prefill_kernel_of(SHAPE, kind, 16, ASKED, PrefillKernel.AUTO)
+    assert (tile is not None) == (kind is DeviceKind.SM90)
+    said = "it serves" if tile else f"the device is {kind.value}, not sm90"
+    assert said in why
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_a_layer_asks_decides(said: str) -> None:
+    asks = REFUSED[said]
+    tile, why = prefill_kernel_of(SHAPE, DeviceKind.SM90, 16, asks, PrefillKernel.AUTO)
+    assert tile is None
+    assert f"the one for Hopper does not serve: {said}" in why
+    with pytest.raises(ValueError, match="prefill_kernel 'hopper' does not serve") as error:
+        prefill_kernel_of(SHAPE, DeviceKind.SM90, 16, asks, PrefillKernel.HOPPER)
+    assert said in str(error.value)
+
+
+def test_what_is_not_known_yet_refuses_nothing() -> None:
+    for asks in (PrefillAsks(), PrefillAsks(query=DType.FLOAT16), ASKED):
+        for wanted in (PrefillKernel.AUTO, PrefillKernel.HOPPER):
+            tile, why = prefill_kernel_of(SHAPE, DeviceKind.SM90, 16, asks, wanted)
+            assert tile is not None
+            assert repr(wanted.value) in why
+        tile, why = prefill_kernel_of(SHAPE, DeviceKind.SM90, 16, asks, PrefillKernel.TRITON)
+        assert tile is None
+        assert "'triton'" in why

@@ -367,14 +367,15 @@ def test_explain_gives_a_reason_for_every_other_backend(device, model_name, dtyp
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "said"),
+    ("device", "dtype", "kernel", "said"),
     [
-        ("h200", "auto", "the one for Hopper serves where it is 'hopper'"),
-        ("h200", "fp8", "the cache's elements have 8 bits, not 16"),
-        ("a100", "auto", "the device is sm80, not sm90"),
+        ("h200", "auto", "Gluon for Hopper", "it serves this layer, and prefill_kernel is 'auto'"),
+        ("h200", "fp8", "plain Triton", "the cache's elements have 8 bits, not 16"),
+        ("h200", "float16", "plain Triton", "a cache of float16 for a query of bfloat16"),
+        ("a100", "auto", "plain Triton", "the device is sm80, not sm90"),
     ],
 )
-def test_explain_says_which_kernels_serve_and_why(device, dtype, said):
+def test_explain_says_which_kernels_serve_and_why(device, dtype, kernel, said):
     arguments = ["--model", "llama-3.1-8b", "--device", device, "--kv-cache-dtype", dtype]
     result = attn("explain", *arguments, "--kernels", "--json")
     (decision,) = json.loads(result.output)
@@ -382,7 +383,7 @@ def test_explain_says_which_kernels_serve_and_why(device, dtype, said):
     assert short == ("up to 16 new tokens", "split KV, plain Triton")
     assert long[0] == "more than 16 new tokens"
     assert said in long[1]
-    assert "prefill, plain Triton: " in attn("explain", *arguments, "--kernels").output
+    assert f"prefill, {kernel}: " in attn("explain", *arguments, "--kernels").output
     assert "kernels" not in attn("explain", *arguments).output
 
 

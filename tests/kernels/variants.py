@@ -356,19 +356,46 @@ def _batch(layer: Layer, query_len: int, kv_len: int = 41) -> CommonAttentionMet
 
 
 def _attention_call(layer: Layer, kernel: Kernel) -> KernelCall:
+    query_len = 1 + layer.drafts if kernel is Kernel.DECODE else 41
+    is_hopper = kernel is Kernel.HOPPER_PREFILL
+    wanted = PrefillKernel.HOPPER if is_hopper else PrefillKernel.TRITON
+    calls = attention_calls(layer, query_len, wanted)
+    (call,) = [call for call in calls if call.kernel.__name__ == f"{kernel.value}_kernel"]
+    return call
+
+
+def attention_calls(
+    layer: Layer,
+    query_len: int,
+    wanted: PrefillKernel,
+    query: torch.Tensor | None = None,
+    output_dtype: torch.dtype | None = None,
+    prefix: int = 0,
+) -> list[KernelCall]:
+    """The launches of a step of two equal requests.
+
+    Args:
+        layer: what to attend with.
+        query_len: new tokens of each request.
+        wanted: what the engine is configured to.
+        query: ``[T, H, D]``; None makes one.
+        output_dtype: None is the layer's.
+        prefix: tokens that the requests share.
+    """
     heads, kv_heads, size = layer.heads
     spec, dtype = layer.spec(), layer.dtype.torch
-    batch = _batch(layer, 1 + layer.drafts if kernel is Kernel.DECODE else 41)
-    is_hopper = kernel is Kernel.HOPPER_PREFILL
-    engine = layer.engine(PrefillKernel.HOPPER if is_hopper else PrefillKernel.TRITON)
-    record = TritonAttentionMetadataBuilder(spec, ["layer"], engine, "cpu").build(0, batch)
+    batch = _batch(layer, query_len, prefix + 41)
+    builder = TritonAttentionMetadataBuilder(spec, ["layer"], layer.engine(wanted), "cpu")
+    record = builder.build(prefix, batch)
     tokens = batch.num_actual_tokens
-    output = torch.zeros(tokens, heads, layer.v_size, dtype=dtype)
+    output = torch.zeros(tokens, heads, layer.v_size, dtype=output_dtype or dtype)
+    if query is None:
+        query = torch.zeros(tokens, heads, size, dtype=dtype)
     calls: list[KernelCall] = []
     with mock.patch.object(KernelCall, "launch", lambda call: calls.append(call)):
         layer.impl().forward(
             layer.scales(),
-            torch.zeros(tokens, heads, size, dtype=dtype),
+            query,
             torch.zeros(tokens, kv_heads, size, dtype=dtype),
             torch.zeros(tokens, kv_heads, layer.v_size, dtype=dtype),
             spec.layout(order=layer.order).allocate(10),
@@ -377,8 +404,7 @@ def _attention_call(layer: Layer, kernel: Kernel) -> KernelCall:
             torch.tensor(1.0) if layer.fp8_output else None,
             output_lse=torch.zeros(tokens, heads) if layer.lse else None,
         )
-    (call,) = [call for call in calls if call.kernel.__name__ == f"{kernel.value}_kernel"]
-    return call
+    return calls
 
 
 class _Recorder:

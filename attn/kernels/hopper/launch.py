@@ -12,7 +12,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attn.kernels.hopper.prefill import hopper_prefill_kernel
 from attn.kernels.launch import KernelCall, KernelForm, alignment
 from builders.split_kv import HopperPlan
-from builders.tiles import HopperTile
+from builders.tiles import DenseShape, HopperTile, PrefillAsks, prefill_kernel_of
+from specs.devices import DeviceKind
+from specs.dtypes import DType
+from specs.engine import PrefillKernel
 
 if TYPE_CHECKING:
     from attn.kernels.dense import DenseLayer, DenseTensors
@@ -24,33 +27,44 @@ MOST_DESCRIPTORS = 64
 """Of a layer, kept for calls with tensors at the same addresses."""
 
 
-def refusal(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors) -> str | None:
-    """Why the kernel does not serve a step of a layer; None where it does.
+def serves(
+    layer: DenseLayer, plan: HopperPlan, step: TritonAttentionMetadata, tensors: DenseTensors
+) -> bool:
+    """Whether the kernel serves a step of a layer as it was planned.
 
-    The builder has looked at the geometry already, see :func:`builders.tiles.hopper_tile`.
+    The builder has asked the same of what it knew; here all is known.
+
+    Raises:
+        ValueError: it does not, though it is asked for by name.
     """
-    if tensors.keys.key.dim() != 4:
-        return "keys and values are not in a paged cache"
-    if tensors.alibi_slopes is not None:
-        return "ALiBi"
-    if step.rswa_prefix_lens is not None:
-        return "R-SWA"
-    if step.stripe is not None:
-        return "decode context parallelism"
-    if not tensors.keys.key.dtype == tensors.keys.value.dtype == tensors.query.dtype:
-        return f"a cache of {tensors.keys.key.dtype} for a query of {tensors.query.dtype}"
-    if tensors.output_scale is None and tensors.output.dtype != tensors.query.dtype:
-        return f"an output of {tensors.output.dtype} for a query of {tensors.query.dtype}"
-    if layer.scale <= 0:
-        return f"scale {layer.scale} is not positive"
-    for name, rows in (
-        ("query", tensors.query),
-        ("key", tensors.keys.key),
-        ("value", tensors.keys.value),
-    ):
-        if alignment(rows) < 16:
-            return f"rows of {name} are aligned to {alignment(rows)} bytes, not 16"
-    return None
+    query, key, value = tensors.query, tensors.keys.key, tensors.keys.value
+    shape = DenseShape(
+        layer.num_heads,
+        layer.num_kv_heads,
+        layer.head_size,
+        layer.head_size_v,
+        query.element_size(),
+        key.element_size() * 8 // layer.cache_dtype.packing,
+    )
+    rows = {"query": query, "key": key, "value": value}
+    asks = PrefillAsks(
+        dcp=step.stripe is not None,
+        rswa=step.rswa_prefix_lens is not None,
+        alibi=tensors.alibi_slopes is not None,
+        scale=layer.scale,
+        query=DType.parse(query.dtype),
+        stored=DType.parse(key.dtype),
+        output=None if tensors.output_scale is not None else DType.parse(tensors.output.dtype),
+        alignments=tuple((name, alignment(tensor)) for name, tensor in rows.items()),
+    )
+    block_size = key.shape[1] if key.dim() == 4 else 0
+    wanted = PrefillKernel.HOPPER if plan.is_required else PrefillKernel.AUTO
+    tile, _ = prefill_kernel_of(shape, DeviceKind.SM90, block_size, asks, wanted)
+    if tile is not None and tile != plan.tile and plan.is_required:
+        raise ValueError(
+            f"the builder's plan is for {plan.tile}, the layer and its cache for {tile}"
+        )
+    return tile == plan.tile
 
 
 class HopperLauncher:
@@ -62,12 +76,12 @@ class HopperLauncher:
             layer: what never changes.
         """
         self._layer = layer
-        self._forms: dict[tuple[Any, ...], KernelForm] = {}
+        self._forms: dict[tuple[Any, ...], KernelForm | None] = {}
         self._descriptors: dict[tuple[Any, ...], TensorDescriptor] = {}
 
     def knows(self, plan: HopperPlan, key: tuple[Any, ...]) -> bool:
-        """Whether launches like this one were prepared before."""
-        return (plan.tile, key) in self._forms
+        """Whether launches like this one were prepared, or left to the plain kernel, before."""
+        return (plan.tile, plan.is_required, key) in self._forms
 
     def call(
         self,
@@ -76,26 +90,27 @@ class HopperLauncher:
         tensors: DenseTensors,
         varying: Mapping[str, Any],
         key: tuple[Any, ...],
-    ) -> KernelCall:
-        """The launch that serves the step's rows with many query tokens.
+    ) -> KernelCall | None:
+        """The launch that serves the step's rows with many query tokens; None where it does not.
 
         Args:
             plan: the builder's.
             step: the builder's record.
             tensors: of this forward.
             varying: values of what differs from call to call, by the twin's names.
-            key: everything that a form depends on.
+            key: everything that a form, or leaving the step to the plain kernel, depends on.
 
         Raises:
-            ValueError: the kernel does not serve this.
+            ValueError: the kernel does not serve this and is asked for by name; a plan for a layer
+                of another shape.
         """
-        form = self._forms.get((plan.tile, key))
+        tile, keys, known = plan.tile, tensors.keys, (plan.tile, plan.is_required, key)
+        if known not in self._forms:
+            is_served = serves(self._layer, plan, step, tensors)
+            self._forms[known] = self._new_form(tile, step, tensors) if is_served else None
+        form = self._forms[known]
         if form is None:
-            reason = refusal(self._layer, step, tensors)
-            if reason is not None:
-                raise ValueError(f"prefill_kernel 'hopper' does not serve this layer: {reason}")
-            form = self._forms[plan.tile, key] = self._new_form(plan.tile, step, tensors)
-        tile, keys = plan.tile, tensors.keys
+            return None
         shared = {name: varying[name] for name in _SHARED}
         page = (1, tile.run, 1, COLUMNS)
         rows = (tile.rows_per_group, tile.packed, COLUMNS)
