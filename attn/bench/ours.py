@@ -149,10 +149,14 @@ def our_run(layer: OurLayer, builder: Builder) -> KernelRun:
     query, output = layer.content.query, torch.empty_like(layer.content.query)
     forward = layer.impl.forward
 
-    def call() -> None:
-        forward(layer.scales, query, None, None, layer.kv_cache, record, output)
+    def attend(step: Any) -> None:
+        forward(layer.scales, query, None, None, layer.kv_cache, step, output)
 
-    return KernelRun(call, output)
+    return KernelRun(
+        lambda: attend(record),
+        output,
+        planned=lambda: attend(builder.build(0, layer.batch)),
+    )
 
 
 def backend_refusals(case: KernelCase, member: RegisteredBackend) -> list[str]:
