@@ -118,6 +118,8 @@ class HopperPlan:
     tile: HopperTile
     tile_starts: torch.Tensor
     """``[R + 1]`` int32: first tile of each request."""
+    num_tiles: torch.Tensor
+    """``[1]`` int32: its last, the tiles of all, at an address that no program computes."""
     programs: int
     """Programs to launch; any number is right, they share the tiles."""
     is_required: bool = False
@@ -412,8 +414,13 @@ class SplitPlanner:
         view, hopper = self.buffers.view, None
         if self.hopper is not None:
             starts = view("hopper_starts", num_reqs + 1)
-            programs_there = self.num_multiprocessors
-            hopper = HopperPlan(self.hopper, starts, programs_there, self.requires_hopper)
+            hopper = HopperPlan(
+                self.hopper,
+                starts,
+                starts[num_reqs:],
+                self.num_multiprocessors,
+                self.requires_hopper,
+            )
         return PrefillPlan(self.prefill, view("tile_starts", num_reqs + 1), programs, hopper)
 
     def own_prefill(self, plan: PrefillPlan, num_reqs: int) -> PrefillPlan:

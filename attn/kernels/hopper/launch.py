@@ -118,6 +118,7 @@ class HopperLauncher:
         shared["k_desc"] = self._described(keys.key, page)
         shared["v_desc"] = self._described(keys.value, page)
         shared["tile_starts_ptr"] = plan.tile_starts
+        shared["num_tiles_ptr"] = plan.num_tiles
         shared["programs"] = plan.programs
         return form.call((plan.programs,), shared)
 
@@ -167,7 +168,15 @@ class HopperLauncher:
             "FP8_OUT": tensors.output_scale is not None,
             "LSE": lse is not None,
         }
-        varying = (*_SHARED, "q_desc", "k_desc", "v_desc", "tile_starts_ptr", "programs")
+        varying = (
+            *_SHARED,
+            "q_desc",
+            "k_desc",
+            "v_desc",
+            "tile_starts_ptr",
+            "num_tiles_ptr",
+            "programs",
+        )
         return KernelForm(hopper_prefill_kernel, fixed, varying, num_warps=4)
 
 

@@ -39,7 +39,8 @@ def _load_keys(
 @gluon.jit
 def produce(
     q_desc, k_desc, v_desc, q_boxes, k_boxes, v_boxes, q_full, q_empty, k_full, k_empty, v_full,
-    v_empty, table_ptr, tile_starts_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr,
+    v_empty, table_ptr, tile_starts_ptr, num_tiles_ptr,
+    query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr,
     num_reqs, programs, num_ranges, table_row, window, chunk, lookback, HEADS: gl.constexpr,
     GROUP: gl.constexpr, PACKED: gl.constexpr, WARP_GROUPS: gl.constexpr, KV_TILE: gl.constexpr,
     HALVES: gl.constexpr, BLOCK_SIZE: gl.constexpr, RUN: gl.constexpr, Q_STAGES: gl.constexpr,
@@ -49,11 +50,12 @@ def produce(
     """One warp: everything that is loaded, in the order in which it is consumed."""
     TOKENS: gl.constexpr = WARP_GROUPS * 64 // PACKED
     BYTES: gl.constexpr = KV_TILE * HALVES * 128
-    turns = share_of(tile_starts_ptr, num_reqs, programs, HEADS)
+    turns = share_of(num_tiles_ptr, programs, HEADS)
     done = 0
     for turn in range(turns):
         head, req, begin, token, _, kv_len, _, start, low, high = tile_at(
-            turn, tile_starts_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr,
+            turn, tile_starts_ptr, num_tiles_ptr,
+            query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr,
             num_reqs, programs, num_ranges, window, chunk, lookback, HEADS, TOKENS, KV_TILE, CAUSAL,
             WINDOW, CHUNK, RANGES, CLAMP,
         )  # fmt: skip
