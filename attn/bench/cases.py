@@ -13,6 +13,7 @@ from pydantic import Field, StrictBool, model_validator
 
 from specs.base import NonNegativeInt, PositiveInt, Spec
 from specs.dtypes import CacheDType, CacheDTypeField, DType
+from specs.engine import PrefillKernel
 
 PEERS: Final = ("fa3", "flashinfer", "xqa", "vllm_triton")
 """Kernels of other projects that the dense table compares with."""
@@ -34,7 +35,7 @@ class BenchTable(StrEnum):
     """Which cases are measured, against whom and how they are judged."""
 
     DENSE = "dense"
-    """Forward, against every peer."""
+    """Forward of the plain kernels, against every peer."""
     HOPPER = "hopper"
     """Forward, and forward with the step's plan, against the fastest kernels for Hopper."""
 
@@ -42,6 +43,11 @@ class BenchTable(StrEnum):
     def peers(self) -> tuple[str, ...]:
         """Kernels that it compares with."""
         return HOPPER_PEERS if self is BenchTable.HOPPER else PEERS
+
+    @property
+    def prefill_kernel(self) -> PrefillKernel:
+        """Of ours, what is measured."""
+        return PrefillKernel.AUTO if self is BenchTable.HOPPER else PrefillKernel.TRITON
 
     @property
     def cases(self) -> tuple[KernelCase, ...]:

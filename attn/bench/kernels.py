@@ -160,7 +160,7 @@ def _our_runs(
         if name in runs:
             continue
         try:
-            made = make_builder(member, layer, **options)
+            made = make_builder(member, layer, prefill_kernel=bench.table.prefill_kernel, **options)
             runs[name] = our_run(layer, made)
         except Exception as error:
             log(traceback.format_exc())

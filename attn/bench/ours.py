@@ -20,7 +20,7 @@ from attn.selector import refusals
 from builders.base import AttentionMetadataBuilder
 from builders.common import CommonAttentionMetadata
 from specs.attention import AttentionCGSupport, AttentionSelectorConfig
-from specs.engine import EngineConfig, SpeculativeConfig
+from specs.engine import EngineConfig, PrefillKernel, SpeculativeConfig
 from specs.kv_cache import FullAttentionSpec, SlidingWindowSpec
 
 MAX_MODEL_LEN: Final = 131072
@@ -34,7 +34,11 @@ Builder = AttentionMetadataBuilder[Any]
 MakeBuilder = Callable[..., Builder]
 
 
-def engine_config(case: KernelCase, batch_invariant: bool = False) -> EngineConfig:
+def engine_config(
+    case: KernelCase,
+    batch_invariant: bool = False,
+    prefill_kernel: PrefillKernel = PrefillKernel.AUTO,
+) -> EngineConfig:
     """Limits of an engine that serves the case."""
     drafts = case.num_speculative_tokens
     return EngineConfig(
@@ -44,6 +48,7 @@ def engine_config(case: KernelCase, batch_invariant: bool = False) -> EngineConf
         num_heads=case.num_heads,
         speculative=SpeculativeConfig(num_speculative_tokens=drafts) if drafts else None,
         batch_invariant=batch_invariant,
+        prefill_kernel=prefill_kernel,
     )
 
 
@@ -117,7 +122,11 @@ def make_layer(member: RegisteredBackend, content: Content, generator: torch.Gen
 
 
 def make_builder(
-    member: RegisteredBackend, layer: OurLayer, batch_invariant: bool = False, free: bool = False
+    member: RegisteredBackend,
+    layer: OurLayer,
+    batch_invariant: bool = False,
+    free: bool = False,
+    prefill_kernel: PrefillKernel = PrefillKernel.AUTO,
 ) -> Builder:
     """The backend's builder for the case.
 
@@ -126,12 +135,13 @@ def make_builder(
         layer: the case's layer.
         batch_invariant: the engine setting of that name.
         free: the one that partitions keys with a view on the whole batch.
+        prefill_kernel: the engine setting of that name.
     """
     case = layer.content.case
     make: MakeBuilder = member.get_class().get_builder_cls()
     if free:
         make = free_partition_of(member) or make
-    config = engine_config(case, batch_invariant)
+    config = engine_config(case, batch_invariant, prefill_kernel)
     return make(kv_cache_spec(case), ["layers.0"], config, layer.content.device)
 
 
