@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from specs.base import cdiv
 from specs.devices import DeviceKind
-from specs.dtypes import DType
+from specs.dtypes import CacheDType, DType, KVQuantMode
 from specs.engine import PrefillKernel
 
 MOST_ROWS = 64
@@ -69,8 +69,8 @@ class PrefillAsks:
     """Multiplies q.k."""
     query: DType | None = None
     """Type of the model's elements; None where it is not known."""
-    stored: DType | None = None
-    """Of the cache's; None likewise."""
+    cache_dtype: CacheDType | None = None
+    """Of the cache; None likewise."""
     output: DType | None = None
     """Of an output that is not quantised; None likewise."""
     alignments: tuple[tuple[str, int], ...] = ()
@@ -138,6 +138,8 @@ class HopperTile:
     num_stages: int
     registers: int
     """Registers of a thread that multiplies."""
+    staged: int = 0
+    """Tiles of 8-bit keys or values on their way to a warp group that widens them; 0 without."""
 
     @property
     def rows_per_group(self) -> int:
@@ -279,12 +281,14 @@ def hopper_tile(
         return f"the device is {kind.value}, not {DeviceKind.SM90.value}"
     if shape.itemsize != 2:
         return f"the model's elements have {shape.itemsize} bytes, not 2"
-    if shape.stored_bits != 16:
-        return f"the cache's elements have {shape.stored_bits} bits, not 16"
+    if shape.stored_bits not in (8, 16):
+        return f"the cache's elements have {shape.stored_bits} bits, not 8 or 16"
     if shape.head_size != shape.head_size_v:
         return f"head size {shape.head_size} is not that of values, {shape.head_size_v}"
     if not 48 <= shape.head_size <= 256 or shape.head_size % 8:
         return f"head size {shape.head_size} is not a multiple of 8 from 48 to 256"
+    if shape.stored_bits == 8 and shape.width > 128:
+        return f"head size {shape.head_size} of a cache of 8 bits is not one up to 128"
     run = block_size & -block_size
     if run < 16:
         return f"block size {block_size} is not a multiple of 16" if run else "there are no pages"
@@ -292,12 +296,28 @@ def hopper_tile(
     if refused is not None:
         return refused
     packed = min(shape.group & -shape.group, 64)
+    if shape.stored_bits == 8:
+        # One more warp group, which takes its registers from the others.
+        if shape.width <= 64:
+            return HopperTile(packed, 2, 128, 64, min(run, 128), 2, 2, 208, 4)
+        return HopperTile(packed, 2, 128, 128, min(run, 128), 1, 2, 208, 3)
     # Measured: 192 rows for narrow heads, fewer keys for wide ones, whose accumulators are large.
     if shape.width <= 64:
         return HopperTile(packed, 3, 128, 64, min(run, 128), 2, 3, 160)
     if shape.width <= 128:
         return HopperTile(packed, 2, 128, 128, min(run, 128), 2, 2, 240)
     return HopperTile(packed, 2, 64, 256, min(run, 64), 1, 2, 240)
+
+
+def _stored_type(cache_dtype: CacheDType, query: DType) -> DType | CacheDType | None:
+    """Of the cache's elements, as far as it has to be the query's; None where it has not."""
+    if not cache_dtype.is_quantized:
+        return cache_dtype.element(query)
+    if cache_dtype.quant_mode is not KVQuantMode.FP8_PER_TENSOR:
+        return cache_dtype
+    # fp16 has as many bits of exponent as e5m2: what nothing was written to could be infinite.
+    is_e5m2 = cache_dtype.element(query) is DType.FLOAT8_E5M2
+    return cache_dtype if is_e5m2 and query is DType.FLOAT16 else None
 
 
 def _refused(asks: PrefillAsks) -> str | None:
@@ -313,7 +333,8 @@ def _refused(asks: PrefillAsks) -> str | None:
             return name
     query = asks.query
     if query is not None:
-        for name, other in (("a cache", asks.stored), ("an output", asks.output)):
+        stored = None if asks.cache_dtype is None else _stored_type(asks.cache_dtype, query)
+        for name, other in (("a cache", stored), ("an output", asks.output)):
             if other not in (None, query):
                 return f"{name} of {other} for a query of {query}"
     if asks.scale <= 0:

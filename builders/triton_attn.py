@@ -264,7 +264,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             batch_invariant=config.batch_invariant,
             dcp=self.visible.stripe is not None,
             query=spec.dtype,
-            stored=spec.cache_dtype.element(spec.dtype),
+            cache_dtype=spec.cache_dtype,
         )
         block_size = 0 if self.is_encoder else spec.block_size
         return prefill_kernel_of(self.shape, self.kind, block_size, asks, wanted)[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from builders.tiles import DenseShape, HopperTile, hopper_tile
+from builders.tiles import DenseShape, HopperTile, PrefillAsks, hopper_tile
 from specs.devices import DeviceKind
 from tests.cases import Case
 
@@ -16,14 +16,17 @@ def is_served(case: Case) -> bool:
         # A shared prefix goes through the plain kernel, whatever is asked for.
         return False
     element = case.cache_dtype.element(case.dtype)
-    if element.torch != case.dtype.torch or case.cache_dtype.packing != 1:
-        return False
     shape = DenseShape(
         heads.num_heads,
         heads.num_kv_heads,
         heads.head_size,
         heads.v_size,
         case.dtype.itemsize,
-        element.itemsize * 8,
+        element.itemsize * 8 // case.cache_dtype.packing,
     )
-    return isinstance(hopper_tile(shape, DeviceKind.SM90, case.block_size), HopperTile)
+    asks = PrefillAsks(
+        query=case.dtype,
+        cache_dtype=case.cache_dtype,
+        alignments=(("key", heads.head_size * element.itemsize % 16 or 16),),
+    )
+    return isinstance(hopper_tile(shape, DeviceKind.SM90, case.block_size, asks), HopperTile)

@@ -187,7 +187,7 @@ def _kernels(
     )
     is_paged = layer.kind is not LayerKind.ENCODER_ONLY
     pages = (block_size or DEFAULT_BLOCK_SIZE) if is_paged else 0
-    asks = PrefillAsks(alibi=layer.use_alibi, query=model.dtype, stored=element)
+    asks = PrefillAsks(alibi=layer.use_alibi, query=model.dtype, cache_dtype=kv_cache_dtype)
     tile, why = prefill_kernel_of(shape, device.kind, pages, asks, PrefillKernel.AUTO)
     kernel = "plain Triton" if tile is None else "Gluon for Hopper"
     rows = {f"up to {SHORT_QUERY} new tokens": "split KV, plain Triton"} if is_paged else {}

@@ -20,7 +20,7 @@ from builders.tiles import (
     split_tile,
 )
 from specs.devices import DeviceKind
-from specs.dtypes import DType
+from specs.dtypes import CacheDType, DType
 from specs.engine import PrefillKernel
 
 GPUS = [kind for kind in DeviceKind if kind in SHARED_MEMORY]
@@ -92,13 +92,17 @@ def test_a_verify_of_a_whole_group_shares_one_pass_over_the_keys() -> None:
 # -- Which prefill kernel.
 
 SHAPE = DenseShape(32, 8, 128, 128, 2, 16)
-ASKED = PrefillAsks(query=DType.BFLOAT16, stored=DType.BFLOAT16, output=DType.BFLOAT16)
+ASKED = PrefillAsks(query=DType.BFLOAT16, cache_dtype=CacheDType.AUTO, output=DType.BFLOAT16)
 REFUSED = {
     "ALiBi": PrefillAsks(alibi=True),
     "R-SWA": PrefillAsks(rswa=True),
     "decode context parallelism": PrefillAsks(dcp=True),
     "batch invariance": PrefillAsks(batch_invariant=True),
-    "a cache of float16 for a query of bfloat16": replace(ASKED, stored=DType.FLOAT16),
+    "a cache of float16 for a query of bfloat16": replace(ASKED, cache_dtype=CacheDType.FLOAT16),
+    "a cache of int8_per_token_head": replace(ASKED, cache_dtype=CacheDType.INT8_PER_TOKEN_HEAD),
+    "a cache of fp8_e5m2 for a query of float16": PrefillAsks(
+        query=DType.FLOAT16, cache_dtype=CacheDType.FP8_E5M2
+    ),
     "an output of float32 for a query of bfloat16": replace(ASKED, output=DType.FLOAT32),
     "scale 0.0 is not positive": PrefillAsks(scale=0.0),
     "rows of key are aligned to 8 bytes, not 16": PrefillAsks(alignments=(("key", 8),)),

@@ -370,7 +370,8 @@ def test_explain_gives_a_reason_for_every_other_backend(device, model_name, dtyp
     ("device", "dtype", "kernel", "said"),
     [
         ("h200", "auto", "Gluon for Hopper", "it serves this layer, and prefill_kernel is 'auto'"),
-        ("h200", "fp8", "plain Triton", "the cache's elements have 8 bits, not 16"),
+        ("h200", "fp8", "Gluon for Hopper", "it serves this layer"),
+        ("h200", "int8_per_token_head", "plain Triton", "a cache of int8_per_token_head"),
         ("h200", "float16", "plain Triton", "a cache of float16 for a query of bfloat16"),
         ("a100", "auto", "plain Triton", "the device is sm80, not sm90"),
     ],

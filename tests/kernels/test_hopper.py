@@ -52,7 +52,13 @@ def test_a_variant_compiles_without_spills(compiled: ByTarget, variant: Variant)
     [
         (SHAPE, DeviceKind.SM100, 16, "the device is sm100, not sm90"),
         (replace(SHAPE, itemsize=4), DeviceKind.SM90, 16, "have 4 bytes, not 2"),
-        (replace(SHAPE, stored_bits=8), DeviceKind.SM90, 16, "have 8 bits, not 16"),
+        (replace(SHAPE, stored_bits=4), DeviceKind.SM90, 16, "have 4 bits, not 8 or 16"),
+        (
+            replace(SHAPE, head_size=192, head_size_v=192, stored_bits=8),
+            DeviceKind.SM90,
+            16,
+            "head size 192 of a cache of 8 bits is not one up to 128",
+        ),
         (replace(SHAPE, head_size_v=64), DeviceKind.SM90, 16, "128 is not that of values, 64"),
         (
             replace(SHAPE, head_size=512, head_size_v=512),
@@ -74,8 +80,11 @@ def test_a_geometry_that_it_does_not_take_is_refused_with_both_values(
 
 def test_boxes_of_a_tile_are_whole() -> None:
     groups, sizes = (1, 2, 3, 4, 6, 7, 8, 16, 64, 128), (48, 64, 80, 128, 192, 256)
-    for group, head_size, block_size in product(groups, sizes, (16, 48, 64, 128, 256, 528, 1072)):
-        shape = DenseShape(group * 2, 2, head_size, head_size, 2, 16)
+    blocks = (16, 48, 64, 128, 256, 528, 1072)
+    for group, head_size, block_size, bits in product(groups, sizes, blocks, (8, 16)):
+        if bits == 8 and head_size > 128:
+            continue
+        shape = DenseShape(group * 2, 2, head_size, head_size, 2, bits)
         tile = hopper_tile(shape, DeviceKind.SM90, block_size)
         assert isinstance(tile, HopperTile)
         assert group % tile.packed == 0
@@ -86,7 +95,9 @@ def test_boxes_of_a_tile_are_whole() -> None:
         assert tile.width >= head_size
         # Keys, values and queries under way, beside barriers and the output on its way out.
         rows = 2 * tile.num_stages * tile.kv_tile + tile.query_stages * 64 * tile.warp_groups
-        assert rows * tile.width * 2 <= 215 * 1024
+        room = (215 if tile.width > 64 else 224) * 1024
+        assert (tile.staged > 0) == (bits == 8)
+        assert rows * tile.width * 2 + tile.staged * tile.kv_tile * tile.width <= room
 
 
 @pytest.mark.parametrize(
@@ -94,7 +105,7 @@ def test_boxes_of_a_tile_are_whole() -> None:
     [
         (Layer(alibi=True), "ALiBi"),
         (Layer(rswa=128), "R-SWA"),
-        (Layer(cache=variants._FP8), "8 bits"),
+        (Layer(cache=variants._INT8), "a cache of int8_per_token_head"),
     ],
 )
 def test_a_layer_that_it_does_not_serve_is_refused_by_name(layer: Layer, said: str) -> None:
@@ -127,6 +138,7 @@ def kernels_of(
         Layer(window=128, soft_cap=30.0),
         Layer(fp8_output=True),
         Layer(ranges=True),
+        Layer(cache=variants._FP8, per_head_scales=True),
     ],
     ids=str,
 )
@@ -142,7 +154,7 @@ def test_left_to_itself_an_engine_takes_it_for_what_it_serves(
     [
         Layer(alibi=True),
         Layer(rswa=128),
-        Layer(cache=variants._FP8),
+        Layer(cache=variants._INT8),
         Layer(cache=CacheDType.FLOAT16),
         Layer(dtype=DType.FLOAT32),
         Layer(head_size_v=64),

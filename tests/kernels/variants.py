@@ -303,6 +303,11 @@ HOPPER_VARIANTS: Final = (
     _only(_H, "sinks lse", sinks=True, lse=True),
     _only(_H, "fp8 output", fp8_output=True),
     _only(_H, "cross attention", attn_type=_CROSS, causal=False),
+    # Caches of 8 bits.
+    _only(_H, "fp8 32/8/128", 90, cache=_FP8, speed=True),
+    _only(_H, "fp8 64/8/64", cache=_FP8, heads=(64, 8, 64)),
+    _only(_H, "fp8 fp16", cache=_FP8, dtype=DType.FLOAT16),
+    _only(_H, "e5m2 window", cache=_E5M2, window=1024),
     # Layouts.
     _only(_H, "blocks of 48", block_size=48),
     _only(_H, "blocks of 528", block_size=528),

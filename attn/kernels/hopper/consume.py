@@ -145,9 +145,10 @@ def _clear_tail(
 
 @gluon.jit
 def _write(
-    m, l, acc, factor, token, begin, query_len, head, out_ptr, lse_ptr, output_scale_ptr, sinks_ptr,
-    out_token, out_head, lse_token, PACKED: gl.constexpr, WIDTH: gl.constexpr, SIZE: gl.constexpr,
-    SOFT_CAP: gl.constexpr, SINKS: gl.constexpr, FP8_OUT: gl.constexpr, LSE: gl.constexpr,
+    m, l, acc, factor, v_factor, token, begin, query_len, head, out_ptr, lse_ptr, output_scale_ptr,
+    sinks_ptr, out_token, out_head, lse_token, PACKED: gl.constexpr, WIDTH: gl.constexpr,
+    SIZE: gl.constexpr, SOFT_CAP: gl.constexpr, SINKS: gl.constexpr, FP8_OUT: gl.constexpr,
+    LSE: gl.constexpr,
 ):  # fmt: skip
     """Normalise 64 rows, from ``token`` of the request on, and write them."""
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -166,7 +167,7 @@ def _write(
         l = l * shrink + gl.where(some, gl.exp2(sink - base), 0.0)
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
         m = top
-    inverse = 1.0 / gl.where(some, l, 1.0)
+    inverse = v_factor / gl.where(some, l, 1.0)
     if FP8_OUT:
         inverse = inverse / gl.load(output_scale_ptr)
     out = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
@@ -214,6 +215,20 @@ def _rows_of(
 
 
 @gluon.jit
+def _factors(
+    factor, head, k_scale_ptr, v_scale_ptr, scale_head, PACKED: gl.constexpr, GROUP: gl.constexpr,
+    SCALED: gl.constexpr,
+):  # fmt: skip
+    """What scores and outputs of a tile of heads are multiplied with."""
+    v_factor = 1.0
+    if SCALED:
+        at = (head * PACKED // GROUP) * scale_head
+        factor = factor * gl.load(k_scale_ptr + at)
+        v_factor = gl.load(v_scale_ptr + at)
+    return factor, v_factor
+
+
+@gluon.jit
 def _first_scores(
     q, k_tiles, k_full, now, there_is, DTYPE: gl.constexpr, KV_TILE: gl.constexpr,
     STAGES: gl.constexpr,
@@ -256,15 +271,15 @@ def _first_weights(
 @gluon.jit
 def consume(
     PART: gl.constexpr, q_tiles, k_tiles, v_tiles, v_boxes, q_full, q_empty, k_full, k_empty,
-    v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, sinks_ptr, tile_starts_ptr,
-    num_tiles_ptr,
-    query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, factor,
-    soft_cap, window, chunk, lookback, out_token, out_head, lse_token, HEADS: gl.constexpr,
-    PACKED: gl.constexpr, WARP_GROUPS: gl.constexpr, DTYPE: gl.constexpr, KV_TILE: gl.constexpr,
-    HALVES: gl.constexpr, WIDTH: gl.constexpr, SIZE: gl.constexpr, RUN: gl.constexpr,
-    Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr, SOFT_CAP: gl.constexpr,
-    SINKS: gl.constexpr, FP8_OUT: gl.constexpr, LSE: gl.constexpr,
+    v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, k_scale_ptr, v_scale_ptr,
+    sinks_ptr, tile_starts_ptr, num_tiles_ptr, query_start_ptr, seq_lens_ptr, causal_ptr,
+    ranges_ptr, num_reqs, programs, num_ranges, scale, soft_cap, window, chunk, lookback,
+    scale_head, out_token, out_head, lse_token, HEADS: gl.constexpr, GROUP: gl.constexpr,
+    PACKED: gl.constexpr, WARP_GROUPS: gl.constexpr, KIND: gl.constexpr, DTYPE: gl.constexpr,
+    KV_TILE: gl.constexpr, HALVES: gl.constexpr, WIDTH: gl.constexpr, SIZE: gl.constexpr,
+    RUN: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
+    SOFT_CAP: gl.constexpr, SINKS: gl.constexpr, FP8_OUT: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
     """A warp group: rows ``[64 * PART, 64 * PART + 64)`` of every tile.
 
@@ -280,13 +295,16 @@ def consume(
     done = 0
     parity = 0
     if turns > 0:
-        _, req, begin, token, query_len, kv_len, causal, _, low, high = tile_at(
+        head, req, begin, token, query_len, kv_len, causal, _, low, high = tile_at(
             0, tile_starts_ptr, num_tiles_ptr,
             query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr,
             num_reqs, programs, num_ranges, window, chunk, lookback, HEADS, WARP_GROUPS * SPAN,
             KV_TILE, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
         )  # fmt: skip
         token += PART * SPAN
+        factor, v_factor = _factors(
+            scale, head, k_scale_ptr, v_scale_ptr, scale_head, PACKED, GROUP, KIND > 0
+        )
         mbarrier.wait(q_full.index(0), 0)
         scores = _first_scores(
             q_tiles.index(PART), k_tiles, k_full, done, True, DTYPE, KV_TILE, STAGES
@@ -314,7 +332,7 @@ def consume(
                 outer = gl.maximum(high - (all_low + KV_TILE - 1) // KV_TILE, inner)
                 outer = gl.minimum(outer, count)
             live = kv_len - (high - 1) * KV_TILE
-            has_tail = (live < KV_TILE) & (live % RUN != 0)
+            has_tail = (KIND == 0) & (live < KV_TILE) & (live % RUN != 0)
             if has_tail:
                 if PART == WARP_GROUPS - 1:
                     mbarrier.wait(v_full.index(done % STAGES), (done // STAGES) & 1)
@@ -356,10 +374,10 @@ def consume(
             acc = warpgroup_mma(left, v_tiles.index(before % STAGES), acc, is_async=True)
             # The next tile. After the last one its scores are of whatever is there.
             there_is = turn + 1 < turns
-            head = work_at(turn, programs) % HEADS
             this_begin, this_token, this_len = begin, token, query_len
+            this_head = work_at(turn, programs) % HEADS
             turn_after = gl.minimum(turn + 1, turns - 1)
-            _, req, begin, token, query_len, kv_len, causal, _, low, high = tile_at(
+            head, req, begin, token, query_len, kv_len, causal, _, low, high = tile_at(
                 turn_after, tile_starts_ptr, num_tiles_ptr,
                 query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr,
                 num_reqs, programs, num_ranges, window, chunk, lookback, HEADS, WARP_GROUPS * SPAN,
@@ -375,10 +393,13 @@ def consume(
             acc = warpgroup_mma_wait(1, deps=[acc])
             mbarrier.arrive(v_empty.index(before % STAGES), count=1)
             _write(
-                m, l, acc, factor, this_token, this_begin, this_len, head, out_ptr, lse_ptr,
-                output_scale_ptr, sinks_ptr, out_token, out_head, lse_token, PACKED, WIDTH, SIZE,
-                SOFT_CAP, SINKS, FP8_OUT, LSE,
+                m, l, acc, factor, v_factor, this_token, this_begin, this_len, this_head, out_ptr,
+                lse_ptr, output_scale_ptr, sinks_ptr, out_token, out_head, lse_token, PACKED, WIDTH,
+                SIZE, SOFT_CAP, SINKS, FP8_OUT, LSE,
             )  # fmt: skip
+            factor, v_factor = _factors(
+                scale, head, k_scale_ptr, v_scale_ptr, scale_head, PACKED, GROUP, KIND > 0
+            )
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k_empty.index(done % STAGES), count=1, pred=there_is)
             pairs, m, l = _first_weights(

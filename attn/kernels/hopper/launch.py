@@ -11,10 +11,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn.kernels.hopper.prefill import hopper_prefill_kernel
 from attn.kernels.launch import KernelCall, KernelForm, alignment
+from attn.kernels.stored import E4M3, E5M2, NATIVE
 from builders.split_kv import HopperPlan
 from builders.tiles import DenseShape, HopperTile, PrefillAsks, prefill_kernel_of
 from specs.devices import DeviceKind
-from specs.dtypes import DType
+from specs.dtypes import CacheDType, DType
 from specs.engine import PrefillKernel
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def serves(
         alibi=tensors.alibi_slopes is not None,
         scale=layer.scale,
         query=DType.parse(query.dtype),
-        stored=DType.parse(key.dtype),
+        cache_dtype=layer.cache_dtype,
         output=None if tensors.output_scale is not None else DType.parse(tensors.output.dtype),
         alignments=tuple((name, alignment(tensor)) for name, tensor in rows.items()),
     )
@@ -112,7 +113,7 @@ class HopperLauncher:
         if form is None:
             return None
         shared = {name: varying[name] for name in _SHARED}
-        page = (1, tile.run, 1, COLUMNS)
+        page = (1, tile.run, 1, min(tile.width, 128) if tile.staged else COLUMNS)
         rows = (tile.rows_per_group, tile.packed, COLUMNS)
         shared["q_desc"] = self._described(tensors.query, rows)
         shared["k_desc"] = self._described(keys.key, page)
@@ -146,6 +147,7 @@ class HopperLauncher:
             "window": layer.sliding_window or 0,
             "chunk": chunk or 1,
             "lookback": layer.chunk_lookback,
+            "scale_head": 1 if tensors.k_scale.numel() > 1 else 0,
             "HEADS": layer.num_heads // tile.packed,
             "GROUP": layer.num_heads // layer.num_kv_heads,
             "PACKED": tile.packed,
@@ -157,6 +159,8 @@ class HopperLauncher:
             "RUN": tile.run,
             "Q_STAGES": tile.query_stages,
             "STAGES": tile.num_stages,
+            "KIND": _kind_of(layer.cache_dtype),
+            "STAGED": tile.staged,
             "REGISTERS": tile.registers,
             "CAUSAL": 0 if not layer.causal or causal is False else 1 if causal is True else 2,
             "WINDOW": layer.sliding_window is not None,
@@ -180,10 +184,19 @@ class HopperLauncher:
         return KernelForm(hopper_prefill_kernel, fixed, varying, num_warps=4)
 
 
+def _kind_of(cache_dtype: CacheDType) -> int:
+    """How the kernel reads the cache."""
+    if not cache_dtype.is_quantized:
+        return NATIVE
+    return E5M2 if cache_dtype is CacheDType.FP8_E5M2 else E4M3
+
+
 _SHARED = (
     "out_ptr",
     "lse_ptr",
     "output_scale_ptr",
+    "k_scale_ptr",
+    "v_scale_ptr",
     "table_ptr",
     "query_start_ptr",
     "seq_lens_ptr",
@@ -200,7 +213,8 @@ class _Address:
     """What a descriptor reads of a tensor. The tensor itself would be kept alive by it."""
 
     def __init__(self, rows: torch.Tensor) -> None:
-        self.dtype = rows.dtype
+        # Bytes are bytes to TMA.
+        self.dtype = torch.uint8 if rows.element_size() == 1 else rows.dtype
         self._address = rows.data_ptr()
 
     def data_ptr(self) -> int:
@@ -209,5 +223,5 @@ class _Address:
 
 def _describe(rows: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
     """A descriptor whose boxes are swizzled as products want them; outside they are zeros."""
-    layout = gl.NVMMASharedLayout(128, 16, len(box))
+    layout = gl.NVMMASharedLayout(box[-1] * rows.element_size(), 8 * rows.element_size(), len(box))
     return TensorDescriptor(_Address(rows), [*rows.shape], [*rows.stride()], [*box], layout)
