@@ -59,6 +59,18 @@ def _softmax(
 
 
 @gluon.jit
+def _computed(l):
+    """The sums, behind something that would happen if one were negative. It never does, but the
+    sums, and with them the whole softmax, have to be known for it: they are computed here, under
+    the product that is under way, where ptxas would move all of it behind the wait for that.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.f32 p, $1, 0f00000000; @p nanosleep.u32 1; mov.b32 $0, $1; }",
+        "=f,f", [l], dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _pack(weights, DTYPE: gl.constexpr, KV_TILE: gl.constexpr):
     """Weights as pairs of 16 bits, to be carried to the next iteration: as single 16-bit values
     they would be split and joined again, as fp32 they would hold twice the registers.
@@ -119,6 +131,7 @@ def _step(
         scores, m, l, factor, soft_cap, query, reach, kv_len, key, window, chunk, lookback,
         range_first, range_last, MASKED, SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
     )  # fmt: skip
+    l = _computed(l)
     acc = warpgroup_mma_wait(0, deps=[acc])
     # Each is a barrier of the warp group: side by side they cost one.
     mbarrier.arrive(k_empty.index(now % STAGES), count=1)
