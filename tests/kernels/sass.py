@@ -90,12 +90,20 @@ def _one(i: int, text: str, place: dict[int, int]) -> _Instruction:
             written |= {register, register + 1} if pairs else {register}
         sources = operands[first + 1 :]
     read = {
-        register
-        for part in sources
+        int(number) + k
+        for place_of, part in enumerate(sources)
         for number in _UNIFORM.findall(part)
-        for register in ([int(number), int(number) + 1] if "desc" in part else [int(number)])
+        for k in _span(part, place_of)
     }
     return _Instruction(text, written, read, _next(i, base, operands, bool(predicated), place))
+
+
+def _span(part: str, place: int) -> range:
+    """Registers of an operand, from the one that it names."""
+    if "gdesc" in part:
+        # Descriptors of both operands of a product; of one only where the left is in registers.
+        return range(0 if place == 1 else 2, 4)
+    return range(2 if "desc" in part else 1)
 
 
 def _next(

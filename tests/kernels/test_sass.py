@@ -37,6 +37,14 @@ def test_descriptors_and_wide_sums_are_pairs() -> None:
     ]
 
 
+def test_a_product_with_its_left_operand_in_registers_has_one_descriptor() -> None:
+    right = ["UMOV UR10, UR5", "UMOV UR11, UR5"]
+    product = "HGMMA.64x64x16.F32.BF16 R88, R140, gdesc[UR8].tnspB, R88"
+    assert undefined_reads(sass(*right, product, "EXIT")) == []
+    product = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT"
+    assert undefined_reads(sass(*right, product, "EXIT")) == [product]
+
+
 def test_partitions_begin_with_what_their_dispatch_knows() -> None:
     lines = ["BRX R2", "UMOV UR6, UR5", "EXIT", "UMOV UR6, UR4", "EXIT"]
     assert undefined_reads(sass(*lines)) == ["UMOV UR6, UR4"]
