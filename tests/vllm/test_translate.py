@@ -17,6 +17,7 @@ from attn.integrations.vllm import compat, members, translate
 from attn.reference.dense import AttentionRules
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType
+from specs.engine import PrefillKernel
 from specs.layouts import KVOrder, KVPacking
 from tests.vllm.views import cache_view
 
@@ -244,6 +245,19 @@ def test_every_setting_arrives(make_config: Callable[..., Any]) -> None:
     assert not mine.batch_invariant
     assert mine.rswa_window is None
     assert mine.index_topk is None
+    assert mine.prefill_kernel is PrefillKernel.TRITON
+
+
+def test_the_prefill_kernel_is_the_plain_one_unless_the_environment_names_another(
+    make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config()
+    for kernel in PrefillKernel:
+        monkeypatch.setenv("ATTN_VLLM_PREFILL_KERNEL", kernel.value)
+        assert translate.engine_config(config, their_spec("full"), 4).prefill_kernel is kernel
+    monkeypatch.setenv("ATTN_VLLM_PREFILL_KERNEL", "cutlass")
+    with pytest.raises(ValueError, match="must be one of auto, triton, hopper, got 'cutlass'"):
+        translate.engine_config(config, their_spec("full"), 4)
 
 
 def test_settings_that_depend_on_the_spec(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from vllm.v1 import kv_cache_interface as vllm_specs
@@ -13,7 +14,7 @@ from attn.reference.dense import AttentionRules
 from specs.base import cdiv
 from specs.devices import ComputeCapability, DeviceKind, kind_of
 from specs.dtypes import CacheDType, DType
-from specs.engine import EngineConfig, ParallelConfig, SpeculativeConfig
+from specs.engine import EngineConfig, ParallelConfig, PrefillKernel, SpeculativeConfig
 from specs.kv_cache import (
     AnyKVCacheSpec,
     ChunkedLocalAttentionSpec,
@@ -25,6 +26,9 @@ from specs.kv_cache import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
+
+PREFILL_VARIABLE: Final = "ATTN_VLLM_PREFILL_KERNEL"
+"""Names the kernel of requests with many new tokens: ``auto``, ``triton`` or ``hopper``."""
 
 _QUANT_MODES = {
     "INT8_PER_TOKEN_HEAD": CacheDType.INT8_PER_TOKEN_HEAD,
@@ -220,7 +224,23 @@ def engine_config(
         batch_invariant=batch_invariant(),
         rswa_window=compat.rswa_window(vllm_config, spec),
         index_topk=compat.index_topk(vllm_config),
+        prefill_kernel=prefill_kernel(),
     )
+
+
+def prefill_kernel() -> PrefillKernel:
+    """The engine setting of that name: the plain kernel unless the environment names another.
+
+    Raises:
+        ValueError: it names none that there is.
+    """
+    # Whole engines have run with no other yet.
+    named = os.environ.get(PREFILL_VARIABLE) or PrefillKernel.TRITON
+    if named not in list(PrefillKernel):
+        raise ValueError(
+            f"{PREFILL_VARIABLE} must be one of {', '.join(PrefillKernel)}, got {named!r}"
+        )
+    return PrefillKernel(named)
 
 
 def batch_invariant() -> bool:
