@@ -17,6 +17,7 @@ from builders.paging import Stripe
 from builders.segments import BUNDLE, max_segments, segment_of, segment_start
 from builders.tiles import (
     DenseShape,
+    HopperDecodeTile,
     HopperTile,
     PrefillTile,
     SplitTile,
@@ -107,6 +108,8 @@ class SplitPlan:
     """Most bundles of a row's keys; twice as many states, per head loop, follow those slots."""
     short_query: int
     """Longest query of a row."""
+    hopper: HopperDecodeTile | None = None
+    """The tile of the kernel for Hopper, where that serves; ``tile`` is its part of it then."""
     is_free: bool = False
     """Rows are cut anywhere: for benchmarks of what invariance costs."""
 
@@ -167,6 +170,7 @@ class SplitPlanner:
         is_free: bool = False,
         takes_rows: bool = True,
         hopper: HopperTile | None = None,
+        hopper_decode: HopperDecodeTile | None = None,
     ) -> None:
         """
         Args:
@@ -180,10 +184,14 @@ class SplitPlanner:
             is_free: cut rows anywhere, see :class:`SplitPlan`.
             takes_rows: False leaves every row to the prefill kernel (encoders).
             hopper: tile of the prefill kernel for Hopper, where that serves.
+            hopper_decode: tile of the split-KV kernel for Hopper, likewise.
         """
         self.is_free = is_free
-        self.tile = tile = split_tile(
-            shape, kind, 16 if every_row else max_query_len, limits.window
+        self.hopper_decode = hopper_decode
+        self.tile = tile = (
+            split_tile(shape, kind, 16 if every_row else max_query_len, limits.window)
+            if hopper_decode is None
+            else hopper_decode.split
         )
         self.prefill = prefill_tile(shape, kind)
         self.hopper = hopper
@@ -388,6 +396,7 @@ class SplitPlanner:
             slots=self.slots,
             bundles=self.bundles,
             short_query=self.short_query,
+            hopper=self.hopper_decode,
             is_free=self.is_free,
         )
 

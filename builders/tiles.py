@@ -24,6 +24,8 @@ SHARED_MEMORY = {
     DeviceKind.ROCM: 64,
 }
 """KiB of shared memory that the programs of one multiprocessor may use."""
+HOPPER_RING = 192 * 1024
+"""Bytes of keys and values under way in the split-KV kernel for Hopper."""
 NVIDIA = frozenset(SHARED_MEMORY) - {DeviceKind.ROCM}
 
 
@@ -122,6 +124,16 @@ class HopperTile:
     def query_tile(self) -> int:
         """Query tokens of a tile."""
         return self.warp_groups * self.rows_per_group
+
+
+@dataclass(frozen=True)
+class HopperDecodeTile:
+    """Launch configuration of the split-KV kernel for Hopper."""
+
+    split: SplitTile
+    """What the plan and the plain kernel know of it."""
+    run: int
+    """Consecutive tokens of a page that are loaded at once."""
 
 
 def split_tile(
@@ -253,3 +265,53 @@ def hopper_tile(shape: DenseShape, kind: DeviceKind, block_size: int) -> HopperT
     if shape.width <= 128:
         return HopperTile(packed, 2, 128, 128, min(run, 128), 2, 2, 240)
     return HopperTile(packed, 2, 64, 256, min(run, 64), 1, 2, 240)
+
+
+def hopper_decode_tile(
+    shape: DenseShape, kind: DeviceKind, block_size: int, max_query_len: int, every_row: bool = False
+) -> HopperDecodeTile | str:
+    """The Hopper split-KV kernel's tile of a layer, or why the kernel does not take it.
+
+    Args:
+        shape: the layer.
+        kind: device.
+        block_size: tokens of a page.
+        max_query_len: query tokens of a verify, all of which share one pass over the keys.
+        every_row: longer queries are served too.
+    """
+    if kind is not DeviceKind.SM90:
+        return f"the device is {kind.value}, not {DeviceKind.SM90.value}"
+    if shape.itemsize != 2:
+        return f"the model's elements have {shape.itemsize} bytes, not 2"
+    if shape.stored_bits != 16:
+        return f"the cache's elements have {shape.stored_bits} bits, not 16"
+    if shape.head_size != shape.head_size_v:
+        return f"head size {shape.head_size} is not that of values, {shape.head_size_v}"
+    if shape.head_size not in (64, 128, 256):
+        return f"head size {shape.head_size} is not 64, 128 or 256"
+    run = block_size & -block_size
+    if run < 16:
+        return f"block size {block_size} is not a multiple of 16" if run else "there are no pages"
+    head_tiles = cdiv(shape.group, 16)
+    tile_heads = cdiv(shape.group, head_tiles)
+    if tile_heads * max_query_len > 16:
+        return (
+            f"a tile of {tile_heads} query heads and {max_query_len} query tokens has more than 16 "
+            "rows"
+        )
+    # 64 KiB of keys and values in a stage, half of it for narrow heads: barriers are per tile.
+    kv_tile = 64 if shape.head_size == 256 else 128
+    stages = HOPPER_RING // (2 * kv_tile * shape.head_size * shape.itemsize)
+    split = SplitTile(
+        rows=16,
+        tile_heads=tile_heads,
+        head_tiles=head_tiles,
+        query_tokens=16 // tile_heads if every_row else max_query_len,
+        kv_tile=kv_tile,
+        segment_scale=1,
+        num_warps=4,
+        num_stages=stages,
+        programs_per_sm=1,
+        max_registers=None,
+    )
+    return HopperDecodeTile(split, min(run, kv_tile))

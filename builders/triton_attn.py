@@ -14,12 +14,18 @@ from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch, debug_enabled
 from builders.paging import Stripe
 from builders.split_kv import PrefillPlan, SplitLimits, SplitPlan, SplitPlanner, VisibleKeys
-from builders.tiles import DenseShape, HopperTile, hopper_tile
+from builders.tiles import (
+    DenseShape,
+    HopperDecodeTile,
+    HopperTile,
+    hopper_decode_tile,
+    hopper_tile,
+)
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
 from specs.devices import ComputeCapability, DeviceKind, kind_of
 from specs.dtypes import CacheDType
-from specs.engine import EngineConfig, PrefillKernel
+from specs.engine import DecodeKernel, EngineConfig, PrefillKernel
 from specs.kv_cache import (
     AnyKVCacheSpec,
     ChunkedLocalAttentionSpec,
@@ -243,6 +249,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             is_free=is_free,
             takes_rows=not self.is_encoder,
             hopper=self._hopper_tile(),
+            hopper_decode=None if is_free else self._hopper_decode_tile(),
         )
 
     def _hopper_tile(self) -> HopperTile | None:
@@ -253,6 +260,24 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         tile = hopper_tile(self.shape, self.kind, block_size)
         if isinstance(tile, str):
             raise ValueError(f"prefill_kernel 'hopper' does not serve these layers: {tile}")
+        return tile
+
+    def _hopper_decode_tile(self) -> HopperDecodeTile | None:
+        """The tile of the split-KV kernel for Hopper, where that is asked for."""
+        config = self.vllm_config
+        if config.decode_kernel is not DecodeKernel.HOPPER:
+            return None
+        block_size = 0 if self.is_encoder else self.kv_cache_spec.block_size
+        # One tile serves every row of an engine, see split_tile.
+        tile = hopper_decode_tile(
+            self.shape,
+            self.kind,
+            block_size,
+            config.max_decode_query_len,
+            every_row=config.batch_invariant,
+        )
+        if isinstance(tile, str):
+            raise ValueError(f"decode_kernel 'hopper' does not serve these layers: {tile}")
         return tile
 
     def build(

@@ -58,6 +58,18 @@ class PrefillKernel(StrEnum):
     """The one for compute capability 9.0, in Gluon; what it does not serve is refused."""
 
 
+@unique
+class DecodeKernel(StrEnum):
+    """Which kernel of a dense backend takes the rows with few new tokens."""
+
+    AUTO = "auto"
+    """Plain Triton; the one for Hopper is to be asked for until all tests have run with it."""
+    TRITON = "triton"
+    """Plain Triton."""
+    HOPPER = "hopper"
+    """The one for compute capability 9.0, in Gluon; what it does not serve is refused."""
+
+
 class EngineConfig(Spec):
     """The few settings that a builder needs; vLLM's config is translated into this."""
 
@@ -79,6 +91,8 @@ class EngineConfig(Spec):
     """Window of reference sliding-window attention (R-SWA): the prefix stays visible."""
     prefill_kernel: PrefillKernel = PrefillKernel.AUTO
     """Which kernel takes the requests with many new tokens."""
+    decode_kernel: DecodeKernel = DecodeKernel.AUTO
+    """Which kernel takes the rows with few new tokens."""
     index_topk: PositiveInt | None = None
     """Tokens that a sparse MLA layer attends."""
 

@@ -25,10 +25,22 @@ MOST_DESCRIPTORS = 64
 
 
 def refusal(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors) -> str | None:
-    """Why the kernel does not serve a step of a layer; None where it does.
+    """Why the prefill kernel does not serve a step of a layer; None where it does.
 
     The builder has looked at the geometry already, see :func:`builders.tiles.hopper_tile`.
     """
+    reason = refusal_of_keys(layer, step, tensors)
+    if reason is None and alignment(tensors.query) < 16:
+        reason = f"rows of query are aligned to {alignment(tensors.query)} bytes, not 16"
+    if tensors.output_scale is None and tensors.output.dtype != tensors.query.dtype:
+        reason = reason or f"an output of {tensors.output.dtype} for a query of {tensors.query.dtype}"
+    return reason
+
+
+def refusal_of_keys(
+    layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors
+) -> str | None:
+    """Why no kernel of this family serves a step of a layer; None where they do."""
     if tensors.keys.key.dim() != 4:
         return "keys and values are not in a paged cache"
     if tensors.alibi_slopes is not None:
@@ -39,18 +51,29 @@ def refusal(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTens
         return "decode context parallelism"
     if not tensors.keys.key.dtype == tensors.keys.value.dtype == tensors.query.dtype:
         return f"a cache of {tensors.keys.key.dtype} for a query of {tensors.query.dtype}"
-    if tensors.output_scale is None and tensors.output.dtype != tensors.query.dtype:
-        return f"an output of {tensors.output.dtype} for a query of {tensors.query.dtype}"
     if layer.scale <= 0:
         return f"scale {layer.scale} is not positive"
-    for name, rows in (
-        ("query", tensors.query),
-        ("key", tensors.keys.key),
-        ("value", tensors.keys.value),
-    ):
+    for name, rows in (("key", tensors.keys.key), ("value", tensors.keys.value)):
         if alignment(rows) < 16:
             return f"rows of {name} are aligned to {alignment(rows)} bytes, not 16"
     return None
+
+
+class Descriptors:
+    """Descriptors of a layer: it has one cache, and queries come back to the same addresses."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], TensorDescriptor] = {}
+
+    def of(self, rows: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
+        """A descriptor of rows in boxes of that shape."""
+        key = (rows.data_ptr(), rows.shape, rows.stride(), box)
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= MOST_DESCRIPTORS:
+                self._known.clear()
+            found = self._known[key] = _describe(rows, box)
+        return found
 
 
 class HopperLauncher:
@@ -63,7 +86,7 @@ class HopperLauncher:
         """
         self._layer = layer
         self._forms: dict[tuple[Any, ...], KernelForm] = {}
-        self._descriptors: dict[tuple[Any, ...], TensorDescriptor] = {}
+        self._descriptors = Descriptors()
 
     def knows(self, plan: HopperPlan, key: tuple[Any, ...]) -> bool:
         """Whether launches like this one were prepared before."""
@@ -99,22 +122,12 @@ class HopperLauncher:
         shared = {name: varying[name] for name in _SHARED}
         page = (1, tile.run, 1, COLUMNS)
         rows = (tile.rows_per_group, tile.packed, COLUMNS)
-        shared["q_desc"] = self._described(tensors.query, rows)
-        shared["k_desc"] = self._described(keys.key, page)
-        shared["v_desc"] = self._described(keys.value, page)
+        shared["q_desc"] = self._descriptors.of(tensors.query, rows)
+        shared["k_desc"] = self._descriptors.of(keys.key, page)
+        shared["v_desc"] = self._descriptors.of(keys.value, page)
         shared["tile_starts_ptr"] = plan.tile_starts
         shared["programs"] = plan.programs
         return form.call((plan.programs,), shared)
-
-    def _described(self, rows: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
-        """A layer has one cache, and queries come back to the same addresses."""
-        key = (rows.data_ptr(), rows.shape, rows.stride(), box)
-        found = self._descriptors.get(key)
-        if found is None:
-            if len(self._descriptors) >= MOST_DESCRIPTORS:
-                self._descriptors.clear()
-            found = self._descriptors[key] = _describe(rows, box)
-        return found
 
     def _new_form(
         self, tile: HopperTile, step: TritonAttentionMetadata, tensors: DenseTensors

@@ -1,0 +1,206 @@
+"""The consumers of the split-KV kernel: a warp group that multiplies."""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from attn.kernels.hopper.compat import thread_barrier
+from attn.kernels.hopper.decode_finish import finish_part, lender_of, store_state
+from attn.kernels.hopper.decode_parts import FIELDS, part_at, share_at
+from attn.kernels.hopper.tiles import wide
+from attn.kernels.masks import biased, masked, own_range, reach_of, seen_by_all
+from attn.kernels.rows import write_rows
+from attn.kernels.tile import fold
+from builders.kernels import segment_of, segment_start
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def _clear_tail(
+    v_runs, stage, live, KV_TILE: gl.constexpr, HALVES: gl.constexpr, RUN: gl.constexpr
+):
+    """Zero the values from ``live`` to the end of its run: nobody wrote them, they may be NaN."""
+    RUNS: gl.constexpr = KV_TILE // RUN
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    run = live // RUN
+    row = run * RUN + gl.arange(0, RUN, layout=gl.SliceLayout(1, LAYOUT))
+    for half in gl.static_range(HALVES):
+        box = v_runs.index((stage * HALVES + half) * RUNS + run)
+        rows = box.load(LAYOUT)
+        box.store(gl.where((row < live)[:, None], rows, 0.0))
+    # Before TMA overwrites them, and before other threads read them.
+    fence_async_shared()
+    thread_barrier()
+
+
+@gluon.jit
+def _tile(
+    tile, turn, q, m, l, acc, k_tiles, v_tiles, v_runs, k_full, v_full, empty, factor, soft_cap,
+    query, reach, kv_len, window, chunk, lookback, range_first, range_last, all_low, all_high,
+    DTYPE: gl.constexpr, KV_TILE: gl.constexpr, HALVES: gl.constexpr, RUN: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr,
+    RANGES: gl.constexpr, CLAMP: gl.constexpr, SOFT_CAP: gl.constexpr,
+):  # fmt: skip
+    """One tile of keys: scores, online softmax, output. ``l`` is summed up by columns."""
+    SCORES: gl.constexpr = acc.type.layout
+    stage = turn % STAGES
+    phase = (turn // STAGES) & 1
+    mbarrier.wait(k_full.index(stage), phase)
+    keys = k_tiles.index(stage).permute((1, 0)).load(gl.DotOperandLayout(1, SCORES, 2))
+    scores = mma_v2(q, keys, gl.zeros([16, KV_TILE], gl.float32, SCORES))
+    scale = factor
+    if SOFT_CAP:
+        scores = biased(scores * factor, None, None, soft_cap, True, 0, False)
+        scale = 1.0
+    edge = (tile + 1) * KV_TILE > all_high
+    if WINDOW or CHUNK:
+        edge = edge | (tile * KV_TILE < all_low)
+    if edge:
+        key = tile * KV_TILE + gl.arange(0, KV_TILE, layout=gl.SliceLayout(0, SCORES))
+        scores = masked(
+            scores, query, key, reach, kv_len, window, chunk, lookback, 0, range_first, range_last,
+            CAUSAL, WINDOW, CHUNK, False, RANGES, CLAMP,
+        )  # fmt: skip
+    top = gl.maximum(m, gl.max(scores, 1))
+    # A row may see nothing so far.
+    base = gl.where(top == float("-inf"), 0.0, top)
+    # Not the difference of products, whose rounding error is large where scores are.
+    weights = gl.exp2((scores - base[:, None]) * scale)
+    shrink = gl.exp2((m - base) * scale)
+    l = l * shrink[:, None] + weights
+    weights = gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(0, SCORES, 2))
+    mbarrier.wait(v_full.index(stage), phase)
+    live = kv_len - tile * KV_TILE
+    if (live < KV_TILE) & (live % RUN != 0):
+        _clear_tail(v_runs, stage, live, KV_TILE, HALVES, RUN)
+    values = v_tiles.index(stage).load(gl.DotOperandLayout(1, SCORES, 2))
+    mbarrier.arrive(empty.index(stage), count=1)
+    acc = mma_v2(weights, values, acc * shrink[:, None])
+    return top, l, acc
+
+
+@gluon.jit
+def consume(
+    query_ptr, k_tiles, v_tiles, v_runs, k_full, v_full, empty, out_ptr, lse_ptr, output_scale_ptr,
+    rows_ptr, total_ptr, starts_ptr, shares_ptr, counters_ptr, states_ptr, sums_ptr, causal_ptr,
+    ranges_ptr, sinks_ptr, query_token, query_head, out_token, out_head, lse_token, factor,
+    soft_cap, groups, window, chunk, lookback, num_ranges, HEADS: gl.constexpr,
+    HEAD_LOOPS: gl.constexpr, HEAD_TILES: gl.constexpr, GROUP: gl.constexpr,
+    TILE_HEADS: gl.constexpr, QUERY_TOKENS: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr,
+    BUNDLES: gl.constexpr, AREA: gl.constexpr, SEGMENT_UNIT: gl.constexpr, DTYPE: gl.constexpr,
+    KV_TILE: gl.constexpr, WIDTH: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr,
+    FINISH_ROWS: gl.constexpr, FINISH_WIDTH: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
+    SOFT_CAP: gl.constexpr, SINKS: gl.constexpr, FP8_OUT: gl.constexpr, LSE: gl.constexpr,
+):  # fmt: skip
+    """All parts that the program takes: warps lie along keys for scores, along columns for output,
+    so that no key is read twice.
+    """
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
+    SUMS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    USED: gl.constexpr = TILE_HEADS * QUERY_TOKENS
+    HALVES: gl.constexpr = WIDTH // 64
+    lane = gl.program_id(0) % HEADS
+    first_row, begin, past_row, last_row, last_segment, fields = share_at(shares_ptr, HEADS)
+    turn = 0
+    for r in range(first_row, past_row):
+        end, req, kv_len, first, last, causal, _, low, high = part_at(
+            fields, begin, r == last_row, last_segment, causal_ptr, ranges_ptr, num_ranges, window,
+            chunk, lookback, KV_TILE, SEGMENT_UNIT, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+        )  # fmt: skip
+        if end > begin:
+            token = gl.load(fields + 1)
+            count = gl.load(fields + 2)
+            first_part = gl.load(fields + 8)
+            tile_of_heads = (r % HEAD_LOOPS) * HEADS + lane
+            kv_head = tile_of_heads // HEAD_TILES
+            in_group = (tile_of_heads % HEAD_TILES) * TILE_HEADS
+            q_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LOADED))
+            q_column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LOADED))
+            q_head = in_group + q_row % TILE_HEADS
+            offset = (token + q_row // TILE_HEADS).to(gl.int64) * wide(query_token)
+            offset += (kv_head * GROUP + q_head) * query_head
+            wanted = (q_row < count * TILE_HEADS) & (q_head < GROUP)
+            q = gl.load(
+                query_ptr + offset[:, None] + q_column[None, :], mask=wanted[:, None], other=0.0
+            )
+            q = gl.convert_layout(q, gl.DotOperandLayout(0, SCORES, 2))
+            row = gl.arange(0, ROWS, layout=SUMS)
+            query = first + row // TILE_HEADS
+            reach = reach_of(query, kv_len, causal, CAUSAL)
+            range_first = reach
+            range_last = reach
+            if RANGES:
+                ranges = ranges_ptr + req.to(gl.int64) * num_ranges * 2
+                range_first, range_last = own_range(query, ranges, num_ranges)
+            all_low, all_high = seen_by_all(
+                first, last, kv_len, causal, window, chunk, lookback, CAUSAL, WINDOW, CHUNK, False
+            )
+            M = gl.full([ROWS], float("-inf"), gl.float32, SUMS)
+            L = gl.zeros([ROWS], gl.float32, SUMS)
+            A = gl.zeros([ROWS, WIDTH], gl.float32, SCORES)
+            parts = gl.load(fields + 9)
+            is_all = (begin == 0) & (end == parts) & (gl.load(fields + 11) == 1)
+            lender = 0
+            if not is_all:
+                base = gl.load(fields + 7) + (r % HEAD_LOOPS) * gl.load(fields + 6)
+                lender = lender_of(base, groups, total_ptr)
+            slots = (lender * HEADS + lane) * AREA
+            seen = segment_of(low * SEGMENT_UNIT)
+            unseen = segment_of(gl.maximum(high - 1, 0) * SEGMENT_UNIT) + 1
+            unseen = gl.where(high > low, unseen, seen)
+            if begin > 0:
+                # Segments of which this layer's queries see nothing are states all the same.
+                for s in range(first_part + begin, first_part + end):
+                    if (s < seen) | (s >= unseen):
+                        store_state(
+                            states_ptr, sums_ptr, slots + s - first_part, M, L, A, USED, WIDTH
+                        )
+            for s in range(seen, unseen):
+                m = gl.full([ROWS], float("-inf"), gl.float32, SUMS)
+                l = gl.zeros([ROWS, KV_TILE], gl.float32, SCORES)
+                acc = gl.zeros([ROWS, WIDTH], gl.float32, SCORES)
+                from_tile = gl.maximum(segment_start(s) // SEGMENT_UNIT, low)
+                to_tile = gl.minimum(segment_start(s + 1) // SEGMENT_UNIT, high)
+                for tile in range(from_tile, to_tile):
+                    m, l, acc = _tile(
+                        tile, turn, q, m, l, acc, k_tiles, v_tiles, v_runs, k_full, v_full, empty,
+                        factor, soft_cap, query, reach, kv_len, window, chunk, lookback,
+                        range_first, range_last, all_low, all_high, DTYPE, KV_TILE, HALVES, RUN,
+                        STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP,
+                    )  # fmt: skip
+                    turn += 1
+                if not SOFT_CAP:
+                    m = m * factor
+                total = gl.sum(l, 1)
+                if begin > 0:
+                    store_state(
+                        states_ptr, sums_ptr, slots + s - first_part, m, total, acc, USED, WIDTH
+                    )
+                else:
+                    M, L, A = fold(M, L, A, m, total, acc)
+            if is_all:
+                in_tile = in_group + row % TILE_HEADS
+                column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, SCORES))
+                write_rows(
+                    M, L, A, token + row // TILE_HEADS, kv_head * GROUP + in_tile,
+                    (row < count * TILE_HEADS) & (in_tile < GROUP), column, column >= 0, out_ptr,
+                    lse_ptr, sinks_ptr, 1.0, output_scale_ptr, wide(out_token), out_head,
+                    wide(lse_token), SINKS, FP8_OUT, LSE, True,
+                )  # fmt: skip
+            else:
+                finish_part(
+                    r, fields, lane, begin, end, lender, M, L, A, kv_head, in_group, rows_ptr,
+                    total_ptr, starts_ptr, counters_ptr, states_ptr, sums_ptr, out_ptr, lse_ptr,
+                    sinks_ptr, output_scale_ptr, groups, wide(out_token), out_head,
+                    wide(lse_token), HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, SLOTS, BUNDLES,
+                    AREA, WIDTH, FINISH_ROWS, FINISH_WIDTH, SINKS, FP8_OUT, LSE,
+                )  # fmt: skip
+        begin = 0
+        fields = rows_ptr + ((r + 1) // HEAD_LOOPS) * FIELDS
