@@ -268,7 +268,11 @@ def hopper_tile(shape: DenseShape, kind: DeviceKind, block_size: int) -> HopperT
 
 
 def hopper_decode_tile(
-    shape: DenseShape, kind: DeviceKind, block_size: int, max_query_len: int, every_row: bool = False
+    shape: DenseShape,
+    kind: DeviceKind,
+    block_size: int,
+    max_query_len: int,
+    every_row: bool = False,
 ) -> HopperDecodeTile | str:
     """The Hopper split-KV kernel's tile of a layer, or why the kernel does not take it.
 

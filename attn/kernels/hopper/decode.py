@@ -23,6 +23,8 @@ from attn.kernels.hopper.decode_consume import consume
 from attn.kernels.hopper.decode_produce import produce
 
 _LOG2E = tl.constexpr(1.4426950408889634)
+_REGISTERS = tl.constexpr(96)
+"""Of the producer's thread; the consumers have all that a thread can have anyway."""
 _VARYING = [
     "groups",
     "window",
@@ -123,6 +125,13 @@ def hopper_decode_kernel(
     k_tiles = reinterpret(k_boxes, DTYPE, [STAGES, KV_TILE, SIZE], LAYOUT)
     v_tiles = reinterpret(v_boxes, DTYPE, [STAGES, KV_TILE, SIZE], LAYOUT)
     v_runs = reinterpret(v_boxes, DTYPE, [BOXES, RUN, 64], LAYOUT)
+    # Where warps meet: maxima of rows, and weights on their way to being an operand.
+    exchange = gl.allocate_shared_memory(
+        gl.float32, [16, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
+    turned = gl.allocate_shared_memory(
+        DTYPE, [16, KV_TILE], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    )
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -132,8 +141,8 @@ def hopper_decode_kernel(
         mbarrier.init(empty.index(s), count=1)
     gl.warp_specialize(
         [
-            (consume, (query_ptr, k_tiles, v_tiles, v_runs, k_full, v_full, empty, out_ptr,
-                lse_ptr, output_scale_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr,
+            (consume, (query_ptr, k_tiles, v_tiles, v_runs, exchange, turned, k_full, v_full, empty,
+                out_ptr, lse_ptr, output_scale_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr,
                 counters_ptr, states_ptr, sums_ptr, causal_ptr, ranges_ptr, sinks_ptr, query_token,
                 query_head, out_token, out_head, lse_token, factor, soft_cap, groups, window, chunk,
                 lookback, num_ranges, HEADS, HEAD_LOOPS, HEAD_TILES, GROUP, TILE_HEADS,
@@ -146,5 +155,5 @@ def hopper_decode_kernel(
                 STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
         ],
         [1],
-        [40],
+        [_REGISTERS],
     )  # fmt: skip

@@ -39,14 +39,35 @@ def _clear_tail(
 
 
 @gluon.jit
+def _sum_of_own(x, KV_TILE: gl.constexpr):
+    """``[16, KV_TILE]`` summed up by thread: ``[16, 16]``, a row's threads over all warps."""
+    return gl.sum(gl.sum(gl.reshape(x, [16, KV_TILE // 32, 16, 2]), 3), 1)
+
+
+@gluon.jit
+def _row_maximum(x, exchange, KV_TILE: gl.constexpr):
+    """Maximum of each row, whose columns lie in four warps: they meet once, in shared memory."""
+    SCORES: gl.constexpr = x.type.layout
+    EVERYWHERE: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0], [0, 1], [0, 2]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[0, 0], [0, 0]], [],
+        [16, 4],
+    )  # fmt: skip
+    x = gl.max(gl.max(gl.reshape(x, [16, KV_TILE // 32, 4, 8]), 3), 1)
+    exchange.store(x)
+    # A barrier of the warp group belongs here, and is put here by the compiler.
+    return gl.convert_layout(gl.max(exchange.load(EVERYWHERE), 1), gl.SliceLayout(1, SCORES))
+
+
+@gluon.jit
 def _tile(
-    tile, turn, q, m, l, acc, k_tiles, v_tiles, v_runs, k_full, v_full, empty, factor, soft_cap,
+    tile, turn, q, m, l, acc, k_tiles, v_tiles, v_runs, exchange, turned, k_full, v_full, empty,
+    factor, soft_cap,
     query, reach, kv_len, window, chunk, lookback, range_first, range_last, all_low, all_high,
     DTYPE: gl.constexpr, KV_TILE: gl.constexpr, HALVES: gl.constexpr, RUN: gl.constexpr,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr,
     RANGES: gl.constexpr, CLAMP: gl.constexpr, SOFT_CAP: gl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: scores, online softmax, output. ``l`` is summed up by columns."""
+    """One tile of keys: scores, online softmax, output. ``l`` is summed up by thread."""
     SCORES: gl.constexpr = acc.type.layout
     stage = turn % STAGES
     phase = (turn // STAGES) & 1
@@ -66,14 +87,16 @@ def _tile(
             scores, query, key, reach, kv_len, window, chunk, lookback, 0, range_first, range_last,
             CAUSAL, WINDOW, CHUNK, False, RANGES, CLAMP,
         )  # fmt: skip
-    top = gl.maximum(m, gl.max(scores, 1))
+    top = gl.maximum(m, _row_maximum(scores, exchange, KV_TILE))
     # A row may see nothing so far.
     base = gl.where(top == float("-inf"), 0.0, top)
     # Not the difference of products, whose rounding error is large where scores are.
     weights = gl.exp2((scores - base[:, None]) * scale)
     shrink = gl.exp2((m - base) * scale)
-    l = l * shrink[:, None] + weights
-    weights = gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(0, SCORES, 2))
+    own = gl.convert_layout(shrink, gl.SliceLayout(1, l.type.layout))
+    l = gl.fma(l, own[:, None].broadcast_to(16, 16), _sum_of_own(weights, KV_TILE))
+    turned.store(weights.to(DTYPE))
+    weights = turned.load(gl.DotOperandLayout(0, SCORES, 2))
     mbarrier.wait(v_full.index(stage), phase)
     live = kv_len - tile * KV_TILE
     if (live < KV_TILE) & (live % RUN != 0):
@@ -86,10 +109,10 @@ def _tile(
 
 @gluon.jit
 def consume(
-    query_ptr, k_tiles, v_tiles, v_runs, k_full, v_full, empty, out_ptr, lse_ptr, output_scale_ptr,
-    rows_ptr, total_ptr, starts_ptr, shares_ptr, counters_ptr, states_ptr, sums_ptr, causal_ptr,
-    ranges_ptr, sinks_ptr, query_token, query_head, out_token, out_head, lse_token, factor,
-    soft_cap, groups, window, chunk, lookback, num_ranges, HEADS: gl.constexpr,
+    query_ptr, k_tiles, v_tiles, v_runs, exchange, turned, k_full, v_full, empty, out_ptr, lse_ptr,
+    output_scale_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr, counters_ptr, states_ptr,
+    sums_ptr, causal_ptr, ranges_ptr, sinks_ptr, query_token, query_head, out_token, out_head,
+    lse_token, factor, soft_cap, groups, window, chunk, lookback, num_ranges, HEADS: gl.constexpr,
     HEAD_LOOPS: gl.constexpr, HEAD_TILES: gl.constexpr, GROUP: gl.constexpr,
     TILE_HEADS: gl.constexpr, QUERY_TOKENS: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr,
     BUNDLES: gl.constexpr, AREA: gl.constexpr, SEGMENT_UNIT: gl.constexpr, DTYPE: gl.constexpr,
@@ -164,21 +187,21 @@ def consume(
                         )
             for s in range(seen, unseen):
                 m = gl.full([ROWS], float("-inf"), gl.float32, SUMS)
-                l = gl.zeros([ROWS, KV_TILE], gl.float32, SCORES)
+                l = _sum_of_own(gl.zeros([ROWS, KV_TILE], gl.float32, SCORES), KV_TILE)
                 acc = gl.zeros([ROWS, WIDTH], gl.float32, SCORES)
                 from_tile = gl.maximum(segment_start(s) // SEGMENT_UNIT, low)
                 to_tile = gl.minimum(segment_start(s + 1) // SEGMENT_UNIT, high)
                 for tile in range(from_tile, to_tile):
                     m, l, acc = _tile(
-                        tile, turn, q, m, l, acc, k_tiles, v_tiles, v_runs, k_full, v_full, empty,
-                        factor, soft_cap, query, reach, kv_len, window, chunk, lookback,
-                        range_first, range_last, all_low, all_high, DTYPE, KV_TILE, HALVES, RUN,
-                        STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP,
+                        tile, turn, q, m, l, acc, k_tiles, v_tiles, v_runs, exchange, turned,
+                        k_full, v_full, empty, factor, soft_cap, query, reach, kv_len, window,
+                        chunk, lookback, range_first, range_last, all_low, all_high, DTYPE, KV_TILE,
+                        HALVES, RUN, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP,
                     )  # fmt: skip
                     turn += 1
                 if not SOFT_CAP:
                     m = m * factor
-                total = gl.sum(l, 1)
+                total = gl.convert_layout(gl.sum(l, 1), SUMS)
                 if begin > 0:
                     store_state(
                         states_ptr, sums_ptr, slots + s - first_part, m, total, acc, USED, WIDTH

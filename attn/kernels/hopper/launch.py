@@ -33,7 +33,9 @@ def refusal(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTens
     if reason is None and alignment(tensors.query) < 16:
         reason = f"rows of query are aligned to {alignment(tensors.query)} bytes, not 16"
     if tensors.output_scale is None and tensors.output.dtype != tensors.query.dtype:
-        reason = reason or f"an output of {tensors.output.dtype} for a query of {tensors.query.dtype}"
+        reason = (
+            reason or f"an output of {tensors.output.dtype} for a query of {tensors.query.dtype}"
+        )
     return reason
 
 
