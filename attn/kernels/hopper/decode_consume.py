@@ -52,7 +52,8 @@ def _row_maximum(x, exchange, KV_TILE: gl.constexpr):
         [[8, 0], [0, 1], [0, 2]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[0, 0], [0, 0]], [],
         [16, 4],
     )  # fmt: skip
-    x = gl.max(gl.max(gl.reshape(x, [16, KV_TILE // 32, 4, 8]), 3), 1)
+    # First what a thread has, then what its warp has.
+    x = gl.max(gl.max(gl.reshape(x, [16, KV_TILE // 32, 4, 8]), 1), 2)
     exchange.store(x)
     # A barrier of the warp group belongs here, and is put here by the compiler.
     return gl.convert_layout(gl.max(exchange.load(EVERYWHERE), 1), gl.SliceLayout(1, SCORES))
