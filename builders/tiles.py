@@ -296,23 +296,28 @@ def hopper_decode_tile(
     run = block_size & -block_size
     if run < 16:
         return f"block size {block_size} is not a multiple of 16" if run else "there are no pages"
-    head_tiles = cdiv(shape.group, 16)
+    # Of 64 rows of wide heads, a thread's share of two states would be too much.
+    most_rows = 16 if shape.head_size == 256 else 64
+    head_tiles = cdiv(shape.group, most_rows)
     tile_heads = cdiv(shape.group, head_tiles)
-    if tile_heads * max_query_len > 16:
+    if tile_heads * max_query_len > most_rows:
         return (
-            f"a tile of {tile_heads} query heads and {max_query_len} query tokens has more than 16 "
-            "rows"
+            f"a tile of {tile_heads} query heads and {max_query_len} query tokens has more than "
+            f"{most_rows} rows"
         )
-    # 64 KiB of keys and values in a stage, half of it for narrow heads: barriers are per tile.
-    kv_tile = 64 if shape.head_size == 256 else 128
+    query_tokens = min(most_rows // tile_heads, 16 if every_row else max_query_len)
+    used = tile_heads * query_tokens
+    # 64 KiB of keys and values in a stage where barriers cost, which they do per tile of 16 rows;
+    # fewer keys where a thread has two states of 64 rows already.
+    kv_tile = 64 if shape.head_size == 256 or (used > 16 and shape.head_size == 128) else 128
     stages = HOPPER_RING // (2 * kv_tile * shape.head_size * shape.itemsize)
     split = SplitTile(
-        rows=16,
+        rows=16 if used <= 16 else 64,
         tile_heads=tile_heads,
         head_tiles=head_tiles,
-        query_tokens=16 // tile_heads if every_row else max_query_len,
+        query_tokens=query_tokens,
         kv_tile=kv_tile,
-        segment_scale=1,
+        segment_scale=1 if used <= 16 else power_of_two(used) // 8,
         num_warps=4,
         num_stages=stages,
         programs_per_sm=1,

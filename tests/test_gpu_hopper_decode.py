@@ -42,6 +42,9 @@ KINDS = {
     "no_group": (replace(PLAIN, heads=8, kv_heads=8), 1),
     "d64": (replace(PLAIN, heads=16, head_size=64, speculative=1), 2),
     "d256": (replace(PLAIN, head_size=256, num_blocks=2048), 1),
+    "wide": (replace(PLAIN, speculative=7), 8),
+    "wide_group": (replace(PLAIN, heads=32, kv_heads=1, speculative=1), 2),
+    "wide_d64": (replace(PLAIN, heads=16, head_size=64, speculative=7), 8),
     "window": (replace(PLAIN, heads=16, head_size=64, speculative=None, window=128), 1),
     "long_window": (replace(PLAIN, window=5000), 4),
 }
@@ -90,7 +93,7 @@ def test_a_row_has_one_result_alone_amid_255_others_and_in_a_verify(kind: str) -
     check_alone(setup, rows=256, verify=max(query_len, 2))
 
 
-@pytest.mark.parametrize("kind", ["decode", "d64", "d256", "one_kv_head"])
+@pytest.mark.parametrize("kind", ["decode", "d64", "d256", "wide"])
 def test_a_graph_of_decodes_replays_every_kind_of_step(kind: str) -> None:
     check_replays(KINDS[kind][0], rows=64, tokens=512, replays=1000)
 

@@ -44,7 +44,14 @@ SHAPE = DenseShape(32, 8, 128, 128, 2, 16)
         ),
         (SHAPE, DeviceKind.SM90, 8, 1, "block size 8 is not a multiple of 16"),
         (SHAPE, DeviceKind.SM90, 0, 1, "there are no pages"),
-        (SHAPE, DeviceKind.SM90, 16, 5, "4 query heads and 5 query tokens has more than 16 rows"),
+        (SHAPE, DeviceKind.SM90, 16, 17, "4 query heads and 17 query tokens has more than 64 rows"),
+        (
+            replace(SHAPE, head_size=256, head_size_v=256),
+            DeviceKind.SM90,
+            16,
+            5,
+            "4 query heads and 5 query tokens has more than 16 rows",
+        ),
     ],
 )
 def test_a_geometry_that_it_does_not_take_is_refused_with_both_values(
@@ -67,10 +74,12 @@ def test_boxes_of_a_tile_are_whole_and_so_are_tiles_of_a_segment() -> None:
             assert block_size % tile.run == 0
             assert SEGMENT % split.segment_unit == 0
             assert split.tile_heads * split.head_tiles >= group
-            assert split.tile_heads * split.query_tokens <= split.rows == 16
-            assert split.query_tokens == (16 // split.tile_heads if every_row else 1)
+            assert split.tile_heads * split.query_tokens <= split.rows
+            assert split.rows == 16 or (split.rows == 64 and size < 256)
+            if not every_row:
+                assert split.query_tokens == 1
             assert split.num_stages * 2 * split.kv_tile * size * 2 == HOPPER_RING
-    assert HOPPER_RING < SHARED_MEMORY[DeviceKind.SM90] * 1024
+    assert SHARED_MEMORY[DeviceKind.SM90] * 1024 > HOPPER_RING
 
 
 @pytest.mark.parametrize(
@@ -79,7 +88,7 @@ def test_boxes_of_a_tile_are_whole_and_so_are_tiles_of_a_segment() -> None:
         (Layer(alibi=True), "ALiBi"),
         (Layer(rswa=128), "R-SWA"),
         (Layer(cache=variants._FP8), "8 bits"),
-        (Layer(drafts=7), "8 query tokens"),
+        (Layer(heads=(32, 8, 256), drafts=7), "8 query tokens"),
     ],
 )
 def test_a_layer_that_it_does_not_serve_is_refused_by_name(layer: Layer, said: str) -> None:

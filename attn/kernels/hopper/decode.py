@@ -125,12 +125,14 @@ def hopper_decode_kernel(
     k_tiles = reinterpret(k_boxes, DTYPE, [STAGES, KV_TILE, SIZE], LAYOUT)
     v_tiles = reinterpret(v_boxes, DTYPE, [STAGES, KV_TILE, SIZE], LAYOUT)
     v_runs = reinterpret(v_boxes, DTYPE, [BOXES, RUN, 64], LAYOUT)
+    # Queries, where products read them from here.
+    queries = gl.allocate_shared_memory(DTYPE, [ROWS if ROWS > 16 else 8, SIZE], LAYOUT)
     # Where warps meet: maxima of rows, and weights on their way to being an operand.
     exchange = gl.allocate_shared_memory(
         gl.float32, [16, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
     turned = gl.allocate_shared_memory(
-        DTYPE, [16, KV_TILE], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+        DTYPE, [16, KV_TILE if ROWS == 16 else 16], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     )
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -141,14 +143,14 @@ def hopper_decode_kernel(
         mbarrier.init(empty.index(s), count=1)
     gl.warp_specialize(
         [
-            (consume, (query_ptr, k_tiles, v_tiles, v_runs, exchange, turned, k_full, v_full, empty,
-                out_ptr, lse_ptr, output_scale_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr,
-                counters_ptr, states_ptr, sums_ptr, causal_ptr, ranges_ptr, sinks_ptr, query_token,
-                query_head, out_token, out_head, lse_token, factor, soft_cap, groups, window, chunk,
-                lookback, num_ranges, HEADS, HEAD_LOOPS, HEAD_TILES, GROUP, TILE_HEADS,
-                QUERY_TOKENS, ROWS, SLOTS, BUNDLES, AREA, SEGMENT_UNIT, DTYPE, KV_TILE, SIZE, RUN,
-                STAGES, FINISH_ROWS, FINISH_WIDTH, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP,
-                SINKS, FP8_OUT, LSE)),
+            (consume, (query_ptr, k_tiles, v_tiles, v_runs, queries, exchange, turned, k_full,
+                v_full, empty, out_ptr, lse_ptr, output_scale_ptr, rows_ptr, total_ptr, starts_ptr,
+                shares_ptr, counters_ptr, states_ptr, sums_ptr, causal_ptr, ranges_ptr, sinks_ptr,
+                query_token, query_head, out_token, out_head, lse_token, factor, soft_cap, groups,
+                window, chunk, lookback, num_ranges, HEADS, HEAD_LOOPS, HEAD_TILES, GROUP,
+                TILE_HEADS, QUERY_TOKENS, ROWS, SLOTS, BUNDLES, AREA, SEGMENT_UNIT, DTYPE, KV_TILE,
+                SIZE, RUN, STAGES, FINISH_ROWS, FINISH_WIDTH, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                SOFT_CAP, SINKS, FP8_OUT, LSE)),
             (produce, (k_desc, v_desc, k_boxes, v_boxes, k_full, v_full, empty, table_ptr, rows_ptr,
                 shares_ptr, causal_ptr, ranges_ptr, table_row, num_ranges, window, chunk, lookback,
                 HEADS, HEAD_LOOPS, HEAD_TILES, KV_TILE, SEGMENT_UNIT, HALVES, BLOCK_SIZE, RUN,

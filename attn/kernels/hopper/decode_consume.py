@@ -6,7 +6,12 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from attn.kernels.hopper.compat import thread_barrier
 from attn.kernels.hopper.decode_finish import finish_part, lender_of, store_state
@@ -33,15 +38,20 @@ def _clear_tail(
         box = v_runs.index((stage * HALVES + half) * RUNS + run)
         rows = box.load(LAYOUT)
         box.store(gl.where((row < live)[:, None], rows, 0.0))
-    # Before TMA overwrites them, and before other threads read them.
+    # Before TMA overwrites them, and before other threads and wgmma read them.
     fence_async_shared()
     thread_barrier()
 
 
 @gluon.jit
 def _sum_of_own(x, KV_TILE: gl.constexpr):
-    """``[16, KV_TILE]`` summed up by thread: ``[16, 16]``, a row's threads over all warps."""
-    return gl.sum(gl.sum(gl.reshape(x, [16, KV_TILE // 32, 16, 2]), 3), 1)
+    """``[ROWS, KV_TILE]`` summed up by thread: ``[16, 16]``, a row's threads over all warps; where
+    a row is one warp's, ``[64, 4]``.
+    """
+    ROWS: gl.constexpr = x.shape[0]
+    THREADS: gl.constexpr = 16 if ROWS == 16 else 4
+    x = gl.reshape(x, [ROWS, KV_TILE // (2 * THREADS), THREADS, 2])
+    return gl.sum(gl.sum(x, 3), 1)
 
 
 @gluon.jit
@@ -62,19 +72,26 @@ def _row_maximum(x, exchange, KV_TILE: gl.constexpr):
 @gluon.jit
 def _tile(
     tile, turn, q, m, l, acc, k_tiles, v_tiles, v_runs, exchange, turned, k_full, v_full, empty,
-    factor, soft_cap,
-    query, reach, kv_len, window, chunk, lookback, range_first, range_last, all_low, all_high,
-    DTYPE: gl.constexpr, KV_TILE: gl.constexpr, HALVES: gl.constexpr, RUN: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr,
-    RANGES: gl.constexpr, CLAMP: gl.constexpr, SOFT_CAP: gl.constexpr,
+    factor, soft_cap, query, reach, kv_len, window, chunk, lookback, range_first, range_last,
+    all_low, all_high, DTYPE: gl.constexpr, KV_TILE: gl.constexpr, HALVES: gl.constexpr,
+    RUN: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr, SOFT_CAP: gl.constexpr,
 ):  # fmt: skip
     """One tile of keys: scores, online softmax, output. ``l`` is summed up by thread."""
-    SCORES: gl.constexpr = acc.type.layout
+    ROWS: gl.constexpr = acc.shape[0]
+    OUTPUT: gl.constexpr = acc.type.layout
+    BY_KEY: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
+    SCORES: gl.constexpr = OUTPUT if ROWS == 16 else BY_KEY
     stage = turn % STAGES
     phase = (turn // STAGES) & 1
     mbarrier.wait(k_full.index(stage), phase)
-    keys = k_tiles.index(stage).permute((1, 0)).load(gl.DotOperandLayout(1, SCORES, 2))
-    scores = mma_v2(q, keys, gl.zeros([16, KV_TILE], gl.float32, SCORES))
+    keys = k_tiles.index(stage).permute((1, 0))
+    zero = gl.zeros([ROWS, KV_TILE], gl.float32, SCORES)
+    if ROWS == 16:
+        scores = mma_v2(q, keys.load(gl.DotOperandLayout(1, SCORES, 2)), zero)
+    else:
+        scores = warpgroup_mma(q, keys, zero, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
     scale = factor
     if SOFT_CAP:
         scores = biased(scores * factor, None, None, soft_cap, True, 0, False)
@@ -88,33 +105,46 @@ def _tile(
             scores, query, key, reach, kv_len, window, chunk, lookback, 0, range_first, range_last,
             CAUSAL, WINDOW, CHUNK, False, RANGES, CLAMP,
         )  # fmt: skip
-    top = gl.maximum(m, _row_maximum(scores, exchange, KV_TILE))
+    if ROWS == 16:
+        top = gl.maximum(m, _row_maximum(scores, exchange, KV_TILE))
+    else:
+        top = gl.maximum(m, gl.max(scores, 1))
     # A row may see nothing so far.
     base = gl.where(top == float("-inf"), 0.0, top)
     # Not the difference of products, whose rounding error is large where scores are.
     weights = gl.exp2((scores - base[:, None]) * scale)
     shrink = gl.exp2((m - base) * scale)
     own = gl.convert_layout(shrink, gl.SliceLayout(1, l.type.layout))
-    l = gl.fma(l, own[:, None].broadcast_to(16, 16), _sum_of_own(weights, KV_TILE))
-    turned.store(weights.to(DTYPE))
-    weights = turned.load(gl.DotOperandLayout(0, SCORES, 2))
+    l = gl.fma(l, own[:, None].broadcast_to(ROWS, l.shape[1]), _sum_of_own(weights, KV_TILE))
+    if ROWS == 16:
+        turned.store(weights.to(DTYPE))
+        left = turned.load(gl.DotOperandLayout(0, OUTPUT, 2))
+    else:
+        left = gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(0, OUTPUT, 2))
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
     mbarrier.wait(v_full.index(stage), phase)
     live = kv_len - tile * KV_TILE
     if (live < KV_TILE) & (live % RUN != 0):
         _clear_tail(v_runs, stage, live, KV_TILE, HALVES, RUN)
-    values = v_tiles.index(stage).load(gl.DotOperandLayout(1, SCORES, 2))
-    mbarrier.arrive(empty.index(stage), count=1)
-    acc = mma_v2(weights, values, acc * shrink[:, None])
+    if ROWS == 16:
+        values = v_tiles.index(stage).load(gl.DotOperandLayout(1, OUTPUT, 2))
+        mbarrier.arrive(empty.index(stage), count=1)
+        acc = mma_v2(left, values, acc)
+    else:
+        # Not left in flight over the loop's edge, where ptxas would serialise it.
+        acc = warpgroup_mma(left, v_tiles.index(stage), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index(stage), count=1)
     return top, l, acc
 
 
 @gluon.jit
 def consume(
-    query_ptr, k_tiles, v_tiles, v_runs, exchange, turned, k_full, v_full, empty, out_ptr, lse_ptr,
-    output_scale_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr, counters_ptr, states_ptr,
-    sums_ptr, causal_ptr, ranges_ptr, sinks_ptr, query_token, query_head, out_token, out_head,
-    lse_token, factor, soft_cap, groups, window, chunk, lookback, num_ranges, HEADS: gl.constexpr,
-    HEAD_LOOPS: gl.constexpr, HEAD_TILES: gl.constexpr, GROUP: gl.constexpr,
+    query_ptr, k_tiles, v_tiles, v_runs, queries, exchange, turned, k_full, v_full, empty, out_ptr,
+    lse_ptr, output_scale_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr, counters_ptr,
+    states_ptr, sums_ptr, causal_ptr, ranges_ptr, sinks_ptr, query_token, query_head, out_token,
+    out_head, lse_token, factor, soft_cap, groups, window, chunk, lookback, num_ranges,
+    HEADS: gl.constexpr, HEAD_LOOPS: gl.constexpr, HEAD_TILES: gl.constexpr, GROUP: gl.constexpr,
     TILE_HEADS: gl.constexpr, QUERY_TOKENS: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr,
     BUNDLES: gl.constexpr, AREA: gl.constexpr, SEGMENT_UNIT: gl.constexpr, DTYPE: gl.constexpr,
     KV_TILE: gl.constexpr, WIDTH: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr,
@@ -122,21 +152,25 @@ def consume(
     WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
     SOFT_CAP: gl.constexpr, SINKS: gl.constexpr, FP8_OUT: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
-    """All parts that the program takes: warps lie along keys for scores, along columns for output,
-    so that no key is read twice.
+    """All parts that the program takes. Of 16 rows, warps lie along keys for scores and along
+    columns for output, so that no key is read twice; of 64, each warp has 16.
     """
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
+    NARROW: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
+    BY_KEY: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
+    BY_COLUMN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    SCORES: gl.constexpr = NARROW if ROWS == 16 else BY_KEY
+    OUTPUT: gl.constexpr = NARROW if ROWS == 16 else BY_COLUMN
     SUMS: gl.constexpr = gl.SliceLayout(1, SCORES)
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     USED: gl.constexpr = TILE_HEADS * QUERY_TOKENS
     HALVES: gl.constexpr = WIDTH // 64
     lane = gl.program_id(0) % HEADS
-    first_row, begin, past_row, last_row, last_segment, fields = share_at(shares_ptr, HEADS)
+    first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
     turn = 0
     for r in range(first_row, past_row):
         end, req, kv_len, first, last, causal, _, low, high = part_at(
-            fields, begin, r == last_row, last_segment, causal_ptr, ranges_ptr, num_ranges, window,
-            chunk, lookback, KV_TILE, SEGMENT_UNIT, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+            r, mine, fields, begin, causal_ptr, ranges_ptr, num_ranges, window, chunk,
+            lookback, KV_TILE, SEGMENT_UNIT, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
         )  # fmt: skip
         if end > begin:
             token = gl.load(fields + 1)
@@ -154,7 +188,15 @@ def consume(
             q = gl.load(
                 query_ptr + offset[:, None] + q_column[None, :], mask=wanted[:, None], other=0.0
             )
-            q = gl.convert_layout(q, gl.DotOperandLayout(0, SCORES, 2))
+            if ROWS == 16:
+                q = gl.convert_layout(q, gl.DotOperandLayout(0, SCORES, 2))
+            else:
+                # Nobody multiplies the row's before it any more: each waits for its products.
+                thread_barrier()
+                queries.store(q)
+                fence_async_shared()
+                thread_barrier()
+                q = queries
             row = gl.arange(0, ROWS, layout=SUMS)
             query = first + row // TILE_HEADS
             reach = reach_of(query, kv_len, causal, CAUSAL)
@@ -166,9 +208,9 @@ def consume(
             all_low, all_high = seen_by_all(
                 first, last, kv_len, causal, window, chunk, lookback, CAUSAL, WINDOW, CHUNK, False
             )
-            M = gl.full([ROWS], float("-inf"), gl.float32, SUMS)
-            L = gl.zeros([ROWS], gl.float32, SUMS)
-            A = gl.zeros([ROWS, WIDTH], gl.float32, SCORES)
+            M = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OUTPUT))
+            L = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OUTPUT))
+            A = gl.zeros([ROWS, WIDTH], gl.float32, OUTPUT)
             parts = gl.load(fields + 9)
             is_all = (begin == 0) & (end == parts) & (gl.load(fields + 11) == 1)
             lender = 0
@@ -189,7 +231,7 @@ def consume(
             for s in range(seen, unseen):
                 m = gl.full([ROWS], float("-inf"), gl.float32, SUMS)
                 l = _sum_of_own(gl.zeros([ROWS, KV_TILE], gl.float32, SCORES), KV_TILE)
-                acc = gl.zeros([ROWS, WIDTH], gl.float32, SCORES)
+                acc = gl.zeros([ROWS, WIDTH], gl.float32, OUTPUT)
                 from_tile = gl.maximum(segment_start(s) // SEGMENT_UNIT, low)
                 to_tile = gl.minimum(segment_start(s + 1) // SEGMENT_UNIT, high)
                 for tile in range(from_tile, to_tile):
@@ -202,19 +244,24 @@ def consume(
                     turn += 1
                 if not SOFT_CAP:
                     m = m * factor
-                total = gl.convert_layout(gl.sum(l, 1), SUMS)
+                m = gl.convert_layout(m, gl.SliceLayout(1, OUTPUT))
+                total = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, OUTPUT))
                 if begin > 0:
                     store_state(
                         states_ptr, sums_ptr, slots + s - first_part, m, total, acc, USED, WIDTH
                     )
                 else:
                     M, L, A = fold(M, L, A, m, total, acc)
+            # Once more, instead of being kept in registers meanwhile.
+            token = gl.load(fields + 1)
+            count = gl.load(fields + 2)
             if is_all:
-                in_tile = in_group + row % TILE_HEADS
-                column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, SCORES))
+                place = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUTPUT))
+                in_tile = in_group + place % TILE_HEADS
+                column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, OUTPUT))
                 write_rows(
-                    M, L, A, token + row // TILE_HEADS, kv_head * GROUP + in_tile,
-                    (row < count * TILE_HEADS) & (in_tile < GROUP), column, column >= 0, out_ptr,
+                    M, L, A, token + place // TILE_HEADS, kv_head * GROUP + in_tile,
+                    (place < count * TILE_HEADS) & (in_tile < GROUP), column, column >= 0, out_ptr,
                     lse_ptr, sinks_ptr, 1.0, output_scale_ptr, wide(out_token), out_head,
                     wide(lse_token), SINKS, FP8_OUT, LSE, True,
                 )  # fmt: skip
@@ -227,4 +274,4 @@ def consume(
                     AREA, WIDTH, FINISH_ROWS, FINISH_WIDTH, SINKS, FP8_OUT, LSE,
                 )  # fmt: skip
         begin = 0
-        fields = rows_ptr + ((r + 1) // HEAD_LOOPS) * FIELDS
+        fields = rows_ptr + wide(((r + 1) // HEAD_LOOPS) * FIELDS)

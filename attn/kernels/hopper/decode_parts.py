@@ -16,8 +16,8 @@ _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
 
 @gluon.jit
 def share_at(shares_ptr, HEADS: gl.constexpr):
-    """What a program begins with: its first row, the segment in it, the row after its last, the row
-    in which the next group begins, the segment in that, and where its first row's numbers are.
+    """What a program begins with: its first row, the segment in it, the row after its last, where
+    its share is written, and where its first row's numbers are.
     """
     mine = shares_ptr + (gl.program_id(0) // HEADS) * _SHARE_FIELDS
     first_row = gl.load(mine)
@@ -26,14 +26,14 @@ def share_at(shares_ptr, HEADS: gl.constexpr):
     next_segment = gl.load(mine + 3)
     past_row = next_row + (next_segment > 0).to(gl.int32)
     # A copy, so that a program does not wait for one load after the other.
-    return first_row, begin, past_row, next_row, next_segment, mine + (_SHARE_FIELDS - FIELDS)
+    return first_row, begin, past_row, mine, mine + (_SHARE_FIELDS - FIELDS)
 
 
 @gluon.jit
 def part_at(
-    fields, begin, is_last, last_segment, causal_ptr, ranges_ptr, num_ranges, window, chunk,
-    lookback, KV_TILE: gl.constexpr, SEGMENT_UNIT: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
+    r, mine, fields, begin, causal_ptr, ranges_ptr, num_ranges, window, chunk, lookback,
+    KV_TILE: gl.constexpr, SEGMENT_UNIT: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
 ):  # fmt: skip
     """A row's segments ``[begin, end)``, counted from its first, and what is walked for them.
 
@@ -45,7 +45,7 @@ def part_at(
     kv_len = gl.load(fields + 3)
     first = gl.load(fields + 4)
     first_part = gl.load(fields + 8)
-    end = gl.where(is_last, last_segment, gl.load(fields + 9))
+    end = gl.where(r == gl.load(mine + 2), gl.load(mine + 3), gl.load(fields + 9))
     last = first + count - 1
     causal = 1
     if CAUSAL == 2:

@@ -56,12 +56,12 @@ def produce(
 ):  # fmt: skip
     """Keys and values of all parts that the program takes, tile after tile."""
     lane = gl.program_id(0) % HEADS
-    first_row, begin, past_row, last_row, last_segment, fields = share_at(shares_ptr, HEADS)
+    first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
     turn = 0
     for r in range(first_row, past_row):
         _, req, kv_len, _, _, _, start, low, high = part_at(
-            fields, begin, r == last_row, last_segment, causal_ptr, ranges_ptr, num_ranges, window,
-            chunk, lookback, KV_TILE, SEGMENT_UNIT, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+            r, mine, fields, begin, causal_ptr, ranges_ptr, num_ranges, window, chunk,
+            lookback, KV_TILE, SEGMENT_UNIT, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
         )  # fmt: skip
         kv_head = ((r % HEAD_LOOPS) * HEADS + lane) // HEAD_TILES
         # A table has fewer than 2^31 entries.
