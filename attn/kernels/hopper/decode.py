@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from attn.kernels.hopper.compat import reinterpret
 from attn.kernels.hopper.decode_consume import consume
@@ -141,6 +141,8 @@ def hopper_decode_kernel(
         mbarrier.init(k_full.index(s), count=1)
         mbarrier.init(v_full.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
+    # TMA sees barriers by another way than threads do.
+    fence_async_shared()
     gl.warp_specialize(
         [
             (consume, (query_ptr, k_tiles, v_tiles, v_runs, queries, exchange, turned, k_full,
