@@ -273,6 +273,7 @@ def hopper_decode_tile(
     block_size: int,
     max_query_len: int,
     every_row: bool = False,
+    is_e4m3: bool = False,
 ) -> HopperDecodeTile | str:
     """The Hopper split-KV kernel's tile of a layer, or why the kernel does not take it.
 
@@ -282,22 +283,25 @@ def hopper_decode_tile(
         block_size: tokens of a page.
         max_query_len: query tokens of a verify, all of which share one pass over the keys.
         every_row: longer queries are served too.
+        is_e4m3: the cache holds such elements, scaled per tensor or per head.
     """
     if kind is not DeviceKind.SM90:
         return f"the device is {kind.value}, not {DeviceKind.SM90.value}"
     if shape.itemsize != 2:
         return f"the model's elements have {shape.itemsize} bytes, not 2"
-    if shape.stored_bits != 16:
-        return f"the cache's elements have {shape.stored_bits} bits, not 16"
+    if shape.stored_bits != 16 and not is_e4m3:
+        return f"the cache's elements have {shape.stored_bits} bits and are not scaled e4m3"
     if shape.head_size != shape.head_size_v:
         return f"head size {shape.head_size} is not that of values, {shape.head_size_v}"
-    if shape.head_size not in (64, 128, 256):
-        return f"head size {shape.head_size} is not 64, 128 or 256"
+    sizes = (128, 256) if is_e4m3 else (64, 128, 256)
+    if shape.head_size not in sizes:
+        return f"head size {shape.head_size} is not one of {sizes}"
     run = block_size & -block_size
     if run < 16:
         return f"block size {block_size} is not a multiple of 16" if run else "there are no pages"
-    # Of 64 rows of wide heads, a thread's share of two states would be too much.
-    most_rows = 16 if shape.head_size == 256 else 64
+    # Of 64 rows of wide heads, a thread's share of two states would be too much; e4m3 is converted
+    # in registers, where products of 64 rows do not look for keys.
+    most_rows = 16 if shape.head_size == 256 or is_e4m3 else 64
     head_tiles = cdiv(shape.group, most_rows)
     tile_heads = cdiv(shape.group, head_tiles)
     if tile_heads * max_query_len > most_rows:
@@ -310,7 +314,7 @@ def hopper_decode_tile(
     # 64 KiB of keys and values in a stage where barriers cost, which they do per tile of 16 rows;
     # fewer keys where a thread has two states of 64 rows already.
     kv_tile = 64 if shape.head_size == 256 or (used > 16 and shape.head_size == 128) else 128
-    stages = HOPPER_RING // (2 * kv_tile * shape.head_size * shape.itemsize)
+    stages = HOPPER_RING // (2 * kv_tile * shape.head_size * shape.stored_bits // 8)
     split = SplitTile(
         rows=16 if used <= 16 else 64,
         tile_heads=tile_heads,

@@ -24,7 +24,7 @@ from builders.tiles import (
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
 from specs.devices import ComputeCapability, DeviceKind, kind_of
-from specs.dtypes import CacheDType
+from specs.dtypes import CacheDType, DType, KVQuantMode
 from specs.engine import DecodeKernel, EngineConfig, PrefillKernel
 from specs.kv_cache import (
     AnyKVCacheSpec,
@@ -275,10 +275,17 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             block_size,
             config.max_decode_query_len,
             every_row=config.batch_invariant,
+            is_e4m3=self._stores_e4m3(),
         )
         if isinstance(tile, str):
             raise ValueError(f"decode_kernel 'hopper' does not serve these layers: {tile}")
         return tile
+
+    def _stores_e4m3(self) -> bool:
+        """The cache holds e4m3, scaled per tensor or per head."""
+        spec: Any = self.kv_cache_spec
+        is_scaled = spec.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR
+        return is_scaled and spec.cache_dtype.element(spec.dtype) is DType.FLOAT8_E4M3FN
 
     def build(
         self,

@@ -10,7 +10,7 @@ import pytest
 from attn.backends.triton_attn import TritonAttentionBackend
 from attn.device import detect_device
 from specs.devices import DeviceKind, kind_of
-from specs.dtypes import DType
+from specs.dtypes import CacheDType, DType
 from specs.engine import DecodeKernel
 from tests import test_random_attention, trials
 from tests.cases import Case, cases_for
@@ -45,6 +45,11 @@ KINDS = {
     "wide": (replace(PLAIN, speculative=7), 8),
     "wide_group": (replace(PLAIN, heads=32, kv_heads=1, speculative=1), 2),
     "wide_d64": (replace(PLAIN, heads=16, head_size=64, speculative=7), 8),
+    "fp8": (replace(PLAIN, cache_dtype=CacheDType.FP8), 4),
+    "fp8_fp16_d256": (
+        replace(PLAIN, cache_dtype=CacheDType.FP8, dtype=DType.FLOAT16, head_size=256),
+        1,
+    ),
     "window": (replace(PLAIN, heads=16, head_size=64, speculative=None, window=128), 1),
     "long_window": (replace(PLAIN, window=5000), 4),
 }
@@ -93,7 +98,7 @@ def test_a_row_has_one_result_alone_amid_255_others_and_in_a_verify(kind: str) -
     check_alone(setup, rows=256, verify=max(query_len, 2))
 
 
-@pytest.mark.parametrize("kind", ["decode", "d64", "d256", "wide"])
+@pytest.mark.parametrize("kind", ["decode", "d64", "d256", "wide", "fp8"])
 def test_a_graph_of_decodes_replays_every_kind_of_step(kind: str) -> None:
     check_replays(KINDS[kind][0], rows=64, tokens=512, replays=1000)
 

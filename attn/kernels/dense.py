@@ -250,7 +250,7 @@ class DenseLauncher:
             _check_heads(self.layer, plan)
             constants = _split_constants(plan, self.layer.head_size)
             self._hopper_decode.prepare(plan, step, tensors, constants, likeness)
-        return self._hopper_decode.call(plan, tensors, varying, likeness)
+        return self._hopper_decode.call(plan, varying, likeness)
 
     def _varying(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> dict[str, Any]:
         """Arguments of both kernels that differ from call to call."""

@@ -33,14 +33,14 @@ SHAPE = DenseShape(32, 8, 128, 128, 2, 16)
     [
         (SHAPE, DeviceKind.SM100, 16, 1, "the device is sm100, not sm90"),
         (replace(SHAPE, itemsize=4), DeviceKind.SM90, 16, 1, "have 4 bytes, not 2"),
-        (replace(SHAPE, stored_bits=8), DeviceKind.SM90, 16, 1, "have 8 bits, not 16"),
+        (replace(SHAPE, stored_bits=8), DeviceKind.SM90, 16, 1, "8 bits and are not scaled e4m3"),
         (replace(SHAPE, head_size_v=64), DeviceKind.SM90, 16, 1, "128 is not that of values, 64"),
         (
             replace(SHAPE, head_size=96, head_size_v=96),
             DeviceKind.SM90,
             16,
             1,
-            "head size 96 is not 64, 128 or 256",
+            "head size 96 is not one of (64, 128, 256)",
         ),
         (SHAPE, DeviceKind.SM90, 8, 1, "block size 8 is not a multiple of 16"),
         (SHAPE, DeviceKind.SM90, 0, 1, "there are no pages"),
@@ -87,7 +87,9 @@ def test_boxes_of_a_tile_are_whole_and_so_are_tiles_of_a_segment() -> None:
     [
         (Layer(alibi=True), "ALiBi"),
         (Layer(rswa=128), "R-SWA"),
-        (Layer(cache=variants._FP8), "8 bits"),
+        (Layer(cache=variants._E5M2), "8 bits"),
+        (Layer(cache=variants._FP8_INLINE), "8 bits"),
+        (Layer(heads=(64, 8, 64), cache=variants._FP8), "head size 64"),
         (Layer(heads=(32, 8, 256), drafts=7), "8 query tokens"),
     ],
 )
@@ -95,6 +97,19 @@ def test_a_layer_that_it_does_not_serve_is_refused_by_name(layer: Layer, said: s
     with pytest.raises(ValueError, match="decode_kernel 'hopper' does not serve") as error:
         call_of(Variant(Kernel.HOPPER_DECODE, "", layer), 90)
     assert said in str(error.value)
+
+
+def test_e4m3_is_loaded_as_words() -> None:
+    shape = replace(SHAPE, stored_bits=8)
+    tile = hopper_decode_tile(shape, DeviceKind.SM90, 16, 4, is_e4m3=True)
+    assert isinstance(tile, HopperDecodeTile)
+    assert tile.split.num_stages * 2 * tile.split.kv_tile * 128 == HOPPER_RING
+    said = hopper_decode_tile(shape, DeviceKind.SM90, 16, 5, is_e4m3=True)
+    assert isinstance(said, str)
+    assert "more than 16 rows" in said
+    call = call_of(Variant(Kernel.HOPPER_DECODE, "", Layer(cache=variants._FP8)), 90)
+    assert call.arguments["E4M3"]
+    assert call.arguments["k_desc"].shape[-1] == 64
 
 
 def builder_of(layer: Layer, wanted: DecodeKernel) -> TritonAttentionMetadataBuilder:

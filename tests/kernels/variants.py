@@ -326,6 +326,11 @@ HOPPER_VARIANTS: Final = (
     _only(_HD, "verify 4", 90, speed=True, drafts=3),
     _only(_HD, "verify 8", 90, speed=True, drafts=7),
     _only(_HD, "64/8/64 window sinks", 90, speed=True, heads=(64, 8, 64), window=128, sinks=True),
+    _only(_HD, "fp8", 90, speed=True, cache=_FP8),
+    _only(_HD, "fp8 verify 4", cache=_FP8, drafts=3),
+    _only(_HD, "16/8/256 fp8", heads=(16, 8, 256), cache=_FP8),
+    _only(_HD, "fp8 fp16 scales per head", dtype=DType.FLOAT16, cache=_FP8, per_head_scales=True),
+    _only(_HD, "fp8 soft cap window sinks", cache=_FP8, soft_cap=30.0, window=128, sinks=True),
     # Types and groups; what a layer or a step asks.
     _only(_HD, "fp16", dtype=DType.FLOAT16),
     _only(_HD, "28/4/128", heads=(28, 4, 128)),

@@ -41,6 +41,8 @@ _ANYWHERE = [
     "ranges_ptr",
     "output_scale_ptr",
     "sinks_ptr",
+    "k_scale_ptr",
+    "v_scale_ptr",
 ]
 
 
@@ -63,6 +65,8 @@ def hopper_decode_kernel(
     causal_ptr,
     ranges_ptr,
     sinks_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     query_token,
     query_head,
     out_token,
@@ -71,6 +75,7 @@ def hopper_decode_kernel(
     table_row,
     scale,
     soft_cap,
+    scale_head,
     groups,
     window,
     chunk,
@@ -103,15 +108,20 @@ def hopper_decode_kernel(
     SINKS: gl.constexpr,
     FP8_OUT: gl.constexpr,
     LSE: gl.constexpr,
+    E4M3: gl.constexpr,
 ):
     """Attention of the plan's rows; grid ``(groups * HEADS,)``.
 
-    Descriptors: key and value ``[N, BLOCK_SIZE, Hk, SIZE]`` in boxes of RUN tokens and 64 columns.
+    Descriptors: key and value ``[N, BLOCK_SIZE, Hk, SIZE]`` in boxes of RUN tokens and 64 columns;
+    with E4M3 half as many, int16 words.
     Query ``[T, H, SIZE]``, out ``[T, H, SIZE]``, LSE ``[T, H]``; the rest as in
     :func:`attn.kernels.decode.decode_kernel`.
     """
-    DTYPE: gl.constexpr = k_desc.dtype
-    HALVES: gl.constexpr = SIZE // 64
+    # Of e4m3, words of two elements: as such they can be read transposed.
+    STORED: gl.constexpr = k_desc.dtype
+    DTYPE: gl.constexpr = gl.float16 if E4M3 else STORED
+    WORDS: gl.constexpr = SIZE // 2 if E4M3 else SIZE
+    HALVES: gl.constexpr = WORDS // 64
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     BOX: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -120,11 +130,12 @@ def hopper_decode_kernel(
     if not SOFT_CAP:
         factor = scale * _LOG2E
     # What TMA writes, boxes, and what products read: the same bytes as tiles.
-    k_boxes = gl.allocate_shared_memory(DTYPE, [BOXES, 1, RUN, 1, 64], BOX)
-    v_boxes = gl.allocate_shared_memory(DTYPE, [BOXES, 1, RUN, 1, 64], BOX)
-    k_tiles = reinterpret(k_boxes, DTYPE, [STAGES, KV_TILE, SIZE], LAYOUT)
-    v_tiles = reinterpret(v_boxes, DTYPE, [STAGES, KV_TILE, SIZE], LAYOUT)
-    v_runs = reinterpret(v_boxes, DTYPE, [BOXES, RUN, 64], LAYOUT)
+    k_boxes = gl.allocate_shared_memory(STORED, [BOXES, 1, RUN, 1, 64], BOX)
+    v_boxes = gl.allocate_shared_memory(STORED, [BOXES, 1, RUN, 1, 64], BOX)
+    KEYS: gl.constexpr = gl.NVMMASharedLayout(128, 8 if E4M3 else 16, 2)
+    k_tiles = reinterpret(k_boxes, gl.float8e4nv if E4M3 else STORED, [STAGES, KV_TILE, SIZE], KEYS)
+    v_tiles = reinterpret(v_boxes, STORED, [STAGES, KV_TILE, WORDS], LAYOUT)
+    v_runs = reinterpret(v_boxes, STORED, [BOXES, RUN, 64], LAYOUT)
     # Queries, where products read them from here.
     queries = gl.allocate_shared_memory(DTYPE, [ROWS if ROWS > 16 else 8, SIZE], LAYOUT)
     # Where warps meet: maxima of rows, and weights on their way to being an operand.
@@ -148,11 +159,11 @@ def hopper_decode_kernel(
             (consume, (query_ptr, k_tiles, v_tiles, v_runs, queries, exchange, turned, k_full,
                 v_full, empty, out_ptr, lse_ptr, output_scale_ptr, rows_ptr, total_ptr, starts_ptr,
                 shares_ptr, counters_ptr, states_ptr, sums_ptr, causal_ptr, ranges_ptr, sinks_ptr,
-                query_token, query_head, out_token, out_head, lse_token, factor, soft_cap, groups,
-                window, chunk, lookback, num_ranges, HEADS, HEAD_LOOPS, HEAD_TILES, GROUP,
-                TILE_HEADS, QUERY_TOKENS, ROWS, SLOTS, BUNDLES, AREA, SEGMENT_UNIT, DTYPE, KV_TILE,
-                SIZE, RUN, STAGES, FINISH_ROWS, FINISH_WIDTH, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-                SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                k_scale_ptr, v_scale_ptr, scale_head, query_token, query_head, out_token, out_head,
+                lse_token, factor, soft_cap, groups, window, chunk, lookback, num_ranges, HEADS,
+                HEAD_LOOPS, HEAD_TILES, GROUP, TILE_HEADS, QUERY_TOKENS, ROWS, SLOTS, BUNDLES, AREA,
+                SEGMENT_UNIT, DTYPE, KV_TILE, SIZE, RUN, STAGES, FINISH_ROWS, FINISH_WIDTH, CAUSAL,
+                WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS, FP8_OUT, LSE, E4M3)),
             (produce, (k_desc, v_desc, k_boxes, v_boxes, k_full, v_full, empty, table_ptr, rows_ptr,
                 shares_ptr, causal_ptr, ranges_ptr, table_row, num_ranges, window, chunk, lookback,
                 HEADS, HEAD_LOOPS, HEAD_TILES, KV_TILE, SEGMENT_UNIT, HALVES, BLOCK_SIZE, RUN,

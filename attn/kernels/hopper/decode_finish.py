@@ -70,7 +70,7 @@ def _load_parts(
 @gluon.jit
 def _fold_parts(
     kv_head, in_group, token, count, slot, first, parts, target, stores, states_ptr, sums_ptr,
-    out_ptr, lse_ptr, sinks_ptr, output_scale_ptr, out_token, out_head, lse_token,
+    out_ptr, lse_ptr, sinks_ptr, v_factor, output_scale_ptr, out_token, out_head, lse_token,
     GROUP: gl.constexpr, TILE_HEADS: gl.constexpr, USED: gl.constexpr, WIDTH: gl.constexpr,
     FINISH_ROWS: gl.constexpr, FINISH_WIDTH: gl.constexpr, SINKS: gl.constexpr,
     FP8_OUT: gl.constexpr, LSE: gl.constexpr,
@@ -111,8 +111,9 @@ def _fold_parts(
             gl.store(states_ptr + target.to(gl.int64) * (USED * WIDTH) + cells, acc, mask=mask)
         else:
             write_rows(
-                m, l, acc, at, head, wanted, column, column >= 0, out_ptr, lse_ptr, sinks_ptr, 1.0,
-                output_scale_ptr, out_token, out_head, lse_token, SINKS, FP8_OUT, LSE, True,
+                m, l, acc, at, head, wanted, column, column >= 0, out_ptr, lse_ptr, sinks_ptr,
+                v_factor, output_scale_ptr, out_token, out_head, lse_token, SINKS, FP8_OUT, LSE,
+                True,
             )  # fmt: skip
 
 
@@ -134,11 +135,12 @@ def _place_of(fields, loop, end):
 @gluon.jit
 def finish_part(
     r, fields, lane, begin, end, lender, m, l, acc, kv_head, in_group, rows_ptr, total_ptr,
-    starts_ptr, counters_ptr, states_ptr, sums_ptr, out_ptr, lse_ptr, sinks_ptr, output_scale_ptr,
-    groups, out_token, out_head, lse_token, HEADS: gl.constexpr, HEAD_LOOPS: gl.constexpr,
-    GROUP: gl.constexpr, TILE_HEADS: gl.constexpr, USED: gl.constexpr, SLOTS: gl.constexpr,
-    BUNDLES: gl.constexpr, AREA: gl.constexpr, WIDTH: gl.constexpr, FINISH_ROWS: gl.constexpr,
-    FINISH_WIDTH: gl.constexpr, SINKS: gl.constexpr, FP8_OUT: gl.constexpr, LSE: gl.constexpr,
+    starts_ptr, counters_ptr, states_ptr, sums_ptr, out_ptr, lse_ptr, sinks_ptr, v_factor,
+    output_scale_ptr, groups, out_token, out_head, lse_token, HEADS: gl.constexpr,
+    HEAD_LOOPS: gl.constexpr, GROUP: gl.constexpr, TILE_HEADS: gl.constexpr, USED: gl.constexpr,
+    SLOTS: gl.constexpr, BUNDLES: gl.constexpr, AREA: gl.constexpr, WIDTH: gl.constexpr,
+    FINISH_ROWS: gl.constexpr, FINISH_WIDTH: gl.constexpr, SINKS: gl.constexpr,
+    FP8_OUT: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
     """A part that is not all of its queries' keys: its state is stored, and who has the last folds.
 
@@ -203,6 +205,7 @@ def finish_part(
                 _fold_parts(
                     kv_head, in_group, gl.load(fields + 1), gl.load(fields + 2), slot, after,
                     count_of, mine_too + bundle, (level == 0) & (bundles > 1), states_ptr, sums_ptr,
-                    out_ptr, lse_ptr, sinks_ptr, output_scale_ptr, out_token, out_head, lse_token,
-                    GROUP, TILE_HEADS, USED, WIDTH, FINISH_ROWS, FINISH_WIDTH, SINKS, FP8_OUT, LSE,
+                    out_ptr, lse_ptr, sinks_ptr, v_factor, output_scale_ptr, out_token, out_head,
+                    lse_token, GROUP, TILE_HEADS, USED, WIDTH, FINISH_ROWS, FINISH_WIDTH, SINKS,
+                    FP8_OUT, LSE,
                 )  # fmt: skip

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from attn.kernels.hopper.decode import hopper_decode_kernel
 from attn.kernels.hopper.launch import COLUMNS, Descriptors, refusal_of_keys
 from attn.kernels.launch import KernelCall, KernelForm
 from builders.split_kv import SplitPlan
+from specs.dtypes import KVQuantMode
 
 if TYPE_CHECKING:
     from attn.kernels.dense import DenseLayer, DenseTensors
@@ -51,7 +54,9 @@ class HopperDecodeLauncher:
         Raises:
             ValueError: the kernel does not serve this.
         """
-        reason = refusal_of_keys(self._layer, step, tensors)
+        is_e4m3 = self._layer.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR
+        dtype = torch.float8_e4m3fn if is_e4m3 else tensors.query.dtype
+        reason = refusal_of_keys(self._layer, step, tensors, dtype)
         if reason is not None:
             raise ValueError(f"decode_kernel 'hopper' does not serve this layer: {reason}")
         layer, output, lse = self._layer, tensors.output, tensors.lse
@@ -82,6 +87,8 @@ class HopperDecodeLauncher:
             "SINKS": tensors.sinks is not None,
             "FP8_OUT": tensors.output_scale is not None,
             "LSE": lse is not None,
+            "scale_head": 1 if tensors.k_scale.numel() > 1 else 0,
+            "E4M3": is_e4m3,
         }
         form = KernelForm(hopper_decode_kernel, fixed, (*_VARYING, "k_desc", "v_desc"), num_warps=4)
         self._forms[*_static(plan), key] = form
@@ -89,7 +96,6 @@ class HopperDecodeLauncher:
     def call(
         self,
         plan: SplitPlan,
-        tensors: DenseTensors,
         varying: Mapping[str, Any],
         key: tuple[Any, ...],
     ) -> KernelCall:
@@ -97,15 +103,15 @@ class HopperDecodeLauncher:
 
         Args:
             plan: the builder's.
-            tensors: of this forward.
             varying: values of what differs from call to call, by the twin's names.
             key: as in :meth:`prepare`.
         """
         assert plan.hopper is not None
         arguments = {name: varying[name] for name in _VARYING}
         page = (1, plan.hopper.run, 1, COLUMNS)
-        arguments["k_desc"] = self._descriptors.of(tensors.keys.key, page)
-        arguments["v_desc"] = self._descriptors.of(tensors.keys.value, page)
+        # As the words that the plain kernel reads.
+        arguments["k_desc"] = self._descriptors.of(varying["key_ptr"], page)
+        arguments["v_desc"] = self._descriptors.of(varying["value_ptr"], page)
         form = self._forms[*_static(plan), key]
         return form.call((plan.groups * plan.heads,), arguments)
 
@@ -148,6 +154,8 @@ _VARYING = (
     "causal_ptr",
     "ranges_ptr",
     "sinks_ptr",
+    "k_scale_ptr",
+    "v_scale_ptr",
     "table_row",
     "num_ranges",
 )

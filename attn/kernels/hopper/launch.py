@@ -29,7 +29,7 @@ def refusal(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTens
 
     The builder has looked at the geometry already, see :func:`builders.tiles.hopper_tile`.
     """
-    reason = refusal_of_keys(layer, step, tensors)
+    reason = refusal_of_keys(layer, step, tensors, tensors.query.dtype)
     if reason is None and alignment(tensors.query) < 16:
         reason = f"rows of query are aligned to {alignment(tensors.query)} bytes, not 16"
     if tensors.output_scale is None and tensors.output.dtype != tensors.query.dtype:
@@ -40,9 +40,11 @@ def refusal(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTens
 
 
 def refusal_of_keys(
-    layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors
+    layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors, dtype: torch.dtype
 ) -> str | None:
-    """Why no kernel of this family serves a step of a layer; None where they do."""
+    """Why no kernel of this family serves a step of a layer; None where they do, from a cache of
+    that type.
+    """
     if tensors.keys.key.dim() != 4:
         return "keys and values are not in a paged cache"
     if tensors.alibi_slopes is not None:
@@ -51,7 +53,7 @@ def refusal_of_keys(
         return "R-SWA"
     if step.stripe is not None:
         return "decode context parallelism"
-    if not tensors.keys.key.dtype == tensors.keys.value.dtype == tensors.query.dtype:
+    if not tensors.keys.key.dtype == tensors.keys.value.dtype == dtype:
         return f"a cache of {tensors.keys.key.dtype} for a query of {tensors.query.dtype}"
     if layer.scale <= 0:
         return f"scale {layer.scale} is not positive"
