@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
+from attn.backends.triton_attn import TritonAttentionBackend
+from attn.kernels.hopper import launch as hopper_launch
 from attn.kernels.hopper.decode import hopper_decode_kernel
-from attn.kernels.launch import collected_calls
+from attn.kernels.launch import KernelCall, collected_calls
 from builders.segments import SEGMENT
 from builders.split_kv import SplitPlanner
 from builders.tiles import (
@@ -21,8 +25,14 @@ from builders.tiles import (
 )
 from builders.triton_attn import TritonAttentionMetadataBuilder
 from specs.devices import DeviceKind
+from specs.dtypes import CacheDType, DType
 from specs.engine import DecodeKernel, PrefillKernel
-from tests.kernels import variants
+from tests import test_random_attention, trials
+from tests.batches import BatchSpec, Heads
+from tests.cases import Case, cases_for
+from tests.conformance import check_case
+from tests.hopper_cases import is_decoded
+from tests.kernels import gluon_in_numpy, variants
 from tests.kernels.variants import Kernel, Layer, Variant, call_of
 
 SHAPE = DenseShape(32, 8, 128, 128, 2, 16)
@@ -170,3 +180,74 @@ def test_a_form_is_made_once_and_launched_over_all_programs() -> None:
     assert first.grid == (record.split.groups * record.split.heads,)
     assert first.arguments["k_desc"] is second.arguments["k_desc"]
     assert first.arguments["states_ptr"] is record.split.states
+
+
+# -- What it computes, by numpy: see tests.kernels.gluon_in_numpy for what that does not see.
+
+CASES = [
+    case
+    for case in cases_for(TritonAttentionBackend)
+    if isinstance(case, Case)
+    and case.dtype is DType.FLOAT16
+    and is_decoded(case)
+    and min(case.batch.query_lens) <= 16
+]
+
+
+@pytest.fixture
+def instead() -> dict[str, Any]:
+    """Functions of the kernel that a test replaces."""
+    return {}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any]) -> list[KernelCall]:
+    """Launches of the kernel, each run by numpy, its programs in another order every time."""
+    calls: list[KernelCall] = []
+    translation, launch = gluon_in_numpy.Translation(**instead), KernelCall.launch
+
+    def run(call: KernelCall) -> None:
+        if call.kernel is not hopper_decode_kernel:
+            launch(call)
+            return
+        calls.append(call)
+        programs = list(range(call.grid[0]))
+        random.Random(len(calls)).shuffle(programs)
+        gluon_in_numpy.run(call, programs, translation)
+
+    monkeypatch.setattr(KernelCall, "launch", run)
+    monkeypatch.setattr(hopper_launch, "_describe", lambda rows, box: rows)
+    monkeypatch.setattr(trials.Trial, "decode_kernel", DecodeKernel.HOPPER)
+    return calls
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_it_computes_every_case_that_it_serves(case: Case, launched: list[KernelCall]) -> None:
+    check_case(TritonAttentionBackend, case, torch.device("cpu"))
+    assert launched
+
+
+HEADS = {size: Heads(4, 1, size) for size in (64, 128, 256)}
+WHOLE = Case(heads=HEADS[128], dtype=DType.FLOAT16)
+LONG = {
+    "verify": replace(
+        WHOLE, batch=BatchSpec("a", (4, 2, 1), (2100, 40, 700), num_speculative_tokens=3)
+    ),
+    "wide": replace(WHOLE, batch=BatchSpec("b", (9, 8), (1800, 300), num_speculative_tokens=8)),
+    "bundles": replace(WHOLE, heads=HEADS[64], batch=BatchSpec("c", (1, 1), (17000, 8193))),
+    "d256": replace(WHOLE, heads=HEADS[256], batch=BatchSpec("d", (1, 1), (1700, 513))),
+    "e4m3": replace(WHOLE, cache_dtype=CacheDType.FP8, batch=BatchSpec("e", (2, 1), (1700, 33))),
+    "head_loops": replace(WHOLE, heads=Heads(8, 8, 64), batch=BatchSpec("f", (1, 1), (1700, 33))),
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_it_computes_rows_of_many_segments(kind: str, launched: list[KernelCall]) -> None:
+    assert test_random_attention.findings(LONG[kind]) == {}
+    assert len(launched) == 1
+
+
+@pytest.mark.parametrize("instead", [{"_clear_tail": lambda *_: None}], indirect=False)
+def test_values_that_nobody_wrote_would_show(launched: list[KernelCall]) -> None:
+    assert test_random_attention.findings(LONG["verify"])
+    assert launched

@@ -1,0 +1,341 @@
+"""Gluon kernels for Hopper as plain Python over numpy: what they compute, without a GPU.
+
+Their source runs as it stands, with numpy behind the names of Gluon. Partitions are threads, which
+meet at barriers that count as mbarriers do; programs run one after another. What a program loads or
+stores lies inside the tensor's storage, or it is an error. Layouts, proxies and the order of
+memory are not looked at: compiles and a GPU are for that.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from triton.language.core import constexpr
+
+from attn.kernels.launch import KernelCall
+
+PATIENCE = 10
+"""Seconds at a barrier until it counts as a deadlock."""
+_here = threading.local()
+
+
+class Value(np.ndarray):
+    """A tensor or a number of a kernel."""
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Value:
+        return self.view(dtype) if bitcast else self.astype(dtype)
+
+    @property
+    def type(self) -> Any:
+        return types.SimpleNamespace(layout=None)
+
+    def broadcast_to(self, *shape: int) -> Value:
+        return value(np.broadcast_to(self, shape))
+
+    def __getitem__(self, index: Any) -> Value:
+        return value(np.asarray(self)[index])
+
+
+def value(x: Any) -> Value:
+    return np.asarray(x).view(Value)
+
+
+class Pointer:
+    """An element of a storage, or several."""
+
+    def __init__(self, storage: np.ndarray, offset: Any) -> None:
+        self.storage, self.offset = storage, offset
+
+    def __add__(self, elements: Any) -> Pointer:
+        return Pointer(self.storage, self.offset + np.asarray(elements))
+
+    @property
+    def dtype(self) -> Any:
+        return types.SimpleNamespace(element_ty=self.storage.dtype.type)
+
+    def within(self, mask: Any, *others: Any) -> list[np.ndarray]:
+        """Offsets and what goes with them where the mask is set."""
+        offset, mask, *others = np.broadcast_arrays(self.offset, mask, *others)
+        used = offset[mask]
+        assert ((used >= 0) & (used < len(self.storage))).all(), "outside of the tensor"
+        return [mask, used, *(other[mask] for other in others)]
+
+
+def _load(at: Pointer, mask: Any = True, other: Any = 0, cache_modifier: str = "") -> Value:
+    mask, used = at.within(np.asarray(mask))
+    out = np.full(mask.shape, other, at.storage.dtype)
+    out[mask] = at.storage[used]
+    return value(out)
+
+
+def _store(at: Pointer, x: Any, mask: Any = True) -> None:
+    _, used, x = at.within(np.asarray(mask), np.asarray(x))
+    at.storage[used] = x.astype(at.storage.dtype)
+
+
+def _atomic_add(at: Pointer, x: Any, sem: str, scope: str) -> Value:
+    before = _load(at)
+    _store(at, before + x)
+    return before
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all bytes are there."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.phase = self.bytes = self.missing = self.count = 0
+
+    def init(self, count: int) -> None:
+        self.count = self.missing = count
+
+    def arrive(self, count: int = 1, more: int = 0, fewer: int = 0) -> None:
+        with self.changed:
+            assert self.missing >= count, "somebody arrived twice"
+            self.missing -= count
+            self.bytes += more - fewer
+            if self.missing == self.bytes == 0:
+                self.phase, self.missing = self.phase + 1, self.count
+                self.changed.notify_all()
+
+    def wait(self, parity: Any) -> None:
+        with self.changed:
+            passed = self.changed.wait_for(lambda: self.phase % 2 != int(parity), PATIENCE)
+        assert passed, "nobody arrives"
+
+
+class Barriers(list[Barrier]):
+    def index(self, i: Any) -> Barrier:
+        return self[int(i)]
+
+
+class Memory:
+    """Shared memory, by its first axis. Boxes of 64 columns can be read as wider tiles."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def index(self, i: Any) -> Memory:
+        return Memory(self.array[int(i)])
+
+    def permute(self, order: tuple[int, ...]) -> Memory:
+        return Memory(self.array.transpose(order))
+
+    def load(self, layout: None) -> Value:
+        return value(self.array.copy())
+
+    def store(self, x: np.ndarray) -> None:
+        self.array[...] = np.asarray(x).reshape(self.array.shape)
+
+
+def _allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
+    if layout is Barrier:
+        return Barriers(Barrier() for _ in range(shape[0]))
+    # NaN in every type, two of them in a word of e4m3.
+    return Memory(np.full(shape, 0x7F7F if dtype == np.int16 else np.nan, dtype))
+
+
+class Tiles(Memory):
+    """Stages of rows, whose runs and 64 columns each lie in boxes."""
+
+    def __init__(self, boxes: np.ndarray, shape: Sequence[int], is_e4m3: bool) -> None:
+        super().__init__(boxes)
+        self.shape, self.is_e4m3 = shape, is_e4m3
+
+    def index(self, i: Any) -> Memory:
+        stages, rows, columns = self.shape
+        halves = columns // (128 if self.is_e4m3 else 64)
+        boxes = self.array.reshape(stages, halves, rows, 64)[int(i)]
+        tile = boxes.transpose(1, 0, 2).reshape(rows, halves * 64)
+        return Memory(_e4m3(tile) if self.is_e4m3 else tile)
+
+
+def _e4m3(words: np.ndarray) -> np.ndarray:
+    rows = torch.from_numpy(np.ascontiguousarray(words).view(np.uint8))
+    return rows.view(torch.float8_e4m3fn).float().numpy()
+
+
+def _e4m3_planes(words: np.ndarray) -> tuple[Value, Value]:
+    elements = _e4m3(words).astype(np.float16)
+    return value(elements[:, 0::2]), value(elements[:, 1::2])
+
+
+def _reinterpret(memory: Memory, dtype: Any, shape: Sequence[int], layout: None) -> Memory:
+    boxes = memory.array.shape[0]
+    if shape[0] == boxes:
+        return Memory(memory.array.reshape(shape))
+    return Tiles(memory.array, shape, dtype == "e4m3")
+
+
+def _async_load(rows: np.ndarray, place: Sequence[Any], full: Barrier, box: Memory) -> None:
+    page, token, head, column = (int(x) for x in place)
+    run, inside = box.array.shape[1], 0 <= page < len(rows)
+    assert token + run <= rows.shape[1], "a box leaves its page"
+    part = rows[page, token : token + run, head, column : column + 64] if inside else None
+    box.store(np.zeros_like(box.array) if part is None else part)
+    full.arrive(0, fewer=box.array.nbytes)
+
+
+def _multiply(
+    left: Any, right: Any, total: Any, use_acc: bool = True, is_async: bool = False
+) -> Value:
+    x, y = (
+        np.asarray(part.load(None) if isinstance(part, Memory) else part, np.float32)
+        for part in (left, right)
+    )
+    return value(x @ y + (np.asarray(total) if use_acc else 0))
+
+
+def _where(condition: Any, x: Any, y: Any) -> Value:
+    arrays = [part.dtype for part in (x, y) if isinstance(part, np.ndarray)]
+    plain = np.int32 if isinstance(x, int) and isinstance(y, int) else np.float32
+    return value(np.where(condition, x, y).astype(np.result_type(*arrays) if arrays else plain))
+
+
+def _warp_specialize(partitions: Any, warps: Sequence[int], registers: Sequence[int]) -> None:
+    program, failures = _here.program, []
+
+    def run(function: Callable[..., None], arguments: Sequence[Any]) -> None:
+        _here.program = program
+        try:
+            with np.errstate(all="ignore"):
+                function(*arguments)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=partition) for partition in partitions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def _range(*limits: Any) -> Any:
+    return (value(np.int32(i)) for i in range(*(int(limit) for limit in limits)))
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+_LAYOUTS = "Blocked Slice NVMMADistributed NVMMAShared SwizzledShared DotOperand DistributedLinear"
+_GLUON = types.SimpleNamespace(
+    **{f"{name}Layout": _nothing for name in _LAYOUTS.split()},
+    **{name: getattr(np, name) for name in ("int16", "int32", "int64", "uint8", "uint32")},
+    constexpr=constexpr,
+    float16=np.float16,
+    float32=np.float32,
+    bfloat16="bf16",
+    float8e4nv="e4m3",
+    PropagateNan=types.SimpleNamespace(ALL=True),
+    arange=lambda start, stop, layout: value(np.arange(start, stop, dtype=np.int32)),
+    full=lambda shape, x, dtype, layout: value(np.full(shape, x, dtype)),
+    zeros=lambda shape, dtype, layout: value(np.zeros(shape, dtype)),
+    zeros_like=lambda x: value(np.zeros_like(x)),
+    load=_load,
+    store=_store,
+    atomic_add=_atomic_add,
+    where=_where,
+    maximum=lambda x, y: value(np.maximum(x, y)),
+    minimum=lambda x, y: value(np.minimum(x, y)),
+    clamp=lambda x, low, high, propagate_nan: value(np.clip(x, low, high)),
+    max=lambda x, axis: value(np.max(np.asarray(x), axis)),
+    sum=lambda x, axis: value(np.sum(np.asarray(x), axis)),
+    abs=np.abs,
+    exp2=lambda x: value(np.exp2(np.asarray(x))),
+    log2=lambda x: value(np.log2(np.asarray(x))),
+    fma=lambda x, y, z: value(x * y + z),
+    reshape=lambda x, shape: value(np.asarray(x).reshape(shape)),
+    join=lambda x, y: value(np.stack([x, y], -1)),
+    convert_layout=lambda x, layout: x,
+    static_range=range,
+    program_id=lambda axis: value(np.int32(_here.program)),
+    allocate_shared_memory=_allocate,
+    warp_specialize=_warp_specialize,
+)
+_NAMES: dict[str, Any] = {
+    "gl": _GLUON,
+    "tl": _GLUON,
+    "range": _range,
+    "mbarrier": types.SimpleNamespace(
+        MBarrierLayout=lambda: Barrier,
+        init=Barrier.init,
+        wait=Barrier.wait,
+        arrive=Barrier.arrive,
+        expect=lambda barrier, more: barrier.arrive(1, more=more),
+    ),
+    "async_load": _async_load,
+    "reinterpret": _reinterpret,
+    "thread_barrier": _nothing,
+    "fence_async_shared": _nothing,
+    "mma_v2": _multiply,
+    "warpgroup_mma": _multiply,
+    "warpgroup_mma_wait": lambda pending, deps: deps[0],
+    "_e4m3_planes": _e4m3_planes,
+}
+
+
+class Translation:
+    """Kernels as Python functions, with everything that they call."""
+
+    def __init__(self, **instead: Any) -> None:
+        """
+        Args:
+            instead: functions to take in place of those of that name.
+        """
+        self._names = _NAMES | instead
+        self._modules: dict[str, dict[str, Any]] = {}
+
+    def function(self, kernel: Any) -> Callable[..., None]:
+        source = kernel.fn
+        return self._module(source)[source.__name__]
+
+    def _module(self, source: Any) -> dict[str, Any]:
+        found = self._modules.get(source.__module__)
+        if found is not None:
+            return found
+        names = self._modules[source.__module__] = dict(source.__globals__)
+        names |= {"range": _range}
+        kernels = {n: x for n, x in names.items() if hasattr(x, "fn") and hasattr(x, "arg_names")}
+        for name, x in kernels.items():
+            if x.fn.__module__ == source.__module__:
+                names[name] = types.FunctionType(x.fn.__code__, names, name, x.fn.__defaults__)
+        for name, x in kernels.items():
+            if x.fn.__module__ != source.__module__:
+                names[name] = self._module(x.fn)[x.fn.__name__]
+        for name, x in list(names.items()):
+            if name in self._names:
+                names[name] = self._names[name]
+            elif isinstance(x, constexpr):
+                names[name] = x.value
+        return names
+
+
+def run(call: KernelCall, programs: Sequence[int], translation: Translation) -> None:
+    """Run a launch whose descriptors are tensors, its programs in this order."""
+    function = translation.function(call.kernel)
+    arguments = _arguments(call.arguments)
+    for _here.program in programs:
+        function(**arguments)
+
+
+def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, x in given.items():
+        if isinstance(x, torch.Tensor) and name.endswith("_desc"):
+            found[name] = value(x.numpy())
+            continue
+        if isinstance(x, torch.Tensor):
+            storage = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+            x = Pointer(storage.numpy(), x.storage_offset())
+        elif not name.isupper() and isinstance(x, (int, float)):
+            x = value(np.int32(x) if isinstance(x, int) else np.float32(x))
+        found[name] = x
+    return found
