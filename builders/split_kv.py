@@ -109,7 +109,10 @@ class SplitPlan:
     short_query: int
     """Longest query of a row."""
     hopper: HopperDecodeTile | None = None
-    """The tile of the kernel for Hopper, where that serves; ``tile`` is its part of it then."""
+    """The tile of the kernel for Hopper, where the plan is for that; ``tile`` is its part of it
+    then, by which the plain kernel takes layers that only their tensors show not to be served."""
+    requires_hopper: bool = False
+    """A layer that the kernel for Hopper does not serve is an error; else the plain kernel's."""
     is_free: bool = False
     """Rows are cut anywhere: for benchmarks of what invariance costs."""
 
@@ -121,8 +124,12 @@ class HopperPlan:
     tile: HopperTile
     tile_starts: torch.Tensor
     """``[R + 1]`` int32: first tile of each request."""
+    num_tiles: torch.Tensor
+    """``[1]`` int32: its last, the tiles of all, at an address that no program computes."""
     programs: int
     """Programs to launch; any number is right, they share the tiles."""
+    is_required: bool = False
+    """A layer that the kernel does not serve is an error; else the plain kernel's."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,9 @@ class PrefillPlan:
     programs: int
     """Programs to launch; any number is right, they share the tiles."""
     hopper: HopperPlan | None = None
-    """The same for the kernel that serves in its place; None where there is none."""
+    """The same for the kernel that takes its place in every layer that it serves, which only a
+    launcher knows: a layer's ALiBi or the type of its output is not the builder's to see. Both are
+    planned by one launch. None where there is none."""
 
 
 def parallel_heads(head_tiles: int, programs: int) -> int:
@@ -170,7 +179,9 @@ class SplitPlanner:
         is_free: bool = False,
         takes_rows: bool = True,
         hopper: HopperTile | None = None,
+        requires_hopper: bool = False,
         hopper_decode: HopperDecodeTile | None = None,
+        requires_hopper_decode: bool = False,
     ) -> None:
         """
         Args:
@@ -184,10 +195,13 @@ class SplitPlanner:
             is_free: cut rows anywhere, see :class:`SplitPlan`.
             takes_rows: False leaves every row to the prefill kernel (encoders).
             hopper: tile of the prefill kernel for Hopper, where that serves.
-            hopper_decode: tile of the split-KV kernel for Hopper, likewise.
+            requires_hopper: see :class:`HopperPlan`.
+            hopper_decode: tile of the split-KV kernel for Hopper, where the plan is for that.
+            requires_hopper_decode: see :class:`SplitPlan`.
         """
         self.is_free = is_free
         self.hopper_decode = hopper_decode
+        self.requires_hopper_decode = requires_hopper_decode
         self.tile = tile = (
             split_tile(shape, kind, 16 if every_row else max_query_len, limits.window)
             if hopper_decode is None
@@ -195,6 +209,7 @@ class SplitPlanner:
         )
         self.prefill = prefill_tile(shape, kind)
         self.hopper = hopper
+        self.requires_hopper = requires_hopper
         self.limits = limits
         self.device = buffers.device
         self.short_query = limits.max_num_tokens if every_row else max(SHORT_QUERY, max_query_len)
@@ -397,6 +412,7 @@ class SplitPlanner:
             bundles=self.bundles,
             short_query=self.short_query,
             hopper=self.hopper_decode,
+            requires_hopper=self.requires_hopper_decode,
             is_free=self.is_free,
         )
 
@@ -414,7 +430,13 @@ class SplitPlanner:
         view, hopper = self.buffers.view, None
         if self.hopper is not None:
             starts = view("hopper_starts", num_reqs + 1)
-            hopper = HopperPlan(self.hopper, starts, self.num_multiprocessors)
+            hopper = HopperPlan(
+                self.hopper,
+                starts,
+                starts[num_reqs:],
+                self.num_multiprocessors,
+                self.requires_hopper,
+            )
         return PrefillPlan(self.prefill, view("tile_starts", num_reqs + 1), programs, hopper)
 
     def own_prefill(self, plan: PrefillPlan, num_reqs: int) -> PrefillPlan:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from specs.base import cdiv
 from specs.devices import DeviceKind
-from specs.engine import PrefillKernel
+from specs.dtypes import CacheDType, DType, KVQuantMode
+from specs.engine import DecodeKernel, PrefillKernel
 
 MOST_ROWS = 64
 """Query rows (tokens x heads of a group) of a tile of the split-KV kernel, at most."""
@@ -51,6 +52,33 @@ class DenseShape:
     def width(self) -> int:
         """The larger head size, rounded up to a power of two."""
         return power_of_two(max(self.head_size, self.head_size_v))
+
+
+@dataclass(frozen=True)
+class LayerAsks:
+    """What a layer asks of the kernels for Hopper, beyond its shape.
+
+    A builder leaves out what only the layer and its tensors show; a launcher asks with all of it.
+    """
+
+    batch_invariant: bool = False
+    """Same bits however a prompt is chunked: every row is the split-KV kernel's."""
+    is_local: bool = False
+    """Queries see a window or chunk only."""
+    dcp: bool = False
+    """The cache holds one rank's keys."""
+    rswa: bool = False
+    alibi: bool = False
+    scale: float = 1.0
+    """Multiplies q.k."""
+    query: DType | None = None
+    """Type of the model's elements; None where it is not known."""
+    cache_dtype: CacheDType | None = None
+    """Of the cache; None likewise."""
+    output: DType | None = None
+    """Of an output that is not quantised; None likewise, or where any will do."""
+    alignments: tuple[tuple[str, int], ...] = ()
+    """Bytes that rows are aligned to, by tensor, as far as they are known."""
 
 
 def power_of_two(number: int) -> int:
@@ -114,6 +142,8 @@ class HopperTile:
     num_stages: int
     registers: int
     """Registers of a thread that multiplies."""
+    staged: int = 0
+    """Tiles of 8-bit keys or values on their way to a warp group that widens them; 0 without."""
 
     @property
     def rows_per_group(self) -> int:
@@ -131,9 +161,12 @@ class HopperDecodeTile:
     """Launch configuration of the split-KV kernel for Hopper."""
 
     split: SplitTile
-    """What the plan and the plain kernel know of it."""
+    """What the plan knows of it; and the plain kernel's launch configuration over such a plan, for
+    a layer that only its tensors show not to be served."""
     run: int
     """Consecutive tokens of a page that are loaded at once."""
+    num_stages: int
+    """Tiles under way."""
 
 
 def split_tile(
@@ -217,48 +250,71 @@ def prefill_tile(shape: DenseShape, kind: DeviceKind) -> PrefillTile:
 
 
 def prefill_kernel_of(
-    shape: DenseShape, kind: DeviceKind, block_size: int, wanted: PrefillKernel
-) -> tuple[PrefillKernel, str]:
-    """Which kernel takes a layer's requests with many new tokens, and why.
+    shape: DenseShape,
+    kind: DeviceKind,
+    block_size: int,
+    asks: LayerAsks,
+    wanted: PrefillKernel,
+) -> tuple[HopperTile | None, str]:
+    """Which kernel takes a layer's rows with many new tokens, and why.
+
+    Builder, launcher and ``attn explain`` decide by this alone.
 
     Args:
         shape: the layer.
         kind: device.
         block_size: tokens of a page; 0 without pages.
+        asks: what else the layer asks, as far as it is known.
         wanted: what the engine is configured to.
+
+    Returns:
+        The Hopper kernel's tile, None for the plain kernel; and the reason in words.
+
+    Raises:
+        ValueError: the Hopper kernel is wanted by name and does not serve.
     """
-    tile = hopper_tile(shape, kind, block_size)
-    if isinstance(tile, str):
-        return PrefillKernel.TRITON, f"the one for Hopper does not serve: {tile}"
+    if wanted is PrefillKernel.TRITON:
+        return None, f"prefill_kernel is {wanted.value!r}"
+    found = hopper_tile(shape, kind, block_size, asks)
+    if not isinstance(found, str):
+        return found, f"it serves this layer, and prefill_kernel is {wanted.value!r}"
     if wanted is PrefillKernel.HOPPER:
-        return PrefillKernel.HOPPER, "prefill_kernel is 'hopper'"
-    return PrefillKernel.TRITON, (
-        f"prefill_kernel is {wanted.value!r}; the one for Hopper serves where it is 'hopper'"
-    )
+        raise ValueError(f"prefill_kernel 'hopper' does not serve this layer: {found}")
+    return None, f"the one for Hopper does not serve: {found}"
 
 
-def hopper_tile(shape: DenseShape, kind: DeviceKind, block_size: int) -> HopperTile | str:
+def hopper_tile(
+    shape: DenseShape, kind: DeviceKind, block_size: int, asks: LayerAsks = LayerAsks()
+) -> HopperTile | str:
     """The Hopper prefill kernel's tile of a layer, or why the kernel does not take it.
 
     Args:
         shape: the layer.
         kind: device.
-        block_size: tokens of a page.
+        block_size: tokens of a page; 0 without pages.
+        asks: what else the layer asks, as far as it is known.
     """
-    if kind is not DeviceKind.SM90:
-        return f"the device is {kind.value}, not {DeviceKind.SM90.value}"
-    if shape.itemsize != 2:
-        return f"the model's elements have {shape.itemsize} bytes, not 2"
-    if shape.stored_bits != 16:
-        return f"the cache's elements have {shape.stored_bits} bits, not 16"
-    if shape.head_size != shape.head_size_v:
-        return f"head size {shape.head_size} is not that of values, {shape.head_size_v}"
+    refused = _misfit(shape, kind, block_size)
+    if refused is not None:
+        return refused
     if not 48 <= shape.head_size <= 256 or shape.head_size % 8:
         return f"head size {shape.head_size} is not a multiple of 8 from 48 to 256"
+    if shape.stored_bits == 8 and shape.width > 128:
+        return f"head size {shape.head_size} of a cache of 8 bits is not one up to 128"
+    if asks.batch_invariant:
+        return "batch invariance, for which every row goes to the split-KV kernel"
+    refused = _refused(asks)
+    if refused is not None:
+        return refused
+    if asks.query is not None and asks.output not in (None, asks.query):
+        return f"an output of {asks.output} for a query of {asks.query}"
     run = block_size & -block_size
-    if run < 16:
-        return f"block size {block_size} is not a multiple of 16" if run else "there are no pages"
     packed = min(shape.group & -shape.group, 64)
+    if shape.stored_bits == 8:
+        # One more warp group, which takes its registers from the others.
+        if shape.width <= 64:
+            return HopperTile(packed, 2, 128, 64, min(run, 128), 2, 2, 208, 4)
+        return HopperTile(packed, 2, 128, 128, min(run, 128), 1, 2, 208, 3)
     # Measured: 192 rows for narrow heads, fewer keys for wide ones, whose accumulators are large.
     if shape.width <= 64:
         return HopperTile(packed, 3, 128, 64, min(run, 128), 2, 3, 160)
@@ -267,38 +323,94 @@ def hopper_tile(shape: DenseShape, kind: DeviceKind, block_size: int) -> HopperT
     return HopperTile(packed, 2, 64, 256, min(run, 64), 1, 2, 240)
 
 
+def decode_kernel_of(
+    shape: DenseShape,
+    kind: DeviceKind,
+    block_size: int,
+    max_query_len: int,
+    asks: LayerAsks,
+    wanted: DecodeKernel,
+) -> tuple[HopperDecodeTile | None, str]:
+    """Which kernel takes a layer's rows with few new tokens, and why.
+
+    Builder, launcher and ``attn explain`` decide by this alone.
+
+    Args:
+        shape: the layer.
+        kind: device.
+        block_size: tokens of a page; 0 without pages.
+        max_query_len: query tokens of a verify, all of which share one pass over the keys.
+        asks: what else the layer asks, as far as it is known.
+        wanted: what the engine is configured to.
+
+    Returns:
+        The Hopper kernel's tile, None for the plain kernel; and the reason in words.
+
+    Raises:
+        ValueError: the Hopper kernel is wanted by name and does not serve.
+    """
+    if wanted is DecodeKernel.TRITON:
+        return None, f"decode_kernel is {wanted.value!r}"
+    found = hopper_decode_tile(shape, kind, block_size, max_query_len, asks)
+    if isinstance(found, str):
+        if wanted is DecodeKernel.HOPPER:
+            raise ValueError(f"decode_kernel 'hopper' does not serve this layer: {found}")
+        return None, f"the one for Hopper does not serve: {found}"
+    if wanted is DecodeKernel.HOPPER:
+        return found, f"it serves this layer, and decode_kernel is {wanted.value!r}"
+    slower = _measured_slower(shape, found.split, asks)
+    if slower is not None:
+        return None, f"the one for Hopper serves, but did not measure faster with {slower}"
+    return found, f"it measured faster in such layers, and decode_kernel is {wanted.value!r}"
+
+
+def _measured_slower(shape: DenseShape, tile: SplitTile, asks: LayerAsks) -> str | None:
+    """Of what a layer has, where the Hopper split-KV kernel was not the faster one on an H200.
+
+    Times of both are in README.md; large batches over many KV heads are the plain kernel's.
+    """
+    if shape.stored_bits != 16:
+        return f"a cache of {shape.stored_bits} bits"
+    if asks.is_local:
+        return "a window or chunks"
+    if tile.rows > 16:
+        return f"tiles of {tile.tile_heads * tile.query_tokens} rows, which are more than 16"
+    if shape.head_size == 256:
+        return None
+    if shape.head_size != 128:
+        return f"head size {shape.head_size}"
+    heads = shape.num_kv_heads
+    return None if heads <= 2 else f"{heads} KV heads of head size 128, which are more than 2"
+
+
 def hopper_decode_tile(
     shape: DenseShape,
     kind: DeviceKind,
     block_size: int,
     max_query_len: int,
-    every_row: bool = False,
-    is_e4m3: bool = False,
+    asks: LayerAsks = LayerAsks(),
 ) -> HopperDecodeTile | str:
     """The Hopper split-KV kernel's tile of a layer, or why the kernel does not take it.
 
     Args:
         shape: the layer.
         kind: device.
-        block_size: tokens of a page.
+        block_size: tokens of a page; 0 without pages.
         max_query_len: query tokens of a verify, all of which share one pass over the keys.
-        every_row: longer queries are served too.
-        is_e4m3: the cache holds such elements, scaled per tensor or per head.
+        asks: what else the layer asks, as far as it is known.
     """
-    if kind is not DeviceKind.SM90:
-        return f"the device is {kind.value}, not {DeviceKind.SM90.value}"
-    if shape.itemsize != 2:
-        return f"the model's elements have {shape.itemsize} bytes, not 2"
-    if shape.stored_bits != 16 and not is_e4m3:
-        return f"the cache's elements have {shape.stored_bits} bits and are not scaled e4m3"
-    if shape.head_size != shape.head_size_v:
-        return f"head size {shape.head_size} is not that of values, {shape.head_size_v}"
+    refused = _misfit(shape, kind, block_size)
+    if refused is not None:
+        return refused
+    is_e4m3 = shape.stored_bits == 8
     sizes = (128, 256) if is_e4m3 else (64, 128, 256)
     if shape.head_size not in sizes:
         return f"head size {shape.head_size} is not one of {sizes}"
-    run = block_size & -block_size
-    if run < 16:
-        return f"block size {block_size} is not a multiple of 16" if run else "there are no pages"
+    if asks.cache_dtype is CacheDType.FP8_E5M2:
+        return f"a cache of {asks.cache_dtype}"
+    refused = _refused(asks)
+    if refused is not None:
+        return refused
     # Of 64 rows of wide heads, a thread's share of two states would be too much; e4m3 is converted
     # in registers, where products of 64 rows do not look for keys.
     most_rows = 16 if shape.head_size == 256 or is_e4m3 else 64
@@ -309,12 +421,11 @@ def hopper_decode_tile(
             f"a tile of {tile_heads} query heads and {max_query_len} query tokens has more than "
             f"{most_rows} rows"
         )
-    query_tokens = min(most_rows // tile_heads, 16 if every_row else max_query_len)
+    query_tokens = min(most_rows // tile_heads, 16 if asks.batch_invariant else max_query_len)
     used = tile_heads * query_tokens
     # 64 KiB of keys and values in a stage where barriers cost, which they do per tile of 16 rows;
     # fewer keys where a thread has two states of 64 rows already.
     kv_tile = 64 if shape.head_size == 256 or (used > 16 and shape.head_size == 128) else 128
-    stages = HOPPER_RING // (2 * kv_tile * shape.head_size * shape.stored_bits // 8)
     split = SplitTile(
         rows=16 if used <= 16 else 64,
         tile_heads=tile_heads,
@@ -322,9 +433,60 @@ def hopper_decode_tile(
         query_tokens=query_tokens,
         kv_tile=kv_tile,
         segment_scale=1 if used <= 16 else power_of_two(used) // 8,
-        num_warps=4,
-        num_stages=stages,
+        # Of the plain kernel, where it has to do with this plan.
+        num_warps=8,
+        num_stages=2,
         programs_per_sm=1,
-        max_registers=None,
+        max_registers=_registers(8),
     )
-    return HopperDecodeTile(split, min(run, kv_tile))
+    stages = HOPPER_RING // (2 * kv_tile * shape.head_size * shape.stored_bits // 8)
+    return HopperDecodeTile(split, min(block_size & -block_size, kv_tile), stages)
+
+
+def _misfit(shape: DenseShape, kind: DeviceKind, block_size: int) -> str | None:
+    """Of a layer's geometry, what no kernel for Hopper takes; None where there is no such thing."""
+    if kind is not DeviceKind.SM90:
+        return f"the device is {kind.value}, not {DeviceKind.SM90.value}"
+    if shape.itemsize != 2:
+        return f"the model's elements have {shape.itemsize} bytes, not 2"
+    if shape.stored_bits not in (8, 16):
+        return f"the cache's elements have {shape.stored_bits} bits, not 8 or 16"
+    if shape.head_size != shape.head_size_v:
+        return f"head size {shape.head_size} is not that of values, {shape.head_size_v}"
+    if block_size == 0:
+        return "there are no pages"
+    return f"block size {block_size} is not a multiple of 16" if block_size % 16 else None
+
+
+def _stored_type(cache_dtype: CacheDType, query: DType) -> DType | CacheDType | None:
+    """Of the cache's elements, as far as it has to be the query's; None where it has not."""
+    if not cache_dtype.is_quantized:
+        return cache_dtype.element(query)
+    if cache_dtype.quant_mode is not KVQuantMode.FP8_PER_TENSOR:
+        return cache_dtype
+    # fp16 has as many bits of exponent as e5m2: what nothing was written to could be infinite.
+    is_e5m2 = cache_dtype.element(query) is DType.FLOAT8_E5M2
+    return cache_dtype if is_e5m2 and query is DType.FLOAT16 else None
+
+
+def _refused(asks: LayerAsks) -> str | None:
+    """What no kernel for Hopper does of what a layer asks; None where there is no such thing."""
+    named = {
+        "ALiBi": asks.alibi,
+        "R-SWA": asks.rswa,
+        "decode context parallelism": asks.dcp,
+    }
+    for name, is_asked in named.items():
+        if is_asked:
+            return name
+    query = asks.query
+    if query is not None:
+        stored = None if asks.cache_dtype is None else _stored_type(asks.cache_dtype, query)
+        if stored not in (None, query):
+            return f"a cache of {stored} for a query of {query}"
+    if asks.scale <= 0:
+        return f"scale {asks.scale} is not positive"
+    for name, alignment in asks.alignments:
+        if alignment < 16:
+            return f"rows of {name} are aligned to {alignment} bytes, not 16"
+    return None

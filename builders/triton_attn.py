@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 
@@ -13,18 +13,26 @@ from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch, debug_enabled
 from builders.paging import Stripe
-from builders.split_kv import PrefillPlan, SplitLimits, SplitPlan, SplitPlanner, VisibleKeys
+from builders.split_kv import (
+    PrefillPlan,
+    SplitLimits,
+    SplitPlan,
+    SplitPlanner,
+    VisibleKeys,
+    interprets,
+)
 from builders.tiles import (
     DenseShape,
     HopperDecodeTile,
     HopperTile,
-    hopper_decode_tile,
-    hopper_tile,
+    LayerAsks,
+    decode_kernel_of,
+    prefill_kernel_of,
 )
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
 from specs.devices import ComputeCapability, DeviceKind, kind_of
-from specs.dtypes import CacheDType, DType, KVQuantMode
+from specs.dtypes import CacheDType
 from specs.engine import DecodeKernel, EngineConfig, PrefillKernel
 from specs.kv_cache import (
     AnyKVCacheSpec,
@@ -185,7 +193,8 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
 
         Raises:
             ValueError: ``num_heads`` is missing or does not fit the KV heads; a head size, block
-                size or dtype of the spec that no kernel takes.
+                size or dtype of the spec that no kernel takes; ``prefill_kernel`` or
+                ``decode_kernel`` is one that does not serve the group.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         spec: Any = kv_cache_spec
@@ -249,43 +258,43 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             is_free=is_free,
             takes_rows=not self.is_encoder,
             hopper=self._hopper_tile(),
+            requires_hopper=config.prefill_kernel is PrefillKernel.HOPPER,
             hopper_decode=None if is_free else self._hopper_decode_tile(),
+            requires_hopper_decode=config.decode_kernel is DecodeKernel.HOPPER,
         )
+
+    def _asks(self) -> LayerAsks:
+        """What layers of this group ask of the kernels for Hopper, as far as it is known here."""
+        config, spec = self.vllm_config, cast(Any, self.kv_cache_spec)
+        return LayerAsks(
+            batch_invariant=config.batch_invariant,
+            is_local=self.visible.span is not None,
+            dcp=self.visible.stripe is not None,
+            query=spec.dtype,
+            cache_dtype=spec.cache_dtype,
+        )
+
+    @property
+    def _page(self) -> int:
+        """Tokens of a page; 0 without pages."""
+        return 0 if self.is_encoder else self.kv_cache_spec.block_size
 
     def _hopper_tile(self) -> HopperTile | None:
-        """The tile of the prefill kernel for Hopper, where that is asked for."""
-        if self.vllm_config.prefill_kernel is not PrefillKernel.HOPPER:
+        """The tile of the prefill kernel for Hopper, where layers of this group may take it."""
+        wanted = self.vllm_config.prefill_kernel
+        if wanted is PrefillKernel.AUTO and not runs_gluon(self.device):
             return None
-        block_size = 0 if self.is_encoder else self.kv_cache_spec.block_size
-        tile = hopper_tile(self.shape, self.kind, block_size)
-        if isinstance(tile, str):
-            raise ValueError(f"prefill_kernel 'hopper' does not serve these layers: {tile}")
-        return tile
+        return prefill_kernel_of(self.shape, self.kind, self._page, self._asks(), wanted)[0]
 
     def _hopper_decode_tile(self) -> HopperDecodeTile | None:
-        """The tile of the split-KV kernel for Hopper, where that is asked for."""
+        """The tile of the split-KV kernel for Hopper, where layers of this group take it."""
         config = self.vllm_config
-        if config.decode_kernel is not DecodeKernel.HOPPER:
+        wanted, tokens = config.decode_kernel, config.max_decode_query_len
+        if wanted is DecodeKernel.AUTO and not runs_gluon(self.device):
             return None
-        block_size = 0 if self.is_encoder else self.kv_cache_spec.block_size
-        # One tile serves every row of an engine, see split_tile.
-        tile = hopper_decode_tile(
-            self.shape,
-            self.kind,
-            block_size,
-            config.max_decode_query_len,
-            every_row=config.batch_invariant,
-            is_e4m3=self._stores_e4m3(),
-        )
-        if isinstance(tile, str):
-            raise ValueError(f"decode_kernel 'hopper' does not serve these layers: {tile}")
-        return tile
-
-    def _stores_e4m3(self) -> bool:
-        """The cache holds e4m3, scaled per tensor or per head."""
-        spec: Any = self.kv_cache_spec
-        is_scaled = spec.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR
-        return is_scaled and spec.cache_dtype.element(spec.dtype) is DType.FLOAT8_E4M3FN
+        # There is one plan: it is not made for steps that will go to the plain kernel.
+        asks = replace(self._asks(), rswa=config.rswa_window is not None)
+        return decode_kernel_of(self.shape, self.kind, self._page, tokens, asks, wanted)[0]
 
     def build(
         self,
@@ -600,6 +609,11 @@ def _debug_prefix(batch: CommonAttentionMetadata, length: int, block_size: int) 
                 f"common_prefix_len ({length}) spans blocks that request {row} does not share "
                 f"with request 0: {table[row].tolist()} and {table[0].tolist()}"
             )
+
+
+def runs_gluon(device: torch.device) -> bool:
+    """Kernels in Gluon can run on a device; the interpreter has none of it."""
+    return device.type == "cuda" and not interprets()
 
 
 def device_facts(device: torch.device) -> tuple[DeviceKind, int]:

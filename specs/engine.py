@@ -51,11 +51,12 @@ class PrefillKernel(StrEnum):
     """Which kernel of a dense backend takes the requests with many new tokens."""
 
     AUTO = "auto"
-    """Plain Triton; the one for Hopper is to be asked for until all tests have run with it."""
+    """The one for Hopper wherever it serves, layer by layer, else plain Triton."""
     TRITON = "triton"
-    """Plain Triton."""
+    """Plain Triton, everywhere."""
     HOPPER = "hopper"
-    """The one for compute capability 9.0, in Gluon; what it does not serve is refused."""
+    """The one for compute capability 9.0, in Gluon; a layer that it does not serve is refused.
+    Shared prefixes are the plain one's all the same."""
 
 
 @unique
@@ -63,11 +64,13 @@ class DecodeKernel(StrEnum):
     """Which kernel of a dense backend takes the rows with few new tokens."""
 
     AUTO = "auto"
-    """Plain Triton; the one for Hopper is to be asked for until all tests have run with it."""
+    """The one for Hopper where it serves and measured faster, group by group: 16-bit caches seen
+    whole, tiles of up to 16 rows, head size 256, or 128 with at most 2 KV heads. Else plain
+    Triton."""
     TRITON = "triton"
-    """Plain Triton."""
+    """Plain Triton, everywhere."""
     HOPPER = "hopper"
-    """The one for compute capability 9.0, in Gluon; what it does not serve is refused."""
+    """The one for compute capability 9.0, in Gluon; a layer that it does not serve is refused."""
 
 
 class EngineConfig(Spec):

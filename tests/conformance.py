@@ -31,7 +31,7 @@ from torch import Tensor
 from attn.backends.base import AttentionBackend
 from builders.common import CommonAttentionMetadata
 from specs.attention import AttentionCGSupport
-from specs.engine import EngineConfig
+from specs.engine import EngineConfig, PrefillKernel
 from tests import batches
 from tests.batches import BatchSpec
 from tests.cases import AnyCase, Case, is_interpreted
@@ -154,7 +154,10 @@ def _check_same_bits(trial: Trial, record: Any, results: Results, result: CaseRe
 
 def _invariant_config(trial: Trial) -> EngineConfig:
     """The engine's settings, asking for batch invariance of backends that offer it."""
-    return trial.config.replace(batch_invariant=trial.backend.supports_batch_invariance())
+    if not trial.backend.supports_batch_invariance():
+        return trial.config
+    # A kernel asked for by name may not go together with it.
+    return trial.config.replace(batch_invariant=True, prefill_kernel=PrefillKernel.AUTO)
 
 
 def _is_replayable(level: AttentionCGSupport, spec: BatchSpec) -> bool:

@@ -6,47 +6,41 @@ from builders.tiles import (
     DenseShape,
     HopperDecodeTile,
     HopperTile,
+    LayerAsks,
     hopper_decode_tile,
     hopper_tile,
 )
 from specs.devices import DeviceKind
-from specs.dtypes import DType, KVQuantMode
 from tests.cases import Case
 
 
 def is_served(case: Case) -> bool:
     """The layer's geometry and what it asks are the prefill kernel's."""
-    element = case.cache_dtype.element(case.dtype)
-    if case.feature.num_shared_blocks or not _is_plain(case):
+    if case.feature.num_shared_blocks or not case.feature.attn_type.is_cached:
         # A shared prefix goes through the plain kernel, whatever is asked for.
         return False
-    if element.torch != case.dtype.torch or case.cache_dtype.packing != 1:
-        return False
-    tile = hopper_tile(_shape(case), DeviceKind.SM90, case.block_size)
+    tile = hopper_tile(_shape(case), DeviceKind.SM90, case.block_size, _asks(case))
     return isinstance(tile, HopperTile)
 
 
 def is_decoded(case: Case) -> bool:
     """The same of the split-KV kernel; the drafts of the case's batch count."""
-    element = case.cache_dtype.element(case.dtype)
-    is_e4m3 = element is DType.FLOAT8_E4M3FN
-    is_e4m3 &= case.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR
-    if not _is_plain(case) or not (is_e4m3 or element.torch == case.dtype.torch):
+    if not case.feature.attn_type.is_cached:
         return False
-    tile = hopper_decode_tile(
-        _shape(case),
-        DeviceKind.SM90,
-        case.block_size,
-        1 + (case.batch.num_speculative_tokens or 0),
-        is_e4m3=is_e4m3,
-    )
+    tokens = 1 + (case.batch.num_speculative_tokens or 0)
+    tile = hopper_decode_tile(_shape(case), DeviceKind.SM90, case.block_size, tokens, _asks(case))
     return isinstance(tile, HopperDecodeTile)
 
 
-def _is_plain(case: Case) -> bool:
-    """Keys are in a cache, and nothing is asked that no kernel for Hopper does."""
-    feature = case.feature
-    return feature.attn_type.is_cached and not feature.alibi and feature.rswa_window is None
+def _asks(case: Case) -> LayerAsks:
+    element = case.cache_dtype.element(case.dtype)
+    return LayerAsks(
+        alibi=case.feature.alibi,
+        rswa=case.feature.rswa_window is not None,
+        query=case.dtype,
+        cache_dtype=case.cache_dtype,
+        alignments=(("key", case.heads.head_size * element.itemsize % 16 or 16),),
+    )
 
 
 def _shape(case: Case) -> DenseShape:

@@ -17,7 +17,17 @@ from tests import test_random_attention, trials
 from tests.cases import Case, cases_for
 from tests.conformance import check_case
 from tests.hopper_cases import is_served
-from tests.test_gpu_triton_attn import Results, Serving, Setup, check_replays, disturb, part, same
+from tests.test_gpu_triton_attn import (
+    Results,
+    Serving,
+    Setup,
+    check_far_blocks,
+    check_replays,
+    disturb,
+    many_blocks,
+    part,
+    same,
+)
 
 DEVICE = torch.device("cuda")
 SHARDS = 10
@@ -48,8 +58,13 @@ def _asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials.Trial, "prefill_kernel", PrefillKernel.HOPPER)
 
 
+@pytest.mark.parametrize("kernel", [PrefillKernel.HOPPER, PrefillKernel.TRITON], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_case_that_it_serves_is_right(case: Case) -> None:
+def test_every_case_that_it_serves_is_right_with_either_kernel(
+    case: Case, kernel: PrefillKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing else runs the plain kernel on these here: left to itself, the engine takes the other.
+    monkeypatch.setattr(trials.Trial, "prefill_kernel", kernel)
     check_case(TritonAttentionBackend, case, DEVICE)
 
 
@@ -92,6 +107,24 @@ def test_a_request_has_the_same_bits_in_120_launches_among_others(kind: str) -> 
             assert same(own, known.setdefault(row, own)), (turn, row)
             assert not bool(own[0].isnan().any())
     assert len(known) == len(counts)
+
+
+def test_an_engine_left_to_itself_takes_it_with_the_same_bits() -> None:
+    results = []
+    for wanted in (PrefillKernel.AUTO, PrefillKernel.HOPPER):
+        serving = Serving(Setup(prefill_kernel=wanted))
+        builder, table = serving.builder(), serving.tables([2000, 40])
+        record = builder.build(0, serving.step([300, 40], [2000, 40], table))
+        assert record.prefill.hopper is not None
+        results.append(serving.forward(record, serving.queries(340)))
+        (launcher,) = serving.impl._launchers.values()
+        # Only the kernel of the short rows has a form besides.
+        assert len(launcher._forms) == 1
+    assert same(*results)
+
+
+def test_it_reads_a_cache_beyond_32_bit_offsets() -> None:
+    check_far_blocks(many_blocks(), (40,), PrefillKernel.HOPPER)
 
 
 @pytest.mark.parametrize("kind", SETUPS)

@@ -13,7 +13,8 @@ from specs.devices import DeviceKind, kind_of
 from specs.dtypes import CacheDType, DType
 from specs.engine import DecodeKernel
 from tests import test_random_attention, trials
-from tests.cases import Case, cases_for
+from tests.batches import BatchSpec, Heads
+from tests.cases import FEATURES, Case, cases_for
 from tests.conformance import check_case
 from tests.hopper_cases import is_decoded
 from tests.test_gpu_triton_attn import (
@@ -69,6 +70,20 @@ def _asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_case_that_it_serves_is_right(case: Case) -> None:
+    check_case(TritonAttentionBackend, case, DEVICE)
+
+
+@pytest.mark.parametrize("size", [128, 256])
+@pytest.mark.parametrize("feature", ["alibi", "causal"])
+def test_an_engine_left_to_itself_is_right_in_what_is_planned_for_it(
+    size: int, feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ALiBi is seen at the launch only: the plain kernel goes by the plan of the other."""
+    monkeypatch.setattr(trials.Trial, "decode_kernel", DecodeKernel.AUTO)
+    batch = BatchSpec("long", (1, 1, 1), (9000, 700, 33))
+    case = Case(heads=Heads(8, 1, size), batch=batch, feature=FEATURES[feature])
+    trial = trials.DenseTrial(TritonAttentionBackend, case, DEVICE)
+    assert trial.builder().planner.hopper_decode is not None
     check_case(TritonAttentionBackend, case, DEVICE)
 
 

@@ -13,9 +13,13 @@ from pydantic import Field, StrictBool, model_validator
 
 from specs.base import NonNegativeInt, PositiveInt, Spec
 from specs.dtypes import CacheDType, CacheDTypeField, DType
+from specs.engine import DecodeKernel, PrefillKernel
 
 PEERS: Final = ("fa3", "flashinfer", "xqa", "vllm_triton")
-"""Kernels of other projects that a case can be compared with."""
+"""Kernels of other projects that the dense table compares with."""
+HOPPER_PEERS: Final = ("fa3", "cudnn", "flashinfer", "xqa")
+"""Likewise of the Hopper table."""
+ALL_PEERS: Final = tuple(dict.fromkeys((*PEERS, *HOPPER_PEERS)))
 
 MODEL_DTYPE: Final = DType.BFLOAT16
 """Of query, output and an ``auto`` cache, in every case."""
@@ -24,6 +28,36 @@ MAX_FREE_PARTITION_RATIO: Final = 1.03
 """Batch-invariant decode over the same kernel with a free partition, at most."""
 MAX_SCRATCH_BYTES: Final = 64 << 20
 """Of a builder for 256 sequences, 32 query heads, head size 128; must stay below."""
+
+
+@unique
+class BenchTable(StrEnum):
+    """Which cases are measured, against whom and how they are judged."""
+
+    DENSE = "dense"
+    """Forward of the plain kernels, against every peer."""
+    HOPPER = "hopper"
+    """Forward, and forward with the step's plan, against the fastest kernels for Hopper."""
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Kernels that it compares with."""
+        return HOPPER_PEERS if self is BenchTable.HOPPER else PEERS
+
+    @property
+    def prefill_kernel(self) -> PrefillKernel:
+        """Of ours, what is measured."""
+        return PrefillKernel.AUTO if self is BenchTable.HOPPER else PrefillKernel.TRITON
+
+    @property
+    def decode_kernel(self) -> DecodeKernel:
+        """Likewise."""
+        return DecodeKernel.AUTO if self is BenchTable.HOPPER else DecodeKernel.TRITON
+
+    @property
+    def cases(self) -> tuple[KernelCase, ...]:
+        """In the order of the table."""
+        return HOPPER_CASES if self is BenchTable.HOPPER else CASES
 
 
 @unique
@@ -49,7 +83,15 @@ class Target(Spec):
     """What a case has to reach; all of it, and an empty one asks for nothing."""
 
     max_ratio_to_best: float | None = Field(default=None, gt=0)
-    """Our time over the best of ``PEERS``."""
+    """Our time over the best of ``against``."""
+    max_planned_ratio_to_best: float | None = Field(default=None, gt=0)
+    """Likewise with what each does once per step before its first layer: plans, schedules."""
+    against: tuple[str, ...] = PEERS
+    """Peers each of which the best is known only after."""
+    no_slower_than: str | None = None
+    """A case of the same run whose time of ours is the most that ours may take."""
+    max_host_us: float | None = Field(default=None, gt=0)
+    """Microseconds that one forward may take on the host."""
     faster_than: tuple[str, ...] = ()
     """Peers whose time must be above ours."""
     max_ratios: tuple[PeerBound, ...] = ()
@@ -169,6 +211,8 @@ class KernelCase(Spec):
         for (query_len, seq_len), count in groups:
             new = f"{query_len} of " if 1 < query_len < seq_len else ""
             parts.append(f"{count} x {new}{seq_len}")
+        if len(set(self.query_lens)) > 3:
+            parts.append(f"{min(self.query_lens)}..{max(self.query_lens)} new")
         if self.sliding_window is not None:
             parts.append(f"window {self.sliding_window}")
         if self.sinks:
@@ -193,6 +237,25 @@ def _zipf_lens(count: int, shortest: int, longest: int) -> tuple[int, ...]:
     """``count`` lengths, log-uniform from ``shortest`` to ``longest``, always the same ones."""
     draws = torch.rand(count, generator=torch.Generator().manual_seed(0)).tolist()
     return tuple(int(shortest * (longest / shortest) ** draw) for draw in draws)
+
+
+def _mixed_lens(count: int, most_new: int) -> list[tuple[int, int, int]]:
+    """``count`` requests of 1 to ``most_new`` new tokens, log-uniform; half have a context.
+
+    Drawn from equal parts of the range, one each, so that few requests span it too. Always the same
+    ones, as (1, new, KV length); contexts have 64 to 8191 tokens, log-uniform.
+    """
+    generator = torch.Generator().manual_seed(0)
+    places = torch.randperm(count, generator=generator) + torch.rand(count, generator=generator)
+    has_context = torch.randperm(count, generator=generator) < count // 2
+    contexts = torch.rand(count, generator=generator)
+    requests = []
+    for place, is_extend, context in zip(
+        (places / count).tolist(), has_context.tolist(), contexts.tolist(), strict=True
+    ):
+        query_len = int((most_new + 1) ** place)
+        requests.append((1, query_len, query_len + is_extend * int(64 * 128**context)))
+    return requests
 
 
 def _case(
@@ -302,6 +365,42 @@ CASES: Final[tuple[KernelCase, ...]] = (
     ),
 )
 """The dense cases, in the order of the published table."""
+
+
+def _for_hopper(case: KernelCase) -> KernelCase:
+    """A case with the Hopper table's target, and without the dense table's variants."""
+    if case.is_bandwidth_bound:
+        target = Target(max_planned_ratio_to_best=1.0, against=HOPPER_PEERS)
+    else:
+        # The row whose host cost is judged: one launch, whatever the lengths.
+        host = HOST_TARGET_US if case.name == "pre_1x8k" else None
+        target = Target(max_ratio_to_best=1.0, against=HOPPER_PEERS, max_host_us=host)
+    return case.replace(target=target, compare_free_partition=False, compare_batch_invariant=False)
+
+
+def _fp8_twin(name: str, of: str) -> KernelCase:
+    """A case of the table over an fp8 cache, which is to be no slower."""
+    (twin,) = (case for case in CASES if case.name == of)
+    target = Target(no_slower_than=of)
+    changes = {"name": name, "target": target, "kv_cache_dtype": CacheDType.FP8_E4M3}
+    return twin.replace(**changes, compare_batch_invariant=False)
+
+
+HOST_TARGET_US: Final = 10.0
+"""Of one eager forward on the host."""
+HOPPER_CASES: Final[tuple[KernelCase, ...]] = (
+    *(_for_hopper(case) for case in CASES),
+    *(
+        _for_hopper(
+            _case(f"rag{count}_d{heads[2]}", CaseKind.MIXED, heads, _mixed_lens(count, 4000))
+        )
+        for heads in (_GQA, _D64)
+        for count in (6, 48)
+    ),
+    _fp8_twin("pre_fp8_1x8k", "pre_1x8k"),
+    _fp8_twin("chunk_fp8_2k_of_16k", "chunk_2k_of_16k"),
+)
+"""The cases of the Hopper table: the dense ones, ragged batches, fp8 caches."""
 
 SCRATCH_CASE: Final = _case("scratch", CaseKind.DECODE, _GQA, [(256, 1, 128)])
 """The shape whose scratch is bounded by ``MAX_SCRATCH_BYTES``; the lengths do not matter."""

@@ -1,5 +1,8 @@
 """``attn bench kernels``: time of a backend's forward on the dense cases, beside its peers.
 
+``--table hopper`` adds ragged batches and fp8 caches, times what each kernel needs once per step
+too, and judges ours against the fastest of FlashAttention-3, cuDNN, FlashInfer and XQA.
+
 Also ``python -m attn.bench.kernels``, which needs nothing beyond the library itself.
 """
 
@@ -20,7 +23,16 @@ from typing import Final
 
 import torch
 
-from attn.bench.cases import CASES, PEERS, CaseKind, KernelCase, select_cases
+from attn.bench.cases import (
+    ALL_PEERS,
+    CASES,
+    HOPPER_CASES,
+    PEERS,
+    BenchTable,
+    CaseKind,
+    KernelCase,
+    select_cases,
+)
 from attn.bench.inputs import Expected, expected_rows, make_content
 from attn.bench.ours import (
     Builder,
@@ -41,10 +53,16 @@ from attn.bench.results import (
     Environment,
     Status,
     checks_of,
-    render_markdown,
     verdict_of,
 )
-from attn.bench.timing import Timing, count_allocations, make_clock, time_interleaved
+from attn.bench.tables import render_markdown
+from attn.bench.timing import (
+    Timing,
+    count_allocations,
+    host_time_us,
+    make_clock,
+    time_interleaved,
+)
 from attn.device import detect_device
 from attn.errors import MissingDependencyError
 from attn.registry import AttentionBackendEnum, RegisteredBackend
@@ -57,6 +75,7 @@ INVARIANT: Final = "batch invariant"
 COMMIT_VARIABLE: Final = "ATTN_COMMIT"
 
 Log = Callable[[str], None]
+Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -72,14 +91,15 @@ class KernelBench:
     commit: str | None = None
     """Of the code that is measured; None asks the environment, then git."""
     seed: int = 0
+    table: BenchTable = BenchTable.DENSE
 
     def __post_init__(self) -> None:
         for name in ("rounds", "reps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         for peer in self.peers:
-            if peer not in PEERS:
-                raise ValueError(f"peer must be one of {', '.join(PEERS)}, got {peer!r}")
+            if peer not in ALL_PEERS:
+                raise ValueError(f"peer must be one of {', '.join(ALL_PEERS)}, got {peer!r}")
         if self.backend not in AttentionBackendEnum:
             known = ", ".join(member.name for member in AttentionBackendEnum)
             raise ValueError(f"backend must be one of {known}, got {self.backend!r}")
@@ -98,12 +118,19 @@ def check_run(name: str, run: KernelRun, expected: Expected) -> Contender | floa
     run.output.fill_(float("nan"))
     try:
         run.call()
-        error = expected.error_of(run.output)
+        error = expected.error_of(_output_of(run))
     except Exception as problem:
         # Where, but not the message: a compiler's has thousands of lines.
         traceback.print_tb(problem.__traceback__, limit=-4)
         return Contender(name=name, status=Status.FAILED, reason=describe(problem))
     return _judged(name, run, error)
+
+
+def _output_of(run: KernelRun) -> torch.Tensor:
+    """What the last call computed."""
+    if run.collect is not None:
+        run.collect()
+    return run.output
 
 
 def _judged(name: str, run: KernelRun, error: float) -> Contender | float:
@@ -129,11 +156,14 @@ def _our_runs(
         if not member.get_class().supports_batch_invariance():
             reason = "the backend does not support batch invariance"
             runs[INVARIANT] = Refusal(Status.UNSUPPORTED, reason)
+    prefill, decode = bench.table.prefill_kernel, bench.table.decode_kernel
     for name, options in variants.items():
         if name in runs:
             continue
         try:
-            made = make_builder(member, layer, **options)
+            made = make_builder(
+                member, layer, prefill_kernel=prefill, decode_kernel=decode, **options
+            )
             runs[name] = our_run(layer, made)
         except Exception as error:
             log(traceback.format_exc())
@@ -150,15 +180,40 @@ def _contender(
         return outcome
     if isinstance(outcome, Refusal):
         return Contender(name=name, status=outcome.status, reason=outcome.reason)
-    timing = timings[name]
+    timing, planned = timings[name], timings.get(_planned(name))
     return Contender(
         name=name,
         status=Status.MEASURED,
         time_us=timing.median_us,
+        planned_us=None if planned is None else planned.median_us,
         spread=timing.spread,
         calls=timing.calls,
         error=outcome,
     )
+
+
+def _planned(name: str) -> str:
+    """The name of a kernel's calls with the step's plan."""
+    return f"{name}, planned"
+
+
+def _calls_of(bench: KernelBench, runs: Mapping[str, KernelRun]) -> dict[str, Call]:
+    """What to time, each kernel's two kinds of calls one after the other."""
+    calls: dict[str, Call] = {}
+    for name, run in runs.items():
+        calls[name] = run.call
+        if run.planned is not None and bench.table is BenchTable.HOPPER:
+            calls[_planned(name)] = run.planned
+    return calls
+
+
+def _host_us(case: KernelCase, call: Call | None, device: torch.device) -> float | None:
+    """Of one of our calls on the host, where the case asks for it."""
+    if call is None or case.target.max_host_us is None:
+        return None
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return host_time_us(call)
 
 
 def bench_case(bench: KernelBench, case: KernelCase, device: torch.device, log: Log) -> CaseResult:
@@ -189,12 +244,12 @@ def bench_case(bench: KernelBench, case: KernelCase, device: torch.device, log: 
         for name, run in runs.items()
         if isinstance(run, KernelRun) and isinstance(outcomes[name], float)
     }
-    calls = {name: run.call for name, run in right.items()}
+    calls = _calls_of(bench, right)
     clock = make_clock(device, bench.reps)
     timings = time_interleaved(calls, clock, bench.rounds, bench.reps)
     for name, run in right.items():
         # A kernel that is wrong now and then shows itself after many launches.
-        outcomes[name] = _judged(name, run, expected.error_of(run.output))
+        outcomes[name] = _judged(name, run, expected.error_of(_output_of(run)))
     made = {name: _contender(name, outcome, timings) for name, outcome in outcomes.items()}
     decodes = case.kind is not CaseKind.PREFILL
     return CaseResult(
@@ -204,6 +259,7 @@ def bench_case(bench: KernelBench, case: KernelCase, device: torch.device, log: 
         free_partition=made.get(FREE),
         batch_invariant=made.get(INVARIANT),
         plan=plan_time(builder, layer) if builder and layer and decodes else None,
+        host_us=_host_us(case, calls.get(OURS), device),
         allocations=count_allocations(calls[OURS], device) if OURS in calls else None,
     )
 
@@ -239,8 +295,8 @@ def bench_kernels(
         release_memory(device)
         log(f"{case.name}: {case.what}")
         result = _bench_or_fail(bench, case, device, log)
-        log(_result_line(result))
         results = results.replace(cases=(*results.cases, result))
+        log(_result_line(result, results.cases))
         if on_result is not None:
             on_result(results)
         if not _still_works(device, log):
@@ -274,13 +330,16 @@ def _still_works(device: torch.device, log: Log) -> bool:
     return True
 
 
-def _result_line(result: CaseResult) -> str:
+def _result_line(result: CaseResult, others: Sequence[CaseResult]) -> str:
     parts = []
     for contender in (result.ours, result.free_partition, result.batch_invariant, *result.peers):
         if contender is not None and contender.time_us is not None:
             rate = f"{result.case.rate(contender.time_us):.0f} {result.case.unit}"
-            parts.append(f"{contender.name} {contender.time_us:.1f} us ({rate})")
-    verdict = verdict_of(checks_of(result))
+            planned = contender.planned_us
+            text = f"{contender.time_us:.1f} us"
+            text += "" if planned is None else f", planned {planned:.1f} us"
+            parts.append(f"{contender.name} {text} ({rate})")
+    verdict = verdict_of(checks_of(result, others))
     return "  " + ", ".join([*parts, "" if verdict is None else f"target {verdict.value}"])
 
 
@@ -304,6 +363,7 @@ def environment_of(bench: KernelBench) -> Environment:
         backend=bench.member.name,
         rounds=bench.rounds,
         reps=bench.reps,
+        table=bench.table,
     )
 
 
@@ -346,12 +406,13 @@ class Report:
         """New results, if any, over the earlier ones.
 
         Raises:
-            ValueError: earlier results that cannot be read, or of another backend or device.
+            ValueError: earlier results that cannot be read, or of another backend, device or
+                table.
         """
-        order = [case.name for case in CASES]
         found = [load_results(path) for path in self.merge] + ([results] if results else [])
         if not found:
             raise ValueError("merge must name results to render, got none")
+        order = [case.name for case in found[0].environment.table.cases]
         whole = found[0]
         for later in found[1:]:
             whole = later.merged(whole, order)
@@ -403,10 +464,12 @@ def run_and_report(bench: KernelBench | None, report: Report, log: Log = print) 
     return not any(result.ours.status in broken for result in whole.cases)
 
 
+_NAMES: Final = dict.fromkeys(case.name for case in (*CASES, *HOPPER_CASES))
 HELP: Final = {
     "backend": "Registry name of the backend.",
-    "case": f"Shell pattern of names, repeatable: {', '.join(case.name for case in CASES)}.",
-    "peer": f"Peer to compare with, repeatable, default all: {', '.join(PEERS)}.",
+    "table": "Which cases, peers and targets: dense, or hopper, which also times each step's plan.",
+    "case": f"Shell pattern of names, repeatable: {', '.join(_NAMES)}.",
+    "peer": f"Peer to compare with, repeatable, default the table's: {', '.join(ALL_PEERS)}.",
     "no_peers": "Compare with no peer.",
     "rounds": "Turns of every kernel.",
     "reps": "Most calls per turn.",
@@ -427,23 +490,28 @@ def make_bench(
     rounds: int,
     reps: int,
     commit: str | None,
+    table: str = BenchTable.DENSE,
 ) -> KernelBench:
     """The settings that a command line's options mean.
 
     Raises:
-        ValueError: an unknown backend, case or peer, or both peers and none.
+        ValueError: an unknown backend, table, case or peer, or both peers and none.
     """
     if peer and no_peers:
         raise ValueError(f"give peers or --no-peers, not both; got {', '.join(peer)}")
-    bench = KernelBench(backend=backend, rounds=rounds, reps=reps, commit=commit)
-    peers = () if no_peers else tuple(dict.fromkeys(peer)) or PEERS
-    return replace(bench, cases=select_cases(case), peers=peers)
+    if table not in list(BenchTable):
+        raise ValueError(f"table must be one of {', '.join(BenchTable)}, got {table!r}")
+    chosen = BenchTable(table)
+    bench = KernelBench(backend=backend, rounds=rounds, reps=reps, commit=commit, table=chosen)
+    peers = () if no_peers else tuple(dict.fromkeys(peer)) or chosen.peers
+    return replace(bench, cases=select_cases(case, chosen.cases), peers=peers)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """``python -m attn.bench.kernels``; the exit code."""
     parser = argparse.ArgumentParser("python -m attn.bench.kernels", description=__doc__)
     parser.add_argument("--backend", default=KernelBench.backend, help=HELP["backend"])
+    parser.add_argument("--table", default=BenchTable.DENSE.value, help=HELP["table"])
     parser.add_argument("--case", action="append", default=[], help=HELP["case"])
     parser.add_argument("--peer", action="append", default=[], help=HELP["peer"])
     parser.add_argument("--no-peers", action="store_true", help=HELP["no_peers"])

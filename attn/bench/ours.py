@@ -20,7 +20,7 @@ from attn.selector import refusals
 from builders.base import AttentionMetadataBuilder
 from builders.common import CommonAttentionMetadata
 from specs.attention import AttentionCGSupport, AttentionSelectorConfig
-from specs.engine import EngineConfig, SpeculativeConfig
+from specs.engine import DecodeKernel, EngineConfig, PrefillKernel, SpeculativeConfig
 from specs.kv_cache import FullAttentionSpec, SlidingWindowSpec
 
 MAX_MODEL_LEN: Final = 131072
@@ -34,7 +34,12 @@ Builder = AttentionMetadataBuilder[Any]
 MakeBuilder = Callable[..., Builder]
 
 
-def engine_config(case: KernelCase, batch_invariant: bool = False) -> EngineConfig:
+def engine_config(
+    case: KernelCase,
+    batch_invariant: bool = False,
+    prefill_kernel: PrefillKernel = PrefillKernel.AUTO,
+    decode_kernel: DecodeKernel = DecodeKernel.AUTO,
+) -> EngineConfig:
     """Limits of an engine that serves the case."""
     drafts = case.num_speculative_tokens
     return EngineConfig(
@@ -44,6 +49,8 @@ def engine_config(case: KernelCase, batch_invariant: bool = False) -> EngineConf
         num_heads=case.num_heads,
         speculative=SpeculativeConfig(num_speculative_tokens=drafts) if drafts else None,
         batch_invariant=batch_invariant,
+        prefill_kernel=prefill_kernel,
+        decode_kernel=decode_kernel,
     )
 
 
@@ -117,7 +124,12 @@ def make_layer(member: RegisteredBackend, content: Content, generator: torch.Gen
 
 
 def make_builder(
-    member: RegisteredBackend, layer: OurLayer, batch_invariant: bool = False, free: bool = False
+    member: RegisteredBackend,
+    layer: OurLayer,
+    batch_invariant: bool = False,
+    free: bool = False,
+    prefill_kernel: PrefillKernel = PrefillKernel.AUTO,
+    decode_kernel: DecodeKernel = DecodeKernel.AUTO,
 ) -> Builder:
     """The backend's builder for the case.
 
@@ -126,12 +138,14 @@ def make_builder(
         layer: the case's layer.
         batch_invariant: the engine setting of that name.
         free: the one that partitions keys with a view on the whole batch.
+        prefill_kernel: the engine setting of that name.
+        decode_kernel: likewise.
     """
     case = layer.content.case
     make: MakeBuilder = member.get_class().get_builder_cls()
     if free:
         make = free_partition_of(member) or make
-    config = engine_config(case, batch_invariant)
+    config = engine_config(case, batch_invariant, prefill_kernel, decode_kernel)
     return make(kv_cache_spec(case), ["layers.0"], config, layer.content.device)
 
 
@@ -149,10 +163,14 @@ def our_run(layer: OurLayer, builder: Builder) -> KernelRun:
     query, output = layer.content.query, torch.empty_like(layer.content.query)
     forward = layer.impl.forward
 
-    def call() -> None:
-        forward(layer.scales, query, None, None, layer.kv_cache, record, output)
+    def attend(step: Any) -> None:
+        forward(layer.scales, query, None, None, layer.kv_cache, step, output)
 
-    return KernelRun(call, output)
+    return KernelRun(
+        lambda: attend(record),
+        output,
+        planned=lambda: attend(builder.build(0, layer.batch)),
+    )
 
 
 def backend_refusals(case: KernelCase, member: RegisteredBackend) -> list[str]:

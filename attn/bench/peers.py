@@ -19,7 +19,14 @@ from typing import Any, Final
 
 import torch
 
-from attn.bench.cases import MODEL_DTYPE, CaseKind, KernelCase, select_cases
+from attn.bench.cases import (
+    CASES,
+    HOPPER_CASES,
+    MODEL_DTYPE,
+    CaseKind,
+    KernelCase,
+    select_cases,
+)
 from attn.bench.inputs import Content
 from attn.bench.results import Status
 from builders.paging import block_table_to_csr
@@ -49,6 +56,10 @@ class KernelRun:
     output: torch.Tensor
     """``[T, H, D]`` bf16."""
     tolerance: float = TOLERANCE
+    planned: Callable[[], object] | None = None
+    """The same step with what it needs once per step before it; None where that is nothing."""
+    collect: Callable[[], object] | None = None
+    """Brings the last call's result into ``output`` where the kernel cannot write there itself."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,7 @@ def prepare_peer(name: str, content: Content) -> KernelRun | Refusal:
     """A peer on a case, planned; or why not.
 
     Args:
-        name: one of ``PEERS``.
+        name: one of ``ALL_PEERS``.
         content: the case's inputs.
 
     Raises:
@@ -125,25 +136,29 @@ def _fa3(module: Any, content: Content) -> KernelRun | Refusal:
     query = content.query.to(content.key.dtype)
     window = _window(content)
     max_query_len, max_seq_len = max(case.query_lens), max(case.seq_lens)
-    schedule = module.get_scheduler_metadata(
-        batch_size=case.num_reqs,
-        max_seqlen_q=max_query_len,
-        max_seqlen_k=max_seq_len,
-        num_heads_q=case.num_heads,
-        num_heads_kv=case.num_kv_heads,
-        headdim=case.head_size,
-        cache_seqlens=content.seq_lens,
-        qkv_dtype=content.key.dtype,
-        cu_seqlens_q=content.query_start_loc,
-        page_size=case.block_size,
-        causal=True,
-        window_size=window,
-        num_splits=0,
-    )
+
+    def plan() -> object:
+        return module.get_scheduler_metadata(
+            batch_size=case.num_reqs,
+            max_seqlen_q=max_query_len,
+            max_seqlen_k=max_seq_len,
+            num_heads_q=case.num_heads,
+            num_heads_kv=case.num_kv_heads,
+            headdim=case.head_size,
+            cache_seqlens=content.seq_lens,
+            qkv_dtype=content.key.dtype,
+            cu_seqlens_q=content.query_start_loc,
+            page_size=case.block_size,
+            causal=True,
+            window_size=window,
+            num_splits=0,
+        )
+
+    made = plan()
     descale = _descale(content) if quantized else None
     sinks = _bf16_sinks(content)
 
-    def call() -> None:
+    def attend(schedule: object) -> None:
         module.flash_attn_varlen_func(
             q=query,
             k=content.key,
@@ -166,7 +181,12 @@ def _fa3(module: Any, content: Content) -> KernelRun | Refusal:
             s_aux=sinks,
         )
 
-    return KernelRun(call, output, FP8_QUERY_TOLERANCE if quantized else TOLERANCE)
+    return KernelRun(
+        lambda: attend(made),
+        output,
+        FP8_QUERY_TOLERANCE if quantized else TOLERANCE,
+        planned=lambda: attend(plan()),
+    )
 
 
 def _vllm_triton(module: Any, content: Content) -> KernelRun | Refusal:
@@ -224,10 +244,11 @@ def _flashinfer(module: Any, content: Content) -> KernelRun | Refusal:
     if case.sinks:
         return Refusal(Status.UNSUPPORTED, "these wrappers take no sinks")
     pages = block_table_to_csr(content.block_table, content.seq_lens, case.block_size)
-    indptr = pages.indptr.cpu()
-    last_page_len = pages.last_page_len.cpu()
+    indptr = _pinned(pages.indptr)
+    last_page_len = _pinned(pages.last_page_len)
     indices = pages.indices[: int(indptr[-1])].contiguous()
     workspace = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    lengths: tuple[torch.Tensor, ...] = (indptr, indices, last_page_len)
     sizes = (case.num_heads, case.num_kv_heads, case.head_size, case.block_size)
     common = {
         "sm_scale": case.scale,
@@ -239,23 +260,39 @@ def _flashinfer(module: Any, content: Content) -> KernelRun | Refusal:
         wrapper = module.BatchDecodeWithPagedKVCacheWrapper(
             workspace, "NHD", use_tensor_cores=True, backend=_wrapper_backend(case)
         )
-        wrapper.plan(indptr, indices, last_page_len, *sizes, **common)
     else:
         backend = _wrapper_backend(case)
         wrapper = module.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
-        starts = content.query_start_loc.cpu()
-        wrapper.plan(starts, indptr, indices, last_page_len, *sizes, causal=True, **common)
+        lengths = (_pinned(content.query_start_loc), *lengths)
+        common["causal"] = True
     cache = (content.key, content.value)
+
+    def plan() -> None:
+        wrapper.plan(*lengths, *sizes, **common)
 
     def call() -> None:
         wrapper.run(content.query, cache, out=output)
 
-    return KernelRun(call, output)
+    def plan_and_call() -> None:
+        plan()
+        call()
+
+    plan()
+    return KernelRun(call, output, planned=plan_and_call)
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """On the host, so that a copy back to the device waits for nothing."""
+    return tensor.cpu().pin_memory() if tensor.is_cuda else tensor
 
 
 def _wrapper_backend(case: KernelCase) -> str:
-    """fa2 packs the query heads of a KV head into one tile, which short queries need."""
-    return "fa2" if case.is_bandwidth_bound else "fa3"
+    """fa2 packs the query heads of a KV head into one tile, which short queries need.
+
+    It also takes a cache of another type than the query's, which fa3 does not.
+    """
+    mixes = case.kv_cache_dtype.is_quantized
+    return "fa2" if case.is_bandwidth_bound or mixes else "fa3"
 
 
 def _xqa(module: Any, content: Content) -> KernelRun | Refusal:
@@ -306,12 +343,105 @@ def _causal_bits(num_reqs: int, query_len: int) -> torch.Tensor:
     return signed.expand(num_reqs, -1, -1).contiguous().view(torch.uint16)
 
 
+def _cudnn(module: Any, content: Content) -> KernelRun | Refusal:
+    """CuDNN's attention: torch's over contiguous rows where that has the mask, else the paged one.
+
+    Torch's aligns causality with the first key, and takes one length for all requests.
+    """
+    case = content.case
+    if case.is_bandwidth_bound:
+        return Refusal(Status.UNSUPPORTED, "prefills and mixed steps only")
+    for what, is_asked in (
+        ("sinks", case.sinks),
+        ("a window", case.sliding_window is not None),
+        ("a quantised cache", case.kv_cache_dtype.is_quantized),
+    ):
+        if is_asked:
+            return Refusal(Status.UNSUPPORTED, f"not called with {what}")
+    if case.query_lens == case.seq_lens and len(set(case.query_lens)) == 1:
+        return _cudnn_of_torch(module, content)
+    try:
+        import_module("cudnn")
+        paged = import_module("flashinfer.cudnn")
+    except Exception as error:
+        reason = "torch's has neither lengths nor a context, and the paged one cannot be imported"
+        return Refusal(Status.UNSUPPORTED, f"{reason}: {describe(error)}")
+    run = _cudnn_paged(paged, content)
+    try:
+        run.call()
+        # An error of the kernel itself shows here, and not in another's call.
+        torch.cuda.synchronize(content.device)
+    except Exception as error:
+        return Refusal(Status.UNSUPPORTED, f"the paged one: {describe(error)}")
+    return run
+
+
+def _cudnn_of_torch(module: Any, content: Content) -> KernelRun:
+    case, output = content.case, _output(content)
+
+    def by_request(rows: torch.Tensor) -> torch.Tensor:
+        return rows.view(case.num_reqs, case.query_lens[0], *rows.shape[1:]).transpose(1, 2)
+
+    query = by_request(content.query)
+    key, value = (
+        by_request(content.rows(side, content.slots)) for side in (content.key, content.value)
+    )
+    attend = torch.nn.functional.scaled_dot_product_attention
+    results: list[torch.Tensor] = []
+
+    def call() -> None:
+        results.clear()
+        with module.sdpa_kernel(module.SDPBackend.CUDNN_ATTENTION):
+            results.append(
+                attend(query, key, value, is_causal=True, scale=case.scale, enable_gqa=True)
+            )
+
+    def collect() -> None:
+        output.copy_(results[0].transpose(1, 2).flatten(0, 1))
+
+    return KernelRun(call, output, collect=collect)
+
+
+def _cudnn_paged(module: Any, content: Content) -> KernelRun:
+    case, device, output = content.case, content.device, _output(content)
+    workspace = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    # Pages as it names their axes; they lie as they are.
+    key, value = content.key.transpose(1, 2), content.value.transpose(1, 2)
+    query_lens = torch.tensor(case.query_lens, dtype=torch.int32, device=device)
+    offsets = content.query_start_loc * (case.num_heads * case.head_size)
+    lens = {
+        "actual_seq_lens_q": query_lens.view(-1, 1, 1, 1),
+        "actual_seq_lens_kv": content.seq_lens.view(-1, 1, 1, 1),
+        "max_token_per_sequence": max(case.query_lens),
+        "max_sequence_kv": max(case.seq_lens),
+        "batch_offsets_q": offsets,
+        "batch_offsets_o": offsets,
+    }
+
+    def call() -> None:
+        module.cudnn_batch_prefill_with_kv_cache(
+            content.query,
+            key,
+            value,
+            case.scale,
+            workspace,
+            block_tables=content.block_table,
+            causal=True,
+            return_lse=False,
+            out=output,
+            **lens,
+        )
+
+    return KernelRun(call, output)
+
+
 Adapter = Callable[[Any, Content], KernelRun | Refusal]
 
 _ADAPTERS: Final[dict[str, tuple[str, Adapter]]] = {
     "fa3": ("vllm.vllm_flash_attn", _fa3),
     "flashinfer": ("flashinfer", _flashinfer),
     "xqa": ("flashinfer.decode", _xqa),
+    "cudnn": ("torch.nn.attention", _cudnn),
     "vllm_triton": ("vllm.v1.attention.ops.triton_unified_attention", _vllm_triton),
 }
 """Module to import, and what makes a run of it."""
@@ -369,4 +499,5 @@ def _modules_of(case: KernelCase) -> Iterator[tuple[Any, ...]]:
 
 
 if __name__ == "__main__":
-    sys.exit(0 if compile_flashinfer(select_cases(sys.argv[1:])) else 1)
+    known = tuple({case.name: case for case in (*CASES, *HOPPER_CASES)}.values())
+    sys.exit(0 if compile_flashinfer(select_cases(sys.argv[1:], known)) else 1)

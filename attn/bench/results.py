@@ -1,8 +1,7 @@
-"""Results of the kernel benchmark: records, targets judged, and the markdown of a table."""
+"""Results of the kernel benchmark: records, and targets judged."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import StrEnum, unique
 from typing import NamedTuple, Self
@@ -12,7 +11,7 @@ from pydantic import model_validator
 from attn.bench.cases import (
     MAX_FREE_PARTITION_RATIO,
     MAX_SCRATCH_BYTES,
-    PEERS,
+    BenchTable,
     KernelCase,
 )
 from specs.base import NonNegativeInt, PositiveInt, Spec
@@ -49,6 +48,8 @@ class Contender(Spec):
     status: Status
     time_us: float | None = None
     """Median, microseconds; only when measured."""
+    planned_us: float | None = None
+    """Likewise with the step's plan before it, where it has one; only in tables that ask."""
     spread: float | None = None
     """(largest - smallest) / median of the rounds' medians."""
     calls: NonNegativeInt = 0
@@ -69,6 +70,10 @@ class Contender(Spec):
         if self.time_us is not None and self.time_us <= 0:
             raise ValueError(f"time_us must be positive, got {self.time_us}")
         return self
+
+    def cost(self, planned: bool = False) -> float | None:
+        """Its time; ``planned`` with the step's plan where it has one. None when not measured."""
+        return self.time_us if not planned or self.planned_us is None else self.planned_us
 
 
 class PlanTime(Spec):
@@ -93,6 +98,8 @@ class CaseResult(Spec):
     batch_invariant: Contender | None = None
     """The same backend with ``EngineConfig.batch_invariant=True``."""
     plan: PlanTime | None = None
+    host_us: float | None = None
+    """Median time of one forward on the host; None where no target asks for it."""
     allocations: NonNegativeInt | None = None
     """Of device memory, in ten calls of ``forward``; None where it cannot be counted."""
 
@@ -103,8 +110,12 @@ class CaseResult(Spec):
     @property
     def best_peer(self) -> Contender | None:
         """The fastest of the measured peers."""
+        return self.best()
+
+    def best(self, planned: bool = False) -> Contender | None:
+        """The fastest of the measured peers; ``planned`` counts what each plans per step."""
         measured = [peer for peer in self.peers if peer.time_us is not None]
-        return min(measured, key=lambda peer: peer.time_us or 0.0, default=None)
+        return min(measured, key=lambda peer: peer.cost(planned) or 0.0, default=None)
 
 
 class Environment(Spec):
@@ -120,6 +131,7 @@ class Environment(Spec):
     backend: str
     rounds: PositiveInt
     reps: PositiveInt
+    table: BenchTable = BenchTable.DENSE
 
 
 class BenchResults(Spec):
@@ -140,10 +152,10 @@ class BenchResults(Spec):
             order: names of all cases; the result follows it, unknown names last.
 
         Raises:
-            ValueError: ``earlier`` is of another backend or device.
+            ValueError: ``earlier`` is of another backend, device or table.
         """
-        for name in ("backend", "device"):
-            ours, theirs = getattr(self.environment, name), getattr(earlier.environment, name)
+        for name in ("backend", "device", "table"):
+            ours, theirs = (str(getattr(x.environment, name)) for x in (self, earlier))
             if ours != theirs:
                 raise ValueError(f"earlier results must have {name} {ours!r}, got {theirs!r}")
         cases = {result.case.name: result for result in (*earlier.cases, *self.cases)}
@@ -170,13 +182,26 @@ class Check(NamedTuple):
     verdict: Verdict
 
 
-def checks_of(result: CaseResult) -> list[Check]:
-    """Every bound of a case's target, judged."""
+def checks_of(result: CaseResult, others: Iterable[CaseResult] = ()) -> list[Check]:
+    """Every bound of a case's target, judged.
+
+    Args:
+        result: of the case.
+        others: the run's, where a target can name another case.
+    """
     target, unit = result.case.target, result.case.unit
     checks = []
     if target.max_ratio_to_best is not None:
         text = f"<= {target.max_ratio_to_best:.2f} x best"
         checks.append(Check(text, _against_best(result, target.max_ratio_to_best)))
+    if target.max_planned_ratio_to_best is not None:
+        text = f"<= {target.max_planned_ratio_to_best:.2f} x best, plans included"
+        verdict = _against_best(result, target.max_planned_ratio_to_best, planned=True)
+        checks.append(Check(text, verdict))
+    if target.no_slower_than is not None:
+        named = (other.ours for other in others if other.case.name == target.no_slower_than)
+        verdict = _against(result, next(named, None), 1.0)
+        checks.append(Check(f"<= {target.no_slower_than}", verdict))
     for name in target.faster_than:
         checks.append(Check(f"< {name}", _against(result, result.peer(name), 1.0, strict=True)))
     for bound in target.max_ratios:
@@ -187,6 +212,15 @@ def checks_of(result: CaseResult) -> list[Check]:
         holds = None if time_us is None else result.case.rate(time_us) >= target.min_rate
         checks.append(Check(f">= {target.min_rate:g} {unit}", _judge(result.ours, holds)))
     return checks
+
+
+def host_check(result: CaseResult) -> Check | None:
+    """One forward on the host against the case's bound; None without one."""
+    bound = result.case.target.max_host_us
+    if bound is None:
+        return None
+    holds = None if result.host_us is None else result.host_us <= bound
+    return Check(f"<= {bound:g} us", _judge(result.ours, holds))
 
 
 def verdict_of(checks: Iterable[Check]) -> Verdict | None:
@@ -239,225 +273,29 @@ def _judge(ours: Contender, holds: bool | None) -> Verdict:
 
 
 def _against(
-    result: CaseResult, other: Contender | None, max_ratio: float, strict: bool = False
+    result: CaseResult,
+    other: Contender | None,
+    max_ratio: float,
+    strict: bool = False,
+    planned: bool = False,
 ) -> Verdict:
-    """Our time against ``max_ratio`` times another's; ``strict`` refuses equality."""
+    """Our time against ``max_ratio`` times another's.
+
+    ``strict`` refuses equality; ``planned`` counts what each plans per step, and ours must have
+    been measured so.
+    """
     holds = None
-    if other is not None and other.time_us is not None and result.ours.time_us is not None:
-        ours, bound = result.ours.time_us, max_ratio * other.time_us
-        holds = ours < bound if strict else ours <= bound
+    ours = result.ours.planned_us if planned else result.ours.time_us
+    theirs = None if other is None else other.cost(planned)
+    if theirs is not None and ours is not None:
+        holds = ours < max_ratio * theirs if strict else ours <= max_ratio * theirs
     return _judge(result.ours, holds)
 
 
-def _against_best(result: CaseResult, max_ratio: float) -> Verdict:
-    """Against the fastest of ``PEERS``: met only when each was measured or has no such kernel."""
-    verdict = _against(result, result.best_peer, max_ratio)
+def _against_best(result: CaseResult, max_ratio: float, planned: bool = False) -> Verdict:
+    """Against the fastest peer: met only when each was measured or has no such kernel."""
+    verdict = _against(result, result.best(planned), max_ratio, planned=planned)
     known = (Status.MEASURED, Status.UNSUPPORTED)
-    results = [result.peer(name) for name in PEERS]
+    results = [result.peer(name) for name in result.case.target.against]
     complete = all(peer is not None and peer.status in known for peer in results)
     return Verdict.NOT_MEASURED if verdict is Verdict.MET and not complete else verdict
-
-
-# -- Markdown.
-
-_HOW = (
-    "Median of single calls ({reps} per round at most, {rounds} rounds, the kernels in turn within "
-    "a round), {clock}. `forward` only: a plan is made before, and those of decodes have a table "
-    "of their own. GB/s counts each live key and value once, plus query and output; TF counts "
-    "visible pairs only, 4 x head size flops per pair and query head. Keys and values are random, "
-    "block tables permuted, pages hold {block_sizes} tokens, unused slots of our cache NaN. A "
-    "kernel's sampled rows are compared with float64 before it is timed and again after; `error` "
-    "is the largest relative norm. `spread` is (largest - smallest) / median of our rounds' "
-    "medians."
-)
-_CUDA_CLOCK = (
-    "CUDA events around each call, 256 MiB written before it to empty the L2 cache, launches "
-    "queued ahead of the GPU"
-)
-_CPU_CLOCK = "by the host's clock, caches as they are"
-_LEGEND = "Times in us. `-`: no such kernel; `n/a`: cannot run here; empty: not asked for."
-
-
-def render_markdown(results: BenchResults) -> str:
-    """The tables; depends on nothing but ``results``."""
-    environment = results.environment
-    sizes = sorted({result.case.block_size for result in results.cases})
-    how = _HOW.format(
-        reps=environment.reps,
-        rounds=environment.rounds,
-        clock=_CPU_CLOCK if environment.device == "cpu" else _CUDA_CLOCK,
-        block_sizes=" or ".join(str(size) for size in sizes) or "no",
-    )
-    versions = ", ".join(
-        f"{name} {getattr(environment, name)}" for name in ("torch", "triton", "vllm", "flashinfer")
-    )
-    parts = [
-        f"# {environment.backend} on {environment.device}",
-        f"{environment.date}, commit {environment.commit}; {versions}.",
-        how,
-        _summary(results),
-        "## Cases",
-        _LEGEND,
-        _case_table(results.cases),
-        *_section("Batch-invariant decode against a free partition", _free_table(results)),
-        *_section("Batch-invariant prefill", _invariant_table(results)),
-        *_section("The step's plan", _plan_table(results)),
-        "## Memory",
-        _memory_table(results),
-        *_section("Not measured", _reasons(results)),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _section(title: str, body: str) -> list[str]:
-    return [f"## {title}", body] if body else []
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _summary(results: BenchResults) -> str:
-    checks = [check for result in results.cases for check in checks_of(result)]
-    checks += [free_partition_check(r) for r in results.cases if r.case.compare_free_partition]
-    checks += [scratch_check(results), allocation_check(results)]
-    counts = Counter(check.verdict for check in checks)
-    return "Targets: " + ", ".join(f"{counts[v]} {v.value}" for v in Verdict) + "."
-
-
-def _time(contender: Contender | None) -> str:
-    if contender is None:
-        return ""
-    if contender.time_us is not None:
-        return f"{contender.time_us:.1f}"
-    short = {Status.UNSUPPORTED: "-", Status.UNAVAILABLE: "n/a"}
-    return short.get(contender.status, contender.status.value)
-
-
-def _percent(part: float | None) -> str:
-    return "" if part is None else f"{100 * part:.1f} %"
-
-
-def _rate(result: CaseResult, contender: Contender | None) -> str:
-    if contender is None or contender.time_us is None:
-        return ""
-    return f"{result.case.rate(contender.time_us):.0f} {result.case.unit}"
-
-
-def _ratio(ours: Contender, other: Contender | None) -> str:
-    if other is None or other.time_us is None or ours.time_us is None:
-        return ""
-    return f"{ours.time_us / other.time_us:.3f}"
-
-
-def _error(contender: Contender) -> str:
-    return "" if contender.error is None else f"{contender.error:.1e}"
-
-
-def _case_table(cases: Sequence[CaseResult]) -> str:
-    header = ["case", "what", "ours", "rate", "spread", "error", *PEERS]
-    header += ["best peer", "ours / best", "target", "verdict"]
-    rows = []
-    for result in cases:
-        checks, best = checks_of(result), result.best_peer
-        verdict = verdict_of(checks)
-        rows.append(
-            [
-                result.case.name,
-                result.case.what,
-                f"**{_time(result.ours)}**",
-                _rate(result, result.ours),
-                _percent(result.ours.spread),
-                _error(result.ours),
-                *(_time(result.peer(name)) for name in PEERS),
-                "" if best is None else f"{best.name} {_rate(result, best)}",
-                _ratio(result.ours, best),
-                ", ".join(check.text for check in checks),
-                "" if verdict is None else _verdict_text(verdict, checks),
-            ]
-        )
-    return _table(header, rows)
-
-
-def _verdict_text(verdict: Verdict, checks: Sequence[Check]) -> str:
-    """The verdict; which bounds it is about where only some are."""
-    about = [check.text for check in checks if check.verdict is verdict]
-    if verdict is Verdict.MET or len(about) == len(checks):
-        return verdict.value
-    return f"{verdict.value}: {', '.join(about)}"
-
-
-def _free_table(results: BenchResults) -> str:
-    header = ["case", "invariant", "free", "invariant / free", "target", "verdict"]
-    rows = []
-    for result in results.cases:
-        if result.case.compare_free_partition:
-            check = free_partition_check(result)
-            ours, free = result.ours, result.free_partition
-            times = [_time(ours), _time(free) or "n/a", _ratio(ours, free)]
-            rows.append([result.case.name, *times, check.text, check.verdict.value])
-    return _table(header, rows) if rows else ""
-
-
-def _invariant_table(results: BenchResults) -> str:
-    header = ["case", "default", "rate", "invariant", "rate", "invariant / default"]
-    rows = []
-    for result in results.cases:
-        if result.case.compare_batch_invariant:
-            ours, other = result.ours, result.batch_invariant
-            ratio = "" if other is None else _ratio(other, ours)
-            cells = [_time(ours), _rate(result, ours), _time(other) or "n/a", _rate(result, other)]
-            rows.append([result.case.name, *cells, ratio])
-    return _table(header, rows) if rows else ""
-
-
-def _plan_table(results: BenchResults) -> str:
-    header = ["case", "kernels of build, us", "build on the host, us", "forward, us"]
-    rows = []
-    for result in results.cases:
-        if result.plan is not None:
-            gpu = "n/a" if result.plan.gpu_us is None else f"{result.plan.gpu_us:.1f}"
-            row = [result.case.name, gpu, f"{result.plan.host_us:.1f}", _time(result.ours)]
-            rows.append(row)
-    return _table(header, rows) if rows else ""
-
-
-def _memory_table(results: BenchResults) -> str:
-    scratch, allocation = scratch_check(results), allocation_check(results)
-    size, counts = results.scratch_bytes, [result.allocations for result in results.cases]
-    known = [count for count in counts if count is not None]
-    rows = [
-        [
-            "scratch, 256 sequences, 32/8 heads, head size 128",
-            "n/a" if size is None else f"{size / (1 << 20):.1f} MiB",
-            scratch.text,
-            scratch.verdict.value,
-        ],
-        [
-            f"allocations in ten forwards, most of {len(known)} cases",
-            str(max(known)) if known else "n/a",
-            allocation.text,
-            allocation.verdict.value,
-        ],
-    ]
-    return _table(["what", "measured", "target", "verdict"], rows)
-
-
-def _reasons(results: BenchResults) -> str:
-    """Each reason once, with the cases it holds for."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for result in results.cases:
-        extra = (result.free_partition, result.batch_invariant)
-        for contender in (result.ours, *result.peers, *(item for item in extra if item)):
-            if contender.reason:
-                what = f"{contender.name}, {contender.status.value}"
-                found.setdefault((what, contender.reason), []).append(result.case.name)
-        if result.plan is not None and result.plan.reason:
-            found.setdefault(("plan", result.plan.reason), []).append(result.case.name)
-    if results.scratch_reason:
-        found[("scratch", results.scratch_reason)] = []
-    lines = []
-    for (what, reason), names in found.items():
-        lines.append(f"- {what}: {reason}" + (f" ({', '.join(names)})" if names else ""))
-    return "\n".join(lines)

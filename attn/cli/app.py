@@ -285,6 +285,7 @@ def bench_kernels_command(
     backend: Annotated[str, typer.Option("--backend", "-b", help=HELP["backend"])] = (
         KernelBench.backend
     ),
+    table: Annotated[str, typer.Option(help=HELP["table"])] = KernelBench.table.value,
     case: Annotated[list[str] | None, typer.Option(help=HELP["case"])] = None,
     peer: Annotated[list[str] | None, typer.Option(help=HELP["peer"])] = None,
     no_peers: Annotated[bool, typer.Option("--no-peers", help=HELP["no_peers"])] = False,
@@ -300,7 +301,9 @@ def bench_kernels_command(
     with _clear_errors():
         settings = None
         if not render:
-            settings = make_bench(backend, case or (), peer or (), no_peers, rounds, reps, commit)
+            settings = make_bench(
+                backend, case or (), peer or (), no_peers, rounds, reps, commit, table
+            )
         passed = run_and_report(settings, Report(out, json, tuple(merge or ())))
     if not passed:
         raise typer.Exit(1)

@@ -173,8 +173,11 @@ class DenseLauncher:
         varying["counters_ptr"] = plan.counters
         varying["states_ptr"] = plan.states
         varying["sums_ptr"] = plan.sums
+        likeness = _likeness(step, tensors)
         if plan.hopper is not None:
-            return self._split_on_hopper(plan, step, tensors, varying)
+            call = self._split_on_hopper(plan, step, tensors, varying, likeness)
+            if call is not None:
+                return call
         tile = plan.tile
         static = (
             tile,
@@ -185,7 +188,7 @@ class DenseLauncher:
             plan.bundles,
             plan.is_free,
         )
-        key = (*static, _likeness(step, tensors))
+        key = (*static, likeness)
         form = self._forms.get(key)
         if form is None:
             fixed = self._fixed(step, tensors, varying)
@@ -207,7 +210,9 @@ class DenseLauncher:
         varying["num_reqs"] = step.num_reqs
         tile, likeness = plan.tile, _likeness(step, tensors)
         if plan.hopper is not None:
-            return self._on_hopper(plan.hopper, step, tensors, varying, likeness)
+            call = self._on_hopper(plan.hopper, step, tensors, varying, likeness)
+            if call is not None:
+                return call
         key = (tile, likeness)
         form = self._forms.get(key)
         if form is None:
@@ -224,14 +229,17 @@ class DenseLauncher:
         tensors: DenseTensors,
         varying: Mapping[str, Any],
         likeness: tuple[Any, ...],
-    ) -> KernelCall:
+    ) -> KernelCall | None:
+        """The launch of the kernel for Hopper; None where it leaves the layer to the plain one."""
         if self._hopper is None:
             from attn.kernels.hopper.launch import HopperLauncher
 
             self._hopper = HopperLauncher(self.layer)
-        if not self._hopper.knows(plan, likeness):
+        # The rest of what its descriptors need aligned is part of the likeness.
+        key = (likeness, tensors.query.data_ptr() % 16)
+        if not self._hopper.knows(plan, key):
             _check(self.layer, step, tensors)
-        return self._hopper.call(plan, step, tensors, varying, likeness)
+        return self._hopper.call(plan, step, tensors, varying, key)
 
     def _split_on_hopper(
         self,
@@ -239,12 +247,13 @@ class DenseLauncher:
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
         varying: Mapping[str, Any],
-    ) -> KernelCall:
+        likeness: tuple[Any, ...],
+    ) -> KernelCall | None:
+        """The launch of the kernel for Hopper; None where it leaves the layer to the plain one."""
         if self._hopper_decode is None:
             from attn.kernels.hopper.decode_launch import HopperDecodeLauncher
 
             self._hopper_decode = HopperDecodeLauncher(self.layer)
-        likeness = _likeness(step, tensors)
         if not self._hopper_decode.knows(plan, likeness):
             _check(self.layer, step, tensors)
             _check_heads(self.layer, plan)

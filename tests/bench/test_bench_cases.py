@@ -3,7 +3,16 @@
 import pytest
 from pydantic import ValidationError
 
-from attn.bench.cases import CASES, PEERS, CaseKind, Target, select_cases
+from attn.bench.cases import (
+    CASES,
+    HOPPER_CASES,
+    HOPPER_PEERS,
+    PEERS,
+    BenchTable,
+    CaseKind,
+    Target,
+    select_cases,
+)
 from specs.dtypes import CacheDType
 
 PUBLISHED = {
@@ -145,3 +154,52 @@ def test_patterns_choose_cases():
 def test_lengths_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(ValidationError, match=message):
         BY_NAME["dec_b1_8k"].replace(**changes)
+
+
+# -- The Hopper table.
+
+HOPPER = {case.name: case for case in HOPPER_CASES}
+RAGGED = [name for name in HOPPER if name.startswith("rag")]
+
+
+def test_the_hopper_table_holds_every_dense_case_and_more():
+    assert BenchTable.HOPPER.cases is HOPPER_CASES
+    assert BenchTable.HOPPER.peers == HOPPER_PEERS
+    assert (BenchTable.DENSE.cases, BenchTable.DENSE.peers) == (CASES, PEERS)
+    more = ["rag6_d128", "rag48_d128", "rag6_d64", "rag48_d64"]
+    more += ["pre_fp8_1x8k", "chunk_fp8_2k_of_16k"]
+    assert list(HOPPER) == [*PUBLISHED, *more]
+    for name in PUBLISHED:
+        dense = {**BY_NAME[name].model_dump(), "target": None}
+        ours = {**HOPPER[name].model_dump(), "target": None}
+        unlike = {field for field in dense if dense[field] != ours[field]}
+        assert unlike <= {"compare_free_partition", "compare_batch_invariant"}
+
+
+def test_targets_of_the_hopper_table_are_level_with_the_best():
+    for name, case in HOPPER.items():
+        target = case.target
+        if "fp8" in name and not case.is_bandwidth_bound:
+            assert target == Target(no_slower_than=name.replace("fp8_", ""))
+            continue
+        assert target.against == HOPPER_PEERS
+        # With their plans where a step's plan weighs; nothing is judged both ways.
+        planned = (target.max_planned_ratio_to_best, target.max_ratio_to_best)
+        assert planned == ((1.0, None) if case.is_bandwidth_bound else (None, 1.0))
+    assert [name for name, case in HOPPER.items() if case.target.max_host_us] == ["pre_1x8k"]
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_ragged_batches_span_what_was_asked_for(name):
+    case = HOPPER[name]
+    count = int(name.removeprefix("rag").split("_")[0])
+    assert case.num_reqs == count
+    assert min(case.query_lens) <= 4
+    assert 1500 <= max(case.query_lens) <= 4000
+    contexts = [b - a for a, b in zip(case.query_lens, case.seq_lens, strict=True)]
+    assert sum(context > 0 for context in contexts) == count // 2
+    assert all(context == 0 or 64 <= context < 8192 for context in contexts)
+    assert case.query_lens == HOPPER[f"rag{count}_d64"].query_lens
+    assert f"{min(case.query_lens)}..{max(case.query_lens)} new" in case.what
+    # A quarter of them, give or take, is served as short rows.
+    assert 0 < sum(length <= 16 for length in case.query_lens) < count / 2

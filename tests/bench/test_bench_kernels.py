@@ -1,5 +1,7 @@
 """The benchmark's own steps on a CPU: inputs, checks, timing, peers' calls, command lines."""
 
+import contextlib
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from attn.bench import kernels, peers
-from attn.bench.cases import CASES, PEERS, KernelCase
+from attn.bench.cases import ALL_PEERS, CASES, HOPPER_CASES, PEERS, BenchTable, KernelCase, Target
 from attn.bench.inputs import expected_rows, make_content, permuted_table, sampled_tokens
 from attn.bench.kernels import KernelBench, Report, bench_kernels, main, run_and_report
 from attn.bench.ours import engine_config, make_layer
@@ -131,7 +133,7 @@ def test_expected_rows_notice_a_shifted_token_a_head_and_nan():
 
 
 def test_engine_limits_hold_the_case():
-    for case in CASES:
+    for case in (*CASES, *HOPPER_CASES):
         config = engine_config(case)
         assert config.max_model_len >= max(case.seq_lens)
         assert config.max_num_seqs >= case.num_reqs
@@ -268,6 +270,43 @@ def test_peers_are_checked_and_timed_beside_ours(monkeypatch):
     assert result.best_peer.name in ("fa3", "vllm_triton")
 
 
+def test_the_hopper_table_times_plans_and_the_host_too(monkeypatch):
+    case = TINY["prefill"].replace(compare_batch_invariant=False, target=Target(max_host_us=1e9))
+    built = []
+    build = TorchRefMetadataBuilder.build
+
+    def counted(self, *arguments, **options):
+        built.append(1)
+        return build(self, *arguments, **options)
+
+    monkeypatch.setattr(TorchRefMetadataBuilder, "build", counted)
+    bench = bench_of("prefill", table=BenchTable.HOPPER)
+    bench = dataclasses.replace(bench, cases=(case,))
+    results = bench_kernels(bench, quiet)
+    (result,) = results.cases
+    assert results.environment.table is BenchTable.HOPPER
+    assert result.ours.status is Status.MEASURED, result.ours
+    assert result.ours.planned_us > 0
+    assert result.host_us > 0
+    # Once for the plain calls, then with every planned call: one to warm up, two in two rounds.
+    assert len(built) == 1 + 1 + 2 * 2
+    (dense,) = bench_kernels(bench_of("prefill"), quiet).cases
+    assert (dense.ours.planned_us, dense.host_us) == (None, None)
+
+
+def test_a_plan_that_spoils_the_result_is_found(monkeypatch):
+    build, calls = TorchRefMetadataBuilder.build, []
+
+    def second_is_other(self, prefix, batch):
+        calls.append(1)
+        shorter = batch.replace(seq_lens=batch.seq_lens - 3)
+        return build(self, prefix, batch if len(calls) == 1 else shorter)
+
+    monkeypatch.setattr(TorchRefMetadataBuilder, "build", second_is_other)
+    (result,) = bench_kernels(bench_of("decode", table=BenchTable.HOPPER), quiet).cases
+    assert result.ours.status is Status.WRONG
+
+
 # -- Timing.
 
 
@@ -342,7 +381,7 @@ def call_of(adapter, case_name):
     return module.calls, run
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", ALL_PEERS)
 def test_peers_need_a_cuda_device(name):
     refusal = prepare_peer(name, content_of("decode"))
     assert refusal == Refusal(Status.UNAVAILABLE, "needs a CUDA device, not cpu")
@@ -413,6 +452,81 @@ def test_flashinfer_plans_pages_outside_the_call():
         assert calls["plan"][1]["causal"]
     refusal = peers._ADAPTERS["flashinfer"][1](Recorder(), content_of("window"))
     assert refusal.status is Status.UNSUPPORTED
+
+
+def test_a_planned_call_plans_anew_with_the_same_arguments():
+    calls, planned = [], {}
+
+    class Counting(Recorder):
+        def __getattr__(self, name):
+            if name in ("plan", "run", "get_scheduler_metadata", "flash_attn_varlen_func"):
+                calls.append(name)
+            return super().__getattr__(name)
+
+    for adapter in ("flashinfer", "fa3"):
+        run = peers._ADAPTERS[adapter][1](Counting(), content_of("mixed"))
+        planned[adapter] = calls[:]
+        calls.clear()
+        run.call()
+        assert len(calls) == 1
+        calls.clear()
+        run.planned()
+        planned[adapter] += calls
+        calls.clear()
+    assert planned == {
+        "flashinfer": ["plan", "plan", "run"],
+        "fa3": [*["get_scheduler_metadata"] * 2, "flash_attn_varlen_func"],
+    }
+    assert call_of("xqa", "decode")[1].planned is None
+
+
+def test_cudnn_takes_whole_prompts_by_torch_and_the_rest_from_pages(monkeypatch):
+    whole = KernelCase(name="whole", kind="prefill", **SHAPE, query_lens=(9, 9), seq_lens=(9, 9))
+    content = make_content(whole, CPU, torch.Generator().manual_seed(0))
+    # Torch's own, on a CPU: the same maths as on cuDNN.
+    used = []
+
+    def chosen(backend):
+        used.append(backend)
+        return contextlib.nullcontext()
+
+    module = SimpleNamespace(sdpa_kernel=chosen, SDPBackend=torch.nn.attention.SDPBackend)
+    run = peers._cudnn(module, content)
+    run.call()
+    run.collect()
+    assert expected_rows(content).error_of(run.output) < 5e-3
+    assert used == [torch.nn.attention.SDPBackend.CUDNN_ATTENTION]
+    assert run.planned is None
+
+    paged = Recorder()
+    monkeypatch.setattr(peers, "import_module", lambda name: paged)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    run = peers._cudnn(module, content_of("mixed"))
+    _, options = paged.calls["cudnn_batch_prefill_with_kv_cache"]
+    assert options["batch_offsets_q"].tolist() == [0, 64, 9 * 64]
+    assert options["actual_seq_lens_q"].flatten().tolist() == [1, 8]
+    assert options["actual_seq_lens_kv"].shape == (2, 1, 1, 1)
+    assert (options["max_token_per_sequence"], options["max_sequence_kv"]) == (8, 30)
+    assert options["causal"]
+    assert options["out"] is run.output
+
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(peers, "import_module", missing)
+    for name, said in (
+        ("prefill", "No module named 'cudnn'"),
+        ("decode", "prefills and mixed steps only"),
+    ):
+        refusal = peers._cudnn(module, content_of(name))
+        assert refusal.status is Status.UNSUPPORTED
+        assert said in refusal.reason
+    for changes, said in (
+        ({"sliding_window": 5}, "a window"),
+        ({"kv_cache_dtype": CacheDType.FP8_E4M3}, "a quantised cache"),
+    ):
+        odd = dataclasses.replace(content, case=whole.replace(**changes))
+        assert said in peers._cudnn(module, odd).reason
 
 
 def test_xqa_takes_decodes_and_a_causal_mask_for_verifies():
@@ -513,6 +627,8 @@ def test_a_wrong_kernel_of_ours_fails_the_command(tmp_path, monkeypatch):
         (["--backend", "FA9"], "backend must be one of TRITON_ATTN, TRITON_MLA, TORCH_REF"),
         (["--peer", "fa9"], "peer must be one of fa3"),
         (["--peer", "fa3", "--no-peers"], "not both"),
+        (["--table", "blackwell"], "table must be one of dense, hopper, got 'blackwell'"),
+        (["--case", "rag6_d64"], "case must match one of dec_b1_8k"),
         (["--merge", "nowhere.json"], "nowhere.json"),
         (["--render"], "merge must name results"),
     ],
@@ -534,7 +650,7 @@ def test_a_file_that_holds_no_results_is_refused(tmp_path, capsys):
 
 
 def test_the_command_measures(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernels, "select_cases", lambda patterns: (TINY["window"],))
+    monkeypatch.setattr(kernels, "select_cases", lambda patterns, cases: (TINY["window"],))
     out = tmp_path / "table.md"
     options = ["--backend", "TORCH_REF", "--rounds", "1", "--reps", "1", "--commit", "abc"]
     result = CliRunner().invoke(app, ["bench", "kernels", *options, "--out", str(out)])

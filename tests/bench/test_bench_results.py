@@ -5,7 +5,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from attn.bench.cases import CASES, MAX_SCRATCH_BYTES, PEERS
+from attn.bench.cases import CASES, HOPPER_CASES, MAX_SCRATCH_BYTES, PEERS, BenchTable
 from attn.bench.results import (
     BenchResults,
     CaseResult,
@@ -17,10 +17,11 @@ from attn.bench.results import (
     allocation_check,
     checks_of,
     free_partition_check,
-    render_markdown,
+    host_check,
     scratch_check,
     verdict_of,
 )
+from attn.bench.tables import render_markdown
 
 BY_NAME = {case.name: case for case in CASES}
 ENVIRONMENT = Environment(
@@ -295,3 +296,121 @@ def test_results_of_several_runs_are_put_together(results):
     assert later.merged(whole, order).environment.commit == whole.environment.commit
     with pytest.raises(ValueError, match="must have device 'NVIDIA H100', got 'NVIDIA H200'"):
         later.replace(environment=ENVIRONMENT.replace(device="NVIDIA H100")).merged(results, order)
+
+
+# -- The Hopper table.
+
+HOPPER = {case.name: case for case in HOPPER_CASES}
+UNSUPPORTED = Status.UNSUPPORTED
+
+
+def hopper_result(name, ours, planned=None, peers=None, **fields):
+    """``peers`` are (forward, with plan) in microseconds, or contenders."""
+    made = []
+    for peer, value in (peers or {}).items():
+        if not isinstance(value, Contender):
+            value = measured(peer, value[0]).replace(planned_us=value[1])
+        made.append(value)
+    mine = measured("ours", ours).replace(planned_us=planned)
+    return CaseResult(case=HOPPER[name], ours=mine, peers=tuple(made), **fields)
+
+
+QUICK = {
+    "fa3": (100.0, 104.0),
+    "cudnn": not_measured("cudnn", UNSUPPORTED, "prefills and mixed steps only"),
+    "flashinfer": (99.0, 130.0),
+    "xqa": (103.0, None),
+}
+
+
+@pytest.mark.parametrize(
+    ("planned", "verdict"),
+    [(103.0, Verdict.MET), (103.1, Verdict.NOT_MET), (None, Verdict.NOT_MEASURED)],
+)
+def test_a_decode_is_judged_with_everyones_plan(planned, verdict):
+    result = hopper_result("dec_b8_8k", 90.0, planned, QUICK)
+    assert (result.best_peer.name, result.best(planned=True).name) == ("flashinfer", "xqa")
+    assert verdicts(result) == {"<= 1.00 x best, plans included": verdict}
+
+
+def test_a_prefill_is_judged_without_plans_and_open_until_every_peer_is_known():
+    peers = {**QUICK, "cudnn": (98.0, None), "xqa": not_measured("xqa", UNSUPPORTED)}
+    for ours, verdict in ((98.0, Verdict.MET), (98.1, Verdict.NOT_MET)):
+        found = verdicts(hopper_result("pre_4x4k", ours, 200.0, peers))
+        assert found == {"<= 1.00 x best": verdict}
+    for status in (Status.UNAVAILABLE, Status.WRONG, Status.FAILED):
+        without = {**peers, "cudnn": not_measured("cudnn", status)}
+        found = verdicts(hopper_result("pre_4x4k", 10.0, 20.0, without))
+        assert found == {"<= 1.00 x best": Verdict.NOT_MEASURED}
+
+
+@pytest.mark.parametrize(("fp8", "verdict"), [(800.0, Verdict.MET), (800.1, Verdict.NOT_MET)])
+def test_an_fp8_cache_is_judged_by_our_own_row(fp8, verdict):
+    own = hopper_result("pre_1x8k", 800.0, host_us=9.0)
+    result = hopper_result("pre_fp8_1x8k", fp8)
+    (check,) = checks_of(result, (own, result))
+    assert (check.text, check.verdict) == ("<= pre_1x8k", verdict)
+    assert checks_of(result)[0].verdict is Verdict.NOT_MEASURED
+
+
+@pytest.mark.parametrize(
+    ("host_us", "verdict"),
+    [(10.0, Verdict.MET), (10.1, Verdict.NOT_MET), (None, Verdict.NOT_MEASURED)],
+)
+def test_the_host_s_cost_is_a_line_of_one_case(host_us, verdict):
+    result = hopper_result("pre_1x8k", 800.0, host_us=host_us)
+    assert host_check(result).verdict is verdict
+    assert host_check(hopper_result("pre_4x4k", 800.0)) is None
+    environment = ENVIRONMENT.replace(table=BenchTable.HOPPER)
+    text = render_markdown(BenchResults(environment=environment, cases=(result,)))
+    body = text.split("## On the host\n\n")[1].split("\n\n")[0]
+    shown = "n/a" if host_us is None else f"{host_us} us"
+    assert body == (
+        f"- one eager `forward` of pre_1x8k: {shown} per call, target <= 10 us: {verdict.value}"
+    )
+
+
+@pytest.fixture
+def hopper_results():
+    return BenchResults(
+        environment=ENVIRONMENT.replace(table=BenchTable.HOPPER),
+        cases=(
+            hopper_result("dec_b8_8k", 90.0, 97.0, QUICK, plan=PlanTime(host_us=20.0, gpu_us=7.0)),
+            hopper_result("pre_1x8k", 800.0, 807.0, {"cudnn": (750.0, None)}, host_us=9.5),
+            hopper_result("pre_fp8_1x8k", 790.0, 797.0),
+        ),
+    )
+
+
+def test_the_hopper_table_shows_both_times_and_its_own_peers(hopper_results):
+    text = render_markdown(hopper_results)
+    assert text.startswith("# TRITON_ATTN on NVIDIA H200, against the fastest kernels for it\n")
+    assert cells(text, "Cases", "dec_b8_8k") == [
+        "dec_b8_8k",
+        "decode 32/8/128, 8 x 8192",
+        "**90.0 (97.0)**",
+        "2984 GB/s",
+        "1.2 %",
+        "2.0e-03",
+        "100.0 (104.0)",
+        "-",
+        "99.0 (130.0)",
+        "103.0",
+        "xqa",
+        "0.942",
+        "<= 1.00 x best, plans included",
+        "met",
+    ]
+    prefill = cells(text, "Cases", "pre_1x8k")
+    assert prefill[2] == "**800.0 (807.0)**"
+    assert prefill[6:] == ["", "750.0", "", "", "cudnn", "1.067", "<= 1.00 x best", "NOT met"]
+    assert cells(text, "Cases", "pre_fp8_1x8k")[-2:] == ["<= pre_1x8k", "met"]
+    assert "contiguous keys and values" in text
+    assert "spread over no layers" in text
+    again = BenchResults.model_validate_json(hopper_results.model_dump_json())
+    assert render_markdown(again) == text
+
+
+def test_the_two_tables_do_not_merge(results, hopper_results):
+    with pytest.raises(ValueError, match="must have table 'hopper', got 'dense'"):
+        hopper_results.merged(results, [])

@@ -10,11 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
+import builders.triton_attn
 from attn.backends.triton_attn import TritonAttentionBackend
 from builders.common import CommonAttentionMetadata
-from builders.triton_attn import TritonAttentionMetadata, TritonAttentionMetadataBuilder
+from builders.triton_attn import (
+    TritonAttentionMetadata,
+    TritonAttentionMetadataBuilder,
+    runs_gluon,
+)
+from specs.devices import DeviceKind
 from specs.dtypes import DType
-from specs.engine import EngineConfig, SpeculativeConfig
+from specs.engine import (
+    DecodeKernel,
+    EngineConfig,
+    ParallelConfig,
+    PrefillKernel,
+    SpeculativeConfig,
+)
 from specs.kv_cache import (
     AnyKVCacheSpec,
     ChunkedLocalAttentionSpec,
@@ -416,3 +428,75 @@ def test_a_graph_of_short_steps_needs_no_prefill() -> None:
     builder = builder_of()
     assert builder.build_for_cudagraph_capture(batch_of(DECODES)).prefill is None
     assert builder.build_for_cudagraph_capture(batch_of(((1,) * 8, (9,) * 8))).prefill is None
+
+
+# -- Which prefill kernel.
+
+DCP = {"parallel": ParallelConfig(decode_context_parallel_size=2)}
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builders take their device for a Hopper GPU that runs Gluon."""
+    monkeypatch.setattr(builders.triton_attn, "runs_gluon", lambda device: True)
+    monkeypatch.setattr(builders.triton_attn, "device_facts", lambda device: (DeviceKind.SM90, 3))
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("name", ["full", "window", "chunk", "cross"])
+def test_the_hopper_kernel_is_planned_beside_the_plain_one(name: str) -> None:
+    record = builder_of(SPECS[name]).build(0, batch_of(MIX))
+    assert record.prefill is not None
+    assert record.prefill.hopper is not None
+    assert not record.prefill.hopper.is_required
+    assert record.prefill.programs > 0
+    plain = builder_of(SPECS[name], prefill_kernel=PrefillKernel.TRITON).build(0, batch_of(MIX))
+    assert plain.prefill is not None
+    assert plain.prefill.hopper is None
+    # What the plain kernel walks is the same beside it.
+    assert torch.equal(record.prefill.tile_starts, plain.prefill.tile_starts)
+    named = builder_of(SPECS[name], prefill_kernel=PrefillKernel.HOPPER).build(0, batch_of(MIX))
+    assert named.prefill is not None
+    assert named.prefill.hopper is not None
+    assert named.prefill.hopper.is_required
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("encoder", {}, "there are no pages"),
+        ("full", DCP, "decode context parallelism"),
+        ("full", {"batch_invariant": True}, "batch invariance"),
+    ],
+)
+def test_where_the_hopper_kernel_does_not_serve_the_plain_one_is_planned(
+    name: str, changes: dict[str, Any], said: str
+) -> None:
+    assert builder_of(SPECS[name], **changes).planner.hopper is None
+    with pytest.raises(ValueError, match=f"'hopper' does not serve this layer: {said}"):
+        builder_of(SPECS[name], **changes, prefill_kernel=PrefillKernel.HOPPER)
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("encoder", {}, "there are no pages"),
+        ("full", DCP, "decode context parallelism"),
+        ("full", {"rswa_window": 64}, "R-SWA"),
+    ],
+)
+def test_a_plan_for_few_tokens_is_the_plain_kernels_where_the_other_does_not_serve(
+    name: str, changes: dict[str, Any], said: str
+) -> None:
+    assert builder_of(SPECS[name], **changes).planner.hopper_decode is None
+    with pytest.raises(ValueError, match=f"decode_kernel 'hopper' does not serve.*: {said}"):
+        builder_of(SPECS[name], **changes, decode_kernel=DecodeKernel.HOPPER)
+
+
+def test_gluon_runs_on_a_gpu_that_nothing_interprets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for interpreted in (False, True):
+        monkeypatch.setattr(builders.triton_attn, "interprets", lambda value=interpreted: value)
+        assert runs_gluon(torch.device("cuda")) is not interpreted
+        assert not runs_gluon(torch.device("cpu"))

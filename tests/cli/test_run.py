@@ -367,23 +367,37 @@ def test_explain_gives_a_reason_for_every_other_backend(device, model_name, dtyp
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "said"),
+    ("device", "dtype", "kernel", "said"),
     [
-        ("h200", "auto", "the one for Hopper serves where it is 'hopper'"),
-        ("h200", "fp8", "the cache's elements have 8 bits, not 16"),
-        ("a100", "auto", "the device is sm80, not sm90"),
+        ("h200", "auto", "Gluon for Hopper", "it serves this layer, and prefill_kernel is 'auto'"),
+        ("h200", "fp8", "Gluon for Hopper", "it serves this layer"),
+        ("h200", "int8_per_token_head", "plain Triton", "a cache of int8_per_token_head"),
+        ("h200", "float16", "plain Triton", "a cache of float16 for a query of bfloat16"),
+        ("a100", "auto", "plain Triton", "the device is sm80, not sm90"),
     ],
 )
-def test_explain_says_which_kernels_serve_and_why(device, dtype, said):
+def test_explain_says_which_kernels_serve_and_why(device, dtype, kernel, said):
     arguments = ["--model", "llama-3.1-8b", "--device", device, "--kv-cache-dtype", dtype]
     result = attn("explain", *arguments, "--kernels", "--json")
     (decision,) = json.loads(result.output)
     short, long = decision["kernels"].items()
-    assert short == ("up to 16 new tokens", "split KV, plain Triton")
+    assert short[0] == "up to 16 new tokens"
+    assert short[1].startswith("split KV, plain Triton: the one for Hopper ")
     assert long[0] == "more than 16 new tokens"
     assert said in long[1]
-    assert "prefill, plain Triton: " in attn("explain", *arguments, "--kernels").output
+    assert f"prefill, {kernel}: " in attn("explain", *arguments, "--kernels").output
     assert "kernels" not in attn("explain", *arguments).output
+
+
+def test_explain_says_where_few_new_tokens_get_the_kernel_for_hopper():
+    arguments = ["--model", "gemma-3-4b", "--device", "h200", "--kernels", "--json"]
+    result = attn("explain", *arguments)
+    local, whole = sorted(json.loads(result.output), key=lambda one: "sliding" not in one["layers"])
+    said = "up to 16 new tokens"
+    slower = "the one for Hopper serves, but did not measure faster with a window or chunks"
+    assert local["kernels"][said] == f"split KV, plain Triton: {slower}"
+    faster = "it measured faster in such layers, and decode_kernel is 'auto'"
+    assert whole["kernels"][said] == f"split KV, Gluon for Hopper: {faster}"
 
 
 def test_explain_exits_non_zero_when_nothing_serves():

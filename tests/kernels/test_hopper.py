@@ -4,19 +4,32 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
-from attn.kernels.hopper.launch import Descriptors
+import builders.triton_attn
+from attn.kernels.dense import DenseLayer, DenseTensors
+from attn.kernels.hopper.launch import Descriptors, serves
 from builders.common import CommonAttentionMetadata
 from builders.tiles import DenseShape, HopperTile, hopper_tile
 from builders.triton_attn import TritonAttentionMetadataBuilder
+from specs.attention import AttentionType
 from specs.devices import DeviceKind
+from specs.dtypes import CacheDType, DType
 from specs.engine import PrefillKernel
+from specs.layouts import KVViews
 from tests.kernels import variants
 from tests.kernels.compile_matrix import ByTarget, facts_of, misses_of
-from tests.kernels.variants import HOPPER_VARIANTS, Kernel, Layer, Variant, call_of
+from tests.kernels.variants import (
+    HOPPER_VARIANTS,
+    Kernel,
+    Layer,
+    Variant,
+    attention_calls,
+    call_of,
+)
 
 SHAPE = DenseShape(32, 8, 128, 128, 2, 16)
 TESTED = [variant for variant in HOPPER_VARIANTS if variant.tested]
@@ -39,7 +52,13 @@ def test_a_variant_compiles_without_spills(compiled: ByTarget, variant: Variant)
     [
         (SHAPE, DeviceKind.SM100, 16, "the device is sm100, not sm90"),
         (replace(SHAPE, itemsize=4), DeviceKind.SM90, 16, "have 4 bytes, not 2"),
-        (replace(SHAPE, stored_bits=8), DeviceKind.SM90, 16, "have 8 bits, not 16"),
+        (replace(SHAPE, stored_bits=4), DeviceKind.SM90, 16, "have 4 bits, not 8 or 16"),
+        (
+            replace(SHAPE, head_size=192, head_size_v=192, stored_bits=8),
+            DeviceKind.SM90,
+            16,
+            "head size 192 of a cache of 8 bits is not one up to 128",
+        ),
         (replace(SHAPE, head_size_v=64), DeviceKind.SM90, 16, "128 is not that of values, 64"),
         (
             replace(SHAPE, head_size=512, head_size_v=512),
@@ -61,8 +80,11 @@ def test_a_geometry_that_it_does_not_take_is_refused_with_both_values(
 
 def test_boxes_of_a_tile_are_whole() -> None:
     groups, sizes = (1, 2, 3, 4, 6, 7, 8, 16, 64, 128), (48, 64, 80, 128, 192, 256)
-    for group, head_size, block_size in product(groups, sizes, (16, 48, 64, 128, 256, 528, 1072)):
-        shape = DenseShape(group * 2, 2, head_size, head_size, 2, 16)
+    blocks = (16, 48, 64, 128, 256, 528, 1072)
+    for group, head_size, block_size, bits in product(groups, sizes, blocks, (8, 16)):
+        if bits == 8 and head_size > 128:
+            continue
+        shape = DenseShape(group * 2, 2, head_size, head_size, 2, bits)
         tile = hopper_tile(shape, DeviceKind.SM90, block_size)
         assert isinstance(tile, HopperTile)
         assert group % tile.packed == 0
@@ -73,7 +95,9 @@ def test_boxes_of_a_tile_are_whole() -> None:
         assert tile.width >= head_size
         # Keys, values and queries under way, beside barriers and the output on its way out.
         rows = 2 * tile.num_stages * tile.kv_tile + tile.query_stages * 64 * tile.warp_groups
-        assert rows * tile.width * 2 <= 215 * 1024
+        room = (215 if tile.width > 64 else 224) * 1024
+        assert (tile.staged > 0) == (bits == 8)
+        assert rows * tile.width * 2 + tile.staged * tile.kv_tile * tile.width <= room
 
 
 @pytest.mark.parametrize(
@@ -81,7 +105,7 @@ def test_boxes_of_a_tile_are_whole() -> None:
     [
         (Layer(alibi=True), "ALiBi"),
         (Layer(rswa=128), "R-SWA"),
-        (Layer(cache=variants._FP8), "8 bits"),
+        (Layer(cache=variants._INT8), "a cache of int8_per_token_head"),
     ],
 )
 def test_a_layer_that_it_does_not_serve_is_refused_by_name(layer: Layer, said: str) -> None:
@@ -90,7 +114,125 @@ def test_a_layer_that_it_does_not_serve_is_refused_by_name(layer: Layer, said: s
     assert said in str(error.value)
 
 
-def test_it_is_taken_only_where_it_is_asked_for() -> None:
+PLAIN_LAYER = Layer()
+SPLIT, PLAIN, HOPPER = "decode_kernel", "prefill_kernel", "hopper_prefill_kernel"
+
+
+def kernels_of(
+    monkeypatch: pytest.MonkeyPatch,
+    layer: Layer = PLAIN_LAYER,
+    wanted: PrefillKernel = PrefillKernel.AUTO,
+    **given: Any,
+) -> set[str]:
+    """Names of the kernels that take two requests of 41 new tokens on a device that runs Gluon."""
+    monkeypatch.setattr(builders.triton_attn, "runs_gluon", lambda device: True)
+    calls = attention_calls(layer, 41, wanted, **given)
+    return {call.kernel.__name__ for call in calls}
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Layer(),
+        Layer(sinks=True, lse=True),
+        Layer(window=128, soft_cap=30.0),
+        Layer(fp8_output=True),
+        Layer(ranges=True),
+        Layer(cache=variants._FP8, per_head_scales=True),
+    ],
+    ids=str,
+)
+def test_left_to_itself_an_engine_takes_it_for_what_it_serves(
+    layer: Layer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert kernels_of(monkeypatch, layer) == {SPLIT, HOPPER}
+    assert kernels_of(monkeypatch, layer, PrefillKernel.TRITON) == {SPLIT, PLAIN}
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Layer(alibi=True),
+        Layer(rswa=128),
+        Layer(cache=variants._INT8),
+        Layer(cache=CacheDType.FLOAT16),
+        Layer(dtype=DType.FLOAT32),
+        Layer(head_size_v=64),
+    ],
+    ids=str,
+)
+def test_what_it_does_not_serve_goes_to_the_plain_kernel_without_a_word(
+    layer: Layer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert kernels_of(monkeypatch, layer) == {SPLIT, PLAIN}
+    with pytest.raises(ValueError, match="prefill_kernel 'hopper' does not serve this layer: "):
+        kernels_of(monkeypatch, layer, PrefillKernel.HOPPER)
+
+
+def test_what_only_tensors_show_leads_to_the_plain_kernel_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flat = torch.zeros(82 * 32 * 128 + 8, dtype=torch.bfloat16)
+    for start, kernel in ((0, HOPPER), (8, HOPPER), (4, PLAIN)):
+        query = flat[start : start + 82 * 32 * 128].view(82, 32, 128)
+        assert kernels_of(monkeypatch, query=query) == {SPLIT, kernel}
+    wide = {"output_dtype": torch.float32}
+    assert kernels_of(monkeypatch, **wide) == {SPLIT, PLAIN}
+    with pytest.raises(ValueError, match="an output of float32 for a query of bfloat16"):
+        kernels_of(monkeypatch, wanted=PrefillKernel.HOPPER, **wide)
+    assert kernels_of(monkeypatch, Layer(attn_type=AttentionType.ENCODER_ONLY)) == {PLAIN}
+
+
+def test_a_launcher_chooses_anew_for_other_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer's launcher gets outputs of both kinds, and queries of both alignments."""
+    monkeypatch.setattr(builders.triton_attn, "runs_gluon", lambda device: True)
+    layer, made = Layer(), Layer().impl()
+    monkeypatch.setattr(Layer, "impl", lambda self: made)
+    flat = torch.zeros(82 * 32 * 128 + 8, dtype=torch.bfloat16)
+    for start, dtype, kernel in 2 * (
+        (0, torch.bfloat16, HOPPER),
+        (4, torch.bfloat16, PLAIN),
+        (0, torch.float32, PLAIN),
+        (8, torch.bfloat16, HOPPER),
+    ):
+        query = flat[start : start + 82 * 32 * 128].view(82, 32, 128)
+        calls = attention_calls(layer, 41, PrefillKernel.AUTO, query=query, output_dtype=dtype)
+        assert {call.kernel.__name__ for call in calls} == {SPLIT, kernel}
+
+
+def test_batch_invariance_keeps_every_row_with_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer(batch_invariant=True)
+    assert kernels_of(monkeypatch, layer) == {SPLIT}
+    with pytest.raises(ValueError, match="does not serve this layer: batch invariance"):
+        kernels_of(monkeypatch, layer, PrefillKernel.HOPPER)
+
+
+def test_a_plan_for_another_shape_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The builder's spec says other heads than the layer has: five of a group, not four."""
+    spec = Layer(heads=(40, 8, 128)).spec()
+    for wanted in (PrefillKernel.AUTO, PrefillKernel.HOPPER):
+        monkeypatch.setattr(builders.triton_attn, "runs_gluon", lambda device: True)
+        engine = Layer(heads=(40, 8, 128)).engine(wanted)
+        builder = TritonAttentionMetadataBuilder(spec, ["layer"], engine, "cpu")
+        record = builder.build(0, variants._batch(Layer(), 41))
+        assert record.prefill is not None
+        assert record.prefill.hopper is not None
+        tensors = DenseTensors(
+            query=torch.zeros(82, 32, 128, dtype=torch.bfloat16),
+            keys=KVViews(*torch.zeros(2, 10, 16, 8, 128, dtype=torch.bfloat16)),
+            output=torch.zeros(82, 32, 128, dtype=torch.bfloat16),
+            k_scale=torch.ones(1),
+            v_scale=torch.ones(1),
+        )
+        dense = DenseLayer(32, 8, 128, 128, 0.1, CacheDType.AUTO, True)
+        if wanted is PrefillKernel.AUTO:
+            assert not serves(dense, record.prefill.hopper, record, tensors)
+        else:
+            with pytest.raises(ValueError, match="the builder's plan is for HopperTile"):
+                serves(dense, record.prefill.hopper, record, tensors)
+
+
+def test_on_a_cpu_it_is_planned_only_where_it_is_asked_for() -> None:
     layer = Layer()
     for wanted in PrefillKernel:
         builder = TritonAttentionMetadataBuilder(
@@ -105,6 +247,7 @@ def test_a_shared_prefix_is_the_other_kernels() -> None:
     layer = Layer()
     engine = layer.engine(PrefillKernel.HOPPER)
     builder = TritonAttentionMetadataBuilder(layer.spec(), ["layer"], engine, "cpu")
+    assert builder.planner.requires_hopper
     record = builder.build(16, variants._batch(layer, 20))
     assert record.prefill is not None
     assert record.prefill.hopper is not None
@@ -112,6 +255,42 @@ def test_a_shared_prefix_is_the_other_kernels() -> None:
     for part in (record.shared.prefix, record.shared.own):
         assert part.prefill is not None
         assert part.prefill.hopper is None
+
+
+def test_launches_of_a_shared_prefix_are_the_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wanted in (PrefillKernel.AUTO, PrefillKernel.HOPPER):
+        found = kernels_of(monkeypatch, wanted=wanted, prefix=16)
+        assert PLAIN in found
+        assert HOPPER not in found
+
+
+def test_a_captured_record_keeps_both_plans_at_their_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(builders.triton_attn, "runs_gluon", lambda device: True)
+    layer = Layer()
+    engine = layer.engine(PrefillKernel.AUTO)
+    builder = TritonAttentionMetadataBuilder(layer.spec(), ["layer"], engine, "cpu")
+    captured = builder.build_for_cudagraph_capture(variants._batch(layer, 41)).prefill
+    assert captured is not None
+    assert captured.hopper is not None
+    assert not captured.hopper.is_required
+    table = torch.ones(2, 64, dtype=torch.int32)
+    for lens in ([40, 33], [0, 70], [17, 0]):
+        batch = CommonAttentionMetadata.from_lengths(lens, [100, 100], table, 16)
+        plan = builder.build(0, batch).prefill
+        assert plan is not None
+        assert plan.hopper is not None
+        for now, then in ((plan, captured), (plan.hopper, captured.hopper)):
+            assert now.tile_starts.data_ptr() == then.tile_starts.data_ptr()
+            tiles = [-(-count // then.tile.query_tile) for count in lens]
+            assert then.tile_starts.tolist() == [0, tiles[0], sum(tiles)]
+    other = TritonAttentionMetadataBuilder(layer.spec(), ["layer"], engine, "cpu")
+    moved = other.update_block_table(builder.build(0, batch), table, batch.slot_mapping).prefill
+    assert moved is not None
+    assert moved.hopper is not None
+    assert moved.hopper.tile_starts.tolist() == captured.hopper.tile_starts.tolist()
+    assert moved.hopper.tile_starts.data_ptr() != captured.hopper.tile_starts.data_ptr()
 
 
 def test_its_tiles_are_counted_beside_the_others() -> None:

@@ -102,6 +102,8 @@ class Layer:
     lse: bool = False
     fp8_output: bool = False
     neox: bool = True
+    left_to_itself: bool = False
+    """The engine chooses kernels."""
 
     @property
     def v_size(self) -> int:
@@ -259,6 +261,9 @@ VARIANTS: Final = (
     *_attending("not causal window", causal=False, window=128),
     *_attending("sinks lse", sinks=True, lse=True),
     *_attending("fp8 output", fp8_output=True),
+    # Planned for the kernel for Hopper, and left to the plain one by what tensors show.
+    _only(_D, "8/1/128 alibi planned", 90, heads=(8, 1, 128), alibi=True, left_to_itself=True),
+    _only(_D, "16/8/256 alibi planned", heads=(16, 8, 256), alibi=True, left_to_itself=True),
     _only(_D, "cross attention", attn_type=_CROSS, causal=False),
     _only(_D, "invariant", 90, batch_invariant=True),
     _only(_D, "64/8/512 invariant", heads=(64, 8, 512), batch_invariant=True),
@@ -312,6 +317,11 @@ HOPPER_VARIANTS: Final = (
     _only(_H, "sinks lse", sinks=True, lse=True),
     _only(_H, "fp8 output", fp8_output=True),
     _only(_H, "cross attention", attn_type=_CROSS, causal=False),
+    # Caches of 8 bits.
+    _only(_H, "fp8 32/8/128", 90, cache=_FP8, speed=True),
+    _only(_H, "fp8 64/8/64", cache=_FP8, heads=(64, 8, 64)),
+    _only(_H, "fp8 fp16", cache=_FP8, dtype=DType.FLOAT16),
+    _only(_H, "e5m2 window", cache=_E5M2, window=1024),
     # Layouts.
     _only(_H, "blocks of 48", block_size=48),
     _only(_H, "blocks of 528", block_size=528),
@@ -319,11 +329,11 @@ HOPPER_VARIANTS: Final = (
     _only(_H, "HND", order=KVOrder.HND),
     # Split KV: the shapes of the speed table.
     _only(_HD, "32/8/128", 90, speed=True),
-    _only(_HD, "64/8/64", 90, speed=True, heads=(64, 8, 64)),
+    _only(_HD, "64/8/64", speed=True, heads=(64, 8, 64)),
     _only(_HD, "16/8/256", 90, speed=True, heads=(16, 8, 256)),
     _only(_HD, "8/1/128", 90, speed=True, heads=(8, 1, 128)),
-    _only(_HD, "32/32/128", 90, speed=True, heads=(32, 32, 128)),
-    _only(_HD, "verify 4", 90, speed=True, drafts=3),
+    _only(_HD, "32/32/128", speed=True, heads=(32, 32, 128)),
+    _only(_HD, "verify 4", speed=True, drafts=3),
     _only(_HD, "verify 8", 90, speed=True, drafts=7),
     _only(_HD, "64/8/64 window sinks", 90, speed=True, heads=(64, 8, 64), window=128, sinks=True),
     _only(_HD, "fp8", 90, speed=True, cache=_FP8),
@@ -403,20 +413,51 @@ def _batch(layer: Layer, query_len: int, kv_len: int = 41) -> CommonAttentionMet
 
 
 def _attention_call(layer: Layer, kernel: Kernel) -> KernelCall:
-    heads, kv_heads, size = layer.heads
-    spec, dtype = layer.spec(), layer.dtype.torch
-    batch = _batch(layer, 1 + layer.drafts if kernel.decodes else 41)
+    query_len = 1 + layer.drafts if kernel.decodes else 41
     prefill = PrefillKernel.HOPPER if kernel is Kernel.HOPPER_PREFILL else PrefillKernel.TRITON
     decode = DecodeKernel.HOPPER if kernel is Kernel.HOPPER_DECODE else DecodeKernel.TRITON
-    engine = layer.engine(prefill, decode)
-    record = TritonAttentionMetadataBuilder(spec, ["layer"], engine, "cpu").build(0, batch)
+    if layer.left_to_itself:
+        prefill, decode = PrefillKernel.AUTO, DecodeKernel.AUTO
+    with mock.patch.object(builders.triton_attn, "runs_gluon", return_value=True):
+        calls = attention_calls(layer, query_len, prefill, decode)
+    (call,) = [call for call in calls if call.kernel.__name__ == f"{kernel.value}_kernel"]
+    return call
+
+
+def attention_calls(
+    layer: Layer,
+    query_len: int,
+    prefill: PrefillKernel,
+    decode: DecodeKernel = DecodeKernel.TRITON,
+    query: torch.Tensor | None = None,
+    output_dtype: torch.dtype | None = None,
+    prefix: int = 0,
+) -> list[KernelCall]:
+    """The launches of a step of two equal requests.
+
+    Args:
+        layer: what to attend with.
+        query_len: new tokens of each request.
+        prefill: what the engine is configured to.
+        decode: likewise.
+        query: ``[T, H, D]``; None makes one.
+        output_dtype: None is the layer's.
+        prefix: tokens that the requests share.
+    """
+    heads, kv_heads, size = layer.heads
+    spec, dtype = layer.spec(), layer.dtype.torch
+    batch, engine = _batch(layer, query_len, prefix + 41), layer.engine(prefill, decode)
+    builder = TritonAttentionMetadataBuilder(spec, ["layer"], engine, "cpu")
+    record = builder.build(prefix, batch)
     tokens = batch.num_actual_tokens
-    output = torch.zeros(tokens, heads, layer.v_size, dtype=dtype)
+    output = torch.zeros(tokens, heads, layer.v_size, dtype=output_dtype or dtype)
+    if query is None:
+        query = torch.zeros(tokens, heads, size, dtype=dtype)
     calls: list[KernelCall] = []
     with mock.patch.object(KernelCall, "launch", lambda call: calls.append(call)):
         layer.impl().forward(
             layer.scales(),
-            torch.zeros(tokens, heads, size, dtype=dtype),
+            query,
             torch.zeros(tokens, kv_heads, size, dtype=dtype),
             torch.zeros(tokens, kv_heads, layer.v_size, dtype=dtype),
             spec.layout(order=layer.order).allocate(10),
@@ -425,8 +466,7 @@ def _attention_call(layer: Layer, kernel: Kernel) -> KernelCall:
             torch.tensor(1.0) if layer.fp8_output else None,
             output_lse=torch.zeros(tokens, heads) if layer.lse else None,
         )
-    (call,) = [call for call in calls if call.kernel.__name__ == f"{kernel.value}_kernel"]
-    return call
+    return calls
 
 
 class _Recorder:

@@ -13,16 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attn.kernels.hopper.tiles import share_of, tile_at, wide, work_at
-from attn.kernels.masks import (
-    biased,
-    is_visible,
-    last_visible,
-    own_range,
-    reach_of,
-    seen_by_all,
-)
+from attn.kernels.masks import biased, is_visible, own_range, reach_of, seen_by_all
 from attn.kernels.numerics import encode_e4m3
-from builders.kernels import first_visible
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -153,9 +145,10 @@ def _clear_tail(
 
 @gluon.jit
 def _write(
-    m, l, acc, factor, token, begin, query_len, head, out_ptr, lse_ptr, output_scale_ptr, sinks_ptr,
-    out_token, out_head, lse_token, PACKED: gl.constexpr, WIDTH: gl.constexpr, SIZE: gl.constexpr,
-    SOFT_CAP: gl.constexpr, SINKS: gl.constexpr, FP8_OUT: gl.constexpr, LSE: gl.constexpr,
+    m, l, acc, factor, v_factor, token, begin, query_len, head, out_ptr, lse_ptr, output_scale_ptr,
+    sinks_ptr, out_token, out_head, lse_token, PACKED: gl.constexpr, WIDTH: gl.constexpr,
+    SIZE: gl.constexpr, SOFT_CAP: gl.constexpr, SINKS: gl.constexpr, FP8_OUT: gl.constexpr,
+    LSE: gl.constexpr,
 ):  # fmt: skip
     """Normalise 64 rows, from ``token`` of the request on, and write them."""
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -174,7 +167,7 @@ def _write(
         l = l * shrink + gl.where(some, gl.exp2(sink - base), 0.0)
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
         m = top
-    inverse = 1.0 / gl.where(some, l, 1.0)
+    inverse = v_factor / gl.where(some, l, 1.0)
     if FP8_OUT:
         inverse = inverse / gl.load(output_scale_ptr)
     out = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
@@ -198,153 +191,219 @@ def _write(
 
 
 @gluon.jit
-def _drain(i, stop, done, k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr):
-    """Let tiles ``[i, stop)`` pass."""
-    for j in range(i, stop):
-        now = done + j
-        mbarrier.wait(k_full.index(now % STAGES), (now // STAGES) & 1)
-        mbarrier.arrive(k_empty.index(now % STAGES), count=1)
-        mbarrier.wait(v_full.index(now % STAGES), (now // STAGES) & 1)
-        mbarrier.arrive(v_empty.index(now % STAGES), count=1)
+def _rows_of(
+    token, query_len, kv_len, causal, req, ranges_ptr, num_ranges, LAYOUT: gl.constexpr,
+    PACKED: gl.constexpr, CAUSAL: gl.constexpr, RANGES: gl.constexpr,
+):  # fmt: skip
+    """Positions of a warp group's first, last and each row, and what each reaches.
+
+    Rows past the request's last are copies of it, and not written.
+    """
+    SPAN: gl.constexpr = 64 // PACKED
+    context = gl.maximum(kv_len - query_len, 0)
+    first = context + gl.minimum(token, query_len - 1)
+    last = context + gl.minimum(token + SPAN, query_len) - 1
+    row = gl.arange(0, 64, layout=LAYOUT)
+    query = gl.minimum(context + token + row // PACKED, last)
+    reach = reach_of(query, kv_len, causal, CAUSAL)
+    range_first = query
+    range_last = query
+    if RANGES:
+        ranges = ranges_ptr + req.to(gl.int64) * num_ranges * 2
+        range_first, range_last = own_range(query, ranges, num_ranges)
+    return first, last, query, reach, range_first, range_last
+
+
+@gluon.jit
+def _factors(
+    factor, head, k_scale_ptr, v_scale_ptr, scale_head, PACKED: gl.constexpr, GROUP: gl.constexpr,
+    SCALED: gl.constexpr,
+):  # fmt: skip
+    """What scores and outputs of a tile of heads are multiplied with."""
+    v_factor = 1.0
+    if SCALED:
+        at = (head * PACKED // GROUP) * scale_head
+        factor = factor * gl.load(k_scale_ptr + at)
+        v_factor = gl.load(v_scale_ptr + at)
+    return factor, v_factor
+
+
+@gluon.jit
+def _first_scores(
+    q, k_tiles, k_full, now, there_is, DTYPE: gl.constexpr, KV_TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Scores of a tile's first keys, under way."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
+    mbarrier.wait(k_full.index(now % STAGES), (now // STAGES) & 1, pred=there_is)
+    return warpgroup_mma(
+        q,
+        k_tiles.index(now % STAGES).permute((1, 0)),
+        gl.zeros([64, KV_TILE], gl.float32, SCORES),
+        use_acc=False,
+        is_async=True,
+    )
+
+
+@gluon.jit
+def _first_weights(
+    scores, high, token, query_len, kv_len, causal, req, ranges_ptr, num_ranges, factor, soft_cap,
+    window, chunk, lookback, DTYPE: gl.constexpr, KV_TILE: gl.constexpr, PACKED: gl.constexpr,
+    SOFT_CAP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr,
+    RANGES: gl.constexpr, CLAMP: gl.constexpr,
+):  # fmt: skip
+    """Weights, maximum and sum of a tile's first keys, the last that any row of it sees."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
+    SUMS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    _, _, query, reach, range_first, range_last = _rows_of(
+        token, query_len, kv_len, causal, req, ranges_ptr, num_ranges, SUMS, PACKED, CAUSAL, RANGES
+    )
+    m = gl.full([64], float("-inf"), gl.float32, SUMS)
+    l = gl.zeros([64], gl.float32, SUMS)
+    key = (high - 1) * KV_TILE + gl.arange(0, KV_TILE, layout=gl.SliceLayout(0, SCORES))
+    weights, m, l, _ = _softmax(
+        scores, m, l, factor, soft_cap, query, reach, kv_len, key, window, chunk, lookback,
+        range_first, range_last, True, SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+    )  # fmt: skip
+    return _pack(weights, DTYPE, KV_TILE), m, l
 
 
 @gluon.jit
 def consume(
     PART: gl.constexpr, q_tiles, k_tiles, v_tiles, v_boxes, q_full, q_empty, k_full, k_empty,
-    v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, sinks_ptr, tile_starts_ptr,
-    query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, factor,
-    soft_cap, window, chunk, lookback, out_token, out_head, lse_token, HEADS: gl.constexpr,
-    PACKED: gl.constexpr, WARP_GROUPS: gl.constexpr, DTYPE: gl.constexpr, KV_TILE: gl.constexpr,
-    HALVES: gl.constexpr, WIDTH: gl.constexpr, SIZE: gl.constexpr, RUN: gl.constexpr,
-    Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr, SOFT_CAP: gl.constexpr,
-    SINKS: gl.constexpr, FP8_OUT: gl.constexpr, LSE: gl.constexpr,
+    v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, k_scale_ptr, v_scale_ptr,
+    sinks_ptr, tile_starts_ptr, num_tiles_ptr, query_start_ptr, seq_lens_ptr, causal_ptr,
+    ranges_ptr, num_reqs, programs, num_ranges, scale, soft_cap, window, chunk, lookback,
+    scale_head, out_token, out_head, lse_token, HEADS: gl.constexpr, GROUP: gl.constexpr,
+    PACKED: gl.constexpr, WARP_GROUPS: gl.constexpr, KIND: gl.constexpr, DTYPE: gl.constexpr,
+    KV_TILE: gl.constexpr, HALVES: gl.constexpr, WIDTH: gl.constexpr, SIZE: gl.constexpr,
+    RUN: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
+    SOFT_CAP: gl.constexpr, SINKS: gl.constexpr, FP8_OUT: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
-    """A warp group: rows ``[64 * PART, 64 * PART + 64)`` of every tile."""
+    """A warp group: rows ``[64 * PART, 64 * PART + 64)`` of every tile.
+
+    The last output of a tile and the first scores of the next are issued together; the finished
+    tile is written under the latter. Every warp group takes every tile of keys, also where none of
+    its own rows sees one: it would wait for the others otherwise.
+    """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    SUMS: gl.constexpr = gl.SliceLayout(1, SCORES)
     SPAN: gl.constexpr = 64 // PACKED
-    turns = share_of(tile_starts_ptr, num_reqs, programs, HEADS)
+    turns = share_of(num_tiles_ptr, programs, HEADS)
     done = 0
     parity = 0
-    for turn in range(turns):
-        _, req, begin, token, query_len, kv_len, causal, _, low, high = tile_at(
-            turn, tile_starts_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr,
+    if turns > 0:
+        head, req, begin, token, query_len, kv_len, causal, _, low, high = tile_at(
+            0, tile_starts_ptr, num_tiles_ptr,
+            query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr,
             num_reqs, programs, num_ranges, window, chunk, lookback, HEADS, WARP_GROUPS * SPAN,
             KV_TILE, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
         )  # fmt: skip
-        context = gl.maximum(kv_len - query_len, 0)
         token += PART * SPAN
-        # Rows past the request's last are copies of it, and not written.
-        first = context + gl.minimum(token, query_len - 1)
-        last = context + gl.minimum(token + SPAN, query_len) - 1
-        row = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-        query = gl.minimum(context + token + row // PACKED, last)
-        reach = reach_of(query, kv_len, causal, CAUSAL)
-        ranges = ranges_ptr
-        range_first = query
-        range_last = query
-        if RANGES:
-            ranges = ranges_ptr + req.to(gl.int64) * num_ranges * 2
-            range_first, range_last = own_range(query, ranges, num_ranges)
-        stop = last_visible(
-            last, kv_len, causal, window, ranges, num_ranges, first, CAUSAL, WINDOW, CHUNK, False,
-            RANGES,
-        )  # fmt: skip
-        start = first_visible(
-            first, last, window, chunk, lookback, ranges, num_ranges, WINDOW or CHUNK, CHUNK,
-            RANGES, CLAMP,
-        )  # fmt: skip
-        all_low, all_high = seen_by_all(
-            first, last, kv_len, causal, window, chunk, lookback, CAUSAL, WINDOW, CHUNK, False
+        factor, v_factor = _factors(
+            scale, head, k_scale_ptr, v_scale_ptr, scale_head, PACKED, GROUP, KIND > 0
         )
-        count = high - low
-        # Tiles of keys, from the last: none of the rows sees those before ``skipped`` and from
-        # ``ends`` on, every row sees all of those in ``[inner, outer)``.
-        skipped = gl.maximum(high - gl.maximum((stop + KV_TILE - 1) // KV_TILE, low + 1), 0)
-        ends = count
-        inner = gl.maximum(high - all_high // KV_TILE, skipped + 1)
-        if WINDOW or CHUNK:
-            ends = gl.maximum(high - start // KV_TILE, skipped + 1)
-            inner = gl.minimum(inner, ends)
-            outer = gl.maximum(high - (all_low + KV_TILE - 1) // KV_TILE, inner)
-            outer = gl.minimum(outer, ends)
-        else:
-            inner = gl.minimum(inner, ends)
-            outer = ends
-        live = kv_len - (high - 1) * KV_TILE
-        has_tail = (live < KV_TILE) & (live % RUN != 0)
-        if has_tail:
-            if PART == WARP_GROUPS - 1:
-                mbarrier.wait(v_full.index(done % STAGES), (done // STAGES) & 1)
-                _clear_tail(v_boxes, done % STAGES, live, KV_TILE, HALVES, RUN)
-            # Everybody arrives: of one that waits alone, the other could be two tails ahead, and
-            # the phase that it waits for would look as if it were still to come.
-            mbarrier.arrive(cleared, count=1)
-            mbarrier.wait(cleared, parity)
-        parity = parity ^ has_tail.to(gl.int32)
-        _drain(0, skipped, done, k_full, k_empty, v_full, v_empty, STAGES)
-        m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        l = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
-        acc = gl.zeros([64, WIDTH], gl.float32, OUTPUT)
-        q_stage = turn % Q_STAGES
-        q = q_tiles.index(q_stage * WARP_GROUPS + PART)
-        mbarrier.wait(q_full.index(q_stage), (turn // Q_STAGES) & 1)
-        now = done + skipped
-        mbarrier.wait(k_full.index(now % STAGES), (now // STAGES) & 1)
-        scores = warpgroup_mma(
-            q,
-            k_tiles.index(now % STAGES).permute((1, 0)),
-            gl.zeros([64, KV_TILE], gl.float32, SCORES),
-            use_acc=False,
-            is_async=True,
+        mbarrier.wait(q_full.index(0), 0)
+        scores = _first_scores(
+            q_tiles.index(PART), k_tiles, k_full, done, True, DTYPE, KV_TILE, STAGES
         )
         scores = warpgroup_mma_wait(0, deps=[scores])
-        mbarrier.arrive(k_empty.index(now % STAGES), count=1)
-        key = (high - 1 - skipped) * KV_TILE
-        key = key + gl.arange(0, KV_TILE, layout=gl.SliceLayout(0, SCORES))
-        weights, m, l, _ = _softmax(
-            scores, m, l, factor, soft_cap, query, reach, kv_len, key, window, chunk, lookback,
-            range_first, range_last, True, SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+        mbarrier.arrive(k_empty.index(0), count=1)
+        pairs, m, l = _first_weights(
+            scores, high, token, query_len, kv_len, causal, req, ranges_ptr, num_ranges, factor,
+            soft_cap, window, chunk, lookback, DTYPE, KV_TILE, PACKED, SOFT_CAP, CAUSAL, WINDOW,
+            CHUNK, RANGES, CLAMP,
         )  # fmt: skip
-        pairs = _pack(weights, DTYPE, KV_TILE)
-        for i in range(skipped + 1, inner):
-            acc, pairs, m, l = _step(
-                i, done, high, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, acc, pairs, m,
-                l, factor, soft_cap, query, reach, kv_len, window, chunk, lookback, range_first,
-                range_last, True, DTYPE, KV_TILE, WIDTH, STAGES, SOFT_CAP, CAUSAL, WINDOW, CHUNK,
-                RANGES, CLAMP,
+        for turn in range(turns):
+            first, last, query, reach, range_first, range_last = _rows_of(
+                token, query_len, kv_len, causal, req, ranges_ptr, num_ranges, SUMS, PACKED, CAUSAL,
+                RANGES,
             )  # fmt: skip
-        for i in range(inner, outer):
-            acc, pairs, m, l = _step(
-                i, done, high, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, acc, pairs, m,
-                l, factor, soft_cap, query, reach, kv_len, window, chunk, lookback, range_first,
-                range_last, False, DTYPE, KV_TILE, WIDTH, STAGES, SOFT_CAP, CAUSAL, WINDOW, CHUNK,
-                RANGES, CLAMP,
-            )  # fmt: skip
-        if WINDOW or CHUNK:
-            for i in range(outer, ends):
+            all_low, all_high = seen_by_all(
+                first, last, kv_len, causal, window, chunk, lookback, CAUSAL, WINDOW, CHUNK, False
+            )
+            # Tiles of keys, from the last: every row sees all of those in ``[inner, outer)``.
+            count = high - low
+            inner = gl.minimum(gl.maximum(high - all_high // KV_TILE, 1), count)
+            outer = count
+            if WINDOW or CHUNK:
+                outer = gl.maximum(high - (all_low + KV_TILE - 1) // KV_TILE, inner)
+                outer = gl.minimum(outer, count)
+            live = kv_len - (high - 1) * KV_TILE
+            has_tail = (KIND == 0) & (live < KV_TILE) & (live % RUN != 0)
+            if has_tail:
+                if PART == WARP_GROUPS - 1:
+                    mbarrier.wait(v_full.index(done % STAGES), (done // STAGES) & 1)
+                    _clear_tail(v_boxes, done % STAGES, live, KV_TILE, HALVES, RUN)
+                # Everybody arrives: of one that waits alone, the other could be two tails ahead,
+                # and the phase that it waits for would look as if it were still to come.
+                mbarrier.arrive(cleared, count=1)
+                mbarrier.wait(cleared, parity)
+            parity = parity ^ has_tail.to(gl.int32)
+            acc = gl.zeros([64, WIDTH], gl.float32, OUTPUT)
+            q = q_tiles.index((turn % Q_STAGES) * WARP_GROUPS + PART)
+            for i in range(1, inner):
                 acc, pairs, m, l = _step(
                     i, done, high, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, acc,
                     pairs, m, l, factor, soft_cap, query, reach, kv_len, window, chunk, lookback,
                     range_first, range_last, True, DTYPE, KV_TILE, WIDTH, STAGES, SOFT_CAP, CAUSAL,
                     WINDOW, CHUNK, RANGES, CLAMP,
                 )  # fmt: skip
-        mbarrier.arrive(q_empty.index(turn % Q_STAGES), count=1)
-        left = _unpack(pairs, DTYPE, KV_TILE, gl.DotOperandLayout(0, OUTPUT, 2))
-        now = done + ends - 1
-        mbarrier.wait(v_full.index(now % STAGES), (now // STAGES) & 1)
-        acc = warpgroup_mma(left, v_tiles.index(now % STAGES), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(v_empty.index(now % STAGES), count=1)
-        _drain(ends, count, done, k_full, k_empty, v_full, v_empty, STAGES)
-        done += count
-        # Once more, instead of being kept in registers meanwhile.
-        begin = gl.load(query_start_ptr + req)
-        query_len = gl.load(query_start_ptr + req + 1) - begin
-        head = work_at(turn, programs) % HEADS
-        _write(
-            m, l, acc, factor, token, begin, query_len, head, out_ptr, lse_ptr, output_scale_ptr,
-            sinks_ptr, out_token, out_head, lse_token, PACKED, WIDTH, SIZE, SOFT_CAP, SINKS,
-            FP8_OUT, LSE,
-        )  # fmt: skip
+            for i in range(inner, outer):
+                acc, pairs, m, l = _step(
+                    i, done, high, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, acc,
+                    pairs, m, l, factor, soft_cap, query, reach, kv_len, window, chunk, lookback,
+                    range_first, range_last, False, DTYPE, KV_TILE, WIDTH, STAGES, SOFT_CAP, CAUSAL,
+                    WINDOW, CHUNK, RANGES, CLAMP,
+                )  # fmt: skip
+            if WINDOW or CHUNK:
+                for i in range(outer, count):
+                    acc, pairs, m, l = _step(
+                        i, done, high, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, acc,
+                        pairs, m, l, factor, soft_cap, query, reach, kv_len, window, chunk,
+                        lookback, range_first, range_last, True, DTYPE, KV_TILE, WIDTH, STAGES,
+                        SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                    )  # fmt: skip
+            mbarrier.arrive(q_empty.index(turn % Q_STAGES), count=1)
+            left = _unpack(pairs, DTYPE, KV_TILE, gl.DotOperandLayout(0, OUTPUT, 2))
+            done += count
+            before = done - 1
+            mbarrier.wait(v_full.index(before % STAGES), (before // STAGES) & 1)
+            acc = warpgroup_mma(left, v_tiles.index(before % STAGES), acc, is_async=True)
+            # The next tile. After the last one its scores are of whatever is there.
+            there_is = turn + 1 < turns
+            this_begin, this_token, this_len = begin, token, query_len
+            this_head = work_at(turn, programs) % HEADS
+            turn_after = gl.minimum(turn + 1, turns - 1)
+            head, req, begin, token, query_len, kv_len, causal, _, low, high = tile_at(
+                turn_after, tile_starts_ptr, num_tiles_ptr,
+                query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr,
+                num_reqs, programs, num_ranges, window, chunk, lookback, HEADS, WARP_GROUPS * SPAN,
+                KV_TILE, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+            )  # fmt: skip
+            token += PART * SPAN
+            stage = (turn + 1) % Q_STAGES
+            mbarrier.wait(q_full.index(stage), ((turn + 1) // Q_STAGES) & 1, pred=there_is)
+            scores = _first_scores(
+                q_tiles.index(stage * WARP_GROUPS + PART), k_tiles, k_full, done, there_is, DTYPE,
+                KV_TILE, STAGES,
+            )  # fmt: skip
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            mbarrier.arrive(v_empty.index(before % STAGES), count=1)
+            _write(
+                m, l, acc, factor, v_factor, this_token, this_begin, this_len, this_head, out_ptr,
+                lse_ptr, output_scale_ptr, sinks_ptr, out_token, out_head, lse_token, PACKED, WIDTH,
+                SIZE, SOFT_CAP, SINKS, FP8_OUT, LSE,
+            )  # fmt: skip
+            factor, v_factor = _factors(
+                scale, head, k_scale_ptr, v_scale_ptr, scale_head, PACKED, GROUP, KIND > 0
+            )
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            mbarrier.arrive(k_empty.index(done % STAGES), count=1, pred=there_is)
+            pairs, m, l = _first_weights(
+                scores, high, token, query_len, kv_len, causal, req, ranges_ptr, num_ranges, factor,
+                soft_cap, window, chunk, lookback, DTYPE, KV_TILE, PACKED, SOFT_CAP, CAUSAL, WINDOW,
+                CHUNK, RANGES, CLAMP,
+            )  # fmt: skip

@@ -5,17 +5,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from attn.kernels.hopper.decode import hopper_decode_kernel
-from attn.kernels.hopper.launch import COLUMNS, Descriptors, refusal_of_keys
+from attn.kernels.hopper.launch import COLUMNS, Descriptors, asked, is_planned
 from attn.kernels.launch import KernelCall, KernelForm
 from builders.split_kv import SplitPlan
-from specs.dtypes import KVQuantMode
+from builders.tiles import decode_kernel_of
+from specs.devices import DeviceKind
+from specs.engine import DecodeKernel
 
 if TYPE_CHECKING:
     from attn.kernels.dense import DenseLayer, DenseTensors
     from builders.triton_attn import TritonAttentionMetadata
+
+
+def serves(
+    layer: DenseLayer, plan: SplitPlan, step: TritonAttentionMetadata, tensors: DenseTensors
+) -> bool:
+    """Whether the split-KV kernel serves a step of a layer as it was planned.
+
+    The builder has asked the same of what it knew; here all is known.
+
+    Raises:
+        ValueError: it does not, though it is asked for by name.
+    """
+    assert plan.hopper is not None
+    shape, block_size, asks = asked(layer, step, tensors)
+    wanted = DecodeKernel.HOPPER if plan.requires_hopper else DecodeKernel.AUTO
+    # A tile has all the tokens that it was asked for, or as many as there is room for.
+    tokens = plan.tile.query_tokens
+    tile, _ = decode_kernel_of(shape, DeviceKind.SM90, block_size, tokens, asks, wanted)
+    return is_planned(tile, plan.hopper, plan.requires_hopper)
 
 
 class HopperDecodeLauncher:
@@ -27,11 +46,11 @@ class HopperDecodeLauncher:
             layer: what never changes.
         """
         self._layer = layer
-        self._forms: dict[tuple[Any, ...], KernelForm] = {}
+        self._forms: dict[tuple[Any, ...], KernelForm | None] = {}
         self._descriptors = Descriptors()
 
     def knows(self, plan: SplitPlan, key: tuple[Any, ...]) -> bool:
-        """Whether launches like this one were prepared before."""
+        """Whether launches like this one were prepared, or left to the plain kernel, before."""
         return (*_static(plan), key) in self._forms
 
     def prepare(
@@ -42,7 +61,7 @@ class HopperDecodeLauncher:
         constants: Mapping[str, Any],
         key: tuple[Any, ...],
     ) -> None:
-        """Make ready for launches like this one.
+        """Make ready for launches like this one, or leave them to the plain kernel.
 
         Args:
             plan: the builder's.
@@ -52,13 +71,13 @@ class HopperDecodeLauncher:
             key: everything that a form depends on beside the plan.
 
         Raises:
-            ValueError: the kernel does not serve this.
+            ValueError: the kernel does not serve this and is asked for by name; likewise a plan
+                for a layer of another shape.
         """
-        is_e4m3 = self._layer.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR
-        dtype = torch.float8_e4m3fn if is_e4m3 else tensors.query.dtype
-        reason = refusal_of_keys(self._layer, step, tensors, dtype)
-        if reason is not None:
-            raise ValueError(f"decode_kernel 'hopper' does not serve this layer: {reason}")
+        known = (*_static(plan), key)
+        if not serves(self._layer, plan, step, tensors):
+            self._forms[known] = None
+            return
         layer, output, lse = self._layer, tensors.output, tensors.lse
         cap, chunk, causal = layer.logits_soft_cap, layer.attention_chunk_size, step.causal
         assert plan.hopper is not None
@@ -88,37 +107,49 @@ class HopperDecodeLauncher:
             "FP8_OUT": tensors.output_scale is not None,
             "LSE": lse is not None,
             "scale_head": 1 if tensors.k_scale.numel() > 1 else 0,
-            "E4M3": is_e4m3,
+            "E4M3": layer.cache_dtype.is_quantized,
+            "STAGES": plan.hopper.num_stages,
         }
         form = KernelForm(hopper_decode_kernel, fixed, (*_VARYING, "k_desc", "v_desc"), num_warps=4)
-        self._forms[*_static(plan), key] = form
+        self._forms[known] = form
 
     def call(
         self,
         plan: SplitPlan,
         varying: Mapping[str, Any],
         key: tuple[Any, ...],
-    ) -> KernelCall:
-        """The launch that serves the step's rows with few query tokens, :meth:`prepare`-d before.
+    ) -> KernelCall | None:
+        """The launch that serves the step's rows with few query tokens, :meth:`prepare`-d before;
+        None where it does not.
 
         Args:
             plan: the builder's.
             varying: values of what differs from call to call, by the twin's names.
             key: as in :meth:`prepare`.
         """
+        form = self._forms[*_static(plan), key]
+        if form is None:
+            return None
         assert plan.hopper is not None
         arguments = {name: varying[name] for name in _VARYING}
         page = (1, plan.hopper.run, 1, COLUMNS)
         # As the words that the plain kernel reads.
         arguments["k_desc"] = self._descriptors.of(varying["key_ptr"], page)
         arguments["v_desc"] = self._descriptors.of(varying["value_ptr"], page)
-        form = self._forms[*_static(plan), key]
         return form.call((plan.groups * plan.heads,), arguments)
 
 
 def _static(plan: SplitPlan) -> tuple[Any, ...]:
     """What a form depends on in a plan."""
-    return plan.hopper, plan.groups, plan.heads, plan.head_loops, plan.slots, plan.bundles
+    return (
+        plan.hopper,
+        plan.requires_hopper,
+        plan.groups,
+        plan.heads,
+        plan.head_loops,
+        plan.slots,
+        plan.bundles,
+    )
 
 
 _PLANNED = (
@@ -136,7 +167,6 @@ _PLANNED = (
     "SEGMENT_UNIT",
     "FINISH_ROWS",
     "FINISH_WIDTH",
-    "STAGES",
 )
 _VARYING = (
     "query_ptr",

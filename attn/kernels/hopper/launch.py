@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,56 +12,87 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn.kernels.hopper.prefill import hopper_prefill_kernel
 from attn.kernels.launch import KernelCall, KernelForm, alignment
+from attn.kernels.stored import E4M3, E5M2, NATIVE
 from builders.split_kv import HopperPlan
-from builders.tiles import HopperTile
+from builders.tiles import (
+    DenseShape,
+    HopperDecodeTile,
+    HopperTile,
+    LayerAsks,
+    prefill_kernel_of,
+)
+from specs.devices import DeviceKind
+from specs.dtypes import CacheDType, DType
+from specs.engine import PrefillKernel
 
 if TYPE_CHECKING:
     from attn.kernels.dense import DenseLayer, DenseTensors
     from builders.triton_attn import TritonAttentionMetadata
 
+Tile = HopperTile | HopperDecodeTile
 COLUMNS = 64
 """Columns of a box: the 128 bytes of a swizzled row."""
 MOST_DESCRIPTORS = 64
 """Of a layer, kept for calls with tensors at the same addresses."""
 
 
-def refusal(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors) -> str | None:
-    """Why the prefill kernel does not serve a step of a layer; None where it does.
+def serves(
+    layer: DenseLayer, plan: HopperPlan, step: TritonAttentionMetadata, tensors: DenseTensors
+) -> bool:
+    """Whether the prefill kernel serves a step of a layer as it was planned.
 
-    The builder has looked at the geometry already, see :func:`builders.tiles.hopper_tile`.
+    The builder has asked the same of what it knew; here all is known.
+
+    Raises:
+        ValueError: it does not, though it is asked for by name.
     """
-    reason = refusal_of_keys(layer, step, tensors, tensors.query.dtype)
-    if reason is None and alignment(tensors.query) < 16:
-        reason = f"rows of query are aligned to {alignment(tensors.query)} bytes, not 16"
-    if tensors.output_scale is None and tensors.output.dtype != tensors.query.dtype:
-        reason = (
-            reason or f"an output of {tensors.output.dtype} for a query of {tensors.query.dtype}"
+    shape, block_size, asks = asked(layer, step, tensors)
+    asks = replace(
+        asks,
+        output=None if tensors.output_scale is not None else DType.parse(tensors.output.dtype),
+        alignments=(("query", alignment(tensors.query)), *asks.alignments),
+    )
+    wanted = PrefillKernel.HOPPER if plan.is_required else PrefillKernel.AUTO
+    tile, _ = prefill_kernel_of(shape, DeviceKind.SM90, block_size, asks, wanted)
+    return is_planned(tile, plan.tile, plan.is_required)
+
+
+def asked(
+    layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors
+) -> tuple[DenseShape, int, LayerAsks]:
+    """What both kernels depend on: the layer's shape, tokens of a page, and what else is asked."""
+    query, key, value = tensors.query, tensors.keys.key, tensors.keys.value
+    shape = DenseShape(
+        layer.num_heads,
+        layer.num_kv_heads,
+        layer.head_size,
+        layer.head_size_v,
+        query.element_size(),
+        key.element_size() * 8 // layer.cache_dtype.packing,
+    )
+    asks = LayerAsks(
+        dcp=step.stripe is not None,
+        rswa=step.rswa_prefix_lens is not None,
+        alibi=tensors.alibi_slopes is not None,
+        scale=layer.scale,
+        query=DType.parse(query.dtype),
+        cache_dtype=layer.cache_dtype,
+        alignments=(("key", alignment(key)), ("value", alignment(value))),
+    )
+    return shape, key.shape[1] if key.dim() == 4 else 0, asks
+
+
+def is_planned(found: Tile | None, planned: Tile, is_required: bool) -> bool:
+    """The tile of a layer is that of the plan.
+
+    Raises:
+        ValueError: it is another one, and the kernel is asked for by name.
+    """
+    if found is not None and found != planned and is_required:
+        raise ValueError(
+            f"the builder's plan is for {planned}, the layer and its cache for {found}"
         )
-    return reason
-
-
-def refusal_of_keys(
-    layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors, dtype: torch.dtype
-) -> str | None:
-    """Why no kernel of this family serves a step of a layer; None where they do, from a cache of
-    that type.
-    """
-    if tensors.keys.key.dim() != 4:
-        return "keys and values are not in a paged cache"
-    if tensors.alibi_slopes is not None:
-        return "ALiBi"
-    if step.rswa_prefix_lens is not None:
-        return "R-SWA"
-    if step.stripe is not None:
-        return "decode context parallelism"
-    if not tensors.keys.key.dtype == tensors.keys.value.dtype == dtype:
-        return f"a cache of {tensors.keys.key.dtype} for a query of {tensors.query.dtype}"
-    if layer.scale <= 0:
-        return f"scale {layer.scale} is not positive"
-    for name, rows in (("key", tensors.keys.key), ("value", tensors.keys.value)):
-        if alignment(rows) < 16:
-            return f"rows of {name} are aligned to {alignment(rows)} bytes, not 16"
-    return None
+    return found == planned
 
 
 class Descriptors:
@@ -89,12 +121,12 @@ class HopperLauncher:
             layer: what never changes.
         """
         self._layer = layer
-        self._forms: dict[tuple[Any, ...], KernelForm] = {}
+        self._forms: dict[tuple[Any, ...], KernelForm | None] = {}
         self._descriptors = Descriptors()
 
     def knows(self, plan: HopperPlan, key: tuple[Any, ...]) -> bool:
-        """Whether launches like this one were prepared before."""
-        return (plan.tile, key) in self._forms
+        """Whether launches like this one were prepared, or left to the plain kernel, before."""
+        return (plan.tile, plan.is_required, key) in self._forms
 
     def call(
         self,
@@ -103,33 +135,35 @@ class HopperLauncher:
         tensors: DenseTensors,
         varying: Mapping[str, Any],
         key: tuple[Any, ...],
-    ) -> KernelCall:
-        """The launch that serves the step's rows with many query tokens.
+    ) -> KernelCall | None:
+        """The launch that serves the step's rows with many query tokens; None where it does not.
 
         Args:
             plan: the builder's.
             step: the builder's record.
             tensors: of this forward.
             varying: values of what differs from call to call, by the twin's names.
-            key: everything that a form depends on.
+            key: everything that a form, or leaving the step to the plain kernel, depends on.
 
         Raises:
-            ValueError: the kernel does not serve this.
+            ValueError: the kernel does not serve this and is asked for by name; a plan for a layer
+                of another shape.
         """
-        form = self._forms.get((plan.tile, key))
+        tile, keys, known = plan.tile, tensors.keys, (plan.tile, plan.is_required, key)
+        if known not in self._forms:
+            is_served = serves(self._layer, plan, step, tensors)
+            self._forms[known] = self._new_form(tile, step, tensors) if is_served else None
+        form = self._forms[known]
         if form is None:
-            reason = refusal(self._layer, step, tensors)
-            if reason is not None:
-                raise ValueError(f"prefill_kernel 'hopper' does not serve this layer: {reason}")
-            form = self._forms[plan.tile, key] = self._new_form(plan.tile, step, tensors)
-        tile, keys = plan.tile, tensors.keys
+            return None
         shared = {name: varying[name] for name in _SHARED}
-        page = (1, tile.run, 1, COLUMNS)
+        page = (1, tile.run, 1, min(tile.width, 128) if tile.staged else COLUMNS)
         rows = (tile.rows_per_group, tile.packed, COLUMNS)
         shared["q_desc"] = self._descriptors.of(tensors.query, rows)
         shared["k_desc"] = self._descriptors.of(keys.key, page)
         shared["v_desc"] = self._descriptors.of(keys.value, page)
         shared["tile_starts_ptr"] = plan.tile_starts
+        shared["num_tiles_ptr"] = plan.num_tiles
         shared["programs"] = plan.programs
         return form.call((plan.programs,), shared)
 
@@ -147,6 +181,7 @@ class HopperLauncher:
             "window": layer.sliding_window or 0,
             "chunk": chunk or 1,
             "lookback": layer.chunk_lookback,
+            "scale_head": 1 if tensors.k_scale.numel() > 1 else 0,
             "HEADS": layer.num_heads // tile.packed,
             "GROUP": layer.num_heads // layer.num_kv_heads,
             "PACKED": tile.packed,
@@ -158,6 +193,8 @@ class HopperLauncher:
             "RUN": tile.run,
             "Q_STAGES": tile.query_stages,
             "STAGES": tile.num_stages,
+            "KIND": _kind_of(layer.cache_dtype),
+            "STAGED": tile.staged,
             "REGISTERS": tile.registers,
             "CAUSAL": 0 if not layer.causal or causal is False else 1 if causal is True else 2,
             "WINDOW": layer.sliding_window is not None,
@@ -169,14 +206,31 @@ class HopperLauncher:
             "FP8_OUT": tensors.output_scale is not None,
             "LSE": lse is not None,
         }
-        varying = (*_SHARED, "q_desc", "k_desc", "v_desc", "tile_starts_ptr", "programs")
+        varying = (
+            *_SHARED,
+            "q_desc",
+            "k_desc",
+            "v_desc",
+            "tile_starts_ptr",
+            "num_tiles_ptr",
+            "programs",
+        )
         return KernelForm(hopper_prefill_kernel, fixed, varying, num_warps=4)
+
+
+def _kind_of(cache_dtype: CacheDType) -> int:
+    """How the kernel reads the cache."""
+    if not cache_dtype.is_quantized:
+        return NATIVE
+    return E5M2 if cache_dtype is CacheDType.FP8_E5M2 else E4M3
 
 
 _SHARED = (
     "out_ptr",
     "lse_ptr",
     "output_scale_ptr",
+    "k_scale_ptr",
+    "v_scale_ptr",
     "table_ptr",
     "query_start_ptr",
     "seq_lens_ptr",
@@ -193,7 +247,8 @@ class _Address:
     """What a descriptor reads of a tensor. The tensor itself would be kept alive by it."""
 
     def __init__(self, rows: torch.Tensor) -> None:
-        self.dtype = rows.dtype
+        # Bytes are bytes to TMA.
+        self.dtype = torch.uint8 if rows.element_size() == 1 else rows.dtype
         self._address = rows.data_ptr()
 
     def data_ptr(self) -> int:
@@ -202,5 +257,5 @@ class _Address:
 
 def _describe(rows: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
     """A descriptor whose boxes are swizzled as products want them; outside they are zeros."""
-    layout = gl.NVMMASharedLayout(128, 16, len(box))
+    layout = gl.NVMMASharedLayout(box[-1] * rows.element_size(), 8 * rows.element_size(), len(box))
     return TensorDescriptor(_Address(rows), [*rows.shape], [*rows.stride()], [*box], layout)

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attn.kernels.hopper.compat import reinterpret
 from attn.kernels.hopper.consume import consume
+from attn.kernels.hopper.convert import convert
 from attn.kernels.hopper.produce import produce
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -40,12 +41,15 @@ _VARYING = [
 _ANYWHERE = [
     "table_ptr",
     "tile_starts_ptr",
+    "num_tiles_ptr",
     "query_start_ptr",
     "seq_lens_ptr",
     "lse_ptr",
     "causal_ptr",
     "ranges_ptr",
     "output_scale_ptr",
+    "k_scale_ptr",
+    "v_scale_ptr",
     "sinks_ptr",
 ]
 
@@ -58,8 +62,11 @@ def hopper_prefill_kernel(
     out_ptr,
     lse_ptr,
     output_scale_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     table_ptr,
     tile_starts_ptr,
+    num_tiles_ptr,
     query_start_ptr,
     seq_lens_ptr,
     causal_ptr,
@@ -77,6 +84,7 @@ def hopper_prefill_kernel(
     window,
     chunk,
     lookback,
+    scale_head,
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     PACKED: gl.constexpr,
@@ -88,6 +96,8 @@ def hopper_prefill_kernel(
     RUN: gl.constexpr,
     Q_STAGES: gl.constexpr,
     STAGES: gl.constexpr,
+    KIND: gl.constexpr,
+    STAGED: gl.constexpr,
     REGISTERS: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
@@ -108,6 +118,7 @@ def hopper_prefill_kernel(
     """
     DTYPE: gl.constexpr = q_desc.dtype
     HALVES: gl.constexpr = WIDTH // 64
+    TOKENS: gl.constexpr = WARP_GROUPS * 64 // PACKED
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     BOXES: gl.constexpr = STAGES * HALVES * (KV_TILE // RUN)
@@ -146,29 +157,80 @@ def hopper_prefill_kernel(
         mbarrier.init(v_full.index(s), count=1)
         mbarrier.init(k_empty.index(s), count=WARP_GROUPS)
         mbarrier.init(v_empty.index(s), count=WARP_GROUPS)
+    if KIND > 0:
+        COLUMNS: gl.constexpr = 128 if WIDTH >= 128 else WIDTH
+        BYTES: gl.constexpr = gl.NVMMASharedLayout(COLUMNS, 8, 4)
+        staged_boxes = gl.allocate_shared_memory(
+            gl.uint8, [STAGED * (WIDTH // COLUMNS) * (KV_TILE // RUN), 1, RUN, 1, COLUMNS], BYTES
+        )
+        staged = reinterpret(
+            staged_boxes, gl.uint8, [STAGED, KV_TILE, WIDTH], gl.NVMMASharedLayout(COLUMNS, 8, 2)
+        )
+        staged_full = gl.allocate_shared_memory(gl.int64, [STAGED, 1], BARRIER)
+        staged_empty = gl.allocate_shared_memory(gl.int64, [STAGED, 1], BARRIER)
+        for s in gl.static_range(STAGED):
+            mbarrier.init(staged_full.index(s), count=1)
+            mbarrier.init(staged_empty.index(s), count=1)
     # Tuples must be literals here: held in a variable, their constexprs become tensors.
-    if WARP_GROUPS == 2:
+    if KIND > 0:
         gl.warp_specialize(
             [
                 (consume, (0, q_tiles, k_tiles, v_tiles, v_runs, q_full, q_empty, k_full, k_empty,
-                    v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, sinks_ptr,
-                    tile_starts_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr,
-                    num_reqs, programs, num_ranges, factor, soft_cap, window, chunk, lookback,
-                    out_token, out_head, lse_token, HEADS, PACKED, WARP_GROUPS, DTYPE, KV_TILE,
-                    HALVES, WIDTH, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES,
-                    CLAMP, SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                    v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, k_scale_ptr,
+                    v_scale_ptr, sinks_ptr, tile_starts_ptr, num_tiles_ptr, query_start_ptr,
+                    seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, factor,
+                    soft_cap, window, chunk, lookback, scale_head, out_token, out_head, lse_token,
+                    HEADS, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE,
+                    RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS,
+                    FP8_OUT, LSE)),
                 (consume, (1, q_tiles, k_tiles, v_tiles, v_runs, q_full, q_empty, k_full, k_empty,
-                    v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, sinks_ptr,
-                    tile_starts_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr,
-                    num_reqs, programs, num_ranges, factor, soft_cap, window, chunk, lookback,
-                    out_token, out_head, lse_token, HEADS, PACKED, WARP_GROUPS, DTYPE, KV_TILE,
-                    HALVES, WIDTH, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES,
-                    CLAMP, SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                    v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, k_scale_ptr,
+                    v_scale_ptr, sinks_ptr, tile_starts_ptr, num_tiles_ptr, query_start_ptr,
+                    seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, factor,
+                    soft_cap, window, chunk, lookback, scale_head, out_token, out_head, lse_token,
+                    HEADS, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE,
+                    RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS,
+                    FP8_OUT, LSE)),
+                (convert, (staged, staged_full, staged_empty, k_tiles, v_tiles, k_full, k_empty,
+                    v_full, v_empty, tile_starts_ptr, num_tiles_ptr, query_start_ptr, seq_lens_ptr,
+                    causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, window, chunk, lookback,
+                    HEADS, TOKENS, KIND, DTYPE, KV_TILE, WIDTH, STAGED, STAGES, CAUSAL, WINDOW,
+                    CHUNK, RANGES, CLAMP)),
+                (produce, (q_desc, k_desc, v_desc, q_boxes, staged_boxes, staged_boxes, q_full,
+                    q_empty, staged_full, staged_empty, staged_full, staged_empty, table_ptr,
+                    tile_starts_ptr, num_tiles_ptr, query_start_ptr, seq_lens_ptr, causal_ptr,
+                    ranges_ptr, num_reqs, programs, num_ranges, table_row, window, chunk, lookback,
+                    HEADS, GROUP, PACKED, WARP_GROUPS, KV_TILE, HALVES, BLOCK_SIZE, RUN, Q_STAGES,
+                    STAGED, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, True)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, 72, 24],
+        )  # fmt: skip
+    elif WARP_GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (0, q_tiles, k_tiles, v_tiles, v_runs, q_full, q_empty, k_full, k_empty,
+                    v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, k_scale_ptr,
+                    v_scale_ptr, sinks_ptr, tile_starts_ptr, num_tiles_ptr, query_start_ptr,
+                    seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, factor,
+                    soft_cap, window, chunk, lookback, scale_head, out_token, out_head, lse_token,
+                    HEADS, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE,
+                    RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS,
+                    FP8_OUT, LSE)),
+                (consume, (1, q_tiles, k_tiles, v_tiles, v_runs, q_full, q_empty, k_full, k_empty,
+                    v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, k_scale_ptr,
+                    v_scale_ptr, sinks_ptr, tile_starts_ptr, num_tiles_ptr, query_start_ptr,
+                    seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, factor,
+                    soft_cap, window, chunk, lookback, scale_head, out_token, out_head, lse_token,
+                    HEADS, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE,
+                    RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS,
+                    FP8_OUT, LSE)),
                 (produce, (q_desc, k_desc, v_desc, q_boxes, k_boxes, v_boxes, q_full, q_empty,
-                    k_full, k_empty, v_full, v_empty, table_ptr, tile_starts_ptr, query_start_ptr,
-                    seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, table_row,
-                    window, chunk, lookback, HEADS, GROUP, PACKED, WARP_GROUPS, KV_TILE, HALVES,
-                    BLOCK_SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
+                    k_full, k_empty, v_full, v_empty, table_ptr, tile_starts_ptr,
+                    num_tiles_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs,
+                    programs, num_ranges, table_row, window, chunk, lookback, HEADS, GROUP, PACKED,
+                    WARP_GROUPS, KV_TILE, HALVES, BLOCK_SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW,
+                    CHUNK, RANGES, CLAMP, False)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -177,31 +239,35 @@ def hopper_prefill_kernel(
         gl.warp_specialize(
             [
                 (consume, (0, q_tiles, k_tiles, v_tiles, v_runs, q_full, q_empty, k_full, k_empty,
-                    v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, sinks_ptr,
-                    tile_starts_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr,
-                    num_reqs, programs, num_ranges, factor, soft_cap, window, chunk, lookback,
-                    out_token, out_head, lse_token, HEADS, PACKED, WARP_GROUPS, DTYPE, KV_TILE,
-                    HALVES, WIDTH, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES,
-                    CLAMP, SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                    v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, k_scale_ptr,
+                    v_scale_ptr, sinks_ptr, tile_starts_ptr, num_tiles_ptr, query_start_ptr,
+                    seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, factor,
+                    soft_cap, window, chunk, lookback, scale_head, out_token, out_head, lse_token,
+                    HEADS, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE,
+                    RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS,
+                    FP8_OUT, LSE)),
                 (consume, (1, q_tiles, k_tiles, v_tiles, v_runs, q_full, q_empty, k_full, k_empty,
-                    v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, sinks_ptr,
-                    tile_starts_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr,
-                    num_reqs, programs, num_ranges, factor, soft_cap, window, chunk, lookback,
-                    out_token, out_head, lse_token, HEADS, PACKED, WARP_GROUPS, DTYPE, KV_TILE,
-                    HALVES, WIDTH, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES,
-                    CLAMP, SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                    v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, k_scale_ptr,
+                    v_scale_ptr, sinks_ptr, tile_starts_ptr, num_tiles_ptr, query_start_ptr,
+                    seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, factor,
+                    soft_cap, window, chunk, lookback, scale_head, out_token, out_head, lse_token,
+                    HEADS, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE,
+                    RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS,
+                    FP8_OUT, LSE)),
                 (consume, (2, q_tiles, k_tiles, v_tiles, v_runs, q_full, q_empty, k_full, k_empty,
-                    v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, sinks_ptr,
-                    tile_starts_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr,
-                    num_reqs, programs, num_ranges, factor, soft_cap, window, chunk, lookback,
-                    out_token, out_head, lse_token, HEADS, PACKED, WARP_GROUPS, DTYPE, KV_TILE,
-                    HALVES, WIDTH, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES,
-                    CLAMP, SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                    v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, k_scale_ptr,
+                    v_scale_ptr, sinks_ptr, tile_starts_ptr, num_tiles_ptr, query_start_ptr,
+                    seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, factor,
+                    soft_cap, window, chunk, lookback, scale_head, out_token, out_head, lse_token,
+                    HEADS, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE,
+                    RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS,
+                    FP8_OUT, LSE)),
                 (produce, (q_desc, k_desc, v_desc, q_boxes, k_boxes, v_boxes, q_full, q_empty,
-                    k_full, k_empty, v_full, v_empty, table_ptr, tile_starts_ptr, query_start_ptr,
-                    seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, table_row,
-                    window, chunk, lookback, HEADS, GROUP, PACKED, WARP_GROUPS, KV_TILE, HALVES,
-                    BLOCK_SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
+                    k_full, k_empty, v_full, v_empty, table_ptr, tile_starts_ptr,
+                    num_tiles_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs,
+                    programs, num_ranges, table_row, window, chunk, lookback, HEADS, GROUP, PACKED,
+                    WARP_GROUPS, KV_TILE, HALVES, BLOCK_SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW,
+                    CHUNK, RANGES, CLAMP, False)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 32],

@@ -25,12 +25,12 @@ def work_at(turn, programs):
 
 
 @gluon.jit
-def share_of(tile_starts_ptr, num_reqs, programs, HEADS: gl.constexpr):
+def share_of(num_tiles_ptr, programs, HEADS: gl.constexpr):
     """How many tiles this program takes.
 
     Rounds of all programs go forth and back, so that nobody always gets the longer tiles.
     """
-    num_tiles = gl.load(tile_starts_ptr + num_reqs)
+    num_tiles = gl.load(num_tiles_ptr)
     total = num_tiles * HEADS
     rounds = total // programs
     return rounds + (work_at(rounds, programs) < total).to(gl.int32)
@@ -38,7 +38,7 @@ def share_of(tile_starts_ptr, num_reqs, programs, HEADS: gl.constexpr):
 
 @gluon.jit
 def tile_at(
-    turn, tile_starts_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr,
+    turn, tile_starts_ptr, num_tiles_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr,
     num_reqs, programs, num_ranges, window, chunk, lookback, HEADS: gl.constexpr,
     TOKENS: gl.constexpr, KV_TILE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
@@ -48,7 +48,7 @@ def tile_at(
     Returns tile of heads, request, its first row of the query, the tile's first token, tokens and
     keys of the request, whether it is causal, and the tiles of keys ``[low, high)``, one at least.
     """
-    num_tiles = gl.load(tile_starts_ptr + num_reqs)
+    num_tiles = gl.load(num_tiles_ptr)
     work = work_at(turn, programs)
     head = work % HEADS
     # The last tiles see most keys: they start first.

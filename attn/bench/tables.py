@@ -1,0 +1,294 @@
+"""The markdown of a kernel benchmark's results."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from attn.bench.cases import HOPPER_PEERS, PEERS, BenchTable
+from attn.bench.results import (
+    BenchResults,
+    CaseResult,
+    Check,
+    Contender,
+    Status,
+    Verdict,
+    allocation_check,
+    checks_of,
+    free_partition_check,
+    host_check,
+    scratch_check,
+    verdict_of,
+)
+
+_HOW_CLOCK = (
+    "Median of single calls ({reps} per round at most, {rounds} rounds, the kernels in turn within "
+    "a round), {clock}. "
+)
+_HOW_DENSE = (
+    "`forward` only: a plan is made before, and those of decodes have a table of their own. "
+)
+_HOW_HOPPER = (
+    "The first time is `forward` alone; the one in brackets has before it what the kernel needs "
+    "once per step and not once per layer, launched anew in every timed call and spread over no "
+    "layers: `build` of our builder, `get_scheduler_metadata` of FlashAttention-3, `plan` of "
+    "FlashInfer, whose lengths lie in pinned memory. What a plan computes on the host counts as "
+    "far as the GPU has to wait for it. Kernels without brackets plan nothing. Decodes and "
+    "verifies are judged with the plans, the others without. "
+)
+_HOW_INPUTS = (
+    "GB/s counts each live key and value once, plus query and output; TF counts "
+    "visible pairs only, 4 x head size flops per pair and query head. Keys and values are random, "
+    "block tables permuted, pages hold {block_sizes} tokens, unused slots of our cache NaN. A "
+    "kernel's sampled rows are compared with float64 before it is timed and again after; `error` "
+    "is the largest relative norm. `spread` is (largest - smallest) / median of our rounds' "
+    "medians."
+)
+_CUDA_CLOCK = (
+    "CUDA events around each call, 256 MiB written before it to empty the L2 cache, launches "
+    "queued ahead of the GPU"
+)
+_CPU_CLOCK = "by the host's clock, caches as they are"
+_LEGEND_HOPPER = (
+    "`cudnn` is torch's scaled_dot_product_attention over contiguous keys and values where all "
+    "requests are whole prompts of one length, and cuDNN's paged one, called by FlashInfer, "
+    "elsewhere."
+)
+_LEGEND = "Times in us. `-`: no such kernel; `n/a`: cannot run here; empty: not asked for."
+
+
+def render_markdown(results: BenchResults) -> str:
+    """The tables; depends on nothing but ``results``."""
+    environment = results.environment
+    is_hopper = environment.table is BenchTable.HOPPER
+    sizes = sorted({result.case.block_size for result in results.cases})
+    how = (_HOW_CLOCK + (_HOW_HOPPER if is_hopper else _HOW_DENSE) + _HOW_INPUTS).format(
+        reps=environment.reps,
+        rounds=environment.rounds,
+        clock=_CPU_CLOCK if environment.device == "cpu" else _CUDA_CLOCK,
+        block_sizes=" or ".join(str(size) for size in sizes) or "no",
+    )
+    versions = ", ".join(
+        f"{name} {getattr(environment, name)}" for name in ("torch", "triton", "vllm", "flashinfer")
+    )
+    title = f"# {environment.backend} on {environment.device}"
+    cases = _hopper_table(results.cases) if is_hopper else _case_table(results.cases)
+    parts = [
+        f"{title}, against the fastest kernels for it" if is_hopper else title,
+        f"{environment.date}, commit {environment.commit}; {versions}.",
+        how,
+        _summary(results),
+        "## Cases",
+        f"{_LEGEND} {_LEGEND_HOPPER}" if is_hopper else _LEGEND,
+        cases,
+        *_section("On the host", _host_lines(results)),
+        *_section("Batch-invariant decode against a free partition", _free_table(results)),
+        *_section("Batch-invariant prefill", _invariant_table(results)),
+        *_section("The step's plan", _plan_table(results)),
+        "## Memory",
+        _memory_table(results),
+        *_section("Not measured", _reasons(results)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(title: str, body: str) -> list[str]:
+    return [f"## {title}", body] if body else []
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _summary(results: BenchResults) -> str:
+    checks = [check for result in results.cases for check in checks_of(result, results.cases)]
+    checks += [check for result in results.cases if (check := host_check(result)) is not None]
+    checks += [free_partition_check(r) for r in results.cases if r.case.compare_free_partition]
+    checks += [scratch_check(results), allocation_check(results)]
+    counts = Counter(check.verdict for check in checks)
+    return "Targets: " + ", ".join(f"{counts[v]} {v.value}" for v in Verdict) + "."
+
+
+def _time(contender: Contender | None) -> str:
+    if contender is None:
+        return ""
+    if contender.time_us is not None:
+        return f"{contender.time_us:.1f}"
+    short = {Status.UNSUPPORTED: "-", Status.UNAVAILABLE: "n/a"}
+    return short.get(contender.status, contender.status.value)
+
+
+def _percent(part: float | None) -> str:
+    return "" if part is None else f"{100 * part:.1f} %"
+
+
+def _rate(result: CaseResult, contender: Contender | None) -> str:
+    if contender is None or contender.time_us is None:
+        return ""
+    return f"{result.case.rate(contender.time_us):.0f} {result.case.unit}"
+
+
+def _ratio(ours: Contender, other: Contender | None, planned: bool = False) -> str:
+    mine = ours.cost(planned)
+    theirs = None if other is None else other.cost(planned)
+    return "" if mine is None or theirs is None else f"{mine / theirs:.3f}"
+
+
+def _error(contender: Contender) -> str:
+    return "" if contender.error is None else f"{contender.error:.1e}"
+
+
+def _case_table(cases: Sequence[CaseResult]) -> str:
+    header = ["case", "what", "ours", "rate", "spread", "error", *PEERS]
+    header += ["best peer", "ours / best", "target", "verdict"]
+    rows = []
+    for result in cases:
+        checks, best = checks_of(result), result.best_peer
+        verdict = verdict_of(checks)
+        rows.append(
+            [
+                result.case.name,
+                result.case.what,
+                f"**{_time(result.ours)}**",
+                _rate(result, result.ours),
+                _percent(result.ours.spread),
+                _error(result.ours),
+                *(_time(result.peer(name)) for name in PEERS),
+                "" if best is None else f"{best.name} {_rate(result, best)}",
+                _ratio(result.ours, best),
+                ", ".join(check.text for check in checks),
+                "" if verdict is None else _verdict_text(verdict, checks),
+            ]
+        )
+    return _table(header, rows)
+
+
+def _both_times(contender: Contender | None) -> str:
+    """Forward, and in brackets forward with the plan where there is one."""
+    time = _time(contender)
+    if contender is None or contender.planned_us is None:
+        return time
+    return f"{time} ({contender.planned_us:.1f})"
+
+
+def _hopper_table(cases: Sequence[CaseResult]) -> str:
+    header = ["case", "what", "ours", "rate", "spread", "error", *HOPPER_PEERS]
+    header += ["best peer", "ours / best", "target", "verdict"]
+    rows = []
+    for result in cases:
+        checks, planned = checks_of(result, cases), result.case.is_bandwidth_bound
+        best, verdict = result.best(planned), verdict_of(checks)
+        rows.append(
+            [
+                result.case.name,
+                result.case.what,
+                f"**{_both_times(result.ours)}**",
+                _rate(result, result.ours),
+                _percent(result.ours.spread),
+                _error(result.ours),
+                *(_both_times(result.peer(name)) for name in HOPPER_PEERS),
+                "" if best is None else best.name,
+                _ratio(result.ours, best, planned),
+                ", ".join(check.text for check in checks),
+                "" if verdict is None else _verdict_text(verdict, checks),
+            ]
+        )
+    return _table(header, rows)
+
+
+def _host_lines(results: BenchResults) -> str:
+    """What one eager forward costs the host, a line per case that has a bound."""
+    lines = []
+    for result in results.cases:
+        check = host_check(result)
+        if check is not None:
+            time = "n/a" if result.host_us is None else f"{result.host_us:.1f} us"
+            lines.append(
+                f"- one eager `forward` of {result.case.name}: {time} per call, target "
+                f"{check.text}: {check.verdict.value}"
+            )
+    return "\n".join(lines)
+
+
+def _verdict_text(verdict: Verdict, checks: Sequence[Check]) -> str:
+    """The verdict; which bounds it is about where only some are."""
+    about = [check.text for check in checks if check.verdict is verdict]
+    if verdict is Verdict.MET or len(about) == len(checks):
+        return verdict.value
+    return f"{verdict.value}: {', '.join(about)}"
+
+
+def _free_table(results: BenchResults) -> str:
+    header = ["case", "invariant", "free", "invariant / free", "target", "verdict"]
+    rows = []
+    for result in results.cases:
+        if result.case.compare_free_partition:
+            check = free_partition_check(result)
+            ours, free = result.ours, result.free_partition
+            times = [_time(ours), _time(free) or "n/a", _ratio(ours, free)]
+            rows.append([result.case.name, *times, check.text, check.verdict.value])
+    return _table(header, rows) if rows else ""
+
+
+def _invariant_table(results: BenchResults) -> str:
+    header = ["case", "default", "rate", "invariant", "rate", "invariant / default"]
+    rows = []
+    for result in results.cases:
+        if result.case.compare_batch_invariant:
+            ours, other = result.ours, result.batch_invariant
+            ratio = "" if other is None else _ratio(other, ours)
+            cells = [_time(ours), _rate(result, ours), _time(other) or "n/a", _rate(result, other)]
+            rows.append([result.case.name, *cells, ratio])
+    return _table(header, rows) if rows else ""
+
+
+def _plan_table(results: BenchResults) -> str:
+    header = ["case", "kernels of build, us", "build on the host, us", "forward, us"]
+    rows = []
+    for result in results.cases:
+        if result.plan is not None:
+            gpu = "n/a" if result.plan.gpu_us is None else f"{result.plan.gpu_us:.1f}"
+            row = [result.case.name, gpu, f"{result.plan.host_us:.1f}", _time(result.ours)]
+            rows.append(row)
+    return _table(header, rows) if rows else ""
+
+
+def _memory_table(results: BenchResults) -> str:
+    scratch, allocation = scratch_check(results), allocation_check(results)
+    size, counts = results.scratch_bytes, [result.allocations for result in results.cases]
+    known = [count for count in counts if count is not None]
+    rows = [
+        [
+            "scratch, 256 sequences, 32/8 heads, head size 128",
+            "n/a" if size is None else f"{size / (1 << 20):.1f} MiB",
+            scratch.text,
+            scratch.verdict.value,
+        ],
+        [
+            f"allocations in ten forwards, most of {len(known)} cases",
+            str(max(known)) if known else "n/a",
+            allocation.text,
+            allocation.verdict.value,
+        ],
+    ]
+    return _table(["what", "measured", "target", "verdict"], rows)
+
+
+def _reasons(results: BenchResults) -> str:
+    """Each reason once, with the cases it holds for."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for result in results.cases:
+        extra = (result.free_partition, result.batch_invariant)
+        for contender in (result.ours, *result.peers, *(item for item in extra if item)):
+            if contender.reason:
+                what = f"{contender.name}, {contender.status.value}"
+                found.setdefault((what, contender.reason), []).append(result.case.name)
+        if result.plan is not None and result.plan.reason:
+            found.setdefault(("plan", result.plan.reason), []).append(result.case.name)
+    if results.scratch_reason:
+        found[("scratch", results.scratch_reason)] = []
+    lines = []
+    for (what, reason), names in found.items():
+        lines.append(f"- {what}: {reason}" + (f" ({', '.join(names)})" if names else ""))
+    return "\n".join(lines)
