@@ -81,7 +81,8 @@ def test_an_engine_left_to_itself_is_right_in_what_is_planned_for_it(
     """ALiBi is seen at the launch only: the plain kernel goes by the plan of the other."""
     monkeypatch.setattr(trials.Trial, "decode_kernel", DecodeKernel.AUTO)
     batch = BatchSpec("long", (1, 1, 1), (9000, 700, 33))
-    case = Case(heads=Heads(8, 1, size), batch=batch, feature=FEATURES[feature])
+    heads, dtype = Heads(8, 1, size), DType.BFLOAT16
+    case = Case(heads=heads, dtype=dtype, batch=batch, feature=FEATURES[feature])
     trial = trials.DenseTrial(TritonAttentionBackend, case, DEVICE)
     assert trial.builder().planner.hopper_decode is not None
     check_case(TritonAttentionBackend, case, DEVICE)

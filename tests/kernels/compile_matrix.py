@@ -26,6 +26,7 @@ from typing import Any, Final
 
 from builders.tiles import SHARED_MEMORY
 from specs.devices import KNOWN_DEVICES
+from tests.kernels.sass import undefined_reads
 from tests.kernels.variants import HOPPER_VARIANTS, TARGETS, VARIANTS, Kernel, Variant, call_of
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -88,6 +89,8 @@ class Facts:
     """Bytes of spill stores and of spill loads."""
     serialized: bool = False
     """``ptxas`` had to order products by warp group that the program left unordered."""
+    undefined: int = 0
+    """Reads of uniform registers that some path never wrote, of a kernel in Gluon."""
     shared: int = 0
     """Bytes of shared memory."""
     asynchronous_copies: int = 0
@@ -115,6 +118,8 @@ def misses_of(variant: Variant, target: int, facts: Facts) -> list[str]:
         misses.append(f"spills {facts.spills} bytes")
     if facts.serialized:
         misses.append("products by warp group are serialized")
+    if facts.undefined:
+        misses.append(f"{facts.undefined} reads of registers that a path never wrote")
     if variant.kernel.attends:
         # Copies turn synchronous without a word where a hint of alignment is lost.
         if facts.pipeline and not facts.asynchronous_copies:
@@ -207,11 +212,25 @@ class Compiler:
         ptx = compiled.asm["ptx"]
         return Facts(
             **read,
+            undefined=_undefined(compiled.asm["cubin"]) if variant.kernel.is_gluon else 0,
             shared=compiled.metadata.shared,
             asynchronous_copies=len(re.findall(r"\bcp\.async\.c[ag]\.", ptx)),
             warp_group_products=ptx.count("wgmma.mma_async"),
             pipeline=pipeline,
         )
+
+
+def _undefined(cubin: bytes) -> int:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run(
+            [tool, "-sass", file.name], capture_output=True, text=True, check=True
+        )
+    return len(undefined_reads(done.stdout))
 
 
 def _first_line(error: BaseException) -> str:

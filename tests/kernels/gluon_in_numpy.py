@@ -94,7 +94,9 @@ class Barrier:
     def init(self, count: int) -> None:
         self.count = self.missing = count
 
-    def arrive(self, count: int = 1, more: int = 0, fewer: int = 0) -> None:
+    def arrive(self, count: int = 1, more: int = 0, fewer: int = 0, pred: Any = True) -> None:
+        if not pred:
+            return
         with self.changed:
             assert self.missing >= count, "somebody arrived twice"
             self.missing -= count
@@ -103,7 +105,9 @@ class Barrier:
                 self.phase, self.missing = self.phase + 1, self.count
                 self.changed.notify_all()
 
-    def wait(self, parity: Any) -> None:
+    def wait(self, parity: Any, pred: Any = True) -> None:
+        if not pred:
+            return
         with self.changed:
             passed = self.changed.wait_for(lambda: self.phase % 2 != int(parity), PATIENCE)
         assert passed, "nobody arrives"
@@ -119,6 +123,7 @@ class Memory:
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
+        self.shape: Sequence[int] = array.shape
 
     def index(self, i: Any) -> Memory:
         return Memory(self.array[int(i)])
@@ -135,7 +140,7 @@ class Memory:
 
 def _allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
     if layout is Barrier:
-        return Barriers(Barrier() for _ in range(shape[0]))
+        return Barriers(Barrier() for _ in range(shape[0])) if len(shape) > 1 else Barrier()
     # NaN in every type, two of them in a word of e4m3.
     return Memory(np.full(shape, 0x7F7F if dtype == np.int16 else np.nan, dtype))
 
@@ -173,11 +178,14 @@ def _reinterpret(memory: Memory, dtype: Any, shape: Sequence[int], layout: None)
 
 
 def _async_load(rows: np.ndarray, place: Sequence[Any], full: Barrier, box: Memory) -> None:
-    page, token, head, column = (int(x) for x in place)
-    run, inside = box.array.shape[1], 0 <= page < len(rows)
-    assert token + run <= rows.shape[1], "a box leaves its page"
-    part = rows[page, token : token + run, head, column : column + 64] if inside else None
-    box.store(np.zeros_like(box.array) if part is None else part)
+    starts = [int(x) for x in place]
+    if len(starts) == 4 and 0 <= starts[0] < len(rows):
+        assert starts[1] + box.array.shape[1] <= rows.shape[1], "a box leaves its page"
+    found = np.zeros_like(box.array)
+    if min(starts) >= 0:
+        part = rows[tuple(slice(x, x + n) for x, n in zip(starts, found.shape, strict=True))]
+        found[tuple(slice(0, n) for n in part.shape)] = part
+    box.store(found)
     full.arrive(0, fewer=box.array.nbytes)
 
 

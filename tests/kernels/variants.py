@@ -71,6 +71,11 @@ class Kernel(StrEnum):
         """It reads keys and values tile by tile."""
         return self in (Kernel.DECODE, Kernel.PREFILL)
 
+    @property
+    def is_gluon(self) -> bool:
+        """It is written for Hopper."""
+        return self.startswith("hopper")
+
 
 @dataclass(frozen=True)
 class Layer:

@@ -55,9 +55,7 @@ def produce(
     TOKENS: gl.constexpr = WARP_GROUPS * 64 // PACKED
     # Halves of a row of keys, and of a row of the query.
     BOXES: gl.constexpr = k_boxes.shape[0] * RUN // (STAGES * KV_TILE)
-    BYTES: gl.constexpr = (
-        KV_TILE * BOXES * k_boxes.shape[4] * (k_boxes.dtype.primitive_bitwidth // 8)
-    )
+    BYTES: gl.constexpr = KV_TILE * BOXES * k_boxes.shape[4] * (1 if SHARED else 2)
     EACH: gl.constexpr = 2 if SHARED else 1
     turns = share_of(num_tiles_ptr, programs, HEADS)
     done = 0

@@ -1,0 +1,121 @@
+"""Machine code of sm_90, read for what a compiler may not do."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);")
+_UNIFORM = re.compile(r"\bUR(\d+)\b")
+_PREDICATE = re.compile(r"U?P(T|\d)")
+# Names in U that write no uniform register, and others that do.
+_NO_TARGET = {"USETMAXREG", "UTMALDG", "UTMASTG", "UTMAPF", "UBLKCP", "UTMACMDFLUSH", "UCGABAR"}
+_TARGET = {"R2UR", "S2UR", "VOTEU", "ELECT"}
+_INDIRECT = -1
+
+
+@dataclass
+class _Instruction:
+    text: str
+    written: set[int]
+    read: set[int]
+    next: list[int]
+    before: int | None = None
+    """Bits of the registers that every path to here has written; None until one is known."""
+
+    @property
+    def after(self) -> int:
+        assert self.before is not None
+        return self.before | sum(1 << register for register in self.written)
+
+
+def undefined_reads(sass: str) -> list[str]:
+    """Reads of uniform registers that some path to them never wrote.
+
+    ptxas 12.8 computed a part of an address ahead of a loop and used it behind it, too, where the
+    loop had been skipped: products then read anything as their operand.
+
+    Args:
+        sass: of one kernel, as ``cuobjdump -sass`` prints it.
+    """
+    code = _parsed(sass)
+    if not code:
+        return []
+    code[0].before = 0
+    _spread(code, [0])
+    # Of an indirect branch the targets are not said: they are what nothing else leads to.
+    jumps = [one for one in code if _INDIRECT in one.next and one.before is not None]
+    for i, one in enumerate(code):
+        if one.before is None and jumps and not one.text.startswith(("NOP", "BRA")):
+            one.before = jumps[0].after
+            _spread(code, [i])
+    return [one.text for one in code if one.before is not None and _misses(one, one.before)]
+
+
+def _misses(one: _Instruction, known: int) -> bool:
+    return any(not known >> register & 1 for register in one.read)
+
+
+def _spread(code: list[_Instruction], work: list[int]) -> None:
+    """What is written on every path, from these on."""
+    while work:
+        one = code[work.pop()]
+        for i in one.next:
+            if i == _INDIRECT:
+                continue
+            known = code[i].before
+            new = one.after if known is None else known & one.after
+            if new != known:
+                code[i].before = new
+                work.append(i)
+
+
+def _parsed(sass: str) -> list[_Instruction]:
+    found = [match for match in map(_INSTRUCTION.match, sass.splitlines()) if match]
+    place = {int(match[1], 16): i for i, match in enumerate(found)}
+    return [_one(i, match[2].strip(), place) for i, match in enumerate(found)]
+
+
+def _one(i: int, text: str, place: dict[int, int]) -> _Instruction:
+    predicated = re.match(r"@\S+\s+", text)
+    bare = text[predicated.end() :] if predicated else text
+    name, _, rest = bare.partition(" ")
+    base, operands = name.split(".")[0], [part.strip() for part in rest.split(",")]
+    pairs = ".64" in name or ".WIDE" in name
+    written: set[int] = set()
+    sources = operands
+    if (base.startswith("U") and base not in _NO_TARGET) or base in _TARGET:
+        first = next((k for k, x in enumerate(operands) if not _PREDICATE.fullmatch(x)), 0)
+        for register in map(int, _UNIFORM.findall(operands[first])):
+            written |= {register, register + 1} if pairs else {register}
+        sources = operands[first + 1 :]
+    read = {
+        int(number) + k
+        for place_of, part in enumerate(sources)
+        for number in _UNIFORM.findall(part)
+        for k in _span(part, place_of)
+    }
+    return _Instruction(text, written, read, _next(i, base, operands, bool(predicated), place))
+
+
+def _span(part: str, place: int) -> range:
+    """Registers of an operand, from the one that it names."""
+    if "gdesc" in part:
+        # Descriptors of both operands of a product; of one only where the left is in registers.
+        return range(0 if place == 1 else 2, 4)
+    return range(2 if "desc" in part else 1)
+
+
+def _next(
+    i: int, base: str, operands: list[str], predicated: bool, place: dict[int, int]
+) -> list[int]:
+    if base in ("EXIT", "RET"):
+        return [i + 1] if predicated else []
+    if base in ("BRX", "BRXU"):
+        return [_INDIRECT]
+    # Of a call both are said: where it goes, and where it comes back to, with all that it had.
+    if base not in ("BRA", "CALL"):
+        return [i + 1] if i + 1 < len(place) else []
+    target = place.get(int(operands[-1], 16)) if operands[-1].startswith("0x") else None
+    others = predicated or len(operands) > 1 or base == "CALL"
+    return [*([] if target is None else [target]), *([i + 1] if others else [])]

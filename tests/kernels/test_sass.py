@@ -1,0 +1,63 @@
+"""Uniform registers that a path never wrote."""
+
+from __future__ import annotations
+
+from tests.kernels.sass import undefined_reads
+
+HEAD = "        /*0000*/                   UMOV UR5, 0x2 ;  /* 0x0 */\n"
+
+
+def sass(*lines: str) -> str:
+    return HEAD + "".join(
+        f"        /*{16 * (i + 1):04x}*/    {line} ;  /* 0x0 */\n" for i, line in enumerate(lines)
+    )
+
+
+def test_what_only_one_way_writes_is_not_there_after_both() -> None:
+    assert undefined_reads(
+        sass("@P0 BRA 0x30", "UIADD3 UR4, UR5, 0x2, URZ", "UIADD3 UR6, UR4, 0x1, URZ", "EXIT")
+    ) == ["UIADD3 UR6, UR4, 0x1, URZ"]
+
+
+def test_what_both_ways_write_is() -> None:
+    lines = ["@P0 BRA 0x40", "UMOV UR4, UR5", "BRA 0x50", "UMOV UR4, 0x1", "UMOV UR6, UR4", "EXIT"]
+    assert undefined_reads(sass(*lines)) == []
+
+
+def test_what_a_loop_writes_late_is_not_there_in_its_first_round() -> None:
+    lines = ["UMOV UR6, UR4", "UMOV UR4, UR5", "@P0 BRA 0x10", "EXIT"]
+    assert undefined_reads(sass(*lines)) == ["UMOV UR6, UR4"]
+
+
+def test_descriptors_and_wide_sums_are_pairs() -> None:
+    lines = ["UIADD3.64 UR8, UR4, UR5, URZ", "LDG.E R0, desc[UR8][R2.64]", "EXIT"]
+    assert undefined_reads(sass(*lines)) == ["UIADD3.64 UR8, UR4, UR5, URZ"]
+    assert undefined_reads(sass("UMOV UR8, UR5", "LDG.E R0, desc[UR8][R2.64]", "EXIT")) == [
+        "LDG.E R0, desc[UR8][R2.64]"
+    ]
+
+
+def test_a_product_with_its_left_operand_in_registers_has_one_descriptor() -> None:
+    right = ["UMOV UR10, UR5", "UMOV UR11, UR5"]
+    product = "HGMMA.64x64x16.F32.BF16 R88, R140, gdesc[UR8].tnspB, R88"
+    assert undefined_reads(sass(*right, product, "EXIT")) == []
+    product = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT"
+    assert undefined_reads(sass(*right, product, "EXIT")) == [product]
+
+
+def test_partitions_begin_with_what_their_dispatch_knows() -> None:
+    lines = ["BRX R2", "UMOV UR6, UR5", "EXIT", "UMOV UR6, UR4", "EXIT"]
+    assert undefined_reads(sass(*lines)) == ["UMOV UR6, UR4"]
+
+
+def test_a_called_function_begins_with_what_its_callers_know() -> None:
+    lines = [
+        "UMOV UR4, UR5",
+        "CALL.REL.NOINC 0x40",
+        "EXIT",
+        "UMOV UR6, UR4",
+        "RET.REL.NODEC R2 0x0",
+    ]
+    assert undefined_reads(sass(*lines)) == []
+    lines[0] = "NOP"
+    assert undefined_reads(sass(*lines)) == ["UMOV UR6, UR4"]
