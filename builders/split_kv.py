@@ -17,6 +17,7 @@ from builders.paging import Stripe
 from builders.segments import BUNDLE, max_segments, segment_of, segment_start
 from builders.tiles import (
     DenseShape,
+    HopperDecodeTile,
     HopperTile,
     PrefillTile,
     SplitTile,
@@ -107,6 +108,11 @@ class SplitPlan:
     """Most bundles of a row's keys; twice as many states, per head loop, follow those slots."""
     short_query: int
     """Longest query of a row."""
+    hopper: HopperDecodeTile | None = None
+    """The tile of the kernel for Hopper, where the plan is for that; ``tile`` is its part of it
+    then, by which the plain kernel takes layers that only their tensors show not to be served."""
+    requires_hopper: bool = False
+    """A layer that the kernel for Hopper does not serve is an error; else the plain kernel's."""
     is_free: bool = False
     """Rows are cut anywhere: for benchmarks of what invariance costs."""
 
@@ -174,6 +180,8 @@ class SplitPlanner:
         takes_rows: bool = True,
         hopper: HopperTile | None = None,
         requires_hopper: bool = False,
+        hopper_decode: HopperDecodeTile | None = None,
+        requires_hopper_decode: bool = False,
     ) -> None:
         """
         Args:
@@ -188,10 +196,16 @@ class SplitPlanner:
             takes_rows: False leaves every row to the prefill kernel (encoders).
             hopper: tile of the prefill kernel for Hopper, where that serves.
             requires_hopper: see :class:`HopperPlan`.
+            hopper_decode: tile of the split-KV kernel for Hopper, where the plan is for that.
+            requires_hopper_decode: see :class:`SplitPlan`.
         """
         self.is_free = is_free
-        self.tile = tile = split_tile(
-            shape, kind, 16 if every_row else max_query_len, limits.window
+        self.hopper_decode = hopper_decode
+        self.requires_hopper_decode = requires_hopper_decode
+        self.tile = tile = (
+            split_tile(shape, kind, 16 if every_row else max_query_len, limits.window)
+            if hopper_decode is None
+            else hopper_decode.split
         )
         self.prefill = prefill_tile(shape, kind)
         self.hopper = hopper
@@ -397,6 +411,8 @@ class SplitPlanner:
             slots=self.slots,
             bundles=self.bundles,
             short_query=self.short_query,
+            hopper=self.hopper_decode,
+            requires_hopper=self.requires_hopper_decode,
             is_free=self.is_free,
         )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from specs.base import cdiv
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType, KVQuantMode
-from specs.engine import PrefillKernel
+from specs.engine import DecodeKernel, PrefillKernel
 
 MOST_ROWS = 64
 """Query rows (tokens x heads of a group) of a tile of the split-KV kernel, at most."""
@@ -25,6 +25,8 @@ SHARED_MEMORY = {
     DeviceKind.ROCM: 64,
 }
 """KiB of shared memory that the programs of one multiprocessor may use."""
+HOPPER_RING = 192 * 1024
+"""Bytes of keys and values under way in the split-KV kernel for Hopper."""
 NVIDIA = frozenset(SHARED_MEMORY) - {DeviceKind.ROCM}
 
 
@@ -53,14 +55,16 @@ class DenseShape:
 
 
 @dataclass(frozen=True)
-class PrefillAsks:
-    """What a layer asks of the kernel for its rows with many new tokens, beyond its shape.
+class LayerAsks:
+    """What a layer asks of the kernels for Hopper, beyond its shape.
 
     A builder leaves out what only the layer and its tensors show; a launcher asks with all of it.
     """
 
     batch_invariant: bool = False
-    """Same bits however a prompt is chunked."""
+    """Same bits however a prompt is chunked: every row is the split-KV kernel's."""
+    is_local: bool = False
+    """Queries see a window or chunk only."""
     dcp: bool = False
     """The cache holds one rank's keys."""
     rswa: bool = False
@@ -72,7 +76,7 @@ class PrefillAsks:
     cache_dtype: CacheDType | None = None
     """Of the cache; None likewise."""
     output: DType | None = None
-    """Of an output that is not quantised; None likewise."""
+    """Of an output that is not quantised; None likewise, or where any will do."""
     alignments: tuple[tuple[str, int], ...] = ()
     """Bytes that rows are aligned to, by tensor, as far as they are known."""
 
@@ -150,6 +154,19 @@ class HopperTile:
     def query_tile(self) -> int:
         """Query tokens of a tile."""
         return self.warp_groups * self.rows_per_group
+
+
+@dataclass(frozen=True)
+class HopperDecodeTile:
+    """Launch configuration of the split-KV kernel for Hopper."""
+
+    split: SplitTile
+    """What the plan knows of it; and the plain kernel's launch configuration over such a plan, for
+    a layer that only its tensors show not to be served."""
+    run: int
+    """Consecutive tokens of a page that are loaded at once."""
+    num_stages: int
+    """Tiles under way."""
 
 
 def split_tile(
@@ -236,7 +253,7 @@ def prefill_kernel_of(
     shape: DenseShape,
     kind: DeviceKind,
     block_size: int,
-    asks: PrefillAsks,
+    asks: LayerAsks,
     wanted: PrefillKernel,
 ) -> tuple[HopperTile | None, str]:
     """Which kernel takes a layer's rows with many new tokens, and why.
@@ -267,7 +284,7 @@ def prefill_kernel_of(
 
 
 def hopper_tile(
-    shape: DenseShape, kind: DeviceKind, block_size: int, asks: PrefillAsks = PrefillAsks()
+    shape: DenseShape, kind: DeviceKind, block_size: int, asks: LayerAsks = LayerAsks()
 ) -> HopperTile | str:
     """The Hopper prefill kernel's tile of a layer, or why the kernel does not take it.
 
@@ -277,24 +294,21 @@ def hopper_tile(
         block_size: tokens of a page; 0 without pages.
         asks: what else the layer asks, as far as it is known.
     """
-    if kind is not DeviceKind.SM90:
-        return f"the device is {kind.value}, not {DeviceKind.SM90.value}"
-    if shape.itemsize != 2:
-        return f"the model's elements have {shape.itemsize} bytes, not 2"
-    if shape.stored_bits not in (8, 16):
-        return f"the cache's elements have {shape.stored_bits} bits, not 8 or 16"
-    if shape.head_size != shape.head_size_v:
-        return f"head size {shape.head_size} is not that of values, {shape.head_size_v}"
+    refused = _misfit(shape, kind, block_size)
+    if refused is not None:
+        return refused
     if not 48 <= shape.head_size <= 256 or shape.head_size % 8:
         return f"head size {shape.head_size} is not a multiple of 8 from 48 to 256"
     if shape.stored_bits == 8 and shape.width > 128:
         return f"head size {shape.head_size} of a cache of 8 bits is not one up to 128"
-    run = block_size & -block_size
-    if run < 16:
-        return f"block size {block_size} is not a multiple of 16" if run else "there are no pages"
+    if asks.batch_invariant:
+        return "batch invariance, for which every row goes to the split-KV kernel"
     refused = _refused(asks)
     if refused is not None:
         return refused
+    if asks.query is not None and asks.output not in (None, asks.query):
+        return f"an output of {asks.output} for a query of {asks.query}"
+    run = block_size & -block_size
     packed = min(shape.group & -shape.group, 64)
     if shape.stored_bits == 8:
         # One more warp group, which takes its registers from the others.
@@ -309,6 +323,141 @@ def hopper_tile(
     return HopperTile(packed, 2, 64, 256, min(run, 64), 1, 2, 240)
 
 
+def decode_kernel_of(
+    shape: DenseShape,
+    kind: DeviceKind,
+    block_size: int,
+    max_query_len: int,
+    asks: LayerAsks,
+    wanted: DecodeKernel,
+) -> tuple[HopperDecodeTile | None, str]:
+    """Which kernel takes a layer's rows with few new tokens, and why.
+
+    Builder, launcher and ``attn explain`` decide by this alone.
+
+    Args:
+        shape: the layer.
+        kind: device.
+        block_size: tokens of a page; 0 without pages.
+        max_query_len: query tokens of a verify, all of which share one pass over the keys.
+        asks: what else the layer asks, as far as it is known.
+        wanted: what the engine is configured to.
+
+    Returns:
+        The Hopper kernel's tile, None for the plain kernel; and the reason in words.
+
+    Raises:
+        ValueError: the Hopper kernel is wanted by name and does not serve.
+    """
+    if wanted is DecodeKernel.TRITON:
+        return None, f"decode_kernel is {wanted.value!r}"
+    found = hopper_decode_tile(shape, kind, block_size, max_query_len, asks)
+    if isinstance(found, str):
+        if wanted is DecodeKernel.HOPPER:
+            raise ValueError(f"decode_kernel 'hopper' does not serve this layer: {found}")
+        return None, f"the one for Hopper does not serve: {found}"
+    if wanted is DecodeKernel.HOPPER:
+        return found, f"it serves this layer, and decode_kernel is {wanted.value!r}"
+    slower = _measured_slower(shape, found.split, asks)
+    if slower is not None:
+        return None, f"the one for Hopper serves, but did not measure faster with {slower}"
+    return found, f"it measured faster in such layers, and decode_kernel is {wanted.value!r}"
+
+
+def _measured_slower(shape: DenseShape, tile: SplitTile, asks: LayerAsks) -> str | None:
+    """Of what a layer has, where the Hopper split-KV kernel was not the faster one on an H200.
+
+    Times of both are in README.md; large batches over many KV heads are the plain kernel's.
+    """
+    if shape.stored_bits != 16:
+        return f"a cache of {shape.stored_bits} bits"
+    if asks.is_local:
+        return "a window or chunks"
+    if tile.rows > 16:
+        return f"tiles of {tile.tile_heads * tile.query_tokens} rows, which are more than 16"
+    if shape.head_size == 256:
+        return None
+    if shape.head_size != 128:
+        return f"head size {shape.head_size}"
+    heads = shape.num_kv_heads
+    return None if heads <= 2 else f"{heads} KV heads of head size 128, which are more than 2"
+
+
+def hopper_decode_tile(
+    shape: DenseShape,
+    kind: DeviceKind,
+    block_size: int,
+    max_query_len: int,
+    asks: LayerAsks = LayerAsks(),
+) -> HopperDecodeTile | str:
+    """The Hopper split-KV kernel's tile of a layer, or why the kernel does not take it.
+
+    Args:
+        shape: the layer.
+        kind: device.
+        block_size: tokens of a page; 0 without pages.
+        max_query_len: query tokens of a verify, all of which share one pass over the keys.
+        asks: what else the layer asks, as far as it is known.
+    """
+    refused = _misfit(shape, kind, block_size)
+    if refused is not None:
+        return refused
+    is_e4m3 = shape.stored_bits == 8
+    sizes = (128, 256) if is_e4m3 else (64, 128, 256)
+    if shape.head_size not in sizes:
+        return f"head size {shape.head_size} is not one of {sizes}"
+    if asks.cache_dtype is CacheDType.FP8_E5M2:
+        return f"a cache of {asks.cache_dtype}"
+    refused = _refused(asks)
+    if refused is not None:
+        return refused
+    # Of 64 rows of wide heads, a thread's share of two states would be too much; e4m3 is converted
+    # in registers, where products of 64 rows do not look for keys.
+    most_rows = 16 if shape.head_size == 256 or is_e4m3 else 64
+    head_tiles = cdiv(shape.group, most_rows)
+    tile_heads = cdiv(shape.group, head_tiles)
+    if tile_heads * max_query_len > most_rows:
+        return (
+            f"a tile of {tile_heads} query heads and {max_query_len} query tokens has more than "
+            f"{most_rows} rows"
+        )
+    query_tokens = min(most_rows // tile_heads, 16 if asks.batch_invariant else max_query_len)
+    used = tile_heads * query_tokens
+    # 64 KiB of keys and values in a stage where barriers cost, which they do per tile of 16 rows;
+    # fewer keys where a thread has two states of 64 rows already.
+    kv_tile = 64 if shape.head_size == 256 or (used > 16 and shape.head_size == 128) else 128
+    split = SplitTile(
+        rows=16 if used <= 16 else 64,
+        tile_heads=tile_heads,
+        head_tiles=head_tiles,
+        query_tokens=query_tokens,
+        kv_tile=kv_tile,
+        segment_scale=1 if used <= 16 else power_of_two(used) // 8,
+        # Of the plain kernel, where it has to do with this plan.
+        num_warps=8,
+        num_stages=2,
+        programs_per_sm=1,
+        max_registers=_registers(8),
+    )
+    stages = HOPPER_RING // (2 * kv_tile * shape.head_size * shape.stored_bits // 8)
+    return HopperDecodeTile(split, min(block_size & -block_size, kv_tile), stages)
+
+
+def _misfit(shape: DenseShape, kind: DeviceKind, block_size: int) -> str | None:
+    """Of a layer's geometry, what no kernel for Hopper takes; None where there is no such thing."""
+    if kind is not DeviceKind.SM90:
+        return f"the device is {kind.value}, not {DeviceKind.SM90.value}"
+    if shape.itemsize != 2:
+        return f"the model's elements have {shape.itemsize} bytes, not 2"
+    if shape.stored_bits not in (8, 16):
+        return f"the cache's elements have {shape.stored_bits} bits, not 8 or 16"
+    if shape.head_size != shape.head_size_v:
+        return f"head size {shape.head_size} is not that of values, {shape.head_size_v}"
+    if block_size == 0:
+        return "there are no pages"
+    return f"block size {block_size} is not a multiple of 16" if block_size % 16 else None
+
+
 def _stored_type(cache_dtype: CacheDType, query: DType) -> DType | CacheDType | None:
     """Of the cache's elements, as far as it has to be the query's; None where it has not."""
     if not cache_dtype.is_quantized:
@@ -320,13 +469,12 @@ def _stored_type(cache_dtype: CacheDType, query: DType) -> DType | CacheDType | 
     return cache_dtype if is_e5m2 and query is DType.FLOAT16 else None
 
 
-def _refused(asks: PrefillAsks) -> str | None:
-    """What the Hopper prefill kernel does not do of what a layer asks; None where it does all."""
+def _refused(asks: LayerAsks) -> str | None:
+    """What no kernel for Hopper does of what a layer asks; None where there is no such thing."""
     named = {
         "ALiBi": asks.alibi,
         "R-SWA": asks.rswa,
         "decode context parallelism": asks.dcp,
-        "batch invariance, for which every row goes to the split-KV kernel": asks.batch_invariant,
     }
     for name, is_asked in named.items():
         if is_asked:
@@ -334,9 +482,8 @@ def _refused(asks: PrefillAsks) -> str | None:
     query = asks.query
     if query is not None:
         stored = None if asks.cache_dtype is None else _stored_type(asks.cache_dtype, query)
-        for name, other in (("a cache", stored), ("an output", asks.output)):
-            if other not in (None, query):
-                return f"{name} of {other} for a query of {query}"
+        if stored not in (None, query):
+            return f"a cache of {stored} for a query of {query}"
     if asks.scale <= 0:
         return f"scale {asks.scale} is not positive"
     for name, alignment in asks.alignments:

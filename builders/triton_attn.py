@@ -21,12 +21,19 @@ from builders.split_kv import (
     VisibleKeys,
     interprets,
 )
-from builders.tiles import DenseShape, HopperTile, PrefillAsks, prefill_kernel_of
+from builders.tiles import (
+    DenseShape,
+    HopperDecodeTile,
+    HopperTile,
+    LayerAsks,
+    decode_kernel_of,
+    prefill_kernel_of,
+)
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
 from specs.devices import ComputeCapability, DeviceKind, kind_of
 from specs.dtypes import CacheDType
-from specs.engine import EngineConfig, PrefillKernel
+from specs.engine import DecodeKernel, EngineConfig, PrefillKernel
 from specs.kv_cache import (
     AnyKVCacheSpec,
     ChunkedLocalAttentionSpec,
@@ -186,8 +193,8 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
 
         Raises:
             ValueError: ``num_heads`` is missing or does not fit the KV heads; a head size, block
-                size or dtype of the spec that no kernel takes; ``prefill_kernel`` is one that does
-                not serve the group.
+                size or dtype of the spec that no kernel takes; ``prefill_kernel`` or
+                ``decode_kernel`` is one that does not serve the group.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         spec: Any = kv_cache_spec
@@ -252,22 +259,42 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             takes_rows=not self.is_encoder,
             hopper=self._hopper_tile(),
             requires_hopper=config.prefill_kernel is PrefillKernel.HOPPER,
+            hopper_decode=None if is_free else self._hopper_decode_tile(),
+            requires_hopper_decode=config.decode_kernel is DecodeKernel.HOPPER,
         )
 
-    def _hopper_tile(self) -> HopperTile | None:
-        """The tile of the prefill kernel for Hopper, where layers of this group may take it."""
+    def _asks(self) -> LayerAsks:
+        """What layers of this group ask of the kernels for Hopper, as far as it is known here."""
         config, spec = self.vllm_config, cast(Any, self.kv_cache_spec)
-        wanted = config.prefill_kernel
-        if wanted is PrefillKernel.AUTO and not runs_gluon(self.device):
-            return None
-        asks = PrefillAsks(
+        return LayerAsks(
             batch_invariant=config.batch_invariant,
+            is_local=self.visible.span is not None,
             dcp=self.visible.stripe is not None,
             query=spec.dtype,
             cache_dtype=spec.cache_dtype,
         )
-        block_size = 0 if self.is_encoder else spec.block_size
-        return prefill_kernel_of(self.shape, self.kind, block_size, asks, wanted)[0]
+
+    @property
+    def _page(self) -> int:
+        """Tokens of a page; 0 without pages."""
+        return 0 if self.is_encoder else self.kv_cache_spec.block_size
+
+    def _hopper_tile(self) -> HopperTile | None:
+        """The tile of the prefill kernel for Hopper, where layers of this group may take it."""
+        wanted = self.vllm_config.prefill_kernel
+        if wanted is PrefillKernel.AUTO and not runs_gluon(self.device):
+            return None
+        return prefill_kernel_of(self.shape, self.kind, self._page, self._asks(), wanted)[0]
+
+    def _hopper_decode_tile(self) -> HopperDecodeTile | None:
+        """The tile of the split-KV kernel for Hopper, where layers of this group take it."""
+        config = self.vllm_config
+        wanted, tokens = config.decode_kernel, config.max_decode_query_len
+        if wanted is DecodeKernel.AUTO and not runs_gluon(self.device):
+            return None
+        # There is one plan: it is not made for steps that will go to the plain kernel.
+        asks = replace(self._asks(), rswa=config.rswa_window is not None)
+        return decode_kernel_of(self.shape, self.kind, self._page, tokens, asks, wanted)[0]
 
     def build(
         self,

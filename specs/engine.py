@@ -59,6 +59,20 @@ class PrefillKernel(StrEnum):
     Shared prefixes are the plain one's all the same."""
 
 
+@unique
+class DecodeKernel(StrEnum):
+    """Which kernel of a dense backend takes the rows with few new tokens."""
+
+    AUTO = "auto"
+    """The one for Hopper where it serves and measured faster, group by group: 16-bit caches seen
+    whole, tiles of up to 16 rows, head size 256, or 128 with at most 2 KV heads. Else plain
+    Triton."""
+    TRITON = "triton"
+    """Plain Triton, everywhere."""
+    HOPPER = "hopper"
+    """The one for compute capability 9.0, in Gluon; a layer that it does not serve is refused."""
+
+
 class EngineConfig(Spec):
     """The few settings that a builder needs; vLLM's config is translated into this."""
 
@@ -80,6 +94,8 @@ class EngineConfig(Spec):
     """Window of reference sliding-window attention (R-SWA): the prefix stays visible."""
     prefill_kernel: PrefillKernel = PrefillKernel.AUTO
     """Which kernel takes the requests with many new tokens."""
+    decode_kernel: DecodeKernel = DecodeKernel.AUTO
+    """Which kernel takes the rows with few new tokens."""
     index_topk: PositiveInt | None = None
     """Tokens that a sparse MLA layer attends."""
 

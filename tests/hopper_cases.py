@@ -1,22 +1,51 @@
-"""Which cases the prefill kernel for Hopper serves."""
+"""Which cases the kernels for Hopper serve."""
 
 from __future__ import annotations
 
-from builders.tiles import DenseShape, HopperTile, PrefillAsks, hopper_tile
+from builders.tiles import (
+    DenseShape,
+    HopperDecodeTile,
+    HopperTile,
+    LayerAsks,
+    hopper_decode_tile,
+    hopper_tile,
+)
 from specs.devices import DeviceKind
 from tests.cases import Case
 
 
 def is_served(case: Case) -> bool:
-    """The layer's geometry and what it asks are the kernel's."""
-    heads, feature = case.heads, case.feature
-    if not feature.attn_type.is_cached or feature.alibi or feature.rswa_window is not None:
-        return False
-    if feature.num_shared_blocks:
+    """The layer's geometry and what it asks are the prefill kernel's."""
+    if case.feature.num_shared_blocks or not case.feature.attn_type.is_cached:
         # A shared prefix goes through the plain kernel, whatever is asked for.
         return False
+    tile = hopper_tile(_shape(case), DeviceKind.SM90, case.block_size, _asks(case))
+    return isinstance(tile, HopperTile)
+
+
+def is_decoded(case: Case) -> bool:
+    """The same of the split-KV kernel; the drafts of the case's batch count."""
+    if not case.feature.attn_type.is_cached:
+        return False
+    tokens = 1 + (case.batch.num_speculative_tokens or 0)
+    tile = hopper_decode_tile(_shape(case), DeviceKind.SM90, case.block_size, tokens, _asks(case))
+    return isinstance(tile, HopperDecodeTile)
+
+
+def _asks(case: Case) -> LayerAsks:
     element = case.cache_dtype.element(case.dtype)
-    shape = DenseShape(
+    return LayerAsks(
+        alibi=case.feature.alibi,
+        rswa=case.feature.rswa_window is not None,
+        query=case.dtype,
+        cache_dtype=case.cache_dtype,
+        alignments=(("key", case.heads.head_size * element.itemsize % 16 or 16),),
+    )
+
+
+def _shape(case: Case) -> DenseShape:
+    heads, element = case.heads, case.cache_dtype.element(case.dtype)
+    return DenseShape(
         heads.num_heads,
         heads.num_kv_heads,
         heads.head_size,
@@ -24,9 +53,3 @@ def is_served(case: Case) -> bool:
         case.dtype.itemsize,
         element.itemsize * 8 // case.cache_dtype.packing,
     )
-    asks = PrefillAsks(
-        query=case.dtype,
-        cache_dtype=case.cache_dtype,
-        alignments=(("key", heads.head_size * element.itemsize % 16 or 16),),
-    )
-    return isinstance(hopper_tile(shape, DeviceKind.SM90, case.block_size, asks), HopperTile)

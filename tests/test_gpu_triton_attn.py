@@ -15,7 +15,7 @@ from attn.backends.triton_attn import TritonAttentionBackend
 from builders.common import CommonAttentionMetadata
 from builders.drafting import advance
 from specs.dtypes import CacheDType, DType
-from specs.engine import EngineConfig, PrefillKernel, SpeculativeConfig
+from specs.engine import DecodeKernel, EngineConfig, PrefillKernel, SpeculativeConfig
 from specs.kv_cache import FullAttentionSpec, SlidingWindowSpec
 from tests.batches import Layer
 
@@ -41,7 +41,8 @@ class Setup:
     speculative: int | None = 3
     invariant: bool = False
     prefill_kernel: PrefillKernel = PrefillKernel.TRITON
-    """On every GPU the same one here; the one for Hopper has a file of its own."""
+    decode_kernel: DecodeKernel = DecodeKernel.TRITON
+    """On every GPU the same ones here; those for Hopper have files of their own."""
     window: int | None = None
     fill_byte: int | None = None
     """Bytes of the whole cache; None fills it with normal rows."""
@@ -74,6 +75,7 @@ class Serving:
             speculative=speculative or None,
             batch_invariant=setup.invariant,
             prefill_kernel=setup.prefill_kernel,
+            decode_kernel=setup.decode_kernel,
         )
         scale = torch.tensor(0.03, device=DEVICE)
         is_scaled = setup.cache_dtype in (CacheDType.FP8, CacheDType.FP8_E5M2)

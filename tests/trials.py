@@ -15,7 +15,7 @@ from attn.ops.mla import mla_attention
 from builders.common import CommonAttentionMetadata
 from specs.attention import AttentionType
 from specs.dtypes import CacheDType
-from specs.engine import EngineConfig, PrefillKernel, SpeculativeConfig
+from specs.engine import DecodeKernel, EngineConfig, PrefillKernel, SpeculativeConfig
 from specs.kv_cache import (
     AnyKVCacheSpec,
     ChunkedLocalAttentionSpec,
@@ -97,6 +97,7 @@ class Trial(ABC):
     config: EngineConfig
     common_prefix_len = 0
     prefill_kernel = PrefillKernel.AUTO
+    decode_kernel = DecodeKernel.AUTO
 
     def __init__(
         self, backend: type[AttentionBackend], case: AnyCase, device: torch.device
@@ -125,6 +126,7 @@ class Trial(ABC):
             num_heads=num_heads,
             speculative=speculative,
             prefill_kernel=self.prefill_kernel,
+            decode_kernel=self.decode_kernel,
             **settings,
         )
 

@@ -13,7 +13,7 @@ from pydantic import Field, StrictBool, model_validator
 
 from specs.base import NonNegativeInt, PositiveInt, Spec
 from specs.dtypes import CacheDType, CacheDTypeField, DType
-from specs.engine import PrefillKernel
+from specs.engine import DecodeKernel, PrefillKernel
 
 PEERS: Final = ("fa3", "flashinfer", "xqa", "vllm_triton")
 """Kernels of other projects that the dense table compares with."""
@@ -48,6 +48,11 @@ class BenchTable(StrEnum):
     def prefill_kernel(self) -> PrefillKernel:
         """Of ours, what is measured."""
         return PrefillKernel.AUTO if self is BenchTable.HOPPER else PrefillKernel.TRITON
+
+    @property
+    def decode_kernel(self) -> DecodeKernel:
+        """Likewise."""
+        return DecodeKernel.AUTO if self is BenchTable.HOPPER else DecodeKernel.TRITON
 
     @property
     def cases(self) -> tuple[KernelCase, ...]:

@@ -156,11 +156,14 @@ def _our_runs(
         if not member.get_class().supports_batch_invariance():
             reason = "the backend does not support batch invariance"
             runs[INVARIANT] = Refusal(Status.UNSUPPORTED, reason)
+    prefill, decode = bench.table.prefill_kernel, bench.table.decode_kernel
     for name, options in variants.items():
         if name in runs:
             continue
         try:
-            made = make_builder(member, layer, prefill_kernel=bench.table.prefill_kernel, **options)
+            made = make_builder(
+                member, layer, prefill_kernel=prefill, decode_kernel=decode, **options
+            )
             runs[name] = our_run(layer, made)
         except Exception as error:
             log(traceback.format_exc())

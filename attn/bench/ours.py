@@ -20,7 +20,7 @@ from attn.selector import refusals
 from builders.base import AttentionMetadataBuilder
 from builders.common import CommonAttentionMetadata
 from specs.attention import AttentionCGSupport, AttentionSelectorConfig
-from specs.engine import EngineConfig, PrefillKernel, SpeculativeConfig
+from specs.engine import DecodeKernel, EngineConfig, PrefillKernel, SpeculativeConfig
 from specs.kv_cache import FullAttentionSpec, SlidingWindowSpec
 
 MAX_MODEL_LEN: Final = 131072
@@ -38,6 +38,7 @@ def engine_config(
     case: KernelCase,
     batch_invariant: bool = False,
     prefill_kernel: PrefillKernel = PrefillKernel.AUTO,
+    decode_kernel: DecodeKernel = DecodeKernel.AUTO,
 ) -> EngineConfig:
     """Limits of an engine that serves the case."""
     drafts = case.num_speculative_tokens
@@ -49,6 +50,7 @@ def engine_config(
         speculative=SpeculativeConfig(num_speculative_tokens=drafts) if drafts else None,
         batch_invariant=batch_invariant,
         prefill_kernel=prefill_kernel,
+        decode_kernel=decode_kernel,
     )
 
 
@@ -127,6 +129,7 @@ def make_builder(
     batch_invariant: bool = False,
     free: bool = False,
     prefill_kernel: PrefillKernel = PrefillKernel.AUTO,
+    decode_kernel: DecodeKernel = DecodeKernel.AUTO,
 ) -> Builder:
     """The backend's builder for the case.
 
@@ -136,12 +139,13 @@ def make_builder(
         batch_invariant: the engine setting of that name.
         free: the one that partitions keys with a view on the whole batch.
         prefill_kernel: the engine setting of that name.
+        decode_kernel: likewise.
     """
     case = layer.content.case
     make: MakeBuilder = member.get_class().get_builder_cls()
     if free:
         make = free_partition_of(member) or make
-    config = engine_config(case, batch_invariant, prefill_kernel)
+    config = engine_config(case, batch_invariant, prefill_kernel, decode_kernel)
     return make(kv_cache_spec(case), ["layers.0"], config, layer.content.device)
 
 

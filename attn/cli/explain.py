@@ -13,11 +13,18 @@ from rich.text import Text
 from attn.registry import AttentionBackendEnum
 from attn.selector import SelectionReport, Verdict, explain
 from builders.split_kv import SHORT_QUERY
-from builders.tiles import DenseShape, PrefillAsks, prefill_kernel_of
+from builders.tiles import (
+    DenseShape,
+    HopperDecodeTile,
+    HopperTile,
+    LayerAsks,
+    decode_kernel_of,
+    prefill_kernel_of,
+)
 from specs.attention import AttentionType
 from specs.devices import Device, DeviceKind
 from specs.dtypes import CacheDType
-from specs.engine import PrefillKernel
+from specs.engine import DecodeKernel, PrefillKernel
 from specs.model import LayerGeometry, LayerKind, ModelGeometry
 
 _STYLES = {Verdict.CHOSEN: "bold green", Verdict.REFUSED: "red"}
@@ -187,12 +194,25 @@ def _kernels(
     )
     is_paged = layer.kind is not LayerKind.ENCODER_ONLY
     pages = (block_size or DEFAULT_BLOCK_SIZE) if is_paged else 0
-    asks = PrefillAsks(alibi=layer.use_alibi, query=model.dtype, cache_dtype=kv_cache_dtype)
-    tile, why = prefill_kernel_of(shape, device.kind, pages, asks, PrefillKernel.AUTO)
-    kernel = "plain Triton" if tile is None else "Gluon for Hopper"
-    rows = {f"up to {SHORT_QUERY} new tokens": "split KV, plain Triton"} if is_paged else {}
-    longer = f"more than {SHORT_QUERY} new tokens" if is_paged else "all rows"
-    return {**rows, longer: f"prefill, {kernel}: {why}"}
+    asks = LayerAsks(
+        is_local=layer.sliding_window is not None or layer.attention_chunk_size is not None,
+        alibi=layer.use_alibi,
+        query=model.dtype,
+        cache_dtype=kv_cache_dtype,
+    )
+    prefill, why = prefill_kernel_of(shape, device.kind, pages, asks, PrefillKernel.AUTO)
+    longer = f"prefill, {_named(prefill)}: {why}"
+    if not is_paged:
+        return {"all rows": longer}
+    decode, why = decode_kernel_of(shape, device.kind, pages, 1, asks, DecodeKernel.AUTO)
+    return {
+        f"up to {SHORT_QUERY} new tokens": f"split KV, {_named(decode)}: {why}",
+        f"more than {SHORT_QUERY} new tokens": longer,
+    }
+
+
+def _named(tile: HopperTile | HopperDecodeTile | None) -> str:
+    return "plain Triton" if tile is None else "Gluon for Hopper"
 
 
 DEFAULT_BLOCK_SIZE = 16

@@ -24,6 +24,7 @@ from specs.dtypes import CacheDType, KVQuantMode
 from specs.layouts import KVViews
 
 if TYPE_CHECKING:
+    from attn.kernels.hopper.decode_launch import HopperDecodeLauncher
     from attn.kernels.hopper.launch import HopperLauncher
 
 FINISH_CELLS = 1024
@@ -143,6 +144,7 @@ class DenseLauncher:
         self._stored = _stored(layer.cache_dtype)
         self._forms: dict[tuple[Any, ...], KernelForm] = {}
         self._hopper: HopperLauncher | None = None
+        self._hopper_decode: HopperDecodeLauncher | None = None
 
     def attend(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> None:
         """Enqueue the step's launches.
@@ -171,6 +173,11 @@ class DenseLauncher:
         varying["counters_ptr"] = plan.counters
         varying["states_ptr"] = plan.states
         varying["sums_ptr"] = plan.sums
+        likeness = _likeness(step, tensors)
+        if plan.hopper is not None:
+            call = self._split_on_hopper(plan, step, tensors, varying, likeness)
+            if call is not None:
+                return call
         tile = plan.tile
         static = (
             tile,
@@ -181,7 +188,7 @@ class DenseLauncher:
             plan.bundles,
             plan.is_free,
         )
-        key = (*static, _likeness(step, tensors))
+        key = (*static, likeness)
         form = self._forms.get(key)
         if form is None:
             fixed = self._fixed(step, tensors, varying)
@@ -233,6 +240,26 @@ class DenseLauncher:
         if not self._hopper.knows(plan, key):
             _check(self.layer, step, tensors)
         return self._hopper.call(plan, step, tensors, varying, key)
+
+    def _split_on_hopper(
+        self,
+        plan: SplitPlan,
+        step: TritonAttentionMetadata,
+        tensors: DenseTensors,
+        varying: Mapping[str, Any],
+        likeness: tuple[Any, ...],
+    ) -> KernelCall | None:
+        """The launch of the kernel for Hopper; None where it leaves the layer to the plain one."""
+        if self._hopper_decode is None:
+            from attn.kernels.hopper.decode_launch import HopperDecodeLauncher
+
+            self._hopper_decode = HopperDecodeLauncher(self.layer)
+        if not self._hopper_decode.knows(plan, likeness):
+            _check(self.layer, step, tensors)
+            _check_heads(self.layer, plan)
+            constants = _split_constants(plan, self.layer.head_size)
+            self._hopper_decode.prepare(plan, step, tensors, constants, likeness)
+        return self._hopper_decode.call(plan, varying, likeness)
 
     def _varying(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> dict[str, Any]:
         """Arguments of both kernels that differ from call to call."""

@@ -11,9 +11,11 @@ from builders.tiles import (
     MOST_ROWS,
     SHARED_MEMORY,
     DenseShape,
-    PrefillAsks,
+    HopperDecodeTile,
+    LayerAsks,
     PrefillTile,
     SplitTile,
+    decode_kernel_of,
     power_of_two,
     prefill_kernel_of,
     prefill_tile,
@@ -21,7 +23,7 @@ from builders.tiles import (
 )
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType
-from specs.engine import PrefillKernel
+from specs.engine import DecodeKernel, PrefillKernel
 
 GPUS = [kind for kind in DeviceKind if kind in SHARED_MEMORY]
 SIZES = range(32, 513, 8)
@@ -92,20 +94,20 @@ def test_a_verify_of_a_whole_group_shares_one_pass_over_the_keys() -> None:
 # -- Which prefill kernel.
 
 SHAPE = DenseShape(32, 8, 128, 128, 2, 16)
-ASKED = PrefillAsks(query=DType.BFLOAT16, cache_dtype=CacheDType.AUTO, output=DType.BFLOAT16)
+ASKED = LayerAsks(query=DType.BFLOAT16, cache_dtype=CacheDType.AUTO, output=DType.BFLOAT16)
 REFUSED = {
-    "ALiBi": PrefillAsks(alibi=True),
-    "R-SWA": PrefillAsks(rswa=True),
-    "decode context parallelism": PrefillAsks(dcp=True),
-    "batch invariance": PrefillAsks(batch_invariant=True),
+    "ALiBi": LayerAsks(alibi=True),
+    "R-SWA": LayerAsks(rswa=True),
+    "decode context parallelism": LayerAsks(dcp=True),
+    "batch invariance": LayerAsks(batch_invariant=True),
     "a cache of float16 for a query of bfloat16": replace(ASKED, cache_dtype=CacheDType.FLOAT16),
     "a cache of int8_per_token_head": replace(ASKED, cache_dtype=CacheDType.INT8_PER_TOKEN_HEAD),
-    "a cache of fp8_e5m2 for a query of float16": PrefillAsks(
+    "a cache of fp8_e5m2 for a query of float16": LayerAsks(
         query=DType.FLOAT16, cache_dtype=CacheDType.FP8_E5M2
     ),
     "an output of float32 for a query of bfloat16": replace(ASKED, output=DType.FLOAT32),
-    "scale 0.0 is not positive": PrefillAsks(scale=0.0),
-    "rows of key are aligned to 8 bytes, not 16": PrefillAsks(alignments=(("key", 8),)),
+    "scale 0.0 is not positive": LayerAsks(scale=0.0),
+    "rows of key are aligned to 8 bytes, not 16": LayerAsks(alignments=(("key", 8),)),
 }
 
 
@@ -129,7 +131,7 @@ def test_what_a_layer_asks_decides(said: str) -> None:
 
 
 def test_what_is_not_known_yet_refuses_nothing() -> None:
-    for asks in (PrefillAsks(), PrefillAsks(query=DType.FLOAT16), ASKED):
+    for asks in (LayerAsks(), LayerAsks(query=DType.FLOAT16), ASKED):
         for wanted in (PrefillKernel.AUTO, PrefillKernel.HOPPER):
             tile, why = prefill_kernel_of(SHAPE, DeviceKind.SM90, 16, asks, wanted)
             assert tile is not None
@@ -137,3 +139,83 @@ def test_what_is_not_known_yet_refuses_nothing() -> None:
         tile, why = prefill_kernel_of(SHAPE, DeviceKind.SM90, 16, asks, PrefillKernel.TRITON)
         assert tile is None
         assert "'triton'" in why
+
+
+# -- Which split-KV kernel.
+
+SHARD = DenseShape(8, 1, 128, 128, 2, 16)
+WIDE = DenseShape(16, 8, 256, 256, 2, 16)
+
+
+def decode_of(
+    shape: DenseShape,
+    wanted: DecodeKernel = DecodeKernel.AUTO,
+    tokens: int = 1,
+    asks: LayerAsks = ASKED,
+    kind: DeviceKind = DeviceKind.SM90,
+) -> tuple[HopperDecodeTile | None, str]:
+    return decode_kernel_of(shape, kind, 16, tokens, asks, wanted)
+
+
+@pytest.mark.parametrize("kind", DeviceKind, ids=str)
+def test_hopper_gets_its_split_kv_kernel_and_nothing_else_does(kind: DeviceKind) -> None:
+    tile, why = decode_of(SHARD, kind=kind)
+    assert (tile is not None) == (kind is DeviceKind.SM90)
+    said = "it measured faster" if tile else f"the device is {kind.value}, not sm90"
+    assert said in why
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "asks", "slower"),
+    [
+        (SHARD, 1, ASKED, None),
+        (replace(SHARD, num_heads=16, num_kv_heads=2), 2, ASKED, None),
+        (WIDE, 4, ASKED, None),
+        (replace(SHARD, num_heads=24, num_kv_heads=3), 1, ASKED, "3 KV heads of head size 128"),
+        (SHAPE, 1, ASKED, "8 KV heads of head size 128, which are more than 2"),
+        (replace(SHARD, head_size=64, head_size_v=64), 1, ASKED, "head size 64"),
+        (SHARD, 4, ASKED, "tiles of 32 rows, which are more than 16"),
+        (SHARD, 1, replace(ASKED, batch_invariant=True), "tiles of 64 rows"),
+        (WIDE, 1, replace(ASKED, is_local=True), "a window or chunks"),
+        (
+            replace(SHARD, stored_bits=8),
+            1,
+            replace(ASKED, cache_dtype=CacheDType.FP8),
+            "a cache of 8 bits",
+        ),
+    ],
+    ids=str,
+)
+def test_left_to_itself_an_engine_takes_what_measured_faster(
+    shape: DenseShape, tokens: int, asks: LayerAsks, slower: str | None
+) -> None:
+    tile, why = decode_of(shape, tokens=tokens, asks=asks)
+    named, because = decode_of(shape, DecodeKernel.HOPPER, tokens, asks)
+    assert named is not None
+    assert because == "it serves this layer, and decode_kernel is 'hopper'"
+    if slower is None:
+        assert tile == named
+        assert "it measured faster" in why
+    else:
+        assert tile is None
+        assert f"serves, but did not measure faster with {slower}" in why
+    assert decode_of(shape, DecodeKernel.TRITON, tokens, asks) == (
+        None,
+        "decode_kernel is 'triton'",
+    )
+
+
+SAME = [said for said in REFUSED if said not in {"batch invariance"} and "an output" not in said]
+
+
+@pytest.mark.parametrize("said", SAME)
+def test_what_a_layer_asks_decides_for_short_rows_too(said: str) -> None:
+    shape, asks = SHARD, REFUSED[said]
+    if asks.cache_dtype is CacheDType.FP8_E5M2:
+        shape, said = replace(SHARD, stored_bits=8), "a cache of fp8_e5m2"
+    tile, why = decode_of(shape, asks=asks)
+    assert tile is None
+    assert f"the one for Hopper does not serve: {said}" in why
+    with pytest.raises(ValueError, match="decode_kernel 'hopper' does not serve") as error:
+        decode_of(shape, DecodeKernel.HOPPER, asks=asks)
+    assert said in str(error.value)

@@ -20,7 +20,13 @@ from builders.triton_attn import (
 )
 from specs.devices import DeviceKind
 from specs.dtypes import DType
-from specs.engine import EngineConfig, ParallelConfig, PrefillKernel, SpeculativeConfig
+from specs.engine import (
+    DecodeKernel,
+    EngineConfig,
+    ParallelConfig,
+    PrefillKernel,
+    SpeculativeConfig,
+)
 from specs.kv_cache import (
     AnyKVCacheSpec,
     ChunkedLocalAttentionSpec,
@@ -470,6 +476,23 @@ def test_where_the_hopper_kernel_does_not_serve_the_plain_one_is_planned(
     assert builder_of(SPECS[name], **changes).planner.hopper is None
     with pytest.raises(ValueError, match=f"'hopper' does not serve this layer: {said}"):
         builder_of(SPECS[name], **changes, prefill_kernel=PrefillKernel.HOPPER)
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("encoder", {}, "there are no pages"),
+        ("full", DCP, "decode context parallelism"),
+        ("full", {"rswa_window": 64}, "R-SWA"),
+    ],
+)
+def test_a_plan_for_few_tokens_is_the_plain_kernels_where_the_other_does_not_serve(
+    name: str, changes: dict[str, Any], said: str
+) -> None:
+    assert builder_of(SPECS[name], **changes).planner.hopper_decode is None
+    with pytest.raises(ValueError, match=f"decode_kernel 'hopper' does not serve.*: {said}"):
+        builder_of(SPECS[name], **changes, decode_kernel=DecodeKernel.HOPPER)
 
 
 def test_gluon_runs_on_a_gpu_that_nothing_interprets(monkeypatch: pytest.MonkeyPatch) -> None:

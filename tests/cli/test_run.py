@@ -381,11 +381,23 @@ def test_explain_says_which_kernels_serve_and_why(device, dtype, kernel, said):
     result = attn("explain", *arguments, "--kernels", "--json")
     (decision,) = json.loads(result.output)
     short, long = decision["kernels"].items()
-    assert short == ("up to 16 new tokens", "split KV, plain Triton")
+    assert short[0] == "up to 16 new tokens"
+    assert short[1].startswith("split KV, plain Triton: the one for Hopper ")
     assert long[0] == "more than 16 new tokens"
     assert said in long[1]
     assert f"prefill, {kernel}: " in attn("explain", *arguments, "--kernels").output
     assert "kernels" not in attn("explain", *arguments).output
+
+
+def test_explain_says_where_few_new_tokens_get_the_kernel_for_hopper():
+    arguments = ["--model", "gemma-3-4b", "--device", "h200", "--kernels", "--json"]
+    result = attn("explain", *arguments)
+    local, whole = sorted(json.loads(result.output), key=lambda one: "sliding" not in one["layers"])
+    said = "up to 16 new tokens"
+    slower = "the one for Hopper serves, but did not measure faster with a window or chunks"
+    assert local["kernels"][said] == f"split KV, plain Triton: {slower}"
+    faster = "it measured faster in such layers, and decode_kernel is 'auto'"
+    assert whole["kernels"][said] == f"split KV, Gluon for Hopper: {faster}"
 
 
 def test_explain_exits_non_zero_when_nothing_serves():

@@ -113,8 +113,9 @@ def _next(
         return [i + 1] if predicated else []
     if base in ("BRX", "BRXU"):
         return [_INDIRECT]
-    if base != "BRA":
+    # Of a call both are said: where it goes, and where it comes back to, with all that it had.
+    if base not in ("BRA", "CALL"):
         return [i + 1] if i + 1 < len(place) else []
     target = place.get(int(operands[-1], 16)) if operands[-1].startswith("0x") else None
-    others = predicated or len(operands) > 1
+    others = predicated or len(operands) > 1 or base == "CALL"
     return [*([] if target is None else [target]), *([i + 1] if others else [])]

@@ -11,7 +11,7 @@ import torch
 
 import builders.triton_attn
 from attn.kernels.dense import DenseLayer, DenseTensors
-from attn.kernels.hopper.launch import HopperLauncher, serves
+from attn.kernels.hopper.launch import Descriptors, serves
 from builders.common import CommonAttentionMetadata
 from builders.tiles import DenseShape, HopperTile, hopper_tile
 from builders.triton_attn import TritonAttentionMetadataBuilder
@@ -311,8 +311,8 @@ def test_descriptors_are_made_once_and_hold_no_tensor() -> None:
     layer = Layer()
     call = call_of(Variant(Kernel.HOPPER_PREFILL, "", layer), 90)
     assert not isinstance(call.arguments["k_desc"].base, torch.Tensor)
-    launcher = HopperLauncher(None)  # type: ignore[arg-type]
+    descriptors = Descriptors()
     rows = torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16)
-    one = launcher._described(rows, (1, 16, 1, 64))
-    assert launcher._described(rows[:], (1, 16, 1, 64)) is one
-    assert launcher._described(rows[1:], (1, 16, 1, 64)) is not one
+    one = descriptors.of(rows, (1, 16, 1, 64))
+    assert descriptors.of(rows[:], (1, 16, 1, 64)) is one
+    assert descriptors.of(rows[1:], (1, 16, 1, 64)) is not one

@@ -48,3 +48,16 @@ def test_a_product_with_its_left_operand_in_registers_has_one_descriptor() -> No
 def test_partitions_begin_with_what_their_dispatch_knows() -> None:
     lines = ["BRX R2", "UMOV UR6, UR5", "EXIT", "UMOV UR6, UR4", "EXIT"]
     assert undefined_reads(sass(*lines)) == ["UMOV UR6, UR4"]
+
+
+def test_a_called_function_begins_with_what_its_callers_know() -> None:
+    lines = [
+        "UMOV UR4, UR5",
+        "CALL.REL.NOINC 0x40",
+        "EXIT",
+        "UMOV UR6, UR4",
+        "RET.REL.NODEC R2 0x0",
+    ]
+    assert undefined_reads(sass(*lines)) == []
+    lines[0] = "NOP"
+    assert undefined_reads(sass(*lines)) == ["UMOV UR6, UR4"]

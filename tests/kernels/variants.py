@@ -30,7 +30,7 @@ from builders.triton_attn import TritonAttentionMetadataBuilder
 from specs.attention import AttentionType
 from specs.devices import KNOWN_DEVICES
 from specs.dtypes import CacheDType, DType
-from specs.engine import EngineConfig, PrefillKernel, SpeculativeConfig
+from specs.engine import DecodeKernel, EngineConfig, PrefillKernel, SpeculativeConfig
 from specs.kv_cache import (
     AnyKVCacheSpec,
     ChunkedLocalAttentionSpec,
@@ -55,10 +55,16 @@ class Kernel(StrEnum):
     DECODE = "decode"
     PREFILL = "prefill"
     HOPPER_PREFILL = "hopper_prefill"
+    HOPPER_DECODE = "hopper_decode"
     PLAN = "plan"
     WRITE = "write"
     ROPE_WRITE = "rope_write"
     MERGE = "merge"
+
+    @property
+    def decodes(self) -> bool:
+        """It takes rows with few query tokens."""
+        return self in (Kernel.DECODE, Kernel.HOPPER_DECODE)
 
     @property
     def attends(self) -> bool:
@@ -101,6 +107,8 @@ class Layer:
     lse: bool = False
     fp8_output: bool = False
     neox: bool = True
+    left_to_itself: bool = False
+    """The engine chooses kernels."""
 
     @property
     def v_size(self) -> int:
@@ -128,11 +136,14 @@ class Layer:
             return SlidingWindowSpec(**fields, sliding_window=self.window)
         return FullAttentionSpec(**fields)
 
-    def engine(self, prefill_kernel: PrefillKernel) -> EngineConfig:
+    def engine(
+        self, prefill_kernel: PrefillKernel, decode_kernel: DecodeKernel = DecodeKernel.AUTO
+    ) -> EngineConfig:
         """Limits of an engine; those of the benchmark, but for the length, which sizes scratch."""
         drafts = self.drafts
         return EngineConfig(
             prefill_kernel=prefill_kernel,
+            decode_kernel=decode_kernel,
             max_model_len=16384,
             max_num_seqs=256,
             max_num_batched_tokens=8192,
@@ -255,6 +266,9 @@ VARIANTS: Final = (
     *_attending("not causal window", causal=False, window=128),
     *_attending("sinks lse", sinks=True, lse=True),
     *_attending("fp8 output", fp8_output=True),
+    # Planned for the kernel for Hopper, and left to the plain one by what tensors show.
+    _only(_D, "8/1/128 alibi planned", 90, heads=(8, 1, 128), alibi=True, left_to_itself=True),
+    _only(_D, "16/8/256 alibi planned", heads=(16, 8, 256), alibi=True, left_to_itself=True),
     _only(_D, "cross attention", attn_type=_CROSS, causal=False),
     _only(_D, "invariant", 90, batch_invariant=True),
     _only(_D, "64/8/512 invariant", heads=(64, 8, 512), batch_invariant=True),
@@ -282,7 +296,7 @@ VARIANTS: Final = (
     _only(Kernel.MERGE, "fp8 output", 80, fp8_output=True),
 )
 
-_H = Kernel.HOPPER_PREFILL
+_H, _HD = Kernel.HOPPER_PREFILL, Kernel.HOPPER_DECODE
 HOPPER_VARIANTS: Final = (
     # The shapes of the speed table.
     _only(_H, "32/8/128", 90, speed=True),
@@ -318,6 +332,44 @@ HOPPER_VARIANTS: Final = (
     _only(_H, "blocks of 528", block_size=528),
     _only(_H, "blocks of 256", block_size=256),
     _only(_H, "HND", order=KVOrder.HND),
+    # Split KV: the shapes of the speed table.
+    _only(_HD, "32/8/128", 90, speed=True),
+    _only(_HD, "64/8/64", speed=True, heads=(64, 8, 64)),
+    _only(_HD, "16/8/256", 90, speed=True, heads=(16, 8, 256)),
+    _only(_HD, "8/1/128", 90, speed=True, heads=(8, 1, 128)),
+    _only(_HD, "32/32/128", speed=True, heads=(32, 32, 128)),
+    _only(_HD, "verify 4", speed=True, drafts=3),
+    _only(_HD, "verify 8", 90, speed=True, drafts=7),
+    _only(_HD, "64/8/64 window sinks", 90, speed=True, heads=(64, 8, 64), window=128, sinks=True),
+    _only(_HD, "fp8", 90, speed=True, cache=_FP8),
+    _only(_HD, "fp8 verify 4", cache=_FP8, drafts=3),
+    _only(_HD, "16/8/256 fp8", heads=(16, 8, 256), cache=_FP8),
+    _only(_HD, "fp8 fp16 scales per head", dtype=DType.FLOAT16, cache=_FP8, per_head_scales=True),
+    _only(_HD, "fp8 soft cap window sinks", cache=_FP8, soft_cap=30.0, window=128, sinks=True),
+    # Types and groups; what a layer or a step asks.
+    _only(_HD, "fp16", dtype=DType.FLOAT16),
+    _only(_HD, "28/4/128", heads=(28, 4, 128)),
+    _only(_HD, "128/1/128", heads=(128, 1, 128)),
+    _only(_HD, "64/8/64 verify 8", heads=(64, 8, 64), drafts=7),
+    _only(_HD, "verify 8 soft cap window", drafts=7, soft_cap=30.0, window=1024),
+    _only(_HD, "verify 8 sinks ranges", drafts=7, sinks=True, ranges=True),
+    _only(_HD, "16/8/256 verify 8", heads=(16, 8, 256), drafts=7),
+    _only(_HD, "soft cap window", soft_cap=30.0, window=128),
+    _only(_HD, "16/8/256 soft cap window", heads=(16, 8, 256), soft_cap=30.0, window=1024),
+    _only(_HD, "chunks lookback", chunk=8192, lookback=1),
+    _only(_HD, "causal per request", causal=None),
+    _only(_HD, "ranges clamped to a window", ranges=True, clamps_ranges=True, window=128),
+    _only(_HD, "ranges", ranges=True),
+    _only(_HD, "not causal window", causal=False, window=128),
+    _only(_HD, "sinks lse", sinks=True, lse=True),
+    _only(_HD, "fp8 output", fp8_output=True),
+    _only(_HD, "cross attention", attn_type=_CROSS, causal=False),
+    _only(_HD, "invariant", batch_invariant=True),
+    # Layouts.
+    _only(_HD, "blocks of 48", block_size=48),
+    _only(_HD, "blocks of 528", block_size=528),
+    _only(_HD, "blocks of 256", block_size=256),
+    _only(_HD, "HND", order=KVOrder.HND),
 )
 
 
@@ -366,10 +418,13 @@ def _batch(layer: Layer, query_len: int, kv_len: int = 41) -> CommonAttentionMet
 
 
 def _attention_call(layer: Layer, kernel: Kernel) -> KernelCall:
-    query_len = 1 + layer.drafts if kernel is Kernel.DECODE else 41
-    is_hopper = kernel is Kernel.HOPPER_PREFILL
-    wanted = PrefillKernel.HOPPER if is_hopper else PrefillKernel.TRITON
-    calls = attention_calls(layer, query_len, wanted)
+    query_len = 1 + layer.drafts if kernel.decodes else 41
+    prefill = PrefillKernel.HOPPER if kernel is Kernel.HOPPER_PREFILL else PrefillKernel.TRITON
+    decode = DecodeKernel.HOPPER if kernel is Kernel.HOPPER_DECODE else DecodeKernel.TRITON
+    if layer.left_to_itself:
+        prefill, decode = PrefillKernel.AUTO, DecodeKernel.AUTO
+    with mock.patch.object(builders.triton_attn, "runs_gluon", return_value=True):
+        calls = attention_calls(layer, query_len, prefill, decode)
     (call,) = [call for call in calls if call.kernel.__name__ == f"{kernel.value}_kernel"]
     return call
 
@@ -377,7 +432,8 @@ def _attention_call(layer: Layer, kernel: Kernel) -> KernelCall:
 def attention_calls(
     layer: Layer,
     query_len: int,
-    wanted: PrefillKernel,
+    prefill: PrefillKernel,
+    decode: DecodeKernel = DecodeKernel.TRITON,
     query: torch.Tensor | None = None,
     output_dtype: torch.dtype | None = None,
     prefix: int = 0,
@@ -387,15 +443,16 @@ def attention_calls(
     Args:
         layer: what to attend with.
         query_len: new tokens of each request.
-        wanted: what the engine is configured to.
+        prefill: what the engine is configured to.
+        decode: likewise.
         query: ``[T, H, D]``; None makes one.
         output_dtype: None is the layer's.
         prefix: tokens that the requests share.
     """
     heads, kv_heads, size = layer.heads
     spec, dtype = layer.spec(), layer.dtype.torch
-    batch = _batch(layer, query_len, prefix + 41)
-    builder = TritonAttentionMetadataBuilder(spec, ["layer"], layer.engine(wanted), "cpu")
+    batch, engine = _batch(layer, query_len, prefix + 41), layer.engine(prefill, decode)
+    builder = TritonAttentionMetadataBuilder(spec, ["layer"], engine, "cpu")
     record = builder.build(prefix, batch)
     tokens = batch.num_actual_tokens
     output = torch.zeros(tokens, heads, layer.v_size, dtype=output_dtype or dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
@@ -16,3 +17,7 @@ def reinterpret(memory: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any
     """The same shared memory as another type, shape and layout."""
     method = getattr(memory, "reinterpret", None) or memory._reinterpret
     return method(dtype, shape, layout, _semantic=_semantic)
+
+
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+"""All threads of a partition, and what they wrote before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,13 @@ from attn.kernels.hopper.prefill import hopper_prefill_kernel
 from attn.kernels.launch import KernelCall, KernelForm, alignment
 from attn.kernels.stored import E4M3, E5M2, NATIVE
 from builders.split_kv import HopperPlan
-from builders.tiles import DenseShape, HopperTile, PrefillAsks, prefill_kernel_of
+from builders.tiles import (
+    DenseShape,
+    HopperDecodeTile,
+    HopperTile,
+    LayerAsks,
+    prefill_kernel_of,
+)
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType
 from specs.engine import PrefillKernel
@@ -22,6 +29,7 @@ if TYPE_CHECKING:
     from attn.kernels.dense import DenseLayer, DenseTensors
     from builders.triton_attn import TritonAttentionMetadata
 
+Tile = HopperTile | HopperDecodeTile
 COLUMNS = 64
 """Columns of a box: the 128 bytes of a swizzled row."""
 MOST_DESCRIPTORS = 64
@@ -31,13 +39,28 @@ MOST_DESCRIPTORS = 64
 def serves(
     layer: DenseLayer, plan: HopperPlan, step: TritonAttentionMetadata, tensors: DenseTensors
 ) -> bool:
-    """Whether the kernel serves a step of a layer as it was planned.
+    """Whether the prefill kernel serves a step of a layer as it was planned.
 
     The builder has asked the same of what it knew; here all is known.
 
     Raises:
         ValueError: it does not, though it is asked for by name.
     """
+    shape, block_size, asks = asked(layer, step, tensors)
+    asks = replace(
+        asks,
+        output=None if tensors.output_scale is not None else DType.parse(tensors.output.dtype),
+        alignments=(("query", alignment(tensors.query)), *asks.alignments),
+    )
+    wanted = PrefillKernel.HOPPER if plan.is_required else PrefillKernel.AUTO
+    tile, _ = prefill_kernel_of(shape, DeviceKind.SM90, block_size, asks, wanted)
+    return is_planned(tile, plan.tile, plan.is_required)
+
+
+def asked(
+    layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors
+) -> tuple[DenseShape, int, LayerAsks]:
+    """What both kernels depend on: the layer's shape, tokens of a page, and what else is asked."""
     query, key, value = tensors.query, tensors.keys.key, tensors.keys.value
     shape = DenseShape(
         layer.num_heads,
@@ -47,25 +70,46 @@ def serves(
         query.element_size(),
         key.element_size() * 8 // layer.cache_dtype.packing,
     )
-    rows = {"query": query, "key": key, "value": value}
-    asks = PrefillAsks(
+    asks = LayerAsks(
         dcp=step.stripe is not None,
         rswa=step.rswa_prefix_lens is not None,
         alibi=tensors.alibi_slopes is not None,
         scale=layer.scale,
         query=DType.parse(query.dtype),
         cache_dtype=layer.cache_dtype,
-        output=None if tensors.output_scale is not None else DType.parse(tensors.output.dtype),
-        alignments=tuple((name, alignment(tensor)) for name, tensor in rows.items()),
+        alignments=(("key", alignment(key)), ("value", alignment(value))),
     )
-    block_size = key.shape[1] if key.dim() == 4 else 0
-    wanted = PrefillKernel.HOPPER if plan.is_required else PrefillKernel.AUTO
-    tile, _ = prefill_kernel_of(shape, DeviceKind.SM90, block_size, asks, wanted)
-    if tile is not None and tile != plan.tile and plan.is_required:
+    return shape, key.shape[1] if key.dim() == 4 else 0, asks
+
+
+def is_planned(found: Tile | None, planned: Tile, is_required: bool) -> bool:
+    """The tile of a layer is that of the plan.
+
+    Raises:
+        ValueError: it is another one, and the kernel is asked for by name.
+    """
+    if found is not None and found != planned and is_required:
         raise ValueError(
-            f"the builder's plan is for {plan.tile}, the layer and its cache for {tile}"
+            f"the builder's plan is for {planned}, the layer and its cache for {found}"
         )
-    return tile == plan.tile
+    return found == planned
+
+
+class Descriptors:
+    """Descriptors of a layer: it has one cache, and queries come back to the same addresses."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], TensorDescriptor] = {}
+
+    def of(self, rows: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
+        """A descriptor of rows in boxes of that shape."""
+        key = (rows.data_ptr(), rows.shape, rows.stride(), box)
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= MOST_DESCRIPTORS:
+                self._known.clear()
+            found = self._known[key] = _describe(rows, box)
+        return found
 
 
 class HopperLauncher:
@@ -78,7 +122,7 @@ class HopperLauncher:
         """
         self._layer = layer
         self._forms: dict[tuple[Any, ...], KernelForm | None] = {}
-        self._descriptors: dict[tuple[Any, ...], TensorDescriptor] = {}
+        self._descriptors = Descriptors()
 
     def knows(self, plan: HopperPlan, key: tuple[Any, ...]) -> bool:
         """Whether launches like this one were prepared, or left to the plain kernel, before."""
@@ -115,23 +159,13 @@ class HopperLauncher:
         shared = {name: varying[name] for name in _SHARED}
         page = (1, tile.run, 1, min(tile.width, 128) if tile.staged else COLUMNS)
         rows = (tile.rows_per_group, tile.packed, COLUMNS)
-        shared["q_desc"] = self._described(tensors.query, rows)
-        shared["k_desc"] = self._described(keys.key, page)
-        shared["v_desc"] = self._described(keys.value, page)
+        shared["q_desc"] = self._descriptors.of(tensors.query, rows)
+        shared["k_desc"] = self._descriptors.of(keys.key, page)
+        shared["v_desc"] = self._descriptors.of(keys.value, page)
         shared["tile_starts_ptr"] = plan.tile_starts
         shared["num_tiles_ptr"] = plan.num_tiles
         shared["programs"] = plan.programs
         return form.call((plan.programs,), shared)
-
-    def _described(self, rows: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
-        """A layer has one cache, and queries come back to the same addresses."""
-        key = (rows.data_ptr(), rows.shape, rows.stride(), box)
-        found = self._descriptors.get(key)
-        if found is None:
-            if len(self._descriptors) >= MOST_DESCRIPTORS:
-                self._descriptors.clear()
-            found = self._descriptors[key] = _describe(rows, box)
-        return found
 
     def _new_form(
         self, tile: HopperTile, step: TritonAttentionMetadata, tensors: DenseTensors

@@ -1,0 +1,191 @@
+"""Launches of the Hopper split-KV kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from attn.kernels.hopper.decode import hopper_decode_kernel
+from attn.kernels.hopper.launch import COLUMNS, Descriptors, asked, is_planned
+from attn.kernels.launch import KernelCall, KernelForm
+from builders.split_kv import SplitPlan
+from builders.tiles import decode_kernel_of
+from specs.devices import DeviceKind
+from specs.engine import DecodeKernel
+
+if TYPE_CHECKING:
+    from attn.kernels.dense import DenseLayer, DenseTensors
+    from builders.triton_attn import TritonAttentionMetadata
+
+
+def serves(
+    layer: DenseLayer, plan: SplitPlan, step: TritonAttentionMetadata, tensors: DenseTensors
+) -> bool:
+    """Whether the split-KV kernel serves a step of a layer as it was planned.
+
+    The builder has asked the same of what it knew; here all is known.
+
+    Raises:
+        ValueError: it does not, though it is asked for by name.
+    """
+    assert plan.hopper is not None
+    shape, block_size, asks = asked(layer, step, tensors)
+    wanted = DecodeKernel.HOPPER if plan.requires_hopper else DecodeKernel.AUTO
+    # A tile has all the tokens that it was asked for, or as many as there is room for.
+    tokens = plan.tile.query_tokens
+    tile, _ = decode_kernel_of(shape, DeviceKind.SM90, block_size, tokens, asks, wanted)
+    return is_planned(tile, plan.hopper, plan.requires_hopper)
+
+
+class HopperDecodeLauncher:
+    """The split-KV launches of one layer."""
+
+    def __init__(self, layer: DenseLayer) -> None:
+        """
+        Args:
+            layer: what never changes.
+        """
+        self._layer = layer
+        self._forms: dict[tuple[Any, ...], KernelForm | None] = {}
+        self._descriptors = Descriptors()
+
+    def knows(self, plan: SplitPlan, key: tuple[Any, ...]) -> bool:
+        """Whether launches like this one were prepared, or left to the plain kernel, before."""
+        return (*_static(plan), key) in self._forms
+
+    def prepare(
+        self,
+        plan: SplitPlan,
+        step: TritonAttentionMetadata,
+        tensors: DenseTensors,
+        constants: Mapping[str, Any],
+        key: tuple[Any, ...],
+    ) -> None:
+        """Make ready for launches like this one, or leave them to the plain kernel.
+
+        Args:
+            plan: the builder's.
+            step: the builder's record.
+            tensors: of this forward.
+            constants: what the plain kernel is given of the plan.
+            key: everything that a form depends on beside the plan.
+
+        Raises:
+            ValueError: the kernel does not serve this and is asked for by name; likewise a plan
+                for a layer of another shape.
+        """
+        known = (*_static(plan), key)
+        if not serves(self._layer, plan, step, tensors):
+            self._forms[known] = None
+            return
+        layer, output, lse = self._layer, tensors.output, tensors.lse
+        cap, chunk, causal = layer.logits_soft_cap, layer.attention_chunk_size, step.causal
+        assert plan.hopper is not None
+        fixed = {name: constants[name] for name in _PLANNED}
+        fixed |= {
+            "query_token": tensors.query.stride(0),
+            "query_head": tensors.query.stride(1),
+            "out_token": output.stride(0),
+            "out_head": output.stride(1),
+            "lse_token": 0 if lse is None else lse.stride(0),
+            "scale": layer.scale,
+            "soft_cap": 1.0 if cap is None else float(cap),
+            "window": layer.sliding_window or 0,
+            "chunk": chunk or 1,
+            "lookback": layer.chunk_lookback,
+            "GROUP": layer.num_heads // layer.num_kv_heads,
+            "SIZE": layer.head_size,
+            "BLOCK_SIZE": tensors.keys.key.shape[1],
+            "RUN": plan.hopper.run,
+            "CAUSAL": 0 if not layer.causal or causal is False else 1 if causal is True else 2,
+            "WINDOW": layer.sliding_window is not None,
+            "CHUNK": chunk is not None,
+            "RANGES": step.mm_ranges is not None,
+            "CLAMP": layer.clamps_ranges and layer.sliding_window is not None,
+            "SOFT_CAP": cap is not None,
+            "SINKS": tensors.sinks is not None,
+            "FP8_OUT": tensors.output_scale is not None,
+            "LSE": lse is not None,
+            "scale_head": 1 if tensors.k_scale.numel() > 1 else 0,
+            "E4M3": layer.cache_dtype.is_quantized,
+            "STAGES": plan.hopper.num_stages,
+        }
+        form = KernelForm(hopper_decode_kernel, fixed, (*_VARYING, "k_desc", "v_desc"), num_warps=4)
+        self._forms[known] = form
+
+    def call(
+        self,
+        plan: SplitPlan,
+        varying: Mapping[str, Any],
+        key: tuple[Any, ...],
+    ) -> KernelCall | None:
+        """The launch that serves the step's rows with few query tokens, :meth:`prepare`-d before;
+        None where it does not.
+
+        Args:
+            plan: the builder's.
+            varying: values of what differs from call to call, by the twin's names.
+            key: as in :meth:`prepare`.
+        """
+        form = self._forms[*_static(plan), key]
+        if form is None:
+            return None
+        assert plan.hopper is not None
+        arguments = {name: varying[name] for name in _VARYING}
+        page = (1, plan.hopper.run, 1, COLUMNS)
+        # As the words that the plain kernel reads.
+        arguments["k_desc"] = self._descriptors.of(varying["key_ptr"], page)
+        arguments["v_desc"] = self._descriptors.of(varying["value_ptr"], page)
+        return form.call((plan.groups * plan.heads,), arguments)
+
+
+def _static(plan: SplitPlan) -> tuple[Any, ...]:
+    """What a form depends on in a plan."""
+    return (
+        plan.hopper,
+        plan.requires_hopper,
+        plan.groups,
+        plan.heads,
+        plan.head_loops,
+        plan.slots,
+        plan.bundles,
+    )
+
+
+_PLANNED = (
+    "groups",
+    "HEADS",
+    "HEAD_LOOPS",
+    "HEAD_TILES",
+    "TILE_HEADS",
+    "QUERY_TOKENS",
+    "ROWS",
+    "SLOTS",
+    "BUNDLES",
+    "AREA",
+    "KV_TILE",
+    "SEGMENT_UNIT",
+    "FINISH_ROWS",
+    "FINISH_WIDTH",
+)
+_VARYING = (
+    "query_ptr",
+    "out_ptr",
+    "lse_ptr",
+    "output_scale_ptr",
+    "table_ptr",
+    "rows_ptr",
+    "total_ptr",
+    "starts_ptr",
+    "shares_ptr",
+    "counters_ptr",
+    "states_ptr",
+    "sums_ptr",
+    "causal_ptr",
+    "ranges_ptr",
+    "sinks_ptr",
+    "k_scale_ptr",
+    "v_scale_ptr",
+    "table_row",
+    "num_ranges",
+)

@@ -1,0 +1,71 @@
+"""The parts of rows that a program takes, as producer and consumers both see them."""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attn.kernels.masks import last_visible
+from builders.kernels import first_visible, segment_start
+from builders.split_kv import ROW_FIELDS, SHARE_FIELDS
+
+FIELDS = tl.constexpr(ROW_FIELDS)
+_SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
+
+
+@gluon.jit
+def share_at(shares_ptr, HEADS: gl.constexpr):
+    """What a program begins with: its first row, the segment in it, the row after its last, where
+    its share is written, and where its first row's numbers are.
+    """
+    mine = shares_ptr + (gl.program_id(0) // HEADS) * _SHARE_FIELDS
+    first_row = gl.load(mine)
+    begin = gl.load(mine + 1)
+    next_row = gl.load(mine + 2)
+    next_segment = gl.load(mine + 3)
+    past_row = next_row + (next_segment > 0).to(gl.int32)
+    # A copy, so that a program does not wait for one load after the other.
+    return first_row, begin, past_row, mine, mine + (_SHARE_FIELDS - FIELDS)
+
+
+@gluon.jit
+def part_at(
+    r, mine, fields, begin, causal_ptr, ranges_ptr, num_ranges, window, chunk, lookback,
+    KV_TILE: gl.constexpr, SEGMENT_UNIT: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
+):  # fmt: skip
+    """A row's segments ``[begin, end)``, counted from its first, and what is walked for them.
+
+    Returns ``end``; request, KV length, first and last position of the queries, the causal flag;
+    the first key that a query sees, and tiles of keys ``[low, high)``.
+    """
+    req = gl.load(fields)
+    count = gl.load(fields + 2)
+    kv_len = gl.load(fields + 3)
+    first = gl.load(fields + 4)
+    first_part = gl.load(fields + 8)
+    end = gl.where(r == gl.load(mine + 2), gl.load(mine + 3), gl.load(fields + 9))
+    last = first + count - 1
+    causal = 1
+    if CAUSAL == 2:
+        causal = gl.load(causal_ptr + req).to(gl.int32)
+    ranges = ranges_ptr
+    if RANGES:
+        ranges = ranges_ptr + req.to(gl.int64) * num_ranges * 2
+    start = first_visible(
+        first, last, window, chunk, lookback, ranges, num_ranges, WINDOW or CHUNK, CHUNK, RANGES,
+        CLAMP,
+    )  # fmt: skip
+    stop = last_visible(
+        last, kv_len, causal, window, ranges, num_ranges, first, CAUSAL, WINDOW, CHUNK, False,
+        RANGES,
+    )  # fmt: skip
+    low = gl.maximum(segment_start(first_part + begin) // SEGMENT_UNIT, start // KV_TILE)
+    # A layer that sees further back than the plan knows starts earlier than the plan.
+    is_first = (begin == 0) & (gl.load(fields + 10) == 0)
+    low = gl.where(is_first, start // KV_TILE, low)
+    high = gl.minimum(
+        segment_start(first_part + end) // SEGMENT_UNIT, (stop + KV_TILE - 1) // KV_TILE
+    )
+    return end, req, kv_len, first, last, causal, start, low, gl.where(end > begin, high, low)
