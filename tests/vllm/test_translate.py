@@ -17,7 +17,7 @@ from attn.integrations.vllm import compat, members, translate
 from attn.reference.dense import AttentionRules
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType
-from specs.engine import PrefillKernel
+from specs.engine import DecodeKernel, PrefillKernel
 from specs.layouts import KVOrder, KVPacking
 from tests.vllm.views import cache_view
 
@@ -246,16 +246,21 @@ def test_every_setting_arrives(make_config: Callable[..., Any]) -> None:
     assert mine.rswa_window is None
     assert mine.index_topk is None
     assert mine.prefill_kernel is PrefillKernel.TRITON
+    assert mine.decode_kernel is DecodeKernel.TRITON
 
 
-def test_the_prefill_kernel_is_the_plain_one_unless_the_environment_names_another(
-    make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kernels", [PrefillKernel, DecodeKernel])
+def test_kernels_are_the_plain_ones_unless_the_environment_names_others(
+    kernels: type[PrefillKernel | DecodeKernel],
+    make_config: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = make_config()
-    for kernel in PrefillKernel:
-        monkeypatch.setenv("ATTN_VLLM_PREFILL_KERNEL", kernel.value)
-        assert translate.engine_config(config, their_spec("full"), 4).prefill_kernel is kernel
-    monkeypatch.setenv("ATTN_VLLM_PREFILL_KERNEL", "cutlass")
+    field = "prefill_kernel" if kernels is PrefillKernel else "decode_kernel"
+    variable, config = f"ATTN_VLLM_{field.upper()}", make_config()
+    for kernel in kernels:
+        monkeypatch.setenv(variable, kernel.value)
+        assert getattr(translate.engine_config(config, their_spec("full"), 4), field) is kernel
+    monkeypatch.setenv(variable, "cutlass")
     with pytest.raises(ValueError, match="must be one of auto, triton, hopper, got 'cutlass'"):
         translate.engine_config(config, their_spec("full"), 4)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from vllm.v1 import kv_cache_interface as vllm_specs
@@ -14,7 +14,13 @@ from attn.reference.dense import AttentionRules
 from specs.base import cdiv
 from specs.devices import ComputeCapability, DeviceKind, kind_of
 from specs.dtypes import CacheDType, DType
-from specs.engine import EngineConfig, ParallelConfig, PrefillKernel, SpeculativeConfig
+from specs.engine import (
+    DecodeKernel,
+    EngineConfig,
+    ParallelConfig,
+    PrefillKernel,
+    SpeculativeConfig,
+)
 from specs.kv_cache import (
     AnyKVCacheSpec,
     ChunkedLocalAttentionSpec,
@@ -29,6 +35,8 @@ from specs.kv_cache import (
 
 PREFILL_VARIABLE: Final = "ATTN_VLLM_PREFILL_KERNEL"
 """Names the kernel of requests with many new tokens: ``auto``, ``triton`` or ``hopper``."""
+DECODE_VARIABLE: Final = "ATTN_VLLM_DECODE_KERNEL"
+"""Names that of the others, likewise."""
 
 _QUANT_MODES = {
     "INT8_PER_TOKEN_HEAD": CacheDType.INT8_PER_TOKEN_HEAD,
@@ -224,23 +232,20 @@ def engine_config(
         batch_invariant=batch_invariant(),
         rswa_window=compat.rswa_window(vllm_config, spec),
         index_topk=compat.index_topk(vllm_config),
-        prefill_kernel=prefill_kernel(),
+        prefill_kernel=_named(PREFILL_VARIABLE, PrefillKernel.TRITON),
+        decode_kernel=_named(DECODE_VARIABLE, DecodeKernel.TRITON),
     )
 
 
-def prefill_kernel() -> PrefillKernel:
-    """The engine setting of that name: the plain kernel unless the environment names another.
+_Kernel = TypeVar("_Kernel", PrefillKernel, DecodeKernel)
 
-    Raises:
-        ValueError: it names none that there is.
-    """
-    # Whole engines have run with no other yet.
-    named = os.environ.get(PREFILL_VARIABLE) or PrefillKernel.TRITON
-    if named not in list(PrefillKernel):
-        raise ValueError(
-            f"{PREFILL_VARIABLE} must be one of {', '.join(PrefillKernel)}, got {named!r}"
-        )
-    return PrefillKernel(named)
+
+def _named(variable: str, plain: _Kernel) -> _Kernel:
+    """The kernel that the environment names, else the plain one: engines have run with no other."""
+    kernels, named = type(plain), os.environ.get(variable) or plain.value
+    if named not in list(kernels):
+        raise ValueError(f"{variable} must be one of {', '.join(kernels)}, got {named!r}")
+    return kernels(named)
 
 
 def batch_invariant() -> bool:
