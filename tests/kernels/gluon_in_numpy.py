@@ -8,15 +8,18 @@ memory are not looked at: compiles and a GPU are for that.
 
 from __future__ import annotations
 
+import random
 import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from triton.language.core import constexpr
 
+from attn.kernels.hopper import launch as hopper_launch
 from attn.kernels.launch import KernelCall
 
 PATIENCE = 10
@@ -142,22 +145,34 @@ def _allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
     if layout is Barrier:
         return Barriers(Barrier() for _ in range(shape[0])) if len(shape) > 1 else Barrier()
     # NaN in every type, two of them in a word of e4m3.
-    return Memory(np.full(shape, 0x7F7F if dtype == np.int16 else np.nan, dtype))
+    nan = {"int16": 0x7F7F, "uint8": 0x7F}.get(np.dtype(dtype).name, np.nan)
+    return Memory(np.full(shape, nan, dtype))
+
+
+class Tile(Memory):
+    """A stage of rows."""
+
+    def __init__(self, boxes: np.ndarray) -> None:
+        halves, rows, columns = boxes.shape
+        super().__init__(boxes.transpose(1, 0, 2).reshape(rows, halves * columns))
+        self._boxes = boxes
+
+    def store(self, x: np.ndarray) -> None:
+        halves, rows, columns = self._boxes.shape
+        self._boxes[...] = np.asarray(x).reshape(rows, halves, columns).transpose(1, 0, 2)
 
 
 class Tiles(Memory):
-    """Stages of rows, whose runs and 64 columns each lie in boxes."""
+    """Stages of rows, whose runs and halves of a row each lie in boxes."""
 
     def __init__(self, boxes: np.ndarray, shape: Sequence[int], is_e4m3: bool) -> None:
         super().__init__(boxes)
         self.shape, self.is_e4m3 = shape, is_e4m3
 
     def index(self, i: Any) -> Memory:
-        stages, rows, columns = self.shape
-        halves = columns // (128 if self.is_e4m3 else 64)
-        boxes = self.array.reshape(stages, halves, rows, 64)[int(i)]
-        tile = boxes.transpose(1, 0, 2).reshape(rows, halves * 64)
-        return Memory(_e4m3(tile) if self.is_e4m3 else tile)
+        stages, rows, _ = self.shape
+        tile = Tile(self.array.reshape(stages, -1, rows, self.array.shape[-1])[int(i)])
+        return Memory(_e4m3(tile.array)) if self.is_e4m3 else tile
 
 
 def _e4m3(words: np.ndarray) -> np.ndarray:
@@ -326,6 +341,31 @@ class Translation:
         return names
 
 
+def take_over(
+    monkeypatch: pytest.MonkeyPatch, kernel: Any, translation: Translation
+) -> list[KernelCall]:
+    """Run the kernel's launches by numpy, their programs in another order every time.
+
+    Returns:
+        The launches, as they come.
+    """
+    calls: list[KernelCall] = []
+    launch = KernelCall.launch
+
+    def launched(call: KernelCall) -> None:
+        if call.kernel is not kernel:
+            launch(call)
+            return
+        calls.append(call)
+        programs = list(range(call.grid[0]))
+        random.Random(len(calls)).shuffle(programs)
+        run(call, programs, translation)
+
+    monkeypatch.setattr(KernelCall, "launch", launched)
+    monkeypatch.setattr(hopper_launch, "_describe", lambda rows, box: rows)
+    return calls
+
+
 def run(call: KernelCall, programs: Sequence[int], translation: Translation) -> None:
     """Run a launch whose descriptors are tensors, its programs in this order."""
     function = translation.function(call.kernel)
@@ -338,7 +378,7 @@ def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, x in given.items():
         if isinstance(x, torch.Tensor) and name.endswith("_desc"):
-            found[name] = value(x.numpy())
+            found[name] = value((x.view(torch.uint8) if x.element_size() == 1 else x).numpy())
             continue
         if isinstance(x, torch.Tensor):
             storage = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 import builders.triton_attn
 from attn.backends.triton_attn import TritonAttentionBackend
 from attn.kernels.dense import DenseLayer, DenseTensors
-from attn.kernels.hopper import launch as hopper_launch
 from attn.kernels.hopper.decode import hopper_decode_kernel
 from attn.kernels.hopper.decode_launch import serves
 from attn.kernels.launch import KernelCall, collected_calls
@@ -329,22 +327,9 @@ def instead() -> dict[str, Any]:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any]) -> list[KernelCall]:
     """Launches of the kernel, each run by numpy, its programs in another order every time."""
-    calls: list[KernelCall] = []
-    translation, launch = gluon_in_numpy.Translation(**instead), KernelCall.launch
-
-    def run(call: KernelCall) -> None:
-        if call.kernel is not hopper_decode_kernel:
-            launch(call)
-            return
-        calls.append(call)
-        programs = list(range(call.grid[0]))
-        random.Random(len(calls)).shuffle(programs)
-        gluon_in_numpy.run(call, programs, translation)
-
-    monkeypatch.setattr(KernelCall, "launch", run)
-    monkeypatch.setattr(hopper_launch, "_describe", lambda rows, box: rows)
+    translation = gluon_in_numpy.Translation(**instead)
     monkeypatch.setattr(trials.Trial, "decode_kernel", DecodeKernel.HOPPER)
-    return calls
+    return gluon_in_numpy.take_over(monkeypatch, hopper_decode_kernel, translation)
 
 
 @pytest.mark.parametrize("name", sorted({*CASES} - {*IN_FULL}))

@@ -1,0 +1,87 @@
+"""What the prefill kernel for Hopper computes, by numpy; gluon_in_numpy says what that misses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attn.kernels.hopper.prefill import hopper_prefill_kernel
+from attn.kernels.launch import KernelCall
+from builders.split_kv import SplitPlanner
+from specs.dtypes import CacheDType, DType
+from specs.engine import PrefillKernel
+from tests import trials
+from tests.batches import BatchSpec, Heads
+from tests.cases import FEATURES, Case
+from tests.kernels import gluon_in_numpy
+from tests.test_random_attention import findings
+
+# Several tiles per program, of one and of more tiles of keys, with and without a last one that
+# ends within a page; rows that see nothing of a tile that others of theirs do.
+BATCH = BatchSpec("several", (140, 33, 20), (300, 33, 180))
+WHOLE = Case(heads=Heads(8, 2, 128), dtype=DType.FLOAT16, batch=BATCH)
+CASES = {
+    "causal": WHOLE,
+    "no_group": replace(WHOLE, heads=Heads(2, 2, 128)),
+    "seven": replace(WHOLE, heads=Heads(7, 1, 64)),
+    "d256": replace(WHOLE, heads=Heads(4, 2, 256)),
+    "d80": replace(WHOLE, heads=Heads(4, 2, 80), block_size=48),
+    "fp8": replace(WHOLE, cache_dtype=CacheDType.FP8),
+    "fp8_d64": replace(WHOLE, heads=Heads(4, 1, 64), cache_dtype=CacheDType.FP8),
+    **{
+        name: replace(WHOLE, heads=Heads(4, 2, 64), feature=FEATURES[name])
+        for name in ("window", "chunked_lookback", "mm_prefix_window", "soft_cap", "sinks")
+    },
+}
+
+
+def _e4m3(raw: Any, kind: int, dtype: Any) -> Any:
+    numbers = torch.from_numpy(np.asarray(raw)).view(torch.float8_e4m3fn).float()
+    return gluon_in_numpy.value(numbers.nan_to_num(480.0).numpy().astype(dtype))
+
+
+@pytest.fixture
+def instead() -> dict[str, Any]:
+    """Functions of the kernel that a test replaces."""
+    return {}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any]) -> list[KernelCall]:
+    """Launches of the kernel, run by numpy, of two programs each."""
+    make = SplitPlanner.prefill_plan
+
+    def of_two(planner: SplitPlanner, *given: Any) -> Any:
+        plan = make(planner, *given)
+        if plan is None or plan.hopper is None:
+            return plan
+        return replace(plan, hopper=replace(plan.hopper, programs=2))
+
+    monkeypatch.setattr(SplitPlanner, "prefill_plan", of_two)
+    monkeypatch.setattr(trials.Trial, "prefill_kernel", PrefillKernel.HOPPER)
+    in_registers = {
+        "_pack": lambda weights, dtype, tile: weights,
+        "_unpack": lambda pairs, dtype, tile, layout: pairs.astype(dtype),
+        "_anew": lambda place, asm: place,
+        "_computed": lambda sums: sums,
+        "_widened": _e4m3,
+    }
+    translation = gluon_in_numpy.Translation(**in_registers | instead)
+    return gluon_in_numpy.take_over(monkeypatch, hopper_prefill_kernel, translation)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_computes_what_it_serves(name: str, launched: list[KernelCall]) -> None:
+    assert findings(CASES[name]) == {}
+    (call,) = launched
+    assert call.grid == (2,)
+
+
+@pytest.mark.parametrize("instead", [{"_clear_tail": lambda *_: None}], indirect=False)
+def test_values_that_nobody_wrote_would_show(launched: list[KernelCall]) -> None:
+    assert findings(CASES["causal"])
+    assert launched
