@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton.language as tl
 
+from attn.kernels.checks import check_call, check_heads
 from attn.kernels.decode import decode_kernel
 from attn.kernels.launch import KernelCall, KernelForm
 from attn.kernels.numerics import INTERPRETED
@@ -19,7 +20,7 @@ from attn.kernels.stored import E4M3, E5M2, INT4, INT8, NATIVE, PLAIN, PTX, PTX_
 from builders.paging import Stripe
 from builders.split_kv import HopperPlan, PrefillPlan, SplitPlan, area_of
 from builders.tiles import power_of_two
-from builders.triton_attn import BLOCK_MULTIPLE, MODEL_DTYPES, TritonAttentionMetadata
+from builders.triton_attn import TritonAttentionMetadata
 from specs.dtypes import CacheDType, KVQuantMode
 from specs.layouts import KVViews
 
@@ -156,16 +157,32 @@ class DenseLauncher:
         Raises:
             ValueError: tensors that do not fit the layer.
         """
+        if step.split is None and step.prefill is None:
+            return
+        # Both launches share them.
+        varying, likeness = self._varying(step, tensors), _likeness(step, tensors)
         if step.split is not None:
-            self.split(step, tensors).launch()
+            self._split(step, tensors, dict(varying), likeness).launch()
         if step.prefill is not None:
-            self.prefill(step, tensors).launch()
+            self._prefill(step, tensors, varying, likeness).launch()
 
     def split(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> KernelCall:
         """The launch that serves the step's rows with few query tokens."""
+        return self._split(step, tensors, self._varying(step, tensors), _likeness(step, tensors))
+
+    def prefill(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> KernelCall:
+        """The launch that serves the step's rows with many query tokens."""
+        return self._prefill(step, tensors, self._varying(step, tensors), _likeness(step, tensors))
+
+    def _split(
+        self,
+        step: TritonAttentionMetadata,
+        tensors: DenseTensors,
+        varying: dict[str, Any],
+        likeness: tuple[Any, ...],
+    ) -> KernelCall:
         plan = step.split
         assert plan is not None
-        varying = self._varying(step, tensors)
         varying["rows_ptr"] = plan.rows
         varying["total_ptr"] = plan.total
         varying["starts_ptr"] = plan.starts
@@ -173,7 +190,6 @@ class DenseLauncher:
         varying["counters_ptr"] = plan.counters
         varying["states_ptr"] = plan.states
         varying["sums_ptr"] = plan.sums
-        likeness = _likeness(step, tensors)
         if plan.hopper is not None:
             call = self._split_on_hopper(plan, step, tensors, varying, likeness)
             if call is not None:
@@ -192,23 +208,27 @@ class DenseLauncher:
         form = self._forms.get(key)
         if form is None:
             fixed = self._fixed(step, tensors, varying)
-            _check_heads(self.layer, plan)
+            check_heads(self.layer, plan)
             fixed |= _split_constants(plan, fixed["V_WIDTH"] * fixed["PLANES"])
             launch = (tile.num_warps, tile.num_stages, tile.max_registers)
             form = KernelForm(decode_kernel, fixed, varying, *launch)
             self._forms[key] = form
         return form.call((plan.groups * plan.heads,), varying)
 
-    def prefill(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> KernelCall:
-        """The launch that serves the step's rows with many query tokens."""
+    def _prefill(
+        self,
+        step: TritonAttentionMetadata,
+        tensors: DenseTensors,
+        varying: dict[str, Any],
+        likeness: tuple[Any, ...],
+    ) -> KernelCall:
         plan = step.prefill
         assert plan is not None
-        varying = self._varying(step, tensors)
         varying["tile_starts_ptr"] = plan.tile_starts
         varying["query_start_ptr"] = step.query_start_loc
         varying["seq_lens_ptr"] = step.seq_lens
         varying["num_reqs"] = step.num_reqs
-        tile, likeness = plan.tile, _likeness(step, tensors)
+        tile = plan.tile
         if plan.hopper is not None:
             call = self._on_hopper(plan.hopper, step, tensors, varying, likeness)
             if call is not None:
@@ -238,7 +258,7 @@ class DenseLauncher:
         # The rest of what its descriptors need aligned is part of the likeness.
         key = (likeness, tensors.query.data_ptr() % 16)
         if not self._hopper.knows(plan, key):
-            _check(self.layer, step, tensors)
+            check_call(self.layer, step, tensors)
         return self._hopper.call(plan, step, tensors, varying, key)
 
     def _split_on_hopper(
@@ -255,8 +275,8 @@ class DenseLauncher:
 
             self._hopper_decode = HopperDecodeLauncher(self.layer)
         if not self._hopper_decode.knows(plan, likeness):
-            _check(self.layer, step, tensors)
-            _check_heads(self.layer, plan)
+            check_call(self.layer, step, tensors)
+            check_heads(self.layer, plan)
             constants = _split_constants(plan, self.layer.head_size)
             self._hopper_decode.prepare(plan, step, tensors, constants, likeness)
         return self._hopper_decode.call(plan, varying, likeness)
@@ -294,7 +314,7 @@ class DenseLauncher:
         self, step: TritonAttentionMetadata, tensors: DenseTensors, varying: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Arguments of both kernels that a form holds; the tensors are checked on the way."""
-        _check(self.layer, step, tensors)
+        check_call(self.layer, step, tensors)
         stripe = step.stripe or Stripe(1, 0, 1)
         layer, stored = self.layer, self._stored
         rswa = step.rswa_prefix_lens is not None and step.rswa_window is not None
@@ -454,129 +474,3 @@ def _prefill_constants(plan: PrefillPlan) -> dict[str, Any]:
         "KV_TILE": plan.tile.kv_tile,
         "STAGES": plan.tile.num_stages,
     }
-
-
-# -- What callers can get wrong.
-
-
-def _check(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors) -> None:
-    """Once per form, so that a call costs nothing."""
-    _check_tensors(layer, tensors)
-    _check_step(step, tensors)
-    _check_stripe(layer, step, tensors)
-
-
-def _check_tensors(layer: DenseLayer, tensors: DenseTensors) -> None:
-    query, output, scale = tensors.query, tensors.output, tensors.output_scale
-    if query.dtype not in MODEL_DTYPES:
-        names = ", ".join(str(dtype) for dtype in MODEL_DTYPES)
-        raise ValueError(f"query must be one of {names}, got {query.dtype}")
-    _check_rows("query", query, (layer.num_heads, layer.head_size))
-    _check_rows("output", output, (layer.num_heads, layer.head_size_v))
-    # Scratch of a merge is fp32.
-    allowed = {query.dtype, torch.float32} if scale is None else {torch.float8_e4m3fn}
-    if output.dtype not in allowed:
-        given = "without" if scale is None else "with"
-        names = " or ".join(sorted(str(dtype) for dtype in allowed))
-        raise ValueError(f"output must be {names} {given} an output_scale, got {output.dtype}")
-    if scale is not None:
-        _check_scale("output_scale", scale, (1,))
-    lse = tensors.lse
-    if lse is not None:
-        if lse.dtype != torch.float32:
-            raise ValueError(f"output_lse must be float32, got {lse.dtype}")
-        _check_rows("output_lse", lse, (layer.num_heads,))
-    _check_keys(layer, tensors)
-
-
-def _check_heads(layer: DenseLayer, plan: SplitPlan) -> None:
-    """The plan is for layers with these heads."""
-    tile, group = plan.tile, layer.num_heads // layer.num_kv_heads
-    planned = plan.heads * plan.head_loops // tile.head_tiles
-    if planned != layer.num_kv_heads or not 0 <= tile.tile_heads * tile.head_tiles - group < (
-        tile.tile_heads
-    ):
-        raise ValueError(
-            f"the builder's plan is for {planned} KV heads of up to "
-            f"{tile.tile_heads * tile.head_tiles} query heads each, the layer has "
-            f"{layer.num_kv_heads} of {group}"
-        )
-
-
-def _check_step(step: TritonAttentionMetadata, tensors: DenseTensors) -> None:
-    """What kernels read by a pointer alone is dense."""
-    read = {
-        "block_table": step.block_table,
-        "causal": step.causal,
-        "rswa_prefix_lens": step.rswa_prefix_lens,
-        "sinks": tensors.sinks,
-        "alibi_slopes": tensors.alibi_slopes,
-    }
-    for name, tensor in read.items():
-        if isinstance(tensor, torch.Tensor) and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(
-                f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}"
-            )
-
-
-def _check_stripe(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors) -> None:
-    """Nothing but causality depends on positions when the keys are one rank's."""
-    asked = {
-        "sliding_window": layer.sliding_window,
-        "attention_chunk_size": layer.attention_chunk_size,
-        "alibi_slopes": tensors.alibi_slopes,
-        "mm_req_doc_ranges": step.mm_ranges,
-        "rswa_prefix_lens": step.rswa_prefix_lens,
-    }
-    names = [name for name, value in asked.items() if value is not None]
-    if step.stripe is not None and names:
-        raise ValueError(
-            f"decode_context_parallel_size ({step.stripe.size}) does not go together with "
-            f"{', '.join(names)}"
-        )
-
-
-def _check_keys(layer: DenseLayer, tensors: DenseTensors) -> None:
-    """Shapes of the keys and values, and the layer's scales."""
-    key, value = tensors.keys.key, tensors.keys.value
-    packing = layer.cache_dtype.packing
-    if key.dim() == 4 and key.shape[1] % BLOCK_MULTIPLE:
-        raise ValueError(
-            f"block size of kv_cache must be a multiple of {BLOCK_MULTIPLE}, got {key.shape[1]}"
-        )
-    page = key.shape[1:2] if key.dim() == 4 else ()
-    for name, rows, size in (("key", key, layer.head_size), ("value", value, layer.head_size_v)):
-        _check_rows(name, rows, (*page, layer.num_kv_heads, size // packing))
-    if key.dim() == 3 and not key.dtype == value.dtype == tensors.query.dtype:
-        raise ValueError(
-            f"key and value must have query's dtype {tensors.query.dtype}, got {key.dtype} and "
-            f"{value.dtype}"
-        )
-    if layer.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR:
-        k_scale, v_scale = tensors.k_scale, tensors.v_scale
-        for name, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
-            _check_scale(name, factor, (1, layer.num_kv_heads))
-        if k_scale.numel() != v_scale.numel():
-            raise ValueError(
-                f"k_scale and v_scale must both be per tensor or both per head, got "
-                f"{k_scale.numel()} and {v_scale.numel()} elements"
-            )
-
-
-def _check_rows(name: str, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
-    if rows.shape[1:] != shape:
-        wanted = ", ".join(["*", *(str(size) for size in shape)])
-        raise ValueError(f"{name} must have shape [{wanted}], got {list(rows.shape)}")
-    if rows.stride(-1) != 1 and shape[-1] > 1:
-        raise ValueError(
-            f"{name} must be contiguous in its last dimension, got strides {rows.stride()}"
-        )
-
-
-def _check_scale(name: str, scale: torch.Tensor, counts: tuple[int, ...]) -> None:
-    if scale.dtype != torch.float32 or scale.numel() not in counts or not scale.is_contiguous():
-        wanted = " or ".join(str(count) for count in dict.fromkeys(counts))
-        raise ValueError(
-            f"{name} must be contiguous float32 of {wanted} elements, got shape "
-            f"{list(scale.shape)} of {scale.dtype}"
-        )
