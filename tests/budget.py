@@ -86,14 +86,16 @@ def budget(expected: Tensor, low_precision: Tensor, dtype: torch.dtype) -> float
     return limit
 
 
-def lse_budget(expected: Tensor, low_precision: Tensor) -> float:
+def lse_budget(expected: Tensor, low_precision: Tensor, soft_cap: float | None = None) -> float:
     """Largest ``lse_errors`` to accept: 2 * (worst error of ``low_precision`` + fp32 band).
 
     The band is fp32's epsilon times the largest |lse|, or times 1 if all are smaller: arguments and
-    results of the exponential and the logarithm are of order one however small the lse.
+    results of the exponential and the logarithm are of order one however small the lse. Under a
+    soft cap c it is times c at least: c * tanh by way of an exponential has numbers of order one
+    multiplied by c.
     """
     sizes = expected[expected != -torch.inf].abs().double()
-    band = torch.finfo(torch.float32).eps * max(_worst(sizes), 1.0)
+    band = torch.finfo(torch.float32).eps * max(_worst(sizes), 1.0, soft_cap or 0.0)
     limit = 2 * (_worst(lse_errors(low_precision, expected)) + band)
     if not math.isfinite(limit):
         raise ValueError("low_precision has NaN, infinity, or -inf where expected has not")

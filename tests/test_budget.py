@@ -302,6 +302,8 @@ def test_lse_budget_is_twice_error_and_band() -> None:
     assert lse_budget(expected, expected) == 2 * 8 * eps
     assert lse_budget(expected, expected + 0.25) == 2 * (0.25 + 8 * eps)
     assert lse_budget(expected[1:, 1:], expected[1:, 1:]) == 2 * eps
+    assert lse_budget(expected, expected, soft_cap=50.0) == 2 * 50 * eps
+    assert lse_budget(expected, expected, soft_cap=1.0) == 2 * 8 * eps
 
 
 def test_budgets_that_would_accept_anything_are_refused() -> None:

@@ -565,7 +565,8 @@ class DenseTrial(Trial):
         _judge_output(check, actual, out, low_out, dtype, result)
         if "lse" in results:
             lse, low_lse = (torch.cat([one for _, one in states]) for states in (expected, low))
-            _judge_lse(lse_check, results["lse"][:tokens].cpu(), lse, low_lse, result)
+            cap = self.case.feature.logits_soft_cap
+            _judge_lse(lse_check, results["lse"][:tokens].cpu(), lse, low_lse, result, cap)
 
 
 def low_precision(
@@ -612,11 +613,16 @@ def _judge_output(
 
 
 def _judge_lse(
-    check: str, actual: Tensor, expected: Tensor, low: Tensor, result: CaseResult
+    check: str,
+    actual: Tensor,
+    expected: Tensor,
+    low: Tensor,
+    result: CaseResult,
+    soft_cap: float | None = None,
 ) -> None:
     if len(expected):
         error = float(budget.lse_errors(actual, expected).max())
-        result.judge(check, error, budget.lse_budget(expected, low))
+        result.judge(check, error, budget.lse_budget(expected, low, soft_cap))
 
 
 def _check_poison(rows: Tensor, margins: Tensor, untouched: Tensor, result: CaseResult) -> None:
