@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Python compiles what is imported, which is far less than what is installed.
+INSTALL := pip install -q --no-compile
 
 # Passed on to `attn run`: make run TRACE=trace.csv MODEL=qwen3-8b ARGS="--kv-cache-dtype fp8"
 RUN_ARGS := $(if $(TRACE),--trace $(TRACE)) $(if $(MODEL),--model $(MODEL)) \
@@ -32,8 +34,8 @@ test-vllm: $(VLLMS:%=.venv-vllm-%/.installed)
 
 .venv-vllm-%/.installed: tests/vllm/requirements.txt pyproject.toml
 	$(PYTHON) -m venv .venv-vllm-$*
-	.venv-vllm-$*/bin/pip install -q -r tests/vllm/requirements.txt
-	.venv-vllm-$*/bin/pip install -q --no-deps vllm==$* -e .
+	.venv-vllm-$*/bin/$(INSTALL) -r tests/vllm/requirements.txt
+	.venv-vllm-$*/bin/$(INSTALL) --no-deps vllm==$* -e .
 	touch $@
 
 lint: $(INSTALLED)
@@ -43,7 +45,7 @@ lint: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install -q -e '.[test]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/$(INSTALL) -e '.[test]'
 	touch $@
 
 clean:
