@@ -182,6 +182,7 @@ class SplitPlanner:
         requires_hopper: bool = False,
         hopper_decode: HopperDecodeTile | None = None,
         requires_hopper_decode: bool = False,
+        latent: SplitTile | None = None,
     ) -> None:
         """
         Args:
@@ -198,15 +199,19 @@ class SplitPlanner:
             requires_hopper: see :class:`HopperPlan`.
             hopper_decode: tile of the split-KV kernel for Hopper, where the plan is for that.
             requires_hopper_decode: see :class:`SplitPlan`.
+            latent: tile of the latent decode kernel, where the plan is for that; each of its
+                programs has one more state, behind those of all.
         """
         self.is_free = is_free
         self.hopper_decode = hopper_decode
         self.requires_hopper_decode = requires_hopper_decode
-        self.tile = tile = (
-            split_tile(shape, kind, 16 if every_row else max_query_len, limits.window)
-            if hopper_decode is None
-            else hopper_decode.split
-        )
+        if latent is not None:
+            tile = latent
+        elif hopper_decode is not None:
+            tile = hopper_decode.split
+        else:
+            tile = split_tile(shape, kind, 16 if every_row else max_query_len, limits.window)
+        self.tile = tile
         self.prefill = prefill_tile(shape, kind)
         self.hopper = hopper
         self.requires_hopper = requires_hopper
@@ -244,7 +249,8 @@ class SplitPlanner:
             self.slots = 0
         used = tile.tile_heads * tile.query_tokens
         launched = self.groups * self.heads
-        states = launched * area_of(self.slots, self.bundles, self.head_loops) * used
+        area = area_of(self.slots, self.bundles, self.head_loops)
+        states = launched * (area + (latent is not None)) * used
         # Quantised rows are read in planes, each rounded up to a power of two on its own.
         width = max(power_of_two(shape.head_size_v), 64)
         int32, fp32 = torch.int32, torch.float32

@@ -17,9 +17,10 @@ from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch
+from builders.latent_tiles import LatentShape, latent_tile
 from builders.split import split_decodes_and_prefills
 from builders.split_kv import PrefillPlan, SplitLimits, SplitPlanner
-from builders.tiles import DenseShape, prefill_tile
+from builders.tiles import DenseShape, SplitTile, prefill_tile
 from builders.triton_attn import (
     BLOCK_MULTIPLE,
     TritonAttentionMetadata,
@@ -157,6 +158,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             limits,
             vllm_config.max_decode_query_len,
             self.buffers,
+            latent=self._latent_tile(spec, heads, vllm_config.max_decode_query_len),
         )
         expanded = replace(
             shape,
@@ -167,6 +169,20 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
         )
         self._tile = prefill_tile(expanded, self.kind)
         self._heads = heads
+
+    def _latent_tile(self, spec: MLAAttentionSpec, heads: int, tokens: int) -> SplitTile:
+        """The decode tile of the group's layers."""
+        stored = spec.cache_dtype.element(spec.dtype)
+        # Of two 16-bit types neither holds the other's range and precision: fp32 does.
+        mixed = stored.itemsize > 1 and stored is not spec.dtype
+        shape = LatentShape(
+            num_heads=heads,
+            rank=spec.kv_lora_rank,
+            rope_size=spec.qk_rope_head_dim,
+            itemsize=4 if mixed else spec.dtype.itemsize,
+            stored_bits=8 * stored.itemsize,
+        )
+        return latent_tile(shape, self.kind, tokens)
 
     def build(
         self,

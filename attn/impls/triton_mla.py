@@ -20,6 +20,7 @@ from specs.rows import latent_format_of
 
 if TYPE_CHECKING:
     from attn.kernels.dense import DenseLauncher
+    from attn.kernels.mla_launch import LatentLauncher
     from builders.triton_mla import TritonMLAMetadata
 
 
@@ -38,7 +39,7 @@ class TritonMLAImpl(MLAAttentionImpl):
         super().__init__(*args, **kwargs)
         latent_format_of(self.cache_dtype)
         check_latent_dtypes(None, self.cache_dtype)
-        self._latent: DenseLauncher | None = None
+        self._latent: LatentLauncher | None = None
         self._expanded: DenseLauncher | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -79,26 +80,22 @@ class TritonMLAImpl(MLAAttentionImpl):
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Absorbed decode; see the base class."""
-        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        query, rotary = q if isinstance(q, tuple) else (q, None)
+        if rotary is None:
+            query, rotary = query.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         # Zeros: padding rows go through the projection that follows.
         out = query.new_zeros((*query.shape[:2], self.kv_lora_rank))
         lse = torch.full(query.shape[:2], float("-inf"), dtype=torch.float32, device=query.device)
         step = attn_metadata.decode
         if step is None:
             return out, lse
-        from attn.kernels.dense import DenseTensors
+        from attn.kernels.mla_launch import LatentTensors
 
         if debug_enabled():
             num_blocks, block_size = kv_c_and_k_pe_cache.shape[:2]
             debug_read(step.block_table, step.seq_lens.cpu(), num_blocks, block_size)
-        latent, _ = self._fields(kv_c_and_k_pe_cache, self.cache_dtype, query.dtype)
-        # Rows hold the latent, then the rotary key: both are the key, the first is the value.
-        rows = latent.as_strided(
-            (*latent.shape[:2], 1, self.head_size), (*latent.stride()[:2], 0, 1)
-        )
-        keys = KVViews(rows, rows[..., : self.kv_lora_rank])
-        scale = layer._k_scale
-        tensors = DenseTensors(query, keys, out, scale, scale, lse=lse)
+        fields = self._fields(kv_c_and_k_pe_cache, self.cache_dtype, query.dtype)
+        tensors = LatentTensors(query, rotary, *fields, out, lse, layer._k_scale)
         self._decoder().attend(step, tensors)
         return out, lse
 
@@ -171,19 +168,17 @@ class TritonMLAImpl(MLAAttentionImpl):
         latent, rope = latent_views(kv_cache, row).values()
         return latent, rope
 
-    def _decoder(self) -> DenseLauncher:
+    def _decoder(self) -> LatentLauncher:
         if self._latent is None:
-            from attn.kernels.dense import DenseLauncher, DenseLayer
+            from attn.kernels.mla_launch import LatentLauncher, LatentLayer
 
-            self._latent = DenseLauncher(
-                DenseLayer(
+            self._latent = LatentLauncher(
+                LatentLayer(
                     num_heads=self.num_heads,
-                    num_kv_heads=1,
-                    head_size=self.head_size,
-                    head_size_v=self.kv_lora_rank,
+                    rank=self.kv_lora_rank,
+                    rope_size=self.qk_rope_head_dim,
                     scale=self.scale,
                     cache_dtype=self.cache_dtype,
-                    causal=True,
                 )
             )
         return self._latent
