@@ -32,6 +32,8 @@ SHORT_QUERY = 16
 """Longest query of the split-KV kernel; longer ones go to the prefill kernel."""
 PLANNED_AT_ONCE = 512
 """Rows that the plan kernel holds in registers."""
+SPARE_STATES = 4
+"""States that a program of the latent kernel has besides those that it lends."""
 WASTE = 24
 """One in so many programs may idle where the others then get whole rows, or equal parts of one."""
 ROW_FIELDS = 12
@@ -200,7 +202,7 @@ class SplitPlanner:
             hopper_decode: tile of the split-KV kernel for Hopper, where the plan is for that.
             requires_hopper_decode: see :class:`SplitPlan`.
             latent: tile of the latent decode kernel, where the plan is for that; each of its
-                programs has one more state, behind those of all.
+                programs has ``SPARE_STATES`` more, behind those of all.
         """
         self.is_free = is_free
         self.hopper_decode = hopper_decode
@@ -250,7 +252,7 @@ class SplitPlanner:
         used = tile.tile_heads * tile.query_tokens
         launched = self.groups * self.heads
         area = area_of(self.slots, self.bundles, self.head_loops)
-        states = launched * (area + (latent is not None)) * used
+        states = launched * (area + (0 if latent is None else SPARE_STATES)) * used
         # Quantised rows are read in planes, each rounded up to a power of two on its own.
         width = max(power_of_two(shape.head_size_v), 64)
         int32, fp32 = torch.int32, torch.float32

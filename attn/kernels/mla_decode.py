@@ -15,7 +15,7 @@ import triton.language as tl
 
 from attn.kernels.rows import fold_parts, load_query, write_rows
 from attn.kernels.stored import E4M3, plane_columns, plane_of
-from attn.kernels.tile import dot, fold, page_ids, paged_rows, scores_of, store_state
+from attn.kernels.tile import dot, page_ids, paged_rows, scores_of, store_state
 from builders.kernels import segment_of, segment_start
 from builders.split_kv import ROW_FIELDS, SHARE_FIELDS
 
@@ -123,55 +123,6 @@ def _attend_tile(
     return top, sums, acc0, acc1, pages, ahead
 
 
-@triton.jit
-def _reload(states_ptr, sums_ptr, slot, rows: tl.constexpr, USED: tl.constexpr,
-            WIDTH: tl.constexpr, PLANES: tl.constexpr, PLANE: tl.constexpr):  # fmt: skip
-    """m, l and one plane of a state that this program stored."""
-    row = tl.arange(0, rows)
-    mine = row < USED
-    slot = slot.to(tl.int64)
-    m = tl.load(sums_ptr + slot * 2 * USED + row, mask=mine, other=float("-inf"),
-                cache_modifier=".cg")  # fmt: skip
-    l = tl.load(sums_ptr + slot * 2 * USED + USED + row, mask=mine, other=0.0, cache_modifier=".cg")
-    cells = states_ptr + slot * (USED * WIDTH * PLANES) + row[:, None] * (WIDTH * PLANES)
-    cells += PLANE * WIDTH + tl.arange(0, WIDTH)[None, :]
-    return m, l, tl.load(cells, mask=mine[:, None], other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
-def _close_segment(
-    m, sums, acc0, acc1, M, L, scale, segment, stores, is_first, is_last, states_ptr, sums_ptr,
-    slot, spare, USED: tl.constexpr, WIDTH: tl.constexpr, PLANES: tl.constexpr,
-    SIMPLE: tl.constexpr,
-):  # fmt: skip
-    """A segment's end: its state goes to its slot if ``stores``; else it is folded into what is in
-    ``spare``, and that is left in M, L and acc* after the last one, and goes back before.
-    """
-    ROWS: tl.constexpr = m.shape[0]
-    L = tl.sum(sums, 1)
-    M = m
-    if SIMPLE:
-        M = m * scale
-    if (stores == 0) & (is_first == 0):
-        # Other threads of the program stored what is read now.
-        tl.debug_barrier()
-        before, total, old = _reload(states_ptr, sums_ptr, spare, ROWS, USED, WIDTH, PLANES, 0)
-        top, both, acc0 = fold(before, total, old, M, L, acc0)
-        if PLANES > 1:
-            _, _, old = _reload(states_ptr, sums_ptr, spare, ROWS, USED, WIDTH, PLANES, 1)
-            _, _, acc1 = fold(before, total, old, M, L, acc1)
-        M = top
-        L = both
-        # All of it is read before any of it is written.
-        tl.debug_barrier()
-    if (stores != 0) | (is_last == 0):
-        target = tl.where(stores != 0, slot + segment, spare)
-        store_state(
-            states_ptr, sums_ptr, target, M, L, acc0, acc1, acc0, acc1, USED, WIDTH, PLANES
-        )
-    return M, L, acc0, acc1
-
-
 @triton.jit(
     do_not_specialize=["groups", "table_row", "lse_token"],
     do_not_specialize_on_alignment=["table_ptr", "lse_ptr", "scale_ptr"],
@@ -229,7 +180,7 @@ def mla_decode_kernel(
     ALIGN: tl.constexpr,
     SIMPLE: tl.constexpr,
     LSE: tl.constexpr,
-    NESTED: tl.constexpr,
+    SPARE: tl.constexpr,
     FINISH_ROWS: tl.constexpr,
     FINISH_WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
@@ -238,10 +189,8 @@ def mla_decode_kernel(
 
     Shapes: query ``[T, NUM_HEADS, SIZE]`` and rotary ``[T, NUM_HEADS, ROPE_SIZE]``; latent
     ``[N, BLOCK_SIZE, words]`` and rope likewise, with the same strides in stored words; out
-    ``[T, NUM_HEADS, SIZE]``; LSE ``[T, NUM_HEADS]``; the rest as in the plan, whose scratch has one
-    more state per program.
-    NESTED: a loop over segments around one over tiles; else one loop, with a branch at a segment's
-    end, which products by warp group do not bear.
+    ``[T, NUM_HEADS, SIZE]``; LSE ``[T, NUM_HEADS]``; the rest as in the plan, whose scratch has
+    SPARE more states per program, behind those of all.
     """
     CELLS: tl.constexpr = TILE_HEADS * QUERY_TOKENS
     SUB: tl.constexpr = KV_TILE if BLOCK_SIZE % KV_TILE == 0 else (BLOCK_SIZE & -BLOCK_SIZE)
@@ -253,7 +202,7 @@ def mla_decode_kernel(
     row = tl.arange(0, ROWS)
     first_row = tl.load(mine)
     past_row = tl.load(mine + 2) + (tl.load(mine + 3) > 0).to(tl.int32)
-    spare = groups * HEADS * AREA + pid
+    spare = groups * HEADS * AREA + pid * SPARE
     factor = 1.0
     if KIND > 0:
         factor = tl.load(scale_ptr)
@@ -302,113 +251,93 @@ def mla_decode_kernel(
             # The first group that starts inside the row lends it its slots: no other row can.
             lender = owner + 1
             slots = (lender * HEADS + lane) * AREA
-            stores = (begin > 0).to(tl.int32)
-            M = tl.full([ROWS], float("-inf"), tl.float32)
-            L = tl.zeros([ROWS], tl.float32)
-            m = M
-            sums = tl.zeros([ROWS, KV_TILE], tl.float32)
-            acc0 = tl.zeros([ROWS, WIDTH], tl.float32)
-            acc1 = acc0
+            bundle = tl.load(fields + 10)
+            bundles = tl.load(fields + 11)
+            loop = r % HEAD_LOOPS
+            row_owner = owner
+            spans = bundles > 1
+            mine_too = slots
+            if bundles > 1:
+                # Where states of the tokens' bundles go: lent by the first group that starts in the
+                # middle of their keys, or the program's own when there is none.
+                which = r // HEAD_LOOPS - bundle
+                place = _place_of(rows_ptr + which * _FIELDS, loop, 0)
+                row_owner = (place.to(tl.int64) * groups // total).to(tl.int32)
+                place = _place_of(rows_ptr + (which + bundles - 1) * _FIELDS, loop, 1) - 1
+                spans = (place.to(tl.int64) * groups // total).to(tl.int32) > row_owner
+                lends = tl.where(spans, row_owner + 1, row_owner)
+                mine_too = (lends * HEADS + lane) * AREA + SLOTS
+                mine_too += (tl.where(spans, 0, HEAD_LOOPS) + loop) * BUNDLES
+            is_whole = (begin == 0) & (end == parts)
+            writes = is_whole & (bundles == 1)
+            # Where a state that begins the row, or is the bundle's, goes.
+            prefix = tl.where(is_whole, mine_too + bundle, slots)
             pages = page_ids(table, low, 0, kv_len, 0, SUB, PARTS, PAGES, False, False)
             ahead = page_ids(table, low + 1, 0, kv_len, 0, SUB, PARTS, PAGES, False, False)
             segment = first_part + begin
-            start = segment
-            if NESTED:
-                past = segment
-                if high > low:
-                    past = segment_of((high - 1) * SEGMENT_UNIT) + 1
-                for part in tl.range(segment, past, num_stages=1):
-                    since = tl.maximum(segment_start(part) // SEGMENT_UNIT, low)
-                    until = tl.minimum(segment_start(part + 1) // SEGMENT_UNIT, high)
-                    m = tl.full([ROWS], float("-inf"), tl.float32)
-                    sums = tl.zeros([ROWS, KV_TILE], tl.float32)
-                    acc0 = tl.zeros([ROWS, WIDTH], tl.float32)
-                    if PLANES > 1:
-                        acc1 = tl.zeros([ROWS, WIDTH], tl.float32)
-                    for tile in tl.range(since, until, num_stages=STAGES):
-                        m, sums, acc0, acc1, pages, ahead = _attend_tile(
-                            m, sums, acc0, acc1, pages, ahead, tile, q0, q1, r0, r1, query,
-                            logits_scale, latent_ptr, rope_ptr, table, block, stride, kv_len,
-                            KV_TILE, BLOCK_SIZE, WIDTH, USED, ROPE_WIDTH, ROPE_USED, KIND, PLANES,
-                            DECODE, COMPUTE, ALIGN, SIMPLE,
-                        )  # fmt: skip
-                    M, L, acc0, acc1 = _close_segment(
-                        m, sums, acc0, acc1, M, L, logits_scale, part, stores,
-                        (part == start).to(tl.int32), (part + 1 == past).to(tl.int32), states_ptr,
-                        sums_ptr, slots - first_part, spare, CELLS, WIDTH, PLANES, SIMPLE,
-                    )  # fmt: skip
-            else:
-                segment_end = segment_start(segment + 1) // SEGMENT_UNIT
-                for tile in tl.range(low, high, num_stages=STAGES):
+            past = tl.maximum(segment_of(tl.maximum(high - 1, 0) * SEGMENT_UNIT), segment) + 1
+            held = 0
+            # A loop over segments around one over tiles: Triton does not pipeline a loop with a
+            # barrier, and before a branch it forgets to wait for products by warp group.
+            for part in tl.range(segment, past, num_stages=1):
+                since = tl.maximum(segment_start(part) // SEGMENT_UNIT, low)
+                until = tl.minimum(segment_start(part + 1) // SEGMENT_UNIT, high)
+                m = tl.full([ROWS], float("-inf"), tl.float32)
+                sums = tl.zeros([ROWS, KV_TILE], tl.float32)
+                acc0 = tl.zeros([ROWS, WIDTH], tl.float32)
+                acc1 = acc0
+                for tile in tl.range(since, until, num_stages=STAGES):
                     m, sums, acc0, acc1, pages, ahead = _attend_tile(
                         m, sums, acc0, acc1, pages, ahead, tile, q0, q1, r0, r1, query,
                         logits_scale, latent_ptr, rope_ptr, table, block, stride, kv_len, KV_TILE,
                         BLOCK_SIZE, WIDTH, USED, ROPE_WIDTH, ROPE_USED, KIND, PLANES, DECODE,
                         COMPUTE, ALIGN, SIMPLE,
                     )  # fmt: skip
-                    is_last = tile + 1 == high
-                    if (tile + 1 == segment_end) | is_last:
-                        M, L, acc0, acc1 = _close_segment(
-                            m, sums, acc0, acc1, M, L, logits_scale, segment, stores,
-                            (segment == start).to(tl.int32), is_last.to(tl.int32), states_ptr,
-                            sums_ptr, slots - first_part, spare, CELLS, WIDTH, PLANES, SIMPLE,
-                        )  # fmt: skip
-                        if not is_last:
-                            m = tl.full([ROWS], float("-inf"), tl.float32)
-                            sums = tl.zeros([ROWS, KV_TILE], tl.float32)
-                            acc0 = tl.zeros([ROWS, WIDTH], tl.float32)
-                            if PLANES > 1:
-                                acc1 = tl.zeros([ROWS, WIDTH], tl.float32)
-                        segment += 1
-                        segment_end = segment_start(segment + 1) // SEGMENT_UNIT
-            # Read again where needed: registers are for the loop.
-            fields = _fields_of(r, mine, rows_ptr, HEAD_LOOPS)
-            token = tl.load(fields + 1)
-            count = tl.load(fields + 2)
-            bundle = tl.load(fields + 10)
-            bundles = tl.load(fields + 11)
-            at = token + row // TILE_HEADS
-            wanted = (row < count * TILE_HEADS) & (row < CELLS) & (head < NUM_HEADS)
-            is_whole = (begin == 0) & (end == parts)
-            if is_whole & (bundles == 1):
-                index = tl.arange(0, WIDTH)
-                valid = index < USED
-                columns = plane_columns(index, 0, SIZE, KIND)
-                write_rows(
-                    M, L, acc0, at, head, wanted, columns, valid, out_ptr, lse_ptr, None, factor,
-                    None, out_token, out_head, lse_token, False, False, LSE, False,
-                )  # fmt: skip
-                if PLANES > 1:
-                    columns = plane_columns(index, 1, SIZE, KIND)
+                l = tl.sum(sums, 1)
+                if SIMPLE:
+                    m = m * logits_scale
+                is_last = part + 1 == past
+                alone = (part == segment) & is_last & (begin == 0)
+                if alone & writes:
+                    index = tl.arange(0, WIDTH)
+                    valid = index < USED
+                    columns = plane_columns(index, 0, SIZE, KIND)
                     write_rows(
-                        M, L, acc1, at, head, wanted, columns, valid, out_ptr, lse_ptr, None,
-                        factor, None, out_token, out_head, lse_token, False, False, False, False,
+                        m, l, acc0, at, head, wanted, columns, valid, out_ptr, lse_ptr, None,
+                        factor, None, out_token, out_head, lse_token, False, False, LSE, False,
                     )  # fmt: skip
-            else:
+                    if PLANES > 1:
+                        columns = plane_columns(index, 1, SIZE, KIND)
+                        write_rows(
+                            m, l, acc1, at, head, wanted, columns, valid, out_ptr, lse_ptr, None,
+                            factor, None, out_token, out_head, lse_token, False, False, False,
+                            False,
+                        )  # fmt: skip
+                else:
+                    slot = tl.where(alone, prefix, spare + held)
+                    slot = tl.where(begin > 0, slots + part - first_part, slot)
+                    store_state(
+                        states_ptr, sums_ptr, slot, m, l, acc0, acc1, acc0, acc1, CELLS, WIDTH,
+                        PLANES,
+                    )  # fmt: skip
+                    held += 1
+                    if (begin == 0) & (alone == 0) & (is_last | (held == SPARE)):
+                        # Other threads of the program stored what is read now.
+                        tl.debug_barrier()
+                        target = tl.where(is_last, prefix, spare)
+                        fold_parts(
+                            0, in_group, token, count, spare, 1, held, target,
+                            (is_last & writes) == 0, states_ptr, sums_ptr, out_ptr, lse_ptr, None,
+                            factor, None, out_token, out_head, lse_token, NUM_HEADS, TILE_HEADS,
+                            CELLS, WIDTH, PLANES, KIND, USED, SIZE, FINISH_ROWS, FINISH_WIDTH,
+                            False, False, LSE, False,
+                        )  # fmt: skip
+                        held = 1
+                        tl.debug_barrier()
+            if not writes:
                 in_parts = (begin > 0) | (end < parts)
                 # Only the last to arrive needs it, and then at once.
                 after_prefix = tl.load(starts_ptr + 2 * lender + 1, mask=in_parts, other=1)
-                loop = r % HEAD_LOOPS
-                row_owner = owner
-                spans = bundles > 1
-                mine_too = slots
-                if bundles > 1:
-                    # Where states of the tokens' bundles go: lent by the first group that starts in
-                    # the middle of their keys, or the program's own when there is none.
-                    which = r // HEAD_LOOPS - bundle
-                    place = _place_of(rows_ptr + which * _FIELDS, loop, 0)
-                    row_owner = (place.to(tl.int64) * groups // total).to(tl.int32)
-                    place = _place_of(rows_ptr + (which + bundles - 1) * _FIELDS, loop, 1) - 1
-                    spans = (place.to(tl.int64) * groups // total).to(tl.int32) > row_owner
-                    lends = tl.where(spans, row_owner + 1, row_owner)
-                    mine_too = (lends * HEADS + lane) * AREA + SLOTS
-                    mine_too += (tl.where(spans, 0, HEAD_LOOPS) + loop) * BUNDLES
-                if begin == 0:
-                    slot = tl.where(is_whole, mine_too + bundle, slots)
-                    store_state(
-                        states_ptr, sums_ptr, slot, M, L, acc0, acc1, acc0, acc1, CELLS, WIDTH,
-                        PLANES,
-                    )  # fmt: skip
                 counter = counters_ptr + slots // AREA
                 # All threads have stored before one of them says so.
                 tl.debug_barrier()

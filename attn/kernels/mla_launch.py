@@ -13,7 +13,7 @@ from attn.kernels import dense
 from attn.kernels.launch import KernelCall, KernelForm
 from attn.kernels.mla_decode import mla_decode_kernel
 from attn.kernels.stored import E4M3, NATIVE
-from builders.split_kv import SplitPlan, area_of
+from builders.split_kv import SPARE_STATES, SplitPlan, area_of
 from builders.tiles import power_of_two
 from builders.triton_attn import TritonAttentionMetadata
 from specs.dtypes import CacheDType
@@ -176,7 +176,7 @@ def _plan_constants(plan: SplitPlan) -> dict[str, Any]:
         "AREA": area_of(plan.slots, plan.bundles, plan.head_loops),
         "SEGMENT_UNIT": tile.segment_unit,
         "KV_TILE": tile.kv_tile,
-        "NESTED": tile.rows > 16,
+        "SPARE": SPARE_STATES,
         "FINISH_ROWS": power_of_two(tile.tile_heads * tile.query_tokens),
         "STAGES": tile.num_stages,
     }
