@@ -11,9 +11,10 @@ from builders.tiles import NVIDIA, SHARED_MEMORY, SplitTile, power_of_two
 from specs.base import cdiv
 from specs.devices import DeviceKind
 
-MULTIPLIES_64_ROWS = frozenset({DeviceKind.SM90, DeviceKind.SM100})
-"""Devices whose products take tiles of 64 rows from shared memory; elsewhere a warp holds the query
-in registers, where 16 rows are what there is room for."""
+MULTIPLIES_64_ROWS = frozenset({DeviceKind.SM90})
+"""Devices where a tile of 64 rows fits: products by warp group take the query from shared memory.
+Elsewhere every warp would hold all rows' share of it; and on sm_100 Triton 3.6 keeps so much of both
+products in shared memory that it does not fit either. There 16 rows share a walk over the keys."""
 MOST_QUERY_TOKENS = 16
 
 
@@ -55,26 +56,31 @@ def latent_tile(shape: LatentShape, kind: DeviceKind, max_query_len: int) -> Spl
     head_tiles = cdiv(shape.num_heads, rows)
     tile_heads = cdiv(shape.num_heads, head_tiles)
     narrow = shape.stored_bits < 16
-    # What is read has to be converted too: more keys between two barriers.
-    kv_tile = 16 if wide else 128 if narrow and not by_group else 64
-    stages = 3
+    # Products of 64 rows hide no load that is issued behind them, so that it takes more stages, as
+    # it does where rows are narrow and there is less under way.
+    kv_tile, stages = 64, 4 if narrow else 3
+    if by_group:
+        kv_tile, stages = 32, 4
+    elif wide:
+        kv_tile = 16
     room = SHARED_MEMORY.get(kind, 99) * 1024
     width = power_of_two(shape.rank) + power_of_two(shape.rope_size)
-    # The query, or what is left of the output on its way from one arrangement to another.
-    fixed = rows * width * shape.itemsize
 
     def needed() -> int:
-        # Narrow rows lie there once more as the products take them.
-        converted = kv_tile * width * shape.itemsize if narrow else 0
-        weights = rows * kv_tile * shape.itemsize
-        return stages * kv_tile * shape.row_bytes + converted + weights + fixed
+        # Keys under way; the query, and the weights; narrow keys for 64 rows once more, converted.
+        buffers = stages if by_group and not narrow else stages - 1
+        converted = kv_tile * width * shape.itemsize if by_group and narrow else 0
+        fixed = rows * (width + kv_tile) * shape.itemsize
+        return buffers * kv_tile * shape.row_bytes + converted + fixed
 
     while needed() > room and kv_tile > 32:
         kv_tile //= 2
-    while needed() > room and stages > 2:
+    while needed() > room and stages > 3:
         stages -= 1
     while needed() > room and kv_tile > 16:
         kv_tile //= 2
+    while needed() > room and stages > 1:
+        stages -= 1
     return SplitTile(
         rows=rows,
         tile_heads=tile_heads,

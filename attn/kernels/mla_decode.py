@@ -40,6 +40,30 @@ def _place_of(fields, loop, end):
 
 
 @triton.jit
+def _bundles_at(
+    r, fields, rows_ptr, total_ptr, groups, lane, HEADS: tl.constexpr, HEAD_LOOPS: tl.constexpr,
+    AREA: tl.constexpr, SLOTS: tl.constexpr, BUNDLES: tl.constexpr,
+):  # fmt: skip
+    """Where states of the bundles of a row's tokens go: lent by the first group that starts in the
+    middle of their keys, or the program's own when there is none. Then the group that has the first
+    of their tiles, and whether others have some too.
+    """
+    bundle = tl.load(fields + 10)
+    bundles = tl.load(fields + 11)
+    total = tl.load(total_ptr + 1)
+    loop = r % HEAD_LOOPS
+    which = r // HEAD_LOOPS - bundle
+    place = _place_of(rows_ptr + which * _FIELDS, loop, 0)
+    owner = (place.to(tl.int64) * groups // total).to(tl.int32)
+    place = _place_of(rows_ptr + (which + bundles - 1) * _FIELDS, loop, 1) - 1
+    spans = (place.to(tl.int64) * groups // total).to(tl.int32) > owner
+    spans = spans & (bundles > 1)
+    lends = tl.where(spans, owner + 1, owner)
+    at = (lends * HEADS + lane) * AREA + SLOTS + (tl.where(spans, 0, HEAD_LOOPS) + loop) * BUNDLES
+    return at, owner, spans
+
+
+@triton.jit
 def _elements(words, PLANE: tl.constexpr, KIND: tl.constexpr, DECODE: tl.constexpr,
               COMPUTE: tl.constexpr):  # fmt: skip
     """One plane of stored words in the type of the products, exactly."""
@@ -61,7 +85,8 @@ def _attend_tile(
     KIND: tl.constexpr, PLANES: tl.constexpr, DECODE: tl.constexpr, COMPUTE: tl.constexpr,
     ALIGN: tl.constexpr, SIMPLE: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over one tile of keys; sums ``[ROWS, KV_TILE]`` are added up by the caller.
+    """Online softmax over one tile of keys; sums are ``[ROWS]``, or ``[ROWS, KV_TILE]`` to be added
+    up by the caller.
 
     Slots from ``kv_len`` on are not read; page ids come two tiles ahead of their rows.
     """
@@ -115,7 +140,10 @@ def _attend_tile(
         alpha = alpha * scale
     weights = tl.exp2(weights)
     alpha = tl.exp2(alpha)
-    sums = sums * alpha[:, None] + weights
+    if len(sums.shape) == 1:
+        sums = sums * alpha + tl.sum(weights, 1)
+    else:
+        sums = sums * alpha[:, None] + weights
     weights = weights.to(COMPUTE)
     acc0 = dot(weights, k0, acc0 * alpha[:, None], IEEE)
     if PLANES > 1:
@@ -193,6 +221,8 @@ def mla_decode_kernel(
     SPARE more states per program, behind those of all.
     """
     CELLS: tl.constexpr = TILE_HEADS * QUERY_TOKENS
+    # Tiles of 64 rows are what a warp group multiplies; a row is one warp's then.
+    BY_GROUP: tl.constexpr = ROWS >= 64
     SUB: tl.constexpr = KV_TILE if BLOCK_SIZE % KV_TILE == 0 else (BLOCK_SIZE & -BLOCK_SIZE)
     PAGES: tl.constexpr = KV_TILE // SUB
     PARTS: tl.constexpr = BLOCK_SIZE // SUB
@@ -207,7 +237,7 @@ def mla_decode_kernel(
     if KIND > 0:
         factor = tl.load(scale_ptr)
     logits_scale = scale * factor * _LOG2E
-    for r in tl.range(first_row, past_row, num_stages=1):
+    for r in tl.range(first_row, past_row, num_stages=1, disable_licm=True):
         total = tl.load(total_ptr + 1)
         fields = _fields_of(r, mine, rows_ptr, HEAD_LOOPS)
         req = tl.load(fields)
@@ -251,27 +281,7 @@ def mla_decode_kernel(
             # The first group that starts inside the row lends it its slots: no other row can.
             lender = owner + 1
             slots = (lender * HEADS + lane) * AREA
-            bundle = tl.load(fields + 10)
-            bundles = tl.load(fields + 11)
-            loop = r % HEAD_LOOPS
-            row_owner = owner
-            spans = bundles > 1
-            mine_too = slots
-            if bundles > 1:
-                # Where states of the tokens' bundles go: lent by the first group that starts in the
-                # middle of their keys, or the program's own when there is none.
-                which = r // HEAD_LOOPS - bundle
-                place = _place_of(rows_ptr + which * _FIELDS, loop, 0)
-                row_owner = (place.to(tl.int64) * groups // total).to(tl.int32)
-                place = _place_of(rows_ptr + (which + bundles - 1) * _FIELDS, loop, 1) - 1
-                spans = (place.to(tl.int64) * groups // total).to(tl.int32) > row_owner
-                lends = tl.where(spans, row_owner + 1, row_owner)
-                mine_too = (lends * HEADS + lane) * AREA + SLOTS
-                mine_too += (tl.where(spans, 0, HEAD_LOOPS) + loop) * BUNDLES
             is_whole = (begin == 0) & (end == parts)
-            writes = is_whole & (bundles == 1)
-            # Where a state that begins the row, or is the bundle's, goes.
-            prefix = tl.where(is_whole, mine_too + bundle, slots)
             pages = page_ids(table, low, 0, kv_len, 0, SUB, PARTS, PAGES, False, False)
             ahead = page_ids(table, low + 1, 0, kv_len, 0, SUB, PARTS, PAGES, False, False)
             segment = first_part + begin
@@ -279,11 +289,14 @@ def mla_decode_kernel(
             held = 0
             # A loop over segments around one over tiles: Triton does not pipeline a loop with a
             # barrier, and before a branch it forgets to wait for products by warp group.
-            for part in tl.range(segment, past, num_stages=1):
+            for part in tl.range(segment, past, num_stages=1, disable_licm=True):
                 since = tl.maximum(segment_start(part) // SEGMENT_UNIT, low)
                 until = tl.minimum(segment_start(part + 1) // SEGMENT_UNIT, high)
                 m = tl.full([ROWS], float("-inf"), tl.float32)
-                sums = tl.zeros([ROWS, KV_TILE], tl.float32)
+                sums = tl.zeros([ROWS], tl.float32)
+                if not BY_GROUP:
+                    # Keys of a row are several warps': added up once, and not for every tile.
+                    sums = tl.zeros([ROWS, KV_TILE], tl.float32)
                 acc0 = tl.zeros([ROWS, WIDTH], tl.float32)
                 acc1 = acc0
                 for tile in tl.range(since, until, num_stages=STAGES):
@@ -293,12 +306,31 @@ def mla_decode_kernel(
                         BLOCK_SIZE, WIDTH, USED, ROPE_WIDTH, ROPE_USED, KIND, PLANES, DECODE,
                         COMPUTE, ALIGN, SIMPLE,
                     )  # fmt: skip
-                l = tl.sum(sums, 1)
+                l = sums
+                if not BY_GROUP:
+                    l = tl.sum(sums, 1)
                 if SIMPLE:
                     m = m * logits_scale
+                # Read again where needed: registers are for the loop. Counts are not negative.
+                fields = _fields_of(r, mine, rows_ptr, HEAD_LOOPS)
+                token = tl.load(fields + 1)
+                count = tl.load(fields + 2)
+                writes = is_whole & (tl.load(fields + 11) == 1)
+                in_group = ((r % HEAD_LOOPS) * HEADS + lane) * TILE_HEADS + tl.minimum(count, 0)
                 is_last = part + 1 == past
+                # Where a state that begins the row, or is the bundle's, goes.
+                prefix = slots
+                if is_whole & is_last:
+                    prefix, _, _ = _bundles_at(
+                        r, fields, rows_ptr, total_ptr, groups, lane, HEADS, HEAD_LOOPS, AREA,
+                        SLOTS, BUNDLES,
+                    )  # fmt: skip
+                    prefix += tl.load(fields + 10)
                 alone = (part == segment) & is_last & (begin == 0)
                 if alone & writes:
+                    at = token + row // TILE_HEADS
+                    head = in_group + row % TILE_HEADS
+                    wanted = (row < count * TILE_HEADS) & (row < CELLS) & (head < NUM_HEADS)
                     index = tl.arange(0, WIDTH)
                     valid = index < USED
                     columns = plane_columns(index, 0, SIZE, KIND)
@@ -334,7 +366,18 @@ def mla_decode_kernel(
                         )  # fmt: skip
                         held = 1
                         tl.debug_barrier()
-            if not writes:
+            fields = _fields_of(r, mine, rows_ptr, HEAD_LOOPS)
+            bundles = tl.load(fields + 11)
+            if (is_whole == 0) | (bundles > 1):
+                token = tl.load(fields + 1)
+                count = tl.load(fields + 2)
+                bundle = tl.load(fields + 10)
+                in_group = ((r % HEAD_LOOPS) * HEADS + lane) * TILE_HEADS
+                loop = r % HEAD_LOOPS
+                mine_too, row_owner, spans = _bundles_at(
+                    r, fields, rows_ptr, total_ptr, groups, lane, HEADS, HEAD_LOOPS, AREA, SLOTS,
+                    BUNDLES,
+                )  # fmt: skip
                 in_parts = (begin > 0) | (end < parts)
                 # Only the last to arrive needs it, and then at once.
                 after_prefix = tl.load(starts_ptr + 2 * lender + 1, mask=in_parts, other=1)
