@@ -13,8 +13,9 @@ from specs.devices import DeviceKind
 
 MULTIPLIES_64_ROWS = frozenset({DeviceKind.SM90})
 """Devices where a tile of 64 rows fits: products by warp group take the query from shared memory.
-Elsewhere every warp would hold all rows' share of it; and on sm_100 Triton 3.6 keeps so much of both
-products in shared memory that it does not fit either. There 16 rows share a walk over the keys."""
+Elsewhere every warp would hold all rows' share of it; and on sm_100 Triton 3.6 keeps so much of
+both products in shared memory that it does not fit either. There 16 rows share a walk over the
+keys."""
 MOST_QUERY_TOKENS = 16
 
 
