@@ -184,7 +184,8 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             rank=spec.kv_lora_rank,
             rope_size=spec.qk_rope_head_dim,
             itemsize=4 if mixed else spec.dtype.itemsize,
-            stored_bits=8 * stored.itemsize,
+            # A tile of the other type is converted as a whole.
+            stored_bits=32 if mixed else 8 * stored.itemsize,
         )
         return latent_tile(shape, self.kind, tokens)
 
@@ -242,7 +243,8 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
                 )
                 unwritten = torch.full_like(batch.slot_mapping, -1)
                 batch = batch.replace(slot_mapping=unwritten)
-                yield batch, self.build(0, batch)
+                # Whatever a wrapper of an engine's has put over it.
+                yield batch, TritonMLAMetadataBuilder.build(self, 0, batch)
         finally:
             self._workspace_tokens = tokens
 
