@@ -11,7 +11,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
@@ -70,21 +70,25 @@ class Refusal:
     reason: str
 
 
-def prepare_peer(name: str, content: Content) -> KernelRun | Refusal:
+def prepare_peer(
+    name: str, content: Content, adapters: Mapping[str, tuple[str, Adapter]] | None = None
+) -> KernelRun | Refusal:
     """A peer on a case, planned; or why not.
 
     Args:
         name: one of ``ALL_PEERS``.
         content: the case's inputs.
+        adapters: where to look it up; None is those of dense cases.
 
     Raises:
         ValueError: no such peer.
     """
-    if name not in _ADAPTERS:
-        raise ValueError(f"peer must be one of {', '.join(_ADAPTERS)}, got {name!r}")
+    known = _ADAPTERS if adapters is None else adapters
+    if name not in known:
+        raise ValueError(f"peer must be one of {', '.join(known)}, got {name!r}")
     if content.device.type != "cuda":
         return Refusal(Status.UNAVAILABLE, f"needs a CUDA device, not {content.device.type}")
-    module_name, adapter = _ADAPTERS[name]
+    module_name, adapter = known[name]
     try:
         module = import_module(module_name)
     except Exception as error:
