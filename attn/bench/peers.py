@@ -22,6 +22,7 @@ import torch
 from attn.bench.cases import (
     CASES,
     HOPPER_CASES,
+    MLA_CASES,
     MODEL_DTYPE,
     CaseKind,
     KernelCase,
@@ -490,6 +491,10 @@ def _modules_of(case: KernelCase) -> Iterator[tuple[Any, ...]]:
     """What FlashInfer compiles for a case: module and name of the function, its arguments."""
     query, cached = MODEL_DTYPE.torch, case.kv_cache_dtype.element(MODEL_DTYPE).torch
     size, is_sliding = case.head_size, case.sliding_window is not None
+    if case.is_latent:
+        latent = ("fa3", query, cached, query, torch.int32, case.head_size_v, case.rope_size, False)
+        yield "flashinfer.jit", "gen_batch_mla_module", *latent
+        return
     if not case.sinks:
         make = ("flashinfer.jit", "gen_batch_prefill_module")
         dtypes = (query, cached, query, torch.int32)
@@ -503,5 +508,5 @@ def _modules_of(case: KernelCase) -> Iterator[tuple[Any, ...]]:
 
 
 if __name__ == "__main__":
-    known = tuple({case.name: case for case in (*CASES, *HOPPER_CASES)}.values())
+    known = tuple({case.name: case for case in (*CASES, *HOPPER_CASES, *MLA_CASES)}.values())
     sys.exit(0 if compile_flashinfer(select_cases(sys.argv[1:], known)) else 1)
