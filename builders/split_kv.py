@@ -32,6 +32,8 @@ SHORT_QUERY = 16
 """Longest query of the split-KV kernel; longer ones go to the prefill kernel."""
 PLANNED_AT_ONCE = 512
 """Rows that the plan kernel holds in registers."""
+SPARE_STATES = 4
+"""States that a program of the latent kernel has besides those that it lends."""
 WASTE = 24
 """One in so many programs may idle where the others then get whole rows, or equal parts of one."""
 ROW_FIELDS = 12
@@ -182,6 +184,7 @@ class SplitPlanner:
         requires_hopper: bool = False,
         hopper_decode: HopperDecodeTile | None = None,
         requires_hopper_decode: bool = False,
+        latent: SplitTile | None = None,
     ) -> None:
         """
         Args:
@@ -198,15 +201,19 @@ class SplitPlanner:
             requires_hopper: see :class:`HopperPlan`.
             hopper_decode: tile of the split-KV kernel for Hopper, where the plan is for that.
             requires_hopper_decode: see :class:`SplitPlan`.
+            latent: tile of the latent decode kernel, where the plan is for that; each of its
+                programs has ``SPARE_STATES`` more, behind those of all.
         """
         self.is_free = is_free
         self.hopper_decode = hopper_decode
         self.requires_hopper_decode = requires_hopper_decode
-        self.tile = tile = (
-            split_tile(shape, kind, 16 if every_row else max_query_len, limits.window)
-            if hopper_decode is None
-            else hopper_decode.split
-        )
+        if latent is not None:
+            tile = latent
+        elif hopper_decode is not None:
+            tile = hopper_decode.split
+        else:
+            tile = split_tile(shape, kind, 16 if every_row else max_query_len, limits.window)
+        self.tile = tile
         self.prefill = prefill_tile(shape, kind)
         self.hopper = hopper
         self.requires_hopper = requires_hopper
@@ -244,7 +251,8 @@ class SplitPlanner:
             self.slots = 0
         used = tile.tile_heads * tile.query_tokens
         launched = self.groups * self.heads
-        states = launched * area_of(self.slots, self.bundles, self.head_loops) * used
+        area = area_of(self.slots, self.bundles, self.head_loops)
+        states = launched * (area + (0 if latent is None else SPARE_STATES)) * used
         # Quantised rows are read in planes, each rounded up to a power of two on its own.
         width = max(power_of_two(shape.head_size_v), 64)
         int32, fp32 = torch.int32, torch.float32

@@ -6,7 +6,7 @@ bounds; lengths stay on the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -17,9 +17,10 @@ from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch
+from builders.latent_tiles import LatentShape, latent_tile
 from builders.split import split_decodes_and_prefills
 from builders.split_kv import PrefillPlan, SplitLimits, SplitPlanner
-from builders.tiles import DenseShape, prefill_tile
+from builders.tiles import DenseShape, SplitTile, prefill_tile
 from builders.triton_attn import (
     BLOCK_MULTIPLE,
     TritonAttentionMetadata,
@@ -39,12 +40,14 @@ CACHE_DTYPES = (
     CacheDType.FP8,
     CacheDType.FP8_E4M3,
 )
-WORKSPACE_TOKENS = 32768
-"""Cached tokens that a prefill expands at a time, over all requests."""
+WORKSPACE_BYTES = 1 << 30
+"""Of cached context that a prefill holds expanded at a time, over all requests, where the engine
+names no bound; more where one chunk needs more."""
 PAGE = BLOCK_MULTIPLE
-"""Rows of a page of that workspace."""
-_EXPANDED_WIDTH = 256
-"""Largest width of expanded heads, 192 and up rounded to a power of two: sizes the tile."""
+"""Rows of a page of that workspace; a chunk has one of each request at least."""
+EXPANDED_WIDTH = 256
+"""Largest width of expanded heads, 192 and up rounded to a power of two: sizes the tile, and the
+workspace, whose keys and values are no wider."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,8 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             device: where the records' tensors live.
 
         Raises:
-            ValueError: ``num_heads`` is missing; a block size or dtype that no kernel takes.
+            ValueError: ``num_heads`` is missing; a block size or dtype that no kernel takes; a
+                bound of the workspace that is smaller than one chunk.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         spec = kv_cache_spec
@@ -157,16 +161,33 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             limits,
             vllm_config.max_decode_query_len,
             self.buffers,
+            latent=self._latent_tile(spec, heads, vllm_config.max_decode_query_len),
         )
         expanded = replace(
             shape,
             num_kv_heads=heads,
-            head_size=_EXPANDED_WIDTH,
-            head_size_v=_EXPANDED_WIDTH,
+            head_size=EXPANDED_WIDTH,
+            head_size_v=EXPANDED_WIDTH,
             stored_bits=8 * spec.dtype.itemsize,
         )
         self._tile = prefill_tile(expanded, self.kind)
         self._heads = heads
+        self._workspace_tokens = _workspace_tokens(vllm_config, heads, spec.dtype.itemsize)
+
+    def _latent_tile(self, spec: MLAAttentionSpec, heads: int, tokens: int) -> SplitTile:
+        """The decode tile of the group's layers."""
+        stored = spec.cache_dtype.element(spec.dtype)
+        # Of two 16-bit types neither holds the other's range and precision: fp32 does.
+        mixed = stored.itemsize > 1 and stored is not spec.dtype
+        shape = LatentShape(
+            num_heads=heads,
+            rank=spec.kv_lora_rank,
+            rope_size=spec.qk_rope_head_dim,
+            itemsize=4 if mixed else spec.dtype.itemsize,
+            # A tile of the other type is converted as a whole.
+            stored_bits=32 if mixed else 8 * stored.itemsize,
+        )
+        return latent_tile(shape, self.kind, tokens)
 
     def build(
         self,
@@ -198,6 +219,34 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             decode=self._decode(batch, found.num_decodes) if found.num_decodes else None,
             prefill=self._prefill(batch, found.num_decodes) if found.num_prefills else None,
         )
+
+    def warm_up_steps(self) -> Iterator[tuple[CommonAttentionMetadata, TritonMLAMetadata]]:
+        """One small step of every kind that kernels differ in, with its record.
+
+        A decode; then, where the limits allow, a prefill without context, with one chunk of it, and
+        with two. All of it reads block 0 and writes nowhere; chunks are as small as can be.
+        """
+        config, block_size = self.vllm_config, self.kv_cache_spec.block_size
+        width = cdiv(config.max_model_len, block_size)
+        table = torch.zeros((1, width), dtype=torch.int32, device=self.device)
+        long = (self.reorder_batch_threshold or 1) + 1
+        steps = [(1, 0), *((long, chunks * PAGE) for chunks in (0, 1, 2))]
+        tokens = self._workspace_tokens
+        self._workspace_tokens = PAGE
+        try:
+            for count, context in steps:
+                most = min(config.max_num_batched_tokens, config.max_model_len - context)
+                if count > most:
+                    continue
+                batch = CommonAttentionMetadata.from_lengths(
+                    [count], [context + count], table, block_size
+                )
+                unwritten = torch.full_like(batch.slot_mapping, -1)
+                batch = batch.replace(slot_mapping=unwritten)
+                # Whatever a wrapper of an engine's has put over it.
+                yield batch, TritonMLAMetadataBuilder.build(self, 0, batch)
+        finally:
+            self._workspace_tokens = tokens
 
     def _decode(self, batch: CommonAttentionMetadata, decodes: int) -> TritonAttentionMetadata:
         starts, lens = batch.query_start_loc[: decodes + 1], batch.seq_lens[:decodes]
@@ -249,7 +298,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
         if longest == 0:
             return None
         reqs, device = own.num_reqs, self.device
-        size = min(max(WORKSPACE_TOKENS // reqs // PAGE, 1), cdiv(longest, PAGE)) * PAGE
+        size = min(max(self._workspace_tokens // reqs // PAGE, 1), cdiv(longest, PAGE)) * PAGE
         starts = torch.arange(0, longest, size, device=device)[:, None]
         lens = (context_lens - starts).clamp(0, size).int()
         blocks = torch.arange(reqs * size // PAGE, dtype=torch.int32, device=device)
@@ -269,6 +318,21 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
                 context = replace(context, block_table=table, step=step)
             own = replace(own, slot_mapping=slots, block_table=table)
             metadata.prefill = replace(metadata.prefill, own=own, context=context)
+
+
+def _workspace_tokens(config: EngineConfig, heads: int, itemsize: int) -> int:
+    """Cached tokens that are held expanded at a time, within the bound of bytes."""
+    token_bytes = heads * 2 * EXPANDED_WIDTH * itemsize
+    # A prefill row has more tokens than a decode.
+    reqs = min(config.max_num_seqs, cdiv(config.max_num_batched_tokens, 2))
+    chunk_bytes = reqs * PAGE * token_bytes
+    bound = config.mla_workspace_bytes
+    if bound is not None and bound < chunk_bytes:
+        raise ValueError(
+            f"mla_workspace_bytes ({bound}) must hold one chunk of context, which takes up to "
+            f"{chunk_bytes} bytes: {PAGE} tokens of each of {reqs} requests, {heads} heads"
+        )
+    return (max(WORKSPACE_BYTES, chunk_bytes) if bound is None else bound) // token_bytes
 
 
 def _longest_context(batch: CommonAttentionMetadata, decodes: int, host: list[int]) -> int:

@@ -98,6 +98,9 @@ class EngineConfig(Spec):
     """Which kernel takes the rows with few new tokens."""
     index_topk: PositiveInt | None = None
     """Tokens that a sparse MLA layer attends."""
+    mla_workspace_bytes: PositiveInt | None = None
+    """Most bytes of cached context that an MLA prefill holds expanded at a time; None leaves the
+    bound to the backend."""
 
     @property
     def max_decode_query_len(self) -> int:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-import builders.triton_mla
 from attn.backends.triton_mla import TritonMLABackend
-from builders.triton_mla import PAGE, TritonMLAMetadataBuilder
+from attn.kernels.launch import KernelCall
+from builders.common import CommonAttentionMetadata
+from builders.triton_mla import EXPANDED_WIDTH, PAGE, TritonMLAMetadataBuilder
 from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig
 from specs.kv_cache import FullAttentionSpec, MLAAttentionSpec
@@ -48,10 +49,11 @@ def latent_spec(**given: Any) -> MLAAttentionSpec:
 def test_context_is_attended_in_chunks_of_the_workspace(
     monkeypatch: pytest.MonkeyPatch, tokens: int, chunks: int, cache_dtype: CacheDType
 ) -> None:
-    monkeypatch.setattr(builders.triton_mla, "WORKSPACE_TOKENS", tokens)
     trial = trial_of(cache_dtype=cache_dtype)
     trial.write()
-    record = trial.build(trial.builder())
+    builder = trial.builder()
+    monkeypatch.setattr(builder, "_workspace_tokens", tokens)
+    record = trial.build(builder)
     context = record.prefill.context
     assert len(context.lens) == chunks
     assert context.lens.sum(0).tolist() == [70, 0, 16]
@@ -59,6 +61,63 @@ def test_context_is_attended_in_chunks_of_the_workspace(
     result = CaseResult()
     trial.judge(trial.attend(record, trial.inputs, trial.cache()), record, result)
     assert result.findings == {}
+
+
+def test_the_workspace_is_bounded_in_bytes() -> None:
+    token, limits = 4 * 2 * EXPANDED_WIDTH * 2, {"max_num_seqs": 8, "max_model_len": 256}
+    with pytest.raises(ValueError, match=rf"{token * 127}\b.*one chunk.*{token * 128} bytes"):
+        builder_of(mla_workspace_bytes=token * 127, **limits)
+    builder = builder_of(mla_workspace_bytes=token * 200, **limits)
+    table = torch.zeros((3, 16), dtype=torch.int32, device=DEVICE)
+    batch = CommonAttentionMetadata.from_lengths([9] * 3, [200, 100, 9], table, 16)
+    context = builder.build(0, batch).prefill.context
+    assert (context.span, len(context.lens)) == (64, 3)
+    assert 3 * context.span <= 200
+    # By default a chunk of one page per request always fits.
+    assert builder_of()._workspace_tokens >= 8 * PAGE
+
+
+def variant_of(call: KernelCall) -> tuple[Any, ...]:
+    """What Triton makes a variant of, strides apart from how they divide: no lengths."""
+    found: list[Any] = [call.kernel.__name__, *call.options.items()]
+    for name, value in call.arguments.items():
+        if isinstance(value, torch.Tensor):
+            found.append((name, value.dtype))
+        elif name.isupper() or value is None:
+            found.append((name, str(value)))
+        elif name.endswith(("_head", "_token", "_block", "_latent", "_column")):
+            found.append((name, value == 1, value % 16 == 0))
+    return tuple(found)
+
+
+@pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.FP8])
+def test_serving_after_a_warm_up_meets_no_new_variant(
+    monkeypatch: pytest.MonkeyPatch, cache_dtype: CacheDType
+) -> None:
+    launches: list[KernelCall] = []
+    launch = KernelCall.launch
+
+    def noted(call: KernelCall) -> None:
+        launches.append(call)
+        launch(call)
+
+    monkeypatch.setattr(KernelCall, "launch", noted)
+    trial = trial_of(cache_dtype=cache_dtype)
+    cache = trial.cache()
+    cache.view(torch.uint8).fill_(0x3C)
+    kept = cache.view(torch.uint8).clone()
+    builder = trial.builder()
+    tokens = builder._workspace_tokens
+    trial.impl.warm_up(trial.layer, cache, builder, torch.float16)
+    assert torch.equal(cache.view(torch.uint8), kept)
+    assert builder._workspace_tokens == tokens
+    known = {variant_of(call) for call in launches}
+    launches.clear()
+    for limit in (1, 10**6):
+        monkeypatch.setattr(builder, "_workspace_tokens", limit)
+        trial.attend(trial.build(builder), trial.inputs, cache)
+    assert launches
+    assert {variant_of(call) for call in launches} <= known
 
 
 def test_a_step_without_context_needs_no_workspace() -> None:

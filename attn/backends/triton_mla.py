@@ -14,7 +14,12 @@ from specs.dtypes import DType
 
 
 class TritonMLABackend(AttentionBackend):
-    """Absorbed decode with split KV, chunked expanded prefill, CUDA graphs of decodes."""
+    """Absorbed decode with split KV, chunked expanded prefill, CUDA graphs of decodes.
+
+    A decode or verify row has the same bits whatever else is in its batch: its keys are cut by
+    position alone, and states of the pieces are folded in their order. A prompt's rows depend on
+    how it was chunked, so that batch invariance as a whole is not declared.
+    """
 
     capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(
         dtypes=tuple(DType.parse(dtype) for dtype in MODEL_DTYPES),

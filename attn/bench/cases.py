@@ -19,7 +19,9 @@ PEERS: Final = ("fa3", "flashinfer", "xqa", "vllm_triton")
 """Kernels of other projects that the dense table compares with."""
 HOPPER_PEERS: Final = ("fa3", "cudnn", "flashinfer", "xqa")
 """Likewise of the Hopper table."""
-ALL_PEERS: Final = tuple(dict.fromkeys((*PEERS, *HOPPER_PEERS)))
+MLA_PEERS: Final = ("flashmla", "flashinfer_mla", "vllm_triton_mla")
+"""Likewise of the table of latent attention."""
+ALL_PEERS: Final = tuple(dict.fromkeys((*PEERS, *HOPPER_PEERS, *MLA_PEERS)))
 
 MODEL_DTYPE: Final = DType.BFLOAT16
 """Of query, output and an ``auto`` cache, in every case."""
@@ -38,26 +40,38 @@ class BenchTable(StrEnum):
     """Forward of the plain kernels, against every peer."""
     HOPPER = "hopper"
     """Forward, and forward with the step's plan, against the fastest kernels for Hopper."""
+    MLA = "mla"
+    """Absorbed decode over a latent cache, likewise."""
 
     @property
     def peers(self) -> tuple[str, ...]:
         """Kernels that it compares with."""
-        return HOPPER_PEERS if self is BenchTable.HOPPER else PEERS
+        return {BenchTable.HOPPER: HOPPER_PEERS, BenchTable.MLA: MLA_PEERS}.get(self, PEERS)
+
+    @property
+    def times_plans(self) -> bool:
+        """What each kernel needs once per step is timed too, and counted."""
+        return self is not BenchTable.DENSE
+
+    @property
+    def backend(self) -> str:
+        """Ours, where none is named."""
+        return "TRITON_MLA" if self is BenchTable.MLA else "TRITON_ATTN"
 
     @property
     def prefill_kernel(self) -> PrefillKernel:
         """Of ours, what is measured."""
-        return PrefillKernel.AUTO if self is BenchTable.HOPPER else PrefillKernel.TRITON
+        return PrefillKernel.AUTO if self.times_plans else PrefillKernel.TRITON
 
     @property
     def decode_kernel(self) -> DecodeKernel:
         """Likewise."""
-        return DecodeKernel.AUTO if self is BenchTable.HOPPER else DecodeKernel.TRITON
+        return DecodeKernel.AUTO if self.times_plans else DecodeKernel.TRITON
 
     @property
     def cases(self) -> tuple[KernelCase, ...]:
         """In the order of the table."""
-        return HOPPER_CASES if self is BenchTable.HOPPER else CASES
+        return {BenchTable.HOPPER: HOPPER_CASES, BenchTable.MLA: MLA_CASES}.get(self, CASES)
 
 
 @unique
@@ -90,6 +104,8 @@ class Target(Spec):
     """Peers each of which the best is known only after."""
     no_slower_than: str | None = None
     """A case of the same run whose time of ours is the most that ours may take."""
+    min_speedup: float = Field(default=1.0, gt=0)
+    """That time over ours, at least."""
     max_host_us: float | None = Field(default=None, gt=0)
     """Microseconds that one forward may take on the host."""
     faster_than: tuple[str, ...] = ()
@@ -107,6 +123,9 @@ class KernelCase(Spec):
     num_heads: PositiveInt
     num_kv_heads: PositiveInt
     head_size: PositiveInt
+    rope_size: NonNegativeInt = 0
+    """Rotary part of a latent row, which is the key of all heads and, without it, their value; 0
+    for keys and values of their own."""
     query_lens: tuple[PositiveInt, ...] = Field(min_length=1)
     """``[R]`` new tokens."""
     seq_lens: tuple[PositiveInt, ...] = Field(min_length=1)
@@ -170,9 +189,20 @@ class KernelCase(Spec):
         return self.kind in (CaseKind.DECODE, CaseKind.VERIFY)
 
     @property
+    def is_latent(self) -> bool:
+        """Absorbed attention over a latent cache."""
+        return self.rope_size > 0
+
+    @property
+    def head_size_v(self) -> int:
+        """Of values and output."""
+        return self.head_size - self.rope_size
+
+    @property
     def unit(self) -> str:
-        """Of :meth:`rate`."""
-        return "GB/s" if self.is_bandwidth_bound else "TF"
+        """Of :meth:`rate`; many heads over one latent row are bound by their products."""
+        is_computed = self.is_latent and self.num_heads * max(self.query_lens) >= 64
+        return "GB/s" if self.is_bandwidth_bound and not is_computed else "TF"
 
     @property
     def nbytes(self) -> int:
@@ -181,21 +211,23 @@ class KernelCase(Spec):
         for query_len, seq_len in zip(self.query_lens, self.seq_lens, strict=True):
             seen = seq_len if self.sliding_window is None else self.sliding_window + query_len - 1
             live += min(seq_len, seen)
-        cached = live * self.num_kv_heads * 2 * self.head_size * self.kv_itemsize
-        rows = self.num_tokens * self.num_heads * self.head_size
-        return cached + 2 * rows * MODEL_DTYPE.itemsize
+        # A latent row is read once for both.
+        sides = self.head_size if self.is_latent else 2 * self.head_size
+        cached = live * self.num_kv_heads * sides * self.kv_itemsize
+        rows = self.num_tokens * self.num_heads * (self.head_size + self.head_size_v)
+        return cached + rows * MODEL_DTYPE.itemsize
 
     @property
     def flops(self) -> int:
-        """4 * head size per query head and visible (query, key) pair."""
+        """2 * (head size + that of values) per query head and visible (query, key) pair."""
         pairs = 0
         for query_len, seq_len in zip(self.query_lens, self.seq_lens, strict=True):
             pairs += _visible_pairs(query_len, seq_len, self.sliding_window)
-        return 4 * self.head_size * self.num_heads * pairs
+        return 2 * (self.head_size + self.head_size_v) * self.num_heads * pairs
 
     def rate(self, time_us: float) -> float:
-        """GB/s (decode, verify) or TFLOP/s (prefill, mixed) at ``time_us`` microseconds."""
-        if self.is_bandwidth_bound:
+        """In the case's unit, at ``time_us`` microseconds."""
+        if self.unit == "GB/s":
             return self.nbytes / time_us * 1e-3
         return self.flops / time_us * 1e-6
 
@@ -385,6 +417,38 @@ def _fp8_twin(name: str, of: str) -> KernelCase:
     changes = {"name": name, "target": target, "kv_cache_dtype": CacheDType.FP8_E4M3}
     return twin.replace(**changes, compare_batch_invariant=False)
 
+
+def _latent(
+    name: str,
+    heads: int,
+    requests: tuple[int, int],
+    drafts: int = 0,
+    target: Target | None = None,
+    **fields: object,
+) -> KernelCase:
+    """Absorbed decode or verify, rows of 512 + 64; ``requests`` is (count, KV length)."""
+    judged = Target(max_planned_ratio_to_best=1.0, against=MLA_PEERS)
+    case = _decode(name, (heads, 1, 576), [requests], drafts=drafts, rope_size=64, block_size=64)
+    return case.replace(target=target or judged, **fields)
+
+
+_FP8_LATENT: Final = Target(no_slower_than="mla_h16_b128_4k", min_speedup=1.6)
+MLA_CASES: Final[tuple[KernelCase, ...]] = (
+    _latent("mla_h128_b1_8k", 128, (1, 8192)),
+    _latent("mla_h128_b32_4k", 128, (32, 4096)),
+    _latent("mla_h128_b128_4k", 128, (128, 4096)),
+    _latent("mla_h16_b32_8k", 16, (32, 8192)),
+    _latent("mla_h16_b128_4k", 16, (128, 4096)),
+    _latent("mla_h128_q2_b64_4k", 128, (64, 4096), drafts=1),
+    _latent(
+        "mla_fp8_h16_b128_4k",
+        16,
+        (128, 4096),
+        target=_FP8_LATENT,
+        kv_cache_dtype=CacheDType.FP8_E4M3,
+    ),
+)
+"""The cases of the table of latent attention; pages of 64 tokens are FlashMLA's only ones."""
 
 HOST_TARGET_US: Final = 10.0
 """Of one eager forward on the host."""

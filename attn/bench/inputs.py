@@ -26,7 +26,7 @@ class Content:
     key: torch.Tensor
     """``[N, P, Hk, D]`` contiguous, bf16 or e4m3 (scale 1); zero where no token lives."""
     value: torch.Tensor
-    """Likewise."""
+    """Likewise; of a latent case the first columns of ``key``."""
     block_table: torch.Tensor
     """``[R, max_blocks]`` int32 contiguous, permuted; block 0 where nothing is used."""
     query_start_loc: torch.Tensor
@@ -99,7 +99,7 @@ def make_content(case: KernelCase, device: torch.device, generator: torch.Genera
     unused = torch.ones(num_blocks * case.block_size, dtype=torch.bool, device=device)
     unused[slots] = False
     sides = []
-    for _ in ("key", "value"):
+    for _ in ("key",) if case.is_latent else ("key", "value"):
         side = draw(num_blocks, case.block_size, case.num_kv_heads, case.head_size)
         side.masked_fill_(unused.view(num_blocks, case.block_size, 1, 1), 0)
         if case.kv_cache_dtype.is_quantized:
@@ -111,7 +111,7 @@ def make_content(case: KernelCase, device: torch.device, generator: torch.Genera
         case=case,
         query=draw(case.num_tokens, case.num_heads, case.head_size),
         key=sides[0],
-        value=sides[1],
+        value=sides[0][..., : case.head_size_v] if case.is_latent else sides[1],
         block_table=block_table,
         query_start_loc=starts.to(device),
         seq_lens=torch.tensor(case.seq_lens, dtype=torch.int32, device=device),

@@ -1,7 +1,8 @@
 """``attn bench kernels``: time of a backend's forward on the dense cases, beside its peers.
 
 ``--table hopper`` adds ragged batches and fp8 caches, times what each kernel needs once per step
-too, and judges ours against the fastest of FlashAttention-3, cuDNN, FlashInfer and XQA.
+too, and judges ours against the fastest of FlashAttention-3, cuDNN, FlashInfer and XQA. ``--table
+mla`` does so with absorbed decode over latent caches, FlashMLA, FlashInfer and vLLM's Triton MLA.
 
 Also ``python -m attn.bench.kernels``, which needs nothing beyond the library itself.
 """
@@ -26,7 +27,6 @@ import torch
 from attn.bench.cases import (
     ALL_PEERS,
     CASES,
-    HOPPER_CASES,
     PEERS,
     BenchTable,
     CaseKind,
@@ -34,6 +34,7 @@ from attn.bench.cases import (
     select_cases,
 )
 from attn.bench.inputs import Expected, expected_rows, make_content
+from attn.bench.latent_peers import LATENT_ADAPTERS
 from attn.bench.ours import (
     Builder,
     OurLayer,
@@ -202,7 +203,7 @@ def _calls_of(bench: KernelBench, runs: Mapping[str, KernelRun]) -> dict[str, Ca
     calls: dict[str, Call] = {}
     for name, run in runs.items():
         calls[name] = run.call
-        if run.planned is not None and bench.table is BenchTable.HOPPER:
+        if run.planned is not None and bench.table.times_plans:
             calls[_planned(name)] = run.planned
     return calls
 
@@ -234,7 +235,8 @@ def bench_case(bench: KernelBench, case: KernelCase, device: torch.device, log: 
         runs[OURS] = Refusal(Status.FAILED, describe(error))
     else:
         runs, builder = _our_runs(bench, case, layer, log)
-    runs.update({name: prepare_peer(name, content) for name in bench.peers})
+    adapters = LATENT_ADAPTERS if case.is_latent else None
+    runs.update({name: prepare_peer(name, content, adapters) for name in bench.peers})
     outcomes: dict[str, Contender | float | Refusal] = {}
     for name, run in runs.items():
         outcomes[name] = run if isinstance(run, Refusal) else check_run(name, run, expected)
@@ -260,7 +262,10 @@ def bench_case(bench: KernelBench, case: KernelCase, device: torch.device, log: 
         batch_invariant=made.get(INVARIANT),
         plan=plan_time(builder, layer) if builder and layer and decodes else None,
         host_us=_host_us(case, calls.get(OURS), device),
-        allocations=count_allocations(calls[OURS], device) if OURS in calls else None,
+        # A latent output is a tensor of each call's own.
+        allocations=(
+            count_allocations(calls[OURS], device) if OURS in calls and not case.is_latent else None
+        ),
     )
 
 
@@ -289,7 +294,9 @@ def bench_kernels(
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     results = BenchResults(environment=environment_of(bench))
-    scratch, reason = measure_scratch(bench.member, device, bench.seed)
+    scratch, reason = None, ""
+    if bench.table is not BenchTable.MLA:
+        scratch, reason = measure_scratch(bench.member, device, bench.seed)
     results = results.replace(scratch_bytes=scratch, scratch_reason=reason)
     for case in bench.cases:
         release_memory(device)
@@ -464,10 +471,10 @@ def run_and_report(bench: KernelBench | None, report: Report, log: Log = print) 
     return not any(result.ours.status in broken for result in whole.cases)
 
 
-_NAMES: Final = dict.fromkeys(case.name for case in (*CASES, *HOPPER_CASES))
+_NAMES: Final = dict.fromkeys(case.name for table in BenchTable for case in table.cases)
 HELP: Final = {
-    "backend": "Registry name of the backend.",
-    "table": "Which cases, peers and targets: dense, or hopper, which also times each step's plan.",
+    "backend": "Registry name of the backend; default: the table's.",
+    "table": "Which cases, peers and targets: dense, hopper or mla; these time each step's plan.",
     "case": f"Shell pattern of names, repeatable: {', '.join(_NAMES)}.",
     "peer": f"Peer to compare with, repeatable, default the table's: {', '.join(ALL_PEERS)}.",
     "no_peers": "Compare with no peer.",
@@ -483,7 +490,7 @@ HELP: Final = {
 
 
 def make_bench(
-    backend: str,
+    backend: str | None,
     case: Sequence[str],
     peer: Sequence[str],
     no_peers: bool,
@@ -502,6 +509,7 @@ def make_bench(
     if table not in list(BenchTable):
         raise ValueError(f"table must be one of {', '.join(BenchTable)}, got {table!r}")
     chosen = BenchTable(table)
+    backend = backend or chosen.backend
     bench = KernelBench(backend=backend, rounds=rounds, reps=reps, commit=commit, table=chosen)
     peers = () if no_peers else tuple(dict.fromkeys(peer)) or chosen.peers
     return replace(bench, cases=select_cases(case, chosen.cases), peers=peers)
@@ -510,7 +518,7 @@ def make_bench(
 def main(arguments: Sequence[str] | None = None) -> int:
     """``python -m attn.bench.kernels``; the exit code."""
     parser = argparse.ArgumentParser("python -m attn.bench.kernels", description=__doc__)
-    parser.add_argument("--backend", default=KernelBench.backend, help=HELP["backend"])
+    parser.add_argument("--backend", help=HELP["backend"])
     parser.add_argument("--table", default=BenchTable.DENSE.value, help=HELP["table"])
     parser.add_argument("--case", action="append", default=[], help=HELP["case"])
     parser.add_argument("--peer", action="append", default=[], help=HELP["peer"])

@@ -14,19 +14,21 @@ from attn.bench.peers import KernelRun, describe
 from attn.bench.results import PlanTime
 from attn.bench.timing import graph_time_us, host_time_us
 from attn.device import detect_device
-from attn.impls.base import AttentionImpl, LayerScales
+from attn.impls.base import AttentionImpl, LayerScales, MLAAttentionImpl
 from attn.registry import RegisteredBackend
 from attn.selector import refusals
 from builders.base import AttentionMetadataBuilder
 from builders.common import CommonAttentionMetadata
 from specs.attention import AttentionCGSupport, AttentionSelectorConfig
 from specs.engine import DecodeKernel, EngineConfig, PrefillKernel, SpeculativeConfig
-from specs.kv_cache import FullAttentionSpec, SlidingWindowSpec
+from specs.kv_cache import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 MAX_MODEL_LEN: Final = 131072
 MAX_NUM_SEQS: Final = 256
 MAX_NUM_BATCHED_TOKENS: Final = 8192
 """An engine's limits, for every case that does not exceed them."""
+NOPE_SIZE: Final = 128
+"""Of a latent layer's heads, as DeepSeek's are."""
 WRITE_CHUNK: Final = 65536
 """Tokens per cache write."""
 
@@ -54,8 +56,16 @@ def engine_config(
     )
 
 
-def kv_cache_spec(case: KernelCase) -> FullAttentionSpec | SlidingWindowSpec:
+def kv_cache_spec(case: KernelCase) -> FullAttentionSpec | SlidingWindowSpec | MLAAttentionSpec:
     """The layer's cache."""
+    if case.is_latent:
+        return MLAAttentionSpec(
+            block_size=case.block_size,
+            dtype=MODEL_DTYPE,
+            cache_dtype=case.kv_cache_dtype,
+            kv_lora_rank=case.head_size_v,
+            qk_rope_head_dim=case.rope_size,
+        )
     sizes: dict[str, Any] = {
         "block_size": case.block_size,
         "num_kv_heads": case.num_kv_heads,
@@ -73,7 +83,7 @@ class OurLayer:
     """A layer of ours with its cache written: one for all variants of a case."""
 
     content: Content
-    impl: AttentionImpl
+    impl: AttentionImpl | MLAAttentionImpl
     scales: LayerScales
     kv_cache: torch.Tensor
     """As the backend lays it out; NaN where no token lives."""
@@ -91,6 +101,8 @@ def make_layer(member: RegisteredBackend, content: Content, generator: torch.Gen
     """
     case, device = content.case, content.device
     backend = member.get_class()
+    if case.is_latent:
+        return _latent_layer(member, content, generator)
     impl = backend.get_impl_cls()(
         case.num_heads,
         case.head_size,
@@ -117,6 +129,45 @@ def make_layer(member: RegisteredBackend, content: Content, generator: torch.Gen
             content.rows(side, content.slots[chunk]) for side in (content.key, content.value)
         )
         impl.do_kv_cache_update(scales, key, value, kv_cache, slots[chunk])
+    batch = CommonAttentionMetadata.from_lengths(
+        case.query_lens, case.seq_lens, block_table, case.block_size
+    )
+    return OurLayer(content, impl, scales, kv_cache, batch)
+
+
+def _latent_layer(
+    member: RegisteredBackend, content: Content, generator: torch.Generator
+) -> OurLayer:
+    """The same of a latent layer; its up-projections are those of no model, and not used."""
+    case, device, rank = content.case, content.device, content.case.head_size_v
+    make: Callable[..., Any] = member.get_class().get_impl_cls()
+    impl = make(
+        *(case.num_heads, case.head_size, case.scale, 1, None, None),
+        *(case.kv_cache_dtype.value, None, "decoder", None),
+        kv_lora_rank=rank,
+        qk_nope_head_dim=NOPE_SIZE,
+        qk_rope_head_dim=case.rope_size,
+        qk_head_dim=NOPE_SIZE + case.rope_size,
+        v_head_dim=NOPE_SIZE,
+        kv_b_proj=torch.nn.Identity(),
+    )
+    if not isinstance(impl, MLAAttentionImpl):
+        raise ValueError(f"backend must serve latent layers, got {member.name}")
+    table, num_blocks = permuted_table(case, generator)
+    block_table = table.to(device)
+    kv_cache = kv_cache_spec(case).layout().allocate(num_blocks, device, fill_byte=0xFF)
+    scales, slots = LayerScales.of(device=device), cache_slots(case, block_table)
+    for start in range(0, len(slots), WRITE_CHUNK):
+        chunk = slice(start, start + WRITE_CHUNK)
+        rows = content.rows(content.key, content.slots[chunk])[:, 0]
+        impl.do_kv_cache_update(
+            rows[:, :rank],
+            rows[:, None, rank:],
+            kv_cache,
+            slots[chunk],
+            case.kv_cache_dtype.value,
+            scales._k_scale,
+        )
     batch = CommonAttentionMetadata.from_lengths(
         case.query_lens, case.seq_lens, block_table, case.block_size
     )
@@ -160,6 +211,8 @@ def free_partition_of(member: RegisteredBackend) -> MakeBuilder | None:
 def our_run(layer: OurLayer, builder: Builder) -> KernelRun:
     """One forward of a step that is planned here, once."""
     record = builder.build(0, layer.batch)
+    if isinstance(layer.impl, MLAAttentionImpl):
+        return _latent_run(layer, layer.impl, builder, record)
     query, output = layer.content.query, torch.empty_like(layer.content.query)
     forward = layer.impl.forward
 
@@ -173,6 +226,26 @@ def our_run(layer: OurLayer, builder: Builder) -> KernelRun:
     )
 
 
+def _latent_run(
+    layer: OurLayer, impl: MLAAttentionImpl, builder: Builder, record: Any
+) -> KernelRun:
+    """The same of a latent layer, whose output is a tensor of each call's own."""
+    content, rank = layer.content, layer.content.case.head_size_v
+    query = (content.query[..., :rank], content.query[..., rank:])
+    output = torch.empty_like(content.query[..., :rank], memory_format=torch.contiguous_format)
+    results: list[torch.Tensor] = []
+
+    def attend(step: Any) -> None:
+        results[:] = [impl.forward_mqa(query, layer.kv_cache, step, layer.scales)[0]]
+
+    return KernelRun(
+        lambda: attend(record),
+        output,
+        planned=lambda: attend(builder.build(0, layer.batch)),
+        collect=lambda: output.copy_(results[0]),
+    )
+
+
 def backend_refusals(case: KernelCase, member: RegisteredBackend) -> list[str]:
     """Every reason why the backend cannot serve the case here."""
     request = AttentionSelectorConfig(
@@ -182,6 +255,7 @@ def backend_refusals(case: KernelCase, member: RegisteredBackend) -> list[str]:
         block_size=case.block_size,
         has_sink=case.sinks,
         has_sliding_window=case.sliding_window is not None,
+        use_mla=case.is_latent,
     )
     return refusals(member, request, detect_device())
 

@@ -11,7 +11,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
@@ -22,6 +22,7 @@ import torch
 from attn.bench.cases import (
     CASES,
     HOPPER_CASES,
+    MLA_CASES,
     MODEL_DTYPE,
     CaseKind,
     KernelCase,
@@ -70,21 +71,25 @@ class Refusal:
     reason: str
 
 
-def prepare_peer(name: str, content: Content) -> KernelRun | Refusal:
+def prepare_peer(
+    name: str, content: Content, adapters: Mapping[str, tuple[str, Adapter]] | None = None
+) -> KernelRun | Refusal:
     """A peer on a case, planned; or why not.
 
     Args:
         name: one of ``ALL_PEERS``.
         content: the case's inputs.
+        adapters: where to look it up; None is those of dense cases.
 
     Raises:
         ValueError: no such peer.
     """
-    if name not in _ADAPTERS:
-        raise ValueError(f"peer must be one of {', '.join(_ADAPTERS)}, got {name!r}")
+    known = _ADAPTERS if adapters is None else adapters
+    if name not in known:
+        raise ValueError(f"peer must be one of {', '.join(known)}, got {name!r}")
     if content.device.type != "cuda":
         return Refusal(Status.UNAVAILABLE, f"needs a CUDA device, not {content.device.type}")
-    module_name, adapter = _ADAPTERS[name]
+    module_name, adapter = known[name]
     try:
         module = import_module(module_name)
     except Exception as error:
@@ -486,6 +491,10 @@ def _modules_of(case: KernelCase) -> Iterator[tuple[Any, ...]]:
     """What FlashInfer compiles for a case: module and name of the function, its arguments."""
     query, cached = MODEL_DTYPE.torch, case.kv_cache_dtype.element(MODEL_DTYPE).torch
     size, is_sliding = case.head_size, case.sliding_window is not None
+    if case.is_latent:
+        latent = ("fa3", query, cached, query, torch.int32, case.head_size_v, case.rope_size, False)
+        yield "flashinfer.jit", "gen_batch_mla_module", *latent
+        return
     if not case.sinks:
         make = ("flashinfer.jit", "gen_batch_prefill_module")
         dtypes = (query, cached, query, torch.int32)
@@ -499,5 +508,5 @@ def _modules_of(case: KernelCase) -> Iterator[tuple[Any, ...]]:
 
 
 if __name__ == "__main__":
-    known = tuple({case.name: case for case in (*CASES, *HOPPER_CASES)}.values())
+    known = tuple({case.name: case for case in (*CASES, *HOPPER_CASES, *MLA_CASES)}.values())
     sys.exit(0 if compile_flashinfer(select_cases(sys.argv[1:], known)) else 1)

@@ -200,8 +200,9 @@ def checks_of(result: CaseResult, others: Iterable[CaseResult] = ()) -> list[Che
         checks.append(Check(text, verdict))
     if target.no_slower_than is not None:
         named = (other.ours for other in others if other.case.name == target.no_slower_than)
-        verdict = _against(result, next(named, None), 1.0)
-        checks.append(Check(f"<= {target.no_slower_than}", verdict))
+        verdict = _against(result, next(named, None), 1.0 / target.min_speedup)
+        share = "" if target.min_speedup == 1.0 else f"1 / {target.min_speedup:g} of "
+        checks.append(Check(f"<= {share}{target.no_slower_than}", verdict))
     for name in target.faster_than:
         checks.append(Check(f"< {name}", _against(result, result.peer(name), 1.0, strict=True)))
     for bound in target.max_ratios:

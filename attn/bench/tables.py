@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from attn.bench.cases import HOPPER_PEERS, PEERS, BenchTable
+from attn.bench.cases import PEERS, BenchTable
 from attn.bench.results import (
     BenchResults,
     CaseResult,
@@ -54,15 +54,20 @@ _LEGEND_HOPPER = (
     "requests are whole prompts of one length, and cuDNN's paged one, called by FlashInfer, "
     "elsewhere."
 )
+_LEGEND_MLA = (
+    "Heads of 576 are 512 of the latent and 64 of the rotary part; GB/s counts a latent row once, "
+    "TF 2 x (576 + 512) flops per pair and head. `flashmla` is vLLM's, `flashinfer_mla` runs on "
+    "fa3, `vllm_triton_mla` is vLLM's TRITON_MLA. `get_mla_metadata` is FlashMLA's plan."
+)
 _LEGEND = "Times in us. `-`: no such kernel; `n/a`: cannot run here; empty: not asked for."
 
 
 def render_markdown(results: BenchResults) -> str:
     """The tables; depends on nothing but ``results``."""
     environment = results.environment
-    is_hopper = environment.table is BenchTable.HOPPER
+    is_planned = environment.table.times_plans
     sizes = sorted({result.case.block_size for result in results.cases})
-    how = (_HOW_CLOCK + (_HOW_HOPPER if is_hopper else _HOW_DENSE) + _HOW_INPUTS).format(
+    how = (_HOW_CLOCK + (_HOW_HOPPER if is_planned else _HOW_DENSE) + _HOW_INPUTS).format(
         reps=environment.reps,
         rounds=environment.rounds,
         clock=_CPU_CLOCK if environment.device == "cpu" else _CUDA_CLOCK,
@@ -72,21 +77,24 @@ def render_markdown(results: BenchResults) -> str:
         f"{name} {getattr(environment, name)}" for name in ("torch", "triton", "vllm", "flashinfer")
     )
     title = f"# {environment.backend} on {environment.device}"
-    cases = _hopper_table(results.cases) if is_hopper else _case_table(results.cases)
+    legend = {BenchTable.HOPPER: _LEGEND_HOPPER, BenchTable.MLA: _LEGEND_MLA}
+    cases = _case_table(results.cases)
+    if is_planned:
+        cases = _planned_table(results.cases, environment.table.peers)
+    is_latent = environment.table is BenchTable.MLA
     parts = [
-        f"{title}, against the fastest kernels for it" if is_hopper else title,
+        f"{title}, against the fastest kernels for it" if is_planned else title,
         f"{environment.date}, commit {environment.commit}; {versions}.",
         how,
         _summary(results),
         "## Cases",
-        f"{_LEGEND} {_LEGEND_HOPPER}" if is_hopper else _LEGEND,
+        f"{_LEGEND} {legend.get(environment.table, '')}".rstrip(),
         cases,
         *_section("On the host", _host_lines(results)),
         *_section("Batch-invariant decode against a free partition", _free_table(results)),
         *_section("Batch-invariant prefill", _invariant_table(results)),
         *_section("The step's plan", _plan_table(results)),
-        "## Memory",
-        _memory_table(results),
+        *([] if is_latent else _section("Memory", _memory_table(results))),
         *_section("Not measured", _reasons(results)),
     ]
     return "\n\n".join(parts) + "\n"
@@ -105,7 +113,8 @@ def _summary(results: BenchResults) -> str:
     checks = [check for result in results.cases for check in checks_of(result, results.cases)]
     checks += [check for result in results.cases if (check := host_check(result)) is not None]
     checks += [free_partition_check(r) for r in results.cases if r.case.compare_free_partition]
-    checks += [scratch_check(results), allocation_check(results)]
+    if results.environment.table is not BenchTable.MLA:
+        checks += [scratch_check(results), allocation_check(results)]
     counts = Counter(check.verdict for check in checks)
     return "Targets: " + ", ".join(f"{counts[v]} {v.value}" for v in Verdict) + "."
 
@@ -172,8 +181,8 @@ def _both_times(contender: Contender | None) -> str:
     return f"{time} ({contender.planned_us:.1f})"
 
 
-def _hopper_table(cases: Sequence[CaseResult]) -> str:
-    header = ["case", "what", "ours", "rate", "spread", "error", *HOPPER_PEERS]
+def _planned_table(cases: Sequence[CaseResult], peers: Sequence[str]) -> str:
+    header = ["case", "what", "ours", "rate", "spread", "error", *peers]
     header += ["best peer", "ours / best", "target", "verdict"]
     rows = []
     for result in cases:
@@ -187,7 +196,7 @@ def _hopper_table(cases: Sequence[CaseResult]) -> str:
                 _rate(result, result.ours),
                 _percent(result.ours.spread),
                 _error(result.ours),
-                *(_both_times(result.peer(name)) for name in HOPPER_PEERS),
+                *(_both_times(result.peer(name)) for name in peers),
                 "" if best is None else best.name,
                 _ratio(result.ours, best, planned),
                 ", ".join(check.text for check in checks),

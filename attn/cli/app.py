@@ -282,9 +282,7 @@ def bench_build_command(
 
 @bench.command("kernels")
 def bench_kernels_command(
-    backend: Annotated[str, typer.Option("--backend", "-b", help=HELP["backend"])] = (
-        KernelBench.backend
-    ),
+    backend: Annotated[str | None, typer.Option("--backend", "-b", help=HELP["backend"])] = None,
     table: Annotated[str, typer.Option(help=HELP["table"])] = KernelBench.table.value,
     case: Annotated[list[str] | None, typer.Option(help=HELP["case"])] = None,
     peer: Annotated[list[str] | None, typer.Option(help=HELP["peer"])] = None,
@@ -297,7 +295,7 @@ def bench_kernels_command(
     render: Annotated[bool, typer.Option("--render", help=HELP["render"])] = False,
     commit: Annotated[str | None, typer.Option(help=HELP["commit"])] = None,
 ) -> None:
-    """Time a backend's forward on the dense cases, beside other projects' kernels."""
+    """Time a backend's forward on a table's cases, beside other projects' kernels."""
     with _clear_errors():
         settings = None
         if not render:

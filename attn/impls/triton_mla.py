@@ -20,7 +20,8 @@ from specs.rows import latent_format_of
 
 if TYPE_CHECKING:
     from attn.kernels.dense import DenseLauncher
-    from builders.triton_mla import TritonMLAMetadata
+    from attn.kernels.mla_launch import LatentLauncher
+    from builders.triton_mla import TritonMLAMetadata, TritonMLAMetadataBuilder
 
 
 class TritonMLAImpl(MLAAttentionImpl):
@@ -38,7 +39,7 @@ class TritonMLAImpl(MLAAttentionImpl):
         super().__init__(*args, **kwargs)
         latent_format_of(self.cache_dtype)
         check_latent_dtypes(None, self.cache_dtype)
-        self._latent: DenseLauncher | None = None
+        self._latent: LatentLauncher | None = None
         self._expanded: DenseLauncher | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -79,26 +80,23 @@ class TritonMLAImpl(MLAAttentionImpl):
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Absorbed decode; see the base class."""
-        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        if isinstance(q, tuple):
+            query, rotary = q
+        else:
+            query, rotary = q[..., : self.kv_lora_rank], q[..., self.kv_lora_rank :]
         # Zeros: padding rows go through the projection that follows.
         out = query.new_zeros((*query.shape[:2], self.kv_lora_rank))
         lse = torch.full(query.shape[:2], float("-inf"), dtype=torch.float32, device=query.device)
         step = attn_metadata.decode
         if step is None:
             return out, lse
-        from attn.kernels.dense import DenseTensors
+        from attn.kernels.mla_launch import LatentTensors
 
         if debug_enabled():
             num_blocks, block_size = kv_c_and_k_pe_cache.shape[:2]
             debug_read(step.block_table, step.seq_lens.cpu(), num_blocks, block_size)
-        latent, _ = self._fields(kv_c_and_k_pe_cache, self.cache_dtype, query.dtype)
-        # Rows hold the latent, then the rotary key: both are the key, the first is the value.
-        rows = latent.as_strided(
-            (*latent.shape[:2], 1, self.head_size), (*latent.stride()[:2], 0, 1)
-        )
-        keys = KVViews(rows, rows[..., : self.kv_lora_rank])
-        scale = layer._k_scale
-        tensors = DenseTensors(query, keys, out, scale, scale, lse=lse)
+        fields = self._fields(kv_c_and_k_pe_cache, self.cache_dtype, query.dtype)
+        tensors = LatentTensors(query, rotary, *fields, out, lse, layer._k_scale)
         self._decoder().attend(step, tensors)
         return out, lse
 
@@ -143,6 +141,66 @@ class TritonMLAImpl(MLAAttentionImpl):
                 merge_states(states, lses, states[0], output_lse=lses[0], num_tokens=count)
         merge_states(states, lses, rows, output_scale=output_scale, num_tokens=count)
 
+    def warm_up(
+        self,
+        layer: AttentionLayer,
+        kv_cache: torch.Tensor,
+        builder: TritonMLAMetadataBuilder,
+        query_dtype: torch.dtype,
+        *,
+        output_scale: torch.Tensor | None = None,
+    ) -> None:
+        """Compile every kernel variant that serving this layer will need, by running small steps.
+
+        What makes a variant: the layer (heads, widths, KV cache dtype), the builder's configuration
+        (tiles, limits, block size), strides and alignment of the cache, dtype of the query, and
+        whether prefill is to write fp8 (call it once for each). Lengths and batch sizes make none.
+        The cache is read (block 0) and not written; the builder's plan is overwritten.
+
+        Args:
+            layer: scales of the layer.
+            kv_cache: its cache, in the layout to be served.
+            builder: of this triple, for the layer's group.
+            query_dtype: of queries, latents and plain output.
+            output_scale: what :meth:`forward_mha` will be given; its output is then fp8.
+
+        Raises:
+            ValueError: :meth:`process_weights_after_loading` was not called.
+        """
+        output_dtype = query_dtype if output_scale is None else torch.float8_e4m3fn
+
+        def run_steps() -> None:
+            for batch, record in builder.warm_up_steps():
+                count = batch.num_actual_tokens
+                blank = torch.zeros((), dtype=query_dtype, device=builder.device).new_zeros
+                latent = blank(count, self.kv_lora_rank)
+                rope = blank(count, 1, self.qk_rope_head_dim)
+                self.do_kv_cache_update(
+                    *(latent, rope, kv_cache, batch.slot_mapping),
+                    *(self.kv_cache_dtype, layer._k_scale),
+                )
+                query = blank(count, self.num_heads, self.qk_head_dim)
+                if record.decode is not None:
+                    # As an engine has it: absorbed head by head, the rotary part a slice.
+                    absorbed = blank(self.num_heads, count, self.kv_lora_rank).transpose(0, 1)
+                    rotary = query[..., self.qk_nope_head_dim :]
+                    self.forward_mqa((absorbed, rotary), kv_cache, record, layer)
+                    whole = torch.cat([absorbed, rotary], dim=-1)
+                    self.forward_mqa(whole, kv_cache, record, layer)
+                output = blank(count, self.num_heads * self.v_head_dim).to(output_dtype)
+                self.forward_mha(
+                    *(query, latent, rope, kv_cache, record),
+                    *(layer._k_scale, output, output_scale),
+                )
+
+        if builder.device.type == "cuda":
+            from attn.kernels.launch import collected_calls, compile_calls
+
+            with collected_calls() as calls:
+                run_steps()
+            compile_calls(calls, builder.device)
+        run_steps()
+
     def _expand(self, latent: torch.Tensor, rope: torch.Tensor, into: KVViews, **rows: Any) -> None:
         """Keys ``[S, H, P + r]`` and values ``[S, H, V]`` of latent rows."""
         from attn.kernels.expand import expand_call
@@ -171,19 +229,17 @@ class TritonMLAImpl(MLAAttentionImpl):
         latent, rope = latent_views(kv_cache, row).values()
         return latent, rope
 
-    def _decoder(self) -> DenseLauncher:
+    def _decoder(self) -> LatentLauncher:
         if self._latent is None:
-            from attn.kernels.dense import DenseLauncher, DenseLayer
+            from attn.kernels.mla_launch import LatentLauncher, LatentLayer
 
-            self._latent = DenseLauncher(
-                DenseLayer(
+            self._latent = LatentLauncher(
+                LatentLayer(
                     num_heads=self.num_heads,
-                    num_kv_heads=1,
-                    head_size=self.head_size,
-                    head_size_v=self.kv_lora_rank,
+                    rank=self.kv_lora_rank,
+                    rope_size=self.qk_rope_head_dim,
                     scale=self.scale,
                     cache_dtype=self.cache_dtype,
-                    causal=True,
                 )
             )
         return self._latent

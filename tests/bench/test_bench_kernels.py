@@ -15,6 +15,7 @@ from attn.bench import kernels, peers
 from attn.bench.cases import ALL_PEERS, CASES, HOPPER_CASES, PEERS, BenchTable, KernelCase, Target
 from attn.bench.inputs import expected_rows, make_content, permuted_table, sampled_tokens
 from attn.bench.kernels import KernelBench, Report, bench_kernels, main, run_and_report
+from attn.bench.latent_peers import LATENT_ADAPTERS
 from attn.bench.ours import engine_config, make_layer
 from attn.bench.peers import KernelRun, Refusal, prepare_peer
 from attn.bench.results import BenchResults, Status
@@ -383,7 +384,8 @@ def call_of(adapter, case_name):
 
 @pytest.mark.parametrize("name", ALL_PEERS)
 def test_peers_need_a_cuda_device(name):
-    refusal = prepare_peer(name, content_of("decode"))
+    adapters = {**peers._ADAPTERS, **LATENT_ADAPTERS}
+    refusal = prepare_peer(name, content_of("decode"), adapters)
     assert refusal == Refusal(Status.UNAVAILABLE, "needs a CUDA device, not cpu")
 
 

@@ -207,8 +207,11 @@ class Compiler:
         pipeline = 0
         if variant.kernel.attends:
             given = call.arguments
-            words = given["KV_TILE"] * (given["K_USED"] + given["V_USED"])
-            pipeline = (call.num_stages - 1) * words * given["key_ptr"].element_size()
+            if variant.kernel is Kernel.MLA_DECODE:
+                words, rows = given["USED"] + given["ROPE_USED"], given["latent_ptr"]
+            else:
+                words, rows = given["K_USED"] + given["V_USED"], given["key_ptr"]
+            pipeline = (call.num_stages - 1) * given["KV_TILE"] * words * rows.element_size()
         ptx = compiled.asm["ptx"]
         return Facts(
             **read,

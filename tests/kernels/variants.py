@@ -19,14 +19,17 @@ import attn.kernels.dense
 import builders.kernels
 import builders.split_kv
 import builders.triton_attn
+import builders.triton_mla
 from attn.impls.base import LayerScales
 from attn.impls.triton_attn import TritonAttentionImpl
 from attn.kernels.cache_write import rope_and_write_kv_call, write_kv_call
 from attn.kernels.launch import KernelCall
 from attn.kernels.merge import merge_call
+from attn.kernels.mla_launch import LatentLauncher, LatentLayer, LatentTensors
 from attn.kernels.stored import PTX, PTX_SM89
 from builders.common import CommonAttentionMetadata
 from builders.triton_attn import TritonAttentionMetadataBuilder
+from builders.triton_mla import TritonMLAMetadataBuilder
 from specs.attention import AttentionType
 from specs.devices import KNOWN_DEVICES
 from specs.dtypes import CacheDType, DType
@@ -37,9 +40,11 @@ from specs.kv_cache import (
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
-from specs.layouts import KVOrder, KVPacking
+from specs.layouts import KVOrder, KVPacking, latent_views
+from specs.rows import latent_format_of
 
 TARGETS: Final = {80: "a100", 90: "h100", 100: "b200", 120: "rtx-pro-6000"}
 """Compute capabilities to compile for, each with a device that has it."""
@@ -56,6 +61,7 @@ class Kernel(StrEnum):
     PREFILL = "prefill"
     HOPPER_PREFILL = "hopper_prefill"
     HOPPER_DECODE = "hopper_decode"
+    MLA_DECODE = "mla_decode"
     PLAN = "plan"
     WRITE = "write"
     ROPE_WRITE = "rope_write"
@@ -69,7 +75,7 @@ class Kernel(StrEnum):
     @property
     def attends(self) -> bool:
         """It reads keys and values tile by tile."""
-        return self in (Kernel.DECODE, Kernel.PREFILL)
+        return self in (Kernel.DECODE, Kernel.PREFILL, Kernel.MLA_DECODE)
 
     @property
     def is_gluon(self) -> bool:
@@ -215,6 +221,13 @@ def _only(kernel: Kernel, of: str, *tested: int, speed: bool = False, **fields: 
     return Variant(kernel, of, Layer(**fields), speed, tested)
 
 
+def _latent(
+    of: str, *tested: int, speed: bool = False, heads: int = 16, block_size: int = 64, **fields: Any
+) -> Variant:
+    sizes = {"heads": (heads, 1, 576), "head_size_v": 512, "block_size": block_size}
+    return _only(Kernel.MLA_DECODE, of, *tested, speed=speed, **sizes, **fields)
+
+
 _D, _P = Kernel.DECODE, Kernel.PREFILL
 _FP8, _E5M2 = CacheDType.FP8_E4M3, CacheDType.FP8_E5M2
 _INT8, _INT4 = CacheDType.INT8_PER_TOKEN_HEAD, CacheDType.INT4_PER_TOKEN_HEAD
@@ -281,6 +294,15 @@ VARIANTS: Final = (
     *_attending("blocks of 48", block_size=48),
     _only(_D, "blocks of 528", block_size=528),
     _only(_D, "HND", order=KVOrder.HND),
+    # Latent decode.
+    _latent("16 heads", 90, speed=True),
+    _latent("128 heads", 90, speed=True, heads=128),
+    _latent("16 heads verify 4", 90, speed=True, drafts=3),
+    _latent("16 heads fp8", 90, speed=True, cache=_FP8),
+    _latent("128 heads fp8", heads=128, cache=_FP8),
+    _latent("20 heads fp16 blocks of 48", heads=20, dtype=DType.FLOAT16, block_size=48),
+    _latent("16 heads fp32", dtype=DType.FLOAT32),
+    _latent("16 heads fp16 cache", cache=CacheDType.FLOAT16),
     # The other kernels.
     _only(Kernel.PLAN, "32/8/128", 90),
     _only(Kernel.PLAN, "window verify 8", window=128, drafts=7),
@@ -383,6 +405,8 @@ def call_of(variant: Variant, target: int) -> KernelCall:
     with _pretending(target):
         if variant.kernel is Kernel.PLAN:
             return _plan_call(layer)
+        if variant.kernel is Kernel.MLA_DECODE:
+            return _latent_call(layer)
         return _attention_call(layer, variant.kernel)
 
 
@@ -394,6 +418,7 @@ def _pretending(target: int) -> Iterator[None]:
     form = (PTX_SM89, True) if target >= 89 else (PTX, False)
     with (
         mock.patch.object(builders.triton_attn, "device_facts", return_value=facts),
+        mock.patch.object(builders.triton_mla, "device_facts", return_value=facts),
         mock.patch.object(attn.kernels.dense, "decode_form", return_value=form),
     ):
         yield
@@ -472,6 +497,37 @@ def attention_calls(
             output_lse=torch.zeros(tokens, heads) if layer.lse else None,
         )
     return calls
+
+
+def _latent_call(layer: Layer) -> KernelCall:
+    heads, _, size = layer.heads
+    rank, rope = layer.v_size, size - layer.v_size
+    spec = MLAAttentionSpec(
+        block_size=layer.block_size,
+        dtype=layer.dtype,
+        cache_dtype=layer.cache,
+        kv_lora_rank=rank,
+        qk_rope_head_dim=rope,
+    )
+    engine, batch = layer.engine(PrefillKernel.AUTO), _batch(layer, 1 + layer.drafts)
+    step = TritonMLAMetadataBuilder(spec, ["layer"], engine, "cpu").build(0, batch).decode
+    assert step is not None
+    stored = layer.dtype if layer.cache.is_quantized else layer.cache.element(layer.dtype)
+    row = latent_format_of(layer.cache).row(rank, rope, stored)
+    pages = torch.zeros(4, layer.block_size, row.nbytes, dtype=torch.uint8)
+    latent, rotary_keys = latent_views(pages, row).values()
+    query = torch.zeros(batch.num_actual_tokens, heads, size, dtype=layer.dtype.torch)
+    tensors = LatentTensors(
+        query[..., :rank],
+        query[..., rank:],
+        latent,
+        rotary_keys,
+        torch.zeros_like(query[..., :rank]),
+        torch.zeros(query.shape[:2]),
+        torch.ones(()),
+    )
+    known = LatentLayer(heads, rank, rope, size**-0.5, layer.cache)
+    return LatentLauncher(known).call(step, tensors)
 
 
 class _Recorder:

@@ -99,6 +99,9 @@ class LatentBuilder:
         for layer in layers:
             layer.impl.take_projection(dtype)
         logger.info("%s", served_line(self.label, spec, heads, layer_names))
+        if device.type == "cuda":
+            features = compat.features_of(vllm_config, kv_cache_spec)
+            warm_up(self, layers, features.output_quant)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
@@ -106,3 +109,38 @@ class LatentBuilder:
         ours: Any = super()
         level = ours.get_cudagraph_support(vllm_config, kv_cache_spec)
         return compat.cudagraph_support(level.value)
+
+
+class _Unwrapped:
+    """Our builder's own methods, whatever a wrapper factory has put over them."""
+
+    def __init__(self, builder: Any) -> None:
+        ours: Any = super(LatentBuilder, builder)
+        self.device = builder.device
+        self.warm_up_steps = getattr(ours, "warm_up_steps", None)
+
+
+def warm_up(builder: Any, layers: Sequence[Any], quantises: bool) -> None:
+    """Compile what the layers' steps launch, on a cache of two blocks laid out like the engine's.
+
+    vLLM's profiling run comes without metadata and so compiles nothing.
+
+    Args:
+        builder: of the layers' group.
+        layers: vLLM's modules, whose weights are loaded.
+        quantises: a compiler pass may fuse the output's fp8 quantisation.
+    """
+    plain, spec = _Unwrapped(builder), builder.kv_cache_spec
+    if plain.warm_up_steps is None:
+        return
+    kv_cache = spec.layout().allocate(2, builder.device)
+    scale = torch.ones((), device=builder.device)
+    warmed = set()
+    for layer in layers:
+        impl = layer.impl
+        likeness = (impl.kv_cache_dtype, impl.qk_nope_head_dim, impl.v_head_dim)
+        if likeness in warmed:
+            continue
+        warmed.add(likeness)
+        for output_scale in (None, scale) if quantises else (None,):
+            impl.warm_up(layer, kv_cache, plain, spec.dtype.torch, output_scale=output_scale)

@@ -1,0 +1,162 @@
+"""The table of latent attention: its cases, our run, and how peers are called."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from attn.bench.cases import MLA_CASES, MLA_PEERS, BenchTable, KernelCase
+from attn.bench.inputs import expected_rows, make_content
+from attn.bench.kernels import KernelBench, bench_kernels, make_bench
+from attn.bench.latent_peers import LATENT_ADAPTERS
+from attn.bench.peers import KernelRun, Refusal, _modules_of
+from attn.bench.results import CaseResult, Contender, Status, Verdict, checks_of
+from attn.bench.tables import render_markdown
+
+PUBLISHED = {
+    "mla_h128_b1_8k": [(0.05754, 40), (0.04141, 55), (0.02656, 86)],
+    "mla_h128_b32_4k": [(0.6038, 60), (0.08688, 420)],
+    "mla_h128_b128_4k": [(2.424, 60), (0.2712, 538), (0.2708, 539)],
+    "mla_h16_b32_8k": [(0.1838, 1643), (0.1052, 2871)],
+    "mla_h16_b128_4k": [(0.3457, 1747), (0.1796, 3362), (0.1584, 3813)],
+    "mla_h128_q2_b64_4k": [(0.2585, 565)],
+}
+"""Milliseconds and GB/s (without query and output) or TFLOP/s, whichever the kernel."""
+BY_NAME = {case.name: case for case in MLA_CASES}
+
+
+def tiny(name: str, **fields: Any) -> KernelCase:
+    case = BY_NAME[name]
+    return case.replace(query_lens=case.query_lens[:2], seq_lens=(100, 70), **fields)
+
+
+TINY = (
+    tiny("mla_h16_b32_8k", num_heads=4),
+    tiny("mla_h128_q2_b64_4k", num_heads=4),
+    tiny("mla_fp8_h16_b128_4k", num_heads=4),
+)
+
+
+def content_of(case: KernelCase) -> Any:
+    return make_content(case, torch.device("cpu"), torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_rates_are_those_of_the_published_times(name: str) -> None:
+    for milliseconds, rate in PUBLISHED[name]:
+        assert BY_NAME[name].rate(1000 * milliseconds) == pytest.approx(rate, rel=0.012, abs=0.5)
+
+
+def test_an_fp8_latent_is_judged_by_its_speed_over_bf16() -> None:
+    case, other = BY_NAME["mla_fp8_h16_b128_4k"], BY_NAME["mla_h16_b128_4k"]
+
+    def result(of: KernelCase, time: float) -> CaseResult:
+        ours = Contender(name="ours", status=Status.MEASURED, time_us=time)
+        return CaseResult(case=of, ours=ours)
+
+    for time, verdict in ((100.0, Verdict.MET), (101.0, Verdict.NOT_MET)):
+        (check,) = checks_of(result(case, time), [result(other, 160.0)])
+        assert check == ("<= 1 / 1.6 of mla_h16_b128_4k", verdict)
+
+
+def test_the_reference_is_right_and_the_table_has_its_peers() -> None:
+    bench = make_bench(None, ["mla_h16_*"], (), False, 1, 1, "abc", "mla")
+    assert (bench.backend, bench.peers, len(bench.cases)) == ("TRITON_MLA", MLA_PEERS, 2)
+    bench = KernelBench("TORCH_REF_MLA", TINY, MLA_PEERS, 1, 1, "abc", table=BenchTable.MLA)
+    results = bench_kernels(bench, lambda _: None)
+    assert [one.ours.status for one in results.cases] == [Status.MEASURED] * 3
+    assert all(one.ours.planned_us for one in results.cases)
+    text = render_markdown(results)
+    assert "| flashmla | flashinfer_mla | vllm_triton_mla |" in text
+    assert "## Memory" not in text
+
+
+class Peer:
+    """Stands for a module: its kernels give the expected rows, and note what they were given."""
+
+    def __init__(self, content: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.content, self.calls = content, {}
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+        facts = SimpleNamespace(multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+
+    def is_flashmla_dense_supported(self) -> tuple[bool, None]:
+        return True, None
+
+    def get_mla_metadata(self, *given: Any) -> tuple[str, None]:
+        self.calls["metadata"] = given
+        return "schedule", None
+
+    def flash_mla_with_kvcache(self, query: Any, *given: Any, **named: Any) -> tuple[Any, None]:
+        self.calls["flashmla"] = (query, *given), named
+        return query[..., :512].clone(), None
+
+    def BatchMLAPagedAttentionWrapper(self, *_: Any, **named: Any) -> Any:  # noqa: N802
+        return SimpleNamespace(
+            plan=lambda *given: self.calls.__setitem__("plan", given),
+            run=lambda *given, **named: self.calls.__setitem__("run", (given, named)),
+        )
+
+    def decode_attention_fwd(
+        self, q: Any, k: Any, v: Any, o: Any, lse: Any, table: Any, lens: Any, logits: Any,
+        splits: int, scale: float, page_size: int, k_scale: Any = None, is_mla: bool = False,
+    ) -> None:  # fmt: skip
+        self.calls["triton"] = (v.shape, logits.shape, splits, page_size, is_mla)
+
+
+def prepared(name: str, case: KernelCase, patch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    peer = Peer(content_of(case), patch)
+    run = LATENT_ADAPTERS[name][1](peer, peer.content)
+    if isinstance(run, KernelRun):
+        run.call()
+        assert run.output.shape == (case.num_tokens, case.num_heads, 512)
+    return run, peer.calls
+
+
+def test_peers_are_called_as_they_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, verify, fp8 = TINY
+    run, calls = prepared("flashmla", verify, monkeypatch)
+    given, named = calls["flashmla"]
+    assert given[0].shape == (2, 2, 4, 576)
+    assert given[4:] == (512, "schedule", None)
+    assert named == {"softmax_scale": verify.scale, "causal": True}
+    assert calls["metadata"][1:] == (8, 1)
+    run.collect()
+    assert torch.equal(run.output, given[0][..., :512].flatten(0, 1))
+    run, calls = prepared("flashinfer_mla", fp8, monkeypatch)
+    assert calls["plan"][0].tolist() == [0, 1, 2]
+    assert calls["plan"][4:9] == (4, 512, 64, 64, True)
+    assert [rows.shape[-1] for rows in calls["run"][0]] == [512, 64, 512, 64]
+    assert calls["run"][1]["ckv_scale"] == 1.0
+    run, calls = prepared("vllm_triton_mla", decode, monkeypatch)
+    assert calls["triton"] == ((12, 64, 1, 512), (2, 4, 32, 513), 32, 64, True)
+
+
+def test_peers_refuse_what_they_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, verify, fp8 = TINY
+    refused = (
+        ("flashmla", fp8, "fp8"),
+        ("flashmla", verify.replace(block_size=32), "pages of 64"),
+        ("flashinfer_mla", verify.replace(num_heads=5), "5 heads"),
+        ("vllm_triton_mla", verify, "one new token"),
+    )
+    for name, case, reason in refused:
+        refusal, _ = prepared(name, case, monkeypatch)
+        assert isinstance(refusal, Refusal)
+        assert reason in refusal.reason
+
+
+def test_flashinfer_compiles_its_latent_module_ahead() -> None:
+    ((module, make, backend, *rest),) = _modules_of(TINY[2])
+    assert (module, make, backend) == ("flashinfer.jit", "gen_batch_mla_module", "fa3")
+    assert rest[1] == torch.float8_e4m3fn
+    assert rest[4:] == [512, 64, False]
+
+
+def test_a_latent_content_has_one_tensor_of_rows() -> None:
+    content = content_of(TINY[0])
+    assert content.value.data_ptr() == content.key.data_ptr()
+    assert expected_rows(content).rows.shape[-1] == 512

@@ -1,0 +1,119 @@
+"""Latent decode over rows long enough to be cut: tiles of 16 and 64 rows, states and bundles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+
+import builders.triton_mla
+from attn.backends.triton_mla import TritonMLABackend
+from attn.reference import cache as reference
+from builders import kernels, split_kv
+from builders.latent_tiles import LatentShape, latent_tile
+from builders.segments import BUNDLE
+from builders.tiles import SHARED_MEMORY
+from specs.devices import DeviceKind
+from specs.dtypes import CacheDType, DType
+from tests.batches import BatchSpec
+from tests.cases import LatentCase
+from tests.trials import CaseResult, LatentTrial
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GROUPS = 3
+"""Groups of programs that the work is cut between here, whatever the device."""
+SHORT = BatchSpec("short_rows", (1, 1, 1), (40, 520, 0))
+LONG = BatchSpec("long_rows", (1,) * 3, (2700, 40, 2100))
+LONGER = BatchSpec("longer_rows", (1, 1), (5300, 1100))
+VERIFY = BatchSpec("long_verify", (4, 1, 3), (2603, 1049, 300), num_speculative_tokens=3)
+"""Segments have 512 tokens with tiles of 16 rows, 1024 with 64."""
+
+
+@pytest.fixture(autouse=True)
+def _a_small_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few programs of Hopper, so that rows are cut; the reference writes the cache."""
+    monkeypatch.setattr(builders.triton_mla, "device_facts", lambda _: (DeviceKind.SM90, GROUPS))
+    monkeypatch.setattr("attn.impls.triton_mla.write_kv", reference.write_kv)
+
+
+def trial_of(batch: BatchSpec, heads: int, **given: Any) -> LatentTrial:
+    known = {"dtype": DType.FLOAT16, "rank": 32, "rope_size": 16}
+    trial = LatentTrial(
+        TritonMLABackend, LatentCase(batch=batch, num_heads=heads, **{**known, **given}), DEVICE
+    )
+    trial.write()
+    return trial
+
+
+def check(trial: LatentTrial, record: Any) -> None:
+    plan = record.decode.split
+    for scratch in (plan.states, plan.sums):
+        scratch.fill_(float("nan"))
+    result = CaseResult()
+    trial.judge(trial.attend(record, trial.inputs, trial.cache()), record, result)
+    assert result.findings == {}
+    assert not bool(plan.counters.any())
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "rows", "bundle", "given"),
+    [
+        (LONG, 3, 16, 2, {}),
+        (LONGER, 20, 64, BUNDLE, {"block_size": 48}),
+        (VERIFY, 5, 64, 2, {"cache_dtype": CacheDType.FP8}),
+        (SHORT, 70, 64, BUNDLE, {}),
+    ],
+    ids=["16 rows", "64 rows", "verify fp8", "two tiles of heads"],
+)
+def test_cut_rows_are_right(
+    monkeypatch: pytest.MonkeyPatch,
+    batch: BatchSpec,
+    heads: int,
+    rows: int,
+    bundle: int,
+    given: dict[str, Any],
+) -> None:
+    if bundle != BUNDLE:
+        if DEVICE.type == "cuda":
+            pytest.skip("compiled kernels do not change their constants")
+        monkeypatch.setattr(kernels, "_BUNDLE", tl.constexpr(bundle))
+        monkeypatch.setattr(split_kv, "BUNDLE", bundle)
+    trial = trial_of(batch, heads, **given)
+    record = trial.build(trial.builder())
+    assert record.decode.split.tile.rows == rows
+    check(trial, record)
+
+
+@pytest.mark.parametrize(("heads", "batch"), [(3, VERIFY), (20, LONG)])
+def test_where_rows_are_cut_makes_no_difference(
+    monkeypatch: pytest.MonkeyPatch, heads: int, batch: BatchSpec
+) -> None:
+    seen = []
+    trial = trial_of(batch, heads)
+    for multiprocessors in (1, 5):
+        facts = (DeviceKind.SM90, multiprocessors)
+        monkeypatch.setattr(builders.triton_mla, "device_facts", lambda _, facts=facts: facts)
+        record = trial.build(trial.builder())
+        results = trial.attend(record, trial.inputs, trial.cache())
+        seen.append({name: rows.clone() for name, rows in results.items()})
+    assert seen[0].keys() == seen[1].keys()
+    assert all(torch.equal(seen[0][name], seen[1][name]) for name in seen[0])
+
+
+@pytest.mark.parametrize("kind", DeviceKind)
+@pytest.mark.parametrize(("itemsize", "bits"), [(2, 16), (2, 8), (4, 32), (4, 8)])
+def test_every_number_of_heads_has_a_tile_that_fits(
+    kind: DeviceKind, itemsize: int, bits: int
+) -> None:
+    for heads in range(1, 129):
+        for tokens in (1, 4, 16):
+            shape = LatentShape(heads, 512, 64, itemsize, bits)
+            tile = latent_tile(shape, kind, tokens)
+            assert tile.tile_heads * tile.query_tokens <= tile.rows
+            assert 0 <= tile.head_tiles * tile.tile_heads - heads < tile.tile_heads
+            # With one stage a tile passes through registers.
+            stages = (tile.num_stages - 1) * tile.kv_tile * shape.row_bytes
+            room = SHARED_MEMORY.get(kind, 99) * 1024
+            assert stages + tile.rows * 576 * itemsize <= room
