@@ -17,9 +17,10 @@ from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch
+from builders.latent_tiles import latent_kernel_of
 from builders.split import split_decodes_and_prefills
 from builders.split_kv import PrefillPlan, SplitLimits, SplitPlanner
-from builders.tiles import DenseShape, prefill_tile
+from builders.tiles import DenseShape, LayerAsks, prefill_tile
 from builders.triton_attn import (
     BLOCK_MULTIPLE,
     TritonAttentionMetadata,
@@ -29,7 +30,7 @@ from builders.triton_attn import (
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
 from specs.dtypes import CacheDType
-from specs.engine import EngineConfig
+from specs.engine import DecodeKernel, EngineConfig
 from specs.kv_cache import AnyKVCacheSpec, MLAAttentionSpec
 
 CACHE_DTYPES = (
@@ -127,7 +128,8 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             device: where the records' tensors live.
 
         Raises:
-            ValueError: ``num_heads`` is missing; a block size or dtype that no kernel takes.
+            ValueError: ``num_heads`` is missing; a block size or dtype that no kernel takes;
+                ``decode_kernel`` is one that does not serve the group.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         spec = kv_cache_spec
@@ -149,6 +151,14 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             vllm_config.max_model_len,
             None,
         )
+        tile, _ = latent_kernel_of(
+            shape,
+            self.kind,
+            spec.block_size,
+            vllm_config.max_decode_query_len,
+            LayerAsks(query=spec.dtype, cache_dtype=spec.cache_dtype),
+            vllm_config.decode_kernel,
+        )
         self.buffers = GraphBuffers(self.device)
         self.planner = SplitPlanner(
             shape,
@@ -157,6 +167,8 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             limits,
             vllm_config.max_decode_query_len,
             self.buffers,
+            hopper_decode=tile,
+            requires_hopper_decode=vllm_config.decode_kernel is DecodeKernel.HOPPER,
         )
         expanded = replace(
             shape,

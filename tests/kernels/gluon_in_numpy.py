@@ -155,7 +155,9 @@ class Tiles(Memory):
     def index(self, i: Any) -> Memory:
         stages, rows, columns = self.shape
         halves = columns // (128 if self.is_e4m3 else 64)
-        boxes = self.array.reshape(stages, halves, rows, 64)[int(i)]
+        # There may be more of them, for something else.
+        boxes = self.array.reshape(-1, 64)[: stages * halves * rows]
+        boxes = boxes.reshape(stages, halves, rows, 64)[int(i)]
         tile = boxes.transpose(1, 0, 2).reshape(rows, halves * 64)
         return Memory(_e4m3(tile) if self.is_e4m3 else tile)
 
@@ -287,6 +289,8 @@ _NAMES: dict[str, Any] = {
     "warpgroup_mma": _multiply,
     "warpgroup_mma_wait": lambda pending, deps: deps[0],
     "_e4m3_planes": _e4m3_planes,
+    "opaque_zero": lambda: 0,
+    "prefetch_l2": _nothing,
 }
 
 
