@@ -37,8 +37,9 @@ _HALF = tl.constexpr(256)
 
 @gluon.jit
 def opaque_zero():
-    """A zero that LLVM does not know: what is indexed by it stays in the loop. Of some 80
-    descriptors of products, kept in registers ahead of it, most would be spilled.
+    """A zero that LLVM does not know: what depends on it is computed where it is used, and not
+    kept in registers from the kernel's beginning on. Some 80 descriptors of products would be
+    spilled, and places of cells that a row's end needs.
     """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
@@ -239,7 +240,8 @@ def _load_queries(
     products of the row's before it under way: both have met since.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)) + opaque_zero()
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
     head = in_group + row % TILE_HEADS
     wanted = (row < count * TILE_HEADS) & (head < GROUP)
@@ -257,9 +259,24 @@ def _load_queries(
 
 
 @gluon.jit
+def _lender(r, fields, groups, total_ptr, HEAD_LOOPS: gl.constexpr):
+    """Who lends slots to a row. Computed where it is needed, as registers are few."""
+    base = gl.load(fields + 7) + (r % HEAD_LOOPS) * gl.load(fields + 6)
+    return lender_of(base, groups, total_ptr)
+
+
+@gluon.jit
+def _running(states_ptr, W: gl.constexpr, AREA: gl.constexpr, USED: gl.constexpr):
+    """Where a warp group keeps the output of a part's segments so far."""
+    slot = (gl.program_id(0) * 2 + W) * AREA + (AREA - 1) + opaque_zero()
+    return states_ptr + wide(slot) * (USED * _HALF)
+
+
+@gluon.jit
 def _load_running(at, o, USED: gl.constexpr):
     """The output of the part's segments so far, as this warp group left it."""
     OUTPUT: gl.constexpr = o.type.layout
+
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT))
     column = gl.arange(0, _HALF, layout=gl.SliceLayout(0, OUTPUT))
     mask = (row < USED)[:, None] & (column >= 0)[None, :]
@@ -269,6 +286,7 @@ def _load_running(at, o, USED: gl.constexpr):
 @gluon.jit
 def _store_running(at, o, USED: gl.constexpr):
     OUTPUT: gl.constexpr = o.type.layout
+
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT))
     column = gl.arange(0, _HALF, layout=gl.SliceLayout(0, OUTPUT))
     mask = (row < USED)[:, None] & (column >= 0)[None, :]
@@ -316,7 +334,6 @@ def consume_latents(
             False, False, False,
         )  # fmt: skip
         if end > begin:
-            first_part = gl.load(fields + 8)
             in_group = ((r % HEAD_LOOPS) * HEADS + lane) * TILE_HEADS
             row = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
             limit = gl.minimum(first + row // TILE_HEADS + 1, kv_len)
@@ -324,13 +341,6 @@ def consume_latents(
             M = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, OUTPUT))
             L = gl.zeros([64], gl.float32, gl.SliceLayout(1, OUTPUT))
             A = gl.zeros([64, _HALF], gl.float32, OUTPUT)
-            parts = gl.load(fields + 9)
-            is_all = (begin == 0) & (end == parts) & (gl.load(fields + 11) == 1)
-            lender = 0
-            if not is_all:
-                base = gl.load(fields + 7) + (r % HEAD_LOOPS) * gl.load(fields + 6)
-                lender = lender_of(base, groups, total_ptr)
-            slots = (lender * (2 * HEADS) + 2 * lane + W) * AREA
             # The plan, causal as the kernel is, has no segment of which nothing is seen.
             seen = segment_of(low * SEGMENT_UNIT)
             unseen = segment_of(gl.maximum(high - 1, 0) * SEGMENT_UNIT) + 1
@@ -341,11 +351,6 @@ def consume_latents(
                     walks & 1, W, GROUP, TILE_HEADS, QUERY_TOKEN, QUERY_HEAD,
                 )  # fmt: skip
                 walks += 1
-            # Two states do not fit into registers: that of the segments so far is kept in the last
-            # slot of the program's own area.
-            running = states_ptr + wide((gl.program_id(0) * 2 + W) * AREA + (AREA - 1)) * (
-                USED * _HALF
-            )
             for s in range(seen, unseen):
                 m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
                 l = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
@@ -391,23 +396,27 @@ def consume_latents(
                 m = gl.convert_layout(m, gl.SliceLayout(1, OUTPUT))
                 l = gl.convert_layout(l, gl.SliceLayout(1, OUTPUT))
                 if begin > 0:
-                    slot = slots + s - first_part
-                    store_state(states_ptr, sums_ptr, slot, m, l, o, USED, _HALF)
+                    lender = _lender(r, fields, groups, total_ptr, HEAD_LOOPS)
+                    slot = (lender * (2 * HEADS) + 2 * lane + W) * AREA + s - gl.load(fields + 8)
+                    store_state(states_ptr, sums_ptr, slot, m, l, o, opaque_zero(), USED, _HALF)
                 else:
+                    # Two states do not fit into registers: that of the segments so far is kept
+                    # in the last slot of the warp group's own area.
                     if s > seen:
-                        M, L, o = fold(M, L, _load_running(running, o, USED), m, l, o)
+                        at = _running(states_ptr, W, AREA, USED)
+                        M, L, o = fold(M, L, _load_running(at, o, USED), m, l, o)
                     else:
                         M = m
                         L = l
                     if s + 1 < unseen:
-                        _store_running(running, o, USED)
+                        _store_running(_running(states_ptr, W, AREA, USED), o, USED)
                 # Always, so that nothing is kept in registers through the next segment.
                 A = o
             # Once more, instead of being kept in registers meanwhile.
             token = gl.load(fields + 1)
             count = gl.load(fields + 2)
-            if is_all:
-                place = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT))
+            if (begin == 0) & (end == gl.load(fields + 9)) & (gl.load(fields + 11) == 1):
+                place = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
                 head = in_group + place % TILE_HEADS
                 column = gl.arange(0, _HALF, layout=gl.SliceLayout(0, OUTPUT))
                 write_rows(
@@ -417,12 +426,13 @@ def consume_latents(
                     LSE_TOKEN, False, False, WRITES_LSE, True,
                 )  # fmt: skip
             else:
+                lender = _lender(r, fields, groups, total_ptr, HEAD_LOOPS)
                 finish_part(
                     r, fields, 2 * lane + W, begin, end, lender, M, L, A, 0, in_group, rows_ptr,
                     total_ptr, starts_ptr, counters_ptr, states_ptr, sums_ptr, out_ptr + W * _HALF,
                     lse_ptr, lse_ptr, 1.0, lse_ptr, groups, OUT_TOKEN, OUT_HEAD, LSE_TOKEN,
-                    2 * HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, SLOTS, BUNDLES, AREA, _HALF,
-                    FINISH_ROWS, FINISH_WIDTH, False, False, WRITES_LSE,
+                    opaque_zero(), 2 * HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, SLOTS, BUNDLES,
+                    AREA, _HALF, FINISH_ROWS, FINISH_WIDTH, False, False, WRITES_LSE,
                 )  # fmt: skip
         begin = 0
         fields = rows_ptr + wide(((r + 1) // HEAD_LOOPS) * FIELDS)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from attn.kernels.dense import DenseLayer, DenseTensors
     from builders.triton_attn import TritonAttentionMetadata
 
-FINISH_CELLS = 2048
+FINISH_CELLS = 512
 """Cells of a state that a warp group, which finishes a row, folds at a time."""
 _HALF = 256
 
