@@ -166,6 +166,11 @@ def area_of(slots: int, bundles: int, head_loops: int) -> int:
     return slots + (2 * bundles * head_loops if bundles > 1 else 0)
 
 
+def scratch_area(hopper: HopperDecodeTile | None, slots: int, bundles: int, head_loops: int) -> int:
+    """States of a program, with that of the part that it is at where registers do not hold it."""
+    return area_of(slots, bundles, head_loops) + int(hopper is not None and hopper.warp_groups > 1)
+
+
 class SplitPlanner:
     """Owns the buffers of the plan, and fills them once per step."""
 
@@ -251,8 +256,9 @@ class SplitPlanner:
             self.slots = 0
         used = tile.tile_heads * tile.query_tokens
         launched = self.groups * self.heads
-        area = area_of(self.slots, self.bundles, self.head_loops)
+        area = scratch_area(hopper_decode, self.slots, self.bundles, self.head_loops)
         states = launched * (area + (0 if latent is None else SPARE_STATES)) * used
+        apart = 1 if hopper_decode is None else hopper_decode.warp_groups
         # Quantised rows are read in planes, each rounded up to a power of two on its own.
         width = max(power_of_two(shape.head_size_v), 64)
         int32, fp32 = torch.int32, torch.float32
@@ -262,9 +268,9 @@ class SplitPlanner:
         buffers.declare("total", (2,), int32)
         buffers.declare("starts", (self.groups + 1, 2), int32)
         buffers.declare("shares", (self.groups, SHARE_FIELDS), int32)
-        buffers.declare("counters", (launched * (1 + self.head_loops),), int32)
+        buffers.declare("counters", (apart * launched * (1 + self.head_loops),), int32)
         buffers.declare("states", (states * width,), fp32)
-        buffers.declare("sums", (states * 2,), fp32)
+        buffers.declare("sums", (apart * states * 2,), fp32)
         self.buffers = buffers
 
     @property

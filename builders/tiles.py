@@ -167,6 +167,10 @@ class HopperDecodeTile:
     """Consecutive tokens of a page that are loaded at once."""
     num_stages: int
     """Tiles under way."""
+    warp_groups: int = 1
+    """Warp groups that multiply, each with columns of the output of its own, whose states and
+    counters are apart. More than one fold a part's segments through memory: see
+    :mod:`attn.kernels.hopper.mla`, the only kernel that has them."""
 
 
 def split_tile(
@@ -294,7 +298,7 @@ def hopper_tile(
         block_size: tokens of a page; 0 without pages.
         asks: what else the layer asks, as far as it is known.
     """
-    refused = _misfit(shape, kind, block_size)
+    refused = misfit_of(shape, kind, block_size)
     if refused is not None:
         return refused
     if not 48 <= shape.head_size <= 256 or shape.head_size % 8:
@@ -303,7 +307,7 @@ def hopper_tile(
         return f"head size {shape.head_size} of a cache of 8 bits is not one up to 128"
     if asks.batch_invariant:
         return "batch invariance, for which every row goes to the split-KV kernel"
-    refused = _refused(asks)
+    refused = refusal_of(asks)
     if refused is not None:
         return refused
     if asks.query is not None and asks.output not in (None, asks.query):
@@ -399,7 +403,7 @@ def hopper_decode_tile(
         max_query_len: query tokens of a verify, all of which share one pass over the keys.
         asks: what else the layer asks, as far as it is known.
     """
-    refused = _misfit(shape, kind, block_size)
+    refused = misfit_of(shape, kind, block_size)
     if refused is not None:
         return refused
     is_e4m3 = shape.stored_bits == 8
@@ -408,7 +412,7 @@ def hopper_decode_tile(
         return f"head size {shape.head_size} is not one of {sizes}"
     if asks.cache_dtype is CacheDType.FP8_E5M2:
         return f"a cache of {asks.cache_dtype}"
-    refused = _refused(asks)
+    refused = refusal_of(asks)
     if refused is not None:
         return refused
     # Of 64 rows of wide heads, a thread's share of two states would be too much; e4m3 is converted
@@ -443,7 +447,7 @@ def hopper_decode_tile(
     return HopperDecodeTile(split, min(block_size & -block_size, kv_tile), stages)
 
 
-def _misfit(shape: DenseShape, kind: DeviceKind, block_size: int) -> str | None:
+def misfit_of(shape: DenseShape, kind: DeviceKind, block_size: int) -> str | None:
     """Of a layer's geometry, what no kernel for Hopper takes; None where there is no such thing."""
     if kind is not DeviceKind.SM90:
         return f"the device is {kind.value}, not {DeviceKind.SM90.value}"
@@ -469,7 +473,7 @@ def _stored_type(cache_dtype: CacheDType, query: DType) -> DType | CacheDType | 
     return cache_dtype if is_e5m2 and query is DType.FLOAT16 else None
 
 
-def _refused(asks: LayerAsks) -> str | None:
+def refusal_of(asks: LayerAsks) -> str | None:
     """What no kernel for Hopper does of what a layer asks; None where there is no such thing."""
     named = {
         "ALiBi": asks.alibi,

@@ -17,10 +17,11 @@ from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch
+from builders.hopper_latent import latent_kernel_of
 from builders.latent_tiles import LatentShape, latent_tile
 from builders.split import split_decodes_and_prefills
 from builders.split_kv import PrefillPlan, SplitLimits, SplitPlanner
-from builders.tiles import DenseShape, SplitTile, prefill_tile
+from builders.tiles import DenseShape, LayerAsks, SplitTile, prefill_tile
 from builders.triton_attn import (
     BLOCK_MULTIPLE,
     TritonAttentionMetadata,
@@ -30,7 +31,7 @@ from builders.triton_attn import (
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
 from specs.dtypes import CacheDType
-from specs.engine import EngineConfig
+from specs.engine import DecodeKernel, EngineConfig
 from specs.kv_cache import AnyKVCacheSpec, MLAAttentionSpec
 
 CACHE_DTYPES = (
@@ -131,7 +132,8 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
 
         Raises:
             ValueError: ``num_heads`` is missing; a block size or dtype that no kernel takes; a
-                bound of the workspace that is smaller than one chunk.
+                bound of the workspace that is smaller than one chunk; ``decode_kernel`` is one that
+                does not serve the group.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         spec = kv_cache_spec
@@ -153,6 +155,15 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             vllm_config.max_model_len,
             None,
         )
+        tokens = vllm_config.max_decode_query_len
+        tile, _ = latent_kernel_of(
+            shape,
+            self.kind,
+            spec.block_size,
+            tokens,
+            LayerAsks(query=spec.dtype, cache_dtype=spec.cache_dtype),
+            vllm_config.decode_kernel,
+        )
         self.buffers = GraphBuffers(self.device)
         self.planner = SplitPlanner(
             shape,
@@ -161,7 +172,9 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             limits,
             vllm_config.max_decode_query_len,
             self.buffers,
-            latent=self._latent_tile(spec, heads, vllm_config.max_decode_query_len),
+            latent=None if tile is not None else self._latent_tile(spec, heads, tokens),
+            hopper_decode=tile,
+            requires_hopper_decode=vllm_config.decode_kernel is DecodeKernel.HOPPER,
         )
         expanded = replace(
             shape,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from builders.hopper_latent import hopper_latent_tile
 from builders.tiles import (
     DenseShape,
     HopperDecodeTile,
@@ -11,7 +12,7 @@ from builders.tiles import (
     hopper_tile,
 )
 from specs.devices import DeviceKind
-from tests.cases import Case
+from tests.cases import Case, LatentCase
 
 
 def is_served(case: Case) -> bool:
@@ -29,6 +30,17 @@ def is_decoded(case: Case) -> bool:
         return False
     tokens = 1 + (case.batch.num_speculative_tokens or 0)
     tile = hopper_decode_tile(_shape(case), DeviceKind.SM90, case.block_size, tokens, _asks(case))
+    return isinstance(tile, HopperDecodeTile)
+
+
+def is_latent_served(case: LatentCase) -> bool:
+    """The same of the latent attention kernel; of its steps it takes the short rows."""
+    element, rank = case.cache_dtype.element(case.dtype), case.rank
+    bits = 8 * element.itemsize
+    shape = DenseShape(case.num_heads, 1, rank + case.rope_size, rank, case.dtype.itemsize, bits)
+    asks = LayerAsks(query=case.dtype, cache_dtype=case.cache_dtype)
+    tokens = 1 + (case.batch.num_speculative_tokens or 0)
+    tile = hopper_latent_tile(shape, DeviceKind.SM90, case.block_size, tokens, asks)
     return isinstance(tile, HopperDecodeTile)
 
 

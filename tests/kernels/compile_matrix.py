@@ -127,8 +127,8 @@ def misses_of(variant: Variant, target: int, facts: Facts) -> list[str]:
         if facts.shared < facts.pipeline:
             misses.append(f"{facts.shared} bytes of shared memory, stages need {facts.pipeline}")
     is_narrow = variant.layer.dtype.itemsize == 2
-    prefills = variant.kernel in (Kernel.PREFILL, Kernel.HOPPER_PREFILL)
-    wants_groups = target == 90 and prefills and is_narrow
+    by_groups = (Kernel.PREFILL, Kernel.HOPPER_PREFILL, Kernel.HOPPER_MLA)
+    wants_groups = target == 90 and variant.kernel in by_groups and is_narrow
     if wants_groups and not facts.warp_group_products:
         misses.append("no products by warp group")
     return misses

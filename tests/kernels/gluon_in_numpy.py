@@ -170,8 +170,11 @@ class Tiles(Memory):
         self.shape, self.is_e4m3 = shape, is_e4m3
 
     def index(self, i: Any) -> Memory:
-        stages, rows, _ = self.shape
-        tile = Tile(self.array.reshape(stages, -1, rows, self.array.shape[-1])[int(i)])
+        stages, rows, columns = self.shape
+        boxes, width = self.array, self.array.shape[-1]
+        # There may be more of them, for something else.
+        used = stages * rows * (columns // (2 * width if self.is_e4m3 else width))
+        tile = Tile(boxes.reshape(-1, width)[:used].reshape(stages, -1, rows, width)[int(i)])
         return Memory(_e4m3(tile.array)) if self.is_e4m3 else tile
 
 
@@ -302,6 +305,8 @@ _NAMES: dict[str, Any] = {
     "warpgroup_mma": _multiply,
     "warpgroup_mma_wait": lambda pending, deps: deps[0],
     "_e4m3_planes": _e4m3_planes,
+    "opaque_zero": lambda: 0,
+    "prefetch_l2": _nothing,
 }
 
 

@@ -23,7 +23,8 @@ import builders.triton_mla
 from attn.impls.base import LayerScales
 from attn.impls.triton_attn import TritonAttentionImpl
 from attn.kernels.cache_write import rope_and_write_kv_call, write_kv_call
-from attn.kernels.launch import KernelCall
+from attn.kernels.dense import DenseLauncher, DenseLayer, DenseTensors
+from attn.kernels.launch import KernelCall, collected_calls
 from attn.kernels.merge import merge_call
 from attn.kernels.mla_launch import LatentLauncher, LatentLayer, LatentTensors
 from attn.kernels.stored import PTX, PTX_SM89
@@ -43,7 +44,7 @@ from specs.kv_cache import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
-from specs.layouts import KVOrder, KVPacking, latent_views
+from specs.layouts import KVOrder, KVPacking, KVViews, latent_views
 from specs.rows import latent_format_of
 
 TARGETS: Final = {80: "a100", 90: "h100", 100: "b200", 120: "rtx-pro-6000"}
@@ -62,6 +63,7 @@ class Kernel(StrEnum):
     HOPPER_PREFILL = "hopper_prefill"
     HOPPER_DECODE = "hopper_decode"
     MLA_DECODE = "mla_decode"
+    HOPPER_MLA = "hopper_mla"
     PLAN = "plan"
     WRITE = "write"
     ROPE_WRITE = "rope_write"
@@ -318,7 +320,7 @@ VARIANTS: Final = (
     _only(Kernel.MERGE, "fp8 output", 80, fp8_output=True),
 )
 
-_H, _HD = Kernel.HOPPER_PREFILL, Kernel.HOPPER_DECODE
+_H, _HD, _HL = Kernel.HOPPER_PREFILL, Kernel.HOPPER_DECODE, Kernel.HOPPER_MLA
 HOPPER_VARIANTS: Final = (
     # The shapes of the speed table.
     _only(_H, "32/8/128", 90, speed=True),
@@ -392,6 +394,12 @@ HOPPER_VARIANTS: Final = (
     _only(_HD, "blocks of 528", block_size=528),
     _only(_HD, "blocks of 256", block_size=256),
     _only(_HD, "HND", order=KVOrder.HND),
+    # Latent attention: of 16 heads one warp's rows are used, 128 are two tiles.
+    _only(_HL, "16 heads", heads=(16, 1, 576), block_size=64),
+    _only(_HL, "128 heads", 90, heads=(128, 1, 576), block_size=64),
+    _only(_HL, "64 heads pages of 16", heads=(64, 1, 576)),
+    _only(_HL, "20 heads verify 4", heads=(20, 1, 576), drafts=3),
+    _only(_HL, "128 heads fp16", heads=(128, 1, 576), block_size=64, dtype=DType.FLOAT16),
 )
 
 
@@ -407,6 +415,8 @@ def call_of(variant: Variant, target: int) -> KernelCall:
             return _plan_call(layer)
         if variant.kernel is Kernel.MLA_DECODE:
             return _latent_call(layer)
+        if variant.kernel is Kernel.HOPPER_MLA:
+            return _hopper_latent_call(layer)
         return _attention_call(layer, variant.kernel)
 
 
@@ -528,6 +538,36 @@ def _latent_call(layer: Layer) -> KernelCall:
     )
     known = LatentLayer(heads, rank, rope, size**-0.5, layer.cache)
     return LatentLauncher(known).call(step, tensors)
+
+
+def _hopper_latent_call(layer: Layer) -> KernelCall:
+    """Decode or verify rows of TRITON_MLA, by the kernel for Hopper."""
+    heads, _, size = layer.heads
+    dtype, latent = layer.dtype.torch, size - 64
+    spec = MLAAttentionSpec(
+        block_size=layer.block_size,
+        dtype=layer.dtype,
+        kv_lora_rank=latent,
+        qk_rope_head_dim=size - latent,
+    )
+    batch = _batch(layer, 1 + layer.drafts)
+    engine = layer.engine(PrefillKernel.AUTO, DecodeKernel.HOPPER)
+    step = TritonMLAMetadataBuilder(spec, ["layer"], engine, "cpu").build(0, batch).decode
+    assert step is not None
+    tokens, rows = batch.num_actual_tokens, torch.zeros(10, layer.block_size, 1, size, dtype=dtype)
+    tensors = DenseTensors(
+        torch.zeros(tokens, heads, size, dtype=dtype),
+        KVViews(rows, rows[..., :latent]),
+        torch.zeros(tokens, heads, latent, dtype=dtype),
+        torch.ones(1),
+        torch.ones(1),
+        lse=torch.zeros(tokens, heads),
+    )
+    dense = DenseLayer(heads, 1, size, latent, size**-0.5, layer.cache, causal=True)
+    with collected_calls() as calls:
+        DenseLauncher(dense).attend(step, tensors)
+    (call,) = calls
+    return call
 
 
 class _Recorder:

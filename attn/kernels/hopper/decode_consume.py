@@ -269,7 +269,7 @@ def consume(
                 for s in range(first_part + begin, first_part + end):
                     if (s < seen) | (s >= unseen):
                         store_state(
-                            states_ptr, sums_ptr, slots + s - first_part, M, L, A, USED, WIDTH
+                            states_ptr, sums_ptr, slots + s - first_part, M, L, A, 0, USED, WIDTH
                         )
             for s in range(seen, unseen):
                 m = gl.full([ROWS], float("-inf"), gl.float32, SUMS)
@@ -293,7 +293,7 @@ def consume(
                 total = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, STATE))
                 if begin > 0:
                     store_state(
-                        states_ptr, sums_ptr, slots + s - first_part, m, total, acc, USED, WIDTH
+                        states_ptr, sums_ptr, slots + s - first_part, m, total, acc, 0, USED, WIDTH
                     )
                 else:
                     M, L, A = fold(M, L, A, m, total, acc)
@@ -315,7 +315,7 @@ def consume(
                     r, fields, lane, begin, end, lender, M, L, A, kv_head, in_group, rows_ptr,
                     total_ptr, starts_ptr, counters_ptr, states_ptr, sums_ptr, out_ptr, lse_ptr,
                     sinks_ptr, v_factor, output_scale_ptr, groups, wide(out_token), out_head,
-                    wide(lse_token), HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, SLOTS, BUNDLES,
+                    wide(lse_token), 0, HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, SLOTS, BUNDLES,
                     AREA, WIDTH, FINISH_ROWS, FINISH_WIDTH, SINKS, FP8_OUT, LSE,
                 )  # fmt: skip
         begin = 0

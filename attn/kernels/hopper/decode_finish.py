@@ -12,13 +12,16 @@ from attn.kernels.tile import fold
 
 
 @gluon.jit
-def store_state(states_ptr, sums_ptr, slot, m, l, acc, USED: gl.constexpr, WIDTH: gl.constexpr):
+def store_state(
+    states_ptr, sums_ptr, slot, m, l, acc, zero, USED: gl.constexpr, WIDTH: gl.constexpr
+):
     """State of one segment into its slot of the scratch, as :func:`attn.kernels.tile.store_state`
-    does; only rows below USED exist there.
+    does; only rows below USED exist there. ``zero`` is one that the compiler does not know, where
+    places of cells shall not be kept in registers from the kernel's beginning on.
     """
     STATE: gl.constexpr = acc.type.layout
     SUMS: gl.constexpr = gl.SliceLayout(1, STATE)
-    row = gl.arange(0, acc.shape[0], layout=SUMS)
+    row = gl.arange(0, acc.shape[0], layout=SUMS) + zero
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, STATE))
     mine = row < USED
     slot = slot.to(gl.int64)
@@ -70,7 +73,7 @@ def _load_parts(
 @gluon.jit
 def _fold_parts(
     kv_head, in_group, token, count, slot, first, parts, target, stores, states_ptr, sums_ptr,
-    out_ptr, lse_ptr, sinks_ptr, v_factor, output_scale_ptr, out_token, out_head, lse_token,
+    out_ptr, lse_ptr, sinks_ptr, v_factor, output_scale_ptr, out_token, out_head, lse_token, zero,
     GROUP: gl.constexpr, TILE_HEADS: gl.constexpr, USED: gl.constexpr, WIDTH: gl.constexpr,
     FINISH_ROWS: gl.constexpr, FINISH_WIDTH: gl.constexpr, SINKS: gl.constexpr,
     FP8_OUT: gl.constexpr, LSE: gl.constexpr,
@@ -80,7 +83,7 @@ def _fold_parts(
     """
     LANES: gl.constexpr = FINISH_WIDTH // 4 if FINISH_WIDTH < 128 else 32
     CELLS: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
-    row = gl.arange(0, FINISH_ROWS, layout=gl.SliceLayout(1, CELLS))
+    row = gl.arange(0, FINISH_ROWS, layout=gl.SliceLayout(1, CELLS)) + zero
     mine = row < USED
     head = kv_head * GROUP + in_group + row % TILE_HEADS
     wanted = (row < count * TILE_HEADS) & (in_group + row % TILE_HEADS < GROUP)
@@ -136,7 +139,7 @@ def _place_of(fields, loop, end):
 def finish_part(
     r, fields, lane, begin, end, lender, m, l, acc, kv_head, in_group, rows_ptr, total_ptr,
     starts_ptr, counters_ptr, states_ptr, sums_ptr, out_ptr, lse_ptr, sinks_ptr, v_factor,
-    output_scale_ptr, groups, out_token, out_head, lse_token, HEADS: gl.constexpr,
+    output_scale_ptr, groups, out_token, out_head, lse_token, zero, HEADS: gl.constexpr,
     HEAD_LOOPS: gl.constexpr, GROUP: gl.constexpr, TILE_HEADS: gl.constexpr, USED: gl.constexpr,
     SLOTS: gl.constexpr, BUNDLES: gl.constexpr, AREA: gl.constexpr, WIDTH: gl.constexpr,
     FINISH_ROWS: gl.constexpr, FINISH_WIDTH: gl.constexpr, SINKS: gl.constexpr,
@@ -171,7 +174,7 @@ def finish_part(
         mine_too += (gl.where(spans, 0, HEAD_LOOPS) + loop) * BUNDLES
     if begin == 0:
         slot = gl.where(is_whole, mine_too + bundle, slots)
-        store_state(states_ptr, sums_ptr, slot, m, l, acc, USED, WIDTH)
+        store_state(states_ptr, sums_ptr, slot, m, l, acc, zero, USED, WIDTH)
     # All threads have stored before one of them says so.
     thread_barrier()
     ready = is_whole
@@ -206,6 +209,6 @@ def finish_part(
                     kv_head, in_group, gl.load(fields + 1), gl.load(fields + 2), slot, after,
                     count_of, mine_too + bundle, (level == 0) & (bundles > 1), states_ptr, sums_ptr,
                     out_ptr, lse_ptr, sinks_ptr, v_factor, output_scale_ptr, out_token, out_head,
-                    lse_token, GROUP, TILE_HEADS, USED, WIDTH, FINISH_ROWS, FINISH_WIDTH, SINKS,
-                    FP8_OUT, LSE,
+                    lse_token, zero, GROUP, TILE_HEADS, USED, WIDTH, FINISH_ROWS, FINISH_WIDTH,
+                    SINKS, FP8_OUT, LSE,
                 )  # fmt: skip

@@ -11,7 +11,7 @@ from attn.kernels.hopper.decode_parts import FIELDS, part_at, share_at
 
 
 @gluon.jit
-def _pages(
+def pages_of(
     table_ptr, tile, start, kv_len, KV_TILE: gl.constexpr, RUN: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
@@ -66,11 +66,11 @@ def produce(
         kv_head = ((r % HEAD_LOOPS) * HEADS + lane) // HEAD_TILES
         # A table has fewer than 2^31 entries.
         table = table_ptr + req * table_row
-        pages = _pages(table, low, start, kv_len, KV_TILE, RUN, BLOCK_SIZE)
+        pages = pages_of(table, low, start, kv_len, KV_TILE, RUN, BLOCK_SIZE)
         for tile in range(low, high):
             stage = turn % STAGES
             # A tile ahead; past the last of the part it is not used.
-            ahead = _pages(
+            ahead = pages_of(
                 table, gl.minimum(tile + 1, high - 1), start, kv_len, KV_TILE, RUN, BLOCK_SIZE
             )
             # A fresh barrier lets parity 1 pass at once.

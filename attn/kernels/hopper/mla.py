@@ -1,0 +1,129 @@
+"""Latent attention on Hopper: decode and verify over a cache of 512 latent and 64 rotary columns.
+
+The plan, the cuts, the states and the order in which these are folded are those of
+:mod:`attn.kernels.decode`, and so is everything that follows from them: a row's bits depend on that
+row alone, and no program waits for another. Rows of 64 (query tokens x query heads) go through two
+warp groups that multiply, each with half of the output's columns; a latent row is read once, as the
+key and, in its first 512 columns, as the value.
+
+No page is read of which no row of the tile sees a key: its place is filled with zeros by a box
+outside the cache. Slots past the end of the request share a page with live ones and may hold
+anything; as values they are overwritten with zeros, since zero times NaN is NaN.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from attn.kernels.hopper.mla_consume import consume_latents
+from attn.kernels.hopper.mla_produce import produce_latents
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@gluon.jit(
+    do_not_specialize=["groups", "table_row"],
+    do_not_specialize_on_alignment=["table_ptr", "lse_ptr"],
+)
+def hopper_mla_kernel(
+    query_ptr,
+    k_desc,
+    cache_ptr,
+    out_ptr,
+    lse_ptr,
+    table_ptr,
+    rows_ptr,
+    total_ptr,
+    starts_ptr,
+    shares_ptr,
+    counters_ptr,
+    states_ptr,
+    sums_ptr,
+    table_row,
+    cache_block,
+    scale,
+    groups,
+    HEADS: gl.constexpr,
+    HEAD_LOOPS: gl.constexpr,
+    GROUP: gl.constexpr,
+    TILE_HEADS: gl.constexpr,
+    QUERY_TOKENS: gl.constexpr,
+    SLOTS: gl.constexpr,
+    BUNDLES: gl.constexpr,
+    AREA: gl.constexpr,
+    SEGMENT_UNIT: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    RUN: gl.constexpr,
+    QUERY_TOKEN: gl.constexpr,
+    QUERY_HEAD: gl.constexpr,
+    OUT_TOKEN: gl.constexpr,
+    OUT_HEAD: gl.constexpr,
+    LSE_TOKEN: gl.constexpr,
+    FINISH_ROWS: gl.constexpr,
+    FINISH_WIDTH: gl.constexpr,
+    EARLY: gl.constexpr,
+    PREFETCH: gl.constexpr,
+    LSE: gl.constexpr,
+):
+    """Attention of the plan's rows; grid ``(groups * HEADS,)``.
+
+    Descriptor: latent rows ``[N, BLOCK_SIZE, 576]`` in boxes of RUN tokens and 64 columns; the same
+    by its address, for prefetches. Query ``[T, H, 576]``, out ``[T, H, 512]``, LSE ``[T, H]``; the
+    rest as in :func:`attn.kernels.decode.decode_kernel`, with states, sums and counters apart for
+    each of two warp groups.
+    """
+    DTYPE: gl.constexpr = k_desc.dtype
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    STAGES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    RUNS: gl.constexpr = 64 // RUN
+    factor = scale * _LOG2E
+    # Of each pair of blocks: left half, right half, rope.
+    left_boxes = gl.allocate_shared_memory(DTYPE, [8 * RUNS, 1, RUN, 64], STAGES)
+    right_boxes = gl.allocate_shared_memory(DTYPE, [8 * RUNS, 1, RUN, 64], STAGES)
+    rope_boxes = gl.allocate_shared_memory(DTYPE, [2 * RUNS, 1, RUN, 64], STAGES)
+    # Left half, right half, rope.
+    q_boxes = gl.allocate_shared_memory(DTYPE, [9, 64, 64], LAYOUT)
+    p = gl.allocate_shared_memory(DTYPE, [1, 64, 64], LAYOUT)
+    m_first = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    m_second = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    sums_of = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
+    # Of each pair: rope, left and right half of both blocks.
+    full = gl.allocate_shared_memory(gl.int64, [6, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [6, 1], BARRIER)
+    # Weights of either block, sums of either warp group.
+    ready = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
+    loaded = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
+    for i in gl.static_range(6):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    for i in gl.static_range(4):
+        mbarrier.init(ready.index(i), count=1)
+    mbarrier.init(loaded.index(0), count=2)
+    # TMA sees barriers by another way than threads do.
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (consume_latents, (query_ptr, q_boxes, left_boxes, right_boxes, rope_boxes, p, m_first,
+                m_second, sums_of, full, empty, ready, loaded.index(0), out_ptr, lse_ptr, rows_ptr,
+                total_ptr, starts_ptr, shares_ptr, counters_ptr, states_ptr, sums_ptr, factor,
+                groups, 0, HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, QUERY_TOKENS, SLOTS, BUNDLES, AREA,
+                SEGMENT_UNIT, DTYPE, RUN, QUERY_TOKEN, QUERY_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN,
+                FINISH_ROWS, FINISH_WIDTH, EARLY, LSE)),
+            (consume_latents, (query_ptr, q_boxes, left_boxes, right_boxes, rope_boxes, p, m_first,
+                m_second, sums_of, full, empty, ready, loaded.index(0), out_ptr, lse_ptr, rows_ptr,
+                total_ptr, starts_ptr, shares_ptr, counters_ptr, states_ptr, sums_ptr, factor,
+                groups, 1, HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, QUERY_TOKENS, SLOTS, BUNDLES, AREA,
+                SEGMENT_UNIT, DTYPE, RUN, QUERY_TOKEN, QUERY_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN,
+                FINISH_ROWS, FINISH_WIDTH, EARLY, LSE)),
+            (produce_latents, (k_desc, cache_ptr, rope_boxes, left_boxes, right_boxes, full, empty,
+                table_ptr, rows_ptr, shares_ptr, table_row, cache_block, HEADS, HEAD_LOOPS,
+                SEGMENT_UNIT, RUN, BLOCK_SIZE, PREFETCH)),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip

@@ -1,0 +1,438 @@
+"""The consumers of latent attention: two warp groups, each with half of the output's columns.
+
+A tile is two blocks of 64 keys. Warp group 0 has the scores of the first block, warp group 1 those
+of the second; weights and the running maximum go from 0 to 1 and back to 0, so that one frame
+serves both halves of the output, and one buffer both blocks' weights: their turns alternate.
+
+    0:  output += P1 V1 (of the tile before); scores of block 0; softmax; P0, m; output += P0 V0
+    1:  scores of block 1; takes P0, m; output += P0 V0, softmax under it; P1, m; output += P1 V1
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attn.kernels.hopper.compat import reinterpret, thread_barrier
+from attn.kernels.hopper.decode_finish import finish_part, lender_of, store_state
+from attn.kernels.hopper.decode_parts import FIELDS, part_at, share_at
+from attn.kernels.hopper.tiles import wide
+from attn.kernels.rows import write_rows
+from attn.kernels.tile import fold
+from builders.kernels import segment_of, segment_start
+
+BLOCK = tl.constexpr(64)
+"""Keys of a block; rows of a tile too."""
+_TILE = tl.constexpr(128)
+_HALF = tl.constexpr(256)
+"""Columns of the output that a warp group has."""
+
+
+@gluon.jit
+def opaque_zero():
+    """A zero that LLVM does not know: what depends on it is computed where it is used, and not
+    kept in registers from the kernel's beginning on. Some 80 descriptors of products would be
+    spilled, and places of cells that a row's end needs.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _clear_tail(runs, place, live, RUN: gl.constexpr):
+    """Zero a block's values from ``live`` to the end of its run: nobody wrote them, they may be
+    NaN. ``place`` is that of the block's first box; pages without live slots are zeros already.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    if (live > 0) & (live < BLOCK) & (live % RUN != 0):
+        run = live // RUN
+        row = run * RUN + gl.arange(0, RUN, layout=gl.SliceLayout(1, LAYOUT))
+        for i in gl.static_range(4):
+            box = runs.index(place + i * (BLOCK // RUN) + run)
+            rows = box.load(LAYOUT)
+            box.store(gl.where((row < live)[:, None], rows, gl.zeros_like(rows)))
+        # Before products read them, and TMA overwrites them.
+        fence_async_shared()
+        thread_barrier()
+
+
+@gluon.jit
+def _base(m):
+    """What weights are relative to: a row may have seen nothing so far."""
+    return gl.where(m == float("-inf"), 0.0, m)
+
+
+@gluon.jit
+def _shrunk(o, by):
+    """Rows of the output times factors."""
+    return o * gl.convert_layout(by, gl.SliceLayout(1, o.type.layout))[:, None]
+
+
+@gluon.jit
+def _scores(
+    z, phase, q, q_boxes, left, right, rope, full, W: gl.constexpr, SCORES: gl.constexpr
+):  # fmt: skip
+    """Ask for the scores of the warp group's block, as far as its keys come first."""
+    zero = gl.zeros([64, 64], gl.float32, SCORES)
+    mbarrier.wait(full.index(W), phase)
+    keys = rope.index(z + W).permute((1, 0))
+    s = warpgroup_mma(q_boxes.index(z + 8), keys, zero, use_acc=False, is_async=True)
+    mbarrier.wait(full.index(2 + W), phase)
+    return warpgroup_mma(q.index(z), left.index(z + W).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def _all_scores(
+    s, z, phase, tile, q, right, full, limit, all_high, W: gl.constexpr, SCORES: gl.constexpr
+):  # fmt: skip
+    """The rest of them; -inf where a row does not see the key."""
+    mbarrier.wait(full.index(4 + W), phase)
+    s = warpgroup_mma(q.index(z + 1), right.index(z + W).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    if tile * _TILE + (W + 1) * BLOCK > all_high:
+        key = tile * _TILE + W * BLOCK + gl.arange(0, 64, layout=gl.SliceLayout(0, SCORES))
+        s = gl.where(key[None, :] < limit[:, None], s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def _publish(weights, m, p, m_of, ready, empty, W: gl.constexpr):
+    """Weights and maximum for the other warp group; and the rope part of the keys is free."""
+    p.store(weights)
+    m_of.store(m)
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(ready.index(W), count=1)
+    mbarrier.arrive(empty.index(W), count=1)
+
+
+@gluon.jit
+def _take_second(
+    z, turn, tile, m, l, o, p, m_second, left, left_runs, ready, kv_len, RUN: gl.constexpr,
+    SCORES: gl.constexpr,
+):  # fmt: skip
+    """Warp group 0: takes maximum and weights, and asks for these times the second block."""
+    mbarrier.wait(ready.index(1), turn & 1)
+    top = m_second.load(gl.SliceLayout(1, SCORES))
+    shrink = gl.exp2(m - _base(top))
+    o = _shrunk(o, shrink)
+    _clear_tail(left_runs, 4 * (BLOCK // RUN), kv_len - tile * _TILE - BLOCK, RUN)
+    return top, l * shrink, warpgroup_mma(p.index(z), left.index(z + 1), o, is_async=True)
+
+
+@gluon.jit
+def _first_block(
+    turn, tile, m, l, o, q, q_boxes, left, right, rope, left_runs, p, m_first, m_second, full,
+    empty, ready, factor, limit, all_high, kv_len, IS_FIRST: gl.constexpr, RUN: gl.constexpr,
+    DTYPE: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """Warp group 0's part of a tile."""
+    OUTPUT: gl.constexpr = o.type.layout
+    z = opaque_zero()
+    phase = turn & 1
+    if not IS_FIRST:
+        m, l, o = _take_second(
+            z, turn - 1, tile - 1, m, l, o, p, m_second, left, left_runs, ready, kv_len, RUN, SCORES
+        )
+    s = _scores(z, phase, q, q_boxes, left, right, rope, full, 0, SCORES)
+    if not IS_FIRST:
+        # All but the two that were asked for since.
+        o = warpgroup_mma_wait(2, deps=[o])
+        thread_barrier()
+        mbarrier.arrive(empty.index(3), count=1)
+    s = _all_scores(s, z, phase, tile, q, right, full, limit, all_high, 0, SCORES)
+    # In units of log 2 and rounded once: differences of maxima are then exact where it counts.
+    top = gl.maximum(m, gl.max(s, 1) * factor)
+    base = _base(top)
+    weights = gl.exp2(s * factor - base[:, None])
+    narrow = weights.to(DTYPE)
+    _publish(narrow, top, p.index(0), m_first, ready, empty, 0)
+    shrink = gl.exp2(m - base)
+    o = _shrunk(o, shrink)
+    l = l * shrink + gl.sum(weights, 1)
+    _clear_tail(left_runs, 0, kv_len - tile * _TILE, RUN)
+    operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, OUTPUT, 2))
+    o = warpgroup_mma(operand, left.index(z), o, is_async=True)
+    o = warpgroup_mma_wait(0, deps=[o])
+    thread_barrier()
+    mbarrier.arrive(empty.index(2), count=1)
+    return top, l, o
+
+
+@gluon.jit
+def _take_first(
+    z, turn, tile, m, o, p, m_first, right, right_runs, ready, kv_len, RUN: gl.constexpr,
+    SCORES: gl.constexpr,
+):  # fmt: skip
+    """Warp group 1: takes maximum and weights, and asks for these times the first block."""
+    mbarrier.wait(ready.index(0), turn & 1)
+    top = m_first.load(gl.SliceLayout(1, SCORES))
+    shrink = gl.exp2(m - _base(top))
+    o = _shrunk(o, shrink)
+    _clear_tail(right_runs, 0, kv_len - tile * _TILE, RUN)
+    return top, shrink, warpgroup_mma(p.index(z), right.index(z), o, is_async=True)
+
+
+@gluon.jit
+def _second_block(
+    turn, tile, m, l, o, q, q_boxes, left, right, rope, right_runs, p, m_first, m_second, full,
+    empty, ready, factor, limit, all_high, kv_len, EARLY: gl.constexpr, RUN: gl.constexpr,
+    DTYPE: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """Warp group 1's part of a tile. EARLY frees half of the first block while the second comes:
+    better where memory is the limit, worse where products are.
+    """
+    OUTPUT: gl.constexpr = o.type.layout
+    z = opaque_zero()
+    phase = turn & 1
+    if EARLY:
+        first, shrink, o = _take_first(
+            z, turn, tile, m, o, p, m_first, right, right_runs, ready, kv_len, RUN, SCORES
+        )
+        o = warpgroup_mma_wait(0, deps=[o])
+        thread_barrier()
+        mbarrier.arrive(empty.index(4), count=1)
+    s = _scores(z, phase, q, q_boxes, left, right, rope, full, 1, SCORES)
+    s = _all_scores(s, z, phase, tile, q, right, full, limit, all_high, 1, SCORES)
+    own = gl.max(s, 1) * factor
+    if not EARLY:
+        first, shrink, o = _take_first(
+            z, turn, tile, m, o, p, m_first, right, right_runs, ready, kv_len, RUN, SCORES
+        )
+    top = gl.maximum(first, own)
+    base = _base(top)
+    # Under the product, unless EARLY.
+    weights = gl.exp2(s * factor - base[:, None])
+    again = gl.exp2(first - base)
+    l = l * (shrink * again) + gl.sum(weights, 1)
+    narrow = weights.to(DTYPE)
+    if not EARLY:
+        # The weights' place is free only now.
+        o = warpgroup_mma_wait(0, deps=[o])
+    _publish(narrow, top, p.index(0), m_second, ready, empty, 1)
+    if not EARLY:
+        mbarrier.arrive(empty.index(4), count=1)
+    o = _shrunk(o, again)
+    _clear_tail(right_runs, 4 * (BLOCK // RUN), kv_len - tile * _TILE - BLOCK, RUN)
+    operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, OUTPUT, 2))
+    o = warpgroup_mma(operand, right.index(z + 1), o, is_async=True)
+    o = warpgroup_mma_wait(0, deps=[o])
+    thread_barrier()
+    mbarrier.arrive(empty.index(5), count=1)
+    return top, l, o
+
+
+@gluon.jit
+def _load_queries(
+    query_ptr, token, count, in_group, q_boxes, loaded, phase, W: gl.constexpr,
+    GROUP: gl.constexpr, TILE_HEADS: gl.constexpr, QUERY_TOKEN: gl.constexpr,
+    QUERY_HEAD: gl.constexpr,
+):  # fmt: skip
+    """The tile's queries into shared memory: each warp group brings its half. The other has no
+    products of the row's before it under way: both have met since.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)) + opaque_zero()
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    head = in_group + row % TILE_HEADS
+    wanted = (row < count * TILE_HEADS) & (head < GROUP)
+    offset = (token + row // TILE_HEADS).to(gl.int64) * QUERY_TOKEN + head * QUERY_HEAD
+    at = query_ptr + offset[:, None] + column[None, :]
+    for i in gl.static_range(4):
+        part = gl.load(at + (W * _HALF + i * 64), mask=wanted[:, None], other=0.0)
+        q_boxes.index(W * 4 + i).store(part)
+    if W == 0:
+        q_boxes.index(8).store(gl.load(at + 2 * _HALF, mask=wanted[:, None], other=0.0))
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(loaded, count=1)
+    mbarrier.wait(loaded, phase)
+
+
+@gluon.jit
+def _lender(r, fields, groups, total_ptr, HEAD_LOOPS: gl.constexpr):
+    """Who lends slots to a row. Computed where it is needed, as registers are few."""
+    base = gl.load(fields + 7) + (r % HEAD_LOOPS) * gl.load(fields + 6)
+    return lender_of(base, groups, total_ptr)
+
+
+@gluon.jit
+def _running(states_ptr, W: gl.constexpr, AREA: gl.constexpr, USED: gl.constexpr):
+    """Where a warp group keeps the output of a part's segments so far."""
+    slot = (gl.program_id(0) * 2 + W) * AREA + (AREA - 1) + opaque_zero()
+    return states_ptr + wide(slot) * (USED * _HALF)
+
+
+@gluon.jit
+def _load_running(at, o, USED: gl.constexpr):
+    """The output of the part's segments so far, as this warp group left it."""
+    OUTPUT: gl.constexpr = o.type.layout
+
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT))
+    column = gl.arange(0, _HALF, layout=gl.SliceLayout(0, OUTPUT))
+    mask = (row < USED)[:, None] & (column >= 0)[None, :]
+    return gl.load(at + row[:, None] * _HALF + column[None, :], mask=mask, other=0.0)
+
+
+@gluon.jit
+def _store_running(at, o, USED: gl.constexpr):
+    OUTPUT: gl.constexpr = o.type.layout
+
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT))
+    column = gl.arange(0, _HALF, layout=gl.SliceLayout(0, OUTPUT))
+    mask = (row < USED)[:, None] & (column >= 0)[None, :]
+    gl.store(at + row[:, None] * _HALF + column[None, :], o, mask=mask)
+
+
+@gluon.jit
+def consume_latents(
+    query_ptr, q_boxes, left_boxes, right_boxes, rope_boxes, p, m_first, m_second, sums_of, full,
+    empty, ready, loaded, out_ptr, lse_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr,
+    counters_ptr, states_ptr, sums_ptr, factor, groups, W: gl.constexpr, HEADS: gl.constexpr,
+    HEAD_LOOPS: gl.constexpr, GROUP: gl.constexpr, TILE_HEADS: gl.constexpr,
+    QUERY_TOKENS: gl.constexpr, SLOTS: gl.constexpr, BUNDLES: gl.constexpr, AREA: gl.constexpr,
+    SEGMENT_UNIT: gl.constexpr, DTYPE: gl.constexpr, RUN: gl.constexpr, QUERY_TOKEN: gl.constexpr,
+    QUERY_HEAD: gl.constexpr, OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr,
+    LSE_TOKEN: gl.constexpr, FINISH_ROWS: gl.constexpr, FINISH_WIDTH: gl.constexpr,
+    EARLY: gl.constexpr, LSE: gl.constexpr,
+):  # fmt: skip
+    """All parts that the program takes, in warp group W's columns: it has states and counters of
+    its own, as if there were twice as many programs.
+    """
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
+    USED: gl.constexpr = TILE_HEADS * QUERY_TOKENS
+    WRITES_LSE: gl.constexpr = LSE and W == 0
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    RUNS: gl.constexpr = 64 // RUN
+    # The bytes of the boxes, as tiles that products read; and as runs, to clear a tail.
+    q = reinterpret(q_boxes, DTYPE, [2, 64, 256], LAYOUT)
+    left = reinterpret(left_boxes, DTYPE, [2, 64, 256], LAYOUT)
+    right = reinterpret(right_boxes, DTYPE, [2, 64, 256], LAYOUT)
+    rope = reinterpret(rope_boxes, DTYPE, [2, 64, 64], LAYOUT)
+    if W == 0:
+        own_runs = reinterpret(left_boxes, DTYPE, [8 * RUNS, RUN, 64], LAYOUT)
+    else:
+        own_runs = reinterpret(right_boxes, DTYPE, [8 * RUNS, RUN, 64], LAYOUT)
+    lane = gl.program_id(0) % HEADS
+    first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
+    turn = 0
+    walks = 0
+    segments = 0
+    for r in range(first_row, past_row):
+        end, _, kv_len, first, _, _, _, low, high = part_at(
+            r, mine, fields, begin, rows_ptr, rows_ptr, 0, 0, 1, 0, _TILE, SEGMENT_UNIT, 1, False,
+            False, False, False,
+        )  # fmt: skip
+        if end > begin:
+            in_group = ((r % HEAD_LOOPS) * HEADS + lane) * TILE_HEADS
+            row = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+            limit = gl.minimum(first + row // TILE_HEADS + 1, kv_len)
+            all_high = gl.minimum(first + 1, kv_len)
+            M = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, OUTPUT))
+            L = gl.zeros([64], gl.float32, gl.SliceLayout(1, OUTPUT))
+            A = gl.zeros([64, _HALF], gl.float32, OUTPUT)
+            # The plan, causal as the kernel is, has no segment of which nothing is seen.
+            seen = segment_of(low * SEGMENT_UNIT)
+            unseen = segment_of(gl.maximum(high - 1, 0) * SEGMENT_UNIT) + 1
+            unseen = gl.where(high > low, unseen, seen)
+            if unseen > seen:
+                _load_queries(
+                    query_ptr, gl.load(fields + 1), gl.load(fields + 2), in_group, q_boxes, loaded,
+                    walks & 1, W, GROUP, TILE_HEADS, QUERY_TOKEN, QUERY_HEAD,
+                )  # fmt: skip
+                walks += 1
+            for s in range(seen, unseen):
+                m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+                l = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
+                o = gl.zeros([64, _HALF], gl.float32, OUTPUT)
+                from_tile = gl.maximum(segment_start(s) // SEGMENT_UNIT, low)
+                to_tile = gl.minimum(segment_start(s + 1) // SEGMENT_UNIT, high)
+                if W == 0:
+                    m, l, o = _first_block(
+                        turn, from_tile, m, l, o, q, q_boxes, left, right, rope, own_runs, p,
+                        m_first, m_second, full, empty, ready, factor, limit, all_high, kv_len,
+                        True, RUN, DTYPE, SCORES,
+                    )  # fmt: skip
+                    turn += 1
+                    for tile in range(from_tile + 1, to_tile):
+                        m, l, o = _first_block(
+                            turn, tile, m, l, o, q, q_boxes, left, right, rope, own_runs, p,
+                            m_first, m_second, full, empty, ready, factor, limit, all_high, kv_len,
+                            False, RUN, DTYPE, SCORES,
+                        )  # fmt: skip
+                        turn += 1
+                    m, l, o = _take_second(
+                        opaque_zero(), turn - 1, to_tile - 1, m, l, o, p, m_second, left, own_runs,
+                        ready, kv_len, RUN, SCORES,
+                    )  # fmt: skip
+                    o = warpgroup_mma_wait(0, deps=[o])
+                    thread_barrier()
+                    mbarrier.arrive(empty.index(3), count=1)
+                else:
+                    for tile in range(from_tile, to_tile):
+                        m, l, o = _second_block(
+                            turn, tile, m, l, o, q, q_boxes, left, right, rope, own_runs, p,
+                            m_first, m_second, full, empty, ready, factor, limit, all_high, kv_len,
+                            EARLY, RUN, DTYPE, SCORES,
+                        )  # fmt: skip
+                        turn += 1
+                # Each has the sum over its own blocks, in the same frame.
+                sums_of.index(W).store(l)
+                thread_barrier()
+                mbarrier.arrive(ready.index(2 + W), count=1)
+                mbarrier.wait(ready.index(3 - W), segments & 1)
+                segments += 1
+                l += sums_of.index(1 - W).load(gl.SliceLayout(1, SCORES))
+                m = gl.convert_layout(m, gl.SliceLayout(1, OUTPUT))
+                l = gl.convert_layout(l, gl.SliceLayout(1, OUTPUT))
+                if begin > 0:
+                    lender = _lender(r, fields, groups, total_ptr, HEAD_LOOPS)
+                    slot = (lender * (2 * HEADS) + 2 * lane + W) * AREA + s - gl.load(fields + 8)
+                    store_state(states_ptr, sums_ptr, slot, m, l, o, opaque_zero(), USED, _HALF)
+                else:
+                    # Two states do not fit into registers: that of the segments so far is kept
+                    # in the last slot of the warp group's own area.
+                    if s > seen:
+                        at = _running(states_ptr, W, AREA, USED)
+                        M, L, o = fold(M, L, _load_running(at, o, USED), m, l, o)
+                    else:
+                        M = m
+                        L = l
+                    if s + 1 < unseen:
+                        _store_running(_running(states_ptr, W, AREA, USED), o, USED)
+                # Always, so that nothing is kept in registers through the next segment.
+                A = o
+            # Once more, instead of being kept in registers meanwhile.
+            token = gl.load(fields + 1)
+            count = gl.load(fields + 2)
+            if (begin == 0) & (end == gl.load(fields + 9)) & (gl.load(fields + 11) == 1):
+                place = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
+                head = in_group + place % TILE_HEADS
+                column = gl.arange(0, _HALF, layout=gl.SliceLayout(0, OUTPUT))
+                write_rows(
+                    M, L, A, token + place // TILE_HEADS, head,
+                    (place < count * TILE_HEADS) & (head < GROUP), column, column >= 0,
+                    out_ptr + W * _HALF, lse_ptr, lse_ptr, 1.0, lse_ptr, OUT_TOKEN, OUT_HEAD,
+                    LSE_TOKEN, False, False, WRITES_LSE, True,
+                )  # fmt: skip
+            else:
+                lender = _lender(r, fields, groups, total_ptr, HEAD_LOOPS)
+                finish_part(
+                    r, fields, 2 * lane + W, begin, end, lender, M, L, A, 0, in_group, rows_ptr,
+                    total_ptr, starts_ptr, counters_ptr, states_ptr, sums_ptr, out_ptr + W * _HALF,
+                    lse_ptr, lse_ptr, 1.0, lse_ptr, groups, OUT_TOKEN, OUT_HEAD, LSE_TOKEN,
+                    opaque_zero(), 2 * HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, SLOTS, BUNDLES,
+                    AREA, _HALF, FINISH_ROWS, FINISH_WIDTH, False, False, WRITES_LSE,
+                )  # fmt: skip
+        begin = 0
+        fields = rows_ptr + wide(((r + 1) // HEAD_LOOPS) * FIELDS)

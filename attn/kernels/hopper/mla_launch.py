@@ -1,0 +1,162 @@
+"""Launches of the latent attention kernel for Hopper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from attn.kernels.hopper.launch import COLUMNS, Descriptors, asked, is_planned
+from attn.kernels.hopper.mla import hopper_mla_kernel
+from attn.kernels.launch import KernelCall, KernelForm
+from builders.hopper_latent import latent_kernel_of
+from builders.split_kv import SplitPlan, scratch_area
+from specs.devices import DeviceKind
+from specs.engine import DecodeKernel
+
+if TYPE_CHECKING:
+    from attn.kernels.dense import DenseLayer, DenseTensors
+    from builders.triton_attn import TritonAttentionMetadata
+
+FINISH_CELLS = 512
+"""Cells of a state that a warp group, which finishes a row, folds at a time."""
+_HALF = 256
+
+
+def check_serves(
+    layer: DenseLayer, plan: SplitPlan, step: TritonAttentionMetadata, tensors: DenseTensors
+) -> None:
+    """The kernel serves a step of a layer as it was planned: it is planned by name only.
+
+    Raises:
+        ValueError: it does not.
+    """
+    assert plan.hopper is not None
+    shape, block_size, asks = asked(layer, step, tensors)
+    # A tile has all the tokens that it was asked for, or as many as there is room for.
+    tokens, wanted = plan.tile.query_tokens, DecodeKernel.HOPPER
+    tile, _ = latent_kernel_of(shape, DeviceKind.SM90, block_size, tokens, asks, wanted)
+    is_planned(tile, plan.hopper, True)
+    for name, is_asked in {
+        "an output scale": tensors.output_scale is not None,
+        "sinks": tensors.sinks is not None,
+        "a window": layer.sliding_window is not None or layer.attention_chunk_size is not None,
+        "a soft cap": layer.logits_soft_cap is not None,
+        "multimodal ranges": step.mm_ranges is not None,
+        "a mask that is not causal": not layer.causal or step.causal is not True,
+    }.items():
+        if is_asked:
+            raise ValueError(f"decode_kernel 'hopper' does not serve latent layers with {name}")
+
+
+class HopperLatentLauncher:
+    """The decode launches of one latent layer."""
+
+    def __init__(self, layer: DenseLayer) -> None:
+        """
+        Args:
+            layer: what never changes.
+        """
+        self._layer = layer
+        self._forms: dict[tuple[Any, ...], KernelForm] = {}
+        self._descriptors = Descriptors()
+
+    def knows(self, plan: SplitPlan, key: tuple[Any, ...]) -> bool:
+        """Whether launches like this one were prepared before."""
+        return (*_static(plan), key) in self._forms
+
+    def prepare(
+        self,
+        plan: SplitPlan,
+        step: TritonAttentionMetadata,
+        tensors: DenseTensors,
+        constants: Mapping[str, Any],
+        key: tuple[Any, ...],
+    ) -> None:
+        """Make ready for launches like this one.
+
+        Args:
+            plan: the builder's.
+            step: the builder's record.
+            tensors: of this forward.
+            constants: what the plain kernel is given of the plan.
+            key: everything that a form depends on beside the plan.
+
+        Raises:
+            ValueError: the kernel does not serve this; likewise a plan for a layer of another
+                shape.
+        """
+        check_serves(self._layer, plan, step, tensors)
+        output, lse, rows = tensors.output, tensors.lse, tensors.keys.key
+        assert plan.hopper is not None
+        fixed = {name: constants[name] for name in _PLANNED}
+        fixed |= {
+            "AREA": scratch_area(plan.hopper, plan.slots, plan.bundles, plan.head_loops),
+            "QUERY_TOKEN": tensors.query.stride(0),
+            "QUERY_HEAD": tensors.query.stride(1),
+            "OUT_TOKEN": output.stride(0),
+            "OUT_HEAD": output.stride(1),
+            "LSE_TOKEN": 0 if lse is None else lse.stride(0),
+            "cache_block": rows.stride(0),
+            "scale": self._layer.scale,
+            "GROUP": self._layer.num_heads,
+            "BLOCK_SIZE": rows.shape[1],
+            "RUN": plan.hopper.run,
+            "FINISH_WIDTH": min(_HALF, FINISH_CELLS // constants["FINISH_ROWS"]),
+            # One program reads a row's keys, and memory is the limit; or several do, and products
+            # are: then half of a block is not freed early, and the next tile is asked into L2.
+            "EARLY": plan.tile.head_tiles == 1,
+            "PREFETCH": plan.heads > 1 and rows.stride(1) == rows.shape[-1],
+            "LSE": lse is not None,
+        }
+        form = KernelForm(hopper_mla_kernel, fixed, (*_VARYING, "k_desc", "cache_ptr"), num_warps=4)
+        self._forms[*_static(plan), key] = form
+
+    def call(
+        self, plan: SplitPlan, varying: Mapping[str, Any], key: tuple[Any, ...]
+    ) -> KernelCall | None:
+        """The launch that serves the step's rows with few query tokens, :meth:`prepare`-d before.
+
+        Args:
+            plan: the builder's.
+            varying: values of what differs from call to call, by the plain kernel's names.
+            key: as in :meth:`prepare`.
+        """
+        form = self._forms[*_static(plan), key]
+        assert plan.hopper is not None
+        arguments = {name: varying[name] for name in _VARYING}
+        rows = varying["key_ptr"][:, :, 0]
+        arguments["k_desc"] = self._descriptors.of(rows, (1, plan.hopper.run, COLUMNS))
+        arguments["cache_ptr"] = rows
+        return form.call((plan.groups * plan.heads,), arguments)
+
+
+def _static(plan: SplitPlan) -> tuple[Any, ...]:
+    """What a form depends on in a plan."""
+    return plan.hopper, plan.groups, plan.heads, plan.head_loops, plan.slots, plan.bundles
+
+
+_PLANNED = (
+    "groups",
+    "HEADS",
+    "HEAD_LOOPS",
+    "TILE_HEADS",
+    "QUERY_TOKENS",
+    "SLOTS",
+    "BUNDLES",
+    "SEGMENT_UNIT",
+    "FINISH_ROWS",
+)
+_VARYING = (
+    "query_ptr",
+    "out_ptr",
+    "lse_ptr",
+    "table_ptr",
+    "rows_ptr",
+    "total_ptr",
+    "starts_ptr",
+    "shares_ptr",
+    "counters_ptr",
+    "states_ptr",
+    "sums_ptr",
+    "table_row",
+)

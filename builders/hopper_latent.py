@@ -1,0 +1,114 @@
+"""Tiles of latent attention on Hopper: whether its kernel takes a layer, and how.
+
+Shared by builder and launcher, as those of :mod:`builders.tiles` are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from builders.tiles import (
+    DenseShape,
+    HopperDecodeTile,
+    LayerAsks,
+    SplitTile,
+    misfit_of,
+    refusal_of,
+)
+from specs.base import cdiv
+from specs.devices import DeviceKind
+from specs.engine import DecodeKernel
+
+ROWS = 64
+"""Query rows (tokens x heads) of a tile."""
+KV_TILE = 128
+"""Keys of a tile: two blocks, one for each warp group."""
+COLUMNS = (576, 512)
+"""Columns of a latent row, and of them those that are its value."""
+SEGMENT_SCALE = 2
+"""Segments are this many times as long: every one is folded through memory."""
+
+
+def latent_kernel_of(
+    shape: DenseShape,
+    kind: DeviceKind,
+    block_size: int,
+    max_query_len: int,
+    asks: LayerAsks,
+    wanted: DecodeKernel,
+) -> tuple[HopperDecodeTile | None, str]:
+    """Which kernel takes a latent layer's decode and verify rows, and why.
+
+    Args:
+        shape: the layer, with one KV head.
+        kind: device.
+        block_size: tokens of a page.
+        max_query_len: query tokens of a verify, of which as many as fit share a pass over the keys.
+        asks: what else the layer asks, as far as it is known.
+        wanted: what the engine is configured to.
+
+    Returns:
+        The Hopper kernel's tile, None for the plain kernel; and the reason in words.
+
+    Raises:
+        ValueError: the Hopper kernel is wanted by name and does not serve.
+    """
+    if wanted is DecodeKernel.TRITON:
+        return None, f"decode_kernel is {wanted.value!r}"
+    found = hopper_latent_tile(shape, kind, block_size, max_query_len, asks)
+    if isinstance(found, str):
+        if wanted is DecodeKernel.HOPPER:
+            raise ValueError(f"decode_kernel 'hopper' does not serve this latent layer: {found}")
+        return None, f"the one for Hopper does not serve: {found}"
+    if wanted is DecodeKernel.HOPPER:
+        return found, f"it serves this layer, and decode_kernel is {wanted.value!r}"
+    return None, "the one for Hopper serves, but has not been measured beside it"
+
+
+def hopper_latent_tile(
+    shape: DenseShape,
+    kind: DeviceKind,
+    block_size: int,
+    max_query_len: int,
+    asks: LayerAsks,
+) -> HopperDecodeTile | str:
+    """The Hopper kernel's tile of a latent layer, or why the kernel does not take it.
+
+    Args:
+        shape: the layer, with one KV head.
+        kind: device.
+        block_size: tokens of a page.
+        max_query_len: query tokens of a verify.
+        asks: what else the layer asks, as far as it is known.
+    """
+    # Of a latent row, the value is a part.
+    refused = misfit_of(replace(shape, head_size_v=shape.head_size), kind, block_size)
+    if refused is not None:
+        return refused
+    if (shape.head_size, shape.head_size_v) != COLUMNS:
+        return (
+            f"rows of {shape.head_size} columns, of which {shape.head_size_v} are the value, are "
+            f"not {COLUMNS[0]} and {COLUMNS[1]}"
+        )
+    if shape.num_kv_heads != 1:
+        return f"there are {shape.num_kv_heads} KV heads, not 1"
+    if shape.stored_bits != 16:
+        return f"the cache's elements have {shape.stored_bits} bits, not 16"
+    refused = refusal_of(asks)
+    if refused is not None:
+        return refused
+    head_tiles = cdiv(shape.num_heads, ROWS)
+    tile_heads = cdiv(shape.num_heads, head_tiles)
+    split = SplitTile(
+        rows=ROWS,
+        tile_heads=tile_heads,
+        head_tiles=head_tiles,
+        query_tokens=max(1, min(ROWS // tile_heads, max_query_len)),
+        kv_tile=KV_TILE,
+        segment_scale=SEGMENT_SCALE,
+        num_warps=4,
+        num_stages=2,
+        programs_per_sm=1,
+        max_registers=None,
+    )
+    return HopperDecodeTile(split, min(block_size & -block_size, KV_TILE // 2), 2, warp_groups=2)

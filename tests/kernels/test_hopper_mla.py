@@ -1,0 +1,189 @@
+"""The latent attention kernel for Hopper without one: what it refuses, and what it computes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import builders.hopper_latent
+import builders.triton_mla
+from attn.backends.triton_mla import TritonMLABackend
+from attn.kernels.hopper import launch as hopper_launch
+from attn.kernels.hopper.mla import hopper_mla_kernel
+from attn.kernels.launch import KernelCall
+from builders.hopper_latent import hopper_latent_tile, latent_kernel_of
+from builders.segments import SEGMENT
+from builders.tiles import DenseShape, HopperDecodeTile, LayerAsks
+from specs.devices import DeviceKind
+from specs.dtypes import CacheDType, DType
+from specs.engine import DecodeKernel
+from tests import trials
+from tests.batches import BATCHES, BatchSpec
+from tests.cases import LatentCase
+from tests.conformance import check_case
+from tests.kernels import gluon_in_numpy
+from tests.trials import CaseResult, LatentTrial
+
+CPU = torch.device("cpu")
+SHAPE = DenseShape(128, 1, 576, 512, 2, 16)
+HOPPER = DeviceKind.SM90
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "block_size", "asks", "said"),
+    [
+        (SHAPE, DeviceKind.SM100, 64, LayerAsks(), "the device is sm100, not sm90"),
+        (replace(SHAPE, itemsize=4), HOPPER, 64, LayerAsks(), "have 4 bytes, not 2"),
+        (replace(SHAPE, stored_bits=8), HOPPER, 64, LayerAsks(), "have 8 bits, not 16"),
+        (
+            replace(SHAPE, head_size=320, head_size_v=256),
+            HOPPER,
+            64,
+            LayerAsks(),
+            "rows of 320 columns, of which 256 are the value, are not 576 and 512",
+        ),
+        (SHAPE, HOPPER, 24, LayerAsks(), "block size 24 is not a multiple of 16"),
+        (SHAPE, HOPPER, 64, LayerAsks(scale=-1.0), "scale -1.0 is not positive"),
+        (
+            SHAPE,
+            HOPPER,
+            64,
+            LayerAsks(query=DType.BFLOAT16, cache_dtype=CacheDType.FLOAT16),
+            "a cache of float16 for a query of bfloat16",
+        ),
+    ],
+)
+def test_what_it_does_not_take_is_refused_with_both_values(
+    shape: DenseShape, kind: DeviceKind, block_size: int, asks: LayerAsks, said: str
+) -> None:
+    found = hopper_latent_tile(shape, kind, block_size, 1, asks)
+    assert isinstance(found, str)
+    assert said in found
+    with pytest.raises(ValueError, match="decode_kernel 'hopper' does not serve this latent layer"):
+        latent_kernel_of(shape, kind, block_size, 1, asks, DecodeKernel.HOPPER)
+    for wanted in (DecodeKernel.AUTO, DecodeKernel.TRITON):
+        assert latent_kernel_of(shape, kind, block_size, 1, asks, wanted)[0] is None
+
+
+def test_it_is_taken_by_name_only() -> None:
+    for wanted in DecodeKernel:
+        tile, why = latent_kernel_of(SHAPE, HOPPER, 64, 1, LayerAsks(), wanted)
+        assert (tile is not None) == (wanted is DecodeKernel.HOPPER)
+        assert "it serves" in why or "not been measured" in why or "'triton'" in why
+
+
+def test_any_number_of_heads_and_tokens_fits_a_tile_and_pages_are_whole_boxes() -> None:
+    for heads in range(1, 129):
+        for tokens in (1, 2, 4, 16):
+            for block_size in (16, 48, 64, 528):
+                shape = replace(SHAPE, num_heads=heads)
+                tile = hopper_latent_tile(shape, HOPPER, block_size, tokens, LayerAsks())
+                assert isinstance(tile, HopperDecodeTile)
+                split = tile.split
+                assert split.head_tiles == (1 if heads <= 64 else 2)
+                assert split.tile_heads * split.head_tiles >= heads
+                assert 1 <= split.query_tokens <= tokens
+                assert split.tile_heads * split.query_tokens <= split.rows == 64
+                assert block_size % tile.run == 0
+                assert 64 % tile.run == 0
+                assert SEGMENT % split.segment_unit == 0
+                # A launcher knows no more than the plan's tokens.
+                assert (
+                    hopper_latent_tile(shape, HOPPER, block_size, split.query_tokens, LayerAsks())
+                    == tile
+                )
+
+
+# -- What it computes, by numpy: see tests.kernels.gluon_in_numpy for what that does not see.
+
+
+@pytest.fixture
+def instead() -> dict[str, Any]:
+    """Functions of the kernel that a test replaces."""
+    return {}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any]) -> list[KernelCall]:
+    """Launches of the kernel, each run by numpy, its programs in another order every time."""
+    calls: list[KernelCall] = []
+    translation, launch = gluon_in_numpy.Translation(**instead), KernelCall.launch
+
+    def run(call: KernelCall) -> None:
+        if call.kernel is not hopper_mla_kernel:
+            launch(call)
+            return
+        calls.append(call)
+        programs = list(range(call.grid[0]))
+        random.Random(len(calls)).shuffle(programs)
+        gluon_in_numpy.run(call, programs, translation)
+
+    monkeypatch.setattr(KernelCall, "launch", run)
+    monkeypatch.setattr(hopper_launch, "_describe", lambda rows, box: rows)
+    monkeypatch.setattr(trials.Trial, "decode_kernel", DecodeKernel.HOPPER)
+    # Segments of fewer keys: numpy takes its time.
+    monkeypatch.setattr(builders.hopper_latent, "SEGMENT_SCALE", 1)
+    return calls
+
+
+def findings(case: LatentCase) -> dict[str, list[str]]:
+    trial = LatentTrial(TritonMLABackend, case, CPU)
+    trial.write()
+    record = trial.build(trial.builder())
+    results = trial.attend(record, trial.inputs, trial.cache())
+    result = CaseResult()
+    trial.judge(results, record, result)
+    trial.check_padding(results, result)
+    assert not record.decode.split.counters.any()
+    return result.findings
+
+
+KINDS = {
+    "pages_of_16": LatentCase(BatchSpec("a", (1, 1), (5, 140)), 4, DType.FLOAT16),
+    # The second of three programs begins in the middle of a row.
+    "in_parts": LatentCase(BatchSpec("b", (1, 1), (700, 33)), 2, DType.FLOAT16, block_size=64),
+    "verify": LatentCase(
+        BatchSpec("d", (4, 2, 1), (200, 40, 30), num_speculative_tokens=3),
+        5,
+        DType.FLOAT16,
+        block_size=32,
+    ),
+    # More rows than a tile has.
+    "two_tiles_of_tokens": LatentCase(
+        BatchSpec("e", (4, 3), (70, 130), num_speculative_tokens=3), 20, DType.FLOAT16
+    ),
+    "two_tiles_of_heads": LatentCase(BatchSpec("f", (1,), (20,)), 70, DType.FLOAT16, block_size=64),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_computes_a_step_of_every_kind(kind: str, launched: list[KernelCall]) -> None:
+    assert findings(KINDS[kind]) == {}
+    assert launched
+
+
+def test_a_program_keeps_in_memory_what_it_has_of_a_row(
+    launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One program has all segments."""
+    monkeypatch.setattr(builders.triton_mla, "device_facts", lambda device: (HOPPER, 1))
+    batch = BatchSpec("c", (2, 1), (521, 33), num_speculative_tokens=1)
+    assert findings(LatentCase(batch, 1, DType.FLOAT16, block_size=48)) == {}
+    assert launched[0].grid == (1,)
+
+
+@pytest.mark.parametrize("batch", ["keyless_rows", "padding_rows"])
+def test_it_keeps_all_that_is_promised(batch: str, launched: list[KernelCall]) -> None:
+    """The same bits alone, replays, another table."""
+    check_case(TritonMLABackend, LatentCase(BATCHES[batch], 3, DType.FLOAT16), CPU)
+    assert launched
+
+
+@pytest.mark.parametrize("instead", [{"_clear_tail": lambda *_: None}], indirect=False)
+def test_values_that_nobody_wrote_would_show(launched: list[KernelCall]) -> None:
+    assert findings(KINDS["pages_of_16"])
+    assert launched
