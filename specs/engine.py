@@ -61,12 +61,12 @@ class PrefillKernel(StrEnum):
 
 @unique
 class DecodeKernel(StrEnum):
-    """Which kernel of a dense backend takes the rows with few new tokens."""
+    """Which kernel of a backend takes the rows with few new tokens, dense or latent."""
 
     AUTO = "auto"
     """The one for Hopper where it serves and measured faster, group by group: 16-bit caches seen
     whole, tiles of up to 16 rows, head size 256, or 128 with at most 2 KV heads. Else plain
-    Triton."""
+    Triton, and for latent rows always."""
     TRITON = "triton"
     """Plain Triton, everywhere."""
     HOPPER = "hopper"
