@@ -20,13 +20,19 @@ class _Instruction:
     written: set[int]
     read: set[int]
     next: list[int]
+    copies: bool = False
+    """It moves a register, which may be one of a group that nobody looks at: what was not written
+    is not written in the copy either, and to move it is no use of it."""
     before: int | None = None
     """Bits of the registers that every path to here has written; None until one is known."""
 
     @property
     def after(self) -> int:
         assert self.before is not None
-        return self.before | sum(1 << register for register in self.written)
+        written = sum(1 << register for register in self.written)
+        if self.copies and _misses(self, self.before):
+            return self.before & ~written
+        return self.before | written
 
 
 def undefined_reads(sass: str) -> list[str]:
@@ -49,7 +55,8 @@ def undefined_reads(sass: str) -> list[str]:
         if one.before is None and jumps and not one.text.startswith(("NOP", "BRA")):
             one.before = jumps[0].after
             _spread(code, [i])
-    return [one.text for one in code if one.before is not None and _misses(one, one.before)]
+    known = [one for one in code if one.before is not None and not one.copies]
+    return [one.text for one in known if _misses(one, one.before or 0)]
 
 
 def _misses(one: _Instruction, known: int) -> bool:
@@ -95,7 +102,8 @@ def _one(i: int, text: str, place: dict[int, int]) -> _Instruction:
         for number in _UNIFORM.findall(part)
         for k in _span(part, place_of)
     }
-    return _Instruction(text, written, read, _next(i, base, operands, bool(predicated), place))
+    following = _next(i, base, operands, bool(predicated), place)
+    return _Instruction(text, written, read, following, base in ("UMOV", "MOV") and bool(read))
 
 
 def _span(part: str, place: int) -> range:

@@ -25,8 +25,14 @@ def test_what_both_ways_write_is() -> None:
 
 
 def test_what_a_loop_writes_late_is_not_there_in_its_first_round() -> None:
-    lines = ["UMOV UR6, UR4", "UMOV UR4, UR5", "@P0 BRA 0x10", "EXIT"]
-    assert undefined_reads(sass(*lines)) == ["UMOV UR6, UR4"]
+    lines = ["UIADD3 UR6, UR4, 0x1, URZ", "UMOV UR4, UR5", "@P0 BRA 0x10", "EXIT"]
+    assert undefined_reads(sass(*lines)) == ["UIADD3 UR6, UR4, 0x1, URZ"]
+
+
+def test_a_copy_is_no_use_but_has_no_more_than_it_copies() -> None:
+    lines = ["UMOV UR6, UR4", "UIADD3 UR7, UR6, 0x1, URZ", "EXIT"]
+    assert undefined_reads(sass(*lines)) == ["UIADD3 UR7, UR6, 0x1, URZ"]
+    assert undefined_reads(sass("UMOV UR6, UR4", "UMOV UR6, UR5", *lines[1:])) == []
 
 
 def test_descriptors_and_wide_sums_are_pairs() -> None:
@@ -46,8 +52,9 @@ def test_a_product_with_its_left_operand_in_registers_has_one_descriptor() -> No
 
 
 def test_partitions_begin_with_what_their_dispatch_knows() -> None:
-    lines = ["BRX R2", "UMOV UR6, UR5", "EXIT", "UMOV UR6, UR4", "EXIT"]
-    assert undefined_reads(sass(*lines)) == ["UMOV UR6, UR4"]
+    use = "UIADD3 UR6, UR4, 0x1, URZ"
+    lines = ["BRX R2", "UMOV UR6, UR5", "EXIT", use, "EXIT"]
+    assert undefined_reads(sass(*lines)) == [use]
 
 
 def test_a_called_function_begins_with_what_its_callers_know() -> None:
@@ -55,9 +62,9 @@ def test_a_called_function_begins_with_what_its_callers_know() -> None:
         "UMOV UR4, UR5",
         "CALL.REL.NOINC 0x40",
         "EXIT",
-        "UMOV UR6, UR4",
+        "UIADD3 UR6, UR4, 0x1, URZ",
         "RET.REL.NODEC R2 0x0",
     ]
     assert undefined_reads(sass(*lines)) == []
     lines[0] = "NOP"
-    assert undefined_reads(sass(*lines)) == ["UMOV UR6, UR4"]
+    assert undefined_reads(sass(*lines)) == ["UIADD3 UR6, UR4, 0x1, URZ"]
