@@ -235,8 +235,8 @@ def bench_case(bench: KernelBench, case: KernelCase, device: torch.device, log: 
         runs[OURS] = Refusal(Status.FAILED, describe(error))
     else:
         runs, builder = _our_runs(bench, case, layer, log)
-    adapters = LATENT_ADAPTERS if case.is_latent else None
-    runs.update({name: prepare_peer(name, content, adapters) for name in bench.peers})
+    latent = (LATENT_ADAPTERS,) if case.is_latent else ()
+    runs.update({name: prepare_peer(name, content, *latent) for name in bench.peers})
     outcomes: dict[str, Contender | float | Refusal] = {}
     for name, run in runs.items():
         outcomes[name] = run if isinstance(run, Refusal) else check_run(name, run, expected)

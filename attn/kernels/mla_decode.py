@@ -233,10 +233,6 @@ def mla_decode_kernel(
     first_row = tl.load(mine)
     past_row = tl.load(mine + 2) + (tl.load(mine + 3) > 0).to(tl.int32)
     spare = groups * HEADS * AREA + pid * SPARE
-    factor = 1.0
-    if KIND > 0:
-        factor = tl.load(scale_ptr)
-    logits_scale = scale * factor * _LOG2E
     for r in tl.range(first_row, past_row, num_stages=1, disable_licm=True):
         total = tl.load(total_ptr + 1)
         fields = _fields_of(r, mine, rows_ptr, HEAD_LOOPS)
@@ -247,7 +243,7 @@ def mla_decode_kernel(
         first = tl.load(fields + 4)
         first_part = tl.load(fields + 8)
         parts = tl.load(fields + 9)
-        begin = tl.where(r == first_row, tl.load(mine + 1), 0)
+        begin = tl.where(r == tl.load(mine), tl.load(mine + 1), 0)
         end = tl.where(r == tl.load(mine + 2), tl.load(mine + 3), parts)
         base = tl.load(fields + 7) + (r % HEAD_LOOPS) * tl.load(fields + 6)
         owner = (base.to(tl.int64) * groups // total).to(tl.int32)
@@ -270,6 +266,10 @@ def mla_decode_kernel(
                 r1 = load_query(
                     rotary_ptr, offset, wanted, 1, ROPE_WIDTH, ROPE_USED, ROPE_SIZE, KIND
                 ).to(COMPUTE)
+            factor = 1.0
+            if KIND > 0:
+                factor = tl.load(scale_ptr)
+            logits_scale = scale * factor * _LOG2E
             query = first + row // TILE_HEADS
             last = first + count - 1
             table = table_ptr + req.to(tl.int64) * table_row

@@ -12,6 +12,7 @@ import triton.language as tl
 from attn.kernels import dense
 from attn.kernels.launch import KernelCall, KernelForm
 from attn.kernels.mla_decode import mla_decode_kernel
+from attn.kernels.numerics import INTERPRETED
 from attn.kernels.stored import E4M3, NATIVE
 from builders.split_kv import SPARE_STATES, SplitPlan, area_of
 from builders.tiles import power_of_two
@@ -129,6 +130,8 @@ class LatentLauncher:
         planes = 2 if quantized else 1
         # A 16-bit type holds neither the other's range nor its precision.
         same = quantized or latent.dtype == query.dtype
+        # The interpreter multiplies bf16 by its bits.
+        is_wrong = INTERPRETED.value and query.dtype == torch.bfloat16
         used, rope_used = layer.rank // planes, layer.rope_size // planes
         starts = (rows.data_ptr() // rows.element_size() for rows in (latent, rope))
         decode, _ = dense.decode_form(query.device)
@@ -154,7 +157,7 @@ class LatentLauncher:
             "KIND": E4M3 if quantized else NATIVE,
             "PLANES": planes,
             "DECODE": decode,
-            "COMPUTE": _TYPES[query.dtype] if same else tl.float32,
+            "COMPUTE": _TYPES[query.dtype] if same and not is_wrong else tl.float32,
             # Largest power of two, up to 16 words, that every row starts at a multiple of.
             "ALIGN": math.gcd(16, latent.stride(0), latent.stride(1), *starts),
             "SIMPLE": layer.scale > 0,
