@@ -27,7 +27,15 @@ from typing import Any, Final
 from builders.tiles import SHARED_MEMORY
 from specs.devices import KNOWN_DEVICES
 from tests.kernels.sass import undefined_reads
-from tests.kernels.variants import HOPPER_VARIANTS, TARGETS, VARIANTS, Kernel, Variant, call_of
+from tests.kernels.variants import (
+    HOPPER_VARIANTS,
+    MLA_VARIANTS,
+    TARGETS,
+    VARIANTS,
+    Kernel,
+    Variant,
+    call_of,
+)
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 RESULTS: Final = ROOT / "attn/bench/results"
@@ -49,6 +57,13 @@ SETS: Final = {
         "TRITON_ATTN",
         RESULTS / "compile_triton_attn.md",
         VARIANTS,
+        ("3.6.0", "3.7.1", "3.9.0"),
+        tuple(TARGETS),
+    ),
+    "triton_mla": Set(
+        "TRITON_MLA's decode",
+        RESULTS / "compile_triton_mla.md",
+        MLA_VARIANTS,
         ("3.6.0", "3.7.1", "3.9.0"),
         tuple(TARGETS),
     ),

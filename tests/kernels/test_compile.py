@@ -22,12 +22,13 @@ from tests.kernels.compile_matrix import (
     read_log,
     table_of,
 )
-from tests.kernels.variants import TARGETS, VARIANTS, Kernel, Layer, Variant
+from tests.kernels.variants import MLA_VARIANTS, TARGETS, VARIANTS, Kernel, Layer, Variant
 
 MOST_COMPILES: Final = 40
 PROCESSES: Final = ((90,), (80, 100, 120))
 """Targets of each, for about the same time."""
-TESTED: Final = [(variant, target) for variant in VARIANTS for target in variant.tested]
+EVERY: Final = (*VARIANTS, *MLA_VARIANTS)
+TESTED: Final = [(variant, target) for variant in EVERY for target in variant.tested]
 LOG: Final = """\
 ptxas info    : Compiling entry function 'kernel' for 'sm_90a'
 ptxas info    : Function properties for kernel
@@ -40,16 +41,20 @@ ptxas info    : Used 255 registers, used 1 barriers, 32 bytes cumulative stack s
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> ByTarget:
     """What ``make test`` compiles, by two processes at a time."""
 
-    def by_process(targets: Sequence[int]) -> ByTarget:
-        return facts_of(targets, tested_only=True, cache=tmp_path_factory.mktemp("triton"))
+    def by_process(targets: Sequence[int], of: str = "triton_attn") -> ByTarget:
+        cache = tmp_path_factory.mktemp("triton")
+        return facts_of(targets, tested_only=True, cache=cache, of=of)
 
     with ThreadPoolExecutor(len(PROCESSES)) as pool:
+        latent = pool.submit(by_process, [90], "triton_mla")
         parts = list(pool.map(by_process, PROCESSES))
-    return {target: facts for part in parts for target, facts in part.items()}
+    found = {target: facts for part in parts for target, facts in part.items()}
+    found[90] |= latent.result()[90]
+    return found
 
 
 def test_variants_are_named_and_few_enough_for_every_run() -> None:
-    assert len({variant.name for variant in VARIANTS}) == len(VARIANTS)
+    assert len({variant.name for variant in EVERY}) == len(EVERY)
     assert len(TESTED) <= MOST_COMPILES
     assert {target for _, target in TESTED} == set(TARGETS)
     # Those for Hopper are compiled by tests of their own.
@@ -59,9 +64,7 @@ def test_variants_are_named_and_few_enough_for_every_run() -> None:
 
 
 def test_every_shape_of_the_speed_table_is_compiled_for_hopper() -> None:
-    assert [
-        variant.name for variant in VARIANTS if variant.speed and 90 not in variant.tested
-    ] == []
+    assert [variant.name for variant in EVERY if variant.speed and 90 not in variant.tested] == []
 
 
 @pytest.mark.parametrize(

@@ -296,16 +296,6 @@ VARIANTS: Final = (
     *_attending("blocks of 48", block_size=48),
     _only(_D, "blocks of 528", block_size=528),
     _only(_D, "HND", order=KVOrder.HND),
-    # Latent decode.
-    _latent("16 heads", 90, speed=True),
-    # Triton 3.6 spills nothing here; 3.7 a register, beside the loop over tiles.
-    _latent("128 heads", 90, heads=128),
-    _latent("16 heads verify 4", 90, speed=True, drafts=3),
-    _latent("16 heads fp8", 90, speed=True, cache=_FP8),
-    _latent("128 heads fp8", heads=128, cache=_FP8),
-    _latent("20 heads fp16 blocks of 48", heads=20, dtype=DType.FLOAT16, block_size=48),
-    _latent("16 heads fp32", dtype=DType.FLOAT32),
-    _latent("16 heads fp16 cache", cache=CacheDType.FLOAT16),
     # The other kernels.
     _only(Kernel.PLAN, "32/8/128", 90),
     _only(Kernel.PLAN, "window verify 8", window=128, drafts=7),
@@ -319,6 +309,18 @@ VARIANTS: Final = (
     _only(Kernel.ROPE_WRITE, "int4 interleaved", cache=_INT4, neox=False),
     _only(Kernel.MERGE, "lse", lse=True),
     _only(Kernel.MERGE, "fp8 output", 80, fp8_output=True),
+)
+
+MLA_VARIANTS: Final = (
+    _latent("16 heads", 90, speed=True),
+    # Triton 3.6 spills nothing here; 3.7 a register, beside the loop over tiles.
+    _latent("128 heads", 90, heads=128),
+    _latent("16 heads verify 4", 90, speed=True, drafts=3),
+    _latent("16 heads fp8", 90, speed=True, cache=_FP8),
+    _latent("128 heads fp8", heads=128, cache=_FP8),
+    _latent("20 heads fp16 blocks of 48", heads=20, dtype=DType.FLOAT16, block_size=48),
+    _latent("16 heads fp32", dtype=DType.FLOAT32),
+    _latent("16 heads fp16 cache", cache=CacheDType.FLOAT16),
 )
 
 _H, _HD, _HL = Kernel.HOPPER_PREFILL, Kernel.HOPPER_DECODE, Kernel.HOPPER_MLA
