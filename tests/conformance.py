@@ -157,7 +157,7 @@ def _invariant_config(trial: Trial) -> EngineConfig:
     if not trial.backend.supports_batch_invariance():
         return trial.config
     # A kernel asked for by name may not go together with it.
-    return trial.config.replace(batch_invariant=True, prefill_kernel=PrefillKernel.AUTO)
+    return trial.config.replace(batch_invariant=True, prefill_kernel=PrefillKernel.TRITON)
 
 
 def _is_replayable(level: AttentionCGSupport, spec: BatchSpec) -> bool:

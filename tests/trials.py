@@ -96,8 +96,8 @@ class Trial(ABC):
     layer: Layer
     config: EngineConfig
     common_prefix_len = 0
-    prefill_kernel = PrefillKernel.AUTO
-    decode_kernel = DecodeKernel.AUTO
+    prefill_kernel = PrefillKernel.TRITON
+    decode_kernel = DecodeKernel.TRITON
 
     def __init__(
         self, backend: type[AttentionBackend], case: AnyCase, device: torch.device

@@ -39,8 +39,8 @@ MakeBuilder = Callable[..., Builder]
 def engine_config(
     case: KernelCase,
     batch_invariant: bool = False,
-    prefill_kernel: PrefillKernel = PrefillKernel.AUTO,
-    decode_kernel: DecodeKernel = DecodeKernel.AUTO,
+    prefill_kernel: PrefillKernel = PrefillKernel.TRITON,
+    decode_kernel: DecodeKernel = DecodeKernel.TRITON,
 ) -> EngineConfig:
     """Limits of an engine that serves the case."""
     drafts = case.num_speculative_tokens
@@ -179,8 +179,8 @@ def make_builder(
     layer: OurLayer,
     batch_invariant: bool = False,
     free: bool = False,
-    prefill_kernel: PrefillKernel = PrefillKernel.AUTO,
-    decode_kernel: DecodeKernel = DecodeKernel.AUTO,
+    prefill_kernel: PrefillKernel = PrefillKernel.TRITON,
+    decode_kernel: DecodeKernel = DecodeKernel.TRITON,
 ) -> Builder:
     """The backend's builder for the case.
 

@@ -182,7 +182,7 @@ def _kernels(
     kv_cache_dtype: CacheDType,
     block_size: int | None,
 ) -> dict[str, str]:
-    """Kernels of TRITON_ATTN, by the rows that they take."""
+    """Kernels of TRITON_ATTN under ``auto``, by the rows that they take."""
     element = kv_cache_dtype.element(model.dtype)
     shape = DenseShape(
         layer.num_heads,

@@ -445,12 +445,13 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("name", ["full", "window", "chunk", "cross"])
 def test_the_hopper_kernel_is_planned_beside_the_plain_one(name: str) -> None:
-    record = builder_of(SPECS[name]).build(0, batch_of(MIX))
+    left = PrefillKernel.AUTO
+    record = builder_of(SPECS[name], prefill_kernel=left).build(0, batch_of(MIX))
     assert record.prefill is not None
     assert record.prefill.hopper is not None
     assert not record.prefill.hopper.is_required
     assert record.prefill.programs > 0
-    plain = builder_of(SPECS[name], prefill_kernel=PrefillKernel.TRITON).build(0, batch_of(MIX))
+    plain = builder_of(SPECS[name]).build(0, batch_of(MIX))
     assert plain.prefill is not None
     assert plain.prefill.hopper is None
     # What the plain kernel walks is the same beside it.
@@ -473,7 +474,8 @@ def test_the_hopper_kernel_is_planned_beside_the_plain_one(name: str) -> None:
 def test_where_the_hopper_kernel_does_not_serve_the_plain_one_is_planned(
     name: str, changes: dict[str, Any], said: str
 ) -> None:
-    assert builder_of(SPECS[name], **changes).planner.hopper is None
+    left = builder_of(SPECS[name], **changes, prefill_kernel=PrefillKernel.AUTO)
+    assert left.planner.hopper is None
     with pytest.raises(ValueError, match=f"'hopper' does not serve this layer: {said}"):
         builder_of(SPECS[name], **changes, prefill_kernel=PrefillKernel.HOPPER)
 
@@ -490,7 +492,8 @@ def test_where_the_hopper_kernel_does_not_serve_the_plain_one_is_planned(
 def test_a_plan_for_few_tokens_is_the_plain_kernels_where_the_other_does_not_serve(
     name: str, changes: dict[str, Any], said: str
 ) -> None:
-    assert builder_of(SPECS[name], **changes).planner.hopper_decode is None
+    left = builder_of(SPECS[name], **changes, decode_kernel=DecodeKernel.AUTO)
+    assert left.planner.hopper_decode is None
     with pytest.raises(ValueError, match=f"decode_kernel 'hopper' does not serve.*: {said}"):
         builder_of(SPECS[name], **changes, decode_kernel=DecodeKernel.HOPPER)
 

@@ -313,8 +313,8 @@ VARIANTS: Final = (
 
 MLA_VARIANTS: Final = (
     _latent("16 heads", 90, speed=True),
-    # Triton 3.6 spills nothing here; 3.7 a register, beside the loop over tiles.
-    _latent("128 heads", 90, heads=128),
+    # Not compiled in every run: Triton 3.7 spills a register, beside the loop over tiles.
+    _latent("128 heads", speed=True, heads=128),
     _latent("16 heads verify 4", 90, speed=True, drafts=3),
     _latent("16 heads fp8", 90, speed=True, cache=_FP8),
     _latent("128 heads fp8", heads=128, cache=_FP8),
