@@ -367,6 +367,7 @@ def test_it_computes_rows_of_many_segments(kind: str, launched: list[KernelCall]
 
 def test_the_plain_kernel_computes_alibi_over_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builders.triton_attn, "runs_gluon", lambda device: True)
+    monkeypatch.setattr(trials.Trial, "decode_kernel", DecodeKernel.AUTO)
     batch = BatchSpec("g", (1, 1), (600, 33))
     case = replace(WHOLE, batch=batch, feature=FEATURES["alibi"])
     trial = trials.DenseTrial(TritonAttentionBackend, case, torch.device("cpu"))
