@@ -128,6 +128,8 @@ class HopperPlan:
     """``[R + 1]`` int32: first tile of each request."""
     num_tiles: torch.Tensor
     """``[1]`` int32: its last, the tiles of all, at an address that no program computes."""
+    counter: torch.Tensor
+    """``[1]`` int32: how many tiles were taken after each program's first; 0 between launches."""
     programs: int
     """Programs to launch; any number is right, they share the tiles."""
     is_required: bool = False
@@ -264,6 +266,7 @@ class SplitPlanner:
         int32, fp32 = torch.int32, torch.float32
         buffers.declare("tile_starts", (reqs + 1,), int32)
         buffers.declare("hopper_starts", (reqs + 1,), int32)
+        buffers.declare("taken", (1,), int32)
         buffers.declare("rows", (self.max_rows, ROW_FIELDS), int32)
         buffers.declare("total", (2,), int32)
         buffers.declare("starts", (self.groups + 1, 2), int32)
@@ -448,6 +451,7 @@ class SplitPlanner:
                 self.hopper,
                 starts,
                 starts[num_reqs:],
+                self.buffers["taken"],
                 self.num_multiprocessors,
                 self.requires_hopper,
             )

@@ -107,6 +107,8 @@ def test_a_request_has_the_same_bits_in_120_launches_among_others(kind: str) -> 
             assert same(own, known.setdefault(row, own)), (turn, row)
             assert not bool(own[0].isnan().any())
     assert len(known) == len(counts)
+    # Tiles were counted; the count is back where the next launch expects it.
+    assert builder.planner.buffers["taken"].item() == 0
 
 
 def test_an_engine_left_to_itself_takes_it_with_the_same_bits() -> None:

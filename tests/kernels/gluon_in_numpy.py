@@ -145,7 +145,8 @@ def _allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
     if layout is Barrier:
         return Barriers(Barrier() for _ in range(shape[0])) if len(shape) > 1 else Barrier()
     # NaN in every type, two of them in a word of e4m3.
-    nan = {"int16": 0x7F7F, "uint8": 0x7F}.get(np.dtype(dtype).name, np.nan)
+    nans = {"int16": 0x7F7F, "uint8": 0x7F, "int32": -1}
+    nan = nans.get(np.dtype(dtype).name, np.nan)
     return Memory(np.full(shape, nan, dtype))
 
 

@@ -51,17 +51,25 @@ def instead() -> dict[str, Any]:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any]) -> list[KernelCall]:
-    """Launches of the kernel, run by numpy, of two programs each."""
+def programs() -> int:
+    """Programs of a launch."""
+    return 2
+
+
+@pytest.fixture
+def launched(
+    monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any], programs: int
+) -> list[KernelCall]:
+    """Launches of the kernel, run by numpy."""
     make = SplitPlanner.prefill_plan
 
-    def of_two(planner: SplitPlanner, *given: Any) -> Any:
+    def of_few(planner: SplitPlanner, *given: Any) -> Any:
         plan = make(planner, *given)
         if plan is None or plan.hopper is None:
             return plan
-        return replace(plan, hopper=replace(plan.hopper, programs=2))
+        return replace(plan, hopper=replace(plan.hopper, programs=programs))
 
-    monkeypatch.setattr(SplitPlanner, "prefill_plan", of_two)
+    monkeypatch.setattr(SplitPlanner, "prefill_plan", of_few)
     monkeypatch.setattr(trials.Trial, "prefill_kernel", PrefillKernel.HOPPER)
     in_registers = {
         "_pack": lambda weights, dtype, tile: weights,
@@ -79,6 +87,18 @@ def test_it_computes_what_it_serves(name: str, launched: list[KernelCall]) -> No
     assert findings(CASES[name]) == {}
     (call,) = launched
     assert call.grid == (2,)
+
+
+@pytest.mark.parametrize("programs", [1, 3, 500])
+@pytest.mark.parametrize("name", ["causal", "fp8"])
+def test_any_number_of_programs_takes_every_tile_once(
+    name: str, programs: int, launched: list[KernelCall]
+) -> None:
+    assert findings(CASES[name]) == {}
+    (call,) = launched
+    assert call.grid == (programs,)
+    # One count per tile, and who counts to the last sets it back for the next layer.
+    assert call.arguments["counter_ptr"].item() == 0
 
 
 @pytest.mark.parametrize("instead", [{"_clear_tail": lambda *_: None}], indirect=False)

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attn.kernels.hopper.tiles import share_of, tile_at, wide, work_at
+from attn.kernels.hopper.tiles import told, wide
 from attn.kernels.masks import biased, is_visible, own_range, reach_of, seen_by_all
 from attn.kernels.numerics import encode_e4m3
 
@@ -131,7 +131,8 @@ def _step(
         scores, m, l, factor, soft_cap, query, reach, kv_len, key, window, chunk, lookback,
         range_first, range_last, MASKED, SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
     )  # fmt: skip
-    l = _computed(l)
+    if WIDTH <= 64:
+        l = _computed(l)
     acc = warpgroup_mma_wait(0, deps=[acc])
     # Each is a barrier of the warp group: side by side they cost one.
     mbarrier.arrive(k_empty.index(now % STAGES), count=1)
@@ -159,17 +160,17 @@ def _clear_tail(
 
 @gluon.jit
 def _write(
-    m, l, acc, factor, v_factor, token, begin, query_len, head, out_ptr, lse_ptr, output_scale_ptr,
+    m, l, acc, factor, v_factor, first_row, left, head, out_ptr, lse_ptr, output_scale_ptr,
     sinks_ptr, out_token, out_head, lse_token, PACKED: gl.constexpr, WIDTH: gl.constexpr,
     SIZE: gl.constexpr, SOFT_CAP: gl.constexpr, SINKS: gl.constexpr, FP8_OUT: gl.constexpr,
     LSE: gl.constexpr,
 ):  # fmt: skip
-    """Normalise 64 rows, from ``token`` of the request on, and write them."""
+    """Normalise 64 rows, and write those of the ``left`` tokens of the request."""
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     SUMS: gl.constexpr = m.type.layout
     row = gl.arange(0, 64, layout=SUMS)
-    wanted = token + row // PACKED < query_len
-    at = (begin + token + row // PACKED).to(gl.int64)
+    wanted = row // PACKED < left
+    at = (first_row + row // PACKED).to(gl.int64)
     some = m > float("-inf")
     if not SOFT_CAP:
         m = m * factor
@@ -195,9 +196,9 @@ def _write(
     narrow = gl.convert_layout(narrow, ROWS)
     r = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, ROWS))
-    offset = (begin + token + r // PACKED).to(gl.int64) * wide(out_token)
+    offset = (first_row + r // PACKED).to(gl.int64) * wide(out_token)
     offset += (head * PACKED + r % PACKED) * wide(out_head)
-    mask = (token + r // PACKED < query_len)[:, None] & (column < SIZE)[None, :]
+    mask = (r // PACKED < left)[:, None] & (column < SIZE)[None, :]
     gl.store(out_ptr + offset[:, None] + column[None, :], narrow, mask=mask)
     if LSE:
         lse = gl.where(some, (m + gl.log2(l)) * _LN2, float("-inf"))
@@ -206,7 +207,7 @@ def _write(
 
 @gluon.jit
 def _rows_of(
-    token, query_len, kv_len, causal, req, ranges_ptr, num_ranges, LAYOUT: gl.constexpr,
+    position, left, kv_len, causal, req, ranges_ptr, num_ranges, LAYOUT: gl.constexpr,
     PACKED: gl.constexpr, CAUSAL: gl.constexpr, RANGES: gl.constexpr,
 ):  # fmt: skip
     """Positions of a warp group's first, last and each row, and what each reaches.
@@ -214,11 +215,10 @@ def _rows_of(
     Rows past the request's last are copies of it, and not written.
     """
     SPAN: gl.constexpr = 64 // PACKED
-    context = gl.maximum(kv_len - query_len, 0)
-    first = context + gl.minimum(token, query_len - 1)
-    last = context + gl.minimum(token + SPAN, query_len) - 1
+    first = position + gl.minimum(left - 1, 0)
+    last = position + gl.minimum(left, SPAN) - 1
     row = gl.arange(0, 64, layout=LAYOUT)
-    query = gl.minimum(context + token + row // PACKED, last)
+    query = gl.minimum(position + row // PACKED, last)
     reach = reach_of(query, kv_len, causal, CAUSAL)
     range_first = query
     range_last = query
@@ -271,7 +271,7 @@ def _first_scores(
 
 @gluon.jit
 def _first_weights(
-    scores, high, token, query_len, kv_len, causal, req, ranges_ptr, num_ranges, factor, soft_cap,
+    scores, high, position, left, kv_len, causal, req, ranges_ptr, num_ranges, factor, soft_cap,
     window, chunk, lookback, DTYPE: gl.constexpr, KV_TILE: gl.constexpr, PACKED: gl.constexpr,
     SOFT_CAP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr,
     RANGES: gl.constexpr, CLAMP: gl.constexpr,
@@ -280,7 +280,7 @@ def _first_weights(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
     SUMS: gl.constexpr = gl.SliceLayout(1, SCORES)
     _, _, query, reach, range_first, range_last = _rows_of(
-        token, query_len, kv_len, causal, req, ranges_ptr, num_ranges, SUMS, PACKED, CAUSAL, RANGES
+        position, left, kv_len, causal, req, ranges_ptr, num_ranges, SUMS, PACKED, CAUSAL, RANGES
     )
     m = gl.full([64], float("-inf"), gl.float32, SUMS)
     l = gl.zeros([64], gl.float32, SUMS)
@@ -294,12 +294,11 @@ def _first_weights(
 
 @gluon.jit
 def consume(
-    PART: gl.constexpr, q_tiles, k_tiles, v_tiles, v_boxes, q_full, q_empty, k_full, k_empty,
-    v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, k_scale_ptr, v_scale_ptr,
-    sinks_ptr, tile_starts_ptr, num_tiles_ptr, query_start_ptr, seq_lens_ptr, causal_ptr,
-    ranges_ptr, num_reqs, programs, num_ranges, scale, soft_cap, window, chunk, lookback,
-    scale_head, out_token, out_head, lse_token, HEADS: gl.constexpr, GROUP: gl.constexpr,
-    PACKED: gl.constexpr, WARP_GROUPS: gl.constexpr, KIND: gl.constexpr, DTYPE: gl.constexpr,
+    PART: gl.constexpr, q_tiles, k_tiles, v_tiles, v_boxes, records, q_full, q_empty, k_full,
+    k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, k_scale_ptr, v_scale_ptr,
+    sinks_ptr, ranges_ptr, num_ranges, scale, soft_cap, window, chunk, lookback, scale_head,
+    out_token, out_head, lse_token, GROUP: gl.constexpr, PACKED: gl.constexpr,
+    WARP_GROUPS: gl.constexpr, KIND: gl.constexpr, DTYPE: gl.constexpr,
     KV_TILE: gl.constexpr, HALVES: gl.constexpr, WIDTH: gl.constexpr, SIZE: gl.constexpr,
     RUN: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
@@ -315,119 +314,106 @@ def consume(
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     SUMS: gl.constexpr = gl.SliceLayout(1, SCORES)
     SPAN: gl.constexpr = 64 // PACKED
-    turns = share_of(num_tiles_ptr, programs, HEADS)
+    turn = 0
     done = 0
     parity = 0
-    if turns > 0:
-        head, req, begin, token, query_len, kv_len, causal, _, low, high = tile_at(
-            0, tile_starts_ptr, num_tiles_ptr,
-            query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr,
-            num_reqs, programs, num_ranges, window, chunk, lookback, HEADS, WARP_GROUPS * SPAN,
-            KV_TILE, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+    mbarrier.wait(q_full.index(0), 0)
+    head, req, row, left, position, kv_len, causal, low, high = told(records, 0)
+    row, left, position = row + PART * SPAN, left - PART * SPAN, position + PART * SPAN
+    scores = _first_scores(
+        q_tiles.index(PART), k_tiles, k_full, done, high > 0, DTYPE, KV_TILE, STAGES
+    )
+    factor, v_factor = _factors(
+        scale, head, k_scale_ptr, v_scale_ptr, scale_head, PACKED, GROUP, KIND > 0
+    )
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(k_empty.index(0), count=1, pred=high > 0)
+    pairs, m, l = _first_weights(
+        scores, high, position, left, kv_len, causal, req, ranges_ptr, num_ranges, factor,
+        soft_cap, window, chunk, lookback, DTYPE, KV_TILE, PACKED, SOFT_CAP, CAUSAL, WINDOW, CHUNK,
+        RANGES, CLAMP,
+    )  # fmt: skip
+    while high > 0:
+        first, last, query, reach, range_first, range_last = _rows_of(
+            position, left, kv_len, causal, req, ranges_ptr, num_ranges, SUMS, PACKED, CAUSAL,
+            RANGES,
         )  # fmt: skip
-        token += PART * SPAN
+        all_low, all_high = seen_by_all(
+            first, last, kv_len, causal, window, chunk, lookback, CAUSAL, WINDOW, CHUNK, False
+        )
+        # Tiles of keys, from the last: every row sees all of those in ``[inner, outer)``.
+        count = high - low
+        inner = gl.minimum(gl.maximum(high - all_high // KV_TILE, 1), count)
+        outer = count
+        if WINDOW or CHUNK:
+            outer = gl.maximum(high - (all_low + KV_TILE - 1) // KV_TILE, inner)
+            outer = gl.minimum(outer, count)
+        live = kv_len - (high - 1) * KV_TILE
+        has_tail = (KIND == 0) & (live < KV_TILE) & (live % RUN != 0)
+        if has_tail:
+            if PART == WARP_GROUPS - 1:
+                mbarrier.wait(v_full.index(done % STAGES), (done // STAGES) & 1)
+                _clear_tail(v_boxes, done % STAGES, live, KV_TILE, HALVES, RUN)
+            # Everybody arrives: of one that waits alone, the other could be two tails ahead,
+            # and the phase that it waits for would look as if it were still to come.
+            mbarrier.arrive(cleared, count=1)
+            mbarrier.wait(cleared, parity)
+        parity = parity ^ has_tail.to(gl.int32)
+        acc = gl.zeros([64, WIDTH], gl.float32, OUTPUT)
+        place = (turn % Q_STAGES) * WARP_GROUPS + PART
+        for i in range(1, inner):
+            acc, pairs, m, l = _step(
+                i, done, high, q_tiles.index(_anew(place, _EDGE)), k_tiles, v_tiles, k_full,
+                k_empty, v_full, v_empty, acc, pairs, m, l, factor, soft_cap, query, reach,
+                kv_len, window, chunk, lookback, range_first, range_last, True, DTYPE, KV_TILE,
+                WIDTH, STAGES, SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+            )  # fmt: skip
+        for i in range(inner, outer):
+            acc, pairs, m, l = _step(
+                i, done, high, q_tiles.index(_anew(place, _INNER)), k_tiles, v_tiles, k_full,
+                k_empty, v_full, v_empty, acc, pairs, m, l, factor, soft_cap, query, reach,
+                kv_len, window, chunk, lookback, range_first, range_last, False, DTYPE,
+                KV_TILE, WIDTH, STAGES, SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+            )  # fmt: skip
+        if WINDOW or CHUNK:
+            for i in range(outer, count):
+                acc, pairs, m, l = _step(
+                    i, done, high, q_tiles.index(_anew(place, _FAR)), k_tiles, v_tiles, k_full,
+                    k_empty, v_full, v_empty, acc, pairs, m, l, factor, soft_cap, query, reach,
+                    kv_len, window, chunk, lookback, range_first, range_last, True, DTYPE,
+                    KV_TILE, WIDTH, STAGES, SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                )  # fmt: skip
+        mbarrier.arrive(q_empty.index(turn % Q_STAGES), count=1)
+        weights = _unpack(pairs, DTYPE, KV_TILE, gl.DotOperandLayout(0, OUTPUT, 2))
+        done += count
+        before = done - 1
+        mbarrier.wait(v_full.index(before % STAGES), (before // STAGES) & 1)
+        acc = warpgroup_mma(weights, v_tiles.index(before % STAGES), acc, is_async=True)
+        # The next tile. After the last one its scores are of whatever is there.
+        this_head, this_row, this_left = head, row, left
+        turn += 1
+        stage = turn % Q_STAGES
+        mbarrier.wait(q_full.index(stage), (turn // Q_STAGES) & 1)
+        head, req, row, left, position, kv_len, causal, low, high = told(records, stage)
+        row, left, position = row + PART * SPAN, left - PART * SPAN, position + PART * SPAN
+        scores = _first_scores(
+            q_tiles.index(stage * WARP_GROUPS + PART), k_tiles, k_full, done, high > 0, DTYPE,
+            KV_TILE, STAGES,
+        )  # fmt: skip
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        mbarrier.arrive(v_empty.index(before % STAGES), count=1)
+        _write(
+            m, l, acc, factor, v_factor, this_row, this_left, this_head, out_ptr, lse_ptr,
+            output_scale_ptr, sinks_ptr, out_token, out_head, lse_token, PACKED, WIDTH, SIZE,
+            SOFT_CAP, SINKS, FP8_OUT, LSE,
+        )  # fmt: skip
         factor, v_factor = _factors(
             scale, head, k_scale_ptr, v_scale_ptr, scale_head, PACKED, GROUP, KIND > 0
         )
-        mbarrier.wait(q_full.index(0), 0)
-        scores = _first_scores(
-            q_tiles.index(PART), k_tiles, k_full, done, True, DTYPE, KV_TILE, STAGES
-        )
         scores = warpgroup_mma_wait(0, deps=[scores])
-        mbarrier.arrive(k_empty.index(0), count=1)
+        mbarrier.arrive(k_empty.index(done % STAGES), count=1, pred=high > 0)
         pairs, m, l = _first_weights(
-            scores, high, token, query_len, kv_len, causal, req, ranges_ptr, num_ranges, factor,
+            scores, high, position, left, kv_len, causal, req, ranges_ptr, num_ranges, factor,
             soft_cap, window, chunk, lookback, DTYPE, KV_TILE, PACKED, SOFT_CAP, CAUSAL, WINDOW,
             CHUNK, RANGES, CLAMP,
         )  # fmt: skip
-        for turn in range(turns):
-            first, last, query, reach, range_first, range_last = _rows_of(
-                token, query_len, kv_len, causal, req, ranges_ptr, num_ranges, SUMS, PACKED, CAUSAL,
-                RANGES,
-            )  # fmt: skip
-            all_low, all_high = seen_by_all(
-                first, last, kv_len, causal, window, chunk, lookback, CAUSAL, WINDOW, CHUNK, False
-            )
-            # Tiles of keys, from the last: every row sees all of those in ``[inner, outer)``.
-            count = high - low
-            inner = gl.minimum(gl.maximum(high - all_high // KV_TILE, 1), count)
-            outer = count
-            if WINDOW or CHUNK:
-                outer = gl.maximum(high - (all_low + KV_TILE - 1) // KV_TILE, inner)
-                outer = gl.minimum(outer, count)
-            live = kv_len - (high - 1) * KV_TILE
-            has_tail = (KIND == 0) & (live < KV_TILE) & (live % RUN != 0)
-            if has_tail:
-                if PART == WARP_GROUPS - 1:
-                    mbarrier.wait(v_full.index(done % STAGES), (done // STAGES) & 1)
-                    _clear_tail(v_boxes, done % STAGES, live, KV_TILE, HALVES, RUN)
-                # Everybody arrives: of one that waits alone, the other could be two tails ahead,
-                # and the phase that it waits for would look as if it were still to come.
-                mbarrier.arrive(cleared, count=1)
-                mbarrier.wait(cleared, parity)
-            parity = parity ^ has_tail.to(gl.int32)
-            acc = gl.zeros([64, WIDTH], gl.float32, OUTPUT)
-            place = (turn % Q_STAGES) * WARP_GROUPS + PART
-            for i in range(1, inner):
-                acc, pairs, m, l = _step(
-                    i, done, high, q_tiles.index(_anew(place, _EDGE)), k_tiles, v_tiles, k_full,
-                    k_empty, v_full, v_empty, acc, pairs, m, l, factor, soft_cap, query, reach,
-                    kv_len, window, chunk, lookback, range_first, range_last, True, DTYPE, KV_TILE,
-                    WIDTH, STAGES, SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-                )  # fmt: skip
-            for i in range(inner, outer):
-                acc, pairs, m, l = _step(
-                    i, done, high, q_tiles.index(_anew(place, _INNER)), k_tiles, v_tiles, k_full,
-                    k_empty, v_full, v_empty, acc, pairs, m, l, factor, soft_cap, query, reach,
-                    kv_len, window, chunk, lookback, range_first, range_last, False, DTYPE,
-                    KV_TILE, WIDTH, STAGES, SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-                )  # fmt: skip
-            if WINDOW or CHUNK:
-                for i in range(outer, count):
-                    acc, pairs, m, l = _step(
-                        i, done, high, q_tiles.index(_anew(place, _FAR)), k_tiles, v_tiles, k_full,
-                        k_empty, v_full, v_empty, acc, pairs, m, l, factor, soft_cap, query, reach,
-                        kv_len, window, chunk, lookback, range_first, range_last, True, DTYPE,
-                        KV_TILE, WIDTH, STAGES, SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-                    )  # fmt: skip
-            mbarrier.arrive(q_empty.index(turn % Q_STAGES), count=1)
-            left = _unpack(pairs, DTYPE, KV_TILE, gl.DotOperandLayout(0, OUTPUT, 2))
-            done += count
-            before = done - 1
-            mbarrier.wait(v_full.index(before % STAGES), (before // STAGES) & 1)
-            acc = warpgroup_mma(left, v_tiles.index(before % STAGES), acc, is_async=True)
-            # The next tile. After the last one its scores are of whatever is there.
-            there_is = turn + 1 < turns
-            this_begin, this_token, this_len = begin, token, query_len
-            this_head = work_at(turn, programs) % HEADS
-            turn_after = gl.minimum(turn + 1, turns - 1)
-            head, req, begin, token, query_len, kv_len, causal, _, low, high = tile_at(
-                turn_after, tile_starts_ptr, num_tiles_ptr,
-                query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr,
-                num_reqs, programs, num_ranges, window, chunk, lookback, HEADS, WARP_GROUPS * SPAN,
-                KV_TILE, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-            )  # fmt: skip
-            token += PART * SPAN
-            stage = (turn + 1) % Q_STAGES
-            mbarrier.wait(q_full.index(stage), ((turn + 1) // Q_STAGES) & 1, pred=there_is)
-            scores = _first_scores(
-                q_tiles.index(stage * WARP_GROUPS + PART), k_tiles, k_full, done, there_is, DTYPE,
-                KV_TILE, STAGES,
-            )  # fmt: skip
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            mbarrier.arrive(v_empty.index(before % STAGES), count=1)
-            _write(
-                m, l, acc, factor, v_factor, this_token, this_begin, this_len, this_head, out_ptr,
-                lse_ptr, output_scale_ptr, sinks_ptr, out_token, out_head, lse_token, PACKED, WIDTH,
-                SIZE, SOFT_CAP, SINKS, FP8_OUT, LSE,
-            )  # fmt: skip
-            factor, v_factor = _factors(
-                scale, head, k_scale_ptr, v_scale_ptr, scale_head, PACKED, GROUP, KIND > 0
-            )
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            mbarrier.arrive(k_empty.index(done % STAGES), count=1, pred=there_is)
-            pairs, m, l = _first_weights(
-                scores, high, token, query_len, kv_len, causal, req, ranges_ptr, num_ranges, factor,
-                soft_cap, window, chunk, lookback, DTYPE, KV_TILE, PACKED, SOFT_CAP, CAUSAL, WINDOW,
-                CHUNK, RANGES, CLAMP,
-            )  # fmt: skip

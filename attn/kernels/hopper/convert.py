@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from attn.kernels.hopper.tiles import share_of, tile_at
+from attn.kernels.hopper.tiles import told
 from attn.kernels.stored import E4M3, E5M2
 
 _E4M3, _E5M2 = gl.constexpr(E4M3), gl.constexpr(E5M2)
@@ -83,22 +83,17 @@ def _convert_tile(
 
 @gluon.jit
 def convert(
-    staged, staged_full, staged_empty, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-    tile_starts_ptr, num_tiles_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs,
-    programs, num_ranges, window, chunk, lookback, HEADS: gl.constexpr, TOKENS: gl.constexpr,
-    KIND: gl.constexpr, DTYPE: gl.constexpr, KV_TILE: gl.constexpr, WIDTH: gl.constexpr,
-    STAGED: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
+    staged, staged_full, staged_empty, k_tiles, v_tiles, records, q_full, q_empty, k_full, k_empty,
+    v_full, v_empty, KIND: gl.constexpr, DTYPE: gl.constexpr, WIDTH: gl.constexpr,
+    STAGED: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A warp group: every tile of keys and values, in the order in which they are staged."""
-    turns = share_of(num_tiles_ptr, programs, HEADS)
+    turn = 0
     done = 0
-    for turn in range(turns):
-        _, _, _, _, _, _, _, _, low, high = tile_at(
-            turn, tile_starts_ptr, num_tiles_ptr, query_start_ptr, seq_lens_ptr, causal_ptr,
-            ranges_ptr, num_reqs, programs, num_ranges, window, chunk, lookback, HEADS, TOKENS,
-            KV_TILE, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-        )  # fmt: skip
+    mbarrier.wait(q_full.index(0), 0)
+    _, _, _, _, _, _, _, low, high = told(records, 0)
+    while high > 0:
+        mbarrier.arrive(q_empty.index(turn % Q_STAGES), count=1)
         _convert_tile(
             2 * done, done, staged, staged_full, staged_empty, k_tiles, k_full, k_empty, KIND,
             DTYPE, WIDTH, STAGED, STAGES,
@@ -117,3 +112,7 @@ def convert(
             2 * done - 1, done - 1, staged, staged_full, staged_empty, v_tiles, v_full, v_empty,
             KIND, DTYPE, WIDTH, STAGED, STAGES,
         )  # fmt: skip
+        turn += 1
+        stage = turn % Q_STAGES
+        mbarrier.wait(q_full.index(stage), (turn // Q_STAGES) & 1)
+        _, _, _, _, _, _, _, low, high = told(records, stage)

@@ -164,6 +164,7 @@ class HopperLauncher:
         shared["v_desc"] = self._descriptors.of(keys.value, page)
         shared["tile_starts_ptr"] = plan.tile_starts
         shared["num_tiles_ptr"] = plan.num_tiles
+        shared["counter_ptr"] = plan.counter
         shared["programs"] = plan.programs
         return form.call((plan.programs,), shared)
 
@@ -213,6 +214,7 @@ class HopperLauncher:
             "v_desc",
             "tile_starts_ptr",
             "num_tiles_ptr",
+            "counter_ptr",
             "programs",
         )
         return KernelForm(hopper_prefill_kernel, fixed, varying, num_warps=4)

@@ -1,12 +1,12 @@
 """Prefill and extend on Hopper: paged keys through TMA, products by warp group, in Gluon.
 
-A program stays on its multiprocessor and takes one tile after another: ``64 * WARP_GROUPS`` query
-rows, tokens times PACKED query heads of one KV head, of one request. One warp is the producer: it
-walks the block table and asks for keys and values, a run of a page and 64 columns at a time; runs
-land side by side, so that a tile of keys is one operand of a product. Each warp group of consumers
-owns 64 rows: it issues the scores of one tile of keys and the output of the tile before it back to
-back, and computes the softmax of the former under the latter. Keys are walked from the last visible
-one down.
+A program stays on its multiprocessor and takes one tile after another, each time the next that
+nobody took: ``64 * WARP_GROUPS`` query rows, tokens times PACKED query heads of one KV head, of one
+request. One warp is the producer: it tells the others which tile it is, walks the block table and
+asks for keys and values, a run of a page and 64 columns at a time; runs land side by side, so that
+a tile of keys is one operand of a product. Each warp group of consumers owns 64 rows: it issues the
+scores of one tile of keys and the output of the tile before it back to back, and computes the
+softmax of the former under the latter. Keys are walked from the last visible one down.
 
 No page is read of which no row of the tile sees a key: its place in the operand is filled with
 zeros by a box outside the cache. Slots past the end of the request share a page with live ones and
@@ -24,6 +24,7 @@ from attn.kernels.hopper.compat import reinterpret
 from attn.kernels.hopper.consume import consume
 from attn.kernels.hopper.convert import convert
 from attn.kernels.hopper.produce import produce
+from attn.kernels.hopper.tiles import RECORD
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -42,6 +43,7 @@ _ANYWHERE = [
     "table_ptr",
     "tile_starts_ptr",
     "num_tiles_ptr",
+    "counter_ptr",
     "query_start_ptr",
     "seq_lens_ptr",
     "lse_ptr",
@@ -67,6 +69,7 @@ def hopper_prefill_kernel(
     table_ptr,
     tile_starts_ptr,
     num_tiles_ptr,
+    counter_ptr,
     query_start_ptr,
     seq_lens_ptr,
     causal_ptr,
@@ -113,12 +116,12 @@ def hopper_prefill_kernel(
 
     Descriptors: query ``[T, H, SIZE]`` in boxes of 64 rows and 64 columns; key and value
     ``[N, BLOCK_SIZE, Hk, SIZE]`` in boxes of RUN tokens and 64 columns. Out ``[T, H, SIZE]``, LSE
-    ``[T, H]``, the rest as in :func:`attn.kernels.prefill.prefill_kernel`. HEADS is the number of
+    ``[T, H]``, counter ``[1]``, which is 0 before and after, the rest as in
+    :func:`attn.kernels.prefill.prefill_kernel`. HEADS is the number of
     tiles of PACKED query heads; REGISTERS those of a consumer's thread.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     HALVES: gl.constexpr = WIDTH // 64
-    TOKENS: gl.constexpr = WARP_GROUPS * 64 // PACKED
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     BOXES: gl.constexpr = STAGES * HALVES * (KV_TILE // RUN)
@@ -141,6 +144,9 @@ def hopper_prefill_kernel(
     k_tiles = reinterpret(k_boxes, DTYPE, [STAGES, KV_TILE, WIDTH], LAYOUT)
     v_tiles = reinterpret(v_boxes, DTYPE, [STAGES, KV_TILE, WIDTH], LAYOUT)
     v_runs = reinterpret(v_boxes, DTYPE, [BOXES, RUN, 64], LAYOUT)
+    records = gl.allocate_shared_memory(
+        gl.int32, [Q_STAGES * RECORD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
     cleared = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -151,7 +157,8 @@ def hopper_prefill_kernel(
     mbarrier.init(cleared, count=WARP_GROUPS)
     for s in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(s), count=1)
-        mbarrier.init(q_empty.index(s), count=WARP_GROUPS)
+        # All who read the tile's record.
+        mbarrier.init(q_empty.index(s), count=WARP_GROUPS + (1 if KIND > 0 else 0))
     for s in gl.static_range(STAGES):
         mbarrier.init(k_full.index(s), count=1)
         mbarrier.init(v_full.index(s), count=1)
@@ -175,33 +182,28 @@ def hopper_prefill_kernel(
     if KIND > 0:
         gl.warp_specialize(
             [
-                (consume, (0, q_tiles, k_tiles, v_tiles, v_runs, q_full, q_empty, k_full, k_empty,
-                    v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, k_scale_ptr,
-                    v_scale_ptr, sinks_ptr, tile_starts_ptr, num_tiles_ptr, query_start_ptr,
-                    seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, factor,
-                    soft_cap, window, chunk, lookback, scale_head, out_token, out_head, lse_token,
-                    HEADS, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE,
-                    RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS,
-                    FP8_OUT, LSE)),
-                (consume, (1, q_tiles, k_tiles, v_tiles, v_runs, q_full, q_empty, k_full, k_empty,
-                    v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, k_scale_ptr,
-                    v_scale_ptr, sinks_ptr, tile_starts_ptr, num_tiles_ptr, query_start_ptr,
-                    seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, factor,
-                    soft_cap, window, chunk, lookback, scale_head, out_token, out_head, lse_token,
-                    HEADS, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE,
-                    RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS,
-                    FP8_OUT, LSE)),
-                (convert, (staged, staged_full, staged_empty, k_tiles, v_tiles, k_full, k_empty,
-                    v_full, v_empty, tile_starts_ptr, num_tiles_ptr, query_start_ptr, seq_lens_ptr,
-                    causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, window, chunk, lookback,
-                    HEADS, TOKENS, KIND, DTYPE, KV_TILE, WIDTH, STAGED, STAGES, CAUSAL, WINDOW,
-                    CHUNK, RANGES, CLAMP)),
-                (produce, (q_desc, k_desc, v_desc, q_boxes, staged_boxes, staged_boxes, q_full,
-                    q_empty, staged_full, staged_empty, staged_full, staged_empty, table_ptr,
-                    tile_starts_ptr, num_tiles_ptr, query_start_ptr, seq_lens_ptr, causal_ptr,
-                    ranges_ptr, num_reqs, programs, num_ranges, table_row, window, chunk, lookback,
-                    HEADS, GROUP, PACKED, WARP_GROUPS, KV_TILE, HALVES, BLOCK_SIZE, RUN, Q_STAGES,
-                    STAGED, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, True)),
+                (consume, (0, q_tiles, k_tiles, v_tiles, v_runs, records, q_full, q_empty, k_full,
+                    k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr,
+                    k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges, factor, soft_cap,
+                    window, chunk, lookback, scale_head, out_token, out_head, lse_token, GROUP,
+                    PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE, RUN, Q_STAGES,
+                    STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                (consume, (1, q_tiles, k_tiles, v_tiles, v_runs, records, q_full, q_empty, k_full,
+                    k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr,
+                    k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges, factor, soft_cap,
+                    window, chunk, lookback, scale_head, out_token, out_head, lse_token, GROUP,
+                    PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE, RUN, Q_STAGES,
+                    STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                (convert, (staged, staged_full, staged_empty, k_tiles, v_tiles, records, q_full,
+                    q_empty, k_full, k_empty, v_full, v_empty, KIND, DTYPE, WIDTH, STAGED, Q_STAGES,
+                    STAGES)),
+                (produce, (q_desc, k_desc, v_desc, q_boxes, staged_boxes, staged_boxes, records,
+                    q_full, q_empty, staged_full, staged_empty, staged_full, staged_empty,
+                    table_ptr, tile_starts_ptr, num_tiles_ptr, counter_ptr, query_start_ptr,
+                    seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, table_row,
+                    window, chunk, lookback, HEADS, GROUP, PACKED, WARP_GROUPS, KV_TILE, HALVES,
+                    BLOCK_SIZE, RUN, Q_STAGES, STAGED, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                    True)),
             ],
             [4, 4, 1],
             [REGISTERS, 72, 24],
@@ -209,28 +211,24 @@ def hopper_prefill_kernel(
     elif WARP_GROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (0, q_tiles, k_tiles, v_tiles, v_runs, q_full, q_empty, k_full, k_empty,
-                    v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, k_scale_ptr,
-                    v_scale_ptr, sinks_ptr, tile_starts_ptr, num_tiles_ptr, query_start_ptr,
-                    seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, factor,
-                    soft_cap, window, chunk, lookback, scale_head, out_token, out_head, lse_token,
-                    HEADS, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE,
-                    RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS,
-                    FP8_OUT, LSE)),
-                (consume, (1, q_tiles, k_tiles, v_tiles, v_runs, q_full, q_empty, k_full, k_empty,
-                    v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, k_scale_ptr,
-                    v_scale_ptr, sinks_ptr, tile_starts_ptr, num_tiles_ptr, query_start_ptr,
-                    seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, factor,
-                    soft_cap, window, chunk, lookback, scale_head, out_token, out_head, lse_token,
-                    HEADS, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE,
-                    RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS,
-                    FP8_OUT, LSE)),
-                (produce, (q_desc, k_desc, v_desc, q_boxes, k_boxes, v_boxes, q_full, q_empty,
-                    k_full, k_empty, v_full, v_empty, table_ptr, tile_starts_ptr,
-                    num_tiles_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs,
-                    programs, num_ranges, table_row, window, chunk, lookback, HEADS, GROUP, PACKED,
-                    WARP_GROUPS, KV_TILE, HALVES, BLOCK_SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW,
-                    CHUNK, RANGES, CLAMP, False)),
+                (consume, (0, q_tiles, k_tiles, v_tiles, v_runs, records, q_full, q_empty, k_full,
+                    k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr,
+                    k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges, factor, soft_cap,
+                    window, chunk, lookback, scale_head, out_token, out_head, lse_token, GROUP,
+                    PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE, RUN, Q_STAGES,
+                    STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                (consume, (1, q_tiles, k_tiles, v_tiles, v_runs, records, q_full, q_empty, k_full,
+                    k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr,
+                    k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges, factor, soft_cap,
+                    window, chunk, lookback, scale_head, out_token, out_head, lse_token, GROUP,
+                    PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE, RUN, Q_STAGES,
+                    STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                (produce, (q_desc, k_desc, v_desc, q_boxes, k_boxes, v_boxes, records, q_full,
+                    q_empty, k_full, k_empty, v_full, v_empty, table_ptr, tile_starts_ptr,
+                    num_tiles_ptr, counter_ptr, query_start_ptr, seq_lens_ptr, causal_ptr,
+                    ranges_ptr, num_reqs, programs, num_ranges, table_row, window, chunk, lookback,
+                    HEADS, GROUP, PACKED, WARP_GROUPS, KV_TILE, HALVES, BLOCK_SIZE, RUN, Q_STAGES,
+                    STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, False)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -238,36 +236,30 @@ def hopper_prefill_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, q_tiles, k_tiles, v_tiles, v_runs, q_full, q_empty, k_full, k_empty,
-                    v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, k_scale_ptr,
-                    v_scale_ptr, sinks_ptr, tile_starts_ptr, num_tiles_ptr, query_start_ptr,
-                    seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, factor,
-                    soft_cap, window, chunk, lookback, scale_head, out_token, out_head, lse_token,
-                    HEADS, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE,
-                    RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS,
-                    FP8_OUT, LSE)),
-                (consume, (1, q_tiles, k_tiles, v_tiles, v_runs, q_full, q_empty, k_full, k_empty,
-                    v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, k_scale_ptr,
-                    v_scale_ptr, sinks_ptr, tile_starts_ptr, num_tiles_ptr, query_start_ptr,
-                    seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, factor,
-                    soft_cap, window, chunk, lookback, scale_head, out_token, out_head, lse_token,
-                    HEADS, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE,
-                    RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS,
-                    FP8_OUT, LSE)),
-                (consume, (2, q_tiles, k_tiles, v_tiles, v_runs, q_full, q_empty, k_full, k_empty,
-                    v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, k_scale_ptr,
-                    v_scale_ptr, sinks_ptr, tile_starts_ptr, num_tiles_ptr, query_start_ptr,
-                    seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, factor,
-                    soft_cap, window, chunk, lookback, scale_head, out_token, out_head, lse_token,
-                    HEADS, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE,
-                    RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS,
-                    FP8_OUT, LSE)),
-                (produce, (q_desc, k_desc, v_desc, q_boxes, k_boxes, v_boxes, q_full, q_empty,
-                    k_full, k_empty, v_full, v_empty, table_ptr, tile_starts_ptr,
-                    num_tiles_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs,
-                    programs, num_ranges, table_row, window, chunk, lookback, HEADS, GROUP, PACKED,
-                    WARP_GROUPS, KV_TILE, HALVES, BLOCK_SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW,
-                    CHUNK, RANGES, CLAMP, False)),
+                (consume, (0, q_tiles, k_tiles, v_tiles, v_runs, records, q_full, q_empty, k_full,
+                    k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr,
+                    k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges, factor, soft_cap,
+                    window, chunk, lookback, scale_head, out_token, out_head, lse_token, GROUP,
+                    PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE, RUN, Q_STAGES,
+                    STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                (consume, (1, q_tiles, k_tiles, v_tiles, v_runs, records, q_full, q_empty, k_full,
+                    k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr,
+                    k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges, factor, soft_cap,
+                    window, chunk, lookback, scale_head, out_token, out_head, lse_token, GROUP,
+                    PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE, RUN, Q_STAGES,
+                    STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                (consume, (2, q_tiles, k_tiles, v_tiles, v_runs, records, q_full, q_empty, k_full,
+                    k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr,
+                    k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges, factor, soft_cap,
+                    window, chunk, lookback, scale_head, out_token, out_head, lse_token, GROUP,
+                    PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE, RUN, Q_STAGES,
+                    STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                (produce, (q_desc, k_desc, v_desc, q_boxes, k_boxes, v_boxes, records, q_full,
+                    q_empty, k_full, k_empty, v_full, v_empty, table_ptr, tile_starts_ptr,
+                    num_tiles_ptr, counter_ptr, query_start_ptr, seq_lens_ptr, causal_ptr,
+                    ranges_ptr, num_reqs, programs, num_ranges, table_row, window, chunk, lookback,
+                    HEADS, GROUP, PACKED, WARP_GROUPS, KV_TILE, HALVES, BLOCK_SIZE, RUN, Q_STAGES,
+                    STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, False)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 32],

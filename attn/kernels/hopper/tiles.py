@@ -1,12 +1,16 @@
-"""The tiles of a step: which of them a program takes, and where one of them is."""
+"""The tiles of a step: where one of them is, and how the producer tells the others."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attn.kernels.hopper.compat import thread_barrier
 from attn.kernels.masks import last_visible
 from builders.kernels import first_visible
+
+RECORD = gl.constexpr(16)
+"""Room for the numbers of a tile."""
 
 
 @gluon.jit
@@ -18,38 +22,18 @@ def wide(stride):
 
 
 @gluon.jit
-def work_at(turn, programs):
-    """Number of the program's tile of that turn."""
-    place = gl.program_id(0)
-    return turn * programs + gl.where(turn % 2 == 0, place, programs - 1 - place)
-
-
-@gluon.jit
-def share_of(num_tiles_ptr, programs, HEADS: gl.constexpr):
-    """How many tiles this program takes.
-
-    Rounds of all programs go forth and back, so that nobody always gets the longer tiles.
-    """
-    num_tiles = gl.load(num_tiles_ptr)
-    total = num_tiles * HEADS
-    rounds = total // programs
-    return rounds + (work_at(rounds, programs) < total).to(gl.int32)
-
-
-@gluon.jit
 def tile_at(
-    turn, tile_starts_ptr, num_tiles_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr,
-    num_reqs, programs, num_ranges, window, chunk, lookback, HEADS: gl.constexpr,
-    TOKENS: gl.constexpr, KV_TILE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
+    work, num_tiles, tile_starts_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr,
+    num_reqs, num_ranges, window, chunk, lookback, HEADS: gl.constexpr, TOKENS: gl.constexpr,
+    KV_TILE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr,
+    RANGES: gl.constexpr, CLAMP: gl.constexpr,
 ):  # fmt: skip
-    """The program's tile of that turn.
+    """The tile of that number; those of a step's ``num_tiles`` are numbered by tile, then head.
 
-    Returns tile of heads, request, its first row of the query, the tile's first token, tokens and
-    keys of the request, whether it is causal, and the tiles of keys ``[low, high)``, one at least.
+    Returns tile of heads, request, first row of the query, tokens left from there, position of the
+    first, keys of the request, whether it is causal, the first visible key, and the tiles of keys
+    ``[low, high)``, one at least.
     """
-    num_tiles = gl.load(num_tiles_ptr)
-    work = work_at(turn, programs)
     head = work % HEADS
     # The last tiles see most keys: they start first.
     tile = num_tiles - 1 - work // HEADS
@@ -82,4 +66,54 @@ def tile_at(
     )  # fmt: skip
     low = start // KV_TILE
     high = gl.maximum((stop + KV_TILE - 1) // KV_TILE, low + 1)
-    return head, req, begin, token, query_len, kv_len, causal, start, low, high
+    row, left = begin + token, query_len - token
+    return head, req, row, left, first, kv_len, causal, start, low, high
+
+
+@gluon.jit
+def _put(records, place, number):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    records.index(place).store(gl.full([1], number, gl.int32, LAYOUT))
+
+
+@gluon.jit
+def _take(records, place):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(records.index(place).load(LAYOUT), 0)
+
+
+@gluon.jit
+def publish(records, stage, head, req, row, left, position, kv_len, causal, low, high):
+    """The producer's part: say which tile the queries of that stage are of; ``high`` 0 if of none.
+
+    Once per tile, so that nobody else has to search for it.
+    """
+    place = stage * RECORD
+    _put(records, place, head)
+    _put(records, place + 1, req)
+    _put(records, place + 2, row)
+    _put(records, place + 3, left)
+    _put(records, place + 4, position)
+    _put(records, place + 5, kv_len)
+    _put(records, place + 6, causal)
+    _put(records, place + 7, low)
+    _put(records, place + 8, high)
+    # One thread arrives at the stage's barrier, for all that wrote here.
+    thread_barrier()
+
+
+@gluon.jit
+def told(records, stage):
+    """The others' part: as :func:`tile_at`, without the first visible key."""
+    place = stage * RECORD
+    return (
+        _take(records, place),
+        _take(records, place + 1),
+        _take(records, place + 2),
+        _take(records, place + 3),
+        _take(records, place + 4),
+        _take(records, place + 5),
+        _take(records, place + 6),
+        _take(records, place + 7),
+        _take(records, place + 8),
+    )
