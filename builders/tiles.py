@@ -142,8 +142,6 @@ class HopperTile:
     num_stages: int
     registers: int
     """Registers of a thread that multiplies."""
-    staged: int = 0
-    """Tiles of 8-bit keys or values on their way to a warp group that widens them; 0 without."""
 
     @property
     def rows_per_group(self) -> int:
@@ -303,8 +301,6 @@ def hopper_tile(
         return refused
     if not 48 <= shape.head_size <= 256 or shape.head_size % 8:
         return f"head size {shape.head_size} is not a multiple of 8 from 48 to 256"
-    if shape.stored_bits == 8 and shape.width > 128:
-        return f"head size {shape.head_size} of a cache of 8 bits is not one up to 128"
     if asks.batch_invariant:
         return "batch invariance, for which every row goes to the split-KV kernel"
     refused = refusal_of(asks)
@@ -315,10 +311,12 @@ def hopper_tile(
     run = block_size & -block_size
     packed = min(shape.group & -shape.group, 64)
     if shape.stored_bits == 8:
-        # One more warp group, which takes its registers from the others.
+        # The producer is a warp group, which takes its registers from the others.
         if shape.width <= 64:
-            return HopperTile(packed, 2, 128, 64, min(run, 128), 2, 2, 208, 4)
-        return HopperTile(packed, 2, 128, 128, min(run, 128), 1, 2, 208, 3)
+            return HopperTile(packed, 2, 128, 64, min(run, 128), 2, 3, 208)
+        if shape.width <= 128:
+            return HopperTile(packed, 2, 128, 128, min(run, 128), 2, 2, 200)
+        return HopperTile(packed, 2, 64, 256, min(run, 64), 1, 2, 208)
     # Measured: 192 rows for narrow heads, fewer keys for wide ones, whose accumulators are large.
     if shape.width <= 64:
         return HopperTile(packed, 3, 128, 64, min(run, 128), 2, 3, 160)

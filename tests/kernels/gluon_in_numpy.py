@@ -163,6 +163,27 @@ class Tile(Memory):
         self._boxes[...] = np.asarray(x).reshape(rows, halves, columns).transpose(1, 0, 2)
 
 
+class Words(Memory):
+    """Stages of rows as words of two numbers."""
+
+    def __init__(self, boxes: np.ndarray, shape: Sequence[int]) -> None:
+        super().__init__(boxes)
+        stages, rows, words = shape
+        self._tiles = Tiles(boxes, (stages, rows, 2 * words), False)
+
+    def index(self, i: Any) -> Memory:
+        return _Words(self._tiles.index(i))
+
+
+class _Words(Memory):
+    def __init__(self, tile: Memory) -> None:
+        super().__init__(tile.array)
+        self._tile = tile
+
+    def store(self, x: np.ndarray) -> None:
+        self._tile.store(np.ascontiguousarray(x).view(self.array.dtype))
+
+
 class Tiles(Memory):
     """Stages of rows, whose runs and halves of a row each lie in boxes."""
 
@@ -193,6 +214,8 @@ def _reinterpret(memory: Memory, dtype: Any, shape: Sequence[int], layout: None)
     boxes = memory.array.shape[0]
     if shape[0] == boxes:
         return Memory(memory.array.reshape(shape))
+    if dtype is np.int32:
+        return Words(memory.array, shape)
     return Tiles(memory.array, shape, dtype == "e4m3")
 
 
@@ -257,6 +280,7 @@ _GLUON = types.SimpleNamespace(
     **{f"{name}Layout": _nothing for name in _LAYOUTS.split()},
     **{name: getattr(np, name) for name in ("int16", "int32", "int64", "uint8", "uint32")},
     constexpr=constexpr,
+    constexpr_function=lambda function: function,
     float16=np.float16,
     float32=np.float32,
     bfloat16="bf16",

@@ -31,6 +31,11 @@ CASES = {
     "d256": replace(WHOLE, heads=Heads(4, 2, 256)),
     "d80": replace(WHOLE, heads=Heads(4, 2, 80), block_size=48),
     "fp8": replace(WHOLE, cache_dtype=CacheDType.FP8),
+    "fp8_d256": replace(WHOLE, heads=Heads(4, 2, 256), cache_dtype=CacheDType.FP8),
+    "fp8_d80": replace(WHOLE, heads=Heads(4, 2, 80), cache_dtype=CacheDType.FP8, block_size=48),
+    "fp8_window": replace(
+        WHOLE, heads=Heads(4, 2, 64), cache_dtype=CacheDType.FP8, feature=FEATURES["window"]
+    ),
     "fp8_d64": replace(WHOLE, heads=Heads(4, 1, 64), cache_dtype=CacheDType.FP8),
     **{
         name: replace(WHOLE, heads=Heads(4, 2, 64), feature=FEATURES[name])
@@ -39,9 +44,10 @@ CASES = {
 }
 
 
-def _e4m3(raw: Any, kind: int, dtype: Any) -> Any:
-    numbers = torch.from_numpy(np.asarray(raw)).view(torch.float8_e4m3fn).float()
-    return gluon_in_numpy.value(numbers.nan_to_num(480.0).numpy().astype(dtype))
+def _e4m3(words: Any, kind: int, dtype: Any) -> Any:
+    raw = np.ascontiguousarray(words).view(np.uint8)
+    numbers = torch.from_numpy(raw).view(torch.float8_e4m3fn).float().nan_to_num(480.0)
+    return gluon_in_numpy.value(numbers.numpy().astype(dtype).view(np.int32))
 
 
 @pytest.fixture
@@ -77,6 +83,7 @@ def launched(
         "_anew": lambda place, asm: place,
         "_computed": lambda sums: sums,
         "_widened": _e4m3,
+        "_layout": lambda rows, width: None,
     }
     translation = gluon_in_numpy.Translation(**in_registers | instead)
     return gluon_in_numpy.take_over(monkeypatch, hopper_prefill_kernel, translation)

@@ -157,11 +157,15 @@ class HopperLauncher:
         if form is None:
             return None
         shared = {name: varying[name] for name in _SHARED}
-        page = (1, tile.run, 1, min(tile.width, 128) if tile.staged else COLUMNS)
         rows = (tile.rows_per_group, tile.packed, COLUMNS)
         shared["q_desc"] = self._descriptors.of(tensors.query, rows)
-        shared["k_desc"] = self._descriptors.of(keys.key, page)
-        shared["v_desc"] = self._descriptors.of(keys.value, page)
+        if self._layer.cache_dtype.is_quantized:
+            shared["key_ptr"] = keys.key.view(torch.int32)
+            shared["value_ptr"] = keys.value.view(torch.int32)
+        else:
+            page = (1, tile.run, 1, COLUMNS)
+            shared["k_desc"] = self._descriptors.of(keys.key, page)
+            shared["v_desc"] = self._descriptors.of(keys.value, page)
         shared["tile_starts_ptr"] = plan.tile_starts
         shared["num_tiles_ptr"] = plan.num_tiles
         shared["counter_ptr"] = plan.counter
@@ -195,7 +199,6 @@ class HopperLauncher:
             "Q_STAGES": tile.query_stages,
             "STAGES": tile.num_stages,
             "KIND": _kind_of(layer.cache_dtype),
-            "STAGED": tile.staged,
             "REGISTERS": tile.registers,
             "CAUSAL": 0 if not layer.causal or causal is False else 1 if causal is True else 2,
             "WINDOW": layer.sliding_window is not None,
@@ -207,11 +210,16 @@ class HopperLauncher:
             "FP8_OUT": tensors.output_scale is not None,
             "LSE": lse is not None,
         }
+        narrow = layer.cache_dtype.is_quantized
+        key, value = tensors.keys.key, tensors.keys.value
+        words = [stride // 4 for stride in (*key.stride()[:3], *value.stride()[:3])]
+        names = ("k_block", "k_token", "k_head", "v_block", "v_token", "v_head")
+        fixed |= dict(zip(names, words, strict=True))
+        fixed |= dict.fromkeys(("k_desc", "v_desc") if narrow else ("key_ptr", "value_ptr"))
         varying = (
             *_SHARED,
             "q_desc",
-            "k_desc",
-            "v_desc",
+            *(("key_ptr", "value_ptr") if narrow else ("k_desc", "v_desc")),
             "tile_starts_ptr",
             "num_tiles_ptr",
             "counter_ptr",

@@ -61,6 +61,8 @@ def hopper_prefill_kernel(
     q_desc,
     k_desc,
     v_desc,
+    key_ptr,
+    value_ptr,
     out_ptr,
     lse_ptr,
     output_scale_ptr,
@@ -88,6 +90,12 @@ def hopper_prefill_kernel(
     chunk,
     lookback,
     scale_head,
+    k_block,
+    k_token,
+    k_head,
+    v_block,
+    v_token,
+    v_head,
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     PACKED: gl.constexpr,
@@ -100,7 +108,6 @@ def hopper_prefill_kernel(
     Q_STAGES: gl.constexpr,
     STAGES: gl.constexpr,
     KIND: gl.constexpr,
-    STAGED: gl.constexpr,
     REGISTERS: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
@@ -115,10 +122,11 @@ def hopper_prefill_kernel(
     """Attention of requests with many new tokens; grid ``(programs,)``, any number of them.
 
     Descriptors: query ``[T, H, SIZE]`` in boxes of 64 rows and 64 columns; key and value
-    ``[N, BLOCK_SIZE, Hk, SIZE]`` in boxes of RUN tokens and 64 columns. Out ``[T, H, SIZE]``, LSE
-    ``[T, H]``, counter ``[1]``, which is 0 before and after, the rest as in
-    :func:`attn.kernels.prefill.prefill_kernel`. HEADS is the number of
-    tiles of PACKED query heads; REGISTERS those of a consumer's thread.
+    ``[N, BLOCK_SIZE, Hk, SIZE]`` in boxes of RUN tokens and 64 columns, or, of 8 bits, key_ptr and
+    value_ptr with their strides, in words of four bytes. Out ``[T, H, SIZE]``, LSE ``[T, H]``,
+    counter ``[1]``, which is 0 before and after, the rest as in
+    :func:`attn.kernels.prefill.prefill_kernel`. HEADS is the number of tiles of PACKED query heads;
+    REGISTERS those of a consumer's thread.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     HALVES: gl.constexpr = WIDTH // 64
@@ -157,27 +165,16 @@ def hopper_prefill_kernel(
     mbarrier.init(cleared, count=WARP_GROUPS)
     for s in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(s), count=1)
-        # All who read the tile's record.
-        mbarrier.init(q_empty.index(s), count=WARP_GROUPS + (1 if KIND > 0 else 0))
+        mbarrier.init(q_empty.index(s), count=WARP_GROUPS)
     for s in gl.static_range(STAGES):
         mbarrier.init(k_full.index(s), count=1)
         mbarrier.init(v_full.index(s), count=1)
         mbarrier.init(k_empty.index(s), count=WARP_GROUPS)
         mbarrier.init(v_empty.index(s), count=WARP_GROUPS)
     if KIND > 0:
-        COLUMNS: gl.constexpr = 128 if WIDTH >= 128 else WIDTH
-        BYTES: gl.constexpr = gl.NVMMASharedLayout(COLUMNS, 8, 4)
-        staged_boxes = gl.allocate_shared_memory(
-            gl.uint8, [STAGED * (WIDTH // COLUMNS) * (KV_TILE // RUN), 1, RUN, 1, COLUMNS], BYTES
-        )
-        staged = reinterpret(
-            staged_boxes, gl.uint8, [STAGED, KV_TILE, WIDTH], gl.NVMMASharedLayout(COLUMNS, 8, 2)
-        )
-        staged_full = gl.allocate_shared_memory(gl.int64, [STAGED, 1], BARRIER)
-        staged_empty = gl.allocate_shared_memory(gl.int64, [STAGED, 1], BARRIER)
-        for s in gl.static_range(STAGED):
-            mbarrier.init(staged_full.index(s), count=1)
-            mbarrier.init(staged_empty.index(s), count=1)
+        WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+        k_words = reinterpret(k_boxes, gl.int32, [STAGES, KV_TILE, WIDTH // 2], WORDS)
+        v_words = reinterpret(v_boxes, gl.int32, [STAGES, KV_TILE, WIDTH // 2], WORDS)
     # Tuples must be literals here: held in a variable, their constexprs become tensors.
     if KIND > 0:
         gl.warp_specialize(
@@ -194,19 +191,16 @@ def hopper_prefill_kernel(
                     window, chunk, lookback, scale_head, out_token, out_head, lse_token, GROUP,
                     PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE, RUN, Q_STAGES,
                     STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS, FP8_OUT, LSE)),
-                (convert, (staged, staged_full, staged_empty, k_tiles, v_tiles, records, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, KIND, DTYPE, WIDTH, STAGED, Q_STAGES,
-                    STAGES)),
-                (produce, (q_desc, k_desc, v_desc, q_boxes, staged_boxes, staged_boxes, records,
-                    q_full, q_empty, staged_full, staged_empty, staged_full, staged_empty,
-                    table_ptr, tile_starts_ptr, num_tiles_ptr, counter_ptr, query_start_ptr,
-                    seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, table_row,
-                    window, chunk, lookback, HEADS, GROUP, PACKED, WARP_GROUPS, KV_TILE, HALVES,
-                    BLOCK_SIZE, RUN, Q_STAGES, STAGED, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-                    True)),
+                (convert, (q_desc, key_ptr, value_ptr, q_boxes, k_words, v_words, records, q_full,
+                    q_empty, k_full, k_empty, v_full, v_empty, table_ptr, tile_starts_ptr,
+                    num_tiles_ptr, counter_ptr, query_start_ptr, seq_lens_ptr, causal_ptr,
+                    ranges_ptr, num_reqs, programs, num_ranges, table_row, window, chunk, lookback,
+                    k_block, k_token, k_head, v_block, v_token, v_head, HEADS, GROUP, PACKED,
+                    WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE, BLOCK_SIZE, Q_STAGES,
+                    STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
             ],
-            [4, 4, 1],
-            [REGISTERS, 72, 24],
+            [4, 4],
+            [REGISTERS, 504 - 2 * REGISTERS],
         )  # fmt: skip
     elif WARP_GROUPS == 2:
         gl.warp_specialize(
@@ -228,7 +222,7 @@ def hopper_prefill_kernel(
                     num_tiles_ptr, counter_ptr, query_start_ptr, seq_lens_ptr, causal_ptr,
                     ranges_ptr, num_reqs, programs, num_ranges, table_row, window, chunk, lookback,
                     HEADS, GROUP, PACKED, WARP_GROUPS, KV_TILE, HALVES, BLOCK_SIZE, RUN, Q_STAGES,
-                    STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, False)),
+                    STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -259,7 +253,7 @@ def hopper_prefill_kernel(
                     num_tiles_ptr, counter_ptr, query_start_ptr, seq_lens_ptr, causal_ptr,
                     ranges_ptr, num_reqs, programs, num_ranges, table_row, window, chunk, lookback,
                     HEADS, GROUP, PACKED, WARP_GROUPS, KV_TILE, HALVES, BLOCK_SIZE, RUN, Q_STAGES,
-                    STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, False)),
+                    STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 32],

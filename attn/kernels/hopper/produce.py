@@ -14,15 +14,14 @@ from attn.kernels.hopper.tiles import publish, tile_at
 def _load_keys(
     desc, table_ptr, table, tile, start, kv_len, kv_head, turn, full, empty, boxes,
     KV_TILE: gl.constexpr, HALVES: gl.constexpr, BLOCK_SIZE: gl.constexpr, RUN: gl.constexpr,
-    STAGES: gl.constexpr, BYTES: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fill stage ``turn % STAGES`` with a tile of keys or values."""
     RUNS: gl.constexpr = KV_TILE // RUN
-    COLUMNS: gl.constexpr = boxes.shape[4]
     stage = turn % STAGES
     # A fresh barrier lets parity 1 pass at once.
     mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
-    mbarrier.expect(full.index(stage), BYTES)
+    mbarrier.expect(full.index(stage), KV_TILE * HALVES * 128)
     for run in gl.static_range(RUNS):
         key = tile * KV_TILE + run * RUN
         live = (key < kv_len) & (key + RUN > start)
@@ -31,10 +30,54 @@ def _load_keys(
         for half in gl.static_range(HALVES):
             async_load(
                 desc,
-                [page, key % BLOCK_SIZE, kv_head, half * COLUMNS],
+                [page, key % BLOCK_SIZE, kv_head, half * 64],
                 full.index(stage),
                 boxes.index((stage * HALVES + half) * RUNS + run),
             )
+
+
+@gluon.jit
+def load_queries(
+    turn, q_desc, q_boxes, records, q_full, q_empty, head, req, row, left, position, kv_len, causal,
+    low, high, PACKED: gl.constexpr, WARP_GROUPS: gl.constexpr, HALVES: gl.constexpr,
+    Q_STAGES: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Say which tile it is, and ask for its queries."""
+    stage = turn % Q_STAGES
+    # A fresh barrier lets parity 1 pass at once.
+    mbarrier.wait(q_empty.index(stage), ((turn // Q_STAGES) & 1) ^ 1)
+    publish(records, stage, head, req, row, left, position, kv_len, causal, low, high, WARPS)
+    mbarrier.expect(q_full.index(stage), WARP_GROUPS * HALVES * 64 * 128)
+    for part in gl.static_range(WARP_GROUPS):
+        for half in gl.static_range(HALVES):
+            async_load(
+                q_desc,
+                [row + part * (64 // PACKED), head * PACKED, half * 64],
+                q_full.index(stage),
+                q_boxes.index((stage * WARP_GROUPS + part) * HALVES + half),
+            )
+
+
+@gluon.jit
+def next_tile(counter_ptr, total, programs):
+    """The next tile that nobody took.
+
+    Programs count one for each tile that they do, so that together they count to the number of
+    tiles; who is last there sets the counter back.
+    """
+    taken = gl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu")
+    if taken == total - 1:
+        gl.store(counter_ptr, 0)
+    return programs + taken
+
+
+@gluon.jit
+def say_the_end(turn, records, q_full, q_empty, Q_STAGES: gl.constexpr, WARPS: gl.constexpr):
+    """There is no tile of that turn."""
+    stage = turn % Q_STAGES
+    mbarrier.wait(q_empty.index(stage), ((turn // Q_STAGES) & 1) ^ 1)
+    publish(records, stage, 0, 0, 0, 0, 0, 0, 1, 0, 0, WARPS)
+    mbarrier.arrive(q_full.index(stage), count=1)
 
 
 @gluon.jit
@@ -42,25 +85,18 @@ def produce(
     q_desc, k_desc, v_desc, q_boxes, k_boxes, v_boxes, records, q_full, q_empty, k_full, k_empty,
     v_full, v_empty, table_ptr, tile_starts_ptr, num_tiles_ptr, counter_ptr, query_start_ptr,
     seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, table_row, window, chunk,
-    lookback, HEADS: gl.constexpr,
-    GROUP: gl.constexpr, PACKED: gl.constexpr, WARP_GROUPS: gl.constexpr, KV_TILE: gl.constexpr,
-    HALVES: gl.constexpr, BLOCK_SIZE: gl.constexpr, RUN: gl.constexpr, Q_STAGES: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr,
-    RANGES: gl.constexpr, CLAMP: gl.constexpr, SHARED: gl.constexpr,
+    lookback, HEADS: gl.constexpr, GROUP: gl.constexpr, PACKED: gl.constexpr,
+    WARP_GROUPS: gl.constexpr, KV_TILE: gl.constexpr, HALVES: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, RUN: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr,
+    CLAMP: gl.constexpr,
 ):  # fmt: skip
     """One warp: everything that is loaded, in the order in which it is consumed.
 
     Tiles differ in length, and so do multiprocessors in speed: after its first tile a program takes
-    the next that nobody has taken. Programs count one tile ahead for each that they do, so that
-    together they count to the number of tiles; who is last there sets the counter back.
-
-    SHARED: keys and values go through the same stages, one after the other.
+    the next that nobody took.
     """
     TOKENS: gl.constexpr = WARP_GROUPS * 64 // PACKED
-    # Halves of a row of keys, and of a row of the query.
-    BOXES: gl.constexpr = k_boxes.shape[0] * RUN // (STAGES * KV_TILE)
-    BYTES: gl.constexpr = KV_TILE * BOXES * k_boxes.shape[4] * (1 if SHARED else 2)
-    EACH: gl.constexpr = 2 if SHARED else 1
     num_tiles = gl.load(num_tiles_ptr)
     total = num_tiles * HEADS
     work = gl.program_id(0)
@@ -76,44 +112,28 @@ def produce(
         table = req * table_row
         kv_head = head * PACKED // GROUP
         _load_keys(
-            k_desc, table_ptr, table, high - 1, start, kv_len, kv_head, EACH * done, k_full,
-            k_empty, k_boxes, KV_TILE, BOXES, BLOCK_SIZE, RUN, STAGES, BYTES,
+            k_desc, table_ptr, table, high - 1, start, kv_len, kv_head, done, k_full, k_empty,
+            k_boxes, KV_TILE, HALVES, BLOCK_SIZE, RUN, STAGES,
         )  # fmt: skip
-        stage = turn % Q_STAGES
-        mbarrier.wait(q_empty.index(stage), ((turn // Q_STAGES) & 1) ^ 1)
-        publish(records, stage, head, req, row, left, position, kv_len, causal, low, high)
-        mbarrier.expect(q_full.index(stage), WARP_GROUPS * HALVES * 64 * 128)
-        for part in gl.static_range(WARP_GROUPS):
-            for half in gl.static_range(HALVES):
-                async_load(
-                    q_desc,
-                    [row + part * (64 // PACKED), head * PACKED, half * 64],
-                    q_full.index(stage),
-                    q_boxes.index((stage * WARP_GROUPS + part) * HALVES + half),
-                )
+        load_queries(
+            turn, q_desc, q_boxes, records, q_full, q_empty, head, req, row, left, position, kv_len,
+            causal, low, high, PACKED, WARP_GROUPS, HALVES, Q_STAGES, 1,
+        )  # fmt: skip
         # Here it costs nothing: what is asked for next has to wait for room.
-        taken = gl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu")
-        if taken == total - 1:
-            gl.store(counter_ptr, 0)
-        work = programs + taken
+        work = next_tile(counter_ptr, total, programs)
         for i in range(1, high - low):
             _load_keys(
                 k_desc, table_ptr, table, gl.maximum(high - 1 - i, 0), start, kv_len, kv_head,
-                EACH * (done + i) - (EACH - 1), k_full, k_empty, k_boxes, KV_TILE, BOXES,
-                BLOCK_SIZE, RUN, STAGES, BYTES,
+                done + i, k_full, k_empty, k_boxes, KV_TILE, HALVES, BLOCK_SIZE, RUN, STAGES,
             )  # fmt: skip
             _load_keys(
-                v_desc, table_ptr, table, high - i, start, kv_len, kv_head,
-                EACH * (done + i) - (2 - EACH), v_full, v_empty, v_boxes, KV_TILE, BOXES,
-                BLOCK_SIZE, RUN, STAGES, BYTES,
+                v_desc, table_ptr, table, high - i, start, kv_len, kv_head, done + i - 1, v_full,
+                v_empty, v_boxes, KV_TILE, HALVES, BLOCK_SIZE, RUN, STAGES,
             )  # fmt: skip
         done += high - low
         _load_keys(
-            v_desc, table_ptr, table, low, start, kv_len, kv_head, EACH * done - 1, v_full, v_empty,
-            v_boxes, KV_TILE, BOXES, BLOCK_SIZE, RUN, STAGES, BYTES,
+            v_desc, table_ptr, table, low, start, kv_len, kv_head, done - 1, v_full, v_empty,
+            v_boxes, KV_TILE, HALVES, BLOCK_SIZE, RUN, STAGES,
         )  # fmt: skip
         turn += 1
-    stage = turn % Q_STAGES
-    mbarrier.wait(q_empty.index(stage), ((turn // Q_STAGES) & 1) ^ 1)
-    publish(records, stage, 0, 0, 0, 0, 0, 0, 1, 0, 0)
-    mbarrier.arrive(q_full.index(stage), count=1)
+    say_the_end(turn, records, q_full, q_empty, Q_STAGES, 1)

@@ -71,8 +71,8 @@ def tile_at(
 
 
 @gluon.jit
-def _put(records, place, number):
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+def _put(records, place, number, WARPS: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     records.index(place).store(gl.full([1], number, gl.int32, LAYOUT))
 
 
@@ -83,21 +83,23 @@ def _take(records, place):
 
 
 @gluon.jit
-def publish(records, stage, head, req, row, left, position, kv_len, causal, low, high):
+def publish(
+    records, stage, head, req, row, left, position, kv_len, causal, low, high, WARPS: gl.constexpr
+):
     """The producer's part: say which tile the queries of that stage are of; ``high`` 0 if of none.
 
     Once per tile, so that nobody else has to search for it.
     """
     place = stage * RECORD
-    _put(records, place, head)
-    _put(records, place + 1, req)
-    _put(records, place + 2, row)
-    _put(records, place + 3, left)
-    _put(records, place + 4, position)
-    _put(records, place + 5, kv_len)
-    _put(records, place + 6, causal)
-    _put(records, place + 7, low)
-    _put(records, place + 8, high)
+    _put(records, place, head, WARPS)
+    _put(records, place + 1, req, WARPS)
+    _put(records, place + 2, row, WARPS)
+    _put(records, place + 3, left, WARPS)
+    _put(records, place + 4, position, WARPS)
+    _put(records, place + 5, kv_len, WARPS)
+    _put(records, place + 6, causal, WARPS)
+    _put(records, place + 7, low, WARPS)
+    _put(records, place + 8, high, WARPS)
     # One thread arrives at the stage's barrier, for all that wrote here.
     thread_barrier()
 
