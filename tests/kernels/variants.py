@@ -352,6 +352,7 @@ HOPPER_VARIANTS: Final = (
     # Caches of 8 bits.
     _only(_H, "fp8 32/8/128", 90, cache=_FP8, speed=True),
     _only(_H, "fp8 64/8/64", cache=_FP8, heads=(64, 8, 64)),
+    _only(_H, "fp8 16/8/256", cache=_FP8, heads=(16, 8, 256)),
     _only(_H, "fp8 fp16", cache=_FP8, dtype=DType.FLOAT16),
     _only(_H, "e5m2 window", cache=_E5M2, window=1024),
     # Layouts.
