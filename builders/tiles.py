@@ -75,8 +75,6 @@ class LayerAsks:
     """Type of the model's elements; None where it is not known."""
     cache_dtype: CacheDType | None = None
     """Of the cache; None likewise."""
-    output: DType | None = None
-    """Of an output that is not quantised; None likewise, or where any will do."""
     alignments: tuple[tuple[str, int], ...] = ()
     """Bytes that rows are aligned to, by tensor, as far as they are known."""
 
@@ -142,6 +140,8 @@ class HopperTile:
     num_stages: int
     registers: int
     """Registers of a thread that multiplies."""
+    extra: int = 0
+    """Columns of keys beyond ``width``, which is then that of values."""
 
     @property
     def rows_per_group(self) -> int:
@@ -301,14 +301,21 @@ def hopper_tile(
         return refused
     if not 48 <= shape.head_size <= 256 or shape.head_size % 8:
         return f"head size {shape.head_size} is not a multiple of 8 from 48 to 256"
+    extra = 0
+    if shape.head_size != shape.head_size_v:
+        # Latent attention, expanded.
+        if (shape.head_size, shape.head_size_v, shape.stored_bits) != (192, 128, 16):
+            return (
+                f"head size {shape.head_size} is not that of values, {shape.head_size_v}, nor are "
+                "they 192 and 128 of 16 bits"
+            )
+        extra = 64
     if asks.batch_invariant:
         return "batch invariance, for which every row goes to the split-KV kernel"
     refused = refusal_of(asks)
     if refused is not None:
         return refused
-    if asks.query is not None and asks.output not in (None, asks.query):
-        return f"an output of {asks.output} for a query of {asks.query}"
-    run = block_size & -block_size
+    run = block_size & -block_size if block_size else 128
     packed = min(shape.group & -shape.group, 64)
     if shape.stored_bits == 8:
         # The producer is a warp group, which takes its registers from the others.
@@ -318,6 +325,8 @@ def hopper_tile(
             return HopperTile(packed, 2, 128, 128, min(run, 128), 2, 2, 200)
         return HopperTile(packed, 2, 64, 256, min(run, 64), 1, 2, 208)
     # Measured: 192 rows for narrow heads, fewer keys for wide ones, whose accumulators are large.
+    if extra:
+        return HopperTile(packed, 2, 128, 128, min(run, 128), 1, 2, 240, extra)
     if shape.width <= 64:
         return HopperTile(packed, 3, 128, 64, min(run, 128), 2, 3, 160)
     if shape.width <= 128:
@@ -404,6 +413,10 @@ def hopper_decode_tile(
     refused = misfit_of(shape, kind, block_size)
     if refused is not None:
         return refused
+    if block_size == 0:
+        return "there are no pages"
+    if shape.head_size != shape.head_size_v:
+        return f"head size {shape.head_size} is not that of values, {shape.head_size_v}"
     is_e4m3 = shape.stored_bits == 8
     sizes = (128, 256) if is_e4m3 else (64, 128, 256)
     if shape.head_size not in sizes:
@@ -453,10 +466,6 @@ def misfit_of(shape: DenseShape, kind: DeviceKind, block_size: int) -> str | Non
         return f"the model's elements have {shape.itemsize} bytes, not 2"
     if shape.stored_bits not in (8, 16):
         return f"the cache's elements have {shape.stored_bits} bits, not 8 or 16"
-    if shape.head_size != shape.head_size_v:
-        return f"head size {shape.head_size} is not that of values, {shape.head_size_v}"
-    if block_size == 0:
-        return "there are no pages"
     return f"block size {block_size} is not a multiple of 16" if block_size % 16 else None
 
 

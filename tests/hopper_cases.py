@@ -17,10 +17,11 @@ from tests.cases import Case, LatentCase
 
 def is_served(case: Case) -> bool:
     """The layer's geometry and what it asks are the prefill kernel's."""
-    if case.feature.num_shared_blocks or not case.feature.attn_type.is_cached:
+    if case.feature.num_shared_blocks:
         # A shared prefix goes through the plain kernel, whatever is asked for.
         return False
-    tile = hopper_tile(_shape(case), DeviceKind.SM90, case.block_size, _asks(case))
+    pages = case.block_size if case.feature.attn_type.is_cached else 0
+    tile = hopper_tile(_shape(case), DeviceKind.SM90, pages, _asks(case))
     return isinstance(tile, HopperTile)
 
 

@@ -221,7 +221,7 @@ def _reinterpret(memory: Memory, dtype: Any, shape: Sequence[int], layout: None)
 
 def _async_load(rows: np.ndarray, place: Sequence[Any], full: Barrier, box: Memory) -> None:
     starts = [int(x) for x in place]
-    if len(starts) == 4 and 0 <= starts[0] < len(rows):
+    if len(starts) == 4 and 0 <= starts[0] < len(rows) > 1:
         assert starts[1] + box.array.shape[1] <= rows.shape[1], "a box leaves its page"
     found = np.zeros_like(box.array)
     if min(starts) >= 0:

@@ -53,7 +53,12 @@ def test_a_variant_compiles_without_spills(compiled: ByTarget, variant: Variant)
         (SHAPE, DeviceKind.SM100, 16, "the device is sm100, not sm90"),
         (replace(SHAPE, itemsize=4), DeviceKind.SM90, 16, "have 4 bytes, not 2"),
         (replace(SHAPE, stored_bits=4), DeviceKind.SM90, 16, "have 4 bits, not 8 or 16"),
-        (replace(SHAPE, head_size_v=64), DeviceKind.SM90, 16, "128 is not that of values, 64"),
+        (
+            replace(SHAPE, head_size_v=64),
+            DeviceKind.SM90,
+            16,
+            "head size 128 is not that of values, 64, nor are they 192 and 128 of 16 bits",
+        ),
         (
             replace(SHAPE, head_size=512, head_size_v=512),
             DeviceKind.SM90,
@@ -61,7 +66,6 @@ def test_a_variant_compiles_without_spills(compiled: ByTarget, variant: Variant)
             "head size 512 is not a multiple of 8 from 48 to 256",
         ),
         (SHAPE, DeviceKind.SM90, 8, "block size 8 is not a multiple of 16"),
-        (SHAPE, DeviceKind.SM90, 0, "there are no pages"),
     ],
 )
 def test_a_geometry_that_it_does_not_take_is_refused_with_both_values(
@@ -167,11 +171,15 @@ def test_what_only_tensors_show_leads_to_the_plain_kernel_too(
     for start, kernel in ((0, HOPPER), (8, HOPPER), (4, PLAIN)):
         query = flat[start : start + 82 * 32 * 128].view(82, 32, 128)
         assert kernels_of(monkeypatch, query=query) == {SPLIT, kernel}
-    wide = {"output_dtype": torch.float32}
-    assert kernels_of(monkeypatch, **wide) == {SPLIT, PLAIN}
-    with pytest.raises(ValueError, match="an output of float32 for a query of bfloat16"):
-        kernels_of(monkeypatch, wanted=PrefillKernel.HOPPER, **wide)
-    assert kernels_of(monkeypatch, Layer(attn_type=AttentionType.ENCODER_ONLY)) == {PLAIN}
+    assert kernels_of(monkeypatch, output_dtype=torch.float32) == {SPLIT, HOPPER}
+
+
+def test_it_takes_what_has_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = Layer(attn_type=AttentionType.ENCODER_ONLY, causal=False)
+    assert kernels_of(monkeypatch, encoder) == {HOPPER}
+    expanded = replace(encoder, heads=(16, 16, 192), head_size_v=128)
+    assert kernels_of(monkeypatch, expanded) == {HOPPER}
+    assert kernels_of(monkeypatch, replace(expanded, head_size_v=64)) == {PLAIN}
 
 
 def test_a_launcher_chooses_anew_for_other_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +191,7 @@ def test_a_launcher_chooses_anew_for_other_tensors(monkeypatch: pytest.MonkeyPat
     for start, dtype, kernel in 2 * (
         (0, torch.bfloat16, HOPPER),
         (4, torch.bfloat16, PLAIN),
-        (0, torch.float32, PLAIN),
+        (0, torch.float32, HOPPER),
         (8, torch.bfloat16, HOPPER),
     ):
         query = flat[start : start + 82 * 32 * 128].view(82, 32, 128)

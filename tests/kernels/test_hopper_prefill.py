@@ -14,6 +14,7 @@ from attn.kernels.launch import KernelCall
 from builders.split_kv import SplitPlanner
 from specs.dtypes import CacheDType, DType
 from specs.engine import PrefillKernel
+from specs.layouts import KVPacking
 from tests import trials
 from tests.batches import BatchSpec, Heads
 from tests.cases import FEATURES, Case
@@ -23,6 +24,7 @@ from tests.test_random_attention import findings
 # Several tiles per program, of one and of more tiles of keys, with and without a last one that
 # ends within a page; rows that see nothing of a tile that others of theirs do.
 BATCH = BatchSpec("several", (140, 33, 20), (300, 33, 180))
+WITHOUT_PAGES = BatchSpec("without_pages", (140, 33, 1), (140, 33, 1))
 WHOLE = Case(heads=Heads(8, 2, 128), dtype=DType.FLOAT16, batch=BATCH)
 CASES = {
     "causal": WHOLE,
@@ -30,6 +32,13 @@ CASES = {
     "seven": replace(WHOLE, heads=Heads(7, 1, 64)),
     "d256": replace(WHOLE, heads=Heads(4, 2, 256)),
     "d80": replace(WHOLE, heads=Heads(4, 2, 80), block_size=48),
+    "expanded": replace(WHOLE, heads=Heads(2, 2, 192, 128), packing=KVPacking.PACKED),
+    "expanded_encoder": replace(
+        WHOLE, heads=Heads(2, 2, 192, 128), feature=FEATURES["encoder_only"], batch=WITHOUT_PAGES
+    ),
+    "encoder_window": replace(
+        WHOLE, heads=Heads(4, 2, 64), feature=FEATURES["encoder_only_window"], batch=WITHOUT_PAGES
+    ),
     "fp8": replace(WHOLE, cache_dtype=CacheDType.FP8),
     "fp8_d256": replace(WHOLE, heads=Heads(4, 2, 256), cache_dtype=CacheDType.FP8),
     "fp8_d80": replace(WHOLE, heads=Heads(4, 2, 80), cache_dtype=CacheDType.FP8, block_size=48),

@@ -324,6 +324,8 @@ MLA_VARIANTS: Final = (
 )
 
 _H, _HD, _HL = Kernel.HOPPER_PREFILL, Kernel.HOPPER_DECODE, Kernel.HOPPER_MLA
+_EXPANDED: Final[dict[str, Any]] = {"heads": (16, 16, 192), "head_size_v": 128}
+
 HOPPER_VARIANTS: Final = (
     # The shapes of the speed table.
     _only(_H, "32/8/128", 90, speed=True),
@@ -349,6 +351,9 @@ HOPPER_VARIANTS: Final = (
     _only(_H, "sinks lse", sinks=True, lse=True),
     _only(_H, "fp8 output", fp8_output=True),
     _only(_H, "cross attention", attn_type=_CROSS, causal=False),
+    # Latent attention, expanded: of keys that lie one after another, and of pages.
+    _only(_H, "16/16/192 values 128", 90, attn_type=_ENCODER, causal=False, **_EXPANDED),
+    _only(_H, "16/16/192 values 128 pages", **_EXPANDED, lse=True),
     # Caches of 8 bits.
     _only(_H, "fp8 32/8/128", 90, cache=_FP8, speed=True),
     _only(_H, "fp8 64/8/64", cache=_FP8, heads=(64, 8, 64)),

@@ -98,12 +98,29 @@ def _unpack(pairs, DTYPE: gl.constexpr, KV_TILE: gl.constexpr, LAYOUT: gl.conste
 
 
 @gluon.jit
+def _scores(q, q_more, k_tiles, k_more, stage, KV_TILE: gl.constexpr, EXTRA: gl.constexpr):
+    """Scores of a tile of keys, under way: of EXTRA columns in a product of their own."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
+    scores = warpgroup_mma(
+        q,
+        k_tiles.index(stage).permute((1, 0)),
+        gl.zeros([64, KV_TILE], gl.float32, SCORES),
+        use_acc=False,
+        is_async=True,
+    )
+    if EXTRA > 0:
+        scores = warpgroup_mma(q_more, k_more.index(stage).permute((1, 0)), scores, is_async=True)
+    return scores
+
+
+@gluon.jit
 def _step(
-    i, done, high, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, acc, pairs, m, l, factor,
-    soft_cap, query, reach, kv_len, window, chunk, lookback, range_first, range_last,
-    MASKED: gl.constexpr, DTYPE: gl.constexpr, KV_TILE: gl.constexpr, WIDTH: gl.constexpr,
-    STAGES: gl.constexpr, SOFT_CAP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
+    i, done, high, place, q_tiles, q_more, k_tiles, k_more, v_tiles, k_full, k_empty, v_full,
+    v_empty, acc, pairs, m, l, factor, soft_cap, query, reach, kv_len, window, chunk, lookback,
+    range_first, range_last, MASKED: gl.constexpr, DTYPE: gl.constexpr, KV_TILE: gl.constexpr,
+    WIDTH: gl.constexpr, EXTRA: gl.constexpr, STAGES: gl.constexpr, SOFT_CAP: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr,
+    CLAMP: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile ``i`` (from the last), output of the tile before it.
 
@@ -116,12 +133,8 @@ def _step(
     now = done + i
     before = now - 1
     mbarrier.wait(k_full.index(now % STAGES), (now // STAGES) & 1)
-    scores = warpgroup_mma(
-        q,
-        k_tiles.index(now % STAGES).permute((1, 0)),
-        gl.zeros([64, KV_TILE], gl.float32, SCORES),
-        use_acc=False,
-        is_async=True,
+    scores = _scores(
+        q_tiles.index(place), q_more.index(place), k_tiles, k_more, now % STAGES, KV_TILE, EXTRA
     )
     mbarrier.wait(v_full.index(before % STAGES), (before // STAGES) & 1)
     acc = warpgroup_mma(left, v_tiles.index(before % STAGES), acc, is_async=True)
@@ -192,7 +205,8 @@ def _write(
         narrow = out.to(out_ptr.dtype.element_ty)
     # By way of shared memory to rows of 16 bytes per thread, where there is room for it.
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    ROWS: gl.constexpr = WIDE if WIDTH <= 128 else OUTPUT
+    IS_NARROW: gl.constexpr = WIDTH <= 128 and out_ptr.dtype.element_ty != gl.float32
+    ROWS: gl.constexpr = WIDE if IS_NARROW else OUTPUT
     narrow = gl.convert_layout(narrow, ROWS)
     r = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, ROWS))
@@ -254,18 +268,13 @@ def _factors(
 
 @gluon.jit
 def _first_scores(
-    q, k_tiles, k_full, now, there_is, DTYPE: gl.constexpr, KV_TILE: gl.constexpr,
-    STAGES: gl.constexpr,
+    place, q_tiles, q_more, k_tiles, k_more, k_full, now, there_is, KV_TILE: gl.constexpr,
+    EXTRA: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Scores of a tile's first keys, under way."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
     mbarrier.wait(k_full.index(now % STAGES), (now // STAGES) & 1, pred=there_is)
-    return warpgroup_mma(
-        q,
-        k_tiles.index(now % STAGES).permute((1, 0)),
-        gl.zeros([64, KV_TILE], gl.float32, SCORES),
-        use_acc=False,
-        is_async=True,
+    return _scores(
+        q_tiles.index(place), q_more.index(place), k_tiles, k_more, now % STAGES, KV_TILE, EXTRA
     )
 
 
@@ -294,12 +303,12 @@ def _first_weights(
 
 @gluon.jit
 def consume(
-    PART: gl.constexpr, q_tiles, k_tiles, v_tiles, v_boxes, records, q_full, q_empty, k_full,
-    k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr, k_scale_ptr, v_scale_ptr,
-    sinks_ptr, ranges_ptr, num_ranges, scale, soft_cap, window, chunk, lookback, scale_head,
-    out_token, out_head, lse_token, GROUP: gl.constexpr, PACKED: gl.constexpr,
-    WARP_GROUPS: gl.constexpr, KIND: gl.constexpr, DTYPE: gl.constexpr,
-    KV_TILE: gl.constexpr, HALVES: gl.constexpr, WIDTH: gl.constexpr, SIZE: gl.constexpr,
+    PART: gl.constexpr, q_tiles, q_more, k_tiles, k_more, v_tiles, v_boxes, records, q_full,
+    q_empty, k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr,
+    k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges, scale, soft_cap, window, chunk,
+    lookback, scale_head, out_token, out_head, lse_token, GROUP: gl.constexpr, PACKED: gl.constexpr,
+    WARP_GROUPS: gl.constexpr, KIND: gl.constexpr, DTYPE: gl.constexpr, KV_TILE: gl.constexpr,
+    HALVES: gl.constexpr, WIDTH: gl.constexpr, EXTRA: gl.constexpr, SIZE: gl.constexpr,
     RUN: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
     SOFT_CAP: gl.constexpr, SINKS: gl.constexpr, FP8_OUT: gl.constexpr, LSE: gl.constexpr,
@@ -321,7 +330,7 @@ def consume(
     head, req, row, left, position, kv_len, causal, low, high = told(records, 0)
     row, left, position = row + PART * SPAN, left - PART * SPAN, position + PART * SPAN
     scores = _first_scores(
-        q_tiles.index(PART), k_tiles, k_full, done, high > 0, DTYPE, KV_TILE, STAGES
+        PART, q_tiles, q_more, k_tiles, k_more, k_full, done, high > 0, KV_TILE, EXTRA, STAGES
     )
     factor, v_factor = _factors(
         scale, head, k_scale_ptr, v_scale_ptr, scale_head, PACKED, GROUP, KIND > 0
@@ -363,25 +372,25 @@ def consume(
         place = (turn % Q_STAGES) * WARP_GROUPS + PART
         for i in range(1, inner):
             acc, pairs, m, l = _step(
-                i, done, high, q_tiles.index(_anew(place, _EDGE)), k_tiles, v_tiles, k_full,
-                k_empty, v_full, v_empty, acc, pairs, m, l, factor, soft_cap, query, reach,
+                i, done, high, _anew(place, _EDGE), q_tiles, q_more, k_tiles, k_more, v_tiles,
+                k_full, k_empty, v_full, v_empty, acc, pairs, m, l, factor, soft_cap, query, reach,
                 kv_len, window, chunk, lookback, range_first, range_last, True, DTYPE, KV_TILE,
-                WIDTH, STAGES, SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                WIDTH, EXTRA, STAGES, SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
             )  # fmt: skip
         for i in range(inner, outer):
             acc, pairs, m, l = _step(
-                i, done, high, q_tiles.index(_anew(place, _INNER)), k_tiles, v_tiles, k_full,
-                k_empty, v_full, v_empty, acc, pairs, m, l, factor, soft_cap, query, reach,
+                i, done, high, _anew(place, _INNER), q_tiles, q_more, k_tiles, k_more, v_tiles,
+                k_full, k_empty, v_full, v_empty, acc, pairs, m, l, factor, soft_cap, query, reach,
                 kv_len, window, chunk, lookback, range_first, range_last, False, DTYPE,
-                KV_TILE, WIDTH, STAGES, SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                KV_TILE, WIDTH, EXTRA, STAGES, SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
             )  # fmt: skip
         if WINDOW or CHUNK:
             for i in range(outer, count):
                 acc, pairs, m, l = _step(
-                    i, done, high, q_tiles.index(_anew(place, _FAR)), k_tiles, v_tiles, k_full,
-                    k_empty, v_full, v_empty, acc, pairs, m, l, factor, soft_cap, query, reach,
-                    kv_len, window, chunk, lookback, range_first, range_last, True, DTYPE,
-                    KV_TILE, WIDTH, STAGES, SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                    i, done, high, _anew(place, _FAR), q_tiles, q_more, k_tiles, k_more, v_tiles,
+                    k_full, k_empty, v_full, v_empty, acc, pairs, m, l, factor, soft_cap, query,
+                    reach, kv_len, window, chunk, lookback, range_first, range_last, True, DTYPE,
+                    KV_TILE, WIDTH, EXTRA, STAGES, SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
                 )  # fmt: skip
         mbarrier.arrive(q_empty.index(turn % Q_STAGES), count=1)
         weights = _unpack(pairs, DTYPE, KV_TILE, gl.DotOperandLayout(0, OUTPUT, 2))
@@ -397,10 +406,10 @@ def consume(
         head, req, row, left, position, kv_len, causal, low, high = told(records, stage)
         row, left, position = row + PART * SPAN, left - PART * SPAN, position + PART * SPAN
         scores = _first_scores(
-            q_tiles.index(stage * WARP_GROUPS + PART), k_tiles, k_full, done, high > 0, DTYPE,
-            KV_TILE, STAGES,
+            stage * WARP_GROUPS + PART, q_tiles, q_more, k_tiles, k_more, k_full, done, high > 0,
+            KV_TILE, EXTRA, STAGES,
         )  # fmt: skip
-        acc = warpgroup_mma_wait(1, deps=[acc])
+        acc = warpgroup_mma_wait(2 if EXTRA > 0 else 1, deps=[acc])
         mbarrier.arrive(v_empty.index(before % STAGES), count=1)
         _write(
             m, l, acc, factor, v_factor, this_row, this_left, this_head, out_ptr, lse_ptr,

@@ -164,8 +164,8 @@ def convert(
             keys, pages, high - 1, k_block, k_token, KV_TILE, BLOCK_SIZE, WIDTH, SIZE, LAYOUT
         )
         load_queries(
-            turn, q_desc, q_boxes, records, q_full, q_empty, head, req, row, left, position, kv_len,
-            causal, low, high, PACKED, WARP_GROUPS, HALVES, Q_STAGES, 4,
+            turn, q_desc, q_boxes, q_boxes, records, q_full, q_empty, head, req, row, left,
+            position, kv_len, causal, low, high, PACKED, WARP_GROUPS, HALVES, 0, Q_STAGES, 4,
         )  # fmt: skip
         work = next_tile(counter_ptr, total, programs)
         for i in range(high - 1, low, -1):

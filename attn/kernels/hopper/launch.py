@@ -49,7 +49,6 @@ def serves(
     shape, block_size, asks = asked(layer, step, tensors)
     asks = replace(
         asks,
-        output=None if tensors.output_scale is not None else DType.parse(tensors.output.dtype),
         alignments=(("query", alignment(tensors.query)), *asks.alignments),
     )
     wanted = PrefillKernel.HOPPER if plan.is_required else PrefillKernel.AUTO
@@ -164,8 +163,8 @@ class HopperLauncher:
             shared["value_ptr"] = keys.value.view(torch.int32)
         else:
             page = (1, tile.run, 1, COLUMNS)
-            shared["k_desc"] = self._descriptors.of(keys.key, page)
-            shared["v_desc"] = self._descriptors.of(keys.value, page)
+            shared["k_desc"] = self._descriptors.of(_as_pages(keys.key), page)
+            shared["v_desc"] = self._descriptors.of(_as_pages(keys.value), page)
         shared["tile_starts_ptr"] = plan.tile_starts
         shared["num_tiles_ptr"] = plan.num_tiles
         shared["counter_ptr"] = plan.counter
@@ -177,7 +176,8 @@ class HopperLauncher:
     ) -> KernelForm:
         layer, output, lse = self._layer, tensors.output, tensors.lse
         cap, chunk, causal = layer.logits_soft_cap, layer.attention_chunk_size, step.causal
-        fixed = {
+        key, value = tensors.keys.key, tensors.keys.value
+        fixed: dict[str, Any] = {
             "out_token": output.stride(0),
             "out_head": output.stride(1),
             "lse_token": 0 if lse is None else lse.stride(0),
@@ -192,9 +192,10 @@ class HopperLauncher:
             "PACKED": tile.packed,
             "WARP_GROUPS": tile.warp_groups,
             "KV_TILE": tile.kv_tile,
-            "SIZE": layer.head_size,
+            "SIZE": layer.head_size_v,
             "WIDTH": tile.width,
-            "BLOCK_SIZE": tensors.keys.key.shape[1],
+            "EXTRA": tile.extra,
+            "BLOCK_SIZE": key.shape[1] if key.dim() == 4 else 0,
             "RUN": tile.run,
             "Q_STAGES": tile.query_stages,
             "STAGES": tile.num_stages,
@@ -211,7 +212,6 @@ class HopperLauncher:
             "LSE": lse is not None,
         }
         narrow = layer.cache_dtype.is_quantized
-        key, value = tensors.keys.key, tensors.keys.value
         words = [stride // 4 for stride in (*key.stride()[:3], *value.stride()[:3])]
         names = ("k_block", "k_token", "k_head", "v_block", "v_token", "v_head")
         fixed |= dict(zip(names, words, strict=True))
@@ -251,6 +251,11 @@ _SHARED = (
     "num_reqs",
     "num_ranges",
 )
+
+
+def _as_pages(rows: torch.Tensor) -> torch.Tensor:
+    """``[N, P, Hk, D]``; rows without pages are one."""
+    return rows if rows.dim() == 4 else rows[None]
 
 
 class _Address:

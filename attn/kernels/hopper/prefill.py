@@ -103,6 +103,7 @@ def hopper_prefill_kernel(
     KV_TILE: gl.constexpr,
     SIZE: gl.constexpr,
     WIDTH: gl.constexpr,
+    EXTRA: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     RUN: gl.constexpr,
     Q_STAGES: gl.constexpr,
@@ -123,8 +124,9 @@ def hopper_prefill_kernel(
 
     Descriptors: query ``[T, H, SIZE]`` in boxes of 64 rows and 64 columns; key and value
     ``[N, BLOCK_SIZE, Hk, SIZE]`` in boxes of RUN tokens and 64 columns, or, of 8 bits, key_ptr and
-    value_ptr with their strides, in words of four bytes. Out ``[T, H, SIZE]``, LSE ``[T, H]``,
-    counter ``[1]``, which is 0 before and after, the rest as in
+    value_ptr with their strides, in words of four bytes. Queries and keys have WIDTH and EXTRA
+    columns. With BLOCK_SIZE 0 keys lie as queries do, ``[1, T, Hk, SIZE]``. Out ``[T, H, SIZE]``,
+    LSE ``[T, H]``, counter ``[1]``, which is 0 before and after, the rest as in
     :func:`attn.kernels.prefill.prefill_kernel`. HEADS is the number of tiles of PACKED query heads;
     REGISTERS those of a consumer's thread.
     """
@@ -152,6 +154,18 @@ def hopper_prefill_kernel(
     k_tiles = reinterpret(k_boxes, DTYPE, [STAGES, KV_TILE, WIDTH], LAYOUT)
     v_tiles = reinterpret(v_boxes, DTYPE, [STAGES, KV_TILE, WIDTH], LAYOUT)
     v_runs = reinterpret(v_boxes, DTYPE, [BOXES, RUN, 64], LAYOUT)
+    q_more, k_more, q_extra, k_extra = q_boxes, k_boxes, q_tiles, k_tiles
+    if EXTRA > 0:
+        q_more = gl.allocate_shared_memory(
+            DTYPE,
+            [Q_STAGES * WARP_GROUPS, 64 // PACKED, PACKED, 64],
+            gl.NVMMASharedLayout(128, 16, 3),
+        )
+        k_more = gl.allocate_shared_memory(
+            DTYPE, [STAGES * (KV_TILE // RUN), 1, RUN, 1, 64], gl.NVMMASharedLayout(128, 16, 4)
+        )
+        q_extra = reinterpret(q_more, DTYPE, [Q_STAGES * WARP_GROUPS, 64, 64], LAYOUT)
+        k_extra = reinterpret(k_more, DTYPE, [STAGES, KV_TILE, 64], LAYOUT)
     records = gl.allocate_shared_memory(
         gl.int32, [Q_STAGES * RECORD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
@@ -179,18 +193,20 @@ def hopper_prefill_kernel(
     if KIND > 0:
         gl.warp_specialize(
             [
-                (consume, (0, q_tiles, k_tiles, v_tiles, v_runs, records, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr,
-                    k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges, factor, soft_cap,
-                    window, chunk, lookback, scale_head, out_token, out_head, lse_token, GROUP,
-                    PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE, RUN, Q_STAGES,
-                    STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS, FP8_OUT, LSE)),
-                (consume, (1, q_tiles, k_tiles, v_tiles, v_runs, records, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr,
-                    k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges, factor, soft_cap,
-                    window, chunk, lookback, scale_head, out_token, out_head, lse_token, GROUP,
-                    PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE, RUN, Q_STAGES,
-                    STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                (consume, (0, q_tiles, q_extra, k_tiles, k_extra, v_tiles, v_runs, records,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr,
+                    output_scale_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges,
+                    factor, soft_cap, window, chunk, lookback, scale_head, out_token, out_head,
+                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH,
+                    EXTRA, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                    SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                (consume, (1, q_tiles, q_extra, k_tiles, k_extra, v_tiles, v_runs, records,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr,
+                    output_scale_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges,
+                    factor, soft_cap, window, chunk, lookback, scale_head, out_token, out_head,
+                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH,
+                    EXTRA, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                    SOFT_CAP, SINKS, FP8_OUT, LSE)),
                 (convert, (q_desc, key_ptr, value_ptr, q_boxes, k_words, v_words, records, q_full,
                     q_empty, k_full, k_empty, v_full, v_empty, table_ptr, tile_starts_ptr,
                     num_tiles_ptr, counter_ptr, query_start_ptr, seq_lens_ptr, causal_ptr,
@@ -205,24 +221,26 @@ def hopper_prefill_kernel(
     elif WARP_GROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (0, q_tiles, k_tiles, v_tiles, v_runs, records, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr,
-                    k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges, factor, soft_cap,
-                    window, chunk, lookback, scale_head, out_token, out_head, lse_token, GROUP,
-                    PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE, RUN, Q_STAGES,
-                    STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS, FP8_OUT, LSE)),
-                (consume, (1, q_tiles, k_tiles, v_tiles, v_runs, records, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr,
-                    k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges, factor, soft_cap,
-                    window, chunk, lookback, scale_head, out_token, out_head, lse_token, GROUP,
-                    PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE, RUN, Q_STAGES,
-                    STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS, FP8_OUT, LSE)),
-                (produce, (q_desc, k_desc, v_desc, q_boxes, k_boxes, v_boxes, records, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, table_ptr, tile_starts_ptr,
-                    num_tiles_ptr, counter_ptr, query_start_ptr, seq_lens_ptr, causal_ptr,
-                    ranges_ptr, num_reqs, programs, num_ranges, table_row, window, chunk, lookback,
-                    HEADS, GROUP, PACKED, WARP_GROUPS, KV_TILE, HALVES, BLOCK_SIZE, RUN, Q_STAGES,
-                    STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
+                (consume, (0, q_tiles, q_extra, k_tiles, k_extra, v_tiles, v_runs, records,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr,
+                    output_scale_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges,
+                    factor, soft_cap, window, chunk, lookback, scale_head, out_token, out_head,
+                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH,
+                    EXTRA, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                    SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                (consume, (1, q_tiles, q_extra, k_tiles, k_extra, v_tiles, v_runs, records,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr,
+                    output_scale_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges,
+                    factor, soft_cap, window, chunk, lookback, scale_head, out_token, out_head,
+                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH,
+                    EXTRA, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                    SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                (produce, (q_desc, k_desc, v_desc, q_boxes, q_more, k_boxes, k_more, v_boxes,
+                    records, q_full, q_empty, k_full, k_empty, v_full, v_empty, table_ptr,
+                    tile_starts_ptr, num_tiles_ptr, counter_ptr, query_start_ptr, seq_lens_ptr,
+                    causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, table_row, window,
+                    chunk, lookback, HEADS, GROUP, PACKED, WARP_GROUPS, KV_TILE, HALVES, EXTRA,
+                    BLOCK_SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -230,30 +248,33 @@ def hopper_prefill_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, q_tiles, k_tiles, v_tiles, v_runs, records, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr,
-                    k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges, factor, soft_cap,
-                    window, chunk, lookback, scale_head, out_token, out_head, lse_token, GROUP,
-                    PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE, RUN, Q_STAGES,
-                    STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS, FP8_OUT, LSE)),
-                (consume, (1, q_tiles, k_tiles, v_tiles, v_runs, records, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr,
-                    k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges, factor, soft_cap,
-                    window, chunk, lookback, scale_head, out_token, out_head, lse_token, GROUP,
-                    PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE, RUN, Q_STAGES,
-                    STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS, FP8_OUT, LSE)),
-                (consume, (2, q_tiles, k_tiles, v_tiles, v_runs, records, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr,
-                    k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges, factor, soft_cap,
-                    window, chunk, lookback, scale_head, out_token, out_head, lse_token, GROUP,
-                    PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE, RUN, Q_STAGES,
-                    STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS, FP8_OUT, LSE)),
-                (produce, (q_desc, k_desc, v_desc, q_boxes, k_boxes, v_boxes, records, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, table_ptr, tile_starts_ptr,
-                    num_tiles_ptr, counter_ptr, query_start_ptr, seq_lens_ptr, causal_ptr,
-                    ranges_ptr, num_reqs, programs, num_ranges, table_row, window, chunk, lookback,
-                    HEADS, GROUP, PACKED, WARP_GROUPS, KV_TILE, HALVES, BLOCK_SIZE, RUN, Q_STAGES,
-                    STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
+                (consume, (0, q_tiles, q_extra, k_tiles, k_extra, v_tiles, v_runs, records,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr,
+                    output_scale_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges,
+                    factor, soft_cap, window, chunk, lookback, scale_head, out_token, out_head,
+                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH,
+                    EXTRA, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                    SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                (consume, (1, q_tiles, q_extra, k_tiles, k_extra, v_tiles, v_runs, records,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr,
+                    output_scale_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges,
+                    factor, soft_cap, window, chunk, lookback, scale_head, out_token, out_head,
+                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH,
+                    EXTRA, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                    SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                (consume, (2, q_tiles, q_extra, k_tiles, k_extra, v_tiles, v_runs, records,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr,
+                    output_scale_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges,
+                    factor, soft_cap, window, chunk, lookback, scale_head, out_token, out_head,
+                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH,
+                    EXTRA, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                    SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                (produce, (q_desc, k_desc, v_desc, q_boxes, q_more, k_boxes, k_more, v_boxes,
+                    records, q_full, q_empty, k_full, k_empty, v_full, v_empty, table_ptr,
+                    tile_starts_ptr, num_tiles_ptr, counter_ptr, query_start_ptr, seq_lens_ptr,
+                    causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, table_row, window,
+                    chunk, lookback, HEADS, GROUP, PACKED, WARP_GROUPS, KV_TILE, HALVES, EXTRA,
+                    BLOCK_SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 32],

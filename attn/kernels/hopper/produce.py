@@ -12,42 +12,57 @@ from attn.kernels.hopper.tiles import publish, tile_at
 
 @gluon.jit
 def _load_keys(
-    desc, table_ptr, table, tile, start, kv_len, kv_head, turn, full, empty, boxes,
-    KV_TILE: gl.constexpr, HALVES: gl.constexpr, BLOCK_SIZE: gl.constexpr, RUN: gl.constexpr,
-    STAGES: gl.constexpr,
+    desc, table_ptr, table, tile, start, kv_len, kv_head, turn, full, empty, boxes, more,
+    KV_TILE: gl.constexpr, HALVES: gl.constexpr, EXTRA: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    RUN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fill stage ``turn % STAGES`` with a tile of keys or values."""
+    """Fill stage ``turn % STAGES`` with a tile of keys or values, their EXTRA columns in ``more``.
+
+    ``table`` is where the request's part of the block table begins, or, without pages, its keys.
+    """
     RUNS: gl.constexpr = KV_TILE // RUN
     stage = turn % STAGES
     # A fresh barrier lets parity 1 pass at once.
     mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
-    mbarrier.expect(full.index(stage), KV_TILE * HALVES * 128)
+    mbarrier.expect(full.index(stage), KV_TILE * (HALVES * 128 + EXTRA * 2))
     for run in gl.static_range(RUNS):
         key = tile * KV_TILE + run * RUN
         live = (key < kv_len) & (key + RUN > start)
         # Outside the cache a box is zeros.
-        page = gl.load(table_ptr + table + key // BLOCK_SIZE, mask=live, other=-1)
+        if BLOCK_SIZE > 0:
+            page = gl.load(table_ptr + table + key // BLOCK_SIZE, mask=live, other=-1)
+            row = key % BLOCK_SIZE
+        else:
+            page = gl.where(live, 0, -1)
+            row = table + key
         for half in gl.static_range(HALVES):
             async_load(
                 desc,
-                [page, key % BLOCK_SIZE, kv_head, half * 64],
+                [page, row, kv_head, half * 64],
                 full.index(stage),
                 boxes.index((stage * HALVES + half) * RUNS + run),
+            )
+        if EXTRA > 0:
+            async_load(
+                desc,
+                [page, row, kv_head, HALVES * 64],
+                full.index(stage),
+                more.index(stage * RUNS + run),
             )
 
 
 @gluon.jit
 def load_queries(
-    turn, q_desc, q_boxes, records, q_full, q_empty, head, req, row, left, position, kv_len, causal,
-    low, high, PACKED: gl.constexpr, WARP_GROUPS: gl.constexpr, HALVES: gl.constexpr,
-    Q_STAGES: gl.constexpr, WARPS: gl.constexpr,
+    turn, q_desc, q_boxes, q_more, records, q_full, q_empty, head, req, row, left, position, kv_len,
+    causal, low, high, PACKED: gl.constexpr, WARP_GROUPS: gl.constexpr, HALVES: gl.constexpr,
+    EXTRA: gl.constexpr, Q_STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Say which tile it is, and ask for its queries."""
     stage = turn % Q_STAGES
     # A fresh barrier lets parity 1 pass at once.
     mbarrier.wait(q_empty.index(stage), ((turn // Q_STAGES) & 1) ^ 1)
     publish(records, stage, head, req, row, left, position, kv_len, causal, low, high, WARPS)
-    mbarrier.expect(q_full.index(stage), WARP_GROUPS * HALVES * 64 * 128)
+    mbarrier.expect(q_full.index(stage), WARP_GROUPS * 64 * (HALVES * 128 + EXTRA * 2))
     for part in gl.static_range(WARP_GROUPS):
         for half in gl.static_range(HALVES):
             async_load(
@@ -55,6 +70,13 @@ def load_queries(
                 [row + part * (64 // PACKED), head * PACKED, half * 64],
                 q_full.index(stage),
                 q_boxes.index((stage * WARP_GROUPS + part) * HALVES + half),
+            )
+        if EXTRA > 0:
+            async_load(
+                q_desc,
+                [row + part * (64 // PACKED), head * PACKED, HALVES * 64],
+                q_full.index(stage),
+                q_more.index(stage * WARP_GROUPS + part),
             )
 
 
@@ -82,14 +104,14 @@ def say_the_end(turn, records, q_full, q_empty, Q_STAGES: gl.constexpr, WARPS: g
 
 @gluon.jit
 def produce(
-    q_desc, k_desc, v_desc, q_boxes, k_boxes, v_boxes, records, q_full, q_empty, k_full, k_empty,
-    v_full, v_empty, table_ptr, tile_starts_ptr, num_tiles_ptr, counter_ptr, query_start_ptr,
-    seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, table_row, window, chunk,
-    lookback, HEADS: gl.constexpr, GROUP: gl.constexpr, PACKED: gl.constexpr,
-    WARP_GROUPS: gl.constexpr, KV_TILE: gl.constexpr, HALVES: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, RUN: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr,
-    CLAMP: gl.constexpr,
+    q_desc, k_desc, v_desc, q_boxes, q_more, k_boxes, k_more, v_boxes, records, q_full, q_empty,
+    k_full, k_empty, v_full, v_empty, table_ptr, tile_starts_ptr, num_tiles_ptr, counter_ptr,
+    query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, programs, num_ranges,
+    table_row, window, chunk, lookback, HEADS: gl.constexpr, GROUP: gl.constexpr,
+    PACKED: gl.constexpr, WARP_GROUPS: gl.constexpr, KV_TILE: gl.constexpr, HALVES: gl.constexpr,
+    EXTRA: gl.constexpr, BLOCK_SIZE: gl.constexpr, RUN: gl.constexpr, Q_STAGES: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr,
+    RANGES: gl.constexpr, CLAMP: gl.constexpr,
 ):  # fmt: skip
     """One warp: everything that is loaded, in the order in which it is consumed.
 
@@ -110,30 +132,34 @@ def produce(
         )  # fmt: skip
         # A table has fewer than 2^31 entries.
         table = req * table_row
+        if BLOCK_SIZE == 0:
+            # Keys lie as queries do.
+            table = row - position
         kv_head = head * PACKED // GROUP
         _load_keys(
             k_desc, table_ptr, table, high - 1, start, kv_len, kv_head, done, k_full, k_empty,
-            k_boxes, KV_TILE, HALVES, BLOCK_SIZE, RUN, STAGES,
+            k_boxes, k_more, KV_TILE, HALVES, EXTRA, BLOCK_SIZE, RUN, STAGES,
         )  # fmt: skip
         load_queries(
-            turn, q_desc, q_boxes, records, q_full, q_empty, head, req, row, left, position, kv_len,
-            causal, low, high, PACKED, WARP_GROUPS, HALVES, Q_STAGES, 1,
+            turn, q_desc, q_boxes, q_more, records, q_full, q_empty, head, req, row, left, position,
+            kv_len, causal, low, high, PACKED, WARP_GROUPS, HALVES, EXTRA, Q_STAGES, 1,
         )  # fmt: skip
         # Here it costs nothing: what is asked for next has to wait for room.
         work = next_tile(counter_ptr, total, programs)
         for i in range(1, high - low):
             _load_keys(
                 k_desc, table_ptr, table, gl.maximum(high - 1 - i, 0), start, kv_len, kv_head,
-                done + i, k_full, k_empty, k_boxes, KV_TILE, HALVES, BLOCK_SIZE, RUN, STAGES,
+                done + i, k_full, k_empty, k_boxes, k_more, KV_TILE, HALVES, EXTRA, BLOCK_SIZE, RUN,
+                STAGES,
             )  # fmt: skip
             _load_keys(
                 v_desc, table_ptr, table, high - i, start, kv_len, kv_head, done + i - 1, v_full,
-                v_empty, v_boxes, KV_TILE, HALVES, BLOCK_SIZE, RUN, STAGES,
+                v_empty, v_boxes, v_boxes, KV_TILE, HALVES, 0, BLOCK_SIZE, RUN, STAGES,
             )  # fmt: skip
         done += high - low
         _load_keys(
             v_desc, table_ptr, table, low, start, kv_len, kv_head, done - 1, v_full, v_empty,
-            v_boxes, KV_TILE, HALVES, BLOCK_SIZE, RUN, STAGES,
+            v_boxes, v_boxes, KV_TILE, HALVES, 0, BLOCK_SIZE, RUN, STAGES,
         )  # fmt: skip
         turn += 1
     say_the_end(turn, records, q_full, q_empty, Q_STAGES, 1)
