@@ -421,18 +421,19 @@ def _fp8_twin(name: str, of: str) -> KernelCase:
 def _latent(
     name: str,
     heads: int,
-    requests: tuple[int, int],
+    *requests: tuple[int, int],
     drafts: int = 0,
     target: Target | None = None,
     **fields: object,
 ) -> KernelCase:
-    """Absorbed decode or verify, rows of 512 + 64; ``requests`` is (count, KV length)."""
+    """Absorbed decode or verify, rows of 512 + 64; ``requests`` are (count, KV length)."""
     judged = Target(max_planned_ratio_to_best=1.0, against=MLA_PEERS)
-    case = _decode(name, (heads, 1, 576), [requests], drafts=drafts, rope_size=64, block_size=64)
+    case = _decode(name, (heads, 1, 576), requests, drafts=drafts, rope_size=64, block_size=64)
     return case.replace(target=target or judged, **fields)
 
 
 _FP8_LATENT: Final = Target(no_slower_than="mla_h16_b128_4k", min_speedup=1.6)
+_RAGGED: Final = [(1, length) for length in _zipf_lens(64, 128, 32768)]
 MLA_CASES: Final[tuple[KernelCase, ...]] = (
     _latent("mla_h128_b1_8k", 128, (1, 8192)),
     _latent("mla_h128_b32_4k", 128, (32, 4096)),
@@ -440,6 +441,10 @@ MLA_CASES: Final[tuple[KernelCase, ...]] = (
     _latent("mla_h16_b32_8k", 16, (32, 8192)),
     _latent("mla_h16_b128_4k", 16, (128, 4096)),
     _latent("mla_h128_q2_b64_4k", 128, (64, 4096), drafts=1),
+    _latent("mla_h64_b64_8k", 64, (64, 8192)),
+    _latent("mla_h16_b64_zipf", 16, *_RAGGED),
+    _latent("mla_h128_b64_zipf", 128, *_RAGGED),
+    _latent("mla_h16_q4_b64_4k", 16, (64, 4096), drafts=3),
     _latent(
         "mla_fp8_h16_b128_4k",
         16,
