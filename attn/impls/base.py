@@ -412,6 +412,46 @@ class MLAAttentionImpl(AttentionImplBase, ABC):
             skip_scale: values are scaled already.
         """
 
+    def fused_rope_kvcache_supported(self) -> bool:
+        """True when :meth:`do_rope_and_kv_cache_update` may be called."""
+        return False
+
+    def do_rope_and_kv_cache_update(
+        self,
+        q_pe: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Rotate queries and keys in place and write this step's latent rows, in one call.
+
+        In place, as engines' own rotation leaves them: ``q_pe`` is a slice of the query that
+        :meth:`forward_mha` takes whole and :meth:`forward_mqa` as half of a pair, and expanded
+        prefill reads ``k_pe`` too. VLLM calls no method of an impl here: its fusion pass calls an
+        operator with these arguments, ``concat_and_cache_mla_rope_fused``.
+
+        Args:
+            q_pe: ``[T, H, r]``, in any strides that leave rows dense; rotated in place.
+            kv_c_normed: ``[T, L]``.
+            k_pe: ``[T, 1, r]`` or ``[T, r]``; rotated in place, with slot -1 too.
+            positions: ``[T]`` integer; a row whose position is outside the table is padding.
+            cos_sin_cache: ``[max_position, r]``: cosines, then sines; fp32 or the model's type.
+            is_neox: rotate halves (True) or interleaved pairs (False).
+            kv_cache: as in :meth:`do_kv_cache_update`, and so are the others.
+            slot_mapping: likewise.
+            kv_cache_dtype: likewise.
+            k_scale: likewise.
+            skip_scale: likewise.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no fused RoPE and KV cache write")
+
 
 def per_head(
     name: str, values: Sequence[float] | torch.Tensor | None, num_heads: int

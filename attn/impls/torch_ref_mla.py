@@ -14,6 +14,7 @@ from attn.reference.cache import gather_positions, latent_values, read_latent, w
 from attn.reference.dense import AttentionRules, attend_request
 from attn.reference.mla import attend_topk, expand_latent, read_as_mqa
 from attn.reference.quant import saturate
+from attn.reference.rope import rotate_in_place
 from builders.debug import debug_enabled, debug_read
 from builders.torch_ref_mla import LatentRows, TorchRefMLAMetadata
 from specs.dtypes import CacheDType, DType
@@ -83,6 +84,31 @@ class TorchRefMLAImpl(MLAAttentionImpl):
         scale = torch.ones_like(k_scale) if skip_scale else k_scale
         k_pe = k_pe.reshape(len(k_pe), self.qk_rope_head_dim)
         write_latent(kv_c_normed, k_pe, kv_cache, slot_mapping, scale, row)
+
+    def fused_rope_kvcache_supported(self) -> bool:
+        """Layers that write a cache of their own."""
+        return self.kv_sharing_target_layer_name is None
+
+    def do_rope_and_kv_cache_update(
+        self,
+        q_pe: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Rotate both rotary parts in place, then write; see the base class."""
+        for rows in (q_pe, k_pe if k_pe.dim() == 3 else k_pe[:, None]):
+            rotate_in_place(rows, positions, cos_sin_cache, is_neox)
+        self.do_kv_cache_update(
+            *(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale)
+        )
 
     def forward_mqa(
         self,

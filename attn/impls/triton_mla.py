@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attn.impls.base import AttentionLayer, MLAAttentionImpl
-from attn.ops.cache import write_kv
+from attn.ops.cache import rope_and_write_kv, write_kv
 from attn.ops.dispatch import converts_float8
 from attn.ops.merge import merge_states
 from builders.debug import debug_enabled, debug_read
@@ -64,15 +64,61 @@ class TritonMLAImpl(MLAAttentionImpl):
         skip_scale: bool = False,
     ) -> None:
         """Write this step's latent rows in one launch; see the base class."""
+        cache_dtype = CacheDType.parse(kv_cache_dtype)
+        views = self._written(kv_cache, cache_dtype, kv_c_normed.dtype, slot_mapping)
+        scale = torch.ones_like(k_scale) if skip_scale else k_scale
+        key, value = k_pe.reshape(len(k_pe), 1, self.qk_rope_head_dim), kv_c_normed[:, None]
+        write_kv(key, value, views, slot_mapping, scale, scale, cache_dtype)
+
+    def fused_rope_kvcache_supported(self) -> bool:
+        """Layers that write a cache of their own."""
+        return self.kv_sharing_target_layer_name is None
+
+    def do_rope_and_kv_cache_update(
+        self,
+        q_pe: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Rotate both rotary parts and write latent rows, in one launch; see the base class."""
+        cache_dtype = CacheDType.parse(kv_cache_dtype)
+        views = self._written(kv_cache, cache_dtype, kv_c_normed.dtype, slot_mapping)
+        scale = torch.ones_like(k_scale) if skip_scale else k_scale
+        rope_and_write_kv(
+            q_pe,
+            k_pe if k_pe.dim() == 3 else k_pe[:, None],
+            kv_c_normed[:, None],
+            positions,
+            cos_sin_cache,
+            is_neox,
+            views,
+            slot_mapping,
+            scale,
+            scale,
+            cache_dtype,
+        )
+
+    def _written(
+        self,
+        kv_cache: torch.Tensor,
+        cache_dtype: CacheDType,
+        model_dtype: torch.dtype,
+        slot_mapping: torch.Tensor,
+    ) -> KVViews:
+        """Rows of the cache as what is written: of the two, it is keys that RoPE rotates."""
         if debug_enabled():
             num_blocks, block_size = kv_cache.shape[:2]
             check_slots(slot_mapping, block_size, num_blocks)
-        cache_dtype = CacheDType.parse(kv_cache_dtype)
-        latent, rope = self._fields(kv_cache, cache_dtype, kv_c_normed.dtype)
-        views = KVViews(latent[:, :, None], rope[:, :, None])
-        scale = torch.ones_like(k_scale) if skip_scale else k_scale
-        key, value = kv_c_normed[:, None], k_pe.reshape(len(k_pe), 1, self.qk_rope_head_dim)
-        write_kv(key, value, views, slot_mapping, scale, scale, cache_dtype)
+        latent, rope = self._fields(kv_cache, cache_dtype, model_dtype)
+        return KVViews(rope[:, :, None], latent[:, :, None])
 
     def forward_mqa(
         self,
