@@ -77,6 +77,65 @@ def test_the_workspace_is_bounded_in_bytes() -> None:
     assert builder_of()._workspace_tokens >= 8 * PAGE
 
 
+def judged(trial: LatentTrial, record: Any) -> CaseResult:
+    """What is found in a step's results."""
+    result = CaseResult()
+    trial.judge(trial.attend(record, trial.inputs, trial.cache()), record, result)
+    return result
+
+
+@pytest.mark.parametrize(("tokens", "chunks"), [(1, 2), (10**6, 1)])
+def test_behind_a_window_only_what_is_seen_is_expanded(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, chunks: int
+) -> None:
+    trial = trial_of(sliding_window=21)
+    trial.write()
+    builder = trial.builder()
+    monkeypatch.setattr(builder, "_workspace_tokens", tokens)
+    record = trial.build(builder)
+    context = record.prefill.context
+    assert len(context.lens) == chunks
+    assert context.lens.sum(0).tolist() == [20, 0, 16]
+    assert context.starts[0].tolist() == [50, 0, 0]
+    assert context.left[0].tolist() == [20, 0, 16]
+    assert judged(trial, record).findings == {}
+
+
+def test_a_window_of_one_needs_no_context() -> None:
+    trial = trial_of(sliding_window=1)
+    trial.write()
+    record = trial.build(trial.builder())
+    assert record.prefill.context is None
+    assert judged(trial, record).findings == {}
+
+
+@pytest.mark.parametrize("tokens", [1, 10**6])
+def test_a_plan_for_every_key_serves_a_layer_with_a_window(
+    monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    trial = trial_of(sliding_window=21)
+    trial.write()
+    trial.spec = latent_spec()
+    builder = trial.builder()
+    monkeypatch.setattr(builder, "_workspace_tokens", tokens)
+    record = trial.build(builder)
+    assert record.window is None
+    assert judged(trial, record).findings == {}
+
+
+@pytest.mark.parametrize("window", [None, 22])
+def test_a_plan_for_a_window_is_not_for_a_layer_that_sees_more(window: int | None) -> None:
+    trial = trial_of(sliding_window=21)
+    record = trial.build(trial.builder())
+    trial.impl.sliding_window = window
+    problem = f"planned for a window of 21, the layer's is {window}"
+    with pytest.raises(ValueError, match=problem):
+        trial.impl.forward_mha(*[None] * 4, record, None, None)
+    query = torch.zeros(1, 3, 96, device=DEVICE, dtype=torch.float16)
+    with pytest.raises(ValueError, match=problem):
+        trial.impl.forward_mqa(query, trial.cache(), record, trial.layer)
+
+
 def variant_of(call: KernelCall) -> tuple[Any, ...]:
     """What Triton makes a variant of, strides apart from how they divide: no lengths."""
     found: list[Any] = [call.kernel.__name__, *call.options.items()]
@@ -156,7 +215,11 @@ def test_any_number_of_heads_is_served(heads: int) -> None:
         (latent_spec(block_size=24), {}, "block_size.*24"),
         (latent_spec(dtype=DType.FLOAT64), {}, "model dtype.*float64"),
         (latent_spec(cache_dtype=CacheDType.FP8_DS_MLA), {}, "kv_cache_dtype.*fp8_ds_mla"),
-        (FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64), {}, "MLAAttentionSpec"),
+        (
+            FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64),
+            {},
+            "MLAAttentionSpec or SlidingWindowMLASpec, got FullAttentionSpec",
+        ),
     ],
 )
 def test_the_builder_refuses_what_no_kernel_takes(

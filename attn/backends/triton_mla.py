@@ -35,6 +35,7 @@ class TritonMLABackend(AttentionBackend):
         ),
         cudagraph_support=AttentionCGSupport.UNIFORM_BATCH,
         is_mla=True,
+        sliding_window=True,
         device_cpu_query_lens_mismatch=True,
         lse=True,
     )

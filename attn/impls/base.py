@@ -232,6 +232,9 @@ class AttentionImpl(AttentionImplBase, ABC):
 class MLAAttentionImpl(AttentionImplBase, ABC):
     """Multi-head latent attention: absorbed decode (MQA) and expanded prefill (MHA)."""
 
+    supports_sliding_window: ClassVar[bool] = False
+    """A layer may have a window."""
+
     def __init__(
         self,
         num_heads: int,
@@ -263,7 +266,7 @@ class MLAAttentionImpl(AttentionImplBase, ABC):
             scale: multiplies q.k.
             num_kv_heads: 1.
             alibi_slopes: must be None.
-            sliding_window: must be None.
+            sliding_window: visible keys including the token itself, where the impl supports it.
             kv_cache_dtype: a ``CacheDType`` string.
             logits_soft_cap: must be None.
             attn_type: must be decoder.
@@ -293,7 +296,7 @@ class MLAAttentionImpl(AttentionImplBase, ABC):
         )
         refused = {
             "alibi_slopes": alibi_slopes,
-            "sliding_window": sliding_window,
+            "sliding_window": None if self.supports_sliding_window else sliding_window,
             "logits_soft_cap": logits_soft_cap,
         }
         given = [f"{name}={value}" for name, value in refused.items() if value is not None]

@@ -50,11 +50,13 @@ class TorchRefMLAImpl(MLAAttentionImpl):
     """Absorbed decode and expanded prefill, at reference speed."""
 
     can_return_lse_for_decode = True
+    supports_sliding_window: ClassVar[bool] = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """The arguments of :class:`MLAAttentionImpl`."""
         super().__init__(*args, **kwargs)
         self.latent_format = latent_format_of(self.cache_dtype)
+        self.rules = AttentionRules(scale=self.scale, sliding_window=self.sliding_window)
 
     def _row(self, model_dtype: torch.dtype, cache_dtype: CacheDType) -> RowFormat:
         model = DType.parse(model_dtype)
@@ -141,8 +143,7 @@ class TorchRefMLAImpl(MLAAttentionImpl):
         def read(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
             return read_as_mqa(cache.read(table_row, start, stop), self.kv_lora_rank)
 
-        rules = AttentionRules(scale=self.scale)
-        return attend_request(query, read, max(0, num_keys - len(query)), num_keys, rules)
+        return attend_request(query, read, max(0, num_keys - len(query)), num_keys, self.rules)
 
     def forward_mha(
         self,
@@ -165,25 +166,28 @@ class TorchRefMLAImpl(MLAAttentionImpl):
         rows = output.view(len(output), self.num_heads, self.v_head_dim)
         for tokens, num_keys, table_row in _rows(attn_metadata.prefill):
             context = max(0, num_keys - (tokens.stop - tokens.start))
-            latents = torch.cat([cache.read(table_row, 0, context), new[tokens]])
-            read = self._expanded_reader(latents)
-            rules = AttentionRules(scale=self.scale)
+            # Before the first token's window nothing is seen, nor need it still be there.
+            first = 0 if self.sliding_window is None else max(0, context - self.sliding_window + 1)
+            latents = torch.cat([cache.read(table_row, first, context), new[tokens]])
+            read = self._expanded_reader(latents, first)
             part = q[tokens].to(cache.compute)
-            out, _ = attend_request(part, read, context, num_keys, rules)
+            out, _ = attend_request(part, read, context, num_keys, self.rules)
             if output_scale is not None:
                 out = saturate(out / output_scale.reshape(()).to(out.dtype), output.dtype)
             rows[tokens] = out.to(output.dtype)
 
     def _expanded_reader(
-        self, latents: torch.Tensor
+        self, latents: torch.Tensor, first: int
     ) -> Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]:
-        return partial(_slice_expanded, *expand_latent(latents, self.W_UK, self.W_UV))
+        """Of latent rows from position ``first`` on, keys and values."""
+        return partial(_slice_expanded, *expand_latent(latents, self.W_UK, self.W_UV), first)
 
 
 class TorchRefSparseMLAImpl(TorchRefMLAImpl):
     """Top-k sparse latent attention: each token attends the positions its indexer listed."""
 
     is_sparse: ClassVar[bool] = True
+    supports_sliding_window: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """The arguments of :class:`MLAAttentionImpl`; ``indexer`` is needed.
@@ -243,6 +247,7 @@ def _debug_read(phase: LatentRows, kv_cache: torch.Tensor) -> None:
 
 
 def _slice_expanded(
-    key: torch.Tensor, value: torch.Tensor, start: int, stop: int
+    key: torch.Tensor, value: torch.Tensor, first: int, start: int, stop: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return key[start:stop], value[start:stop]
+    rows = slice(start - first, stop - first)
+    return key[rows], value[rows]

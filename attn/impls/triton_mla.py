@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -29,6 +28,7 @@ class TritonMLAImpl(MLAAttentionImpl):
     """Absorbed decode over the latent cache, expanded prefill over it in chunks."""
 
     can_return_lse_for_decode = True
+    supports_sliding_window: ClassVar[bool] = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """The arguments of :class:`MLAAttentionImpl`.
@@ -138,6 +138,7 @@ class TritonMLAImpl(MLAAttentionImpl):
         step = attn_metadata.decode
         if step is None:
             return out, lse
+        self._check_window(attn_metadata)
         if debug_enabled():
             num_blocks, block_size = kv_c_and_k_pe_cache.shape[:2]
             debug_read(step.block_table, step.seq_lens.cpu(), num_blocks, block_size)
@@ -191,6 +192,7 @@ class TritonMLAImpl(MLAAttentionImpl):
         prefill = attn_metadata.prefill
         if prefill is None:
             return
+        self._check_window(attn_metadata)
         from attn.kernels.dense import DenseTensors
 
         rows = output.view(len(output), self.num_heads, self.v_head_dim)
@@ -211,7 +213,7 @@ class TritonMLAImpl(MLAAttentionImpl):
         factor = k_scale if self.cache_dtype.is_quantized else None
         for chunk in range(chunks):
             self._expand(*fields, keys, paged=context.rows(chunk), scale=factor)
-            step = replace(context.step, seq_lens=context.lens[chunk])
+            step = context.step_over(chunk)
             launcher.attend(step, DenseTensors(q, keys, states[1], scale, scale, lse=lses[1]))
             if chunk + 1 < chunks:
                 merge_states(states, lses, states[0], output_lse=lses[0], num_tokens=count)
@@ -277,6 +279,12 @@ class TritonMLAImpl(MLAAttentionImpl):
             compile_calls(calls, builder.device)
         run_steps()
 
+    def _check_window(self, metadata: TritonMLAMetadata) -> None:
+        """A step that leaves keys out is not for a layer that sees them."""
+        planned, own = metadata.window, self.sliding_window
+        if planned is not None and (own is None or own > planned):
+            raise ValueError(f"the step is planned for a window of {planned}, the layer's is {own}")
+
     def _expand(self, latent: torch.Tensor, rope: torch.Tensor, into: KVViews, **rows: Any) -> None:
         """Keys ``[S, H, P + r]`` and values ``[S, H, V]`` of latent rows."""
         from attn.kernels.expand import expand_call
@@ -316,6 +324,7 @@ class TritonMLAImpl(MLAAttentionImpl):
                     rope_size=self.qk_rope_head_dim,
                     scale=self.scale,
                     cache_dtype=self.cache_dtype,
+                    sliding_window=self.sliding_window,
                 )
             )
         return self._latent
@@ -333,6 +342,7 @@ class TritonMLAImpl(MLAAttentionImpl):
                     scale=self.scale,
                     cache_dtype=CacheDType.AUTO,
                     causal=True,
+                    sliding_window=self.sliding_window,
                 )
             )
         return self._expanded

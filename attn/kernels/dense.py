@@ -230,10 +230,11 @@ class DenseLauncher:
         varying["seq_lens_ptr"] = step.seq_lens
         varying["num_reqs"] = step.num_reqs
         tile = plan.tile
-        if plan.hopper is not None:
+        if plan.hopper is not None and step.first_positions is None:
             call = self._on_hopper(plan.hopper, step, tensors, varying, likeness)
             if call is not None:
                 return call
+        varying["first_ptr"] = step.first_positions
         key = (tile, likeness)
         form = self._forms.get(key)
         if form is None:

@@ -80,15 +80,16 @@ def _elements(words, PLANE: tl.constexpr, KIND: tl.constexpr, DECODE: tl.constex
 @triton.jit
 def _attend_tile(
     m, sums, acc0, acc1, pages, ahead, tile, q0, q1, r0, r1, query, scale, latent_ptr, rope_ptr,
-    table_ptr, block, stride, kv_len, KV_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr, USED: tl.constexpr, ROPE_WIDTH: tl.constexpr, ROPE_USED: tl.constexpr,
-    KIND: tl.constexpr, PLANES: tl.constexpr, DECODE: tl.constexpr, COMPUTE: tl.constexpr,
-    ALIGN: tl.constexpr, SIMPLE: tl.constexpr,
+    table_ptr, block, stride, kv_len, floor, window, KV_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, USED: tl.constexpr, ROPE_WIDTH: tl.constexpr,
+    ROPE_USED: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, DECODE: tl.constexpr,
+    COMPUTE: tl.constexpr, ALIGN: tl.constexpr, SIMPLE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over one tile of keys; sums are ``[ROWS]``, or ``[ROWS, KV_TILE]`` to be added
     up by the caller.
 
-    Slots from ``kv_len`` on are not read; page ids come two tiles ahead of their rows.
+    Slots below ``floor`` and from ``kv_len`` on are not read; page ids come two tiles ahead of
+    their rows.
     """
     SUB: tl.constexpr = KV_TILE if BLOCK_SIZE % KV_TILE == 0 else (BLOCK_SIZE & -BLOCK_SIZE)
     PAGES: tl.constexpr = KV_TILE // SUB
@@ -98,7 +99,7 @@ def _attend_tile(
     rotary = tl.arange(0, ROPE_WIDTH)
     token = tile * KV_TILE + tl.arange(0, KV_TILE)
     at = paged_rows(
-        pages, tile, 0, kv_len, 0, block, stride, True, SUB, PARTS, PAGES, False, False, ALIGN
+        pages, tile, floor, kv_len, 0, block, stride, True, SUB, PARTS, PAGES, WINDOW, False, ALIGN
     )
     if USED < WIDTH:
         latent = tl.load(
@@ -115,7 +116,7 @@ def _attend_tile(
     # Triton does not pipeline a loop that merely hands a value on, so something is done to it; ids
     # are not negative.
     pages = tl.maximum(ahead, 0)
-    ahead = page_ids(table_ptr, tile + 2, 0, kv_len, 0, SUB, PARTS, PAGES, False, False)
+    ahead = page_ids(table_ptr, tile + 2, floor, kv_len, 0, SUB, PARTS, PAGES, WINDOW, False)
 
     k0 = _elements(latent, 0, KIND, DECODE, COMPUTE)
     scores = tl.zeros([m.shape[0], KV_TILE], tl.float32)
@@ -129,6 +130,8 @@ def _attend_tile(
     if not SIMPLE:
         scores = scores * scale
     seen = token[None, :] <= tl.minimum(query, kv_len - 1)[:, None]
+    if WINDOW:
+        seen = seen & (query[:, None] - token[None, :] < window)
     scores = tl.where(seen, scores, float("-inf"))
     top = tl.maximum(m, tl.max(scores, 1))
     base = tl.where(top == float("-inf"), 0.0, top)
@@ -152,7 +155,7 @@ def _attend_tile(
 
 
 @triton.jit(
-    do_not_specialize=["groups", "table_row", "lse_token"],
+    do_not_specialize=["groups", "window", "table_row", "lse_token"],
     do_not_specialize_on_alignment=["table_ptr", "lse_ptr", "scale_ptr"],
 )
 def mla_decode_kernel(
@@ -182,6 +185,7 @@ def mla_decode_kernel(
     block,
     stride,
     scale,
+    window,
     groups,
     HEADS: tl.constexpr,
     HEAD_LOOPS: tl.constexpr,
@@ -207,6 +211,7 @@ def mla_decode_kernel(
     COMPUTE: tl.constexpr,
     ALIGN: tl.constexpr,
     SIMPLE: tl.constexpr,
+    WINDOW: tl.constexpr,
     LSE: tl.constexpr,
     SPARE: tl.constexpr,
     FINISH_ROWS: tl.constexpr,
@@ -273,7 +278,11 @@ def mla_decode_kernel(
             query = first + row // TILE_HEADS
             last = first + count - 1
             table = table_ptr + req.to(tl.int64) * table_row
+            floor = 0
             low = segment_start(first_part + begin) // SEGMENT_UNIT
+            if WINDOW:
+                floor = tl.maximum(first - window + 1, 0)
+                low = tl.maximum(low, floor // KV_TILE)
             high = tl.minimum(
                 segment_start(first_part + end) // SEGMENT_UNIT,
                 tl.cdiv(tl.minimum(kv_len, last + 1), KV_TILE),
@@ -282,8 +291,8 @@ def mla_decode_kernel(
             lender = owner + 1
             slots = (lender * HEADS + lane) * AREA
             is_whole = (begin == 0) & (end == parts)
-            pages = page_ids(table, low, 0, kv_len, 0, SUB, PARTS, PAGES, False, False)
-            ahead = page_ids(table, low + 1, 0, kv_len, 0, SUB, PARTS, PAGES, False, False)
+            pages = page_ids(table, low, floor, kv_len, 0, SUB, PARTS, PAGES, WINDOW, False)
+            ahead = page_ids(table, low + 1, floor, kv_len, 0, SUB, PARTS, PAGES, WINDOW, False)
             segment = first_part + begin
             past = tl.maximum(segment_of(tl.maximum(high - 1, 0) * SEGMENT_UNIT), segment) + 1
             held = 0
@@ -302,9 +311,9 @@ def mla_decode_kernel(
                 for tile in tl.range(since, until, num_stages=STAGES):
                     m, sums, acc0, acc1, pages, ahead = _attend_tile(
                         m, sums, acc0, acc1, pages, ahead, tile, q0, q1, r0, r1, query,
-                        logits_scale, latent_ptr, rope_ptr, table, block, stride, kv_len, KV_TILE,
-                        BLOCK_SIZE, WIDTH, USED, ROPE_WIDTH, ROPE_USED, KIND, PLANES, DECODE,
-                        COMPUTE, ALIGN, SIMPLE,
+                        logits_scale, latent_ptr, rope_ptr, table, block, stride, kv_len, floor,
+                        window, KV_TILE, BLOCK_SIZE, WIDTH, USED, ROPE_WIDTH, ROPE_USED, KIND,
+                        PLANES, DECODE, COMPUTE, ALIGN, SIMPLE, WINDOW,
                     )  # fmt: skip
                 l = sums
                 if not BY_GROUP:

@@ -33,6 +33,8 @@ class LatentLayer:
     rope_size: int
     scale: float
     cache_dtype: CacheDType
+    sliding_window: int | None = None
+    """Keys that a token sees, itself included; None for all before it."""
 
 
 @dataclass
@@ -146,6 +148,8 @@ class LatentLauncher:
             "block": latent.stride(0),
             "stride": latent.stride(1),
             "scale": layer.scale,
+            "window": layer.sliding_window or 0,
+            "WINDOW": layer.sliding_window is not None,
             "NUM_HEADS": layer.num_heads,
             "BLOCK_SIZE": latent.shape[1],
             "SIZE": layer.rank,

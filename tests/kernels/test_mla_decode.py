@@ -17,6 +17,7 @@ from builders.segments import BUNDLE
 from builders.tiles import SHARED_MEMORY
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType
+from specs.kv_cache import MLAAttentionSpec
 from tests.batches import BatchSpec
 from tests.cases import LatentCase
 from tests.trials import CaseResult, LatentTrial
@@ -47,6 +48,14 @@ def trial_of(batch: BatchSpec, heads: int, **given: Any) -> LatentTrial:
     return trial
 
 
+def smaller_bundles(monkeypatch: pytest.MonkeyPatch, bundle: int) -> None:
+    """So that rows of a few segments have several."""
+    if DEVICE.type == "cuda":
+        pytest.skip("compiled kernels do not change their constants")
+    monkeypatch.setattr(kernels, "_BUNDLE", tl.constexpr(bundle))
+    monkeypatch.setattr(split_kv, "BUNDLE", bundle)
+
+
 def check(trial: LatentTrial, record: Any) -> None:
     plan = record.decode.split
     for scratch in (plan.states, plan.sums):
@@ -64,8 +73,13 @@ def check(trial: LatentTrial, record: Any) -> None:
         (LONGER, 20, 64, BUNDLE, {"block_size": 48}),
         (VERIFY, 5, 64, 2, {"cache_dtype": CacheDType.FP8}),
         (SHORT, 70, 64, BUNDLE, {}),
+        (LONG, 3, 16, BUNDLE, {"sliding_window": 1300}),
+        (VERIFY, 20, 64, BUNDLE, {"sliding_window": 1100, "block_size": 48}),
     ],
-    ids=["16 rows", "64 rows", "verify fp8", "two tiles of heads"],
+    ids=[
+        *("16 rows", "64 rows", "verify fp8", "two tiles of heads"),
+        *("16 rows window", "64 rows verify window"),
+    ],
 )
 def test_cut_rows_are_right(
     monkeypatch: pytest.MonkeyPatch,
@@ -76,22 +90,21 @@ def test_cut_rows_are_right(
     given: dict[str, Any],
 ) -> None:
     if bundle != BUNDLE:
-        if DEVICE.type == "cuda":
-            pytest.skip("compiled kernels do not change their constants")
-        monkeypatch.setattr(kernels, "_BUNDLE", tl.constexpr(bundle))
-        monkeypatch.setattr(split_kv, "BUNDLE", bundle)
+        smaller_bundles(monkeypatch, bundle)
     trial = trial_of(batch, heads, **given)
     record = trial.build(trial.builder())
     assert record.decode.split.tile.rows == rows
     check(trial, record)
 
 
-@pytest.mark.parametrize(("heads", "batch"), [(3, VERIFY), (20, LONG)])
+@pytest.mark.parametrize(
+    ("heads", "batch", "window"), [(3, VERIFY, None), (20, LONG, None), (3, VERIFY, 1100)]
+)
 def test_where_rows_are_cut_makes_no_difference(
-    monkeypatch: pytest.MonkeyPatch, heads: int, batch: BatchSpec
+    monkeypatch: pytest.MonkeyPatch, heads: int, batch: BatchSpec, window: int | None
 ) -> None:
     seen = []
-    trial = trial_of(batch, heads)
+    trial = trial_of(batch, heads, sliding_window=window)
     for multiprocessors in (1, 5):
         facts = (DeviceKind.SM90, multiprocessors)
         monkeypatch.setattr(builders.triton_mla, "device_facts", lambda _, facts=facts: facts)
@@ -100,6 +113,17 @@ def test_where_rows_are_cut_makes_no_difference(
         seen.append({name: rows.clone() for name, rows in results.items()})
     assert seen[0].keys() == seen[1].keys()
     assert all(torch.equal(seen[0][name], seen[1][name]) for name in seen[0])
+
+
+def test_rows_that_are_planned_whole_serve_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    smaller_bundles(monkeypatch, 2)
+    trial = trial_of(LONGER, 3, sliding_window=1100)
+    trial.spec = MLAAttentionSpec(
+        block_size=16, dtype=DType.FLOAT16, kv_lora_rank=32, qk_rope_head_dim=16
+    )
+    record = trial.build(trial.builder())
+    assert record.decode.split.bundles > 1
+    check(trial, record)
 
 
 @pytest.mark.parametrize("kind", DeviceKind)

@@ -42,6 +42,7 @@ from specs.kv_cache import (
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from specs.layouts import KVOrder, KVPacking, KVViews, latent_views
@@ -327,6 +328,8 @@ MLA_VARIANTS: Final = (
     _latent("20 heads fp16 blocks of 48", heads=20, dtype=DType.FLOAT16, block_size=48),
     _latent("16 heads fp32", dtype=DType.FLOAT32),
     _latent("16 heads fp16 cache", cache=CacheDType.FLOAT16),
+    _latent("16 heads window", window=1024),
+    _latent("128 heads verify 4 window", heads=128, drafts=3, window=1024),
     _latent_write("16 heads"),
     _latent_write("128 heads fp8 interleaved", 90, heads=128, cache=_FP8, neox=False),
 )
@@ -525,13 +528,16 @@ def attention_calls(
 def _latent_call(layer: Layer) -> KernelCall:
     heads, _, size = layer.heads
     rank, rope = layer.v_size, size - layer.v_size
-    spec = MLAAttentionSpec(
-        block_size=layer.block_size,
-        dtype=layer.dtype,
-        cache_dtype=layer.cache,
-        kv_lora_rank=rank,
-        qk_rope_head_dim=rope,
-    )
+    sizes = {
+        "block_size": layer.block_size,
+        "dtype": layer.dtype,
+        "cache_dtype": layer.cache,
+        "kv_lora_rank": rank,
+        "qk_rope_head_dim": rope,
+    }
+    spec: AnyKVCacheSpec = MLAAttentionSpec(**sizes)
+    if layer.window is not None:
+        spec = SlidingWindowMLASpec(**sizes, sliding_window=layer.window)
     engine, batch = layer.engine(PrefillKernel.AUTO), _batch(layer, 1 + layer.drafts)
     step = TritonMLAMetadataBuilder(spec, ["layer"], engine, "cpu").build(0, batch).decode
     assert step is not None
@@ -546,7 +552,7 @@ def _latent_call(layer: Layer) -> KernelCall:
         torch.zeros(query.shape[:2]),
         torch.ones(()),
     )
-    known = LatentLayer(heads, rank, rope, size**-0.5, layer.cache)
+    known = LatentLayer(heads, rank, rope, size**-0.5, layer.cache, layer.window)
     return LatentLauncher(known).call(step, tensors)
 
 
