@@ -17,8 +17,7 @@ from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch
-from builders.hopper_latent import latent_kernel_of
-from builders.latent_tiles import LatentShape, latent_tile
+from builders.latent_tiles import LatentShape, latent_decode_kernel_of, latent_tile
 from builders.split import split_decodes_and_prefills
 from builders.split_kv import PrefillPlan, SplitLimits, SplitPlanner, VisibleKeys
 from builders.tiles import DenseShape, LayerAsks, SplitTile, prefill_tile
@@ -172,12 +171,14 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             self.window,
         )
         tokens = vllm_config.max_decode_query_len
-        tile, _ = latent_kernel_of(
+        tile, _ = latent_decode_kernel_of(
             shape,
             self.kind,
             spec.block_size,
             tokens,
-            LayerAsks(query=spec.dtype, cache_dtype=spec.cache_dtype),
+            LayerAsks(
+                is_local=self.window is not None, query=spec.dtype, cache_dtype=spec.cache_dtype
+            ),
             vllm_config.decode_kernel,
         )
         self.buffers = GraphBuffers(self.device)

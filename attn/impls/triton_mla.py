@@ -20,7 +20,6 @@ from specs.rows import latent_format_of
 if TYPE_CHECKING:
     from attn.kernels.dense import DenseLauncher
     from attn.kernels.mla_launch import LatentLauncher
-    from builders.triton_attn import TritonAttentionMetadata
     from builders.triton_mla import TritonMLAMetadata, TritonMLAMetadataBuilder
 
 
@@ -41,7 +40,6 @@ class TritonMLAImpl(MLAAttentionImpl):
         latent_format_of(self.cache_dtype)
         check_latent_dtypes(None, self.cache_dtype)
         self._latent: LatentLauncher | None = None
-        self._whole: DenseLauncher | None = None
         self._expanded: DenseLauncher | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -142,40 +140,12 @@ class TritonMLAImpl(MLAAttentionImpl):
         if debug_enabled():
             num_blocks, block_size = kv_c_and_k_pe_cache.shape[:2]
             debug_read(step.block_table, step.seq_lens.cpu(), num_blocks, block_size)
-        fields = self._fields(kv_c_and_k_pe_cache, self.cache_dtype, query.dtype)
-        if step.split is not None and step.split.hopper is not None:
-            whole = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-            self._attend_on_hopper(whole, fields[0], step, out, lse, layer._k_scale)
-            return out, lse
         from attn.kernels.mla_launch import LatentTensors
 
+        fields = self._fields(kv_c_and_k_pe_cache, self.cache_dtype, query.dtype)
         tensors = LatentTensors(query, rotary, *fields, out, lse, layer._k_scale)
         self._decoder().attend(step, tensors)
         return out, lse
-
-    def _attend_on_hopper(
-        self,
-        query: torch.Tensor,
-        latent: torch.Tensor,
-        step: TritonAttentionMetadata,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        scale: torch.Tensor,
-    ) -> None:
-        """Decode rows that are planned for the kernel for Hopper, whose rows are in one piece."""
-        from attn.kernels.dense import DenseLauncher, DenseLayer, DenseTensors
-
-        if self._whole is None:
-            sizes = (self.num_heads, 1, self.head_size, self.kv_lora_rank)
-            self._whole = DenseLauncher(
-                DenseLayer(*sizes, self.scale, self.cache_dtype, causal=True)
-            )
-        # Rows hold the latent, then the rotary key: both are the key, the first is the value.
-        rows = latent.as_strided(
-            (*latent.shape[:2], 1, self.head_size), (*latent.stride()[:2], 0, 1)
-        )
-        keys = KVViews(rows, rows[..., : self.kv_lora_rank])
-        self._whole.attend(step, DenseTensors(query, keys, out, scale, scale, lse=lse))
 
     def forward_mha(
         self,

@@ -10,13 +10,15 @@ import triton.language as tl
 
 import builders.triton_mla
 from attn.backends.triton_mla import TritonMLABackend
+from attn.kernels.mla_launch import whole_query
 from attn.reference import cache as reference
 from builders import kernels, split_kv
-from builders.latent_tiles import LatentShape, latent_tile
+from builders.latent_tiles import LatentShape, latent_decode_kernel_of, latent_tile
 from builders.segments import BUNDLE
-from builders.tiles import SHARED_MEMORY
+from builders.tiles import SHARED_MEMORY, DenseShape, LayerAsks
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType
+from specs.engine import DecodeKernel
 from specs.kv_cache import MLAAttentionSpec
 from tests.batches import BatchSpec
 from tests.cases import LatentCase
@@ -113,6 +115,29 @@ def test_where_rows_are_cut_makes_no_difference(
         seen.append({name: rows.clone() for name, rows in results.items()})
     assert seen[0].keys() == seen[1].keys()
     assert all(torch.equal(seen[0][name], seen[1][name]) for name in seen[0])
+
+
+def test_a_window_is_the_plain_kernels() -> None:
+    shape = DenseShape(16, 1, 576, 512, 2, 16)
+    given = (shape, DeviceKind.SM90, 64, 1)
+    tile, why = latent_decode_kernel_of(*given, LayerAsks(is_local=True), DecodeKernel.AUTO)
+    assert (tile, why) == (None, "the one for Hopper does not serve: a sliding window")
+    problem = "decode_kernel 'hopper' does not serve this latent layer: a sliding window"
+    with pytest.raises(ValueError, match=problem):
+        latent_decode_kernel_of(*given, LayerAsks(is_local=True), DecodeKernel.HOPPER)
+    tile, _ = latent_decode_kernel_of(*given, LayerAsks(), DecodeKernel.HOPPER)
+    assert tile is not None
+
+
+def test_a_query_in_one_piece_is_not_copied() -> None:
+    query = torch.randn(3, 2, 48)
+    parts = query[..., :32], query[..., 32:]
+    assert whole_query(*parts).data_ptr() == query.data_ptr()
+    for found in (whole_query(*parts), whole_query(parts[0].clone(), parts[1])):
+        assert torch.equal(found, query)
+    wide = torch.randn(3, 2, 64)
+    cut = wide[:, :, 8:56]
+    assert torch.equal(whole_query(cut[..., :32], cut[..., 32:]), cut)
 
 
 def test_rows_that_are_planned_whole_serve_a_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,7 @@ import builders.triton_mla
 from attn.impls.base import LayerScales
 from attn.impls.triton_attn import TritonAttentionImpl
 from attn.kernels.cache_write import rope_and_write_kv_call, write_kv_call
-from attn.kernels.dense import DenseLauncher, DenseLayer, DenseTensors
-from attn.kernels.launch import KernelCall, collected_calls
+from attn.kernels.launch import KernelCall
 from attn.kernels.merge import merge_call
 from attn.kernels.mla_launch import LatentLauncher, LatentLayer, LatentTensors
 from attn.kernels.stored import PTX, PTX_SM89
@@ -580,20 +579,19 @@ def _hopper_latent_call(layer: Layer) -> KernelCall:
     engine = layer.engine(PrefillKernel.AUTO, DecodeKernel.HOPPER)
     step = TritonMLAMetadataBuilder(spec, ["layer"], engine, "cpu").build(0, batch).decode
     assert step is not None
-    tokens, rows = batch.num_actual_tokens, torch.zeros(10, layer.block_size, 1, size, dtype=dtype)
-    tensors = DenseTensors(
-        torch.zeros(tokens, heads, size, dtype=dtype),
-        KVViews(rows, rows[..., :latent]),
+    tokens, rows = batch.num_actual_tokens, torch.zeros(10, layer.block_size, size, dtype=dtype)
+    query = torch.zeros(tokens, heads, size, dtype=dtype)
+    tensors = LatentTensors(
+        query[..., :latent],
+        query[..., latent:],
+        rows[..., :latent],
+        rows[..., latent:],
         torch.zeros(tokens, heads, latent, dtype=dtype),
+        torch.zeros(tokens, heads),
         torch.ones(1),
-        torch.ones(1),
-        lse=torch.zeros(tokens, heads),
     )
-    dense = DenseLayer(heads, 1, size, latent, size**-0.5, layer.cache, causal=True)
-    with collected_calls() as calls:
-        DenseLauncher(dense).attend(step, tensors)
-    (call,) = calls
-    return call
+    known = LatentLayer(heads, latent, size - latent, size**-0.5, layer.cache)
+    return LatentLauncher(known).call(step, tensors)
 
 
 class _Recorder:
