@@ -41,12 +41,13 @@ def _place_of(fields, loop, end):
 
 @triton.jit
 def _bundles_at(
-    r, fields, rows_ptr, total_ptr, groups, lane, HEADS: tl.constexpr, HEAD_LOOPS: tl.constexpr,
-    AREA: tl.constexpr, SLOTS: tl.constexpr, BUNDLES: tl.constexpr,
+    r, fields, rows_ptr, total_ptr, groups, lane, own, HEADS: tl.constexpr,
+    HEAD_LOOPS: tl.constexpr, AREA: tl.constexpr, SLOTS: tl.constexpr, BUNDLES: tl.constexpr,
 ):  # fmt: skip
-    """Where states of the bundles of a row's tokens go: lent by the first group that starts in the
-    middle of their keys, or the program's own when there is none. Then the group that has the first
-    of their tiles, and whether others have some too.
+    """Where states of the bundles of a row's tokens go: one after another into what is lent by the
+    first group that starts in the middle of their keys, or the program's ``own`` when there is
+    none, where they are folded as they come. Then the group that has the first of their tiles, and
+    whether others have some too.
     """
     bundle = tl.load(fields + 10)
     bundles = tl.load(fields + 11)
@@ -58,9 +59,8 @@ def _bundles_at(
     place = _place_of(rows_ptr + (which + bundles - 1) * _FIELDS, loop, 1) - 1
     spans = (place.to(tl.int64) * groups // total).to(tl.int32) > owner
     spans = spans & (bundles > 1)
-    lends = tl.where(spans, owner + 1, owner)
-    at = (lends * HEADS + lane) * AREA + SLOTS + (tl.where(spans, 0, HEAD_LOOPS) + loop) * BUNDLES
-    return at, owner, spans
+    lent = ((owner + 1) * HEADS + lane) * AREA + SLOTS + loop * BUNDLES
+    return tl.where(spans, lent, own + loop), owner, spans
 
 
 @triton.jit
@@ -222,8 +222,8 @@ def mla_decode_kernel(
 
     Shapes: query ``[T, NUM_HEADS, SIZE]`` and rotary ``[T, NUM_HEADS, ROPE_SIZE]``; latent
     ``[N, BLOCK_SIZE, words]`` and rope likewise, with the same strides in stored words; out
-    ``[T, NUM_HEADS, SIZE]``; LSE ``[T, NUM_HEADS]``; the rest as in the plan, whose scratch has
-    SPARE more states per program, behind those of all.
+    ``[T, NUM_HEADS, SIZE]``; LSE ``[T, NUM_HEADS]``; the rest as in the plan, whose scratch is laid
+    out as :func:`builders.split_kv.latent_states` counts it.
     """
     CELLS: tl.constexpr = TILE_HEADS * QUERY_TOKENS
     # Tiles of 64 rows are what a warp group multiplies; a row is one warp's then.
@@ -237,7 +237,9 @@ def mla_decode_kernel(
     row = tl.arange(0, ROWS)
     first_row = tl.load(mine)
     past_row = tl.load(mine + 2) + (tl.load(mine + 3) > 0).to(tl.int32)
-    spare = groups * HEADS * AREA + pid * SPARE
+    OWN: tl.constexpr = HEAD_LOOPS if BUNDLES > 1 else 0
+    own = groups * HEADS * AREA + pid * (OWN + SPARE)
+    spare = own + OWN
     for r in tl.range(first_row, past_row, num_stages=1, disable_licm=True):
         total = tl.load(total_ptr + 1)
         fields = _fields_of(r, mine, rows_ptr, HEAD_LOOPS)
@@ -330,11 +332,12 @@ def mla_decode_kernel(
                 # Where a state that begins the row, or is the bundle's, goes.
                 prefix = slots
                 if is_whole & is_last:
-                    prefix, _, _ = _bundles_at(
-                        r, fields, rows_ptr, total_ptr, groups, lane, HEADS, HEAD_LOOPS, AREA,
+                    bundle = tl.load(fields + 10)
+                    prefix, _, spans = _bundles_at(
+                        r, fields, rows_ptr, total_ptr, groups, lane, own, HEADS, HEAD_LOOPS, AREA,
                         SLOTS, BUNDLES,
                     )  # fmt: skip
-                    prefix += tl.load(fields + 10)
+                    prefix = tl.where(spans | (bundle == 0), prefix + bundle, spare)
                 alone = (part == segment) & is_last & (begin == 0)
                 if alone & writes:
                     at = token + row // TILE_HEADS
@@ -384,8 +387,8 @@ def mla_decode_kernel(
                 in_group = ((r % HEAD_LOOPS) * HEADS + lane) * TILE_HEADS
                 loop = r % HEAD_LOOPS
                 mine_too, row_owner, spans = _bundles_at(
-                    r, fields, rows_ptr, total_ptr, groups, lane, HEADS, HEAD_LOOPS, AREA, SLOTS,
-                    BUNDLES,
+                    r, fields, rows_ptr, total_ptr, groups, lane, own, HEADS, HEAD_LOOPS, AREA,
+                    SLOTS, BUNDLES,
                 )  # fmt: skip
                 in_parts = (begin > 0) | (end < parts)
                 # Only the last to arrive needs it, and then at once.
@@ -404,12 +407,17 @@ def mla_decode_kernel(
                         slot = slots
                         after = after_prefix
                         count_of = parts
+                        target = mine_too + bundle
+                        stores = bundles > 1
                         goes_on = ready
                         if level == 1:
                             slot = mine_too
-                            after = after_prefix * 0 + 1
-                            count_of = bundles
-                            goes_on = bundle + 1 == bundles
+                            # Without others there are two: what is folded so far, and the last.
+                            after = tl.where(spans, 1, spare - mine_too)
+                            count_of = tl.where(spans, bundles, after + 1)
+                            target = mine_too
+                            stores = (spans == 0) & (bundle + 1 < bundles)
+                            goes_on = bundle > 0
                             tl.debug_barrier()
                             if spans:
                                 counter = counters_ptr + groups * HEADS
@@ -421,8 +429,10 @@ def mla_decode_kernel(
                         if goes_on:
                             fold_parts(
                                 0, in_group, token, count, slot, after, count_of,
-                                mine_too + bundle, (level == 0) & (bundles > 1), states_ptr,
-                                sums_ptr, out_ptr, lse_ptr, None, factor, None, out_token, out_head,
-                                lse_token, NUM_HEADS, TILE_HEADS, CELLS, WIDTH, PLANES, KIND, USED,
-                                SIZE, FINISH_ROWS, FINISH_WIDTH, False, False, LSE, False,
+                                target, stores, states_ptr, sums_ptr, out_ptr, lse_ptr, None,
+                                factor, None, out_token, out_head, lse_token, NUM_HEADS, TILE_HEADS,
+                                CELLS, WIDTH, PLANES, KIND, USED, SIZE, FINISH_ROWS, FINISH_WIDTH,
+                                False, False, LSE, False,
                             )  # fmt: skip
+                            # The next bundle's state comes to where this one's was read.
+                            tl.debug_barrier()

@@ -14,7 +14,7 @@ from attn.kernels.launch import KernelCall, KernelForm
 from attn.kernels.mla_decode import mla_decode_kernel
 from attn.kernels.numerics import INTERPRETED
 from attn.kernels.stored import E4M3, NATIVE
-from builders.split_kv import SPARE_STATES, SplitPlan, area_of
+from builders.split_kv import SPARE_STATES, SplitPlan, latent_states
 from builders.tiles import power_of_two
 from builders.triton_attn import TritonAttentionMetadata
 from specs.dtypes import CacheDType
@@ -259,7 +259,7 @@ def _plan_constants(plan: SplitPlan) -> dict[str, Any]:
         "ROWS": tile.rows,
         "SLOTS": plan.slots,
         "BUNDLES": plan.bundles,
-        "AREA": area_of(plan.slots, plan.bundles, plan.head_loops),
+        "AREA": latent_states(plan.slots, plan.bundles, plan.head_loops)[0],
         "SEGMENT_UNIT": tile.segment_unit,
         "KV_TILE": tile.kv_tile,
         "SPARE": SPARE_STATES,

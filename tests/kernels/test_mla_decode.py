@@ -15,10 +15,12 @@ from attn.reference import cache as reference
 from builders import kernels, split_kv
 from builders.latent_tiles import LatentShape, latent_decode_kernel_of, latent_tile
 from builders.segments import BUNDLE
+from builders.split_kv import latent_states
 from builders.tiles import SHARED_MEMORY, DenseShape, LayerAsks
+from builders.triton_mla import TritonMLAMetadataBuilder
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType
-from specs.engine import DecodeKernel
+from specs.engine import DecodeKernel, EngineConfig
 from specs.kv_cache import MLAAttentionSpec
 from tests.batches import BatchSpec
 from tests.cases import LatentCase
@@ -29,6 +31,7 @@ GROUPS = 3
 """Groups of programs that the work is cut between here, whatever the device."""
 SHORT = BatchSpec("short_rows", (1, 1, 1), (40, 520, 0))
 LONG = BatchSpec("long_rows", (1,) * 3, (2700, 40, 2100))
+TURNS = BatchSpec("long_turns", (1, 1), (2100, 40))
 LONGER = BatchSpec("longer_rows", (1, 1), (5300, 1100))
 VERIFY = BatchSpec("long_verify", (4, 1, 3), (2603, 1049, 300), num_speculative_tokens=3)
 """Segments have 512 tokens with tiles of 16 rows, 1024 with 64."""
@@ -100,17 +103,29 @@ def test_cut_rows_are_right(
 
 
 @pytest.mark.parametrize(
-    ("heads", "batch", "window"), [(3, VERIFY, None), (20, LONG, None), (3, VERIFY, 1100)]
+    ("heads", "batch", "window", "bundle"),
+    [
+        (3, VERIFY, None, BUNDLE),
+        (20, LONG, None, BUNDLE),
+        (3, VERIFY, 1100, BUNDLE),
+        # Bundles of several programs, or of one, which folds them as they come; of two tiles of
+        # heads that it takes in turns, too.
+        (3, LONG, None, 2),
+        (70, TURNS, None, 1),
+    ],
 )
 def test_where_rows_are_cut_makes_no_difference(
-    monkeypatch: pytest.MonkeyPatch, heads: int, batch: BatchSpec, window: int | None
+    monkeypatch: pytest.MonkeyPatch, heads: int, batch: BatchSpec, window: int | None, bundle: int
 ) -> None:
     seen = []
+    if bundle != BUNDLE:
+        smaller_bundles(monkeypatch, bundle)
     trial = trial_of(batch, heads, sliding_window=window)
     for multiprocessors in (1, 5):
         facts = (DeviceKind.SM90, multiprocessors)
         monkeypatch.setattr(builders.triton_mla, "device_facts", lambda _, facts=facts: facts)
         record = trial.build(trial.builder())
+        check(trial, record)
         results = trial.attend(record, trial.inputs, trial.cache())
         seen.append({name: rows.clone() for name, rows in results.items()})
     assert seen[0].keys() == seen[1].keys()
@@ -149,6 +164,37 @@ def test_rows_that_are_planned_whole_serve_a_window(monkeypatch: pytest.MonkeyPa
     record = trial.build(trial.builder())
     assert record.decode.split.bundles > 1
     check(trial, record)
+
+
+@pytest.mark.parametrize(
+    ("heads", "length", "lent", "own", "mebibytes"),
+    [
+        (128, 8192, 8, 4, 199),
+        (128, 131072, 16 + 8, 5, 481),
+        (128, 262144, 16 + 16, 5, 613),
+        (16, 131072, 16 + 16, 5, 154),
+    ],
+)
+def test_scratch_is_what_must_exist_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+    heads: int,
+    length: int,
+    lent: int,
+    own: int,
+    mebibytes: int,
+) -> None:
+    monkeypatch.setattr(builders.triton_mla, "device_facts", lambda _: (DeviceKind.SM90, 132))
+    found = []
+    for requests in (8, 512):
+        limits = {"max_num_seqs": requests, "max_num_batched_tokens": 8192}
+        config = EngineConfig(num_heads=heads, max_model_len=length, **limits)
+        spec = MLAAttentionSpec(block_size=64)
+        planner = TritonMLAMetadataBuilder(spec, ["layer"], config, "meta").planner
+        assert latent_states(planner.slots, planner.bundles, planner.head_loops) == (lent, own)
+        found.append(planner.scratch_bytes)
+    assert found[0] == found[1]
+    rows = min(heads, 64)
+    assert found[0] == 132 * (lent + own) * rows * (512 + 2) * 4 <= mebibytes << 20
 
 
 @pytest.mark.parametrize("kind", DeviceKind)
