@@ -23,6 +23,7 @@ from builders.split_kv import PrefillPlan, SplitLimits, SplitPlanner, VisibleKey
 from builders.tiles import DenseShape, LayerAsks, SplitTile, prefill_tile
 from builders.triton_attn import (
     BLOCK_MULTIPLE,
+    HEAD_SIZES,
     TritonAttentionMetadata,
     check_dtypes,
     device_facts,
@@ -108,6 +109,17 @@ class LatentPrefill:
     """None where no request has any."""
 
 
+@dataclass(frozen=True)
+class LatentGroup:
+    """What a group's steps are planned for: scratch and chunks are as large as that needs."""
+
+    rank: int
+    rope_size: int
+    block_size: int
+    window: int | None
+    """Keys that a token sees, itself included: others are left out. None where all are there."""
+
+
 @dataclass
 class TritonMLAMetadata(AttentionMetadata):
     """A step of latent attention: decode rows first. None means that a phase has no rows."""
@@ -120,8 +132,7 @@ class TritonMLAMetadata(AttentionMetadata):
     decode: TritonAttentionMetadata | None
     """Rows of up to ``reorder_batch_threshold`` tokens, over the latent cache."""
     prefill: LatentPrefill | None
-    window: int | None = None
-    """Keys behind the last so many of a token are left out; None where all are there."""
+    group: LatentGroup
 
 
 class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
@@ -145,15 +156,17 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             device: where the records' tensors live.
 
         Raises:
-            ValueError: ``num_heads`` is missing; a block size or dtype that no kernel takes; a
-                bound of the workspace that is smaller than one chunk; ``decode_kernel`` is one that
-                does not serve the group.
+            ValueError: ``num_heads`` is missing; a width, block size or dtype that no kernel takes;
+                a bound of the workspace that is smaller than one chunk; ``decode_kernel`` is one
+                that does not serve the group.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         spec = kv_cache_spec
         heads = _check_support(spec, vllm_config)
         assert isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
         self.window = spec.sliding_window if isinstance(spec, SlidingWindowMLASpec) else None
+        sizes = (spec.kv_lora_rank, spec.qk_rope_head_dim, spec.block_size)
+        self._group = LatentGroup(*sizes, self.window)
         self.kind, multiprocessors = device_facts(self.device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         shape = DenseShape(
@@ -248,7 +261,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             num_prefill_tokens=found.num_prefill_tokens,
             decode=self._decode(batch, found.num_decodes) if found.num_decodes else None,
             prefill=self._prefill(batch, found.num_decodes) if found.num_prefills else None,
-            window=self.window,
+            group=self._group,
         )
 
     def warm_up_steps(self) -> Iterator[tuple[CommonAttentionMetadata, TritonMLAMetadata]]:
@@ -393,11 +406,38 @@ def _check_support(spec: Any, config: EngineConfig) -> int:
     if config.num_heads is None:
         raise ValueError("vllm_config.num_heads is needed by TRITON_MLA, got None")
     check_latent_dtypes(spec.dtype.torch, spec.cache_dtype)
+    check_latent_widths(spec.kv_lora_rank, spec.qk_rope_head_dim)
     if spec.block_size % BLOCK_MULTIPLE:
         raise ValueError(
             f"block_size must be a multiple of {BLOCK_MULTIPLE}, got {spec.block_size}"
         )
     return config.num_heads
+
+
+def check_latent_widths(rank: int, rope_size: int) -> None:
+    """Kernels take rows of these widths.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if rank not in HEAD_SIZES or rope_size not in HEAD_SIZES:
+        raise ValueError(
+            f"kv_lora_rank and qk_rope_head_dim must be multiples of {HEAD_SIZES.step} from "
+            f"{HEAD_SIZES.start} to {HEAD_SIZES.stop - 1}, got {rank} and {rope_size}"
+        )
+
+
+def check_head_pair(size: int, size_v: int) -> None:
+    """Kernels take expanded heads of these sizes.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if not all(one in HEAD_SIZES and one <= EXPANDED_WIDTH for one in (size, size_v)):
+        raise ValueError(
+            f"qk_head_dim and v_head_dim must be multiples of {HEAD_SIZES.step} from "
+            f"{HEAD_SIZES.start} to {EXPANDED_WIDTH}, got {size} and {size_v}"
+        )
 
 
 def check_latent_dtypes(model: torch.dtype | None, cache: CacheDType) -> None:

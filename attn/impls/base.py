@@ -456,6 +456,21 @@ class MLAAttentionImpl(AttentionImplBase, ABC):
         raise NotImplementedError(f"{type(self).__name__} has no fused RoPE and KV cache write")
 
 
+def check_scale(k_scale: torch.Tensor | None, cache_dtype: CacheDType) -> None:
+    """An fp8 cache of latent rows has its scale beside it.
+
+    Raises:
+        ValueError: it has none, or not one fp32 number; the message names the cache and what came.
+    """
+    if cache_dtype.quant_mode is not KVQuantMode.FP8_PER_TENSOR:
+        return
+    if k_scale is None or k_scale.numel() != 1 or k_scale.dtype != torch.float32:
+        got = "None" if k_scale is None else f"{list(k_scale.shape)} of {k_scale.dtype}"
+        raise ValueError(
+            f"k_scale must be a float32 scalar for kv_cache_dtype {cache_dtype.value!r}, got {got}"
+        )
+
+
 def per_head(
     name: str, values: Sequence[float] | torch.Tensor | None, num_heads: int
 ) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from attn.impls.base import AttentionLayer, MLAAttentionImpl
+from attn.impls.base import AttentionLayer, MLAAttentionImpl, check_scale
 from attn.reference.cache import gather_positions, latent_values, read_latent, write_latent
 from attn.reference.dense import AttentionRules, attend_request
 from attn.reference.mla import attend_topk, expand_latent, read_as_mqa
@@ -66,6 +66,7 @@ class TorchRefMLAImpl(MLAAttentionImpl):
     def _cache(
         self, kv_cache: torch.Tensor, k_scale: torch.Tensor, query_dtype: torch.dtype
     ) -> _LatentCache:
+        check_scale(k_scale, self.cache_dtype)
         compute = torch.float64 if query_dtype == torch.float64 else torch.float32
         row = self._row(query_dtype, self.cache_dtype)
         return _LatentCache(kv_cache, k_scale, row, compute)
@@ -82,6 +83,7 @@ class TorchRefMLAImpl(MLAAttentionImpl):
     ) -> None:
         """Write this step's latent rows; see the base class."""
         cache_dtype = CacheDType.parse(kv_cache_dtype)
+        check_scale(k_scale, cache_dtype)
         row = self._row(kv_c_normed.dtype, cache_dtype)
         scale = torch.ones_like(k_scale) if skip_scale else k_scale
         k_pe = k_pe.reshape(len(k_pe), self.qk_rope_head_dim)

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from attn.impls.base import AttentionLayer, MLAAttentionImpl
+from attn.impls.base import AttentionLayer, MLAAttentionImpl, check_scale
 from attn.ops.cache import rope_and_write_kv, write_kv
 from attn.ops.dispatch import converts_float8
 from attn.ops.merge import merge_states
 from builders.debug import debug_enabled, debug_read
 from builders.paging import check_slots
-from builders.triton_mla import PAGE, check_latent_dtypes
+from builders.triton_mla import PAGE, check_head_pair, check_latent_dtypes, check_latent_widths
 from specs.dtypes import CacheDType, DType
 from specs.layouts import KVViews, latent_views
 from specs.rows import latent_format_of
@@ -34,11 +34,14 @@ class TritonMLAImpl(MLAAttentionImpl):
 
         Raises:
             NotImplementedError: a KV cache dtype without latent rows.
-            ValueError: a KV cache dtype that no kernel takes.
+            ValueError: a KV cache dtype, a width of rows or a pair of head sizes that no kernel
+                takes.
         """
         super().__init__(*args, **kwargs)
         latent_format_of(self.cache_dtype)
         check_latent_dtypes(None, self.cache_dtype)
+        check_latent_widths(self.kv_lora_rank, self.qk_rope_head_dim)
+        check_head_pair(self.qk_head_dim, self.v_head_dim)
         self._latent: LatentLauncher | None = None
         self._expanded: DenseLauncher | None = None
 
@@ -63,6 +66,7 @@ class TritonMLAImpl(MLAAttentionImpl):
     ) -> None:
         """Write this step's latent rows in one launch; see the base class."""
         cache_dtype = CacheDType.parse(kv_cache_dtype)
+        check_scale(k_scale, cache_dtype)
         views = self._written(kv_cache, cache_dtype, kv_c_normed.dtype, slot_mapping)
         scale = torch.ones_like(k_scale) if skip_scale else k_scale
         key, value = k_pe.reshape(len(k_pe), 1, self.qk_rope_head_dim), kv_c_normed[:, None]
@@ -88,6 +92,7 @@ class TritonMLAImpl(MLAAttentionImpl):
     ) -> None:
         """Rotate both rotary parts and write latent rows, in one launch; see the base class."""
         cache_dtype = CacheDType.parse(kv_cache_dtype)
+        check_scale(k_scale, cache_dtype)
         views = self._written(kv_cache, cache_dtype, kv_c_normed.dtype, slot_mapping)
         scale = torch.ones_like(k_scale) if skip_scale else k_scale
         rope_and_write_kv(
@@ -136,7 +141,8 @@ class TritonMLAImpl(MLAAttentionImpl):
         step = attn_metadata.decode
         if step is None:
             return out, lse
-        self._check_window(attn_metadata)
+        self._check_step(attn_metadata, kv_c_and_k_pe_cache)
+        check_scale(layer._k_scale, self.cache_dtype)
         if debug_enabled():
             num_blocks, block_size = kv_c_and_k_pe_cache.shape[:2]
             debug_read(step.block_table, step.seq_lens.cpu(), num_blocks, block_size)
@@ -162,7 +168,8 @@ class TritonMLAImpl(MLAAttentionImpl):
         prefill = attn_metadata.prefill
         if prefill is None:
             return
-        self._check_window(attn_metadata)
+        self._check_step(attn_metadata, kv_c_and_k_pe_cache)
+        check_scale(k_scale, self.cache_dtype)
         from attn.kernels.dense import DenseTensors
 
         rows = output.view(len(output), self.num_heads, self.v_head_dim)
@@ -249,11 +256,20 @@ class TritonMLAImpl(MLAAttentionImpl):
             compile_calls(calls, builder.device)
         run_steps()
 
-    def _check_window(self, metadata: TritonMLAMetadata) -> None:
-        """A step that leaves keys out is not for a layer that sees them."""
-        planned, own = metadata.window, self.sliding_window
-        if planned is not None and (own is None or own > planned):
-            raise ValueError(f"the step is planned for a window of {planned}, the layer's is {own}")
+    def _check_step(self, metadata: TritonMLAMetadata, kv_cache: torch.Tensor) -> None:
+        """A step that is planned for other rows, or leaves keys out that the layer sees."""
+        group, window = metadata.group, self.sliding_window
+        planned = group.rank, group.rope_size, group.block_size
+        sizes = self.kv_lora_rank, self.qk_rope_head_dim, kv_cache.shape[1]
+        if planned != sizes:
+            raise ValueError(
+                f"the step is planned for latent rows of {planned[0]} + {planned[1]} in blocks of "
+                f"{planned[2]}, the layer has {sizes[0]} + {sizes[1]} in blocks of {sizes[2]}"
+            )
+        if group.window is not None and (window is None or window > group.window):
+            raise ValueError(
+                f"the step is planned for a window of {group.window}, the layer's is {window}"
+            )
 
     def _expand(self, latent: torch.Tensor, rope: torch.Tensor, into: KVViews, **rows: Any) -> None:
         """Keys ``[S, H, P + r]`` and values ``[S, H, V]`` of latent rows."""

@@ -178,8 +178,17 @@ def expand_call(
         paged: which rows of the cache; None for rows that follow one another.
         scale: fp32 scalar of an e4m3 cache; None for the model's type.
         hardware_e4m3: the device has instructions for e4m3.
+
+    Raises:
+        ValueError: rows that are not as wide as weights and keys say.
     """
     rank, heads, nope = w_uk.shape
+    widths, wanted = (latent.shape[-1], rope.shape[-1]), (rank, keys.shape[2] - nope)
+    if widths != wanted:
+        raise ValueError(
+            f"latent rows must have {wanted[0]} + {wanted[1]} columns, got {widths[0]} + "
+            f"{widths[1]}"
+        )
     dtype, ieee = w_uk.dtype, w_uk.dtype == torch.float32
     rows, block_size = keys.shape[0], 0 if paged is None else latent.shape[1]
     tile = 32 if ieee else 128

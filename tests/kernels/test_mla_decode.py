@@ -45,7 +45,7 @@ def _a_small_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trial_of(batch: BatchSpec, heads: int, **given: Any) -> LatentTrial:
-    known = {"dtype": DType.FLOAT16, "rank": 32, "rope_size": 16}
+    known = {"dtype": DType.FLOAT16, "rank": 32, "rope_size": 32}
     trial = LatentTrial(
         TritonMLABackend, LatentCase(batch=batch, num_heads=heads, **{**known, **given}), DEVICE
     )
@@ -159,7 +159,7 @@ def test_rows_that_are_planned_whole_serve_a_window(monkeypatch: pytest.MonkeyPa
     smaller_bundles(monkeypatch, 2)
     trial = trial_of(LONGER, 3, sliding_window=1100)
     trial.spec = MLAAttentionSpec(
-        block_size=16, dtype=DType.FLOAT16, kv_lora_rank=32, qk_rope_head_dim=16
+        block_size=16, dtype=DType.FLOAT16, kv_lora_rank=32, qk_rope_head_dim=32
     )
     record = trial.build(trial.builder())
     assert record.decode.split.bundles > 1
