@@ -33,7 +33,8 @@ SHORT_QUERY = 16
 PLANNED_AT_ONCE = 512
 """Rows that the plan kernel holds in registers."""
 SPARE_STATES = 4
-"""States that a program of the latent kernel has besides those that it lends."""
+"""States of the segments that a program of the latent kernel is at: what is folded so far, and
+those that are to be folded next."""
 WASTE = 24
 """One in so many programs may idle where the others then get whole rows, or equal parts of one."""
 ROW_FIELDS = 12
@@ -173,6 +174,25 @@ def scratch_area(hopper: HopperDecodeTile | None, slots: int, bundles: int, head
     return area_of(slots, bundles, head_loops) + int(hopper is not None and hopper.warp_groups > 1)
 
 
+def latent_states(slots: int, bundles: int, head_loops: int) -> tuple[int, int]:
+    """States that a program of the latent kernel lends, and those behind all of these that are its
+    own.
+
+    What must exist at once: a program starts in the middle of at most one row, and lends to it a
+    state for every segment of the row's bundle, since whoever comes late to a row cannot fold what
+    it has without what comes before; likewise one for every bundle of the row's tokens, per head
+    loop. Of tokens that are all its own it folds bundles as they come, into one state per head
+    loop; and there are the spare ones. A state is ``rows * columns`` fp32.
+
+    For 128 heads of 512 columns and 128k tokens on 132 multiprocessors: 64 rows make 128 KiB,
+    segments have 1024 tokens and bundles 16 of them, so that there are 16 + 8 lent and 1 + 4 own:
+    29 x 128 KiB x 132 = 479 MiB, however many requests there are; at 256k tokens 37.
+    """
+    if bundles == 1:
+        return slots, SPARE_STATES
+    return slots + bundles * head_loops, head_loops + SPARE_STATES
+
+
 class SplitPlanner:
     """Owns the buffers of the plan, and fills them once per step."""
 
@@ -208,8 +228,7 @@ class SplitPlanner:
             requires_hopper: see :class:`HopperPlan`.
             hopper_decode: tile of the split-KV kernel for Hopper, where the plan is for that.
             requires_hopper_decode: see :class:`SplitPlan`.
-            latent: tile of the latent decode kernel, where the plan is for that; each of its
-                programs has ``SPARE_STATES`` more, behind those of all.
+            latent: tile of the latent decode kernel, where the plan is for that.
         """
         self.is_free = is_free
         self.hopper_decode = hopper_decode
@@ -259,7 +278,9 @@ class SplitPlanner:
         used = tile.tile_heads * tile.query_tokens
         launched = self.groups * self.heads
         area = scratch_area(hopper_decode, self.slots, self.bundles, self.head_loops)
-        states = launched * (area + (0 if latent is None else SPARE_STATES)) * used
+        if latent is not None:
+            area = sum(latent_states(self.slots, self.bundles, self.head_loops))
+        states = launched * area * used
         apart = 1 if hopper_decode is None else hopper_decode.warp_groups
         # Quantised rows are read in planes, each rounded up to a power of two on its own.
         width = max(power_of_two(shape.head_size_v), 64)

@@ -6,6 +6,7 @@ Builders and launchers share them, so that a plan and the kernels that it is for
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 from specs.base import cdiv
 from specs.devices import DeviceKind
@@ -171,6 +172,9 @@ class HopperDecodeTile:
     :mod:`attn.kernels.hopper.mla`, the only kernel that has them."""
 
 
+_Tile = TypeVar("_Tile", HopperTile, HopperDecodeTile)
+
+
 def split_tile(
     shape: DenseShape, kind: DeviceKind, max_query_len: int, window: int | None = None
 ) -> SplitTile:
@@ -251,6 +255,45 @@ def prefill_tile(shape: DenseShape, kind: DeviceKind) -> PrefillTile:
     return PrefillTile(32, 16, 4, 2) if small else PrefillTile(64, 32, 8, 2)
 
 
+def chosen_kernel(
+    option: str,
+    wanted: PrefillKernel | DecodeKernel,
+    found: _Tile | str,
+    *,
+    layer: str = "layer",
+    left: str | None = None,
+    why: str = "it serves this layer",
+) -> tuple[_Tile | None, str]:
+    """The kernel for Hopper or the plain one: what was wanted, of what there is, and the reason.
+
+    Args:
+        option: the engine's setting.
+        wanted: its value.
+        found: the Hopper kernel's tile, or why it does not serve.
+        layer: what an error calls the layer.
+        left: why it is not taken though it serves, unless it is wanted by name.
+        why: why it is.
+
+    Returns:
+        The Hopper kernel's tile, None for the plain kernel; and the reason in words.
+
+    Raises:
+        ValueError: the Hopper kernel is wanted by name and does not serve.
+    """
+    if wanted.value == "triton":
+        return None, f"{option} is {wanted.value!r}"
+    by_name = wanted.value == "hopper"
+    if isinstance(found, str):
+        if by_name:
+            raise ValueError(f"{option} 'hopper' does not serve this {layer}: {found}")
+        return None, f"the one for Hopper does not serve: {found}"
+    if by_name:
+        return found, f"it serves this layer, and {option} is {wanted.value!r}"
+    if left is not None:
+        return None, f"the one for Hopper serves, but {left}"
+    return found, f"{why}, and {option} is {wanted.value!r}"
+
+
 def prefill_kernel_of(
     shape: DenseShape,
     kind: DeviceKind,
@@ -275,14 +318,8 @@ def prefill_kernel_of(
     Raises:
         ValueError: the Hopper kernel is wanted by name and does not serve.
     """
-    if wanted is PrefillKernel.TRITON:
-        return None, f"prefill_kernel is {wanted.value!r}"
     found = hopper_tile(shape, kind, block_size, asks)
-    if not isinstance(found, str):
-        return found, f"it serves this layer, and prefill_kernel is {wanted.value!r}"
-    if wanted is PrefillKernel.HOPPER:
-        raise ValueError(f"prefill_kernel 'hopper' does not serve this layer: {found}")
-    return None, f"the one for Hopper does not serve: {found}"
+    return chosen_kernel("prefill_kernel", wanted, found)
 
 
 def hopper_tile(
@@ -360,19 +397,11 @@ def decode_kernel_of(
     Raises:
         ValueError: the Hopper kernel is wanted by name and does not serve.
     """
-    if wanted is DecodeKernel.TRITON:
-        return None, f"decode_kernel is {wanted.value!r}"
     found = hopper_decode_tile(shape, kind, block_size, max_query_len, asks)
-    if isinstance(found, str):
-        if wanted is DecodeKernel.HOPPER:
-            raise ValueError(f"decode_kernel 'hopper' does not serve this layer: {found}")
-        return None, f"the one for Hopper does not serve: {found}"
-    if wanted is DecodeKernel.HOPPER:
-        return found, f"it serves this layer, and decode_kernel is {wanted.value!r}"
-    slower = _measured_slower(shape, found.split, asks)
-    if slower is not None:
-        return None, f"the one for Hopper serves, but did not measure faster with {slower}"
-    return found, f"it measured faster in such layers, and decode_kernel is {wanted.value!r}"
+    slower = None if isinstance(found, str) else _measured_slower(shape, found.split, asks)
+    left = None if slower is None else f"did not measure faster with {slower}"
+    why = "it measured faster in such layers"
+    return chosen_kernel("decode_kernel", wanted, found, left=left, why=why)
 
 
 def _measured_slower(shape: DenseShape, tile: SplitTile, asks: LayerAsks) -> str | None:

@@ -81,6 +81,9 @@ class TritonAttentionMetadata(AttentionMetadata):
     """Rows with many; None where the host knows that there are none."""
     causal: bool | torch.Tensor = True
     """One flag, or ``[R]`` per request on the device."""
+    first_positions: torch.Tensor | None = None
+    """``[R]`` int32, device: where each request's first query stands, counted from its first key,
+    of rows of the plain prefill kernel; None where the last keys are the queries' own."""
     mm_ranges: torch.Tensor | None = None
     """``[R, max_ranges, 2]`` int32, device: inclusive, attended in both directions; zeros pad."""
     rswa_prefix_lens: torch.Tensor | None = None

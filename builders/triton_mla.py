@@ -17,13 +17,13 @@ from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch
-from builders.hopper_latent import latent_kernel_of
-from builders.latent_tiles import LatentShape, latent_tile
+from builders.latent_tiles import LatentShape, latent_decode_kernel_of, latent_tile
 from builders.split import split_decodes_and_prefills
-from builders.split_kv import PrefillPlan, SplitLimits, SplitPlanner
+from builders.split_kv import PrefillPlan, SplitLimits, SplitPlanner, VisibleKeys
 from builders.tiles import DenseShape, LayerAsks, SplitTile, prefill_tile
 from builders.triton_attn import (
     BLOCK_MULTIPLE,
+    HEAD_SIZES,
     TritonAttentionMetadata,
     check_dtypes,
     device_facts,
@@ -32,7 +32,7 @@ from specs.attention import AttentionCGSupport
 from specs.base import cdiv
 from specs.dtypes import CacheDType
 from specs.engine import DecodeKernel, EngineConfig
-from specs.kv_cache import AnyKVCacheSpec, MLAAttentionSpec
+from specs.kv_cache import AnyKVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
 
 CACHE_DTYPES = (
     CacheDType.AUTO,
@@ -41,6 +41,7 @@ CACHE_DTYPES = (
     CacheDType.FP8,
     CacheDType.FP8_E4M3,
 )
+_LatentSpec = MLAAttentionSpec | SlidingWindowMLASpec
 WORKSPACE_BYTES = 1 << 30
 """Of cached context that a prefill holds expanded at a time, over all requests, where the engine
 names no bound; more where one chunk needs more."""
@@ -53,21 +54,23 @@ workspace, whose keys and values are no wider."""
 
 @dataclass(frozen=True)
 class PagedRows:
-    """Tokens ``[start, start + span)`` of every request of a cache, those that there are."""
+    """Up to ``span`` tokens of every request of a cache, from ``starts`` on."""
 
     block_table: torch.Tensor
     """``[R, max blocks]`` int32; entries past a request's tokens can be anything."""
     lens: torch.Tensor
-    """``[R]`` int32: tokens of each request from ``start`` on, at most ``span``."""
-    start: int
+    """``[R]`` int32: tokens of each request from its start on, at most ``span``."""
+    starts: torch.Tensor
+    """``[R]`` int32."""
     span: int
 
 
 @dataclass
 class LatentContext:
-    """What a step's prefill rows have in the cache, in chunks that a workspace holds expanded.
+    """What a step's prefill rows see in the cache, in chunks that a workspace holds expanded.
 
-    The workspace is a paged cache of its own: request r owns rows ``[r * C, (r + 1) * C)``.
+    The workspace is a paged cache of its own: request r owns rows ``[r * C, (r + 1) * C)``. Chunks
+    of a request begin with the first token that its rows see.
     """
 
     block_table: torch.Tensor
@@ -76,13 +79,22 @@ class LatentContext:
     """C, tokens of a chunk, whole pages of the workspace."""
     lens: torch.Tensor
     """``[chunks, R']`` int32, device: tokens of each request in a chunk, 0 past its context."""
+    starts: torch.Tensor
+    """``[chunks, R']`` int32, device: the first of them."""
+    left: torch.Tensor
+    """``[chunks, R']`` int32, device: context from there on, past the chunk too: new tokens stand
+    behind it."""
     step: TritonAttentionMetadata
-    """Attention of the new tokens over one chunk, not causal; ``seq_lens`` are to be the chunk's,
-    ``block_table`` is the workspace's."""
+    """Attention of the new tokens over one chunk, not causal; ``block_table`` is the workspace's,
+    lengths and positions are to be the chunk's."""
 
     def rows(self, chunk: int) -> PagedRows:
         """What of the cache a chunk is expanded from."""
-        return PagedRows(self.block_table, self.lens[chunk], chunk * self.span, self.span)
+        return PagedRows(self.block_table, self.lens[chunk], self.starts[chunk], self.span)
+
+    def step_over(self, chunk: int) -> TritonAttentionMetadata:
+        """Attention of the new tokens over a chunk."""
+        return replace(self.step, seq_lens=self.lens[chunk], first_positions=self.left[chunk])
 
 
 @dataclass
@@ -97,6 +109,17 @@ class LatentPrefill:
     """None where no request has any."""
 
 
+@dataclass(frozen=True)
+class LatentGroup:
+    """What a group's steps are planned for: scratch and chunks are as large as that needs."""
+
+    rank: int
+    rope_size: int
+    block_size: int
+    window: int | None
+    """Keys that a token sees, itself included: others are left out. None where all are there."""
+
+
 @dataclass
 class TritonMLAMetadata(AttentionMetadata):
     """A step of latent attention: decode rows first. None means that a phase has no rows."""
@@ -109,6 +132,7 @@ class TritonMLAMetadata(AttentionMetadata):
     decode: TritonAttentionMetadata | None
     """Rows of up to ``reorder_batch_threshold`` tokens, over the latent cache."""
     prefill: LatentPrefill | None
+    group: LatentGroup
 
 
 class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
@@ -125,20 +149,24 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
     ) -> None:
         """
         Args:
-            kv_cache_spec: the group's spec, :class:`specs.kv_cache.MLAAttentionSpec`.
+            kv_cache_spec: the group's spec, :class:`specs.kv_cache.MLAAttentionSpec` or
+                :class:`specs.kv_cache.SlidingWindowMLASpec`.
             layer_names: layers of the group.
             vllm_config: engine limits; ``num_heads`` is needed.
             device: where the records' tensors live.
 
         Raises:
-            ValueError: ``num_heads`` is missing; a block size or dtype that no kernel takes; a
-                bound of the workspace that is smaller than one chunk; ``decode_kernel`` is one that
-                does not serve the group.
+            ValueError: ``num_heads`` is missing; a width, block size or dtype that no kernel takes;
+                a bound of the workspace that is smaller than one chunk; ``decode_kernel`` is one
+                that does not serve the group.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         spec = kv_cache_spec
         heads = _check_support(spec, vllm_config)
-        assert isinstance(spec, MLAAttentionSpec)
+        assert isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
+        self.window = spec.sliding_window if isinstance(spec, SlidingWindowMLASpec) else None
+        sizes = (spec.kv_lora_rank, spec.qk_rope_head_dim, spec.block_size)
+        self._group = LatentGroup(*sizes, self.window)
         self.kind, multiprocessors = device_facts(self.device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         shape = DenseShape(
@@ -153,15 +181,17 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             vllm_config.max_num_seqs,
             vllm_config.max_num_batched_tokens,
             vllm_config.max_model_len,
-            None,
+            self.window,
         )
         tokens = vllm_config.max_decode_query_len
-        tile, _ = latent_kernel_of(
+        tile, _ = latent_decode_kernel_of(
             shape,
             self.kind,
             spec.block_size,
             tokens,
-            LayerAsks(query=spec.dtype, cache_dtype=spec.cache_dtype),
+            LayerAsks(
+                is_local=self.window is not None, query=spec.dtype, cache_dtype=spec.cache_dtype
+            ),
             vllm_config.decode_kernel,
         )
         self.buffers = GraphBuffers(self.device)
@@ -187,7 +217,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
         self._heads = heads
         self._workspace_tokens = _workspace_tokens(vllm_config, heads, spec.dtype.itemsize)
 
-    def _latent_tile(self, spec: MLAAttentionSpec, heads: int, tokens: int) -> SplitTile:
+    def _latent_tile(self, spec: _LatentSpec, heads: int, tokens: int) -> SplitTile:
         """The decode tile of the group's layers."""
         stored = spec.cache_dtype.element(spec.dtype)
         # Of two 16-bit types neither holds the other's range and precision: fp32 does.
@@ -231,6 +261,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             num_prefill_tokens=found.num_prefill_tokens,
             decode=self._decode(batch, found.num_decodes) if found.num_decodes else None,
             prefill=self._prefill(batch, found.num_decodes) if found.num_prefills else None,
+            group=self._group,
         )
 
     def warm_up_steps(self) -> Iterator[tuple[CommonAttentionMetadata, TritonMLAMetadata]]:
@@ -263,7 +294,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
 
     def _decode(self, batch: CommonAttentionMetadata, decodes: int) -> TritonAttentionMetadata:
         starts, lens = batch.query_start_loc[: decodes + 1], batch.seq_lens[:decodes]
-        self.planner.fill(starts, lens, is_causal=True)
+        self.planner.fill(starts, lens, VisibleKeys(self.window), is_causal=True)
         return TritonAttentionMetadata(
             slot_mapping=batch.slot_mapping,
             num_actual_tokens=batch.num_actual_tokens,
@@ -308,15 +339,22 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
         context_lens: torch.Tensor,
     ) -> LatentContext | None:
         longest = _longest_context(batch, decodes, host)
+        visible = context_lens
+        if self.window is not None:
+            # What a new token sees is itself and those just before it.
+            longest = min(longest, self.window - 1)
+            visible = context_lens.clamp(max=self.window - 1)
         if longest == 0:
             return None
         reqs, device = own.num_reqs, self.device
         size = min(max(self._workspace_tokens // reqs // PAGE, 1), cdiv(longest, PAGE)) * PAGE
-        starts = torch.arange(0, longest, size, device=device)[:, None]
-        lens = (context_lens - starts).clamp(0, size).int()
+        starts = torch.arange(0, longest, size, dtype=torch.int32, device=device)[:, None]
+        left = (visible - starts).clamp(min=0)
         blocks = torch.arange(reqs * size // PAGE, dtype=torch.int32, device=device)
         step = replace(own, causal=False, block_table=blocks.view(reqs, -1))
-        return LatentContext(own.block_table, size, lens, step)
+        return LatentContext(
+            own.block_table, size, left.clamp(max=size), context_lens - left, left, step
+        )
 
     def _set_block_table(self, metadata: TritonMLAMetadata, block_table: torch.Tensor) -> None:
         slots, decodes = metadata.slot_mapping, metadata.num_decodes
@@ -360,16 +398,46 @@ def _longest_context(batch: CommonAttentionMetadata, decodes: int, host: list[in
 
 def _check_support(spec: Any, config: EngineConfig) -> int:
     """The number of query heads, with everything that a spec can ask of the kernels checked."""
-    if not isinstance(spec, MLAAttentionSpec):
-        raise ValueError(f"kv_cache_spec must be MLAAttentionSpec, got {type(spec).__name__}")
+    if not isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
+        raise ValueError(
+            "kv_cache_spec must be MLAAttentionSpec or SlidingWindowMLASpec, got "
+            f"{type(spec).__name__}"
+        )
     if config.num_heads is None:
         raise ValueError("vllm_config.num_heads is needed by TRITON_MLA, got None")
     check_latent_dtypes(spec.dtype.torch, spec.cache_dtype)
+    check_latent_widths(spec.kv_lora_rank, spec.qk_rope_head_dim)
     if spec.block_size % BLOCK_MULTIPLE:
         raise ValueError(
             f"block_size must be a multiple of {BLOCK_MULTIPLE}, got {spec.block_size}"
         )
     return config.num_heads
+
+
+def check_latent_widths(rank: int, rope_size: int) -> None:
+    """Kernels take rows of these widths.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if rank not in HEAD_SIZES or rope_size not in HEAD_SIZES:
+        raise ValueError(
+            f"kv_lora_rank and qk_rope_head_dim must be multiples of {HEAD_SIZES.step} from "
+            f"{HEAD_SIZES.start} to {HEAD_SIZES.stop - 1}, got {rank} and {rope_size}"
+        )
+
+
+def check_head_pair(size: int, size_v: int) -> None:
+    """Kernels take expanded heads of these sizes.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if not all(one in HEAD_SIZES and one <= EXPANDED_WIDTH for one in (size, size_v)):
+        raise ValueError(
+            f"qk_head_dim and v_head_dim must be multiples of {HEAD_SIZES.step} from "
+            f"{HEAD_SIZES.start} to {EXPANDED_WIDTH}, got {size} and {size_v}"
+        )
 
 
 def check_latent_dtypes(model: torch.dtype | None, cache: CacheDType) -> None:

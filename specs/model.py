@@ -364,6 +364,16 @@ class ModelGeometry(Spec):
             indices.setdefault(layer, []).append(index)
         return tuple((layer, tuple(equal)) for layer, equal in indices.items())
 
+    def local(self, tensor_parallel_size: int) -> Self:
+        """The model as one tensor-parallel rank sees it.
+
+        Raises:
+            SpecError: heads that do not divide evenly over the ranks.
+        """
+        return self.replace(
+            layers=tuple(layer.local(tensor_parallel_size) for layer in self.layers)
+        )
+
     def select_layers(self, count: int) -> Self:
         """A smaller model of ``count`` of these layers, in their order.
 

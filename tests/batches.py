@@ -317,21 +317,20 @@ VisibleOf = Callable[[int, int, int, int], Tensor]
 """Mask bool ``[Tq, Tk]`` of (row, queries, keys, first position)."""
 
 
-def causally_visible(row: int, num_queries: int, num_keys: int, first: int) -> Tensor:
-    """The mask of dense latent layers."""
-    return oracle.mask(num_queries, num_keys, first, Rules(scale=1.0))
-
-
 def latent_requests(
     generator: torch.Generator,
     spec: BatchSpec,
     weights: LatentWeights,
     dtype: torch.dtype,
     block_size: int,
-    visible_of: VisibleOf = causally_visible,
+    visible_of: VisibleOf | None = None,
+    sliding_window: int | None = None,
 ) -> list[Request]:
-    """Queries ``[Tq, H, P + r]`` peaked on the expanded keys, and latent rows."""
+    """Queries ``[Tq, H, P + r]`` peaked on the expanded keys, and latent rows; the mask is that of
+    a causal layer unless ``visible_of`` gives another.
+    """
     requests = []
+    rules = Rules(scale=weights.scale, sliding_window=sliding_window)
     width = weights.rank + weights.rope_size
     for row, (kv_len, tokens) in enumerate(zip(spec.kv_lens, pairwise(spec.starts), strict=True)):
         rows = torch.randn(kv_len, width, generator=generator).to(dtype)
@@ -340,7 +339,10 @@ def latent_requests(
         keys = torch.cat([nope, rope], -1)
         num_queries = tokens[1] - tokens[0]
         first = max(0, kv_len - num_queries)
-        visible = visible_of(row, num_queries, kv_len, first)
+        if visible_of is None:
+            visible = oracle.mask(num_queries, kv_len, first, rules)
+        else:
+            visible = visible_of(row, num_queries, kv_len, first)
         extra = block_edges(kv_len, block_size)
         query = peaked_queries(generator, keys, weights.num_heads, visible, weights.scale, extra)
         requests.append(
@@ -351,7 +353,7 @@ def latent_requests(
                 query.to(dtype),
                 rows[:, None],
                 rows[:, None, : weights.rank],
-                Rules(scale=weights.scale),
+                rules,
                 visible,
             )
         )

@@ -270,10 +270,12 @@ class LatentCase:
 
     rank: int = 512
     rope_size: int = 64
+    sliding_window: int | None = None
 
     def __str__(self) -> str:
         return _id(
             "sparse_" + self.lists if self.lists else "latent",
+            "" if self.sliding_window is None else f"window{self.sliding_window}",
             self.batch.name,
             self.dtype.value,
             "" if self.cache_dtype is CacheDType.AUTO else f"kv_{self.cache_dtype.value}",
@@ -292,6 +294,7 @@ class LatentCase:
             block_size=self.block_size,
             use_mla=True,
             use_sparse=self.lists is not None,
+            has_sliding_window=self.sliding_window is not None,
         )
 
     def is_served_by(self, backend: type[AttentionBackend]) -> bool:
@@ -353,6 +356,15 @@ class _Deck:
 
 BLOCK_SIZES = (16, 48, 64)
 LATENT_HEADS = (1, 3, 16)
+LATENT_WINDOWS = {
+    13: (
+        *(*_SOME, "full_prefill", "speculative_verify", "ragged_verify", "block_boundary"),
+        *("padding_rows", "keyless_rows", "long_context"),
+    ),
+    1: ("mixed", "ragged_verify"),
+    40: ("chunked_prefill", "ragged_decode"),
+}
+"""Windows of latent layers, and the batches that each meets."""
 COARSE = (CacheDType.INT4_PER_TOKEN_HEAD, CacheDType.FP8_E5M2)
 """Caches whose error is a large part of the output: they get cases of their own."""
 ROUNDS = 3
@@ -511,5 +523,8 @@ def _latent_cases(backend: type[AttentionBackend], rounds: int) -> Iterator[Late
         yield from served(batch=BATCHES["ragged_verify"], num_heads=num_heads)
     for block_size in BLOCK_SIZES:
         yield from served(batch=BATCHES["block_boundary"], block_size=block_size)
+    for window, names in LATENT_WINDOWS.items():
+        for batch in names:
+            yield from served(batch=BATCHES[batch], sliding_window=window)
     if shape:
         yield from served(batch=BATCHES["mixed"], rank=512, rope_size=64)

@@ -43,8 +43,8 @@ FEATURE_OF = {
     Fault.WRONG_CHUNK: "chunked",
 }
 """What a dense layer must have for a fault to touch it; plain causal attention otherwise."""
-NOT_LATENT = {*FEATURE_OF, Fault.SWAPPED_KV, Fault.WRONG_GROUP}
-NOT_SPARSE = {*NOT_LATENT, Fault.UNMASKED_TAIL}
+NOT_LATENT = {*FEATURE_OF, Fault.SWAPPED_KV, Fault.WRONG_GROUP} - {Fault.WINDOW_OFF_BY_ONE}
+NOT_SPARSE = {*NOT_LATENT, Fault.WINDOW_OFF_BY_ONE, Fault.UNMASKED_TAIL}
 """Lists, not lengths, decide what a sparse layer reads."""
 BATCH_NAMES = ("mixed", "ragged_decode", "ragged_verify", "chunked_prefill", "full_prefill")
 LATENT_BATCH_NAMES = BATCH_NAMES[:-1]
@@ -69,7 +69,8 @@ def fitting_case(fault: Fault, backend: Backend, batch: str, dtype: DType) -> An
         if fault in (NOT_SPARSE if backend.is_sparse() else NOT_LATENT):
             return None
         lists = "padded" if backend.is_sparse() else None
-        case = LatentCase(**axes, **latent_shape(backend), lists=lists)
+        window = 13 if fault is Fault.WINDOW_OFF_BY_ONE else None
+        case = LatentCase(**axes, **latent_shape(backend), lists=lists, sliding_window=window)
     else:
         case = Case(**axes, feature=FEATURES[FEATURE_OF.get(fault, "causal")])
     return case if case.is_served_by(backend) else None

@@ -15,7 +15,7 @@ from builders.triton_mla import EXPANDED_WIDTH, PAGE, TritonMLAMetadataBuilder
 from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig
 from specs.kv_cache import FullAttentionSpec, MLAAttentionSpec
-from tests.batches import BATCHES, BatchSpec
+from tests.batches import BATCHES, BatchSpec, Layer
 from tests.cases import LatentCase
 from tests.conformance import check_case
 from tests.trials import CaseResult, LatentTrial
@@ -75,6 +75,66 @@ def test_the_workspace_is_bounded_in_bytes() -> None:
     assert 3 * context.span <= 200
     # By default a chunk of one page per request always fits.
     assert builder_of()._workspace_tokens >= 8 * PAGE
+
+
+def judged(trial: LatentTrial, record: Any) -> CaseResult:
+    """What is found in a step's results."""
+    result = CaseResult()
+    trial.judge(trial.attend(record, trial.inputs, trial.cache()), record, result)
+    return result
+
+
+@pytest.mark.parametrize(("tokens", "chunks"), [(1, 2), (10**6, 1)])
+def test_behind_a_window_only_what_is_seen_is_expanded(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, chunks: int
+) -> None:
+    trial = trial_of(sliding_window=21)
+    trial.write()
+    builder = trial.builder()
+    monkeypatch.setattr(builder, "_workspace_tokens", tokens)
+    record = trial.build(builder)
+    context = record.prefill.context
+    assert len(context.lens) == chunks
+    assert context.lens.sum(0).tolist() == [20, 0, 16]
+    assert context.starts[0].tolist() == [50, 0, 0]
+    assert context.left[0].tolist() == [20, 0, 16]
+    assert judged(trial, record).findings == {}
+
+
+def test_a_window_of_one_needs_no_context() -> None:
+    trial = trial_of(sliding_window=1)
+    trial.write()
+    record = trial.build(trial.builder())
+    assert record.prefill.context is None
+    assert judged(trial, record).findings == {}
+
+
+@pytest.mark.parametrize("tokens", [1, 10**6])
+def test_a_plan_for_every_key_serves_a_layer_with_a_window(
+    monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    trial = trial_of(sliding_window=21)
+    trial.write()
+    trial.spec = latent_spec()
+    builder = trial.builder()
+    monkeypatch.setattr(builder, "_workspace_tokens", tokens)
+    record = trial.build(builder)
+    assert record.group.window is None
+    assert judged(trial, record).findings == {}
+
+
+@pytest.mark.parametrize("window", [None, 22])
+def test_a_plan_for_a_window_is_not_for_a_layer_that_sees_more(window: int | None) -> None:
+    trial = trial_of(sliding_window=21)
+    record = trial.build(trial.builder())
+    trial.impl.sliding_window = window
+    cache = trial.cache()
+    problem = f"planned for a window of 21, the layer's is {window}"
+    with pytest.raises(ValueError, match=problem):
+        trial.impl.forward_mha(*[None] * 3, cache, record, None, None)
+    query = torch.zeros(1, 3, 96, device=DEVICE, dtype=torch.float16)
+    with pytest.raises(ValueError, match=problem):
+        trial.impl.forward_mqa(query, cache, record, trial.layer)
 
 
 def variant_of(call: KernelCall) -> tuple[Any, ...]:
@@ -153,10 +213,16 @@ def test_any_number_of_heads_is_served(heads: int) -> None:
     ("spec", "settings", "problem"),
     [
         (None, {"num_heads": None}, "num_heads"),
-        (latent_spec(block_size=24), {}, "block_size.*24"),
+        (latent_spec(block_size=24), {}, "block_size must be a multiple of 16, got 24"),
+        (latent_spec(kv_lora_rank=1024), {}, "from 32 to 512, got 1024 and 32"),
+        (latent_spec(qk_rope_head_dim=20), {}, "multiples of 8 from 32 to 512, got 64 and 20"),
         (latent_spec(dtype=DType.FLOAT64), {}, "model dtype.*float64"),
         (latent_spec(cache_dtype=CacheDType.FP8_DS_MLA), {}, "kv_cache_dtype.*fp8_ds_mla"),
-        (FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64), {}, "MLAAttentionSpec"),
+        (
+            FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64),
+            {},
+            "MLAAttentionSpec or SlidingWindowMLASpec, got FullAttentionSpec",
+        ),
     ],
 )
 def test_the_builder_refuses_what_no_kernel_takes(
@@ -174,6 +240,107 @@ def test_the_builder_refuses_batches_that_it_cannot_plan() -> None:
     small = trial.builder(trial.config.replace(max_num_seqs=2))
     with pytest.raises(ValueError, match=r"num_reqs \(4\) exceeds the engine's limit \(2\)"):
         small.build(0, batch)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "problem"),
+    [
+        ({"kv_lora_rank": 520, "head_size": 552}, "kv_lora_rank .* from 32 to 512, got 520 and 32"),
+        ({"qk_rope_head_dim": 24, "head_size": 88, "qk_head_dim": 56}, "got 64 and 24"),
+        (
+            {"qk_nope_head_dim": 288, "qk_head_dim": 320},
+            "qk_head_dim and v_head_dim must be multiples of 8 from 32 to 256, got 320 and 32",
+        ),
+        ({"v_head_dim": 264}, "got 64 and 264"),
+    ],
+)
+def test_the_impl_refuses_widths_that_no_kernel_takes(sizes: dict[str, int], problem: str) -> None:
+    given = {
+        "num_heads": 4,
+        "head_size": 96,
+        "scale": 0.1,
+        "num_kv_heads": 1,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "qk_head_dim": 64,
+        "v_head_dim": 32,
+        "kv_b_proj": None,
+    }
+    impl_cls: Any = BACKEND.get_impl_cls()
+    impl_cls(**given)
+    with pytest.raises(ValueError, match=problem):
+        impl_cls(**{**given, **sizes})
+
+
+@pytest.fixture
+def no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(call: KernelCall) -> None:
+        raise AssertionError(f"{call.kernel} was launched")
+
+    monkeypatch.setattr(KernelCall, "launch", launch)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (
+            {"kv_lora_rank": 128},
+            r"planned for latent rows of 128 \+ 32 in blocks of 16, the layer has 64 \+ 32 in",
+        ),
+        ({"block_size": 32}, r"64 \+ 32 in blocks of 32, the layer has 64 \+ 32 in blocks of 16"),
+    ],
+)
+def test_a_step_that_is_planned_for_other_rows_is_refused(
+    no_launches: None, given: dict[str, Any], problem: str
+) -> None:
+    trial = trial_of()
+    cache = trial.cache()
+    trial.spec = latent_spec(**given)
+    record = trial.build(trial.builder())
+    with pytest.raises(ValueError, match=problem):
+        trial.attend(record, trial.inputs, cache)
+
+
+def test_tensors_of_another_width_are_refused_before_any_launch(no_launches: None) -> None:
+    trial = trial_of()
+    record = trial.build(trial.builder())
+    cache, layer, impl = trial.cache(), trial.layer, trial.impl
+    query = torch.zeros(1, 3, 96, device=DEVICE, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"kv_cache must be .* 96\] .* got \(.*, 16, 80\)"):
+        impl.forward_mqa(query, cache[..., :80], record, layer)
+    with pytest.raises(ValueError, match=r"rotary must have shape \[\*, 3, 32\] .* \[1, 3, 24\]"):
+        impl.forward_mqa(query[..., :88], cache, record, layer)
+    rows = torch.zeros(56, 96, device=DEVICE, dtype=torch.float16)
+    output = rows.new_zeros(56, 3 * 128)
+    given = (rows.new_zeros(56, 3, 160), rows[:, :72], rows[:, 64:])
+    with pytest.raises(ValueError, match=r"must have 64 \+ 32 columns, got 72 \+ 32"):
+        impl.forward_mha(*given, cache, record, layer._k_scale, output)
+    slots = torch.arange(56, device=DEVICE)
+    with pytest.raises(ValueError, match=r"\(.*, 16, 1, 72\) .* got \(.*, 16, 1, 64\)"):
+        impl.do_kv_cache_update(*given[1:], cache, slots, "auto", layer._k_scale)
+
+
+def test_an_fp8_cache_without_its_scale_is_refused(no_launches: None) -> None:
+    trial = trial_of(cache_dtype=CacheDType.FP8)
+    record = trial.build(trial.builder())
+    cache, impl, inputs = trial.cache(), trial.impl, trial.inputs
+    rows = trial._parts(inputs.key)
+    slots, query = inputs.batch.slot_mapping, inputs.query
+    wrong = {
+        "None": None,
+        r"\[3\] of torch.float32": torch.ones(3),
+        r"\[\] of torch.float16": torch.ones(()).half(),
+    }
+    for got, scale in wrong.items():
+        problem = f"k_scale must be a float32 scalar for kv_cache_dtype 'fp8', got {got}"
+        layer: Any = Layer(torch.ones(()), scale, scale)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=problem):
+            impl.do_kv_cache_update(*rows, cache, slots, "fp8", scale)
+        with pytest.raises(ValueError, match=problem):
+            impl.forward_mqa(query[:1, :, :96], cache, record, layer)
+        with pytest.raises(ValueError, match=problem):
+            impl.forward_mha(query, *rows, cache, record, scale, query.flatten(1))
 
 
 def test_the_impl_refuses_a_model_dtype_that_no_kernel_takes() -> None:

@@ -23,6 +23,7 @@ from specs.kv_cache import (
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from specs.layouts import KVOrder, KVPacking
@@ -670,20 +671,16 @@ class LatentTrial(Trial):
             self.weights,
             self.dtype,
             case.block_size,
-            batches.causally_visible if case.lists is None else self._list_positions,
+            None if case.lists is None else self._list_positions,
+            case.sliding_window,
         )
-        self.paging = batches.paginate(self.generator, case.batch.kv_lens, case.block_size)
+        self.full_paging = batches.paginate(self.generator, case.batch.kv_lens, case.block_size)
+        self.paging = self.full_paging
+        if case.sliding_window is not None:
+            self.paging = batches.forget_unseen_blocks(self.full_paging, self.requests)
         topk = None if case.lists is None else self.TOPK
         self.config = self.engine(case.num_heads, index_topk=topk)
-        self.spec = MLAAttentionSpec(
-            block_size=case.block_size,
-            dtype=case.dtype,
-            cache_dtype=case.cache_dtype,
-            kv_lora_rank=case.rank,
-            qk_rope_head_dim=case.rope_size,
-            page_size_padded=self.page_bytes if case.padded_pages else None,
-            topk=topk,
-        )
+        self.spec = self._kv_cache_spec(topk)
         self.buffer = self.allocate()
         is_scaled = case.cache_dtype in (CacheDType.FP8, CacheDType.FP8_E4M3)
         one = torch.ones((), device=device)
@@ -691,6 +688,20 @@ class LatentTrial(Trial):
         self.layer = Layer(one, k_scale, k_scale)
         self.impl = self._impl()
         self.inputs = self._inputs()
+
+    def _kv_cache_spec(self, topk: int | None) -> MLAAttentionSpec | SlidingWindowMLASpec:
+        case = self.case
+        common = {
+            "block_size": case.block_size,
+            "dtype": case.dtype,
+            "cache_dtype": case.cache_dtype,
+            "kv_lora_rank": case.rank,
+            "qk_rope_head_dim": case.rope_size,
+            "page_size_padded": self.page_bytes if case.padded_pages else None,
+        }
+        if case.sliding_window is not None:
+            return SlidingWindowMLASpec(**common, sliding_window=case.sliding_window)
+        return MLAAttentionSpec(**common, topk=topk)
 
     @property
     def layout(self) -> Any:
@@ -744,7 +755,7 @@ class LatentTrial(Trial):
             weights.scale,
             1,
             None,
-            None,
+            case.sliding_window,
             case.cache_dtype.value,
             None,
             AttentionType.DECODER.value,
@@ -786,11 +797,15 @@ class LatentTrial(Trial):
 
     def write(self) -> None:
         context = torch.cat([r.key[: r.context_len] for r in self.requests])
-        slots = [self.paging.slots(r.row, 0, r.context_len) for r in self.requests]
+        slots = [self.full_paging.slots(r.row, 0, r.context_len) for r in self.requests]
         self._update(context.to(self.device), torch.cat(slots).to(self.device))
         assert self.inputs.key is not None
         if not self.backend.forward_includes_kv_cache_update:
             self._update(self.inputs.key, self.inputs.batch.slot_mapping)
+
+    def written_slots(self) -> list[Tensor]:
+        lens = ((request.row, len(request.key)) for request in self.requests)
+        return [self.full_paging.slots(row, 0, count) for row, count in lens]
 
     def _rows(self) -> Tensor:
         """uint8 ``[N * P, row_bytes]``."""

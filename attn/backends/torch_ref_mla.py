@@ -29,6 +29,7 @@ class TorchRefMLABackend(AttentionBackend):
         block_sizes=(MultipleOf(base=1),),
         device_kinds=tuple(DeviceKind),
         is_mla=True,
+        sliding_window=True,
         device_cpu_query_lens_mismatch=True,
         lse=True,
     )
@@ -54,6 +55,7 @@ class TorchRefSparseMLABackend(TorchRefMLABackend):
 
     capabilities: ClassVar[BackendCapabilities] = TorchRefMLABackend.capabilities.replace(
         is_sparse=True,
+        sliding_window=False,
         # Latent rows and the indexer's planar pages share block tables.
         block_sizes=(MultipleOf(base=INDEXER_PAGE),),
     )

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from attn.backends.base import AttentionBackend
 from attn.impls.triton_mla import TritonMLAImpl
-from builders.triton_attn import BLOCK_MULTIPLE, MODEL_DTYPES
+from builders.triton_attn import BLOCK_MULTIPLE, HEAD_SIZES, MODEL_DTYPES
 from builders.triton_mla import CACHE_DTYPES, TritonMLAMetadataBuilder
-from specs.attention import AttentionCGSupport, BackendCapabilities, MultipleOf
+from specs.attention import AttentionCGSupport, BackendCapabilities, HeadSizes, MultipleOf
 from specs.devices import DeviceKind
 from specs.dtypes import DType
 
@@ -25,6 +25,12 @@ class TritonMLABackend(AttentionBackend):
         dtypes=tuple(DType.parse(dtype) for dtype in MODEL_DTYPES),
         kv_cache_dtypes=CACHE_DTYPES,
         block_sizes=(MultipleOf(base=BLOCK_MULTIPLE),),
+        head_sizes=HeadSizes(
+            # Of a row: a latent and a rotary part.
+            multiple_of=HEAD_SIZES.step,
+            minimum=2 * HEAD_SIZES.start,
+            maximum=2 * (HEAD_SIZES.stop - 1),
+        ),
         device_kinds=(
             DeviceKind.SM80,
             DeviceKind.SM89,
@@ -35,6 +41,7 @@ class TritonMLABackend(AttentionBackend):
         ),
         cudagraph_support=AttentionCGSupport.UNIFORM_BATCH,
         is_mla=True,
+        sliding_window=True,
         device_cpu_query_lens_mismatch=True,
         lse=True,
     )

@@ -94,6 +94,9 @@ def run(
     block_size: BlockSizeOption = None,
     layers: Annotated[int, typer.Option(min=1, help="Layers to run, every kind first.")] = 2,
     requests: Annotated[int, typer.Option(min=1, help="Requests to take from the trace.")] = 16,
+    tp: Annotated[
+        int, typer.Option("--tp", min=1, help="Tensor-parallel ranks; one of them is run.")
+    ] = 1,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Most requests in a step.")] = 32,
     max_num_batched_tokens: Annotated[
         int, typer.Option(min=1, help="Most tokens in a step.")
@@ -126,7 +129,7 @@ def run(
             # Before the run: an hour's work must not end at a path that cannot be written.
             report.mkdir(parents=True, exist_ok=True)
         geometry = load_model_geometry(model)
-        chosen = geometry.select_layers(min(max(layers, 1), geometry.num_layers))
+        chosen = geometry.select_layers(min(max(layers, 1), geometry.num_layers)).local(tp)
         taken, clipped = _requests(trace, requests, seed, chosen)
         settings = RunSettings(
             model=chosen,
@@ -134,6 +137,7 @@ def run(
             backend=backend,
             kv_cache_dtype=CacheDType.parse(kv_cache_dtype),
             block_size=block_size,
+            tensor_parallel_size=tp,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             kv_memory_bytes=None if kv_memory is None else parse_bytes(kv_memory),
@@ -147,6 +151,7 @@ def run(
             "trace": "synthetic" if trace is None else trace.name,
             "layers": f"{chosen.num_layers} of {geometry.num_layers}",
             "kv_cache_dtype": settings.kv_cache_dtype.value,
+            "tp": tp,
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
             "corrupt": None if corrupt is None else corrupt.value,

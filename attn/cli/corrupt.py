@@ -227,6 +227,9 @@ class _MLAFaults(_Faults):
         values = list(args)
         if self.fault is Fault.WRONG_SCALE:
             values[2] *= 1.1
+        elif self.fault is Fault.WINDOW_OFF_BY_ONE and values[5] is not None:
+            # More than a step is planned for would be refused.
+            values[5] -= 1
         super().__init__(*values, **kwargs)
 
     def do_kv_cache_update(

@@ -34,7 +34,7 @@ from builders.base import AttentionMetadataBuilder
 from builders.common import CommonAttentionMetadata
 from specs.devices import Device
 from specs.dtypes import CacheDType, KVQuantMode
-from specs.engine import EngineConfig
+from specs.engine import EngineConfig, ParallelConfig
 from specs.kv_cache import AnyKVCacheSpec
 from specs.layouts import LatentKVLayout
 from specs.model import LayerGeometry, LayerKind, ModelGeometry
@@ -47,13 +47,15 @@ class RunSettings:
     """What a replay does."""
 
     model: ModelGeometry
-    """Only the layers to run."""
+    """Only the layers to run, as one rank sees them."""
     device: Device
     backend: str | None = None
     """Registry name to use for every layer; None is the automatic choice."""
     kv_cache_dtype: CacheDType = CacheDType.AUTO
     block_size: int | None = None
     """Tokens per block; None is the backend's preference."""
+    tensor_parallel_size: int = 1
+    """Ranks of which this is one."""
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 2048
     kv_memory_bytes: int | None = None
@@ -202,6 +204,7 @@ class Replay:
             max_model_len=settings.model.max_position_embeddings,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
+            parallel=ParallelConfig(tensor_parallel_size=settings.tensor_parallel_size),
         )
         self.builders: list[AttentionMetadataBuilder[Any]] = []
         self.layers: list[list[ReplayLayer]] = []
@@ -369,6 +372,8 @@ class Replay:
             backend=str(group.decision.chosen),
             passed_over=tuple(_passed_over(group.decision)),
             num_layers=len(group.indices),
+            num_heads=group.geometry.num_heads,
+            num_kv_heads=group.geometry.num_kv_heads,
             kv_layout=f"{form}, {shape} {layout.storage_dtype.value}",
             kv_bytes=group.block_bytes * group.num_blocks,
             num_blocks=group.num_blocks - 1,

@@ -74,6 +74,10 @@ class LayerGroupReport(Spec):
     """Why each better-ranked backend was not taken."""
     num_layers: PositiveInt = 1
     """Layers that the replay ran."""
+    num_heads: PositiveInt = 1
+    """Query heads of the rank that was run."""
+    num_kv_heads: PositiveInt = 1
+    """Its KV heads."""
     kv_layout: str
     """The cache layout in words."""
     kv_bytes: NonNegativeInt
@@ -256,10 +260,11 @@ def _table(title: str, *columns: str, numbers: int = 0) -> Table:
 
 
 def _group_table(report: RunReport) -> Table:
-    names = ("group", "backend", "KV cache layout", "layers", "MiB", "blocks", "peak")
-    table = _table("Layer groups", *names, numbers=4)
+    names = ("group", "backend", "KV cache layout", "heads", "layers", "MiB", "blocks", "peak")
+    table = _table("Layer groups", *names, numbers=5)
     for group, peak in zip(report.layer_groups, report.totals.peak_blocks_in_use, strict=True):
-        cells = (group.name, group.backend, group.kv_layout, str(group.num_layers))
+        heads = f"{group.num_heads}/{group.num_kv_heads}"
+        cells = (group.name, group.backend, group.kv_layout, heads, str(group.num_layers))
         sizes = (f"{group.kv_bytes / 2**20:,.1f}", f"{group.num_blocks:,}", f"{peak:,}")
         # Text, not str: rich would take the brackets of a shape for markup.
         table.add_row(*(Text(cell) for cell in (*cells, *sizes)))

@@ -232,6 +232,9 @@ class AttentionImpl(AttentionImplBase, ABC):
 class MLAAttentionImpl(AttentionImplBase, ABC):
     """Multi-head latent attention: absorbed decode (MQA) and expanded prefill (MHA)."""
 
+    supports_sliding_window: ClassVar[bool] = False
+    """A layer may have a window."""
+
     def __init__(
         self,
         num_heads: int,
@@ -263,7 +266,7 @@ class MLAAttentionImpl(AttentionImplBase, ABC):
             scale: multiplies q.k.
             num_kv_heads: 1.
             alibi_slopes: must be None.
-            sliding_window: must be None.
+            sliding_window: visible keys including the token itself, where the impl supports it.
             kv_cache_dtype: a ``CacheDType`` string.
             logits_soft_cap: must be None.
             attn_type: must be decoder.
@@ -293,7 +296,7 @@ class MLAAttentionImpl(AttentionImplBase, ABC):
         )
         refused = {
             "alibi_slopes": alibi_slopes,
-            "sliding_window": sliding_window,
+            "sliding_window": None if self.supports_sliding_window else sliding_window,
             "logits_soft_cap": logits_soft_cap,
         }
         given = [f"{name}={value}" for name, value in refused.items() if value is not None]
@@ -411,6 +414,61 @@ class MLAAttentionImpl(AttentionImplBase, ABC):
             k_scale: fp32 scalar: real = stored * scale.
             skip_scale: values are scaled already.
         """
+
+    def fused_rope_kvcache_supported(self) -> bool:
+        """True when :meth:`do_rope_and_kv_cache_update` may be called."""
+        return False
+
+    def do_rope_and_kv_cache_update(
+        self,
+        q_pe: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Rotate queries and keys in place and write this step's latent rows, in one call.
+
+        In place, as engines' own rotation leaves them: ``q_pe`` is a slice of the query that
+        :meth:`forward_mha` takes whole and :meth:`forward_mqa` as half of a pair, and expanded
+        prefill reads ``k_pe`` too. VLLM calls no method of an impl here: its fusion pass calls an
+        operator with these arguments, ``concat_and_cache_mla_rope_fused``.
+
+        Args:
+            q_pe: ``[T, H, r]``, in any strides that leave rows dense; rotated in place.
+            kv_c_normed: ``[T, L]``.
+            k_pe: ``[T, 1, r]`` or ``[T, r]``; rotated in place, with slot -1 too.
+            positions: ``[T]`` integer; a row whose position is outside the table is padding.
+            cos_sin_cache: ``[max_position, r]``: cosines, then sines; fp32 or the model's type.
+            is_neox: rotate halves (True) or interleaved pairs (False).
+            kv_cache: as in :meth:`do_kv_cache_update`, and so are the others.
+            slot_mapping: likewise.
+            kv_cache_dtype: likewise.
+            k_scale: likewise.
+            skip_scale: likewise.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no fused RoPE and KV cache write")
+
+
+def check_scale(k_scale: torch.Tensor | None, cache_dtype: CacheDType) -> None:
+    """An fp8 cache of latent rows has its scale beside it.
+
+    Raises:
+        ValueError: it has none, or not one fp32 number; the message names the cache and what came.
+    """
+    if cache_dtype.quant_mode is not KVQuantMode.FP8_PER_TENSOR:
+        return
+    if k_scale is None or k_scale.numel() != 1 or k_scale.dtype != torch.float32:
+        got = "None" if k_scale is None else f"{list(k_scale.shape)} of {k_scale.dtype}"
+        raise ValueError(
+            f"k_scale must be a float32 scalar for kv_cache_dtype {cache_dtype.value!r}, got {got}"
+        )
 
 
 def per_head(

@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from attn.impls.base import AttentionLayer, MLAAttentionImpl
+from attn.impls.base import AttentionLayer, MLAAttentionImpl, check_scale
 from attn.reference.cache import gather_positions, latent_values, read_latent, write_latent
 from attn.reference.dense import AttentionRules, attend_request
 from attn.reference.mla import attend_topk, expand_latent, read_as_mqa
 from attn.reference.quant import saturate
+from attn.reference.rope import rotate_in_place
 from builders.debug import debug_enabled, debug_read
 from builders.torch_ref_mla import LatentRows, TorchRefMLAMetadata
 from specs.dtypes import CacheDType, DType
@@ -49,11 +50,13 @@ class TorchRefMLAImpl(MLAAttentionImpl):
     """Absorbed decode and expanded prefill, at reference speed."""
 
     can_return_lse_for_decode = True
+    supports_sliding_window: ClassVar[bool] = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """The arguments of :class:`MLAAttentionImpl`."""
         super().__init__(*args, **kwargs)
         self.latent_format = latent_format_of(self.cache_dtype)
+        self.rules = AttentionRules(scale=self.scale, sliding_window=self.sliding_window)
 
     def _row(self, model_dtype: torch.dtype, cache_dtype: CacheDType) -> RowFormat:
         model = DType.parse(model_dtype)
@@ -63,6 +66,7 @@ class TorchRefMLAImpl(MLAAttentionImpl):
     def _cache(
         self, kv_cache: torch.Tensor, k_scale: torch.Tensor, query_dtype: torch.dtype
     ) -> _LatentCache:
+        check_scale(k_scale, self.cache_dtype)
         compute = torch.float64 if query_dtype == torch.float64 else torch.float32
         row = self._row(query_dtype, self.cache_dtype)
         return _LatentCache(kv_cache, k_scale, row, compute)
@@ -79,10 +83,36 @@ class TorchRefMLAImpl(MLAAttentionImpl):
     ) -> None:
         """Write this step's latent rows; see the base class."""
         cache_dtype = CacheDType.parse(kv_cache_dtype)
+        check_scale(k_scale, cache_dtype)
         row = self._row(kv_c_normed.dtype, cache_dtype)
         scale = torch.ones_like(k_scale) if skip_scale else k_scale
         k_pe = k_pe.reshape(len(k_pe), self.qk_rope_head_dim)
         write_latent(kv_c_normed, k_pe, kv_cache, slot_mapping, scale, row)
+
+    def fused_rope_kvcache_supported(self) -> bool:
+        """Layers that write a cache of their own."""
+        return self.kv_sharing_target_layer_name is None
+
+    def do_rope_and_kv_cache_update(
+        self,
+        q_pe: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Rotate both rotary parts in place, then write; see the base class."""
+        for rows in (q_pe, k_pe if k_pe.dim() == 3 else k_pe[:, None]):
+            rotate_in_place(rows, positions, cos_sin_cache, is_neox)
+        self.do_kv_cache_update(
+            *(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale)
+        )
 
     def forward_mqa(
         self,
@@ -115,8 +145,7 @@ class TorchRefMLAImpl(MLAAttentionImpl):
         def read(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
             return read_as_mqa(cache.read(table_row, start, stop), self.kv_lora_rank)
 
-        rules = AttentionRules(scale=self.scale)
-        return attend_request(query, read, max(0, num_keys - len(query)), num_keys, rules)
+        return attend_request(query, read, max(0, num_keys - len(query)), num_keys, self.rules)
 
     def forward_mha(
         self,
@@ -139,25 +168,28 @@ class TorchRefMLAImpl(MLAAttentionImpl):
         rows = output.view(len(output), self.num_heads, self.v_head_dim)
         for tokens, num_keys, table_row in _rows(attn_metadata.prefill):
             context = max(0, num_keys - (tokens.stop - tokens.start))
-            latents = torch.cat([cache.read(table_row, 0, context), new[tokens]])
-            read = self._expanded_reader(latents)
-            rules = AttentionRules(scale=self.scale)
+            # Before the first token's window nothing is seen, nor need it still be there.
+            first = 0 if self.sliding_window is None else max(0, context - self.sliding_window + 1)
+            latents = torch.cat([cache.read(table_row, first, context), new[tokens]])
+            read = self._expanded_reader(latents, first)
             part = q[tokens].to(cache.compute)
-            out, _ = attend_request(part, read, context, num_keys, rules)
+            out, _ = attend_request(part, read, context, num_keys, self.rules)
             if output_scale is not None:
                 out = saturate(out / output_scale.reshape(()).to(out.dtype), output.dtype)
             rows[tokens] = out.to(output.dtype)
 
     def _expanded_reader(
-        self, latents: torch.Tensor
+        self, latents: torch.Tensor, first: int
     ) -> Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]:
-        return partial(_slice_expanded, *expand_latent(latents, self.W_UK, self.W_UV))
+        """Of latent rows from position ``first`` on, keys and values."""
+        return partial(_slice_expanded, *expand_latent(latents, self.W_UK, self.W_UV), first)
 
 
 class TorchRefSparseMLAImpl(TorchRefMLAImpl):
     """Top-k sparse latent attention: each token attends the positions its indexer listed."""
 
     is_sparse: ClassVar[bool] = True
+    supports_sliding_window: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """The arguments of :class:`MLAAttentionImpl`; ``indexer`` is needed.
@@ -217,6 +249,7 @@ def _debug_read(phase: LatentRows, kv_cache: torch.Tensor) -> None:
 
 
 def _slice_expanded(
-    key: torch.Tensor, value: torch.Tensor, start: int, stop: int
+    key: torch.Tensor, value: torch.Tensor, first: int, start: int, stop: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return key[start:stop], value[start:stop]
+    rows = slice(start - first, stop - first)
+    return key[rows], value[rows]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from attn.impls.base import AttentionLayer, MLAAttentionImpl
-from attn.ops.cache import write_kv
+from attn.impls.base import AttentionLayer, MLAAttentionImpl, check_scale
+from attn.ops.cache import rope_and_write_kv, write_kv
 from attn.ops.dispatch import converts_float8
 from attn.ops.merge import merge_states
 from builders.debug import debug_enabled, debug_read
 from builders.paging import check_slots
-from builders.triton_mla import PAGE, check_latent_dtypes
+from builders.triton_mla import PAGE, check_head_pair, check_latent_dtypes, check_latent_widths
 from specs.dtypes import CacheDType, DType
 from specs.layouts import KVViews, latent_views
 from specs.rows import latent_format_of
@@ -21,7 +20,6 @@ from specs.rows import latent_format_of
 if TYPE_CHECKING:
     from attn.kernels.dense import DenseLauncher
     from attn.kernels.mla_launch import LatentLauncher
-    from builders.triton_attn import TritonAttentionMetadata
     from builders.triton_mla import TritonMLAMetadata, TritonMLAMetadataBuilder
 
 
@@ -29,19 +27,22 @@ class TritonMLAImpl(MLAAttentionImpl):
     """Absorbed decode over the latent cache, expanded prefill over it in chunks."""
 
     can_return_lse_for_decode = True
+    supports_sliding_window: ClassVar[bool] = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """The arguments of :class:`MLAAttentionImpl`.
 
         Raises:
             NotImplementedError: a KV cache dtype without latent rows.
-            ValueError: a KV cache dtype that no kernel takes.
+            ValueError: a KV cache dtype, a width of rows or a pair of head sizes that no kernel
+                takes.
         """
         super().__init__(*args, **kwargs)
         latent_format_of(self.cache_dtype)
         check_latent_dtypes(None, self.cache_dtype)
+        check_latent_widths(self.kv_lora_rank, self.qk_rope_head_dim)
+        check_head_pair(self.qk_head_dim, self.v_head_dim)
         self._latent: LatentLauncher | None = None
-        self._whole: DenseLauncher | None = None
         self._expanded: DenseLauncher | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -64,15 +65,63 @@ class TritonMLAImpl(MLAAttentionImpl):
         skip_scale: bool = False,
     ) -> None:
         """Write this step's latent rows in one launch; see the base class."""
+        cache_dtype = CacheDType.parse(kv_cache_dtype)
+        check_scale(k_scale, cache_dtype)
+        views = self._written(kv_cache, cache_dtype, kv_c_normed.dtype, slot_mapping)
+        scale = torch.ones_like(k_scale) if skip_scale else k_scale
+        key, value = k_pe.reshape(len(k_pe), 1, self.qk_rope_head_dim), kv_c_normed[:, None]
+        write_kv(key, value, views, slot_mapping, scale, scale, cache_dtype)
+
+    def fused_rope_kvcache_supported(self) -> bool:
+        """Layers that write a cache of their own."""
+        return self.kv_sharing_target_layer_name is None
+
+    def do_rope_and_kv_cache_update(
+        self,
+        q_pe: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Rotate both rotary parts and write latent rows, in one launch; see the base class."""
+        cache_dtype = CacheDType.parse(kv_cache_dtype)
+        check_scale(k_scale, cache_dtype)
+        views = self._written(kv_cache, cache_dtype, kv_c_normed.dtype, slot_mapping)
+        scale = torch.ones_like(k_scale) if skip_scale else k_scale
+        rope_and_write_kv(
+            q_pe,
+            k_pe if k_pe.dim() == 3 else k_pe[:, None],
+            kv_c_normed[:, None],
+            positions,
+            cos_sin_cache,
+            is_neox,
+            views,
+            slot_mapping,
+            scale,
+            scale,
+            cache_dtype,
+        )
+
+    def _written(
+        self,
+        kv_cache: torch.Tensor,
+        cache_dtype: CacheDType,
+        model_dtype: torch.dtype,
+        slot_mapping: torch.Tensor,
+    ) -> KVViews:
+        """Rows of the cache as what is written: of the two, it is keys that RoPE rotates."""
         if debug_enabled():
             num_blocks, block_size = kv_cache.shape[:2]
             check_slots(slot_mapping, block_size, num_blocks)
-        cache_dtype = CacheDType.parse(kv_cache_dtype)
-        latent, rope = self._fields(kv_cache, cache_dtype, kv_c_normed.dtype)
-        views = KVViews(latent[:, :, None], rope[:, :, None])
-        scale = torch.ones_like(k_scale) if skip_scale else k_scale
-        key, value = kv_c_normed[:, None], k_pe.reshape(len(k_pe), 1, self.qk_rope_head_dim)
-        write_kv(key, value, views, slot_mapping, scale, scale, cache_dtype)
+        latent, rope = self._fields(kv_cache, cache_dtype, model_dtype)
+        return KVViews(rope[:, :, None], latent[:, :, None])
 
     def forward_mqa(
         self,
@@ -92,43 +141,17 @@ class TritonMLAImpl(MLAAttentionImpl):
         step = attn_metadata.decode
         if step is None:
             return out, lse
+        self._check_step(attn_metadata, kv_c_and_k_pe_cache)
+        check_scale(layer._k_scale, self.cache_dtype)
         if debug_enabled():
             num_blocks, block_size = kv_c_and_k_pe_cache.shape[:2]
             debug_read(step.block_table, step.seq_lens.cpu(), num_blocks, block_size)
-        fields = self._fields(kv_c_and_k_pe_cache, self.cache_dtype, query.dtype)
-        if step.split is not None and step.split.hopper is not None:
-            whole = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-            self._attend_on_hopper(whole, fields[0], step, out, lse, layer._k_scale)
-            return out, lse
         from attn.kernels.mla_launch import LatentTensors
 
+        fields = self._fields(kv_c_and_k_pe_cache, self.cache_dtype, query.dtype)
         tensors = LatentTensors(query, rotary, *fields, out, lse, layer._k_scale)
         self._decoder().attend(step, tensors)
         return out, lse
-
-    def _attend_on_hopper(
-        self,
-        query: torch.Tensor,
-        latent: torch.Tensor,
-        step: TritonAttentionMetadata,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        scale: torch.Tensor,
-    ) -> None:
-        """Decode rows that are planned for the kernel for Hopper, whose rows are in one piece."""
-        from attn.kernels.dense import DenseLauncher, DenseLayer, DenseTensors
-
-        if self._whole is None:
-            sizes = (self.num_heads, 1, self.head_size, self.kv_lora_rank)
-            self._whole = DenseLauncher(
-                DenseLayer(*sizes, self.scale, self.cache_dtype, causal=True)
-            )
-        # Rows hold the latent, then the rotary key: both are the key, the first is the value.
-        rows = latent.as_strided(
-            (*latent.shape[:2], 1, self.head_size), (*latent.stride()[:2], 0, 1)
-        )
-        keys = KVViews(rows, rows[..., : self.kv_lora_rank])
-        self._whole.attend(step, DenseTensors(query, keys, out, scale, scale, lse=lse))
 
     def forward_mha(
         self,
@@ -145,6 +168,8 @@ class TritonMLAImpl(MLAAttentionImpl):
         prefill = attn_metadata.prefill
         if prefill is None:
             return
+        self._check_step(attn_metadata, kv_c_and_k_pe_cache)
+        check_scale(k_scale, self.cache_dtype)
         from attn.kernels.dense import DenseTensors
 
         rows = output.view(len(output), self.num_heads, self.v_head_dim)
@@ -165,7 +190,7 @@ class TritonMLAImpl(MLAAttentionImpl):
         factor = k_scale if self.cache_dtype.is_quantized else None
         for chunk in range(chunks):
             self._expand(*fields, keys, paged=context.rows(chunk), scale=factor)
-            step = replace(context.step, seq_lens=context.lens[chunk])
+            step = context.step_over(chunk)
             launcher.attend(step, DenseTensors(q, keys, states[1], scale, scale, lse=lses[1]))
             if chunk + 1 < chunks:
                 merge_states(states, lses, states[0], output_lse=lses[0], num_tokens=count)
@@ -231,6 +256,21 @@ class TritonMLAImpl(MLAAttentionImpl):
             compile_calls(calls, builder.device)
         run_steps()
 
+    def _check_step(self, metadata: TritonMLAMetadata, kv_cache: torch.Tensor) -> None:
+        """A step that is planned for other rows, or leaves keys out that the layer sees."""
+        group, window = metadata.group, self.sliding_window
+        planned = group.rank, group.rope_size, group.block_size
+        sizes = self.kv_lora_rank, self.qk_rope_head_dim, kv_cache.shape[1]
+        if planned != sizes:
+            raise ValueError(
+                f"the step is planned for latent rows of {planned[0]} + {planned[1]} in blocks of "
+                f"{planned[2]}, the layer has {sizes[0]} + {sizes[1]} in blocks of {sizes[2]}"
+            )
+        if group.window is not None and (window is None or window > group.window):
+            raise ValueError(
+                f"the step is planned for a window of {group.window}, the layer's is {window}"
+            )
+
     def _expand(self, latent: torch.Tensor, rope: torch.Tensor, into: KVViews, **rows: Any) -> None:
         """Keys ``[S, H, P + r]`` and values ``[S, H, V]`` of latent rows."""
         from attn.kernels.expand import expand_call
@@ -270,6 +310,7 @@ class TritonMLAImpl(MLAAttentionImpl):
                     rope_size=self.qk_rope_head_dim,
                     scale=self.scale,
                     cache_dtype=self.cache_dtype,
+                    sliding_window=self.sliding_window,
                 )
             )
         return self._latent
@@ -287,6 +328,7 @@ class TritonMLAImpl(MLAAttentionImpl):
                     scale=self.scale,
                     cache_dtype=CacheDType.AUTO,
                     causal=True,
+                    sliding_window=self.sliding_window,
                 )
             )
         return self._expanded

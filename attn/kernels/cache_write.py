@@ -90,6 +90,7 @@ def write_kv_call(
         **{name: 0 for name in ("query_stride_t", "query_stride_h")},
         "num_tokens": num_slots,
         "QUERY_HEADS": 0,
+        "QUERY_ROWS": 1,
         "QUERY_ALIGN": 1,
         "TABLE_ALIGN": 1,
         "ROTARY_DIM": 0,
@@ -140,6 +141,9 @@ def rope_and_write_kv_call(
     _check_rope(query, key, positions, cos_sin_cache, arguments["num_slots"])
     num_tokens = min(len(key), len(positions))
     num_query_tokens = min(len(query), len(positions))
+    # Of a query only what rotates is touched, which beside a wide value is few elements.
+    rotary_dim = cos_sin_cache.shape[1]
+    query_rows = write_config(rotary_dim, rotary_dim, query.element_size()).rows
     arguments |= {
         "query": query,
         "positions": positions,
@@ -151,14 +155,15 @@ def rope_and_write_kv_call(
         "query_stride_t": query.stride(0),
         "query_stride_h": query.stride(1),
         "QUERY_HEADS": query.shape[1],
+        "QUERY_ROWS": query_rows,
         "QUERY_ALIGN": alignment(query),
         "TABLE_ALIGN": alignment(cos_sin_cache),
-        "ROTARY_DIM": cos_sin_cache.shape[1],
+        "ROTARY_DIM": rotary_dim,
         "IS_NEOX": is_neox,
         "HARDWARE_E4M3": hardware_e4m3,
     }
-    rows = arguments["ROWS"]
-    grid = _cdiv(num_tokens * key.shape[1], rows) + _cdiv(num_query_tokens * query.shape[1], rows)
+    grid = _cdiv(num_tokens * key.shape[1], arguments["ROWS"])
+    grid += _cdiv(num_query_tokens * query.shape[1], query_rows)
     return KernelCall(write_kv_kernel, (grid,), arguments, NUM_WARPS)
 
 

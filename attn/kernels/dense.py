@@ -27,7 +27,6 @@ from specs.layouts import KVViews
 if TYPE_CHECKING:
     from attn.kernels.hopper.decode_launch import HopperDecodeLauncher
     from attn.kernels.hopper.launch import HopperLauncher
-    from attn.kernels.hopper.mla_launch import HopperLatentLauncher
 
 FINISH_CELLS = 1024
 """Cells of a state that the program which finishes a row folds at a time."""
@@ -146,7 +145,7 @@ class DenseLauncher:
         self._stored = _stored(layer.cache_dtype)
         self._forms: dict[tuple[Any, ...], KernelForm] = {}
         self._hopper: HopperLauncher | None = None
-        self._hopper_decode: HopperDecodeLauncher | HopperLatentLauncher | None = None
+        self._hopper_decode: HopperDecodeLauncher | None = None
 
     def attend(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> None:
         """Enqueue the step's launches.
@@ -230,10 +229,11 @@ class DenseLauncher:
         varying["seq_lens_ptr"] = step.seq_lens
         varying["num_reqs"] = step.num_reqs
         tile = plan.tile
-        if plan.hopper is not None:
+        if plan.hopper is not None and step.first_positions is None:
             call = self._on_hopper(plan.hopper, step, tensors, varying, likeness)
             if call is not None:
                 return call
+        varying["first_ptr"] = step.first_positions
         key = (tile, likeness)
         form = self._forms.get(key)
         if form is None:
@@ -272,7 +272,9 @@ class DenseLauncher:
     ) -> KernelCall | None:
         """The launch of the kernel for Hopper; None where it leaves the layer to the plain one."""
         if self._hopper_decode is None:
-            self._hopper_decode = _hopper_decoder(self.layer, plan)
+            from attn.kernels.hopper.decode_launch import HopperDecodeLauncher
+
+            self._hopper_decode = HopperDecodeLauncher(self.layer)
         if not self._hopper_decode.knows(plan, likeness):
             check_call(self.layer, step, tensors)
             check_heads(self.layer, plan)
@@ -366,19 +368,6 @@ class DenseLauncher:
             "LSE": tensors.lse is not None,
             "HARDWARE_E4M3": hardware,
         }
-
-
-def _hopper_decoder(
-    layer: DenseLayer, plan: SplitPlan
-) -> HopperDecodeLauncher | HopperLatentLauncher:
-    """Launches of the kernel for Hopper that such a plan is for."""
-    if plan.hopper is not None and plan.hopper.warp_groups > 1:
-        from attn.kernels.hopper.mla_launch import HopperLatentLauncher
-
-        return HopperLatentLauncher(layer)
-    from attn.kernels.hopper.decode_launch import HopperDecodeLauncher
-
-    return HopperDecodeLauncher(layer)
 
 
 def split_call(

@@ -17,8 +17,8 @@ from attn.kernels.tile import dot
 from builders.tiles import power_of_two
 from builders.triton_mla import PagedRows
 
-_VARYING = ["num_rows", "span", "start", "table_row"]
-_ANYWHERE = ["table_ptr", "lens_ptr", "scale_ptr"]
+_VARYING = ["num_rows", "span", "table_row"]
+_ANYWHERE = ["table_ptr", "start_ptr", "lens_ptr", "scale_ptr"]
 
 
 @triton.jit
@@ -52,6 +52,7 @@ def expand_kernel(
     key_ptr,
     value_ptr,
     table_ptr,
+    start_ptr,
     lens_ptr,
     scale_ptr,
     latent_block,
@@ -67,7 +68,6 @@ def expand_kernel(
     table_row,
     num_rows,
     span,
-    start,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     NOPE: tl.constexpr,
@@ -89,8 +89,8 @@ def expand_kernel(
     ``(HEADS, tiles)``.
 
     With BLOCK_SIZE 0, latent ``[S, RANK]`` and rope ``[S, ROPE]``. Else row ``r * span + i`` is
-    token ``start + i`` of request r in a cache ``[N, BLOCK_SIZE, ...]``; where i is not below the
-    request's entry of lens ``[R]``, nothing is read and nothing written.
+    token ``start + i`` of request r in a cache ``[N, BLOCK_SIZE, ...]``, start and len being its
+    entries of ``[R]`` int32 tensors; where i is not below len, nothing is read and nothing written.
     """
     head = tl.program_id(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -101,7 +101,7 @@ def expand_kernel(
         req = row // span
         token = row % span
         live = live & (token < tl.load(lens_ptr + req, mask=live, other=0))
-        token += start
+        token += tl.load(start_ptr + req, mask=live, other=0)
         page = tl.load(
             table_ptr + req.to(tl.int64) * table_row + token // BLOCK_SIZE, mask=live, other=0
         ).to(tl.int64)
@@ -178,8 +178,17 @@ def expand_call(
         paged: which rows of the cache; None for rows that follow one another.
         scale: fp32 scalar of an e4m3 cache; None for the model's type.
         hardware_e4m3: the device has instructions for e4m3.
+
+    Raises:
+        ValueError: rows that are not as wide as weights and keys say.
     """
     rank, heads, nope = w_uk.shape
+    widths, wanted = (latent.shape[-1], rope.shape[-1]), (rank, keys.shape[2] - nope)
+    if widths != wanted:
+        raise ValueError(
+            f"latent rows must have {wanted[0]} + {wanted[1]} columns, got {widths[0]} + "
+            f"{widths[1]}"
+        )
     dtype, ieee = w_uk.dtype, w_uk.dtype == torch.float32
     rows, block_size = keys.shape[0], 0 if paged is None else latent.shape[1]
     tile = 32 if ieee else 128
@@ -191,6 +200,7 @@ def expand_call(
         "key_ptr": keys,
         "value_ptr": values,
         "table_ptr": None if paged is None else paged.block_table,
+        "start_ptr": None if paged is None else paged.starts,
         "lens_ptr": None if paged is None else paged.lens,
         "scale_ptr": scale,
         "latent_block": 0 if paged is None else latent.stride(0),
@@ -202,7 +212,6 @@ def expand_call(
         "table_row": 0 if paged is None else paged.block_table.stride(0),
         "num_rows": rows,
         "span": 1 if paged is None else paged.span,
-        "start": 0 if paged is None else paged.start,
         "HEADS": heads,
         "RANK": rank,
         "NOPE": nope,

@@ -41,12 +41,13 @@ def _place_of(fields, loop, end):
 
 @triton.jit
 def _bundles_at(
-    r, fields, rows_ptr, total_ptr, groups, lane, HEADS: tl.constexpr, HEAD_LOOPS: tl.constexpr,
-    AREA: tl.constexpr, SLOTS: tl.constexpr, BUNDLES: tl.constexpr,
+    r, fields, rows_ptr, total_ptr, groups, lane, own, HEADS: tl.constexpr,
+    HEAD_LOOPS: tl.constexpr, AREA: tl.constexpr, SLOTS: tl.constexpr, BUNDLES: tl.constexpr,
 ):  # fmt: skip
-    """Where states of the bundles of a row's tokens go: lent by the first group that starts in the
-    middle of their keys, or the program's own when there is none. Then the group that has the first
-    of their tiles, and whether others have some too.
+    """Where states of the bundles of a row's tokens go: one after another into what is lent by the
+    first group that starts in the middle of their keys, or the program's ``own`` when there is
+    none, where they are folded as they come. Then the group that has the first of their tiles, and
+    whether others have some too.
     """
     bundle = tl.load(fields + 10)
     bundles = tl.load(fields + 11)
@@ -58,9 +59,8 @@ def _bundles_at(
     place = _place_of(rows_ptr + (which + bundles - 1) * _FIELDS, loop, 1) - 1
     spans = (place.to(tl.int64) * groups // total).to(tl.int32) > owner
     spans = spans & (bundles > 1)
-    lends = tl.where(spans, owner + 1, owner)
-    at = (lends * HEADS + lane) * AREA + SLOTS + (tl.where(spans, 0, HEAD_LOOPS) + loop) * BUNDLES
-    return at, owner, spans
+    lent = ((owner + 1) * HEADS + lane) * AREA + SLOTS + loop * BUNDLES
+    return tl.where(spans, lent, own + loop), owner, spans
 
 
 @triton.jit
@@ -80,15 +80,16 @@ def _elements(words, PLANE: tl.constexpr, KIND: tl.constexpr, DECODE: tl.constex
 @triton.jit
 def _attend_tile(
     m, sums, acc0, acc1, pages, ahead, tile, q0, q1, r0, r1, query, scale, latent_ptr, rope_ptr,
-    table_ptr, block, stride, kv_len, KV_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr, USED: tl.constexpr, ROPE_WIDTH: tl.constexpr, ROPE_USED: tl.constexpr,
-    KIND: tl.constexpr, PLANES: tl.constexpr, DECODE: tl.constexpr, COMPUTE: tl.constexpr,
-    ALIGN: tl.constexpr, SIMPLE: tl.constexpr,
+    table_ptr, block, stride, kv_len, floor, window, KV_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, USED: tl.constexpr, ROPE_WIDTH: tl.constexpr,
+    ROPE_USED: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, DECODE: tl.constexpr,
+    COMPUTE: tl.constexpr, ALIGN: tl.constexpr, SIMPLE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over one tile of keys; sums are ``[ROWS]``, or ``[ROWS, KV_TILE]`` to be added
     up by the caller.
 
-    Slots from ``kv_len`` on are not read; page ids come two tiles ahead of their rows.
+    Slots below ``floor`` and from ``kv_len`` on are not read; page ids come two tiles ahead of
+    their rows.
     """
     SUB: tl.constexpr = KV_TILE if BLOCK_SIZE % KV_TILE == 0 else (BLOCK_SIZE & -BLOCK_SIZE)
     PAGES: tl.constexpr = KV_TILE // SUB
@@ -98,7 +99,7 @@ def _attend_tile(
     rotary = tl.arange(0, ROPE_WIDTH)
     token = tile * KV_TILE + tl.arange(0, KV_TILE)
     at = paged_rows(
-        pages, tile, 0, kv_len, 0, block, stride, True, SUB, PARTS, PAGES, False, False, ALIGN
+        pages, tile, floor, kv_len, 0, block, stride, True, SUB, PARTS, PAGES, WINDOW, False, ALIGN
     )
     if USED < WIDTH:
         latent = tl.load(
@@ -115,7 +116,7 @@ def _attend_tile(
     # Triton does not pipeline a loop that merely hands a value on, so something is done to it; ids
     # are not negative.
     pages = tl.maximum(ahead, 0)
-    ahead = page_ids(table_ptr, tile + 2, 0, kv_len, 0, SUB, PARTS, PAGES, False, False)
+    ahead = page_ids(table_ptr, tile + 2, floor, kv_len, 0, SUB, PARTS, PAGES, WINDOW, False)
 
     k0 = _elements(latent, 0, KIND, DECODE, COMPUTE)
     scores = tl.zeros([m.shape[0], KV_TILE], tl.float32)
@@ -129,6 +130,8 @@ def _attend_tile(
     if not SIMPLE:
         scores = scores * scale
     seen = token[None, :] <= tl.minimum(query, kv_len - 1)[:, None]
+    if WINDOW:
+        seen = seen & (query[:, None] - token[None, :] < window)
     scores = tl.where(seen, scores, float("-inf"))
     top = tl.maximum(m, tl.max(scores, 1))
     base = tl.where(top == float("-inf"), 0.0, top)
@@ -152,7 +155,7 @@ def _attend_tile(
 
 
 @triton.jit(
-    do_not_specialize=["groups", "table_row", "lse_token"],
+    do_not_specialize=["groups", "window", "table_row", "lse_token"],
     do_not_specialize_on_alignment=["table_ptr", "lse_ptr", "scale_ptr"],
 )
 def mla_decode_kernel(
@@ -182,6 +185,7 @@ def mla_decode_kernel(
     block,
     stride,
     scale,
+    window,
     groups,
     HEADS: tl.constexpr,
     HEAD_LOOPS: tl.constexpr,
@@ -207,6 +211,7 @@ def mla_decode_kernel(
     COMPUTE: tl.constexpr,
     ALIGN: tl.constexpr,
     SIMPLE: tl.constexpr,
+    WINDOW: tl.constexpr,
     LSE: tl.constexpr,
     SPARE: tl.constexpr,
     FINISH_ROWS: tl.constexpr,
@@ -217,8 +222,8 @@ def mla_decode_kernel(
 
     Shapes: query ``[T, NUM_HEADS, SIZE]`` and rotary ``[T, NUM_HEADS, ROPE_SIZE]``; latent
     ``[N, BLOCK_SIZE, words]`` and rope likewise, with the same strides in stored words; out
-    ``[T, NUM_HEADS, SIZE]``; LSE ``[T, NUM_HEADS]``; the rest as in the plan, whose scratch has
-    SPARE more states per program, behind those of all.
+    ``[T, NUM_HEADS, SIZE]``; LSE ``[T, NUM_HEADS]``; the rest as in the plan, whose scratch is laid
+    out as :func:`builders.split_kv.latent_states` counts it.
     """
     CELLS: tl.constexpr = TILE_HEADS * QUERY_TOKENS
     # Tiles of 64 rows are what a warp group multiplies; a row is one warp's then.
@@ -232,7 +237,9 @@ def mla_decode_kernel(
     row = tl.arange(0, ROWS)
     first_row = tl.load(mine)
     past_row = tl.load(mine + 2) + (tl.load(mine + 3) > 0).to(tl.int32)
-    spare = groups * HEADS * AREA + pid * SPARE
+    OWN: tl.constexpr = HEAD_LOOPS if BUNDLES > 1 else 0
+    own = groups * HEADS * AREA + pid * (OWN + SPARE)
+    spare = own + OWN
     for r in tl.range(first_row, past_row, num_stages=1, disable_licm=True):
         total = tl.load(total_ptr + 1)
         fields = _fields_of(r, mine, rows_ptr, HEAD_LOOPS)
@@ -273,7 +280,11 @@ def mla_decode_kernel(
             query = first + row // TILE_HEADS
             last = first + count - 1
             table = table_ptr + req.to(tl.int64) * table_row
+            floor = 0
             low = segment_start(first_part + begin) // SEGMENT_UNIT
+            if WINDOW:
+                floor = tl.maximum(first - window + 1, 0)
+                low = tl.maximum(low, floor // KV_TILE)
             high = tl.minimum(
                 segment_start(first_part + end) // SEGMENT_UNIT,
                 tl.cdiv(tl.minimum(kv_len, last + 1), KV_TILE),
@@ -282,8 +293,8 @@ def mla_decode_kernel(
             lender = owner + 1
             slots = (lender * HEADS + lane) * AREA
             is_whole = (begin == 0) & (end == parts)
-            pages = page_ids(table, low, 0, kv_len, 0, SUB, PARTS, PAGES, False, False)
-            ahead = page_ids(table, low + 1, 0, kv_len, 0, SUB, PARTS, PAGES, False, False)
+            pages = page_ids(table, low, floor, kv_len, 0, SUB, PARTS, PAGES, WINDOW, False)
+            ahead = page_ids(table, low + 1, floor, kv_len, 0, SUB, PARTS, PAGES, WINDOW, False)
             segment = first_part + begin
             past = tl.maximum(segment_of(tl.maximum(high - 1, 0) * SEGMENT_UNIT), segment) + 1
             held = 0
@@ -302,9 +313,9 @@ def mla_decode_kernel(
                 for tile in tl.range(since, until, num_stages=STAGES):
                     m, sums, acc0, acc1, pages, ahead = _attend_tile(
                         m, sums, acc0, acc1, pages, ahead, tile, q0, q1, r0, r1, query,
-                        logits_scale, latent_ptr, rope_ptr, table, block, stride, kv_len, KV_TILE,
-                        BLOCK_SIZE, WIDTH, USED, ROPE_WIDTH, ROPE_USED, KIND, PLANES, DECODE,
-                        COMPUTE, ALIGN, SIMPLE,
+                        logits_scale, latent_ptr, rope_ptr, table, block, stride, kv_len, floor,
+                        window, KV_TILE, BLOCK_SIZE, WIDTH, USED, ROPE_WIDTH, ROPE_USED, KIND,
+                        PLANES, DECODE, COMPUTE, ALIGN, SIMPLE, WINDOW,
                     )  # fmt: skip
                 l = sums
                 if not BY_GROUP:
@@ -321,11 +332,12 @@ def mla_decode_kernel(
                 # Where a state that begins the row, or is the bundle's, goes.
                 prefix = slots
                 if is_whole & is_last:
-                    prefix, _, _ = _bundles_at(
-                        r, fields, rows_ptr, total_ptr, groups, lane, HEADS, HEAD_LOOPS, AREA,
+                    bundle = tl.load(fields + 10)
+                    prefix, _, spans = _bundles_at(
+                        r, fields, rows_ptr, total_ptr, groups, lane, own, HEADS, HEAD_LOOPS, AREA,
                         SLOTS, BUNDLES,
                     )  # fmt: skip
-                    prefix += tl.load(fields + 10)
+                    prefix = tl.where(spans | (bundle == 0), prefix + bundle, spare)
                 alone = (part == segment) & is_last & (begin == 0)
                 if alone & writes:
                     at = token + row // TILE_HEADS
@@ -375,8 +387,8 @@ def mla_decode_kernel(
                 in_group = ((r % HEAD_LOOPS) * HEADS + lane) * TILE_HEADS
                 loop = r % HEAD_LOOPS
                 mine_too, row_owner, spans = _bundles_at(
-                    r, fields, rows_ptr, total_ptr, groups, lane, HEADS, HEAD_LOOPS, AREA, SLOTS,
-                    BUNDLES,
+                    r, fields, rows_ptr, total_ptr, groups, lane, own, HEADS, HEAD_LOOPS, AREA,
+                    SLOTS, BUNDLES,
                 )  # fmt: skip
                 in_parts = (begin > 0) | (end < parts)
                 # Only the last to arrive needs it, and then at once.
@@ -395,12 +407,17 @@ def mla_decode_kernel(
                         slot = slots
                         after = after_prefix
                         count_of = parts
+                        target = mine_too + bundle
+                        stores = bundles > 1
                         goes_on = ready
                         if level == 1:
                             slot = mine_too
-                            after = after_prefix * 0 + 1
-                            count_of = bundles
-                            goes_on = bundle + 1 == bundles
+                            # Without others there are two: what is folded so far, and the last.
+                            after = tl.where(spans, 1, spare - mine_too)
+                            count_of = tl.where(spans, bundles, after + 1)
+                            target = mine_too
+                            stores = (spans == 0) & (bundle + 1 < bundles)
+                            goes_on = bundle > 0
                             tl.debug_barrier()
                             if spans:
                                 counter = counters_ptr + groups * HEADS
@@ -412,8 +429,10 @@ def mla_decode_kernel(
                         if goes_on:
                             fold_parts(
                                 0, in_group, token, count, slot, after, count_of,
-                                mine_too + bundle, (level == 0) & (bundles > 1), states_ptr,
-                                sums_ptr, out_ptr, lse_ptr, None, factor, None, out_token, out_head,
-                                lse_token, NUM_HEADS, TILE_HEADS, CELLS, WIDTH, PLANES, KIND, USED,
-                                SIZE, FINISH_ROWS, FINISH_WIDTH, False, False, LSE, False,
+                                target, stores, states_ptr, sums_ptr, out_ptr, lse_ptr, None,
+                                factor, None, out_token, out_head, lse_token, NUM_HEADS, TILE_HEADS,
+                                CELLS, WIDTH, PLANES, KIND, USED, SIZE, FINISH_ROWS, FINISH_WIDTH,
+                                False, False, LSE, False,
                             )  # fmt: skip
+                            # The next bundle's state comes to where this one's was read.
+                            tl.debug_barrier()

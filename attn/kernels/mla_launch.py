@@ -1,10 +1,10 @@
-"""Launches of the latent (MLA) decode kernel: from a layer, a step and its tensors to records."""
+"""Launches of the latent (MLA) decode kernels: from a layer, a step and its tensors to records."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton.language as tl
@@ -14,10 +14,14 @@ from attn.kernels.launch import KernelCall, KernelForm
 from attn.kernels.mla_decode import mla_decode_kernel
 from attn.kernels.numerics import INTERPRETED
 from attn.kernels.stored import E4M3, NATIVE
-from builders.split_kv import SPARE_STATES, SplitPlan, area_of
+from builders.split_kv import SPARE_STATES, SplitPlan, latent_states
 from builders.tiles import power_of_two
 from builders.triton_attn import TritonAttentionMetadata
 from specs.dtypes import CacheDType
+from specs.layouts import KVViews
+
+if TYPE_CHECKING:
+    from attn.kernels.hopper.mla_launch import HopperLatentLauncher
 
 FINISH_CELLS = 2048
 """Cells of a state that the program which finishes a row folds at a time."""
@@ -33,6 +37,8 @@ class LatentLayer:
     rope_size: int
     scale: float
     cache_dtype: CacheDType
+    sliding_window: int | None = None
+    """Keys that a token sees, itself included; None for all before it."""
 
 
 @dataclass
@@ -68,6 +74,7 @@ class LatentLauncher:
         """
         self.layer = layer
         self._forms: dict[tuple[Any, ...], KernelForm] = {}
+        self._hopper: HopperLatentLauncher | None = None
 
     def attend(self, step: TritonAttentionMetadata, tensors: LatentTensors) -> None:
         """Enqueue the step's launch.
@@ -85,26 +92,15 @@ class LatentLauncher:
         """The launch that serves the step's decode rows; errors as in :meth:`attend`."""
         plan = step.split
         assert plan is not None
-        latent, rope = tensors.latent, tensors.rope
-        if self.layer.cache_dtype.is_quantized:
-            latent, rope = latent.view(torch.int16), rope.view(torch.int16)
-        varying = {
+        if plan.hopper is not None:
+            return self._call_on_hopper(plan, step, tensors)
+        latent, rope = self._words(tensors.latent), self._words(tensors.rope)
+        varying = _varying(plan, step, tensors) | {
             "query_ptr": tensors.query,
             "rotary_ptr": tensors.rotary,
             "latent_ptr": latent,
             "rope_ptr": rope,
             "scale_ptr": tensors.k_scale,
-            "out_ptr": tensors.output,
-            "lse_ptr": tensors.lse,
-            "table_ptr": step.block_table,
-            "rows_ptr": plan.rows,
-            "total_ptr": plan.total,
-            "starts_ptr": plan.starts,
-            "shares_ptr": plan.shares,
-            "counters_ptr": plan.counters,
-            "states_ptr": plan.states,
-            "sums_ptr": plan.sums,
-            "table_row": step.block_table.stride(0),
         }
         static = (plan.tile, plan.groups, plan.heads, plan.head_loops, plan.slots, plan.bundles)
         key = (*static, _likeness(tensors))
@@ -120,6 +116,57 @@ class LatentLauncher:
             form = KernelForm(mla_decode_kernel, fixed, varying, *launch)
             self._forms[key] = form
         return form.call((plan.groups * plan.heads,), varying)
+
+    def _words(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of the cache as what kernels load."""
+        return rows.view(torch.int16) if self.layer.cache_dtype.is_quantized else rows
+
+    def _call_on_hopper(
+        self, plan: SplitPlan, step: TritonAttentionMetadata, tensors: LatentTensors
+    ) -> KernelCall:
+        """The launch of the kernel for Hopper, to which queries and rows are whole: one KV head
+        whose key is the row, and whose value is a part of it.
+        """
+        layer = self.layer
+        width = layer.rank + layer.rope_size
+        if self._hopper is None:
+            from attn.kernels.hopper.mla_launch import HopperLatentLauncher
+
+            sizes = (layer.num_heads, 1, width, layer.rank)
+            self._hopper = HopperLatentLauncher(
+                dense.DenseLayer(
+                    *(*sizes, layer.scale, layer.cache_dtype),
+                    causal=True,
+                    sliding_window=layer.sliding_window,
+                )
+            )
+        latent, scale = tensors.latent, tensors.k_scale
+        shape, strides = (*latent.shape[:2], 1, width), (*latent.stride()[:2], 0, 1)
+        rows = latent.as_strided(shape, strides)
+        keys = KVViews(rows, rows[..., : layer.rank])
+        query = whole_query(tensors.query, tensors.rotary)
+        key = (
+            *_likeness(tensors),
+            query.stride(),
+            (query.data_ptr() | tensors.output.data_ptr()) % 16,
+        )
+        if not self._hopper.knows(plan, key):
+            _check(layer, plan, step, tensors)
+            given = dense.DenseTensors(query, keys, tensors.output, scale, scale, lse=tensors.lse)
+            self._hopper.prepare(plan, step, given, _plan_constants(plan), key)
+        varying = _varying(plan, step, tensors) | {
+            "query_ptr": query,
+            "key_ptr": self._words(keys.key),
+            "value_ptr": self._words(keys.value),
+            "k_scale_ptr": scale,
+            "v_scale_ptr": scale,
+        }
+        call = self._hopper.call(plan, varying, key)
+        if call is None:
+            raise ValueError(
+                "the plan is for the kernel for Hopper, which does not serve the layer"
+            )
+        return call
 
     def _fixed(
         self, tensors: LatentTensors, latent: torch.Tensor, rope: torch.Tensor
@@ -146,6 +193,8 @@ class LatentLauncher:
             "block": latent.stride(0),
             "stride": latent.stride(1),
             "scale": layer.scale,
+            "window": layer.sliding_window or 0,
+            "WINDOW": layer.sliding_window is not None,
             "NUM_HEADS": layer.num_heads,
             "BLOCK_SIZE": latent.shape[1],
             "SIZE": layer.rank,
@@ -165,6 +214,40 @@ class LatentLauncher:
         }
 
 
+def whole_query(query: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+    """``[T, H, L + r]`` of both parts: themselves where they lie side by side, else a copy."""
+    rank = query.shape[-1]
+    is_whole = (
+        rotary.data_ptr() == query.data_ptr() + rank * query.element_size()
+        and rotary.stride() == query.stride()
+        and rotary.dtype == query.dtype
+        and query.stride(1) >= rank + rotary.shape[-1]
+    )
+    if is_whole:
+        shape = (*query.shape[:2], rank + rotary.shape[-1])
+        return query.as_strided(shape, query.stride())
+    return torch.cat((query, rotary), dim=-1)
+
+
+def _varying(
+    plan: SplitPlan, step: TritonAttentionMetadata, tensors: LatentTensors
+) -> dict[str, Any]:
+    """Arguments of both kernels that differ from call to call."""
+    return {
+        "out_ptr": tensors.output,
+        "lse_ptr": tensors.lse,
+        "table_ptr": step.block_table,
+        "rows_ptr": plan.rows,
+        "total_ptr": plan.total,
+        "starts_ptr": plan.starts,
+        "shares_ptr": plan.shares,
+        "counters_ptr": plan.counters,
+        "states_ptr": plan.states,
+        "sums_ptr": plan.sums,
+        "table_row": step.block_table.stride(0),
+    }
+
+
 def _plan_constants(plan: SplitPlan) -> dict[str, Any]:
     tile = plan.tile
     return {
@@ -176,7 +259,7 @@ def _plan_constants(plan: SplitPlan) -> dict[str, Any]:
         "ROWS": tile.rows,
         "SLOTS": plan.slots,
         "BUNDLES": plan.bundles,
-        "AREA": area_of(plan.slots, plan.bundles, plan.head_loops),
+        "AREA": latent_states(plan.slots, plan.bundles, plan.head_loops)[0],
         "SEGMENT_UNIT": tile.segment_unit,
         "KV_TILE": tile.kv_tile,
         "SPARE": SPARE_STATES,

@@ -36,6 +36,7 @@ _ANYWHERE = [
     "tile_starts_ptr",
     "query_start_ptr",
     "seq_lens_ptr",
+    "first_ptr",
     "lse_ptr",
     "causal_ptr",
     "prefix_ptr",
@@ -64,6 +65,7 @@ def prefill_kernel(
     tile_starts_ptr,
     query_start_ptr,
     seq_lens_ptr,
+    first_ptr,
     causal_ptr,
     prefix_ptr,
     ranges_ptr,
@@ -136,6 +138,7 @@ def prefill_kernel(
 
     Shapes as in :func:`attn.kernels.decode.decode_kernel`; tile_starts ``[R + 1]`` int32. With
     BLOCK_SIZE 0 (encoders) key and value are ``[T, Hk, words]`` and a request's keys are its own.
+    With first_ptr ``[R]`` int32 a request's queries stand from there on, not at its keys' end.
     """
     EDGES: tl.constexpr = WINDOW or CHUNK or RSWA
     RUN: tl.constexpr = KV_TILE if BLOCK_SIZE % KV_TILE == 0 else (BLOCK_SIZE & -BLOCK_SIZE)
@@ -160,6 +163,8 @@ def prefill_kernel(
         if BLOCK_SIZE > 0:
             kv_len = tl.load(seq_lens_ptr + req)
         context = tl.maximum(kv_len - query_len, 0)
+        if first_ptr is not None:
+            context = tl.load(first_ptr + req)
         token = tile * QUERY_TILE + within
         wanted = token < query_len
         query = context + token

@@ -1,8 +1,8 @@
 """Cache writes: K and V of a step's tokens into a paged dense cache, with or without RoPE first.
 
-A program handles ``ROWS`` rows; row ``token * Hk + head`` is one head of one token, so that a
-tile ``[ROWS, next power of two of D]`` gives each thread 16 bytes whatever the number of heads. It
-writes the row's K, its V and, where there are any, their inline scales.
+A program handles ``ROWS`` rows, or ``QUERY_ROWS`` of a query; row ``token * Hk + head`` is one head
+of one token, so that a tile ``[ROWS, next power of two of D]`` gives each thread 16 bytes whatever
+the number of heads. It writes the row's K, its V and, where there are any, their inline scales.
 """
 
 from __future__ import annotations
@@ -202,6 +202,41 @@ def _write_side(
         tl.store(target_scales[:, None], found[:, None], mask=written)
 
 
+@triton.jit
+def _turn_queries(
+    query,
+    positions,
+    cos_sin,
+    program,
+    num_query_tokens,
+    max_position,
+    cos_sin_stride,
+    query_stride_t,
+    query_stride_h,
+    QUERY_HEADS: tl.constexpr,
+    QUERY_ROWS: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    IS_NEOX: tl.constexpr,
+    QUERY_ALIGN: tl.constexpr,
+    TABLE_ALIGN: tl.constexpr,
+):
+    """Rotate one program's rows of the query in place; what does not rotate is not touched."""
+    row = program * QUERY_ROWS + tl.arange(0, QUERY_ROWS)
+    token, head = row // QUERY_HEADS, row % QUERY_HEADS
+    table_rows, turned = _table_rows(
+        *(positions, token, num_query_tokens),
+        *(cos_sin, cos_sin_stride, max_position, TABLE_ALIGN),
+    )
+    rows = _row_pointers(query, token * query_stride_t + head * query_stride_h, QUERY_ALIGN)
+    TILE: tl.constexpr = triton.next_power_of_2(ROTARY_DIM)
+    cols = tl.arange(0, TILE)[None, :]
+    mask = turned & (cols < ROTARY_DIM)
+    x = _load_rows(rows, mask, table_rows, turned, 0, TILE, ROTARY_DIM, IS_NEOX)
+    # Elsewhere in the program an element may still be awaited as another's partner.
+    tl.debug_barrier()
+    tl.store(rows + cols, x, mask=mask)
+
+
 def _name(specialization: Any) -> str:
     """What profiles call the kernel."""
     rotates = specialization.constants.get("ROTARY_DIM", 0) > 0
@@ -268,6 +303,7 @@ def write_kv_kernel(
     FORMAT: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
     ROWS: tl.constexpr,
+    QUERY_ROWS: tl.constexpr,
     KEY_ALIGN: tl.constexpr,
     VALUE_ALIGN: tl.constexpr,
     QUERY_ALIGN: tl.constexpr,
@@ -327,16 +363,8 @@ def write_kv_kernel(
             *(HEAD_SIZE_V, 0, IS_NEOX, FORMAT, HARDWARE_E4M3),
         )
     elif ROTARY_DIM > 0:
-        row = (pid - num_key_programs) * ROWS + tl.arange(0, ROWS)
-        token, head = row // QUERY_HEADS, row % QUERY_HEADS
-        table_rows, turned = _table_rows(
-            *(positions, token, num_query_tokens),
-            *(cos_sin, cos_sin_stride, max_position, TABLE_ALIGN),
+        _turn_queries(
+            *(query, positions, cos_sin, pid - num_key_programs, num_query_tokens),
+            *(max_position, cos_sin_stride, query_stride_t, query_stride_h),
+            *(QUERY_HEADS, QUERY_ROWS, ROTARY_DIM, IS_NEOX, QUERY_ALIGN, TABLE_ALIGN),
         )
-        rows = _row_pointers(query, token * query_stride_t + head * query_stride_h, QUERY_ALIGN)
-        TILE: tl.constexpr = triton.next_power_of_2(ROTARY_DIM)
-        cols = tl.arange(0, TILE)[None, :]
-        mask = turned & (cols < ROTARY_DIM)
-        x = _load_rows(rows, mask, table_rows, turned, 0, TILE, ROTARY_DIM, IS_NEOX)
-        tl.debug_barrier()
-        tl.store(rows + cols, x, mask=mask)

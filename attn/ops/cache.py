@@ -6,7 +6,7 @@ import torch
 
 from attn.ops.dispatch import converts_float8, has_kernel
 from attn.reference import cache as reference
-from attn.reference.rope import apply_rope
+from attn.reference.rope import rotate_in_place
 from specs.dtypes import CacheDType
 from specs.layouts import KVViews
 
@@ -78,9 +78,7 @@ def rope_and_write_kv(
     """
     if not has_kernel(key):
         for rows in (query, key):
-            rotated = rows[: len(positions)]
-            turns = positions[: len(rotated)]
-            rotated.copy_(apply_rope(rotated, turns, cos_sin_cache, is_neox))
+            rotate_in_place(rows, positions, cos_sin_cache, is_neox)
         reference.write_kv(key, value, views, slot_mapping, k_scale, v_scale, cache_dtype)
         return
     from attn.kernels.cache_write import rope_and_write_kv_call

@@ -30,3 +30,21 @@ def apply_rope(
     pair = (first * cos - second * sin, second * cos + first * sin)
     turned = torch.cat(pair, -1) if is_neox else torch.stack(pair, -1).flatten(-2)
     return torch.cat([turned.to(x.dtype), rest], dim=-1)
+
+
+def rotate_in_place(
+    rows: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, is_neox: bool
+) -> None:
+    """:func:`apply_rope` on the rows that have a position in the table; the others are padding.
+
+    Args:
+        rows: ``[T, heads, D]``, in any strides; those past ``len(positions)`` are left as they are.
+        positions: ``[T']`` integer.
+        cos_sin_cache: as there.
+        is_neox: as there.
+    """
+    rows = rows[: len(positions)]
+    positions = positions[: len(rows)]
+    inside = (positions >= 0) & (positions < len(cos_sin_cache))
+    rotated = apply_rope(rows, positions.where(inside, 0), cos_sin_cache, is_neox)
+    rows.copy_(rotated.where(inside[:, None, None], rows))

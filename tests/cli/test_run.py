@@ -14,7 +14,8 @@ from attn.cli.app import app, known_device, parse_bytes
 from attn.cli.corrupt import Fault
 from attn.cli.report import RunReport
 from attn.registry import AttentionBackendEnum
-from specs.devices import KNOWN_DEVICES
+from specs.devices import KNOWN_DEVICES, DeviceKind
+from specs.hf_config import load_model_geometry
 
 AZURE = Path(__file__).parents[3] / "shared/data/azure_llm_2023_conv.csv"
 SMALL = ["--layers", "2", "--max-num-seqs", "8", "--max-num-batched-tokens", "96"]
@@ -171,6 +172,63 @@ def test_every_fault_is_seen_and_exits_non_zero(model, trace, fault):
 @pytest.mark.parametrize("fault", ["wrong-slot", "wrong-scale", "zeros", "stale-output"])
 def test_latent_layers_show_faults_too(model, trace, name, fault):
     assert run(model(name), trace, "--corrupt", fault).exit_code == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
+def test_any_number_of_ranks_that_divides_the_heads_is_served(tmp_path, trace, ranks):
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps({**CONFIGS["latent"], "num_attention_heads": 16}))
+    extra = ["--tp", str(ranks), "--layers", "1", "--report", str(tmp_path)]
+    result = run(str(path), trace, *extra)
+    assert result.exit_code == 0, result.output + result.stderr
+    outcome = RunReport.model_validate_json((tmp_path / "report.json").read_text())
+    (group,) = outcome.layer_groups
+    assert (group.num_heads, group.num_kv_heads) == (16 // ranks, 1)
+    assert outcome.settings["tp"] == ranks
+    assert outcome.passed
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
+def test_deepseeks_heads_are_divided_over_the_ranks(ranks):
+    whole = load_model_geometry("deepseek-v3")
+    assert {layer.num_heads for layer in whole.layers} == {128}
+    assert {layer.num_heads for layer in whole.local(ranks).layers} == {128 // ranks}
+
+
+@pytest.mark.parametrize(("ranks", "heads"), [(2, (2, 1)), (4, (1, 1))])
+def test_dense_ranks_divide_kv_heads_while_they_last(model, trace, tmp_path, ranks, heads):
+    result = run(model("dense"), trace, "--tp", str(ranks), "--report", str(tmp_path))
+    assert result.exit_code == 0, result.output + result.stderr
+    outcome = RunReport.model_validate_json((tmp_path / "report.json").read_text())
+    (group,) = outcome.layer_groups
+    assert (group.num_heads, group.num_kv_heads) == heads
+
+
+@pytest.mark.parametrize("ranks", [3, 5, 12])
+def test_ranks_that_do_not_divide_the_heads_are_refused(ranks):
+    result = attn("run", "--model", "deepseek-v3", "--tp", str(ranks))
+    assert result.exit_code == 2
+    assert f"tensor_parallel_size must divide num_heads (128), got {ranks}" in result.stderr
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter")
+@pytest.mark.parametrize("ranks", [1, 4, 16])
+def test_ranks_are_served_by_kernels_too(tmp_path, trace, monkeypatch, ranks):
+    """TRITON_MLA's, in Triton's interpreter, as if it served machines without a GPU."""
+    backend = AttentionBackendEnum["TRITON_MLA"].get_class()
+    kinds = (*backend.capabilities.device_kinds, DeviceKind.CPU)
+    declared = backend.capabilities.replace(device_kinds=kinds)
+    monkeypatch.setattr(backend, "capabilities", declared)
+    path, short = tmp_path / "model.json", tmp_path / "short.csv"
+    sizes = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+    config = {**CONFIGS["latent"], **sizes, "num_attention_heads": 16}
+    path.write_text(json.dumps({**config, "torch_dtype": "float16"}))
+    lines = Path(trace).read_text().splitlines()
+    short.write_text("\n".join([lines[0], "2023-11-16 18:15:46.6805900,40,3", ""]))
+    extra = ["--tp", str(ranks), "--layers", "1", "--backend", "TRITON_MLA"]
+    result = run(str(path), str(short), *extra, "--max-num-batched-tokens", "24")
+    assert result.exit_code == 0, result.output + result.stderr
+    assert f"{16 // ranks}/1" in result.output
 
 
 def test_a_fault_without_anything_to_break_is_refused(model, trace):

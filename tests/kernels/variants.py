@@ -23,8 +23,7 @@ import builders.triton_mla
 from attn.impls.base import LayerScales
 from attn.impls.triton_attn import TritonAttentionImpl
 from attn.kernels.cache_write import rope_and_write_kv_call, write_kv_call
-from attn.kernels.dense import DenseLauncher, DenseLayer, DenseTensors
-from attn.kernels.launch import KernelCall, collected_calls
+from attn.kernels.launch import KernelCall
 from attn.kernels.merge import merge_call
 from attn.kernels.mla_launch import LatentLauncher, LatentLayer, LatentTensors
 from attn.kernels.stored import PTX, PTX_SM89
@@ -42,6 +41,7 @@ from specs.kv_cache import (
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from specs.layouts import KVOrder, KVPacking, KVViews, latent_views
@@ -67,6 +67,7 @@ class Kernel(StrEnum):
     PLAN = "plan"
     WRITE = "write"
     ROPE_WRITE = "rope_write"
+    MLA_ROPE_WRITE = "mla_rope_write"
     MERGE = "merge"
 
     @property
@@ -230,6 +231,11 @@ def _latent(
     return _only(Kernel.MLA_DECODE, of, *tested, speed=speed, **sizes, **fields)
 
 
+def _latent_write(of: str, *tested: int, heads: int = 16, **fields: Any) -> Variant:
+    sizes = {"heads": (heads, 1, 576), "head_size_v": 512, "block_size": 64}
+    return _only(Kernel.MLA_ROPE_WRITE, of, *tested, **sizes, **fields)
+
+
 _D, _P = Kernel.DECODE, Kernel.PREFILL
 _FP8, _E5M2 = CacheDType.FP8_E4M3, CacheDType.FP8_E5M2
 _INT8, _INT4 = CacheDType.INT8_PER_TOKEN_HEAD, CacheDType.INT4_PER_TOKEN_HEAD
@@ -321,6 +327,10 @@ MLA_VARIANTS: Final = (
     _latent("20 heads fp16 blocks of 48", heads=20, dtype=DType.FLOAT16, block_size=48),
     _latent("16 heads fp32", dtype=DType.FLOAT32),
     _latent("16 heads fp16 cache", cache=CacheDType.FLOAT16),
+    _latent("16 heads window", window=1024),
+    _latent("128 heads verify 4 window", heads=128, drafts=3, window=1024),
+    _latent_write("16 heads"),
+    _latent_write("128 heads fp8 interleaved", 90, heads=128, cache=_FP8, neox=False),
 )
 
 _H, _HD, _HL = Kernel.HOPPER_PREFILL, Kernel.HOPPER_DECODE, Kernel.HOPPER_MLA
@@ -417,6 +427,8 @@ def call_of(variant: Variant, target: int) -> KernelCall:
     layer = variant.layer
     if variant.kernel in (Kernel.WRITE, Kernel.ROPE_WRITE):
         return _write_call(layer, variant.kernel is Kernel.ROPE_WRITE, target >= 89)
+    if variant.kernel is Kernel.MLA_ROPE_WRITE:
+        return _latent_write_call(layer, target >= 89)
     if variant.kernel is Kernel.MERGE:
         return _merge_call(layer, target >= 89)
     with _pretending(target):
@@ -521,20 +533,20 @@ def attention_calls(
 def _latent_call(layer: Layer) -> KernelCall:
     heads, _, size = layer.heads
     rank, rope = layer.v_size, size - layer.v_size
-    spec = MLAAttentionSpec(
-        block_size=layer.block_size,
-        dtype=layer.dtype,
-        cache_dtype=layer.cache,
-        kv_lora_rank=rank,
-        qk_rope_head_dim=rope,
-    )
+    sizes = {
+        "block_size": layer.block_size,
+        "dtype": layer.dtype,
+        "cache_dtype": layer.cache,
+        "kv_lora_rank": rank,
+        "qk_rope_head_dim": rope,
+    }
+    spec: AnyKVCacheSpec = MLAAttentionSpec(**sizes)
+    if layer.window is not None:
+        spec = SlidingWindowMLASpec(**sizes, sliding_window=layer.window)
     engine, batch = layer.engine(PrefillKernel.AUTO), _batch(layer, 1 + layer.drafts)
     step = TritonMLAMetadataBuilder(spec, ["layer"], engine, "cpu").build(0, batch).decode
     assert step is not None
-    stored = layer.dtype if layer.cache.is_quantized else layer.cache.element(layer.dtype)
-    row = latent_format_of(layer.cache).row(rank, rope, stored)
-    pages = torch.zeros(4, layer.block_size, row.nbytes, dtype=torch.uint8)
-    latent, rotary_keys = latent_views(pages, row).values()
+    latent, rotary_keys = _latent_fields(layer)
     query = torch.zeros(batch.num_actual_tokens, heads, size, dtype=layer.dtype.torch)
     tensors = LatentTensors(
         query[..., :rank],
@@ -545,8 +557,18 @@ def _latent_call(layer: Layer) -> KernelCall:
         torch.zeros(query.shape[:2]),
         torch.ones(()),
     )
-    known = LatentLayer(heads, rank, rope, size**-0.5, layer.cache)
+    known = LatentLayer(heads, rank, rope, size**-0.5, layer.cache, layer.window)
     return LatentLauncher(known).call(step, tensors)
+
+
+def _latent_fields(layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[N, P, L]`` and ``[N, P, r]`` of a layer's latent cache."""
+    stored = layer.dtype if layer.cache.is_quantized else layer.cache.element(layer.dtype)
+    rope = layer.heads[2] - layer.v_size
+    row = latent_format_of(layer.cache).row(layer.v_size, rope, stored)
+    pages = torch.zeros(4, layer.block_size, row.nbytes, dtype=torch.uint8)
+    latent, rotary = latent_views(pages, row).values()
+    return latent, rotary
 
 
 def _hopper_latent_call(layer: Layer) -> KernelCall:
@@ -563,20 +585,19 @@ def _hopper_latent_call(layer: Layer) -> KernelCall:
     engine = layer.engine(PrefillKernel.AUTO, DecodeKernel.HOPPER)
     step = TritonMLAMetadataBuilder(spec, ["layer"], engine, "cpu").build(0, batch).decode
     assert step is not None
-    tokens, rows = batch.num_actual_tokens, torch.zeros(10, layer.block_size, 1, size, dtype=dtype)
-    tensors = DenseTensors(
-        torch.zeros(tokens, heads, size, dtype=dtype),
-        KVViews(rows, rows[..., :latent]),
+    tokens, rows = batch.num_actual_tokens, torch.zeros(10, layer.block_size, size, dtype=dtype)
+    query = torch.zeros(tokens, heads, size, dtype=dtype)
+    tensors = LatentTensors(
+        query[..., :latent],
+        query[..., latent:],
+        rows[..., :latent],
+        rows[..., latent:],
         torch.zeros(tokens, heads, latent, dtype=dtype),
+        torch.zeros(tokens, heads),
         torch.ones(1),
-        torch.ones(1),
-        lse=torch.zeros(tokens, heads),
     )
-    dense = DenseLayer(heads, 1, size, latent, size**-0.5, layer.cache, causal=True)
-    with collected_calls() as calls:
-        DenseLauncher(dense).attend(step, tensors)
-    (call,) = calls
-    return call
+    known = LatentLayer(heads, latent, size - latent, size**-0.5, layer.cache)
+    return LatentLauncher(known).call(step, tensors)
 
 
 class _Recorder:
@@ -624,6 +645,27 @@ def _write_call(layer: Layer, rope: bool, hardware_e4m3: bool) -> KernelCall:
     else:
         call = write_kv_call(key, value, *common, hardware_e4m3=hardware_e4m3)
     return call
+
+
+def _latent_write_call(layer: Layer, hardware_e4m3: bool) -> KernelCall:
+    """Rotary parts of queries and keys, which lie in wider rows, and rows of a latent cache."""
+    heads, _, size = layer.heads
+    rank, tokens, dtype = layer.v_size, 4, layer.dtype.torch
+    latent, rope = (view[:, :, None] for view in _latent_fields(layer))
+    query = torch.zeros(tokens, heads, 192, dtype=dtype)[..., 192 - (size - rank) :]
+    row = torch.zeros(tokens, 1, size, dtype=dtype)
+    return rope_and_write_kv_call(
+        query,
+        row[..., rank:],
+        row[..., :rank],
+        torch.arange(tokens),
+        torch.zeros(64, size - rank),
+        layer.neox,
+        KVViews(rope, latent),
+        torch.arange(tokens),
+        *(torch.ones(()), torch.ones(()), layer.cache),
+        hardware_e4m3=hardware_e4m3,
+    )
 
 
 def _merge_call(layer: Layer, hardware_e4m3: bool) -> KernelCall:
