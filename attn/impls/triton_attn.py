@@ -42,6 +42,9 @@ class TritonAttentionImpl(DenseImpl):
         super().__init__(*args, **kwargs)
         check_head_sizes(self.head_size, self.head_size_v)
         check_dtypes(None, self.cache_dtype)
+        self._is_cached = self.attn_type.is_cached
+        # Reading the environment costs a call as much as its tensors do.
+        self._debugs = debug_enabled()
         rules = self.rules
         self._is_plainly_causal = rules.causal and (
             rules.alibi_slopes is None
@@ -233,14 +236,15 @@ class TritonAttentionImpl(DenseImpl):
         step: TritonAttentionMetadata,
     ) -> KVViews:
         """Where keys and values are read: the cache, or what came with the query."""
-        if not self.attn_type.is_cached:
+        if not self._is_cached:
             if key is None or value is None:
                 raise ValueError(f"key and value are needed for attn_type {self.attn_type.value!r}")
             _check_lengths(step.num_actual_tokens, key, value, None)
             return KVViews(key, value)
-        # A rank of several has blocks for its own tokens of a request only.
-        span = kv_cache.shape[2] * (1 if step.stripe is None else step.stripe.size)
-        debug_read(step.block_table, step.seq_lens, kv_cache.shape[0], span)
+        if self._debugs:
+            # A rank of several has blocks for its own tokens of a request only.
+            span = kv_cache.shape[2] * (1 if step.stripe is None else step.stripe.size)
+            debug_read(step.block_table, step.seq_lens, kv_cache.shape[0], span)
         return self._views(kv_cache, query.dtype)
 
     def _views(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews:
@@ -286,6 +290,8 @@ class TritonAttentionImpl(DenseImpl):
     def _constants(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Sinks and ALiBi slopes on the device: themselves, or what the first call copied there."""
         given = self.sinks, self.alibi_slopes
+        if given[0] is None and given[1] is None:
+            return given
         if all(tensor is None or tensor.device == device for tensor in given):
             return given
         constants = self._on_device.get(device)

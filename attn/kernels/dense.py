@@ -13,7 +13,7 @@ import triton.language as tl
 
 from attn.kernels.checks import check_call, check_heads
 from attn.kernels.decode import decode_kernel
-from attn.kernels.launch import KernelCall, KernelForm
+from attn.kernels.launch import FormCall, Forms, KernelCall, KernelForm
 from attn.kernels.numerics import INTERPRETED
 from attn.kernels.prefill import prefill_kernel
 from attn.kernels.stored import E4M3, E5M2, INT4, INT8, NATIVE, PLAIN, PTX, PTX_SM89
@@ -144,7 +144,9 @@ class DenseLauncher:
         """
         self.layer = layer
         self._stored = _stored(layer.cache_dtype)
-        self._forms: dict[tuple[Any, ...], KernelForm] = {}
+        self._splits, self._prefills = Forms(), Forms()
+        self._last_seen: tuple[Any, ...] = ()
+        self._last_likeness: tuple[Any, ...] = ()
         self._hopper: HopperLauncher | None = None
         self._hopper_decode: HopperDecodeLauncher | HopperLatentLauncher | None = None
 
@@ -161,19 +163,21 @@ class DenseLauncher:
         if step.split is None and step.prefill is None:
             return
         # Both launches share them.
-        varying, likeness = self._varying(step, tensors), _likeness(step, tensors)
+        varying, likeness = self._varying(step, tensors), self._likeness(step, tensors)
         if step.split is not None:
-            self._split(step, tensors, dict(varying), likeness).launch()
+            self._split(step, tensors, varying, likeness).launch()
         if step.prefill is not None:
             self._prefill(step, tensors, varying, likeness).launch()
 
     def split(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> KernelCall:
         """The launch that serves the step's rows with few query tokens."""
-        return self._split(step, tensors, self._varying(step, tensors), _likeness(step, tensors))
+        varying = self._varying(step, tensors)
+        return self._split(step, tensors, varying, self._likeness(step, tensors)).record
 
     def prefill(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> KernelCall:
         """The launch that serves the step's rows with many query tokens."""
-        return self._prefill(step, tensors, self._varying(step, tensors), _likeness(step, tensors))
+        varying = self._varying(step, tensors)
+        return self._prefill(step, tensors, varying, self._likeness(step, tensors)).record
 
     def _split(
         self,
@@ -181,7 +185,7 @@ class DenseLauncher:
         tensors: DenseTensors,
         varying: dict[str, Any],
         likeness: tuple[Any, ...],
-    ) -> KernelCall:
+    ) -> FormCall:
         plan = step.split
         assert plan is not None
         varying["rows_ptr"] = plan.rows
@@ -196,7 +200,7 @@ class DenseLauncher:
             if call is not None:
                 return call
         tile = plan.tile
-        static = (
+        key = (
             tile,
             plan.groups,
             plan.heads,
@@ -204,16 +208,17 @@ class DenseLauncher:
             plan.slots,
             plan.bundles,
             plan.is_free,
+            likeness,
         )
-        key = (*static, likeness)
-        form = self._forms.get(key)
-        if form is None:
+        if not self._splits.has(key):
             fixed = self._fixed(step, tensors, varying)
             check_heads(self.layer, plan)
             fixed |= _split_constants(plan, fixed["V_WIDTH"] * fixed["PLANES"])
             launch = (tile.num_warps, tile.num_stages, tile.max_registers)
-            form = KernelForm(decode_kernel, fixed, varying, *launch)
-            self._forms[key] = form
+            names = varying.keys() & set(decode_kernel.arg_names)
+            self._splits.keep(key, KernelForm(decode_kernel, fixed, names, *launch))
+        form = self._splits.latest
+        assert form is not None
         return form.call((plan.groups * plan.heads,), varying)
 
     def _prefill(
@@ -222,7 +227,7 @@ class DenseLauncher:
         tensors: DenseTensors,
         varying: dict[str, Any],
         likeness: tuple[Any, ...],
-    ) -> KernelCall:
+    ) -> FormCall:
         plan = step.prefill
         assert plan is not None
         varying["tile_starts_ptr"] = plan.tile_starts
@@ -235,12 +240,14 @@ class DenseLauncher:
             if call is not None:
                 return call
         key = (tile, likeness)
-        form = self._forms.get(key)
-        if form is None:
+        if not self._prefills.has(key):
             fixed = self._fixed(step, tensors, varying) | _prefill_constants(plan)
             fixed["HEADS"] = self.layer.num_heads
-            form = KernelForm(prefill_kernel, fixed, varying, tile.num_warps, tile.num_stages)
-            self._forms[key] = form
+            launch = (tile.num_warps, tile.num_stages)
+            names = varying.keys() & set(prefill_kernel.arg_names)
+            self._prefills.keep(key, KernelForm(prefill_kernel, fixed, names, *launch))
+        form = self._prefills.latest
+        assert form is not None
         return form.call((plan.programs,), varying)
 
     def _on_hopper(
@@ -248,9 +255,9 @@ class DenseLauncher:
         plan: HopperPlan,
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
-        varying: Mapping[str, Any],
+        varying: dict[str, Any],
         likeness: tuple[Any, ...],
-    ) -> KernelCall | None:
+    ) -> FormCall | None:
         """The launch of the kernel for Hopper; None where it leaves the layer to the plain one."""
         if self._hopper is None:
             from attn.kernels.hopper.launch import HopperLauncher
@@ -260,16 +267,17 @@ class DenseLauncher:
         key = (likeness, tensors.query.data_ptr() % 16)
         if not self._hopper.knows(plan, key):
             check_call(self.layer, step, tensors)
-        return self._hopper.call(plan, step, tensors, varying, key)
+            self._hopper.prepare(plan, step, tensors, {}, key)
+        return self._hopper.call(plan, tensors, varying)
 
     def _split_on_hopper(
         self,
         plan: SplitPlan,
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
-        varying: Mapping[str, Any],
+        varying: dict[str, Any],
         likeness: tuple[Any, ...],
-    ) -> KernelCall | None:
+    ) -> FormCall | None:
         """The launch of the kernel for Hopper; None where it leaves the layer to the plain one."""
         if self._hopper_decode is None:
             self._hopper_decode = _hopper_decoder(self.layer, plan)
@@ -278,7 +286,14 @@ class DenseLauncher:
             check_heads(self.layer, plan)
             constants = _split_constants(plan, self.layer.head_size)
             self._hopper_decode.prepare(plan, step, tensors, constants, likeness)
-        return self._hopper_decode.call(plan, varying, likeness)
+        return self._hopper_decode.call(plan, tensors, varying)
+
+    def _likeness(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> tuple[Any, ...]:
+        """That of the step and its tensors: the same object as before for the same lengths."""
+        seen = _seen(step, tensors)
+        if seen != self._last_seen:
+            self._last_seen, self._last_likeness = seen, _likeness(seen)
+        return self._last_likeness
 
     def _varying(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> dict[str, Any]:
         """Arguments of both kernels that differ from call to call."""
@@ -395,24 +410,25 @@ def prefill_call(
     return DenseLauncher(layer).prefill(step, tensors)
 
 
-def _likeness(step: TritonAttentionMetadata, tensors: DenseTensors) -> tuple[Any, ...]:
-    """Everything about a step and its tensors that a form depends on; no length is part of it."""
+def _seen(step: TritonAttentionMetadata, tensors: DenseTensors) -> tuple[Any, ...]:
+    """What :func:`_likeness` is taken from: the same, but for whole shapes."""
     keys, query, output, lse = tensors.keys, tensors.query, tensors.output, tensors.lse
     key, value, inline, scale = keys.key, keys.value, keys.key_scale, tensors.output_scale
     causal = step.causal
     return (
         query.dtype,
         query.device,
-        query.shape[1:],
+        query.shape,
         query.stride(),
         output.dtype,
-        output.shape[1:],
+        output.shape,
         output.stride(),
-        None if lse is None else (lse.dtype, lse.shape[1:], lse.stride()),
+        None if lse is None else (lse.dtype, lse.shape, lse.stride()),
         None if scale is None else (scale.dtype, scale.numel()),
         key.dtype,
-        key.shape[1:],
-        value.shape[1:],
+        value.dtype,
+        key.shape,
+        value.shape,
         key.stride(),
         value.stride(),
         (key.data_ptr() | value.data_ptr()) % 64,
@@ -425,6 +441,18 @@ def _likeness(step: TritonAttentionMetadata, tensors: DenseTensors) -> tuple[Any
         step.mm_ranges is None,
         None if step.rswa_prefix_lens is None else step.rswa_window,
         step.stripe,
+    )
+
+
+def _likeness(seen: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Everything about a step and its tensors that a form depends on; no length is part of it."""
+    return tuple(
+        value[1:]
+        if isinstance(value, torch.Size)
+        else _likeness(value)
+        if type(value) is tuple
+        else value
+        for value in seen
     )
 
 

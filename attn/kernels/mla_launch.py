@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 
 from attn.kernels import dense
-from attn.kernels.launch import KernelCall, KernelForm
+from attn.kernels.launch import FormCall, KernelCall, KernelForm
 from attn.kernels.mla_decode import mla_decode_kernel
 from attn.kernels.numerics import INTERPRETED
 from attn.kernels.stored import E4M3, NATIVE
@@ -79,10 +79,13 @@ class LatentLauncher:
         Raises:
             ValueError: tensors that do not fit the layer, or a plan that is for another one.
         """
-        self.call(step, tensors).launch()
+        self._call(step, tensors).launch()
 
     def call(self, step: TritonAttentionMetadata, tensors: LatentTensors) -> KernelCall:
         """The launch that serves the step's decode rows; errors as in :meth:`attend`."""
+        return self._call(step, tensors).record
+
+    def _call(self, step: TritonAttentionMetadata, tensors: LatentTensors) -> FormCall:
         plan = step.split
         assert plan is not None
         latent, rope = tensors.latent, tensors.rope

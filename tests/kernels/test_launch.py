@@ -120,8 +120,8 @@ def test_a_record_launches_by_name() -> None:
 def test_a_form_launches_by_position_in_the_kernels_order() -> None:
     kernel = Recorder(["a", "b", "c", "d"])
     form = KernelForm(kernel, {"d": 4, "b": 2}, {"c", "a"}, 8, 4)
-    call = form.call((5,), {"c": 3, "a": 1})
-    assert dict(call.arguments) == {"a": 1, "b": 2, "c": 3, "d": 4}
+    call = form.call((5,), {"c": 3, "a": 1, "of another": 5})
+    assert dict(call.record.arguments) == {"a": 1, "b": 2, "c": 3, "d": 4}
     call.launch()
     form.call((6,), {"a": None, "c": 30}).launch()
     options = {"num_warps": 8, "num_stages": 4}
@@ -193,7 +193,10 @@ class Bench:
     @property
     def forms(self) -> int:
         """Forms prepared so far."""
-        return sum(len(launcher._forms) for launcher in self.impl._launchers.values())
+        return sum(
+            len(launcher._splits) + len(launcher._prefills)
+            for launcher in self.impl._launchers.values()
+        )
 
 
 LAYER = DenseLayer(HEADS, KV_HEADS, SIZE, SIZE, 0.2, CacheDType.AUTO, True)
@@ -254,7 +257,7 @@ def test_what_a_form_depends_on_prepares_another(
     ]
     for variant in variants * 2:
         launcher.split(record, bench.tensors(3, **variant))
-    assert len(launcher._forms) == len(variants)
+    assert len(launcher._splits) == len(variants)
     steps: list[dict[str, Any]] = [
         {"causal": False},
         {"causal": torch.ones(2, dtype=torch.bool)},
@@ -264,7 +267,7 @@ def test_what_a_form_depends_on_prepares_another(
     for step in steps * 2:
         changed = TritonAttentionMetadata(**{**vars(record), **step})
         launcher.split(changed, bench.tensors(3))
-    assert len(launcher._forms) == len(variants) + len(steps)
+    assert len(launcher._splits) == len(variants) + len(steps)
 
 
 def test_a_form_is_what_is_prepared_from_scratch(kernels: list[Recorder]) -> None:
@@ -310,9 +313,10 @@ def test_a_forward_makes_views_and_fills_in_few_arguments(
         bench.impl.forward(*arguments, output_lse=lse)
     assert set(seen.names) <= {"view", "detach"}
     assert len(seen.names) <= 10
-    fixed = next(iter(bench.impl._launchers[False]._forms.values()))
+    form = bench.impl._launchers[False]._splits.latest
+    assert form is not None
     launched = kernels[0].calls[-1][1]
-    prepared = list(fixed._arguments.values())
+    prepared = list(form.arguments.values())
     filled = sum(new is not old for new, old in zip(launched, prepared, strict=True))
     assert filled <= 25
 

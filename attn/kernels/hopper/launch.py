@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn.kernels.hopper.prefill import hopper_prefill_kernel
-from attn.kernels.launch import KernelCall, KernelForm, alignment
+from attn.kernels.launch import FormCall, Forms, KernelForm, alignment
 from attn.kernels.stored import E4M3, E5M2, NATIVE
-from builders.split_kv import HopperPlan
+from builders.split_kv import HopperPlan, SplitPlan
 from builders.tiles import (
     DenseShape,
     HopperDecodeTile,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from builders.triton_attn import TritonAttentionMetadata
 
 Tile = HopperTile | HopperDecodeTile
+Plan = TypeVar("Plan", HopperPlan, SplitPlan)
 COLUMNS = 64
 """Columns of a box: the 128 bytes of a swizzled row."""
 MOST_DESCRIPTORS = 64
@@ -112,8 +114,8 @@ class Descriptors:
         return found
 
 
-class HopperLauncher:
-    """The prefill launches of one layer."""
+class HopperForms(ABC, Generic[Plan]):
+    """The launches of one of the kernels for Hopper, in one layer."""
 
     def __init__(self, layer: DenseLayer) -> None:
         """
@@ -121,56 +123,102 @@ class HopperLauncher:
             layer: what never changes.
         """
         self._layer = layer
-        self._forms: dict[tuple[Any, ...], KernelForm | None] = {}
+        self._forms = Forms()
         self._descriptors = Descriptors()
 
-    def knows(self, plan: HopperPlan, key: tuple[Any, ...]) -> bool:
-        """Whether launches like this one were prepared, or left to the plain kernel, before."""
-        return (plan.tile, plan.is_required, key) in self._forms
+    def knows(self, plan: Plan, key: tuple[Any, ...]) -> bool:
+        """Whether launches like this one were prepared, or left to the plain kernel, before.
 
-    def call(
+        Args:
+            plan: the builder's.
+            key: everything that a form, or leaving the step, depends on beside the plan.
+        """
+        return self._forms.has((self._static(plan), key))
+
+    def prepare(
         self,
-        plan: HopperPlan,
+        plan: Plan,
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
-        varying: Mapping[str, Any],
+        constants: Mapping[str, Any],
         key: tuple[Any, ...],
-    ) -> KernelCall | None:
-        """The launch that serves the step's rows with many query tokens; None where it does not.
+    ) -> None:
+        """Make ready for launches like this one, or leave them to the plain kernel.
 
         Args:
             plan: the builder's.
             step: the builder's record.
             tensors: of this forward.
-            varying: values of what differs from call to call, by the twin's names.
-            key: everything that a form, or leaving the step to the plain kernel, depends on.
+            constants: what the plain kernel is given of the plan.
+            key: as in :meth:`knows`.
 
         Raises:
-            ValueError: the kernel does not serve this and is asked for by name; a plan for a layer
-                of another shape.
+            ValueError: the kernel does not serve this and is asked for by name; likewise a plan
+                for a layer of another shape.
         """
-        tile, keys, known = plan.tile, tensors.keys, (plan.tile, plan.is_required, key)
-        if known not in self._forms:
-            is_served = serves(self._layer, plan, step, tensors)
-            self._forms[known] = self._new_form(tile, step, tensors) if is_served else None
-        form = self._forms[known]
+        form = self._new_form(plan, step, tensors, constants)
+        self._forms.keep((self._static(plan), key), form)
+
+    def call(self, plan: Plan, tensors: DenseTensors, varying: dict[str, Any]) -> FormCall | None:
+        """The launch that was last asked after, or prepared; None where it is the plain kernel's.
+
+        Args:
+            plan: the builder's.
+            tensors: of this forward.
+            varying: values of what differs from call to call, by the twin's names; this kernel's
+                own are added.
+        """
+        form = self._forms.latest
         if form is None:
             return None
-        shared = {name: varying[name] for name in _SHARED}
+        return form.call((self._add_varying(plan, tensors, varying),), varying)
+
+    @abstractmethod
+    def _static(self, plan: Plan) -> tuple[Any, ...]:
+        """What a form depends on in a plan."""
+
+    @abstractmethod
+    def _new_form(
+        self,
+        plan: Plan,
+        step: TritonAttentionMetadata,
+        tensors: DenseTensors,
+        constants: Mapping[str, Any],
+    ) -> KernelForm | None:
+        """What launches like this one share; None leaves them to the plain kernel."""
+
+    @abstractmethod
+    def _add_varying(self, plan: Plan, tensors: DenseTensors, varying: dict[str, Any]) -> int:
+        """Add this kernel's own arguments; its programs."""
+
+
+class HopperLauncher(HopperForms[HopperPlan]):
+    """The prefill launches of one layer."""
+
+    def _static(self, plan: HopperPlan) -> tuple[Any, ...]:
+        return plan.tile, plan.is_required
+
+    def _add_varying(self, plan: HopperPlan, tensors: DenseTensors, varying: dict[str, Any]) -> int:
+        tile, keys, of = plan.tile, tensors.keys, self._descriptors.of
         page = (1, tile.run, 1, min(tile.width, 128) if tile.staged else COLUMNS)
-        rows = (tile.rows_per_group, tile.packed, COLUMNS)
-        shared["q_desc"] = self._descriptors.of(tensors.query, rows)
-        shared["k_desc"] = self._descriptors.of(keys.key, page)
-        shared["v_desc"] = self._descriptors.of(keys.value, page)
-        shared["tile_starts_ptr"] = plan.tile_starts
-        shared["num_tiles_ptr"] = plan.num_tiles
-        shared["programs"] = plan.programs
-        return form.call((plan.programs,), shared)
+        varying["q_desc"] = of(tensors.query, (tile.rows_per_group, tile.packed, COLUMNS))
+        varying["k_desc"] = of(keys.key, page)
+        varying["v_desc"] = of(keys.value, page)
+        varying["tile_starts_ptr"] = plan.tile_starts
+        varying["num_tiles_ptr"] = plan.num_tiles
+        varying["programs"] = plan.programs
+        return plan.programs
 
     def _new_form(
-        self, tile: HopperTile, step: TritonAttentionMetadata, tensors: DenseTensors
-    ) -> KernelForm:
-        layer, output, lse = self._layer, tensors.output, tensors.lse
+        self,
+        plan: HopperPlan,
+        step: TritonAttentionMetadata,
+        tensors: DenseTensors,
+        constants: Mapping[str, Any],
+    ) -> KernelForm | None:
+        if not serves(self._layer, plan, step, tensors):
+            return None
+        layer, output, lse, tile = self._layer, tensors.output, tensors.lse, plan.tile
         cap, chunk, causal = layer.logits_soft_cap, layer.attention_chunk_size, step.causal
         fixed = {
             "out_token": output.stride(0),
@@ -206,16 +254,7 @@ class HopperLauncher:
             "FP8_OUT": tensors.output_scale is not None,
             "LSE": lse is not None,
         }
-        varying = (
-            *_SHARED,
-            "q_desc",
-            "k_desc",
-            "v_desc",
-            "tile_starts_ptr",
-            "num_tiles_ptr",
-            "programs",
-        )
-        return KernelForm(hopper_prefill_kernel, fixed, varying, num_warps=4)
+        return KernelForm(hopper_prefill_kernel, fixed, _VARYING, num_warps=4)
 
 
 def _kind_of(cache_dtype: CacheDType) -> int:
@@ -225,7 +264,13 @@ def _kind_of(cache_dtype: CacheDType) -> int:
     return E5M2 if cache_dtype is CacheDType.FP8_E5M2 else E4M3
 
 
-_SHARED = (
+_VARYING = (
+    "q_desc",
+    "k_desc",
+    "v_desc",
+    "tile_starts_ptr",
+    "num_tiles_ptr",
+    "programs",
     "out_ptr",
     "lse_ptr",
     "output_scale_ptr",
