@@ -188,34 +188,19 @@ class DenseLauncher:
     ) -> FormCall:
         plan = step.split
         assert plan is not None
-        varying["rows_ptr"] = plan.rows
-        varying["total_ptr"] = plan.total
-        varying["starts_ptr"] = plan.starts
-        varying["shares_ptr"] = plan.shares
-        varying["counters_ptr"] = plan.counters
-        varying["states_ptr"] = plan.states
-        varying["sums_ptr"] = plan.sums
+        varying["plan"] = plan.pointers
         if plan.hopper is not None:
             call = self._split_on_hopper(plan, step, tensors, varying, likeness)
             if call is not None:
                 return call
         tile = plan.tile
-        key = (
-            tile,
-            plan.groups,
-            plan.heads,
-            plan.head_loops,
-            plan.slots,
-            plan.bundles,
-            plan.is_free,
-            likeness,
-        )
+        key = (plan.static, likeness)
         if not self._splits.has(key):
             fixed = self._fixed(step, tensors, varying)
             check_heads(self.layer, plan)
             fixed |= _split_constants(plan, fixed["V_WIDTH"] * fixed["PLANES"])
             launch = (tile.num_warps, tile.num_stages, tile.max_registers)
-            names = varying.keys() & set(decode_kernel.arg_names)
+            names = {"plan", *(varying.keys() & set(decode_kernel.arg_names))}
             self._splits.keep(key, KernelForm(decode_kernel, fixed, names, *launch))
         form = self._splits.latest
         assert form is not None
@@ -320,7 +305,7 @@ class DenseLauncher:
             "ranges_ptr": ranges,
             "sinks_ptr": tensors.sinks,
             "slopes_ptr": tensors.alibi_slopes,
-            "table_row": step.block_table.stride(0),
+            "table_row": step.block_table.stride()[0],
             "num_ranges": 0 if ranges is None else ranges.shape[1],
         }
 

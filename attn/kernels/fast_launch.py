@@ -31,6 +31,20 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
+from builders.split_kv import Pointers
+
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "plan": (
+        "rows_ptr",
+        "total_ptr",
+        "starts_ptr",
+        "shares_ptr",
+        "counters_ptr",
+        "states_ptr",
+        "sums_ptr",
+    ),
+}
+"""Arguments that forms take as one :class:`Pointers`, by its name."""
 MOST_PREPARED = 8
 """Specialisations of a form that are kept; launches like others stay Triton's."""
 _ALIGNMENT = 16
@@ -68,19 +82,21 @@ class Relauncher:
                 return True
         return False
 
-    def learn(self, compiled: object, arguments: Mapping[str, Any]) -> None:
+    def learn(self, compiled: object, values: Sequence[Any], arguments: Mapping[str, Any]) -> None:
         """Keep what a launch through Triton gave, for launches that are specialised alike.
 
         Args:
             compiled: what the launch returned.
+            values: as :meth:`launch` takes them.
             arguments: every argument of it, by name and in the kernel's order.
         """
         usual = isinstance(self._kernel, JITFunction) and isinstance(compiled, CompiledKernel)
         if not usual or len(self._prepared) >= MOST_PREPARED or _is_watched():
             return
         try:
-            self._prepared.append(_Prepared(self._kernel, self._varying, compiled, arguments))
-        except (AttributeError, KeyError, TypeError, _UnknownError):
+            varying = dict(zip(self._varying, values, strict=True))
+            self._prepared.append(_Prepared(self._kernel, varying, compiled, arguments))
+        except (AttributeError, KeyError, StopIteration, TypeError, _UnknownError):
             # Triton as it is not known here.
             return
 
@@ -95,7 +111,7 @@ class _Prepared:
     def __init__(
         self,
         kernel: Any,
-        varying: Sequence[str],
+        varying: Mapping[str, Any],
         compiled: Any,
         arguments: Mapping[str, Any],
     ) -> None:
@@ -104,69 +120,76 @@ class _Prepared:
         self._driver = driver.active
         self._device = self._driver.get_current_device()
         self._call, self._base, self._is_nested = _bottom_of(compiled, [*arguments.values()])
-        values = [arguments[name] for name in varying]
-        self._types = [*map(type, values)]
+        self._words, places, encoders = self._expanded(arguments)
+        self._types = [*map(type, varying.values())]
+        self._groups: list[tuple[int, slice, list[Any]]] = []
+        self._descriptors: list[tuple[int, slice, _Encoder]] = []
+        self._tensor_places: list[int] = []
+        self._integer_places: list[tuple[int, int]] = []
         tensors: list[int] = []
         aligned: list[int] = []
         integers: list[int] = []
         exact: list[int] = []
-        descriptors: dict[str, int] = {}
         params = {param.name: param for param in kernel.params}
-        for index, (name, value) in enumerate(zip(varying, values, strict=True)):
-            param, signature = params[name], compiled.src.signature[name]
-            if param.is_constexpr or param.is_const or param.annotation_type:
+        for index, (name, value) in enumerate(varying.items()):
+            members = [params[member] for member in GROUPS.get(name, (name,))]
+            if any(one.is_constexpr or one.is_const or one.annotation_type for one in members):
                 raise _UnknownError
-            if type(value) in _TENSORS:
+            param, place = members[0], places[members[0].name]
+            if type(value) is Pointers:
+                where = [places[member.name].start for member in members]
+                if where != [*range(where[0], where[0] + len(where))]:
+                    raise _UnknownError
+                self._groups.append((index, slice(where[0], where[-1] + 1), value.kinds))
+            elif type(value) in _TENSORS:
+                self._tensor_places.append(place.start)
                 tensors.append(index)
                 if not param.do_not_specialize and not param.do_not_specialize_on_alignment:
                     aligned.append(len(tensors) - 1)
             elif type(value) is int:
+                self._integer_places.append((index, place.start))
                 (integers if param.do_not_specialize else exact).append(index)
-            elif signature.startswith("tensordesc"):
-                descriptors[name] = index
+            elif name in encoders:
+                self._descriptors.append((index, place, encoders[name]))
             elif value is not None:
                 raise _UnknownError
         self._tensors, self._aligned = picker(tensors), picker(aligned)
         self._integers, self._exact = picker(integers), picker(exact)
+        values = [*varying.values()]
         chosen = self._tensors(values)
         self._dtypes = [tensor.dtype for tensor in chosen]
         self._on_gpu = [tensor.is_cuda for tensor in chosen]
-        self._remainders = [tensor.data_ptr() % _ALIGNMENT != 0 for tensor in self._aligned(chosen)]
+        addresses = [tensor.data_ptr() for tensor in chosen]
+        self._remainders = [at % _ALIGNMENT != 0 for at in self._aligned(addresses)]
         self._widths = [value >> 31 for value in self._integers(values)]
         self._values = self._exact(values)
-        self._place(varying, values, arguments, tensors, [*integers, *exact], descriptors)
 
-    def _place(
-        self,
-        varying: Sequence[str],
-        values: Sequence[Any],
-        arguments: Mapping[str, Any],
-        tensors: Sequence[int],
-        integers: Sequence[int],
-        descriptors: Mapping[str, int],
-    ) -> None:
-        """Where each argument goes, and what stays in the places of the others."""
-        self._words: list[Any] = []
-        self._descriptors: list[tuple[int, slice, _Encoder]] = []
-        places = {}
-        metadata = iter(self._compiled.metadata.tensordesc_meta if descriptors else ())
-        signature = self._compiled.src.signature
+    def _expanded(
+        self, arguments: Mapping[str, Any]
+    ) -> tuple[list[Any], dict[str, slice], dict[str, _Encoder]]:
+        """What the C function is given, where each argument is in it, and how it is encoded.
+
+        No tensor is among it: it would be kept alive.
+        """
+        words: list[Any] = []
+        places, encoders = {}, {}
+        signature, metadata = self._compiled.src.signature, self._compiled.metadata
+        descriptors = iter(getattr(metadata, "tensordesc_meta", None) or ())
         for name, value in arguments.items():
-            places[name] = len(self._words)
+            start = len(words)
             if signature[name].startswith("tensordesc"):
-                encoder = _Encoder(
-                    self._compiled.run, signature[name], next(metadata), self._base, self._is_nested
+                encoders[name] = _Encoder(
+                    self._compiled.run,
+                    signature[name],
+                    next(descriptors),
+                    self._base,
+                    self._is_nested,
                 )
-                self._words += encoder.words_of(value) or ()
-                where = slice(places[name], len(self._words))
-                self._descriptors.append((descriptors[name], where, encoder))
+                words += encoders[name].words_of(value) or ()
             else:
-                self._words.append(value)
-        self._tensor_places = [places[varying[index]] for index in tensors]
-        self._integer_places = [(index, places[varying[index]]) for index in integers]
-        for place in self._tensor_places:
-            # No tensor is kept alive.
-            self._words[place] = 0
+                words.append(0 if isinstance(value, torch.Tensor) else value)
+            places[name] = slice(start, len(words))
+        return words, places, encoders
 
     def words_of(self, values: Sequence[Any]) -> list[Any] | None:
         """The C function's arguments for these values; None where Triton would specialise anew."""
@@ -191,6 +214,11 @@ class _Prepared:
             words[place] = address
         for index, place in self._integer_places:
             words[place] = values[index]
+        for index, where, kinds in self._groups:
+            pointers = values[index]
+            if pointers.kinds != kinds:
+                return None
+            words[where] = pointers.addresses
         for index, where, encoder in self._descriptors:
             encoded = encoder.words_of(values[index])
             if encoded is None:
@@ -304,6 +332,9 @@ def _is_watched() -> bool:
 
 def picker(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
     """Takes those out of a sequence or a mapping, as a tuple however many they are."""
-    if len(keys) > 1:
-        return itemgetter(*keys)
-    return lambda values: tuple(values[key] for key in keys)
+    if not keys:
+        return lambda values: ()
+    if len(keys) == 1:
+        (key,) = keys
+        return lambda values: (values[key],)
+    return itemgetter(*keys)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from attn.kernels.fast_launch import Relauncher, picker
+from attn.kernels.fast_launch import GROUPS, Relauncher, picker
 
 _COMPILERS = 8
 """Threads that compile, each in its own kernel."""
@@ -122,7 +122,7 @@ class KernelForm:
         Args:
             kernel: the ``triton.jit`` function.
             fixed: arguments that every launch of this form shares.
-            varying: names of those that :meth:`call` is given.
+            varying: names of those that :meth:`call` is given; a group's stands for all of it.
             num_warps: as in :class:`KernelCall`.
             num_stages: likewise.
             max_registers: likewise.
@@ -130,7 +130,9 @@ class KernelForm:
         Raises:
             TypeError: the two do not add up to the kernel's arguments.
         """
-        named, wanted = {*fixed, *varying}, set(kernel.arg_names)
+        first = {name: GROUPS.get(name, (name,))[0] for name in varying}
+        named = {*fixed, *(one for name in varying for one in GROUPS.get(name, (name,)))}
+        wanted = set(kernel.arg_names)
         if named != wanted:
             raise TypeError(
                 f"fixed and varying must name the kernel's arguments; missing "
@@ -138,7 +140,8 @@ class KernelForm:
             )
         self.kernel = kernel
         self.arguments = {name: fixed.get(name) for name in kernel.arg_names}
-        self.varying = tuple(name for name in kernel.arg_names if name in varying)
+        places = {name: place for place, name in enumerate(kernel.arg_names)}
+        self.varying = tuple(sorted(first, key=lambda name: places[first[name]]))
         self.num_warps = num_warps
         self.num_stages = num_stages
         self.max_registers = max_registers
@@ -178,16 +181,23 @@ class FormCall:
             if form.relauncher.launch(self._grid, self._values):
                 return
         record = self.record
-        form.relauncher.learn(record.launch(), record.arguments)
+        form.relauncher.learn(record.launch(), self._values, record.arguments)
 
     @property
     def record(self) -> KernelCall:
         """The launch with every argument by name."""
         form = self._form
+        varying: dict[str, Any] = {}
+        for name, value in zip(form.varying, self._values, strict=True):
+            members = GROUPS.get(name)
+            if members is None:
+                varying[name] = value
+            else:
+                varying |= zip(members, value.tensors, strict=True)
         return KernelCall(
             form.kernel,
             self._grid,
-            form.arguments | dict(zip(form.varying, self._values, strict=True)),
+            form.arguments | varying,
             form.num_warps,
             form.num_stages,
             form.max_registers,

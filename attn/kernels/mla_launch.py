@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 
 from attn.kernels import dense
-from attn.kernels.launch import FormCall, KernelCall, KernelForm
+from attn.kernels.launch import FormCall, Forms, KernelCall, KernelForm
 from attn.kernels.mla_decode import mla_decode_kernel
 from attn.kernels.numerics import INTERPRETED
 from attn.kernels.stored import E4M3, NATIVE
@@ -67,7 +67,7 @@ class LatentLauncher:
             layer: what never changes.
         """
         self.layer = layer
-        self._forms: dict[tuple[Any, ...], KernelForm] = {}
+        self._forms = Forms()
 
     def attend(self, step: TritonAttentionMetadata, tensors: LatentTensors) -> None:
         """Enqueue the step's launch.
@@ -100,19 +100,11 @@ class LatentLauncher:
             "out_ptr": tensors.output,
             "lse_ptr": tensors.lse,
             "table_ptr": step.block_table,
-            "rows_ptr": plan.rows,
-            "total_ptr": plan.total,
-            "starts_ptr": plan.starts,
-            "shares_ptr": plan.shares,
-            "counters_ptr": plan.counters,
-            "states_ptr": plan.states,
-            "sums_ptr": plan.sums,
-            "table_row": step.block_table.stride(0),
+            "plan": plan.pointers,
+            "table_row": step.block_table.stride()[0],
         }
-        static = (plan.tile, plan.groups, plan.heads, plan.head_loops, plan.slots, plan.bundles)
-        key = (*static, _likeness(tensors))
-        form = self._forms.get(key)
-        if form is None:
+        key = (plan.static, _likeness(tensors))
+        if not self._forms.has(key):
             _check(self.layer, plan, step, tensors)
             fixed = self._fixed(tensors, latent, rope) | _plan_constants(plan)
             tile = plan.tile
@@ -120,8 +112,9 @@ class LatentLauncher:
             fixed["FINISH_WIDTH"] = min(
                 fixed["WIDTH"] * fixed["PLANES"], FINISH_CELLS // fixed["FINISH_ROWS"]
             )
-            form = KernelForm(mla_decode_kernel, fixed, varying, *launch)
-            self._forms[key] = form
+            self._forms.keep(key, KernelForm(mla_decode_kernel, fixed, varying, *launch))
+        form = self._forms.latest
+        assert form is not None
         return form.call((plan.groups * plan.heads,), varying)
 
     def _fixed(

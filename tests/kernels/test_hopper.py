@@ -313,6 +313,6 @@ def test_descriptors_are_made_once_and_hold_no_tensor() -> None:
     assert not isinstance(call.arguments["k_desc"].base, torch.Tensor)
     descriptors = Descriptors()
     rows = torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16)
-    one = descriptors.of(rows, (1, 16, 1, 64))
-    assert descriptors.of(rows[:], (1, 16, 1, 64)) is one
-    assert descriptors.of(rows[1:], (1, 16, 1, 64)) is not one
+    one = descriptors.of("k", rows, (1, 16, 1, 64))
+    assert descriptors.of("k", rows[:], (1, 16, 1, 64)) is one
+    assert descriptors.of("k", rows[1:], (1, 16, 1, 64)) is not one

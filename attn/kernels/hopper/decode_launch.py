@@ -41,22 +41,14 @@ class HopperDecodeLauncher(HopperForms[SplitPlan]):
     """The split-KV launches of one layer."""
 
     def _static(self, plan: SplitPlan) -> tuple[Any, ...]:
-        return (
-            plan.hopper,
-            plan.requires_hopper,
-            plan.groups,
-            plan.heads,
-            plan.head_loops,
-            plan.slots,
-            plan.bundles,
-        )
+        return plan.static
 
     def _add_varying(self, plan: SplitPlan, tensors: DenseTensors, varying: dict[str, Any]) -> int:
         assert plan.hopper is not None
         page = (1, plan.hopper.run, 1, COLUMNS)
         # As the words that the plain kernel reads.
-        varying["k_desc"] = self._descriptors.of(varying["key_ptr"], page)
-        varying["v_desc"] = self._descriptors.of(varying["value_ptr"], page)
+        varying["k_desc"] = self._descriptors.of("k", varying["key_ptr"], page)
+        varying["v_desc"] = self._descriptors.of("v", varying["value_ptr"], page)
         return plan.groups * plan.heads
 
     def _new_form(
@@ -127,13 +119,7 @@ _VARYING = (
     "lse_ptr",
     "output_scale_ptr",
     "table_ptr",
-    "rows_ptr",
-    "total_ptr",
-    "starts_ptr",
-    "shares_ptr",
-    "counters_ptr",
-    "states_ptr",
-    "sums_ptr",
+    "plan",
     "causal_ptr",
     "ranges_ptr",
     "sinks_ptr",

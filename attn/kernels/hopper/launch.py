@@ -102,15 +102,21 @@ class Descriptors:
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], TensorDescriptor] = {}
+        self._latest: dict[str, tuple[tuple[Any, ...], TensorDescriptor]] = {}
 
-    def of(self, rows: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
-        """A descriptor of rows in boxes of that shape."""
+    def of(self, name: str, rows: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
+        """A descriptor of rows in boxes of that shape, for the argument of that name."""
         key = (rows.data_ptr(), rows.shape, rows.stride(), box)
+        latest = self._latest.get(name)
+        # Comparing costs less than a hash.
+        if latest is not None and latest[0] == key:
+            return latest[1]
         found = self._known.get(key)
         if found is None:
             if len(self._known) >= MOST_DESCRIPTORS:
                 self._known.clear()
             found = self._known[key] = _describe(rows, box)
+        self._latest[name] = (key, found)
         return found
 
 
@@ -201,9 +207,9 @@ class HopperLauncher(HopperForms[HopperPlan]):
     def _add_varying(self, plan: HopperPlan, tensors: DenseTensors, varying: dict[str, Any]) -> int:
         tile, keys, of = plan.tile, tensors.keys, self._descriptors.of
         page = (1, tile.run, 1, min(tile.width, 128) if tile.staged else COLUMNS)
-        varying["q_desc"] = of(tensors.query, (tile.rows_per_group, tile.packed, COLUMNS))
-        varying["k_desc"] = of(keys.key, page)
-        varying["v_desc"] = of(keys.value, page)
+        varying["q_desc"] = of("q", tensors.query, (tile.rows_per_group, tile.packed, COLUMNS))
+        varying["k_desc"] = of("k", keys.key, page)
+        varying["v_desc"] = of("v", keys.value, page)
         varying["tile_starts_ptr"] = plan.tile_starts
         varying["num_tiles_ptr"] = plan.num_tiles
         varying["programs"] = plan.programs

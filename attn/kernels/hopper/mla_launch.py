@@ -52,13 +52,14 @@ class HopperLatentLauncher(HopperForms[SplitPlan]):
     """The decode launches of one latent layer; none is left to the plain kernel."""
 
     def _static(self, plan: SplitPlan) -> tuple[Any, ...]:
-        return plan.hopper, plan.groups, plan.heads, plan.head_loops, plan.slots, plan.bundles
+        return plan.static
 
     def _add_varying(self, plan: SplitPlan, tensors: DenseTensors, varying: dict[str, Any]) -> int:
         assert plan.hopper is not None
         rows = varying["key_ptr"][:, :, 0]
-        varying["k_desc"] = self._descriptors.of(rows, (1, plan.hopper.run, COLUMNS))
+        varying["k_desc"] = self._descriptors.of("k", rows, (1, plan.hopper.run, COLUMNS))
         varying["cache_ptr"] = rows
+        varying["plan"] = plan.pointers
         return plan.groups * plan.heads
 
     def _new_form(
@@ -112,12 +113,6 @@ _VARYING = (
     "out_ptr",
     "lse_ptr",
     "table_ptr",
-    "rows_ptr",
-    "total_ptr",
-    "starts_ptr",
-    "shares_ptr",
-    "counters_ptr",
-    "states_ptr",
-    "sums_ptr",
+    "plan",
     "table_row",
 )
