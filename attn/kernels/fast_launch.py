@@ -21,10 +21,11 @@ Capturing a CUDA graph needs nothing of its own: function, stream and parameters
 from __future__ import annotations
 
 import copy
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from triton import knobs
@@ -179,6 +180,7 @@ class _Prepared:
             start = len(words)
             if signature[name].startswith("tensordesc"):
                 encoders[name] = _Encoder(
+                    value,
                     self._compiled.run,
                     signature[name],
                     next(descriptors),
@@ -240,26 +242,28 @@ class _Encoder:
     """Descriptors of one kind as the C function takes them, encoded once for each."""
 
     def __init__(
-        self, run: Any, signature: str, metadata: Any, base: tuple[Any, ...], is_nested: bool
+        self,
+        descriptor: Any,
+        run: Any,
+        signature: str,
+        metadata: Any,
+        base: tuple[Any, ...],
+        is_nested: bool,
     ) -> None:
-        expand = vars(__import__(type(run).__module__, fromlist=["driver"]))
-        self._expand = expand["wrap_handle_tensordesc"](
-            lambda *given: given, {0: signature}, [metadata]
-        )
+        expand = vars(sys.modules[type(run).__module__])["wrap_handle_tensordesc"]
+        # With this in the C function's place, it returns what that would be given.
+        self._expand = expand(lambda *given: given, {0: signature}, [metadata])
         self._base = (1, 1, 1, 0, *base)
         self._is_nested = is_nested
         self._key = f"{signature} {metadata}"
-        self._kind: tuple[Any, ...] | None = None
+        self._kind = _kind_of(descriptor)
 
     def words_of(self, descriptor: Any) -> list[Any] | None:
         """The map that TMA reads, shape and strides; None for a descriptor of another kind."""
         known: dict[str, list[Any]] = vars(descriptor).setdefault("encoded", {})
         words = known.get(self._key)
         if words is None:
-            kind = _kind_of(descriptor)
-            if self._kind is None:
-                self._kind = kind
-            elif kind != self._kind:
+            if _kind_of(descriptor) != self._kind:
                 return None
             if self._is_nested:
                 words = list(self._expand(*self._base, (descriptor,))[-1])
@@ -303,18 +307,18 @@ def _bottom_of(
     if not same or arguments[: len(first)] != first:
         raise _UnknownError
     base = arguments[len(_BASE) : -1 if is_nested else -len(values)]
-    return _builtin_under(run.launch), base, is_nested
+    return _bottom_under(run.launch), base, is_nested
 
 
-def _builtin_under(launch: Any) -> Callable[..., Any]:
+def _bottom_under(launch: Any) -> Callable[..., Any]:
     """What expands descriptors is a closure around the C function; without them it stands alone."""
-    if isinstance(launch, types.BuiltinFunctionType):
-        return launch
-    held = [cell.cell_contents for cell in launch.__closure__]
-    found = [value for value in held if isinstance(value, types.BuiltinFunctionType)]
+    if not isinstance(launch, types.FunctionType):
+        return cast("Callable[..., Any]", launch)
+    held = [cell.cell_contents for cell in launch.__closure__ or ()]
+    found = [one for one in held if callable(one) and not isinstance(one, types.FunctionType)]
     if len(found) != 1:
         raise _UnknownError
-    return found[0]
+    return cast("Callable[..., Any]", found[0])
 
 
 def _is_watched() -> bool:
