@@ -145,8 +145,6 @@ class DenseLauncher:
         self.layer = layer
         self._stored = _stored(layer.cache_dtype)
         self._splits, self._prefills = Forms(), Forms()
-        self._last_seen: tuple[Any, ...] = ()
-        self._last_likeness: tuple[Any, ...] = ()
         self._hopper: HopperLauncher | None = None
         self._hopper_decode: HopperDecodeLauncher | HopperLatentLauncher | None = None
 
@@ -163,7 +161,7 @@ class DenseLauncher:
         if step.split is None and step.prefill is None:
             return
         # Both launches share them.
-        varying, likeness = self._varying(step, tensors), self._likeness(step, tensors)
+        varying, likeness = self._varying(step, tensors), _likeness(step, tensors)
         if step.split is not None:
             self._split(step, tensors, varying, likeness).launch()
         if step.prefill is not None:
@@ -172,12 +170,12 @@ class DenseLauncher:
     def split(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> KernelCall:
         """The launch that serves the step's rows with few query tokens."""
         varying = self._varying(step, tensors)
-        return self._split(step, tensors, varying, self._likeness(step, tensors)).record
+        return self._split(step, tensors, varying, _likeness(step, tensors)).record
 
     def prefill(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> KernelCall:
         """The launch that serves the step's rows with many query tokens."""
         varying = self._varying(step, tensors)
-        return self._prefill(step, tensors, varying, self._likeness(step, tensors)).record
+        return self._prefill(step, tensors, varying, _likeness(step, tensors)).record
 
     def _split(
         self,
@@ -272,13 +270,6 @@ class DenseLauncher:
             constants = _split_constants(plan, self.layer.head_size)
             self._hopper_decode.prepare(plan, step, tensors, constants, likeness)
         return self._hopper_decode.call(plan, tensors, varying)
-
-    def _likeness(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> tuple[Any, ...]:
-        """That of the step and its tensors: the same object as before for the same lengths."""
-        seen = _seen(step, tensors)
-        if seen != self._last_seen:
-            self._last_seen, self._last_likeness = seen, _likeness(seen)
-        return self._last_likeness
 
     def _varying(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> dict[str, Any]:
         """Arguments of both kernels that differ from call to call."""
@@ -395,25 +386,27 @@ def prefill_call(
     return DenseLauncher(layer).prefill(step, tensors)
 
 
-def _seen(step: TritonAttentionMetadata, tensors: DenseTensors) -> tuple[Any, ...]:
-    """What :func:`_likeness` is taken from: the same, but for whole shapes."""
+def _likeness(step: TritonAttentionMetadata, tensors: DenseTensors) -> tuple[Any, ...]:
+    """Everything about a step and its tensors that a form depends on; no length is part of it."""
     keys, query, output, lse = tensors.keys, tensors.query, tensors.output, tensors.lse
     key, value, inline, scale = keys.key, keys.value, keys.key_scale, tensors.output_scale
     causal = step.causal
+    # A cache keeps its length, and whole shapes cost less; an encoder's keys do not.
+    paged = key.dim() == 4
     return (
         query.dtype,
         query.device,
-        query.shape,
+        query.shape[1:],
         query.stride(),
         output.dtype,
-        output.shape,
+        output.shape[1:],
         output.stride(),
-        None if lse is None else (lse.dtype, lse.shape, lse.stride()),
+        None if lse is None else (lse.dtype, lse.shape[1:], lse.stride()),
         None if scale is None else (scale.dtype, scale.numel()),
         key.dtype,
         value.dtype,
-        key.shape,
-        value.shape,
+        key.shape if paged else key.shape[1:],
+        value.shape if paged else value.shape[1:],
         key.stride(),
         value.stride(),
         (key.data_ptr() | value.data_ptr()) % 64,
@@ -426,18 +419,6 @@ def _seen(step: TritonAttentionMetadata, tensors: DenseTensors) -> tuple[Any, ..
         step.mm_ranges is None,
         None if step.rswa_prefix_lens is None else step.rswa_window,
         step.stripe,
-    )
-
-
-def _likeness(seen: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Everything about a step and its tensors that a form depends on; no length is part of it."""
-    return tuple(
-        value[1:]
-        if isinstance(value, torch.Size)
-        else _likeness(value)
-        if type(value) is tuple
-        else value
-        for value in seen
     )
 
 

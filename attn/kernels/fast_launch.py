@@ -277,7 +277,7 @@ def _kind_of(descriptor: Any) -> tuple[Any, ...]:
     """All but address, shape and strides."""
     places = ("base", "shape", "strides", "encoded")
     rest = {name: value for name, value in vars(descriptor).items() if name not in places}
-    return descriptor.base.dtype, repr(rest)
+    return descriptor.base.dtype, rest
 
 
 def _bottom_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -35,7 +36,7 @@ Plan = TypeVar("Plan", HopperPlan, SplitPlan)
 COLUMNS = 64
 """Columns of a box: the 128 bytes of a swizzled row."""
 MOST_DESCRIPTORS = 64
-"""Of a layer, kept for calls with tensors at the same addresses."""
+"""Kept for calls with tensors at the same addresses."""
 
 
 def serves(
@@ -98,7 +99,7 @@ def is_planned(found: Tile | None, planned: Tile, is_required: bool) -> bool:
 
 
 class Descriptors:
-    """Descriptors of a layer: it has one cache, and queries come back to the same addresses."""
+    """Descriptors of tensors that come back at the same addresses; they hold no tensor."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], TensorDescriptor] = {}
@@ -106,7 +107,7 @@ class Descriptors:
 
     def of(self, name: str, rows: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
         """A descriptor of rows in boxes of that shape, for the argument of that name."""
-        key = (rows.data_ptr(), rows.shape, rows.stride(), box)
+        key = (rows.data_ptr(), rows.dtype, rows.shape, rows.stride(), box)
         latest = self._latest.get(name)
         # Comparing costs less than a hash.
         if latest is not None and latest[0] == key:
@@ -118,6 +119,10 @@ class Descriptors:
             found = self._known[key] = _describe(rows, box)
         self._latest[name] = (key, found)
         return found
+
+
+_queries = Descriptors()
+"""Of all layers: in a step their queries have one shape, and often one place."""
 
 
 class HopperForms(ABC, Generic[Plan]):
@@ -207,7 +212,8 @@ class HopperLauncher(HopperForms[HopperPlan]):
     def _add_varying(self, plan: HopperPlan, tensors: DenseTensors, varying: dict[str, Any]) -> int:
         tile, keys, of = plan.tile, tensors.keys, self._descriptors.of
         page = (1, tile.run, 1, min(tile.width, 128) if tile.staged else COLUMNS)
-        varying["q_desc"] = of("q", tensors.query, (tile.rows_per_group, tile.packed, COLUMNS))
+        rows = (tile.rows_per_group, tile.packed, COLUMNS)
+        varying["q_desc"] = _queries.of("q", tensors.query, rows)
         varying["k_desc"] = of("k", keys.key, page)
         varying["v_desc"] = of("v", keys.value, page)
         varying["tile_starts_ptr"] = plan.tile_starts
@@ -308,5 +314,10 @@ class _Address:
 
 def _describe(rows: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
     """A descriptor whose boxes are swizzled as products want them; outside they are zeros."""
-    layout = gl.NVMMASharedLayout(box[-1] * rows.element_size(), 8 * rows.element_size(), len(box))
+    layout = _layout(box, rows.element_size())
     return TensorDescriptor(_Address(rows), [*rows.shape], [*rows.stride()], [*box], layout)
+
+
+@cache
+def _layout(box: tuple[int, ...], itemsize: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(box[-1] * itemsize, 8 * itemsize, len(box))
