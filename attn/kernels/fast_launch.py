@@ -66,6 +66,7 @@ class Relauncher:
         self._kernel = kernel
         self._varying = tuple(varying)
         self._prepared: list[_Prepared] = []
+        self._learns = isinstance(kernel, JITFunction)
 
     def launch(self, grid: tuple[int, ...], values: Sequence[Any]) -> bool:
         """Enqueue on the current stream; False, and nothing is done, where that is Triton's to do.
@@ -91,15 +92,16 @@ class Relauncher:
             values: as :meth:`launch` takes them.
             arguments: every argument of it, by name and in the kernel's order.
         """
-        usual = isinstance(self._kernel, JITFunction) and isinstance(compiled, CompiledKernel)
-        if not usual or len(self._prepared) >= MOST_PREPARED or _is_watched():
+        if not self._learns or not isinstance(compiled, CompiledKernel) or _is_watched():
             return
         try:
             varying = dict(zip(self._varying, values, strict=True))
             self._prepared.append(_Prepared(self._kernel, varying, compiled, arguments))
         except (AttributeError, KeyError, StopIteration, TypeError, _UnknownError):
-            # Triton as it is not known here.
-            return
+            # Triton as it is not known here, and will not be at the next launch.
+            self._learns = False
+        if len(self._prepared) == MOST_PREPARED:
+            self._learns = False
 
 
 class _UnknownError(Exception):

@@ -27,8 +27,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction, compute_cache_key
 
 from attn.kernels import fast_launch
+from attn.kernels.decode import decode_kernel
 from attn.kernels.fast_launch import GROUPS, MOST_PREPARED, Relauncher
+from attn.kernels.hopper.decode import hopper_decode_kernel
+from attn.kernels.hopper.mla import hopper_mla_kernel
+from attn.kernels.hopper.prefill import hopper_prefill_kernel
 from attn.kernels.launch import KernelForm, collected_calls
+from attn.kernels.mla_decode import mla_decode_kernel
+from attn.kernels.prefill import prefill_kernel
 from builders.split_kv import Pointers
 
 STREAM = 7
@@ -483,5 +489,54 @@ def test_a_group_stands_for_its_members(gpu: Driver) -> None:
     assert all(one is other for one, other in zip(members, given["plan"].tensors, strict=True))
 
 
-def test_nothing_is_watched_in_the_rule() -> None:
+def test_what_is_not_learnt_once_is_not_tried_again(
+    gpu: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form, given = new_form(gpu), arguments()
+    tried: list[Any] = []
+
+    def bottom(*what: Any) -> Any:
+        tried.append(what)
+        raise AttributeError
+
+    monkeypatch.setattr(fast_launch, "_bottom_of", bottom)
+    for _ in range(3):
+        form.call((1,), given).launch()
+        assert not gpu.was_past_triton
+    assert len(tried) == 1
+
+
+def test_nothing_is_watched_as_a_rule() -> None:
     assert not fast_launch._is_watched()
+
+
+# -- The kernels of this library.
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        decode_kernel,
+        prefill_kernel,
+        mla_decode_kernel,
+        hopper_decode_kernel,
+        hopper_prefill_kernel,
+        hopper_mla_kernel,
+    ],
+    ids=lambda kernel: kernel.__name__,
+)
+def test_lengths_specialise_no_kernel_and_groups_stand_together(kernel: Any) -> None:
+    params = {param.name: param for param in JITFunction(kernel.fn, **waived(kernel)).params}
+    for name in {"table_row", "num_ranges", "num_reqs", "programs"} & params.keys():
+        assert params[name].do_not_specialize, name
+    members = [name for name in params if name in GROUPS["plan"]]
+    if members:
+        start = [*params].index(members[0])
+        assert (*params,)[start : start + len(members)] == GROUPS["plan"]
+
+
+def waived(kernel: Any) -> dict[str, Any]:
+    """What the kernel was declared with; under the interpreter it is another class's."""
+    kept = getattr(kernel, "kwargs", None) or vars(kernel)
+    names = ("do_not_specialize", "do_not_specialize_on_alignment")
+    return {name: kept.get(name) for name in names}
