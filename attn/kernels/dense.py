@@ -391,8 +391,6 @@ def _likeness(step: TritonAttentionMetadata, tensors: DenseTensors) -> tuple[Any
     keys, query, output, lse = tensors.keys, tensors.query, tensors.output, tensors.lse
     key, value, inline, scale = keys.key, keys.value, keys.key_scale, tensors.output_scale
     causal = step.causal
-    # A cache keeps its length, and whole shapes cost less; an encoder's keys do not.
-    paged = key.dim() == 4
     return (
         query.dtype,
         query.device,
@@ -405,8 +403,8 @@ def _likeness(step: TritonAttentionMetadata, tensors: DenseTensors) -> tuple[Any
         None if scale is None else (scale.dtype, scale.numel()),
         key.dtype,
         value.dtype,
-        key.shape if paged else key.shape[1:],
-        value.shape if paged else value.shape[1:],
+        key.shape[1:],
+        value.shape[1:],
         key.stride(),
         value.stride(),
         (key.data_ptr() | value.data_ptr()) % 64,

@@ -232,6 +232,10 @@ def test_lengths_prepare_nothing_anew(kernels: list[Recorder]) -> None:
         bench.forward(bench.record(*lens), sum(lens) + 5)
     assert bench.forms == 2
     assert len(kernels[0].calls) == 11
+    # Latent prefill has a cache of its own, of as many pages as a step needs.
+    bench.cache = bench.spec.layout().allocate(2 * BLOCKS)
+    bench.forward(bench.record(1, 30), 31)
+    assert bench.forms == 2
 
 
 @pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.FP8])
