@@ -18,7 +18,7 @@ from builders.triton_attn import check_dtypes, check_head_sizes
 from specs.layouts import KVViews
 
 if TYPE_CHECKING:
-    from attn.kernels.dense import DenseLauncher, DenseTensors
+    from attn.kernels.dense import DenseLauncher, DenseTensors, KeyRows
     from builders.triton_attn import (
         SharedPrefix,
         TritonAttentionMetadata,
@@ -137,6 +137,7 @@ class TritonAttentionImpl(DenseImpl):
         from attn.kernels.dense import DenseTensors
 
         keys = self._keys(query, key, value, kv_cache, attn_metadata)
+        viewed = self._viewed
         sinks, slopes = self._constants(query.device)
         rows = output
         if output.dim() == 2 and output.shape[1] == self.num_heads * self.head_size_v:
@@ -152,6 +153,7 @@ class TritonAttentionImpl(DenseImpl):
             output_scale=output_scale,
             sinks=sinks,
             alibi_slopes=slopes,
+            rows=viewed.rows if viewed is not None and viewed.views is keys else None,
         )
         launcher = self._launcher(layer, attn_metadata)
         shared = attn_metadata.shared
@@ -159,6 +161,8 @@ class TritonAttentionImpl(DenseImpl):
             _attend_shared(launcher, shared, tensors)
         else:
             launcher.attend(attn_metadata, tensors)
+        if viewed is not None and viewed.views is keys:
+            viewed.rows = tensors.rows
         return output
 
     def warm_up(
@@ -306,12 +310,14 @@ class _ViewedCache:
 
     def __init__(self, kv_cache: torch.Tensor, model_dtype: torch.dtype, views: KVViews) -> None:
         self.views: KVViews | None = views
+        self.rows: KeyRows | None = None
+        """What a forward made of them."""
         self._model_dtype = model_dtype
         self._address = kv_cache.data_ptr()
         self._kv_cache = weakref.ref(kv_cache, self._forget)
 
     def _forget(self, _: object) -> None:
-        self.views = None
+        self.views = self.rows = None
 
     def views_of(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews | None:
         """The views if they are those of this tensor, where it lies now; else None."""

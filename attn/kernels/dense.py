@@ -70,6 +70,31 @@ class DenseTensors:
     output_scale: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
+    rows: KeyRows | None = None
+    """What a forward before made of ``keys``; made here where it is None."""
+
+
+class KeyRows:
+    """Keys and values as kernels read them, and what a form depends on of them."""
+
+    def __init__(self, keys: KVViews, stored: _Stored) -> None:
+        """
+        Args:
+            keys: neither of which moves.
+            stored: how they are read.
+        """
+        key, value, inline = keys.key, keys.value, keys.key_scale
+        self.words = stored.words(key), stored.words(value)
+        self.likeness = (
+            key.dtype,
+            value.dtype,
+            key.shape[1:],
+            value.shape[1:],
+            key.stride(),
+            value.stride(),
+            (key.data_ptr() | value.data_ptr()) % 64,
+            None if inline is None else inline.stride(),
+        )
 
 
 @dataclass(frozen=True)
@@ -161,7 +186,7 @@ class DenseLauncher:
         if step.split is None and step.prefill is None:
             return
         # Both launches share them.
-        varying, likeness = self._varying(step, tensors), _likeness(step, tensors)
+        varying, likeness = self._shared(step, tensors)
         if step.split is not None:
             self._split(step, tensors, varying, likeness).launch()
         if step.prefill is not None:
@@ -169,13 +194,11 @@ class DenseLauncher:
 
     def split(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> KernelCall:
         """The launch that serves the step's rows with few query tokens."""
-        varying = self._varying(step, tensors)
-        return self._split(step, tensors, varying, _likeness(step, tensors)).record
+        return self._split(step, tensors, *self._shared(step, tensors)).record
 
     def prefill(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> KernelCall:
         """The launch that serves the step's rows with many query tokens."""
-        varying = self._varying(step, tensors)
-        return self._prefill(step, tensors, varying, _likeness(step, tensors)).record
+        return self._prefill(step, tensors, *self._shared(step, tensors)).record
 
     def _split(
         self,
@@ -271,18 +294,23 @@ class DenseLauncher:
             self._hopper_decode.prepare(plan, step, tensors, constants, likeness)
         return self._hopper_decode.call(plan, tensors, varying)
 
-    def _varying(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> dict[str, Any]:
-        """Arguments of both kernels that differ from call to call."""
+    def _shared(
+        self, step: TritonAttentionMetadata, tensors: DenseTensors
+    ) -> tuple[dict[str, Any], tuple[Any, ...]]:
+        """Arguments of both kernels that differ from call to call, and what a form depends on."""
+        rows = tensors.rows
+        if rows is None:
+            rows = tensors.rows = KeyRows(tensors.keys, self._stored)
         keys, output, ranges = tensors.keys, tensors.output, step.mm_ranges
         causal: Any = step.causal
         if isinstance(causal, bool):
             causal = None
         elif causal.dtype == torch.bool:
             causal = causal.view(torch.uint8)
-        return {
+        varying = {
             "query_ptr": tensors.query,
-            "key_ptr": self._stored.words(keys.key),
-            "value_ptr": self._stored.words(keys.value),
+            "key_ptr": rows.words[0],
+            "value_ptr": rows.words[1],
             "k_inline_ptr": keys.key_scale,
             "v_inline_ptr": keys.value_scale,
             "k_scale_ptr": tensors.k_scale,
@@ -299,6 +327,7 @@ class DenseLauncher:
             "table_row": step.block_table.stride()[0],
             "num_ranges": 0 if ranges is None else ranges.shape[1],
         }
+        return varying, _likeness(step, tensors, rows)
 
     def _fixed(
         self, step: TritonAttentionMetadata, tensors: DenseTensors, varying: Mapping[str, Any]
@@ -386,10 +415,11 @@ def prefill_call(
     return DenseLauncher(layer).prefill(step, tensors)
 
 
-def _likeness(step: TritonAttentionMetadata, tensors: DenseTensors) -> tuple[Any, ...]:
+def _likeness(
+    step: TritonAttentionMetadata, tensors: DenseTensors, rows: KeyRows
+) -> tuple[Any, ...]:
     """Everything about a step and its tensors that a form depends on; no length is part of it."""
-    keys, query, output, lse = tensors.keys, tensors.query, tensors.output, tensors.lse
-    key, value, inline, scale = keys.key, keys.value, keys.key_scale, tensors.output_scale
+    query, output, lse, scale = tensors.query, tensors.output, tensors.lse, tensors.output_scale
     causal = step.causal
     return (
         query.dtype,
@@ -401,14 +431,7 @@ def _likeness(step: TritonAttentionMetadata, tensors: DenseTensors) -> tuple[Any
         output.stride(),
         None if lse is None else (lse.dtype, lse.shape[1:], lse.stride()),
         None if scale is None else (scale.dtype, scale.numel()),
-        key.dtype,
-        value.dtype,
-        key.shape[1:],
-        value.shape[1:],
-        key.stride(),
-        value.stride(),
-        (key.data_ptr() | value.data_ptr()) % 64,
-        None if inline is None else inline.stride(),
+        rows.likeness,
         tensors.k_scale.numel(),
         tensors.v_scale.numel(),
         tensors.sinks is None,

@@ -325,8 +325,11 @@ def test_a_forward_makes_views_and_fills_in_few_arguments(
     assert filled <= 25
 
 
-def test_views_of_a_cache_are_made_once_and_let_go_with_it(kernels: list[Recorder]) -> None:
-    bench = Bench()
+@pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.INT8_PER_TOKEN_HEAD])
+def test_views_of_a_cache_are_made_once_and_let_go_with_it(
+    kernels: list[Recorder], cache_dtype: CacheDType
+) -> None:
+    bench = Bench(cache_dtype)
     record = bench.record(1)
     bench.forward(record, 1)
     bench.forward(record, 1)
@@ -342,6 +345,7 @@ def test_views_of_a_cache_are_made_once_and_let_go_with_it(kernels: list[Recorde
     del first, second, other
     bench.cache = torch.empty(0)
     assert viewed.views is None
+    assert viewed.rows is None
 
 
 # -- What does not fit.
