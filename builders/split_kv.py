@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -76,6 +78,23 @@ class VisibleKeys:
         return self.window if self.chunk is None else self.chunk * (1 + self.lookback)
 
 
+class Pointers:
+    """Tensors that the launches of all layers of a step share, read once for them all."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        """
+        Args:
+            tensors: none of which moves.
+        """
+        self.tensors = tensors
+        self.addresses = [tensor.data_ptr() for tensor in tensors]
+        self.kinds = [
+            (tensor.dtype, tensor.is_cuda, address % 16 == 0)
+            for tensor, address in zip(tensors, self.addresses, strict=True)
+        ]
+        """All that a kernel may be compiled for: type, place and alignment."""
+
+
 @dataclass(frozen=True)
 class SplitPlan:
     """The step's plan for the split-KV kernel: views of the builder's buffers, and static numbers.
@@ -118,6 +137,34 @@ class SplitPlan:
     """A layer that the kernel for Hopper does not serve is an error; else the plain kernel's."""
     is_free: bool = False
     """Rows are cut anywhere: for benchmarks of what invariance costs."""
+
+    @cached_property
+    def static(self) -> tuple[Any, ...]:
+        """What a kernel is compiled for, or refused: the tiles, the numbers and the flags."""
+        return (
+            self.tile,
+            self.hopper,
+            self.requires_hopper,
+            self.groups,
+            self.heads,
+            self.head_loops,
+            self.slots,
+            self.bundles,
+            self.is_free,
+        )
+
+    @cached_property
+    def pointers(self) -> Pointers:
+        """Its tensors, in the order in which they stand here and among a kernel's arguments."""
+        return Pointers(
+            self.rows,
+            self.total,
+            self.starts,
+            self.shares,
+            self.counters,
+            self.states,
+            self.sums,
+        )
 
 
 @dataclass(frozen=True)
@@ -432,7 +479,11 @@ class SplitPlanner:
         starts_of_tiles[len(starts) :] = starts_of_tiles[len(starts) - 1]
 
     def split(self) -> SplitPlan:
-        """The record's view of the split-KV part."""
+        """The record's view of the split-KV part: every step's, since nothing in it moves."""
+        return self._split
+
+    @cached_property
+    def _split(self) -> SplitPlan:
         b = self.buffers
         return SplitPlan(
             tile=self.tile,

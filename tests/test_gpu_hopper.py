@@ -121,7 +121,8 @@ def test_an_engine_left_to_itself_takes_it_with_the_same_bits() -> None:
         results.append(serving.forward(record, serving.queries(340)))
         (launcher,) = serving.impl._launchers.values()
         # Only the kernel of the short rows has a form besides.
-        assert len(launcher._forms) == 1
+        assert len(launcher._splits) == 1
+        assert len(launcher._prefills) == 0
     assert same(*results)
 
 

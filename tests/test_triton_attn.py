@@ -355,7 +355,8 @@ def warmed_up(
 
 
 def num_forms(impl: TritonAttentionImpl) -> int:
-    return sum(len(launcher._forms) for launcher in impl._launchers.values())
+    launchers = impl._launchers.values()
+    return sum(len(launcher._splits) + len(launcher._prefills) for launcher in launchers)
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8", "int8_per_token_head"])

@@ -18,7 +18,7 @@ from builders.triton_attn import check_dtypes, check_head_sizes
 from specs.layouts import KVViews
 
 if TYPE_CHECKING:
-    from attn.kernels.dense import DenseLauncher, DenseTensors
+    from attn.kernels.dense import DenseLauncher, DenseTensors, KeyRows
     from builders.triton_attn import (
         SharedPrefix,
         TritonAttentionMetadata,
@@ -42,6 +42,9 @@ class TritonAttentionImpl(DenseImpl):
         super().__init__(*args, **kwargs)
         check_head_sizes(self.head_size, self.head_size_v)
         check_dtypes(None, self.cache_dtype)
+        self._is_cached = self.attn_type.is_cached
+        # Reading the environment costs a call as much as its tensors do.
+        self._debugs = debug_enabled()
         rules = self.rules
         self._is_plainly_causal = rules.causal and (
             rules.alibi_slopes is None
@@ -134,6 +137,7 @@ class TritonAttentionImpl(DenseImpl):
         from attn.kernels.dense import DenseTensors
 
         keys = self._keys(query, key, value, kv_cache, attn_metadata)
+        viewed = self._viewed
         sinks, slopes = self._constants(query.device)
         rows = output
         if output.dim() == 2 and output.shape[1] == self.num_heads * self.head_size_v:
@@ -149,6 +153,7 @@ class TritonAttentionImpl(DenseImpl):
             output_scale=output_scale,
             sinks=sinks,
             alibi_slopes=slopes,
+            rows=viewed.rows if viewed is not None and viewed.views is keys else None,
         )
         launcher = self._launcher(layer, attn_metadata)
         shared = attn_metadata.shared
@@ -156,6 +161,8 @@ class TritonAttentionImpl(DenseImpl):
             _attend_shared(launcher, shared, tensors)
         else:
             launcher.attend(attn_metadata, tensors)
+        if viewed is not None and viewed.views is keys:
+            viewed.rows = tensors.rows
         return output
 
     def warm_up(
@@ -233,14 +240,15 @@ class TritonAttentionImpl(DenseImpl):
         step: TritonAttentionMetadata,
     ) -> KVViews:
         """Where keys and values are read: the cache, or what came with the query."""
-        if not self.attn_type.is_cached:
+        if not self._is_cached:
             if key is None or value is None:
                 raise ValueError(f"key and value are needed for attn_type {self.attn_type.value!r}")
             _check_lengths(step.num_actual_tokens, key, value, None)
             return KVViews(key, value)
-        # A rank of several has blocks for its own tokens of a request only.
-        span = kv_cache.shape[2] * (1 if step.stripe is None else step.stripe.size)
-        debug_read(step.block_table, step.seq_lens, kv_cache.shape[0], span)
+        if self._debugs:
+            # A rank of several has blocks for its own tokens of a request only.
+            span = kv_cache.shape[2] * (1 if step.stripe is None else step.stripe.size)
+            debug_read(step.block_table, step.seq_lens, kv_cache.shape[0], span)
         return self._views(kv_cache, query.dtype)
 
     def _views(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews:
@@ -286,6 +294,8 @@ class TritonAttentionImpl(DenseImpl):
     def _constants(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Sinks and ALiBi slopes on the device: themselves, or what the first call copied there."""
         given = self.sinks, self.alibi_slopes
+        if given[0] is None and given[1] is None:
+            return given
         if all(tensor is None or tensor.device == device for tensor in given):
             return given
         constants = self._on_device.get(device)
@@ -300,12 +310,14 @@ class _ViewedCache:
 
     def __init__(self, kv_cache: torch.Tensor, model_dtype: torch.dtype, views: KVViews) -> None:
         self.views: KVViews | None = views
+        self.rows: KeyRows | None = None
+        """What a forward made of them."""
         self._model_dtype = model_dtype
         self._address = kv_cache.data_ptr()
         self._kv_cache = weakref.ref(kv_cache, self._forget)
 
     def _forget(self, _: object) -> None:
-        self.views = None
+        self.views = self.rows = None
 
     def views_of(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews | None:
         """The views if they are those of this tensor, where it lies now; else None."""

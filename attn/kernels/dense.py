@@ -13,7 +13,7 @@ import triton.language as tl
 
 from attn.kernels.checks import check_call, check_heads
 from attn.kernels.decode import decode_kernel
-from attn.kernels.launch import KernelCall, KernelForm
+from attn.kernels.launch import FormCall, Forms, KernelCall, KernelForm
 from attn.kernels.numerics import INTERPRETED
 from attn.kernels.prefill import prefill_kernel
 from attn.kernels.stored import E4M3, E5M2, INT4, INT8, NATIVE, PLAIN, PTX, PTX_SM89
@@ -69,6 +69,31 @@ class DenseTensors:
     output_scale: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
+    rows: KeyRows | None = None
+    """What a forward before made of ``keys``; made here where it is None."""
+
+
+class KeyRows:
+    """Keys and values as kernels read them, and what a form depends on of them."""
+
+    def __init__(self, keys: KVViews, stored: _Stored) -> None:
+        """
+        Args:
+            keys: neither of which moves.
+            stored: how they are read.
+        """
+        key, value, inline = keys.key, keys.value, keys.key_scale
+        self.words = stored.words(key), stored.words(value)
+        self.likeness = (
+            key.dtype,
+            value.dtype,
+            key.shape[1:],
+            value.shape[1:],
+            key.stride(),
+            value.stride(),
+            (key.data_ptr() | value.data_ptr()) % 64,
+            None if inline is None else inline.stride(),
+        )
 
 
 @dataclass(frozen=True)
@@ -143,7 +168,7 @@ class DenseLauncher:
         """
         self.layer = layer
         self._stored = _stored(layer.cache_dtype)
-        self._forms: dict[tuple[Any, ...], KernelForm] = {}
+        self._splits, self._prefills = Forms(), Forms()
         self._hopper: HopperLauncher | None = None
         self._hopper_decode: HopperDecodeLauncher | None = None
 
@@ -160,19 +185,19 @@ class DenseLauncher:
         if step.split is None and step.prefill is None:
             return
         # Both launches share them.
-        varying, likeness = self._varying(step, tensors), _likeness(step, tensors)
+        varying, likeness = self._shared(step, tensors)
         if step.split is not None:
-            self._split(step, tensors, dict(varying), likeness).launch()
+            self._split(step, tensors, varying, likeness).launch()
         if step.prefill is not None:
             self._prefill(step, tensors, varying, likeness).launch()
 
     def split(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> KernelCall:
         """The launch that serves the step's rows with few query tokens."""
-        return self._split(step, tensors, self._varying(step, tensors), _likeness(step, tensors))
+        return self._split(step, tensors, *self._shared(step, tensors)).record
 
     def prefill(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> KernelCall:
         """The launch that serves the step's rows with many query tokens."""
-        return self._prefill(step, tensors, self._varying(step, tensors), _likeness(step, tensors))
+        return self._prefill(step, tensors, *self._shared(step, tensors)).record
 
     def _split(
         self,
@@ -180,39 +205,25 @@ class DenseLauncher:
         tensors: DenseTensors,
         varying: dict[str, Any],
         likeness: tuple[Any, ...],
-    ) -> KernelCall:
+    ) -> FormCall:
         plan = step.split
         assert plan is not None
-        varying["rows_ptr"] = plan.rows
-        varying["total_ptr"] = plan.total
-        varying["starts_ptr"] = plan.starts
-        varying["shares_ptr"] = plan.shares
-        varying["counters_ptr"] = plan.counters
-        varying["states_ptr"] = plan.states
-        varying["sums_ptr"] = plan.sums
+        varying["plan"] = plan.pointers
         if plan.hopper is not None:
             call = self._split_on_hopper(plan, step, tensors, varying, likeness)
             if call is not None:
                 return call
         tile = plan.tile
-        static = (
-            tile,
-            plan.groups,
-            plan.heads,
-            plan.head_loops,
-            plan.slots,
-            plan.bundles,
-            plan.is_free,
-        )
-        key = (*static, likeness)
-        form = self._forms.get(key)
-        if form is None:
+        key = (plan.static, likeness)
+        if not self._splits.has(key):
             fixed = self._fixed(step, tensors, varying)
             check_heads(self.layer, plan)
             fixed |= _split_constants(plan, fixed["V_WIDTH"] * fixed["PLANES"])
             launch = (tile.num_warps, tile.num_stages, tile.max_registers)
-            form = KernelForm(decode_kernel, fixed, varying, *launch)
-            self._forms[key] = form
+            names = {"plan", *(varying.keys() & set(decode_kernel.arg_names))}
+            self._splits.keep(key, KernelForm(decode_kernel, fixed, names, *launch))
+        form = self._splits.latest
+        assert form is not None
         return form.call((plan.groups * plan.heads,), varying)
 
     def _prefill(
@@ -221,7 +232,7 @@ class DenseLauncher:
         tensors: DenseTensors,
         varying: dict[str, Any],
         likeness: tuple[Any, ...],
-    ) -> KernelCall:
+    ) -> FormCall:
         plan = step.prefill
         assert plan is not None
         varying["tile_starts_ptr"] = plan.tile_starts
@@ -235,12 +246,14 @@ class DenseLauncher:
                 return call
         varying["first_ptr"] = step.first_positions
         key = (tile, likeness)
-        form = self._forms.get(key)
-        if form is None:
+        if not self._prefills.has(key):
             fixed = self._fixed(step, tensors, varying) | _prefill_constants(plan)
             fixed["HEADS"] = self.layer.num_heads
-            form = KernelForm(prefill_kernel, fixed, varying, tile.num_warps, tile.num_stages)
-            self._forms[key] = form
+            launch = (tile.num_warps, tile.num_stages)
+            names = varying.keys() & set(prefill_kernel.arg_names)
+            self._prefills.keep(key, KernelForm(prefill_kernel, fixed, names, *launch))
+        form = self._prefills.latest
+        assert form is not None
         return form.call((plan.programs,), varying)
 
     def _on_hopper(
@@ -248,9 +261,9 @@ class DenseLauncher:
         plan: HopperPlan,
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
-        varying: Mapping[str, Any],
+        varying: dict[str, Any],
         likeness: tuple[Any, ...],
-    ) -> KernelCall | None:
+    ) -> FormCall | None:
         """The launch of the kernel for Hopper; None where it leaves the layer to the plain one."""
         if self._hopper is None:
             from attn.kernels.hopper.launch import HopperLauncher
@@ -260,16 +273,17 @@ class DenseLauncher:
         key = (likeness, tensors.query.data_ptr() % 16)
         if not self._hopper.knows(plan, key):
             check_call(self.layer, step, tensors)
-        return self._hopper.call(plan, step, tensors, varying, key)
+            self._hopper.prepare(plan, step, tensors, {}, key)
+        return self._hopper.call(plan, tensors, varying)
 
     def _split_on_hopper(
         self,
         plan: SplitPlan,
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
-        varying: Mapping[str, Any],
+        varying: dict[str, Any],
         likeness: tuple[Any, ...],
-    ) -> KernelCall | None:
+    ) -> FormCall | None:
         """The launch of the kernel for Hopper; None where it leaves the layer to the plain one."""
         if self._hopper_decode is None:
             from attn.kernels.hopper.decode_launch import HopperDecodeLauncher
@@ -280,20 +294,25 @@ class DenseLauncher:
             check_heads(self.layer, plan)
             constants = _split_constants(plan, self.layer.head_size)
             self._hopper_decode.prepare(plan, step, tensors, constants, likeness)
-        return self._hopper_decode.call(plan, varying, likeness)
+        return self._hopper_decode.call(plan, tensors, varying)
 
-    def _varying(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> dict[str, Any]:
-        """Arguments of both kernels that differ from call to call."""
+    def _shared(
+        self, step: TritonAttentionMetadata, tensors: DenseTensors
+    ) -> tuple[dict[str, Any], tuple[Any, ...]]:
+        """Arguments of both kernels that differ from call to call, and what a form depends on."""
+        rows = tensors.rows
+        if rows is None:
+            rows = tensors.rows = KeyRows(tensors.keys, self._stored)
         keys, output, ranges = tensors.keys, tensors.output, step.mm_ranges
         causal: Any = step.causal
         if isinstance(causal, bool):
             causal = None
         elif causal.dtype == torch.bool:
             causal = causal.view(torch.uint8)
-        return {
+        varying = {
             "query_ptr": tensors.query,
-            "key_ptr": self._stored.words(keys.key),
-            "value_ptr": self._stored.words(keys.value),
+            "key_ptr": rows.words[0],
+            "value_ptr": rows.words[1],
             "k_inline_ptr": keys.key_scale,
             "v_inline_ptr": keys.value_scale,
             "k_scale_ptr": tensors.k_scale,
@@ -307,9 +326,10 @@ class DenseLauncher:
             "ranges_ptr": ranges,
             "sinks_ptr": tensors.sinks,
             "slopes_ptr": tensors.alibi_slopes,
-            "table_row": step.block_table.stride(0),
+            "table_row": step.block_table.stride()[0],
             "num_ranges": 0 if ranges is None else ranges.shape[1],
         }
+        return varying, _likeness(step, tensors, rows)
 
     def _fixed(
         self, step: TritonAttentionMetadata, tensors: DenseTensors, varying: Mapping[str, Any]
@@ -384,10 +404,11 @@ def prefill_call(
     return DenseLauncher(layer).prefill(step, tensors)
 
 
-def _likeness(step: TritonAttentionMetadata, tensors: DenseTensors) -> tuple[Any, ...]:
+def _likeness(
+    step: TritonAttentionMetadata, tensors: DenseTensors, rows: KeyRows
+) -> tuple[Any, ...]:
     """Everything about a step and its tensors that a form depends on; no length is part of it."""
-    keys, query, output, lse = tensors.keys, tensors.query, tensors.output, tensors.lse
-    key, value, inline, scale = keys.key, keys.value, keys.key_scale, tensors.output_scale
+    query, output, lse, scale = tensors.query, tensors.output, tensors.lse, tensors.output_scale
     causal = step.causal
     return (
         query.dtype,
@@ -399,13 +420,7 @@ def _likeness(step: TritonAttentionMetadata, tensors: DenseTensors) -> tuple[Any
         output.stride(),
         None if lse is None else (lse.dtype, lse.shape[1:], lse.stride()),
         None if scale is None else (scale.dtype, scale.numel()),
-        key.dtype,
-        key.shape[1:],
-        value.shape[1:],
-        key.stride(),
-        value.stride(),
-        (key.data_ptr() | value.data_ptr()) % 64,
-        None if inline is None else inline.stride(),
+        rows.likeness,
         tensors.k_scale.numel(),
         tensors.v_scale.numel(),
         tensors.sinks is None,

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from attn.kernels.fast_launch import GROUPS, Relauncher, picker
+
 _COMPILERS = 8
 """Threads that compile, each in its own kernel."""
 _collected: ContextVar[list[KernelCall] | None] = ContextVar("collected", default=None)
@@ -69,17 +71,21 @@ class KernelCall:
     in_order: bool = False
     """Arguments stand in the kernel's own order: they are passed by position, which is cheaper."""
 
-    def launch(self) -> None:
-        """Enqueue it on the current stream; an empty grid is nothing to do."""
+    def launch(self) -> Any:
+        """Enqueue it on the current stream; an empty grid is nothing to do.
+
+        Returns:
+            What Triton gives for a launch: the compiled kernel on a GPU; None without a launch.
+        """
         if 0 in self.grid:
-            return
+            return None
         collected = _collected.get()
         if collected is not None:
             collected.append(self)
-        elif self.in_order:
-            self.kernel[self.grid](*self.arguments.values(), **self.options)
-        else:
-            self.kernel[self.grid](**self.arguments, **self.options)
+            return None
+        if self.in_order:
+            return self.kernel[self.grid](*self.arguments.values(), **self.options)
+        return self.kernel[self.grid](**self.arguments, **self.options)
 
     @property
     def variant(self) -> object:
@@ -116,7 +122,7 @@ class KernelForm:
         Args:
             kernel: the ``triton.jit`` function.
             fixed: arguments that every launch of this form shares.
-            varying: names of those that :meth:`call` is given.
+            varying: names of those that :meth:`call` is given; a group's stands for all of it.
             num_warps: as in :class:`KernelCall`.
             num_stages: likewise.
             max_registers: likewise.
@@ -124,31 +130,109 @@ class KernelForm:
         Raises:
             TypeError: the two do not add up to the kernel's arguments.
         """
-        named, wanted = {*fixed, *varying}, set(kernel.arg_names)
+        first = {name: GROUPS.get(name, (name,))[0] for name in varying}
+        named = {*fixed, *(one for name in varying for one in GROUPS.get(name, (name,)))}
+        wanted = set(kernel.arg_names)
         if named != wanted:
             raise TypeError(
                 f"fixed and varying must name the kernel's arguments; missing "
                 f"{sorted(wanted - named)}, unknown {sorted(named - wanted)}"
             )
-        self._kernel = kernel
-        self._arguments = {name: fixed.get(name) for name in kernel.arg_names}
-        self._num_warps = num_warps
-        self._num_stages = num_stages
-        self._max_registers = max_registers
+        self.kernel = kernel
+        self.arguments = {name: fixed.get(name) for name in kernel.arg_names}
+        places = {name: place for place, name in enumerate(kernel.arg_names)}
+        self.varying = tuple(sorted(first, key=lambda name: places[first[name]]))
+        self.num_warps = num_warps
+        self.num_stages = num_stages
+        self.max_registers = max_registers
+        self.relauncher = Relauncher(kernel, self.varying)
+        self._values = picker(self.varying)
 
-    def call(self, grid: tuple[int, ...], varying: Mapping[str, Any]) -> KernelCall:
+    def call(self, grid: tuple[int, ...], varying: Mapping[str, Any]) -> FormCall:
         """One launch.
 
         Args:
             grid: programs.
-            varying: a value for each of the names that vary.
+            varying: a value for each of the names that vary; others are passed over.
         """
+        return FormCall(self, grid, self._values(varying))
+
+
+class FormCall:
+    """One launch of a form; made anew at every forward, so that it is little more than a grid."""
+
+    __slots__ = ("_form", "_grid", "_values")
+
+    def __init__(self, form: KernelForm, grid: tuple[int, ...], values: tuple[Any, ...]) -> None:
+        """
+        Args:
+            form: what it shares with others.
+            grid: programs.
+            values: of the arguments that vary, in the kernel's order.
+        """
+        self._form = form
+        self._grid = grid
+        self._values = values
+
+    def launch(self) -> None:
+        """As :meth:`KernelCall.launch`, and past Triton where it made a launch like this before."""
+        form = self._form
+        if _collected.get() is None and 0 not in self._grid:
+            if form.relauncher.launch(self._grid, self._values):
+                return
+        record = self.record
+        form.relauncher.learn(record.launch(), self._values, record.arguments)
+
+    @property
+    def record(self) -> KernelCall:
+        """The launch with every argument by name."""
+        form = self._form
+        varying: dict[str, Any] = {}
+        for name, value in zip(form.varying, self._values, strict=True):
+            members = GROUPS.get(name)
+            if members is None:
+                varying[name] = value
+            else:
+                varying |= zip(members, value.tensors, strict=True)
         return KernelCall(
-            self._kernel,
-            grid,
-            {**self._arguments, **varying},
-            self._num_warps,
-            self._num_stages,
-            self._max_registers,
+            form.kernel,
+            self._grid,
+            form.arguments | varying,
+            form.num_warps,
+            form.num_stages,
+            form.max_registers,
             in_order=True,
         )
+
+
+class Forms:
+    """Forms by what they depend on; None stands for launches that are left to another kernel.
+
+    Most calls are like the one before, and comparing what they depend on costs less than its hash.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], KernelForm | None] = {}
+        self._latest: tuple[Any, ...] | None = None
+        self._form: KernelForm | None = None
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def has(self, key: tuple[Any, ...]) -> bool:
+        """Whether there is an entry, which is the latest then."""
+        if key != self._latest:
+            if key not in self._known:
+                return False
+            self._latest, self._form = key, self._known[key]
+        return True
+
+    def keep(self, key: tuple[Any, ...], form: KernelForm | None) -> None:
+        """A new entry."""
+        self._known[key] = form
+        self._latest, self._form = key, form
+
+    @property
+    def latest(self) -> KernelForm | None:
+        """The entry last asked for."""
+        return self._form

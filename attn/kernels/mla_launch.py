@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 
 from attn.kernels import dense
-from attn.kernels.launch import KernelCall, KernelForm
+from attn.kernels.launch import FormCall, Forms, KernelCall, KernelForm
 from attn.kernels.mla_decode import mla_decode_kernel
 from attn.kernels.numerics import INTERPRETED
 from attn.kernels.stored import E4M3, NATIVE
@@ -73,7 +73,7 @@ class LatentLauncher:
             layer: what never changes.
         """
         self.layer = layer
-        self._forms: dict[tuple[Any, ...], KernelForm] = {}
+        self._forms = Forms()
         self._hopper: HopperLatentLauncher | None = None
 
     def attend(self, step: TritonAttentionMetadata, tensors: LatentTensors) -> None:
@@ -86,10 +86,13 @@ class LatentLauncher:
         Raises:
             ValueError: tensors that do not fit the layer, or a plan that is for another one.
         """
-        self.call(step, tensors).launch()
+        self._call(step, tensors).launch()
 
     def call(self, step: TritonAttentionMetadata, tensors: LatentTensors) -> KernelCall:
         """The launch that serves the step's decode rows; errors as in :meth:`attend`."""
+        return self._call(step, tensors).record
+
+    def _call(self, step: TritonAttentionMetadata, tensors: LatentTensors) -> FormCall:
         plan = step.split
         assert plan is not None
         if plan.hopper is not None:
@@ -102,10 +105,8 @@ class LatentLauncher:
             "rope_ptr": rope,
             "scale_ptr": tensors.k_scale,
         }
-        static = (plan.tile, plan.groups, plan.heads, plan.head_loops, plan.slots, plan.bundles)
-        key = (*static, _likeness(tensors))
-        form = self._forms.get(key)
-        if form is None:
+        key = (plan.static, _likeness(tensors))
+        if not self._forms.has(key):
             _check(self.layer, plan, step, tensors)
             fixed = self._fixed(tensors, latent, rope) | _plan_constants(plan)
             tile = plan.tile
@@ -113,8 +114,9 @@ class LatentLauncher:
             fixed["FINISH_WIDTH"] = min(
                 fixed["WIDTH"] * fixed["PLANES"], FINISH_CELLS // fixed["FINISH_ROWS"]
             )
-            form = KernelForm(mla_decode_kernel, fixed, varying, *launch)
-            self._forms[key] = form
+            self._forms.keep(key, KernelForm(mla_decode_kernel, fixed, varying, *launch))
+        form = self._forms.latest
+        assert form is not None
         return form.call((plan.groups * plan.heads,), varying)
 
     def _words(self, rows: torch.Tensor) -> torch.Tensor:
@@ -123,7 +125,7 @@ class LatentLauncher:
 
     def _call_on_hopper(
         self, plan: SplitPlan, step: TritonAttentionMetadata, tensors: LatentTensors
-    ) -> KernelCall:
+    ) -> FormCall:
         """The launch of the kernel for Hopper, to which queries and rows are whole: one KV head
         whose key is the row, and whose value is a part of it.
         """
@@ -150,9 +152,9 @@ class LatentLauncher:
             query.stride(),
             (query.data_ptr() | tensors.output.data_ptr()) % 16,
         )
+        given = dense.DenseTensors(query, keys, tensors.output, scale, scale, lse=tensors.lse)
         if not self._hopper.knows(plan, key):
             _check(layer, plan, step, tensors)
-            given = dense.DenseTensors(query, keys, tensors.output, scale, scale, lse=tensors.lse)
             self._hopper.prepare(plan, step, given, _plan_constants(plan), key)
         varying = _varying(plan, step, tensors) | {
             "query_ptr": query,
@@ -161,7 +163,7 @@ class LatentLauncher:
             "k_scale_ptr": scale,
             "v_scale_ptr": scale,
         }
-        call = self._hopper.call(plan, varying, key)
+        call = self._hopper.call(plan, given, varying)
         if call is None:
             raise ValueError(
                 "the plan is for the kernel for Hopper, which does not serve the layer"
@@ -237,14 +239,8 @@ def _varying(
         "out_ptr": tensors.output,
         "lse_ptr": tensors.lse,
         "table_ptr": step.block_table,
-        "rows_ptr": plan.rows,
-        "total_ptr": plan.total,
-        "starts_ptr": plan.starts,
-        "shares_ptr": plan.shares,
-        "counters_ptr": plan.counters,
-        "states_ptr": plan.states,
-        "sums_ptr": plan.sums,
-        "table_row": step.block_table.stride(0),
+        "plan": plan.pointers,
+        "table_row": step.block_table.stride()[0],
     }
 
 

@@ -270,11 +270,11 @@ def test_debugging_refuses_a_bad_batch(
 
 
 def test_debugging_checks_block_ids_against_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_DEBUG", "1")
     trial = trial_of(MIXED)
     table = trial.inputs.batch.block_table_tensor.clone()
     table[1, 0] = WILD_BLOCK
     batch = trial.inputs.batch.replace(block_table_tensor=table)
-    monkeypatch.setenv("ATTN_DEBUG", "1")
     record = trial.build(trial.builder(), batch)
     with pytest.raises(ValueError, match=rf"block_table.*\[1, 0\].*got {WILD_BLOCK}"):
         trial.attend(record, trial.inputs, trial.cache())

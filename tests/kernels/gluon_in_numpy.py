@@ -54,6 +54,10 @@ class Pointer:
     def __init__(self, storage: np.ndarray, offset: Any) -> None:
         self.storage, self.offset = storage, offset
 
+    def to(self, dtype: Any, bitcast: bool) -> Pointer:
+        words = self.storage.view(dtype)
+        return Pointer(words, self.offset * len(words) // len(self.storage))
+
     def __add__(self, elements: Any) -> Pointer:
         return Pointer(self.storage, self.offset + np.asarray(elements))
 
@@ -280,6 +284,7 @@ _GLUON = types.SimpleNamespace(
     **{f"{name}Layout": _nothing for name in _LAYOUTS.split()},
     **{name: getattr(np, name) for name in ("int16", "int32", "int64", "uint8", "uint32")},
     constexpr=constexpr,
+    pointer_type=lambda dtype: dtype,
     constexpr_function=lambda function: function,
     float16=np.float16,
     float32=np.float32,
@@ -392,8 +397,12 @@ def take_over(
         run(call, programs, translation)
 
     monkeypatch.setattr(KernelCall, "launch", launched)
-    monkeypatch.setattr(hopper_launch, "_describe", lambda rows, box: rows)
+    monkeypatch.setattr(hopper_launch, "_describe", _described)
     return calls
+
+
+def _described(rows: torch.Tensor, box: tuple[int, ...]) -> torch.Tensor:
+    return rows if rows.dim() == len(box) else rows[None]
 
 
 def run(call: KernelCall, programs: Sequence[int], translation: Translation) -> None:

@@ -312,6 +312,8 @@ def test_descriptors_are_made_once_and_hold_no_tensor() -> None:
     assert not isinstance(call.arguments["k_desc"].base, torch.Tensor)
     descriptors = Descriptors()
     rows = torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16)
-    one = descriptors.of(rows, (1, 16, 1, 64))
-    assert descriptors.of(rows[:], (1, 16, 1, 64)) is one
-    assert descriptors.of(rows[1:], (1, 16, 1, 64)) is not one
+    one = descriptors.of("k", rows, (1, 16, 1, 64))
+    assert descriptors.of("k", rows[:], (1, 16, 1, 64)) is one
+    assert descriptors.of("k", rows[1:], (1, 16, 1, 64)) is not one
+    assert descriptors.of("v", rows, (1, 16, 1, 64)) is one
+    assert descriptors.of("v", rows.view(torch.float16), (1, 16, 1, 64)).base.dtype == torch.float16

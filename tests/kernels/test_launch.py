@@ -120,8 +120,8 @@ def test_a_record_launches_by_name() -> None:
 def test_a_form_launches_by_position_in_the_kernels_order() -> None:
     kernel = Recorder(["a", "b", "c", "d"])
     form = KernelForm(kernel, {"d": 4, "b": 2}, {"c", "a"}, 8, 4)
-    call = form.call((5,), {"c": 3, "a": 1})
-    assert dict(call.arguments) == {"a": 1, "b": 2, "c": 3, "d": 4}
+    call = form.call((5,), {"c": 3, "a": 1, "of another": 5})
+    assert dict(call.record.arguments) == {"a": 1, "b": 2, "c": 3, "d": 4}
     call.launch()
     form.call((6,), {"a": None, "c": 30}).launch()
     options = {"num_warps": 8, "num_stages": 4}
@@ -193,7 +193,10 @@ class Bench:
     @property
     def forms(self) -> int:
         """Forms prepared so far."""
-        return sum(len(launcher._forms) for launcher in self.impl._launchers.values())
+        return sum(
+            len(launcher._splits) + len(launcher._prefills)
+            for launcher in self.impl._launchers.values()
+        )
 
 
 LAYER = DenseLayer(HEADS, KV_HEADS, SIZE, SIZE, 0.2, CacheDType.AUTO, True)
@@ -229,6 +232,10 @@ def test_lengths_prepare_nothing_anew(kernels: list[Recorder]) -> None:
         bench.forward(bench.record(*lens), sum(lens) + 5)
     assert bench.forms == 2
     assert len(kernels[0].calls) == 11
+    # Latent prefill has a cache of its own, of as many pages as a step needs.
+    bench.cache = bench.spec.layout().allocate(2 * BLOCKS)
+    bench.forward(bench.record(1, 30), 31)
+    assert bench.forms == 2
 
 
 @pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.FP8])
@@ -254,7 +261,7 @@ def test_what_a_form_depends_on_prepares_another(
     ]
     for variant in variants * 2:
         launcher.split(record, bench.tensors(3, **variant))
-    assert len(launcher._forms) == len(variants)
+    assert len(launcher._splits) == len(variants)
     steps: list[dict[str, Any]] = [
         {"causal": False},
         {"causal": torch.ones(2, dtype=torch.bool)},
@@ -264,7 +271,7 @@ def test_what_a_form_depends_on_prepares_another(
     for step in steps * 2:
         changed = TritonAttentionMetadata(**{**vars(record), **step})
         launcher.split(changed, bench.tensors(3))
-    assert len(launcher._forms) == len(variants) + len(steps)
+    assert len(launcher._splits) == len(variants) + len(steps)
 
 
 def test_a_form_is_what_is_prepared_from_scratch(kernels: list[Recorder]) -> None:
@@ -310,15 +317,19 @@ def test_a_forward_makes_views_and_fills_in_few_arguments(
         bench.impl.forward(*arguments, output_lse=lse)
     assert set(seen.names) <= {"view", "detach"}
     assert len(seen.names) <= 10
-    fixed = next(iter(bench.impl._launchers[False]._forms.values()))
+    form = bench.impl._launchers[False]._splits.latest
+    assert form is not None
     launched = kernels[0].calls[-1][1]
-    prepared = list(fixed._arguments.values())
+    prepared = list(form.arguments.values())
     filled = sum(new is not old for new, old in zip(launched, prepared, strict=True))
     assert filled <= 25
 
 
-def test_views_of_a_cache_are_made_once_and_let_go_with_it(kernels: list[Recorder]) -> None:
-    bench = Bench()
+@pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.INT8_PER_TOKEN_HEAD])
+def test_views_of_a_cache_are_made_once_and_let_go_with_it(
+    kernels: list[Recorder], cache_dtype: CacheDType
+) -> None:
+    bench = Bench(cache_dtype)
     record = bench.record(1)
     bench.forward(record, 1)
     bench.forward(record, 1)
@@ -334,6 +345,7 @@ def test_views_of_a_cache_are_made_once_and_let_go_with_it(kernels: list[Recorde
     del first, second, other
     bench.cache = torch.empty(0)
     assert viewed.views is None
+    assert viewed.rows is None
 
 
 # -- What does not fit.

@@ -143,6 +143,8 @@ def convert(
     """
     TOKENS: gl.constexpr = WARP_GROUPS * 64 // PACKED
     LAYOUT: gl.constexpr = _layout(KV_TILE, WIDTH)
+    key_words = key_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    value_words = value_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
     num_tiles = gl.load(num_tiles_ptr)
     total = num_tiles * HEADS
     work = gl.program_id(0)
@@ -157,8 +159,8 @@ def convert(
         # A table has fewer than 2^31 entries.
         table = req * table_row
         kv_head = head * PACKED // GROUP
-        keys = key_ptr + kv_head * wide(k_head)
-        values = value_ptr + kv_head * wide(v_head)
+        keys = key_words + kv_head * wide(k_head)
+        values = value_words + kv_head * wide(v_head)
         pages = _pages(table_ptr, table, high - 1, start, kv_len, KV_TILE, BLOCK_SIZE, LAYOUT)
         key = _words(
             keys, pages, high - 1, k_block, k_token, KV_TILE, BLOCK_SIZE, WIDTH, SIZE, LAYOUT

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from attn.kernels.hopper.decode import hopper_decode_kernel
-from attn.kernels.hopper.launch import COLUMNS, Descriptors, asked, is_planned
-from attn.kernels.launch import KernelCall, KernelForm
+from attn.kernels.hopper.launch import COLUMNS, HopperForms, asked, is_planned
+from attn.kernels.launch import KernelForm
 from builders.split_kv import SplitPlan
 from builders.tiles import decode_kernel_of
 from specs.devices import DeviceKind
@@ -37,47 +37,29 @@ def serves(
     return is_planned(tile, plan.hopper, plan.requires_hopper)
 
 
-class HopperDecodeLauncher:
+class HopperDecodeLauncher(HopperForms[SplitPlan]):
     """The split-KV launches of one layer."""
 
-    def __init__(self, layer: DenseLayer) -> None:
-        """
-        Args:
-            layer: what never changes.
-        """
-        self._layer = layer
-        self._forms: dict[tuple[Any, ...], KernelForm | None] = {}
-        self._descriptors = Descriptors()
+    def _static(self, plan: SplitPlan) -> tuple[Any, ...]:
+        return plan.static
 
-    def knows(self, plan: SplitPlan, key: tuple[Any, ...]) -> bool:
-        """Whether launches like this one were prepared, or left to the plain kernel, before."""
-        return (*_static(plan), key) in self._forms
+    def _add_varying(self, plan: SplitPlan, tensors: DenseTensors, varying: dict[str, Any]) -> int:
+        assert plan.hopper is not None
+        page = (1, plan.hopper.run, 1, COLUMNS)
+        # As the words that the plain kernel reads.
+        varying["k_desc"] = self._descriptors.of("k", varying["key_ptr"], page)
+        varying["v_desc"] = self._descriptors.of("v", varying["value_ptr"], page)
+        return plan.groups * plan.heads
 
-    def prepare(
+    def _new_form(
         self,
         plan: SplitPlan,
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
         constants: Mapping[str, Any],
-        key: tuple[Any, ...],
-    ) -> None:
-        """Make ready for launches like this one, or leave them to the plain kernel.
-
-        Args:
-            plan: the builder's.
-            step: the builder's record.
-            tensors: of this forward.
-            constants: what the plain kernel is given of the plan.
-            key: everything that a form depends on beside the plan.
-
-        Raises:
-            ValueError: the kernel does not serve this and is asked for by name; likewise a plan
-                for a layer of another shape.
-        """
-        known = (*_static(plan), key)
+    ) -> KernelForm | None:
         if not serves(self._layer, plan, step, tensors):
-            self._forms[known] = None
-            return
+            return None
         layer, output, lse = self._layer, tensors.output, tensors.lse
         cap, chunk, causal = layer.logits_soft_cap, layer.attention_chunk_size, step.causal
         assert plan.hopper is not None
@@ -110,46 +92,7 @@ class HopperDecodeLauncher:
             "E4M3": layer.cache_dtype.is_quantized,
             "STAGES": plan.hopper.num_stages,
         }
-        form = KernelForm(hopper_decode_kernel, fixed, (*_VARYING, "k_desc", "v_desc"), num_warps=4)
-        self._forms[known] = form
-
-    def call(
-        self,
-        plan: SplitPlan,
-        varying: Mapping[str, Any],
-        key: tuple[Any, ...],
-    ) -> KernelCall | None:
-        """The launch that serves the step's rows with few query tokens, :meth:`prepare`-d before;
-        None where it does not.
-
-        Args:
-            plan: the builder's.
-            varying: values of what differs from call to call, by the twin's names.
-            key: as in :meth:`prepare`.
-        """
-        form = self._forms[*_static(plan), key]
-        if form is None:
-            return None
-        assert plan.hopper is not None
-        arguments = {name: varying[name] for name in _VARYING}
-        page = (1, plan.hopper.run, 1, COLUMNS)
-        # As the words that the plain kernel reads.
-        arguments["k_desc"] = self._descriptors.of(varying["key_ptr"], page)
-        arguments["v_desc"] = self._descriptors.of(varying["value_ptr"], page)
-        return form.call((plan.groups * plan.heads,), arguments)
-
-
-def _static(plan: SplitPlan) -> tuple[Any, ...]:
-    """What a form depends on in a plan."""
-    return (
-        plan.hopper,
-        plan.requires_hopper,
-        plan.groups,
-        plan.heads,
-        plan.head_loops,
-        plan.slots,
-        plan.bundles,
-    )
+        return KernelForm(hopper_decode_kernel, fixed, _VARYING, num_warps=4)
 
 
 _PLANNED = (
@@ -169,18 +112,14 @@ _PLANNED = (
     "FINISH_WIDTH",
 )
 _VARYING = (
+    "k_desc",
+    "v_desc",
     "query_ptr",
     "out_ptr",
     "lse_ptr",
     "output_scale_ptr",
     "table_ptr",
-    "rows_ptr",
-    "total_ptr",
-    "starts_ptr",
-    "shares_ptr",
-    "counters_ptr",
-    "states_ptr",
-    "sums_ptr",
+    "plan",
     "causal_ptr",
     "ranges_ptr",
     "sinks_ptr",

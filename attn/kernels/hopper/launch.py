@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attn.kernels.hopper.prefill import hopper_prefill_kernel
-from attn.kernels.launch import KernelCall, KernelForm, alignment
+from attn.kernels.launch import FormCall, Forms, KernelForm, alignment
 from attn.kernels.stored import E4M3, E5M2, NATIVE
-from builders.split_kv import HopperPlan
+from builders.split_kv import HopperPlan, SplitPlan
 from builders.tiles import (
     DenseShape,
     HopperDecodeTile,
@@ -30,10 +32,11 @@ if TYPE_CHECKING:
     from builders.triton_attn import TritonAttentionMetadata
 
 Tile = HopperTile | HopperDecodeTile
+Plan = TypeVar("Plan", HopperPlan, SplitPlan)
 COLUMNS = 64
 """Columns of a box: the 128 bytes of a swizzled row."""
 MOST_DESCRIPTORS = 64
-"""Of a layer, kept for calls with tensors at the same addresses."""
+"""Kept for calls with tensors at the same addresses."""
 
 
 def serves(
@@ -95,24 +98,34 @@ def is_planned(found: Tile | None, planned: Tile, is_required: bool) -> bool:
 
 
 class Descriptors:
-    """Descriptors of a layer: it has one cache, and queries come back to the same addresses."""
+    """Descriptors of tensors that come back at the same addresses; they hold no tensor."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], TensorDescriptor] = {}
+        self._latest: dict[str, tuple[tuple[Any, ...], TensorDescriptor]] = {}
 
-    def of(self, rows: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
-        """A descriptor of rows in boxes of that shape."""
-        key = (rows.data_ptr(), rows.shape, rows.stride(), box)
+    def of(self, name: str, rows: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
+        """A descriptor of rows in boxes of that shape, for the argument of that name."""
+        key = (rows.data_ptr(), rows.dtype, rows.shape, rows.stride(), box)
+        latest = self._latest.get(name)
+        # Comparing costs less than a hash.
+        if latest is not None and latest[0] == key:
+            return latest[1]
         found = self._known.get(key)
         if found is None:
             if len(self._known) >= MOST_DESCRIPTORS:
                 self._known.clear()
             found = self._known[key] = _describe(rows, box)
+        self._latest[name] = (key, found)
         return found
 
 
-class HopperLauncher:
-    """The prefill launches of one layer."""
+_queries = Descriptors()
+"""Of all layers: in a step their queries have one shape, and often one place."""
+
+
+class HopperForms(ABC, Generic[Plan]):
+    """The launches of one of the kernels for Hopper, in one layer."""
 
     def __init__(self, layer: DenseLayer) -> None:
         """
@@ -120,61 +133,105 @@ class HopperLauncher:
             layer: what never changes.
         """
         self._layer = layer
-        self._forms: dict[tuple[Any, ...], KernelForm | None] = {}
+        self._forms = Forms()
         self._descriptors = Descriptors()
 
-    def knows(self, plan: HopperPlan, key: tuple[Any, ...]) -> bool:
-        """Whether launches like this one were prepared, or left to the plain kernel, before."""
-        return (plan.tile, plan.is_required, key) in self._forms
+    def knows(self, plan: Plan, key: tuple[Any, ...]) -> bool:
+        """Whether launches like this one were prepared, or left to the plain kernel, before.
 
-    def call(
+        Args:
+            plan: the builder's.
+            key: everything that a form, or leaving the step, depends on beside the plan.
+        """
+        return self._forms.has((self._static(plan), key))
+
+    def prepare(
         self,
-        plan: HopperPlan,
+        plan: Plan,
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
-        varying: Mapping[str, Any],
+        constants: Mapping[str, Any],
         key: tuple[Any, ...],
-    ) -> KernelCall | None:
-        """The launch that serves the step's rows with many query tokens; None where it does not.
+    ) -> None:
+        """Make ready for launches like this one, or leave them to the plain kernel.
 
         Args:
             plan: the builder's.
             step: the builder's record.
             tensors: of this forward.
-            varying: values of what differs from call to call, by the twin's names.
-            key: everything that a form, or leaving the step to the plain kernel, depends on.
+            constants: what the plain kernel is given of the plan.
+            key: as in :meth:`knows`.
 
         Raises:
-            ValueError: the kernel does not serve this and is asked for by name; a plan for a layer
-                of another shape.
+            ValueError: the kernel does not serve this and is asked for by name; likewise a plan
+                for a layer of another shape.
         """
-        tile, keys, known = plan.tile, tensors.keys, (plan.tile, plan.is_required, key)
-        if known not in self._forms:
-            is_served = serves(self._layer, plan, step, tensors)
-            self._forms[known] = self._new_form(tile, step, tensors) if is_served else None
-        form = self._forms[known]
+        form = self._new_form(plan, step, tensors, constants)
+        self._forms.keep((self._static(plan), key), form)
+
+    def call(self, plan: Plan, tensors: DenseTensors, varying: dict[str, Any]) -> FormCall | None:
+        """The launch that was last asked after, or prepared; None where it is the plain kernel's.
+
+        Args:
+            plan: the builder's.
+            tensors: of this forward.
+            varying: values of what differs from call to call, by the twin's names; this kernel's
+                own are added.
+        """
+        form = self._forms.latest
         if form is None:
             return None
-        shared = {name: varying[name] for name in _SHARED}
+        return form.call((self._add_varying(plan, tensors, varying),), varying)
+
+    @abstractmethod
+    def _static(self, plan: Plan) -> tuple[Any, ...]:
+        """What a form depends on in a plan."""
+
+    @abstractmethod
+    def _new_form(
+        self,
+        plan: Plan,
+        step: TritonAttentionMetadata,
+        tensors: DenseTensors,
+        constants: Mapping[str, Any],
+    ) -> KernelForm | None:
+        """What launches like this one share; None leaves them to the plain kernel."""
+
+    @abstractmethod
+    def _add_varying(self, plan: Plan, tensors: DenseTensors, varying: dict[str, Any]) -> int:
+        """Add this kernel's own arguments; its programs."""
+
+
+class HopperLauncher(HopperForms[HopperPlan]):
+    """The prefill launches of one layer."""
+
+    def _static(self, plan: HopperPlan) -> tuple[Any, ...]:
+        return plan.tile, plan.is_required
+
+    def _add_varying(self, plan: HopperPlan, tensors: DenseTensors, varying: dict[str, Any]) -> int:
+        tile, keys, of = plan.tile, tensors.keys, self._descriptors.of
         rows = (tile.rows_per_group, tile.packed, COLUMNS)
-        shared["q_desc"] = self._descriptors.of(tensors.query, rows)
-        if self._layer.cache_dtype.is_quantized:
-            shared["key_ptr"] = keys.key.view(torch.int32)
-            shared["value_ptr"] = keys.value.view(torch.int32)
-        else:
+        varying["q_desc"] = _queries.of("q", tensors.query, rows)
+        if not self._layer.cache_dtype.is_quantized:
             page = (1, tile.run, 1, COLUMNS)
-            shared["k_desc"] = self._descriptors.of(_as_pages(keys.key), page)
-            shared["v_desc"] = self._descriptors.of(_as_pages(keys.value), page)
-        shared["tile_starts_ptr"] = plan.tile_starts
-        shared["num_tiles_ptr"] = plan.num_tiles
-        shared["counter_ptr"] = plan.counter
-        shared["programs"] = plan.programs
-        return form.call((plan.programs,), shared)
+            varying["k_desc"] = of("k", keys.key, page)
+            varying["v_desc"] = of("v", keys.value, page)
+        varying["tile_starts_ptr"] = plan.tile_starts
+        varying["num_tiles_ptr"] = plan.num_tiles
+        varying["counter_ptr"] = plan.counter
+        varying["programs"] = plan.programs
+        return plan.programs
 
     def _new_form(
-        self, tile: HopperTile, step: TritonAttentionMetadata, tensors: DenseTensors
-    ) -> KernelForm:
-        layer, output, lse = self._layer, tensors.output, tensors.lse
+        self,
+        plan: HopperPlan,
+        step: TritonAttentionMetadata,
+        tensors: DenseTensors,
+        constants: Mapping[str, Any],
+    ) -> KernelForm | None:
+        if not serves(self._layer, plan, step, tensors):
+            return None
+        layer, output, lse, tile = self._layer, tensors.output, tensors.lse, plan.tile
         cap, chunk, causal = layer.logits_soft_cap, layer.attention_chunk_size, step.causal
         key, value = tensors.keys.key, tensors.keys.value
         fixed: dict[str, Any] = {
@@ -212,19 +269,13 @@ class HopperLauncher:
             "LSE": lse is not None,
         }
         narrow = layer.cache_dtype.is_quantized
+        # Of four bytes.
         words = [stride // 4 for stride in (*key.stride()[:3], *value.stride()[:3])]
         names = ("k_block", "k_token", "k_head", "v_block", "v_token", "v_head")
         fixed |= dict(zip(names, words, strict=True))
-        fixed |= dict.fromkeys(("k_desc", "v_desc") if narrow else ("key_ptr", "value_ptr"))
-        varying = (
-            *_SHARED,
-            "q_desc",
-            *(("key_ptr", "value_ptr") if narrow else ("k_desc", "v_desc")),
-            "tile_starts_ptr",
-            "num_tiles_ptr",
-            "counter_ptr",
-            "programs",
-        )
+        rows, descriptors = ("key_ptr", "value_ptr"), ("k_desc", "v_desc")
+        fixed |= dict.fromkeys(descriptors if narrow else rows)
+        varying = (*_VARYING, *(rows if narrow else descriptors))
         return KernelForm(hopper_prefill_kernel, fixed, varying, num_warps=4)
 
 
@@ -235,7 +286,12 @@ def _kind_of(cache_dtype: CacheDType) -> int:
     return E5M2 if cache_dtype is CacheDType.FP8_E5M2 else E4M3
 
 
-_SHARED = (
+_VARYING = (
+    "q_desc",
+    "tile_starts_ptr",
+    "num_tiles_ptr",
+    "counter_ptr",
+    "programs",
     "out_ptr",
     "lse_ptr",
     "output_scale_ptr",
@@ -253,11 +309,6 @@ _SHARED = (
 )
 
 
-def _as_pages(rows: torch.Tensor) -> torch.Tensor:
-    """``[N, P, Hk, D]``; rows without pages are one."""
-    return rows if rows.dim() == 4 else rows[None]
-
-
 class _Address:
     """What a descriptor reads of a tensor. The tensor itself would be kept alive by it."""
 
@@ -271,6 +322,16 @@ class _Address:
 
 
 def _describe(rows: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
-    """A descriptor whose boxes are swizzled as products want them; outside they are zeros."""
-    layout = gl.NVMMASharedLayout(box[-1] * rows.element_size(), 8 * rows.element_size(), len(box))
+    """A descriptor whose boxes are swizzled as products want them; outside they are zeros.
+
+    Rows without pages are one page.
+    """
+    if rows.dim() < len(box):
+        rows = rows[None]
+    layout = _layout(box, rows.element_size())
     return TensorDescriptor(_Address(rows), [*rows.shape], [*rows.stride()], [*box], layout)
+
+
+@cache
+def _layout(box: tuple[int, ...], itemsize: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(box[-1] * itemsize, 8 * itemsize, len(box))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from attn.kernels.hopper.launch import COLUMNS, Descriptors, asked, is_planned
+from attn.kernels.hopper.launch import COLUMNS, HopperForms, asked, is_planned
 from attn.kernels.hopper.mla import hopper_mla_kernel
-from attn.kernels.launch import KernelCall, KernelForm
+from attn.kernels.launch import KernelForm
 from builders.hopper_latent import latent_kernel_of
 from builders.split_kv import SplitPlan, scratch_area
 from specs.devices import DeviceKind
@@ -48,43 +48,27 @@ def check_serves(
             raise ValueError(f"decode_kernel 'hopper' does not serve latent layers with {name}")
 
 
-class HopperLatentLauncher:
-    """The decode launches of one latent layer."""
+class HopperLatentLauncher(HopperForms[SplitPlan]):
+    """The decode launches of one latent layer; none is left to the plain kernel."""
 
-    def __init__(self, layer: DenseLayer) -> None:
-        """
-        Args:
-            layer: what never changes.
-        """
-        self._layer = layer
-        self._forms: dict[tuple[Any, ...], KernelForm] = {}
-        self._descriptors = Descriptors()
+    def _static(self, plan: SplitPlan) -> tuple[Any, ...]:
+        return plan.static
 
-    def knows(self, plan: SplitPlan, key: tuple[Any, ...]) -> bool:
-        """Whether launches like this one were prepared before."""
-        return (*_static(plan), key) in self._forms
+    def _add_varying(self, plan: SplitPlan, tensors: DenseTensors, varying: dict[str, Any]) -> int:
+        assert plan.hopper is not None
+        rows = varying["key_ptr"][:, :, 0]
+        varying["k_desc"] = self._descriptors.of("k", rows, (1, plan.hopper.run, COLUMNS))
+        varying["cache_ptr"] = rows
+        varying["plan"] = plan.pointers
+        return plan.groups * plan.heads
 
-    def prepare(
+    def _new_form(
         self,
         plan: SplitPlan,
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
         constants: Mapping[str, Any],
-        key: tuple[Any, ...],
-    ) -> None:
-        """Make ready for launches like this one.
-
-        Args:
-            plan: the builder's.
-            step: the builder's record.
-            tensors: of this forward.
-            constants: what the plain kernel is given of the plan.
-            key: everything that a form depends on beside the plan.
-
-        Raises:
-            ValueError: the kernel does not serve this; likewise a plan for a layer of another
-                shape.
-        """
+    ) -> KernelForm | None:
         check_serves(self._layer, plan, step, tensors)
         output, lse, rows = tensors.output, tensors.lse, tensors.keys.key
         assert plan.hopper is not None
@@ -108,31 +92,7 @@ class HopperLatentLauncher:
             "PREFETCH": plan.heads > 1 and rows.stride(1) == rows.shape[-1],
             "LSE": lse is not None,
         }
-        form = KernelForm(hopper_mla_kernel, fixed, (*_VARYING, "k_desc", "cache_ptr"), num_warps=4)
-        self._forms[*_static(plan), key] = form
-
-    def call(
-        self, plan: SplitPlan, varying: Mapping[str, Any], key: tuple[Any, ...]
-    ) -> KernelCall | None:
-        """The launch that serves the step's rows with few query tokens, :meth:`prepare`-d before.
-
-        Args:
-            plan: the builder's.
-            varying: values of what differs from call to call, by the plain kernel's names.
-            key: as in :meth:`prepare`.
-        """
-        form = self._forms[*_static(plan), key]
-        assert plan.hopper is not None
-        arguments = {name: varying[name] for name in _VARYING}
-        rows = varying["key_ptr"][:, :, 0]
-        arguments["k_desc"] = self._descriptors.of(rows, (1, plan.hopper.run, COLUMNS))
-        arguments["cache_ptr"] = rows
-        return form.call((plan.groups * plan.heads,), arguments)
-
-
-def _static(plan: SplitPlan) -> tuple[Any, ...]:
-    """What a form depends on in a plan."""
-    return plan.hopper, plan.groups, plan.heads, plan.head_loops, plan.slots, plan.bundles
+        return KernelForm(hopper_mla_kernel, fixed, _VARYING, num_warps=4)
 
 
 _PLANNED = (
@@ -147,16 +107,12 @@ _PLANNED = (
     "FINISH_ROWS",
 )
 _VARYING = (
+    "k_desc",
+    "cache_ptr",
     "query_ptr",
     "out_ptr",
     "lse_ptr",
     "table_ptr",
-    "rows_ptr",
-    "total_ptr",
-    "starts_ptr",
-    "shares_ptr",
-    "counters_ptr",
-    "states_ptr",
-    "sums_ptr",
+    "plan",
     "table_row",
 )

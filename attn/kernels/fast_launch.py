@@ -1,0 +1,346 @@
+"""Launching again what Triton has launched before, without what it does for every launch.
+
+At each launch Triton binds all arguments, specialises the kernel on them, makes a key of both,
+looks the compiled kernel up, encodes every tensor descriptor and asks the driver about every
+pointer: tens of microseconds on the host. Here the compiled kernel that a launch through Triton
+gave is kept, with the arguments of the C function at the bottom of its launcher. A launch whose
+arguments Triton would specialise alike calls that function with its own in their places: pointers
+as addresses, descriptors as they were encoded before.
+
+Two launches of one form are specialised alike if each argument that varies has the same type: a
+tensor the same dtype, and the same alignment to 16 bytes where the kernel does not waive that; an
+integer the same width, and the same value where the kernel does not waive specialising on it; a
+descriptor the same dtype, box and layout. The tests ask Triton whether that is so.
+
+What is used of Triton 3.6 to 3.9 is looked up when a launch is learnt from, and nothing is learnt
+where it looks different. Launches stay Triton's where someone watches them (hooks, profilers,
+``TRITON_DEBUG``), on other devices than the one learnt on, on AMD and under the interpreter.
+Capturing a CUDA graph needs nothing of its own: function, stream and parameters are Triton's.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any, cast
+
+import torch
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import JITFunction, driver
+
+from builders.split_kv import Pointers
+
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "plan": (
+        "rows_ptr",
+        "total_ptr",
+        "starts_ptr",
+        "shares_ptr",
+        "counters_ptr",
+        "states_ptr",
+        "sums_ptr",
+    ),
+}
+"""Arguments that forms take as one :class:`Pointers`, by its name."""
+MOST_PREPARED = 8
+"""Specialisations of a form that are kept; launches like others stay Triton's."""
+_ALIGNMENT = 16
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_BASE = ("grid x", "grid y", "grid z", "stream")
+"""What the C function is given first."""
+
+
+class Relauncher:
+    """Launches of one kernel that differ in few arguments, past Triton once it made one like it."""
+
+    def __init__(self, kernel: Any, varying: Sequence[str]) -> None:
+        """
+        Args:
+            kernel: the ``triton.jit`` function; of anything else nothing is learnt.
+            varying: names of the arguments that differ from launch to launch, in their order.
+        """
+        self._kernel = kernel
+        self._varying = tuple(varying)
+        self._prepared: list[_Prepared] = []
+        self._learns = isinstance(kernel, JITFunction)
+
+    def launch(self, grid: tuple[int, ...], values: Sequence[Any]) -> bool:
+        """Enqueue on the current stream; False, and nothing is done, where that is Triton's to do.
+
+        Args:
+            grid: programs, none of them 0.
+            values: of the arguments that vary, in the order of their names.
+        """
+        if not self._prepared or self._kernel.pre_run_hooks or _is_watched():
+            return False
+        for prepared in self._prepared:
+            words = prepared.words_of(values)
+            if words is not None:
+                prepared.launch(grid, words)
+                return True
+        return False
+
+    def learn(self, compiled: object, values: Sequence[Any], arguments: Mapping[str, Any]) -> None:
+        """Keep what a launch through Triton gave, for launches that are specialised alike.
+
+        Args:
+            compiled: what the launch returned.
+            values: as :meth:`launch` takes them.
+            arguments: every argument of it, by name and in the kernel's order.
+        """
+        if not self._learns or not isinstance(compiled, CompiledKernel) or _is_watched():
+            return
+        try:
+            varying = dict(zip(self._varying, values, strict=True))
+            self._prepared.append(_Prepared(self._kernel, varying, compiled, arguments))
+        except (AttributeError, KeyError, StopIteration, TypeError, _UnknownError):
+            # Triton as it is not known here, and will not be at the next launch.
+            self._learns = False
+        if len(self._prepared) == MOST_PREPARED:
+            self._learns = False
+
+
+class _UnknownError(Exception):
+    """A launch that is left to Triton."""
+
+
+class _Prepared:
+    """A compiled kernel on one device, and the arguments of its C function."""
+
+    def __init__(
+        self,
+        kernel: Any,
+        varying: Mapping[str, Any],
+        compiled: Any,
+        arguments: Mapping[str, Any],
+    ) -> None:
+        self._compiled = compiled
+        """Kept alive: its code is unloaded with it."""
+        self._driver = driver.active
+        self._device = self._driver.get_current_device()
+        self._call, self._base, self._is_nested = _bottom_of(compiled, [*arguments.values()])
+        self._words, places, encoders = self._expanded(arguments)
+        self._types = [*map(type, varying.values())]
+        self._groups: list[tuple[int, slice, list[Any]]] = []
+        self._descriptors: list[tuple[int, slice, _Encoder]] = []
+        self._tensor_places: list[int] = []
+        self._integer_places: list[tuple[int, int]] = []
+        tensors: list[int] = []
+        aligned: list[int] = []
+        integers: list[int] = []
+        exact: list[int] = []
+        params = {param.name: param for param in kernel.params}
+        for index, (name, value) in enumerate(varying.items()):
+            members = [params[member] for member in GROUPS.get(name, (name,))]
+            if any(one.is_constexpr or one.is_const or one.annotation_type for one in members):
+                raise _UnknownError
+            param, place = members[0], places[members[0].name]
+            if type(value) is Pointers:
+                where = [places[member.name].start for member in members]
+                if where != [*range(where[0], where[0] + len(where))]:
+                    raise _UnknownError
+                self._groups.append((index, slice(where[0], where[-1] + 1), value.kinds))
+            elif type(value) in _TENSORS:
+                self._tensor_places.append(place.start)
+                tensors.append(index)
+                if not param.do_not_specialize and not param.do_not_specialize_on_alignment:
+                    aligned.append(len(tensors) - 1)
+            elif type(value) is int:
+                self._integer_places.append((index, place.start))
+                (integers if param.do_not_specialize else exact).append(index)
+            elif name in encoders:
+                self._descriptors.append((index, place, encoders[name]))
+            elif value is not None:
+                raise _UnknownError
+        self._tensors, self._aligned = picker(tensors), picker(aligned)
+        self._integers, self._exact = picker(integers), picker(exact)
+        values = [*varying.values()]
+        chosen = self._tensors(values)
+        self._dtypes = [tensor.dtype for tensor in chosen]
+        self._on_gpu = [tensor.is_cuda for tensor in chosen]
+        addresses = [tensor.data_ptr() for tensor in chosen]
+        self._remainders = [at % _ALIGNMENT != 0 for at in self._aligned(addresses)]
+        self._widths = [value >> 31 for value in self._integers(values)]
+        self._values = self._exact(values)
+
+    def _expanded(
+        self, arguments: Mapping[str, Any]
+    ) -> tuple[list[Any], dict[str, slice], dict[str, _Encoder]]:
+        """What the C function is given, where each argument is in it, and how it is encoded.
+
+        No tensor is among it: it would be kept alive.
+        """
+        words: list[Any] = []
+        places, encoders = {}, {}
+        signature, metadata = self._compiled.src.signature, self._compiled.metadata
+        descriptors = iter(getattr(metadata, "tensordesc_meta", None) or ())
+        for name, value in arguments.items():
+            start = len(words)
+            if signature[name].startswith("tensordesc"):
+                encoders[name] = _Encoder(
+                    value,
+                    self._compiled.run,
+                    signature[name],
+                    next(descriptors),
+                    self._base,
+                    self._is_nested,
+                )
+                words += encoders[name].words_of(value) or ()
+            else:
+                words.append(0 if isinstance(value, torch.Tensor) else value)
+            places[name] = slice(start, len(words))
+        return words, places, encoders
+
+    def words_of(self, values: Sequence[Any]) -> list[Any] | None:
+        """The C function's arguments for these values; None where Triton would specialise anew."""
+        if [*map(type, values)] != self._types:
+            return None
+        tensors = self._tensors(values)
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        active = driver.active
+        if (
+            [tensor.dtype for tensor in tensors] != self._dtypes
+            # Triton refuses what a GPU cannot read.
+            or [tensor.is_cuda for tensor in tensors] != self._on_gpu
+            or [at % _ALIGNMENT != 0 for at in self._aligned(addresses)] != self._remainders
+            or [value >> 31 for value in self._integers(values)] != self._widths
+            or self._exact(values) != self._values
+            or active is not self._driver
+            or active.get_current_device() != self._device
+        ):
+            return None
+        words = self._words.copy()
+        for place, address in zip(self._tensor_places, addresses, strict=True):
+            words[place] = address
+        for index, place in self._integer_places:
+            words[place] = values[index]
+        for index, where, kinds in self._groups:
+            pointers = values[index]
+            if pointers.kinds != kinds:
+                return None
+            words[where] = pointers.addresses
+        for index, where, encoder in self._descriptors:
+            encoded = encoder.words_of(values[index])
+            if encoded is None:
+                return None
+            words[where] = encoded
+        return words
+
+    def launch(self, grid: tuple[int, ...], words: list[Any]) -> None:
+        """Enqueue on the current stream."""
+        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+        stream = self._driver.get_current_stream(self._device)
+        if self._is_nested:
+            self._call(x, y, z, stream, *self._base, words)
+        else:
+            self._call(x, y, z, stream, *self._base, *words)
+
+
+class _Encoder:
+    """Descriptors of one kind as the C function takes them, encoded once for each."""
+
+    def __init__(
+        self,
+        descriptor: Any,
+        run: Any,
+        signature: str,
+        metadata: Any,
+        base: tuple[Any, ...],
+        is_nested: bool,
+    ) -> None:
+        expand = vars(sys.modules[type(run).__module__])["wrap_handle_tensordesc"]
+        # With this in the C function's place, it returns what that would be given.
+        self._expand = expand(lambda *given: given, {0: signature}, [metadata])
+        self._base = (1, 1, 1, 0, *base)
+        self._is_nested = is_nested
+        self._key = f"{signature} {metadata}"
+        self._kind = _kind_of(descriptor)
+
+    def words_of(self, descriptor: Any) -> list[Any] | None:
+        """The map that TMA reads, shape and strides; None for a descriptor of another kind."""
+        known: dict[str, list[Any]] = vars(descriptor).setdefault("encoded", {})
+        words = known.get(self._key)
+        if words is None:
+            if _kind_of(descriptor) != self._kind:
+                return None
+            if self._is_nested:
+                words = list(self._expand(*self._base, (descriptor,))[-1])
+            else:
+                words = list(self._expand(*self._base, descriptor)[len(self._base) :])
+            known[self._key] = words
+        return words
+
+
+def _kind_of(descriptor: Any) -> tuple[Any, ...]:
+    """All but address, shape and strides."""
+    places = ("base", "shape", "strides", "encoded")
+    rest = {name: value for name, value in vars(descriptor).items() if name not in places}
+    return descriptor.base.dtype, rest
+
+
+def _bottom_of(
+    compiled: Any, values: Sequence[Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], bool]:
+    """The C function of a compiled kernel's launcher, and what it takes beside the arguments.
+
+    Returns:
+        The function; what it is given between the stream and the arguments; whether it takes them
+        as one sequence.
+
+    Raises:
+        _UnknownError: the launcher does something else.
+    """
+    run = compiled.run
+    if type(run).__name__ != "CudaLauncher" or run.global_scratch_size or run.profile_scratch_size:
+        raise _UnknownError
+    given: list[tuple[Any, ...]] = []
+    probe = copy.copy(run)
+    probe.launch = lambda *arguments: given.append(arguments)
+    first = (1, 1, 1, 0, compiled.function)
+    probe(*first, compiled.packed_metadata, None, None, None, *values)
+    (arguments,) = given
+    is_nested = isinstance(arguments[-1], tuple) and len(arguments[-1]) == len(values)
+    passed = arguments[-1] if is_nested else arguments[-len(values) :]
+    same = all(one is other for one, other in zip(passed, values, strict=True))
+    if not same or arguments[: len(first)] != first:
+        raise _UnknownError
+    base = arguments[len(_BASE) : -1 if is_nested else -len(values)]
+    return _bottom_under(run.launch), base, is_nested
+
+
+def _bottom_under(launch: Any) -> Callable[..., Any]:
+    """What expands descriptors is a closure around the C function; without them it stands alone."""
+    if not isinstance(launch, types.FunctionType):
+        return cast("Callable[..., Any]", launch)
+    held = [cell.cell_contents for cell in launch.__closure__ or ()]
+    found = [one for one in held if callable(one) and not isinstance(one, types.FunctionType)]
+    if len(found) != 1:
+        raise _UnknownError
+    return cast("Callable[..., Any]", found[0])
+
+
+def _is_watched() -> bool:
+    """Someone wants to see launches, or kernels compiled otherwise."""
+    runtime: Any = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    # Chains of hooks, empty ones as a rule; or one hook, or None.
+    return bool(
+        getattr(enter, "calls", enter)
+        or getattr(leave, "calls", leave)
+        or runtime.debug
+        or runtime.add_stages_inspection_hook
+    )
+
+
+def picker(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """Takes those out of a sequence or a mapping, as a tuple however many they are."""
+    if not keys:
+        return lambda values: ()
+    if len(keys) == 1:
+        (key,) = keys
+        return lambda values: (values[key],)
+    return itemgetter(*keys)
