@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +29,7 @@ from specs.kv_cache import (
 )
 from specs.layouts import KVOrder, KVPacking
 from tests import batches, budget, oracle, stored_rows
-from tests.batches import Indexer, Layer, Paging, Projection, Request
+from tests.batches import Indexer, LatentWeights, Layer, Paging, Projection, Request
 from tests.cases import AnyCase, Case, LatentCase, is_inline
 from tests.oracle import Rules, State
 from tests.stored_rows import Pages, Stored
@@ -648,6 +649,47 @@ def _check_scale(name: str, actual: Tensor, wanted: Tensor, result: CaseResult) 
     result.note("cache", f"{int(off.sum())} scales of {name} are off" if bool(off.any()) else None)
 
 
+def latent_output(weights: LatentWeights, request: Request) -> Tensor:
+    """float64 ``[Tq, H, V]`` of a layer, by definition: keys and values of every head expanded."""
+    nope, rank, rows = weights.nope_size, weights.rank, request.key[:, 0]
+    parts = (request.query[..., :nope], request.query[..., nope:], rows[:, :rank], rows[:, rank:])
+    position, rules = request.first_position, request.rules
+    return oracle.mla_expanded(*parts, weights.w_uk, weights.w_uv, position, rules)[0]
+
+
+def low_latent_output(
+    weights: LatentWeights,
+    request: Request,
+    stored: Tensor,
+    attend: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
+    """The same in the model's precision.
+
+    Args:
+        weights: of the layer.
+        request: what is asked; its query's type is the model's.
+        stored: latent rows ``[Tk, L + r]`` as the cache has them.
+        attend: latent output of absorbed queries over rows, as decodes are computed; None computes
+            it expanded, as prefills are: those take the new tokens as they came.
+    """
+    dtype, rank, nope = request.query.dtype, weights.rank, weights.nope_size
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    rows = stored.to(dtype).to(wide)
+    w_uk, w_uv = weights.w_uk.to(wide), weights.w_uv.to(wide)
+    if attend is not None:
+        q_nope, q_pe = request.query[..., :nope], request.query[..., nope:]
+        absorbed = torch.einsum("thp,lhp->thl", q_nope.to(wide), w_uk).to(dtype)
+        latent = attend(torch.cat([absorbed, q_pe], -1), rows)
+        return torch.einsum("thl,lhv->thv", latent.to(wide), w_uv).to(dtype)
+    new = request.key[request.context_len :, 0].to(wide)
+    rows = torch.cat([rows[: request.context_len], new])
+    k_nope = torch.einsum("sl,lhp->shp", rows[:, :rank], w_uk)
+    value = torch.einsum("sl,lhv->shv", rows[:, :rank], w_uv)
+    key = torch.cat([k_nope, rows[:, None, rank:].expand(-1, weights.num_heads, -1)], -1)
+    position, rules = request.first_position, request.rules
+    return low_precision(request.query, key, value, position, rules, dtype)[0]
+
+
 class LatentTrial(Trial):
     """An MLA layer: absorbed decode by ``forward_mqa``, all of it by ``mla_attention``."""
 
@@ -899,9 +941,6 @@ class LatentTrial(Trial):
             rows, self.case.cache_dtype.value, scale, self.case.rank
         )
 
-    def _wide(self) -> torch.dtype:
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
-
     def _latent_state(self, request: Request, absorbed: Tensor, rows: Tensor) -> State:
         """float64 latent state of absorbed queries over latent rows."""
         rank, scale = self.case.rank, self.weights.scale
@@ -987,32 +1026,16 @@ class LatentTrial(Trial):
             query = torch.cat([absorbed, q_pe.double()], -1)
             latent, _ = self._latent_state(request, query, rows)
             return torch.einsum("thl,lhv->thv", latent, weights.w_uv.double())
-        parts = (rows[:, : weights.rank], rows[:, weights.rank :])
-        position, rules = request.first_position, request.rules
-        return oracle.mla_expanded(
-            q_nope, q_pe, *parts, weights.w_uk, weights.w_uv, position, rules
-        )[0]
+        return latent_output(weights, request)
 
     def _low_output(self, request: Request, is_decode: bool) -> Tensor:
         """The same in the model's precision: absorbed for decode, expanded for prefill."""
-        weights, wide, rank = self.weights, self._wide(), self.case.rank
-        rows = self._low_rows(request).to(self.dtype).to(wide)
-        if not is_decode:  # expanded prefill takes the new tokens as they came
-            new = request.key[request.context_len :, 0].to(wide)
-            rows = torch.cat([rows[: request.context_len], new])
-        w_uk, w_uv = weights.w_uk.to(wide), weights.w_uv.to(wide)
-        q_nope, q_pe = self._split_query(request)
-        if is_decode:
-            absorbed = torch.einsum("thp,lhp->thl", q_nope.to(wide), w_uk).to(self.dtype)
-            query = torch.cat([absorbed, q_pe], -1)
-            latent, _ = self._low_latent_state(request, query, rows)
-            return torch.einsum("thl,lhv->thv", latent.to(wide), w_uv).to(self.dtype)
-        k_nope = torch.einsum("sl,lhp->shp", rows[:, :rank], w_uk)
-        value = torch.einsum("sl,lhv->shv", rows[:, :rank], w_uv)
-        k_pe = rows[:, None, rank:].expand(-1, self.case.num_heads, -1)
-        key = torch.cat([k_nope, k_pe], -1)
-        position, rules = request.first_position, request.rules
-        return low_precision(request.query, key, value, position, rules, self.dtype)[0]
+
+        def attend(query: Tensor, rows: Tensor) -> Tensor:
+            return self._low_latent_state(request, query, rows)[0]
+
+        stored = self._low_rows(request)
+        return low_latent_output(self.weights, request, stored, attend if is_decode else None)
 
     def alone(self, row: int, tokens: slice) -> Inputs:
         if self.impl.indexer is not None:

@@ -50,6 +50,8 @@ MOST_PREPARED = 8
 """Specialisations of a form that are kept; launches like others stay Triton's."""
 _ALIGNMENT = 16
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
+_KNOBS = ("launch_enter_hook", "launch_exit_hook", "debug", "add_stages_inspection_hook")
+"""Of Triton's runtime: by these, someone watches launches or has kernels compiled otherwise."""
 _BASE = ("grid x", "grid y", "grid z", "stream")
 """What the C function is given first."""
 
@@ -66,7 +68,8 @@ class Relauncher:
         self._kernel = kernel
         self._varying = tuple(varying)
         self._prepared: list[_Prepared] = []
-        self._learns = isinstance(kernel, JITFunction)
+        knows_knobs = all(hasattr(knobs.runtime, name) for name in _KNOBS)
+        self._learns = isinstance(kernel, JITFunction) and knows_knobs
 
     def launch(self, grid: tuple[int, ...], values: Sequence[Any]) -> bool:
         """Enqueue on the current stream; False, and nothing is done, where that is Triton's to do.
@@ -97,7 +100,7 @@ class Relauncher:
         try:
             varying = dict(zip(self._varying, values, strict=True))
             self._prepared.append(_Prepared(self._kernel, varying, compiled, arguments))
-        except (AttributeError, KeyError, StopIteration, TypeError, _UnknownError):
+        except (LookupError, AttributeError, StopIteration, TypeError, ValueError, _UnknownError):
             # Triton as it is not known here, and will not be at the next launch.
             self._learns = False
         if len(self._prepared) == MOST_PREPARED:
@@ -324,7 +327,7 @@ def _bottom_under(launch: Any) -> Callable[..., Any]:
 
 
 def _is_watched() -> bool:
-    """Someone wants to see launches, or kernels compiled otherwise."""
+    """A knob is set."""
     runtime: Any = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     # Chains of hooks, empty ones as a rule; or one hook, or None.

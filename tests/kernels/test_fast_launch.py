@@ -451,8 +451,17 @@ def test_a_launcher_that_does_something_else_is_tritons(gpu: Driver) -> None:
         def __call__(self, *given: Any) -> None:
             super().__call__(*given, "more")
 
+    more = CudaLauncher
+
+    class CudaLauncher(nvidia.CudaLauncher):  # type: ignore[no-redef]
+        """Of a version that gives it less."""
+
+        def __call__(self, *given: Any) -> None:
+            self.launch(*given[:5])
+
     assert learns(lambda compiled: None)
     assert not learns(lambda compiled: setattr(compiled.run, "__class__", Launcher))
+    assert not learns(lambda compiled: setattr(compiled.run, "__class__", more))
     assert not learns(lambda compiled: setattr(compiled.run, "__class__", CudaLauncher))
     assert not learns(lambda compiled: setattr(compiled.run, "launch", lambda *_: None))
     assert not learns(lambda compiled: delattr(compiled.metadata, "tensordesc_meta"))
@@ -504,6 +513,16 @@ def test_what_is_not_learnt_once_is_not_tried_again(
         form.call((1,), given).launch()
         assert not gpu.was_past_triton
     assert len(tried) == 1
+
+
+def test_a_triton_without_its_knobs_is_not_learnt_from(
+    gpu: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fast_launch, "_KNOBS", ("launch_enter_hook", "unheard_of"))
+    form, given = new_form(gpu), arguments()
+    for _ in range(2):
+        form.call((1,), given).launch()
+        assert not gpu.was_past_triton
 
 
 def test_nothing_is_watched_as_a_rule() -> None:
