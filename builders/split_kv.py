@@ -169,9 +169,10 @@ class SplitPlan:
 
 @dataclass(frozen=True)
 class HopperPlan:
-    """The step's plan for the prefill kernel on Hopper."""
+    """The step's plan for the prefill kernel on Hopper, in layers whose tiles have those tokens."""
 
-    tile: HopperTile
+    query_tile: int
+    """Query tokens of a tile."""
     tile_starts: torch.Tensor
     """``[R + 1]`` int32: first tile of each request."""
     num_tiles: torch.Tensor
@@ -520,7 +521,7 @@ class SplitPlanner:
         if self.hopper is not None:
             starts = view("hopper_starts", num_reqs + 1)
             hopper = HopperPlan(
-                self.hopper,
+                self.hopper.query_tile,
                 starts,
                 starts[num_reqs:],
                 self.buffers["taken"],

@@ -70,6 +70,8 @@ class LayerAsks:
     """The cache holds one rank's keys."""
     rswa: bool = False
     alibi: bool = False
+    positions: bool = False
+    """Where queries stand does not follow from lengths, and counts."""
     scale: float = 1.0
     """Multiplies q.k."""
     query: DType | None = None
@@ -513,6 +515,7 @@ def refusal_of(asks: LayerAsks) -> str | None:
     """What no kernel for Hopper does of what a layer asks; None where there is no such thing."""
     named = {
         "ALiBi": asks.alibi,
+        "positions of queries": asks.positions,
         "R-SWA": asks.rswa,
         "decode context parallelism": asks.dcp,
     }

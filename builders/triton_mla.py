@@ -19,19 +19,27 @@ from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch
 from builders.latent_tiles import LatentShape, latent_decode_kernel_of, latent_tile
 from builders.split import split_decodes_and_prefills
-from builders.split_kv import PrefillPlan, SplitLimits, SplitPlanner, VisibleKeys
-from builders.tiles import DenseShape, LayerAsks, SplitTile, prefill_tile
+from builders.split_kv import HopperPlan, PrefillPlan, SplitLimits, SplitPlanner, VisibleKeys
+from builders.tiles import (
+    DenseShape,
+    HopperTile,
+    LayerAsks,
+    SplitTile,
+    prefill_kernel_of,
+    prefill_tile,
+)
 from builders.triton_attn import (
     BLOCK_MULTIPLE,
     HEAD_SIZES,
     TritonAttentionMetadata,
     check_dtypes,
     device_facts,
+    runs_gluon,
 )
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
 from specs.dtypes import CacheDType
-from specs.engine import DecodeKernel, EngineConfig
+from specs.engine import DecodeKernel, EngineConfig, PrefillKernel
 from specs.kv_cache import AnyKVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
 
 CACHE_DTYPES = (
@@ -214,8 +222,22 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             stored_bits=8 * spec.dtype.itemsize,
         )
         self._tile = prefill_tile(expanded, self.kind)
+        self._hopper = self._hopper_tile(expanded)
         self._heads = heads
         self._workspace_tokens = _workspace_tokens(vllm_config, heads, spec.dtype.itemsize)
+
+    def _hopper_tile(self, expanded: DenseShape) -> HopperTile | None:
+        """The tile of the prefill kernel for Hopper, where layers of this group may take it.
+
+        Of all pairs of head sizes that it serves without groups a tile has the same tokens; those
+        of DeepSeek's layers stand for them.
+        """
+        wanted, spec = self.vllm_config.prefill_kernel, self.kv_cache_spec
+        if wanted is PrefillKernel.AUTO and not runs_gluon(self.device):
+            return None
+        shape = replace(expanded, head_size=192, head_size_v=128)
+        asks = LayerAsks(query=spec.dtype, cache_dtype=CacheDType.AUTO)
+        return prefill_kernel_of(shape, self.kind, 0, asks, wanted)[0]
 
     def _latent_tile(self, spec: _LatentSpec, heads: int, tokens: int) -> SplitTile:
         """The decode tile of the group's layers."""
@@ -310,10 +332,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
         stop = batch.num_reqs
         host = batch.query_start_loc_cpu[decodes : stop + 1].tolist()
         starts = batch.query_start_loc[decodes : stop + 1] - host[0]
-        counts = starts.diff()
-        tile_starts = torch.zeros_like(starts)
-        size = self._tile.query_tile
-        torch.cumsum((counts + (size - 1)) // size, 0, out=tile_starts[1:])
+        counts, size = starts.diff(), self._tile.query_tile
         tiles = sum(cdiv(until - since, size) for since, until in pairwise(host))
         table = batch.block_table_tensor[decodes:stop]
         own = TritonAttentionMetadata(
@@ -324,11 +343,30 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             seq_lens=counts,
             block_table=table,
             split=None,
-            prefill=PrefillPlan(self._tile, tile_starts, max(tiles, 1) * self._heads),
+            prefill=PrefillPlan(
+                self._tile,
+                _tile_starts(counts, size),
+                max(tiles, 1) * self._heads,
+                self._hopper_plan(counts),
+            ),
         )
         context_lens = (batch.seq_lens[decodes:stop] - counts).clamp(min=0)
         context = self._context(batch, own, decodes, host, context_lens)
         return LatentPrefill(host[-1] - host[0], own, context)
+
+    def _hopper_plan(self, counts: torch.Tensor) -> HopperPlan | None:
+        """The same for the kernel for Hopper, where it may take expanded prefill."""
+        if self._hopper is None:
+            return None
+        starts = _tile_starts(counts, self._hopper.query_tile)
+        return HopperPlan(
+            self._hopper.query_tile,
+            starts,
+            starts[-1:],
+            self.buffers["taken"],
+            self.planner.num_multiprocessors,
+            self.vllm_config.prefill_kernel is PrefillKernel.HOPPER,
+        )
 
     def _context(
         self,
@@ -352,9 +390,8 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
         left = (visible - starts).clamp(min=0)
         blocks = torch.arange(reqs * size // PAGE, dtype=torch.int32, device=device)
         step = replace(own, causal=False, block_table=blocks.view(reqs, -1))
-        return LatentContext(
-            own.block_table, size, left.clamp(max=size), context_lens - left, left, step
-        )
+        lens, firsts = left.clamp(max=size), context_lens - left
+        return LatentContext(own.block_table, size, lens, firsts, left, step)
 
     def _set_block_table(self, metadata: TritonMLAMetadata, block_table: torch.Tensor) -> None:
         slots, decodes = metadata.slot_mapping, metadata.num_decodes
@@ -369,6 +406,13 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
                 context = replace(context, block_table=table, step=step)
             own = replace(own, slot_mapping=slots, block_table=table)
             metadata.prefill = replace(metadata.prefill, own=own, context=context)
+
+
+def _tile_starts(counts: torch.Tensor, query_tile: int) -> torch.Tensor:
+    """``[R + 1]`` int32: first tile of each request of so many tokens."""
+    starts = torch.zeros(len(counts) + 1, dtype=torch.int32, device=counts.device)
+    torch.cumsum((counts + (query_tile - 1)) // query_tile, 0, out=starts[1:])
+    return starts
 
 
 def _workspace_tokens(config: EngineConfig, heads: int, itemsize: int) -> int:

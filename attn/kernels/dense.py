@@ -240,7 +240,7 @@ class DenseLauncher:
         varying["seq_lens_ptr"] = step.seq_lens
         varying["num_reqs"] = step.num_reqs
         tile = plan.tile
-        if plan.hopper is not None and step.first_positions is None:
+        if plan.hopper is not None:
             call = self._on_hopper(plan.hopper, step, tensors, varying, likeness)
             if call is not None:
                 return call
@@ -270,7 +270,7 @@ class DenseLauncher:
 
             self._hopper = HopperLauncher(self.layer)
         # The rest of what its descriptors need aligned is part of the likeness.
-        key = (likeness, tensors.query.data_ptr() % 16)
+        key = (likeness, tensors.query.data_ptr() % 16, step.first_positions is None)
         if not self._hopper.knows(plan, key):
             check_call(self.layer, step, tensors)
             self._hopper.prepare(plan, step, tensors, {}, key)

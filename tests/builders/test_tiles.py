@@ -98,6 +98,7 @@ ASKED = LayerAsks(query=DType.BFLOAT16, cache_dtype=CacheDType.AUTO)
 REFUSED = {
     "ALiBi": LayerAsks(alibi=True),
     "R-SWA": LayerAsks(rswa=True),
+    "positions of queries": LayerAsks(positions=True),
     "decode context parallelism": LayerAsks(dcp=True),
     "batch invariance": LayerAsks(batch_invariant=True),
     "a cache of float16 for a query of bfloat16": replace(ASKED, cache_dtype=CacheDType.FLOAT16),

@@ -466,7 +466,6 @@ def test_the_hopper_kernel_is_planned_beside_the_plain_one(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "said"),
     [
-        ("encoder", {}, "there are no pages"),
         ("full", DCP, "decode context parallelism"),
         ("full", {"batch_invariant": True}, "batch invariance"),
     ],

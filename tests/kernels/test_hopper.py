@@ -11,7 +11,7 @@ import torch
 
 import builders.triton_attn
 from attn.kernels.dense import DenseLayer, DenseTensors
-from attn.kernels.hopper.launch import Descriptors, serves
+from attn.kernels.hopper.launch import Descriptors, tile_of
 from builders.common import CommonAttentionMetadata
 from builders.tiles import DenseShape, HopperTile, hopper_tile
 from builders.triton_attn import TritonAttentionMetadataBuilder
@@ -225,10 +225,10 @@ def test_a_plan_for_another_shape_is_not_taken(monkeypatch: pytest.MonkeyPatch) 
         )
         dense = DenseLayer(32, 8, 128, 128, 0.1, CacheDType.AUTO, True)
         if wanted is PrefillKernel.AUTO:
-            assert not serves(dense, record.prefill.hopper, record, tensors)
+            assert tile_of(dense, record.prefill.hopper, record, tensors) is None
         else:
-            with pytest.raises(ValueError, match="the builder's plan is for HopperTile"):
-                serves(dense, record.prefill.hopper, record, tensors)
+            with pytest.raises(ValueError, match="is for tiles of 128 query tokens"):
+                tile_of(dense, record.prefill.hopper, record, tensors)
 
 
 def test_on_a_cpu_it_is_planned_only_where_it_is_asked_for() -> None:
@@ -280,9 +280,12 @@ def test_a_captured_record_keeps_both_plans_at_their_addresses(
         plan = builder.build(0, batch).prefill
         assert plan is not None
         assert plan.hopper is not None
-        for now, then in ((plan, captured), (plan.hopper, captured.hopper)):
+        for now, then, size in (
+            (plan, captured, captured.tile.query_tile),
+            (plan.hopper, captured.hopper, captured.hopper.query_tile),
+        ):
             assert now.tile_starts.data_ptr() == then.tile_starts.data_ptr()
-            tiles = [-(-count // then.tile.query_tile) for count in lens]
+            tiles = [-(-count // size) for count in lens]
             assert then.tile_starts.tolist() == [0, tiles[0], sum(tiles)]
     other = TritonAttentionMetadataBuilder(layer.spec(), ["layer"], engine, "cpu")
     moved = other.update_block_table(builder.build(0, batch), table, batch.slot_mapping).prefill
@@ -302,7 +305,7 @@ def test_its_tiles_are_counted_beside_the_others() -> None:
     assert plan is not None
     assert plan.hopper is not None
     # Tiles of 128 rows: 32 tokens of 4 query heads. Short queries go to the other kernel.
-    assert plan.hopper.tile.query_tile == 32
+    assert plan.hopper.query_tile == 32
     assert plan.hopper.tile_starts.tolist() == [0, 2, 2, 4, 4]
 
 

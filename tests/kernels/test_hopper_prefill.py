@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from attn.backends.triton_mla import TritonMLABackend
 from attn.kernels.hopper.prefill import hopper_prefill_kernel
 from attn.kernels.launch import KernelCall
 from builders.split_kv import SplitPlanner
@@ -17,9 +18,10 @@ from specs.engine import PrefillKernel
 from specs.layouts import KVPacking
 from tests import trials
 from tests.batches import BatchSpec, Heads
-from tests.cases import FEATURES, Case
+from tests.cases import FEATURES, Case, LatentCase
 from tests.kernels import gluon_in_numpy
 from tests.test_random_attention import findings
+from tests.trials import CaseResult
 
 # Several tiles per program, of one and of more tiles of keys, with and without a last one that
 # ends within a page; rows that see nothing of a tile that others of theirs do.
@@ -115,6 +117,25 @@ def test_any_number_of_programs_takes_every_tile_once(
     assert call.grid == (programs,)
     # One count per tile, and who counts to the last sets it back for the next layer.
     assert call.arguments["counter_ptr"].item() == 0
+
+
+@pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.FP8])
+def test_it_computes_latent_attention_expanded(
+    cache_dtype: CacheDType, launched: list[KernelCall]
+) -> None:
+    batch = BatchSpec("contexts", (40, 20, 1), (200, 20, 90))
+    case = LatentCase(
+        batch=batch, num_heads=2, dtype=DType.FLOAT16, cache_dtype=cache_dtype, rank=64
+    )
+    trial, result = trials.LatentTrial(TritonMLABackend, case, torch.device("cpu")), CaseResult()
+    trial.write()
+    record = trial.build(trial.builder())
+    trial.judge(trial.attend(record, trial.inputs, trial.cache()), record, result)
+    assert result.findings == {}
+    # New tokens among themselves, and over the cached ones.
+    own, context = launched
+    assert (own.arguments["BLOCK_SIZE"], own.arguments["CAUSAL"]) == (0, 1)
+    assert (context.arguments["BLOCK_SIZE"], context.arguments["CAUSAL"]) == (16, 0)
 
 
 @pytest.mark.parametrize("instead", [{"_clear_tail": lambda *_: None}], indirect=False)

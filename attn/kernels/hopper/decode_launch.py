@@ -43,7 +43,13 @@ class HopperDecodeLauncher(HopperForms[SplitPlan]):
     def _static(self, plan: SplitPlan) -> tuple[Any, ...]:
         return plan.static
 
-    def _add_varying(self, plan: SplitPlan, tensors: DenseTensors, varying: dict[str, Any]) -> int:
+    def _add_varying(
+        self,
+        plan: SplitPlan,
+        fixed: Mapping[str, Any],
+        tensors: DenseTensors,
+        varying: dict[str, Any],
+    ) -> int:
         assert plan.hopper is not None
         page = (1, plan.hopper.run, 1, COLUMNS)
         # As the words that the plain kernel reads.

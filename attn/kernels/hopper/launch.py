@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from attn.kernels.dense import DenseLayer, DenseTensors
     from builders.triton_attn import TritonAttentionMetadata
 
-Tile = HopperTile | HopperDecodeTile
 Plan = TypeVar("Plan", HopperPlan, SplitPlan)
 COLUMNS = 64
 """Columns of a box: the 128 bytes of a swizzled row."""
@@ -39,15 +38,16 @@ MOST_DESCRIPTORS = 64
 """Kept for calls with tensors at the same addresses."""
 
 
-def serves(
+def tile_of(
     layer: DenseLayer, plan: HopperPlan, step: TritonAttentionMetadata, tensors: DenseTensors
-) -> bool:
-    """Whether the prefill kernel serves a step of a layer as it was planned.
+) -> HopperTile | None:
+    """The tile with which the prefill kernel serves a step of a layer; None where it does not.
 
     The builder has asked the same of what it knew; here all is known.
 
     Raises:
-        ValueError: it does not, though it is asked for by name.
+        ValueError: it does not, though it is asked for by name; likewise a plan for a layer of
+            other tiles.
     """
     shape, block_size, asks = asked(layer, step, tensors)
     asks = replace(
@@ -56,7 +56,14 @@ def serves(
     )
     wanted = PrefillKernel.HOPPER if plan.is_required else PrefillKernel.AUTO
     tile, _ = prefill_kernel_of(shape, DeviceKind.SM90, block_size, asks, wanted)
-    return is_planned(tile, plan.tile, plan.is_required)
+    if tile is None or tile.query_tile == plan.query_tile:
+        return tile
+    if plan.is_required:
+        raise ValueError(
+            f"the builder's plan is for tiles of {plan.query_tile} query tokens, the layer and its "
+            f"cache for {tile.query_tile}"
+        )
+    return None
 
 
 def asked(
@@ -76,6 +83,7 @@ def asked(
         dcp=step.stripe is not None,
         rswa=step.rswa_prefix_lens is not None,
         alibi=tensors.alibi_slopes is not None,
+        positions=step.first_positions is not None and not _sees_all(layer, step),
         scale=layer.scale,
         query=DType.parse(query.dtype),
         cache_dtype=layer.cache_dtype,
@@ -84,7 +92,15 @@ def asked(
     return shape, key.shape[1] if key.dim() == 4 else 0, asks
 
 
-def is_planned(found: Tile | None, planned: Tile, is_required: bool) -> bool:
+def _sees_all(layer: DenseLayer, step: TritonAttentionMetadata) -> bool:
+    """Every query sees every key, wherever it stands."""
+    is_local = layer.sliding_window is not None or layer.attention_chunk_size is not None
+    return not is_local and (step.causal is False or not layer.causal)
+
+
+def is_planned(
+    found: HopperDecodeTile | None, planned: HopperDecodeTile, is_required: bool
+) -> bool:
     """The tile of a layer is that of the plan.
 
     Raises:
@@ -181,7 +197,8 @@ class HopperForms(ABC, Generic[Plan]):
         form = self._forms.latest
         if form is None:
             return None
-        return form.call((self._add_varying(plan, tensors, varying),), varying)
+        programs = self._add_varying(plan, form.arguments, tensors, varying)
+        return form.call((programs,), varying)
 
     @abstractmethod
     def _static(self, plan: Plan) -> tuple[Any, ...]:
@@ -198,22 +215,34 @@ class HopperForms(ABC, Generic[Plan]):
         """What launches like this one share; None leaves them to the plain kernel."""
 
     @abstractmethod
-    def _add_varying(self, plan: Plan, tensors: DenseTensors, varying: dict[str, Any]) -> int:
-        """Add this kernel's own arguments; its programs."""
+    def _add_varying(
+        self,
+        plan: Plan,
+        fixed: Mapping[str, Any],
+        tensors: DenseTensors,
+        varying: dict[str, Any],
+    ) -> int:
+        """Add this kernel's own arguments to those that a form holds; its programs."""
 
 
 class HopperLauncher(HopperForms[HopperPlan]):
     """The prefill launches of one layer."""
 
     def _static(self, plan: HopperPlan) -> tuple[Any, ...]:
-        return plan.tile, plan.is_required
+        return plan.query_tile, plan.is_required
 
-    def _add_varying(self, plan: HopperPlan, tensors: DenseTensors, varying: dict[str, Any]) -> int:
-        tile, keys, of = plan.tile, tensors.keys, self._descriptors.of
-        rows = (tile.rows_per_group, tile.packed, COLUMNS)
+    def _add_varying(
+        self,
+        plan: HopperPlan,
+        fixed: Mapping[str, Any],
+        tensors: DenseTensors,
+        varying: dict[str, Any],
+    ) -> int:
+        keys, of, packed = tensors.keys, self._descriptors.of, fixed["PACKED"]
+        rows = (64 // packed, packed, COLUMNS)
         varying["q_desc"] = _queries.of("q", tensors.query, rows)
         if not self._layer.cache_dtype.is_quantized:
-            page = (1, tile.run, 1, COLUMNS)
+            page = (1, fixed["RUN"], 1, COLUMNS)
             varying["k_desc"] = of("k", keys.key, page)
             varying["v_desc"] = of("v", keys.value, page)
         varying["tile_starts_ptr"] = plan.tile_starts
@@ -229,9 +258,10 @@ class HopperLauncher(HopperForms[HopperPlan]):
         tensors: DenseTensors,
         constants: Mapping[str, Any],
     ) -> KernelForm | None:
-        if not serves(self._layer, plan, step, tensors):
+        tile = tile_of(self._layer, plan, step, tensors)
+        if tile is None:
             return None
-        layer, output, lse, tile = self._layer, tensors.output, tensors.lse, plan.tile
+        layer, output, lse = self._layer, tensors.output, tensors.lse
         cap, chunk, causal = layer.logits_soft_cap, layer.attention_chunk_size, step.causal
         key, value = tensors.keys.key, tensors.keys.value
         fixed: dict[str, Any] = {

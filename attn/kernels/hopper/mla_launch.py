@@ -54,7 +54,13 @@ class HopperLatentLauncher(HopperForms[SplitPlan]):
     def _static(self, plan: SplitPlan) -> tuple[Any, ...]:
         return plan.static
 
-    def _add_varying(self, plan: SplitPlan, tensors: DenseTensors, varying: dict[str, Any]) -> int:
+    def _add_varying(
+        self,
+        plan: SplitPlan,
+        fixed: Mapping[str, Any],
+        tensors: DenseTensors,
+        varying: dict[str, Any],
+    ) -> int:
         assert plan.hopper is not None
         rows = varying["key_ptr"][:, :, 0]
         varying["k_desc"] = self._descriptors.of("k", rows, (1, plan.hopper.run, COLUMNS))
