@@ -13,8 +13,8 @@ from attn.kernels.launch import KernelCall
 from builders.common import CommonAttentionMetadata
 from builders.triton_mla import EXPANDED_WIDTH, PAGE, TritonMLAMetadataBuilder
 from specs.dtypes import CacheDType, DType
-from specs.engine import EngineConfig
-from specs.kv_cache import FullAttentionSpec, MLAAttentionSpec
+from specs.engine import DecodeKernel, EngineConfig
+from specs.kv_cache import FullAttentionSpec, MLAAttentionSpec, SlidingWindowMLASpec
 from tests.batches import BATCHES, BatchSpec, Layer
 from tests.cases import LatentCase
 from tests.conformance import check_case
@@ -99,6 +99,14 @@ def test_behind_a_window_only_what_is_seen_is_expanded(
     assert context.starts[0].tolist() == [50, 0, 0]
     assert context.left[0].tolist() == [20, 0, 16]
     assert judged(trial, record).findings == {}
+
+
+def test_a_window_is_not_for_the_kernel_for_hopper() -> None:
+    spec = SlidingWindowMLASpec(block_size=16, dtype=DType.FLOAT16, sliding_window=100)
+    problem = "decode_kernel 'hopper' does not serve this latent layer: a sliding window"
+    with pytest.raises(ValueError, match=problem):
+        builder_of(spec, decode_kernel=DecodeKernel.HOPPER)
+    assert builder_of(spec, decode_kernel=DecodeKernel.AUTO).planner.hopper_decode is None
 
 
 def test_a_window_of_one_needs_no_context() -> None:

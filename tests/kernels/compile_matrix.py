@@ -61,7 +61,7 @@ SETS: Final = {
         tuple(TARGETS),
     ),
     "triton_mla": Set(
-        "TRITON_MLA's decode",
+        "TRITON_MLA",
         RESULTS / "compile_triton_mla.md",
         MLA_VARIANTS,
         ("3.6.0", "3.7.1", "3.9.0"),
@@ -142,7 +142,10 @@ def misses_of(variant: Variant, target: int, facts: Facts) -> list[str]:
         if facts.shared < facts.pipeline:
             misses.append(f"{facts.shared} bytes of shared memory, stages need {facts.pipeline}")
     is_narrow = variant.layer.dtype.itemsize == 2
-    by_groups = (Kernel.PREFILL, Kernel.HOPPER_PREFILL, Kernel.HOPPER_MLA)
+    by_groups = (
+        *(Kernel.PREFILL, Kernel.MLA_PREFILL),
+        *(Kernel.HOPPER_PREFILL, Kernel.HOPPER_MLA),
+    )
     wants_groups = target == 90 and variant.kernel in by_groups and is_narrow
     if wants_groups and not facts.warp_group_products:
         misses.append("no products by warp group")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum, unique
+from types import SimpleNamespace
 from typing import Any, Final
 from unittest import mock
 
@@ -22,8 +23,9 @@ import builders.triton_attn
 import builders.triton_mla
 from attn.impls.base import LayerScales
 from attn.impls.triton_attn import TritonAttentionImpl
+from attn.impls.triton_mla import TritonMLAImpl
 from attn.kernels.cache_write import rope_and_write_kv_call, write_kv_call
-from attn.kernels.launch import KernelCall
+from attn.kernels.launch import KernelCall, collected_calls
 from attn.kernels.merge import merge_call
 from attn.kernels.mla_launch import LatentLauncher, LatentLayer, LatentTensors
 from attn.kernels.stored import PTX, PTX_SM89
@@ -68,6 +70,8 @@ class Kernel(StrEnum):
     WRITE = "write"
     ROPE_WRITE = "rope_write"
     MLA_ROPE_WRITE = "mla_rope_write"
+    MLA_PREFILL = "mla_prefill"
+    MLA_EXPAND = "mla_expand"
     MERGE = "merge"
 
     @property
@@ -78,7 +82,7 @@ class Kernel(StrEnum):
     @property
     def attends(self) -> bool:
         """It reads keys and values tile by tile."""
-        return self in (Kernel.DECODE, Kernel.PREFILL, Kernel.MLA_DECODE)
+        return self in (Kernel.DECODE, Kernel.PREFILL, Kernel.MLA_DECODE, Kernel.MLA_PREFILL)
 
     @property
     def is_gluon(self) -> bool:
@@ -231,9 +235,9 @@ def _latent(
     return _only(Kernel.MLA_DECODE, of, *tested, speed=speed, **sizes, **fields)
 
 
-def _latent_write(of: str, *tested: int, heads: int = 16, **fields: Any) -> Variant:
+def _of_latents(kernel: Kernel, of: str, *tested: int, heads: int = 16, **fields: Any) -> Variant:
     sizes = {"heads": (heads, 1, 576), "head_size_v": 512, "block_size": 64}
-    return _only(Kernel.MLA_ROPE_WRITE, of, *tested, **sizes, **fields)
+    return _only(kernel, of, *tested, **sizes, **fields)
 
 
 _D, _P = Kernel.DECODE, Kernel.PREFILL
@@ -319,8 +323,7 @@ VARIANTS: Final = (
 
 MLA_VARIANTS: Final = (
     _latent("16 heads", 90, speed=True),
-    # Not compiled in every run: Triton 3.7 spills a register, beside the loop over tiles.
-    _latent("128 heads", speed=True, heads=128),
+    _latent("128 heads", 90, speed=True, heads=128),
     _latent("16 heads verify 4", 90, speed=True, drafts=3),
     _latent("16 heads fp8", 90, speed=True, cache=_FP8),
     _latent("128 heads fp8", heads=128, cache=_FP8),
@@ -329,8 +332,16 @@ MLA_VARIANTS: Final = (
     _latent("16 heads fp16 cache", cache=CacheDType.FLOAT16),
     _latent("16 heads window", window=1024),
     _latent("128 heads verify 4 window", heads=128, drafts=3, window=1024),
-    _latent_write("16 heads"),
-    _latent_write("128 heads fp8 interleaved", 90, heads=128, cache=_FP8, neox=False),
+    _of_latents(Kernel.MLA_ROPE_WRITE, "16 heads"),
+    _of_latents(
+        Kernel.MLA_ROPE_WRITE, "128 heads fp8 interleaved", 90, heads=128, cache=_FP8, neox=False
+    ),
+    _of_latents(Kernel.MLA_PREFILL, "new tokens"),
+    # Over a chunk of context, which is not causal.
+    _of_latents(Kernel.MLA_PREFILL, "context", causal=False),
+    _of_latents(Kernel.MLA_PREFILL, "context window", 90, causal=False, window=1024),
+    _of_latents(Kernel.MLA_EXPAND, "context", 90, causal=False),
+    _of_latents(Kernel.MLA_EXPAND, "context fp8", causal=False, cache=_FP8),
 )
 
 _H, _HD, _HL = Kernel.HOPPER_PREFILL, Kernel.HOPPER_DECODE, Kernel.HOPPER_MLA
@@ -436,6 +447,8 @@ def call_of(variant: Variant, target: int) -> KernelCall:
             return _plan_call(layer)
         if variant.kernel is Kernel.MLA_DECODE:
             return _latent_call(layer)
+        if variant.kernel in (Kernel.MLA_PREFILL, Kernel.MLA_EXPAND):
+            return _expanded_call(layer, variant.kernel, target >= 89)
         if variant.kernel is Kernel.HOPPER_MLA:
             return _hopper_latent_call(layer)
         return _attention_call(layer, variant.kernel)
@@ -533,16 +546,7 @@ def attention_calls(
 def _latent_call(layer: Layer) -> KernelCall:
     heads, _, size = layer.heads
     rank, rope = layer.v_size, size - layer.v_size
-    sizes = {
-        "block_size": layer.block_size,
-        "dtype": layer.dtype,
-        "cache_dtype": layer.cache,
-        "kv_lora_rank": rank,
-        "qk_rope_head_dim": rope,
-    }
-    spec: AnyKVCacheSpec = MLAAttentionSpec(**sizes)
-    if layer.window is not None:
-        spec = SlidingWindowMLASpec(**sizes, sliding_window=layer.window)
+    spec = _latent_spec(layer)
     engine, batch = layer.engine(PrefillKernel.AUTO), _batch(layer, 1 + layer.drafts)
     step = TritonMLAMetadataBuilder(spec, ["layer"], engine, "cpu").build(0, batch).decode
     assert step is not None
@@ -559,6 +563,56 @@ def _latent_call(layer: Layer) -> KernelCall:
     )
     known = LatentLayer(heads, rank, rope, size**-0.5, layer.cache, layer.window)
     return LatentLauncher(known).call(step, tensors)
+
+
+def _latent_spec(layer: Layer) -> MLAAttentionSpec | SlidingWindowMLASpec:
+    sizes: dict[str, Any] = {
+        "block_size": layer.block_size,
+        "dtype": layer.dtype,
+        "cache_dtype": layer.cache,
+        "kv_lora_rank": layer.v_size,
+        "qk_rope_head_dim": layer.heads[2] - layer.v_size,
+    }
+    if layer.window is not None:
+        return SlidingWindowMLASpec(**sizes, sliding_window=layer.window)
+    return MLAAttentionSpec(**sizes)
+
+
+def _expanded_call(layer: Layer, kernel: Kernel, hardware_e4m3: bool) -> KernelCall:
+    """Prefill rows of TRITON_MLA, by heads of 192 and 128: the new tokens', or the context's."""
+    heads, _, size = layer.heads
+    rank, dtype, spec = layer.v_size, layer.dtype.torch, _latent_spec(layer)
+    impl = TritonMLAImpl(
+        *(heads, size, 192**-0.5, 1, None, layer.window, layer.cache.value),
+        kv_lora_rank=rank,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=size - rank,
+        qk_head_dim=128 + size - rank,
+        v_head_dim=128,
+        kv_b_proj=SimpleNamespace(weight=torch.zeros(heads * 256, rank)),
+    )
+    impl.process_weights_after_loading(dtype)
+    batch = _batch(replace(layer, causal=True), 41, 100)
+    engine = layer.engine(PrefillKernel.AUTO)
+    record = TritonMLAMetadataBuilder(spec, ["layer"], engine, "cpu").build(0, batch)
+    tokens = batch.num_actual_tokens
+    row = torch.zeros(tokens, size, dtype=dtype)
+    with (
+        mock.patch("attn.impls.triton_mla.converts_float8", return_value=hardware_e4m3),
+        collected_calls() as calls,
+    ):
+        impl.forward_mha(
+            torch.zeros(tokens, heads, 128 + size - rank, dtype=dtype),
+            row[:, :rank],
+            row[:, rank:],
+            spec.layout().allocate(4),
+            record,
+            torch.ones(()),
+            torch.zeros(tokens, heads * 128, dtype=dtype),
+        )
+    name = "expand_kernel" if kernel is Kernel.MLA_EXPAND else "prefill_kernel"
+    own, context = (call for call in calls if call.kernel.__name__ == name)
+    return own if layer.causal else context
 
 
 def _latent_fields(layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
