@@ -19,8 +19,8 @@ PEERS: Final = ("fa3", "flashinfer", "xqa", "vllm_triton")
 """Kernels of other projects that the dense table compares with."""
 HOPPER_PEERS: Final = ("fa3", "cudnn", "flashinfer", "xqa")
 """Likewise of the Hopper table."""
-MLA_PEERS: Final = ("flashmla", "flashinfer_mla", "vllm_triton_mla")
-"""Likewise of the table of latent attention."""
+MLA_PEERS: Final = ("flashmla", "flashinfer_mla", "vllm_triton_mla", "fa3")
+"""Likewise of the table of latent attention; the last one where it is expanded."""
 ALL_PEERS: Final = tuple(dict.fromkeys((*PEERS, *HOPPER_PEERS, *MLA_PEERS)))
 
 MODEL_DTYPE: Final = DType.BFLOAT16
@@ -113,6 +113,8 @@ class Target(Spec):
     max_ratios: tuple[PeerBound, ...] = ()
     min_rate: float | None = Field(default=None, gt=0)
     """In the case's own unit, GB/s or TFLOP/s."""
+    min_plain_rate: float | None = Field(default=None, gt=0)
+    """Likewise, of our kernel in plain Triton."""
 
 
 class KernelCase(Spec):
@@ -124,8 +126,8 @@ class KernelCase(Spec):
     num_kv_heads: PositiveInt
     head_size: PositiveInt
     rope_size: NonNegativeInt = 0
-    """Rotary part of a latent row, which is the key of all heads and, without it, their value; 0
-    for keys and values of their own."""
+    """Rotary part of a latent row, which is the key of all heads and, without it, their value, or
+    of each head's key, where rows are expanded; 0 for keys and values of one size."""
     query_lens: tuple[PositiveInt, ...] = Field(min_length=1)
     """``[R]`` new tokens."""
     seq_lens: tuple[PositiveInt, ...] = Field(min_length=1)
@@ -191,7 +193,12 @@ class KernelCase(Spec):
     @property
     def is_latent(self) -> bool:
         """Absorbed attention over a latent cache."""
-        return self.rope_size > 0
+        return self.rope_size > 0 and self.num_kv_heads == 1
+
+    @property
+    def is_expanded(self) -> bool:
+        """Latent attention over keys and values of every head, which lie as the queries do."""
+        return self.rope_size > 0 and self.num_kv_heads > 1
 
     @property
     def head_size_v(self) -> int:
@@ -212,7 +219,7 @@ class KernelCase(Spec):
             seen = seq_len if self.sliding_window is None else self.sliding_window + query_len - 1
             live += min(seq_len, seen)
         # A latent row is read once for both.
-        sides = self.head_size if self.is_latent else 2 * self.head_size
+        sides = self.head_size + (0 if self.is_latent else self.head_size_v)
         cached = live * self.num_kv_heads * sides * self.kv_itemsize
         rows = self.num_tokens * self.num_heads * (self.head_size + self.head_size_v)
         return cached + rows * MODEL_DTYPE.itemsize
@@ -424,10 +431,13 @@ def _latent(
     *requests: tuple[int, int],
     drafts: int = 0,
     target: Target | None = None,
+    min_plain_rate: float | None = None,
     **fields: object,
 ) -> KernelCase:
     """Absorbed decode or verify, rows of 512 + 64; ``requests`` are (count, KV length)."""
-    judged = Target(max_planned_ratio_to_best=1.0, against=MLA_PEERS)
+    judged = Target(
+        max_planned_ratio_to_best=1.0, against=MLA_PEERS[:-1], min_plain_rate=min_plain_rate
+    )
     case = _decode(name, (heads, 1, 576), requests, drafts=drafts, rope_size=64, block_size=64)
     return case.replace(target=target or judged, **fields)
 
@@ -437,9 +447,9 @@ _RAGGED: Final = [(1, length) for length in _zipf_lens(64, 128, 32768)]
 MLA_CASES: Final[tuple[KernelCase, ...]] = (
     _latent("mla_h128_b1_8k", 128, (1, 8192)),
     _latent("mla_h128_b32_4k", 128, (32, 4096)),
-    _latent("mla_h128_b128_4k", 128, (128, 4096)),
+    _latent("mla_h128_b128_4k", 128, (128, 4096), min_plain_rate=250),
     _latent("mla_h16_b32_8k", 16, (32, 8192)),
-    _latent("mla_h16_b128_4k", 16, (128, 4096)),
+    _latent("mla_h16_b128_4k", 16, (128, 4096), min_plain_rate=3200),
     _latent("mla_h128_q2_b64_4k", 128, (64, 4096), drafts=1),
     _latent("mla_h64_b64_8k", 64, (64, 8192)),
     _latent("mla_h16_b64_zipf", 16, *_RAGGED),
@@ -451,6 +461,14 @@ MLA_CASES: Final[tuple[KernelCase, ...]] = (
         (128, 4096),
         target=_FP8_LATENT,
         kv_cache_dtype=CacheDType.FP8_E4M3,
+    ),
+    _case(
+        "ragged_mla_pre_1x8k",
+        CaseKind.PREFILL,
+        (128, 128, 192),
+        [(1, 8192, 8192)],
+        rope_size=64,
+        target=Target(max_ratio_to_best=1.0, against=("fa3",), min_plain_rate=380),
     ),
 )
 """The cases of the table of latent attention; pages of 64 tokens are FlashMLA's only ones."""

@@ -26,7 +26,7 @@ class Content:
     key: torch.Tensor
     """``[N, P, Hk, D]`` contiguous, bf16 or e4m3 (scale 1); zero where no token lives."""
     value: torch.Tensor
-    """Likewise; of a latent case the first columns of ``key``."""
+    """``[N, P, Hk, Dv]`` likewise; of a latent case the first columns of ``key``."""
     block_table: torch.Tensor
     """``[R, max_blocks]`` int32 contiguous, permuted; block 0 where nothing is used."""
     query_start_loc: torch.Tensor
@@ -50,6 +50,10 @@ class Content:
             # Indexed reads of 8-bit floats are not implemented on every device; bytes are.
             return flat.view(torch.uint8)[slots].view(flat.dtype).to(MODEL_DTYPE.torch)
         return flat[slots]
+
+    def own_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[T, Hk, D]`` keys and ``[T, Hk, Dv]`` values of new tokens without a context."""
+        return self.rows(self.key, self.slots), self.rows(self.value, self.slots)
 
 
 def permuted_table(case: KernelCase, generator: torch.Generator) -> tuple[torch.Tensor, int]:
@@ -98,9 +102,10 @@ def make_content(case: KernelCase, device: torch.device, generator: torch.Genera
     slots = cache_slots(case, block_table)
     unused = torch.ones(num_blocks * case.block_size, dtype=torch.bool, device=device)
     unused[slots] = False
-    sides = []
+    sides: list[torch.Tensor] = []
     for _ in ("key",) if case.is_latent else ("key", "value"):
-        side = draw(num_blocks, case.block_size, case.num_kv_heads, case.head_size)
+        size = case.head_size_v if sides else case.head_size
+        side = draw(num_blocks, case.block_size, case.num_kv_heads, size)
         side.masked_fill_(unused.view(num_blocks, case.block_size, 1, 1), 0)
         if case.kv_cache_dtype.is_quantized:
             side = side.to(torch.float8_e4m3fn)
@@ -129,13 +134,13 @@ class Expected:
     heads: torch.Tensor
     """``[3]`` int64."""
     rows: torch.Tensor
-    """``[S, 3, D]`` float64."""
+    """``[S, 3, Dv]`` float64."""
 
     def error_of(self, output: torch.Tensor) -> float:
         """Largest relative norm of the error over the sampled rows; NaN where any row has one.
 
         Args:
-            output: ``[T, H, D]``.
+            output: ``[T, H, Dv]``.
         """
         if not bool(torch.isfinite(output).all()):
             return float("nan")

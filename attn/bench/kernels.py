@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -68,10 +68,12 @@ from attn.device import detect_device
 from attn.errors import MissingDependencyError
 from attn.registry import AttentionBackendEnum, RegisteredBackend
 from specs.base import parse_spec
+from specs.engine import DecodeKernel, PrefillKernel
 
 OURS: Final = "ours"
 FREE: Final = "free partition"
 INVARIANT: Final = "batch invariant"
+PLAIN: Final = "plain Triton"
 
 COMMIT_VARIABLE: Final = "ATTN_COMMIT"
 
@@ -93,6 +95,8 @@ class KernelBench:
     """Of the code that is measured; None asks the environment, then git."""
     seed: int = 0
     table: BenchTable = BenchTable.DENSE
+    decode_kernel: DecodeKernel | None = None
+    """Of ours; None is the table's."""
 
     def __post_init__(self) -> None:
         for name in ("rounds", "reps"):
@@ -147,7 +151,11 @@ def _our_runs(
     """Our kernel and the variants that the case asks for."""
     member, builder = bench.member, None
     runs: dict[str, KernelRun | Refusal] = {}
-    variants: dict[str, dict[str, bool]] = {OURS: {}}
+    kernels: dict[str, Any] = {
+        "prefill_kernel": bench.table.prefill_kernel,
+        "decode_kernel": bench.decode_kernel or bench.table.decode_kernel,
+    }
+    variants: dict[str, dict[str, Any]] = {OURS: {}}
     if case.compare_free_partition:
         variants[FREE] = {"free": True}
         if free_partition_of(member) is None:
@@ -157,14 +165,16 @@ def _our_runs(
         if not member.get_class().supports_batch_invariance():
             reason = "the backend does not support batch invariance"
             runs[INVARIANT] = Refusal(Status.UNSUPPORTED, reason)
-    prefill, decode = bench.table.prefill_kernel, bench.table.decode_kernel
+    if case.target.min_plain_rate is not None:
+        variants[PLAIN] = {
+            "prefill_kernel": PrefillKernel.TRITON,
+            "decode_kernel": DecodeKernel.TRITON,
+        }
     for name, options in variants.items():
         if name in runs:
             continue
         try:
-            made = make_builder(
-                member, layer, prefill_kernel=prefill, decode_kernel=decode, **options
-            )
+            made = make_builder(member, layer, **(kernels | options))
             runs[name] = our_run(layer, made)
         except Exception as error:
             log(traceback.format_exc())
@@ -235,7 +245,7 @@ def bench_case(bench: KernelBench, case: KernelCase, device: torch.device, log: 
         runs[OURS] = Refusal(Status.FAILED, describe(error))
     else:
         runs, builder = _our_runs(bench, case, layer, log)
-    latent = (LATENT_ADAPTERS,) if case.is_latent else ()
+    latent = (LATENT_ADAPTERS,) if case.rope_size else ()
     runs.update({name: prepare_peer(name, content, *latent) for name in bench.peers})
     outcomes: dict[str, Contender | float | Refusal] = {}
     for name, run in runs.items():
@@ -260,11 +270,12 @@ def bench_case(bench: KernelBench, case: KernelCase, device: torch.device, log: 
         peers=tuple(made[name] for name in bench.peers),
         free_partition=made.get(FREE),
         batch_invariant=made.get(INVARIANT),
+        plain=made.get(PLAIN),
         plan=plan_time(builder, layer) if builder and layer and decodes else None,
         host_us=_host_us(case, calls.get(OURS), device),
         # A latent output is a tensor of each call's own.
         allocations=(
-            count_allocations(calls[OURS], device) if OURS in calls and not case.is_latent else None
+            count_allocations(calls[OURS], device) if OURS in calls and not case.rope_size else None
         ),
     )
 
@@ -477,6 +488,7 @@ HELP: Final = {
     "table": "Which cases, peers and targets: dense, hopper or mla; these time each step's plan.",
     "case": f"Shell pattern of names, repeatable: {', '.join(_NAMES)}.",
     "peer": f"Peer to compare with, repeatable, default the table's: {', '.join(ALL_PEERS)}.",
+    "decode_kernel": "Ours: triton, auto or hopper; default: the table's, auto but for dense.",
     "no_peers": "Compare with no peer.",
     "rounds": "Turns of every kernel.",
     "reps": "Most calls per turn.",
@@ -498,21 +510,28 @@ def make_bench(
     reps: int,
     commit: str | None,
     table: str = BenchTable.DENSE,
+    decode_kernel: str | None = None,
 ) -> KernelBench:
     """The settings that a command line's options mean.
 
     Raises:
-        ValueError: an unknown backend, table, case or peer, or both peers and none.
+        ValueError: an unknown backend, table, decode kernel, case or peer, or both peers and none.
     """
     if peer and no_peers:
         raise ValueError(f"give peers or --no-peers, not both; got {', '.join(peer)}")
     if table not in list(BenchTable):
         raise ValueError(f"table must be one of {', '.join(BenchTable)}, got {table!r}")
+    if decode_kernel is not None and decode_kernel not in list(DecodeKernel):
+        raise ValueError(
+            f"decode_kernel must be one of {', '.join(DecodeKernel)}, got {decode_kernel!r}"
+        )
+    decode = None if decode_kernel is None else DecodeKernel(decode_kernel)
     chosen = BenchTable(table)
     backend = backend or chosen.backend
     bench = KernelBench(backend=backend, rounds=rounds, reps=reps, commit=commit, table=chosen)
     peers = () if no_peers else tuple(dict.fromkeys(peer)) or chosen.peers
-    return replace(bench, cases=select_cases(case, chosen.cases), peers=peers)
+    cases = select_cases(case, chosen.cases)
+    return replace(bench, cases=cases, peers=peers, decode_kernel=decode)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -522,6 +541,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--table", default=BenchTable.DENSE.value, help=HELP["table"])
     parser.add_argument("--case", action="append", default=[], help=HELP["case"])
     parser.add_argument("--peer", action="append", default=[], help=HELP["peer"])
+    parser.add_argument("--decode-kernel", help=HELP["decode_kernel"])
     parser.add_argument("--no-peers", action="store_true", help=HELP["no_peers"])
     for name in ("rounds", "reps"):
         parser.add_argument(

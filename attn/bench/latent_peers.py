@@ -20,6 +20,7 @@ from specs.base import cdiv
 
 FLASHMLA_BLOCK: Final = 64
 """Tokens of a page, the only size that its dense kernel takes."""
+EXPANDED: Final = Refusal(Status.UNSUPPORTED, "latent rows only, not expanded ones")
 VLLM_MOST_SPLITS: Final = 32
 """Of vLLM's Triton kernel, which takes 16 heads per program."""
 
@@ -33,6 +34,8 @@ def _output(content: Content) -> torch.Tensor:
 def _flashmla(module: Any, content: Content) -> KernelRun | Refusal:
     """FlashMLA's dense decode, as vLLM ships it; its schedule is made by the first call with it."""
     case = content.case
+    if case.is_expanded:
+        return EXPANDED
     supported, reason = module.is_flashmla_dense_supported()
     if not supported:
         return Refusal(Status.UNAVAILABLE, str(reason))
@@ -77,6 +80,8 @@ def _flashmla(module: Any, content: Content) -> KernelRun | Refusal:
 
 def _flashinfer_mla(module: Any, content: Content) -> KernelRun | Refusal:
     """FlashInfer's paged MLA wrapper, on fa3."""
+    if content.case.is_expanded:
+        return EXPANDED
     case, device, output = content.case, content.device, _output(content)
     rows = 64 if case.num_heads * max(case.query_lens) <= 64 else 128
     if max(case.query_lens) > 1 and rows % case.num_heads:
@@ -116,7 +121,7 @@ def _flashinfer_mla(module: Any, content: Content) -> KernelRun | Refusal:
 def _vllm_triton_mla(module: Any, content: Content) -> KernelRun | Refusal:
     """The split decode of vLLM's TRITON_MLA, with splits enough to fill the device."""
     case, device, output = content.case, content.device, _output(content)
-    if max(case.query_lens) > 1:
+    if case.is_expanded or max(case.query_lens) > 1:
         return Refusal(Status.UNSUPPORTED, "one new token per request only")
     programs = case.num_reqs * cdiv(case.num_heads, 16)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -140,9 +145,38 @@ def _vllm_triton_mla(module: Any, content: Content) -> KernelRun | Refusal:
     return KernelRun(call, output)
 
 
+def _fa3_expanded(module: Any, content: Content) -> KernelRun | Refusal:
+    """FlashAttention-3 as vLLM ships it, over keys and values that lie as queries do."""
+    case = content.case
+    if not module.FA3_AVAILABLE:
+        return Refusal(Status.UNAVAILABLE, "this vLLM has no FlashAttention-3 library")
+    if not case.is_expanded:
+        return Refusal(Status.UNSUPPORTED, "latent rows only where they are expanded")
+    key, value = content.own_rows()
+    output, longest = torch.empty_like(value), max(case.query_lens)
+
+    def call() -> None:
+        module.flash_attn_varlen_func(
+            q=content.query,
+            k=key,
+            v=value,
+            out=output,
+            cu_seqlens_q=content.query_start_loc,
+            cu_seqlens_k=content.query_start_loc,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            softmax_scale=case.scale,
+            causal=True,
+            fa_version=3,
+        )
+
+    return KernelRun(call, output)
+
+
 LATENT_ADAPTERS: Final[dict[str, tuple[str, Adapter]]] = {
     "flashmla": ("vllm.v1.attention.ops.flashmla", _flashmla),
     "flashinfer_mla": ("flashinfer.mla", _flashinfer_mla),
+    "fa3": ("vllm.vllm_flash_attn", _fa3_expanded),
     "vllm_triton_mla": ("vllm.v1.attention.ops.triton_decode_attention", _vllm_triton_mla),
 }
 """Module to import, and what makes a run of it."""

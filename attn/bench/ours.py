@@ -15,6 +15,7 @@ from attn.bench.results import PlanTime
 from attn.bench.timing import graph_time_us, host_time_us
 from attn.device import detect_device
 from attn.impls.base import AttentionImpl, LayerScales, MLAAttentionImpl
+from attn.impls.triton_mla import TritonMLAImpl
 from attn.registry import RegisteredBackend
 from attn.selector import refusals
 from builders.base import AttentionMetadataBuilder
@@ -22,11 +23,14 @@ from builders.common import CommonAttentionMetadata
 from specs.attention import AttentionCGSupport, AttentionSelectorConfig
 from specs.engine import DecodeKernel, EngineConfig, PrefillKernel, SpeculativeConfig
 from specs.kv_cache import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from specs.layouts import KVViews
 
 MAX_MODEL_LEN: Final = 131072
 MAX_NUM_SEQS: Final = 256
 MAX_NUM_BATCHED_TOKENS: Final = 8192
 """An engine's limits, for every case that does not exceed them."""
+EXPANDED_RANK: Final = 512
+"""Of the latent that expanded rows stand for; it changes nothing."""
 NOPE_SIZE: Final = 128
 """Of a latent layer's heads, as DeepSeek's are."""
 WRITE_CHUNK: Final = 65536
@@ -58,12 +62,12 @@ def engine_config(
 
 def kv_cache_spec(case: KernelCase) -> FullAttentionSpec | SlidingWindowSpec | MLAAttentionSpec:
     """The layer's cache."""
-    if case.is_latent:
+    if case.rope_size:
         return MLAAttentionSpec(
             block_size=case.block_size,
             dtype=MODEL_DTYPE,
             cache_dtype=case.kv_cache_dtype,
-            kv_lora_rank=case.head_size_v,
+            kv_lora_rank=_rank_of(case),
             qk_rope_head_dim=case.rope_size,
         )
     sizes: dict[str, Any] = {
@@ -101,7 +105,7 @@ def make_layer(member: RegisteredBackend, content: Content, generator: torch.Gen
     """
     case, device = content.case, content.device
     backend = member.get_class()
-    if case.is_latent:
+    if case.rope_size:
         return _latent_layer(member, content, generator)
     impl = backend.get_impl_cls()(
         case.num_heads,
@@ -139,10 +143,10 @@ def _latent_layer(
     member: RegisteredBackend, content: Content, generator: torch.Generator
 ) -> OurLayer:
     """The same of a latent layer; its up-projections are those of no model, and not used."""
-    case, device, rank = content.case, content.device, content.case.head_size_v
+    case, device, rank = content.case, content.device, _rank_of(content.case)
     make: Callable[..., Any] = member.get_class().get_impl_cls()
     impl = make(
-        *(case.num_heads, case.head_size, case.scale, 1, None, None),
+        *(case.num_heads, rank + case.rope_size, case.scale, 1, None, None),
         *(case.kv_cache_dtype.value, None, "decoder", None),
         kv_lora_rank=rank,
         qk_nope_head_dim=NOPE_SIZE,
@@ -157,7 +161,7 @@ def _latent_layer(
     block_table = table.to(device)
     kv_cache = kv_cache_spec(case).layout().allocate(num_blocks, device, fill_byte=0xFF)
     scales, slots = LayerScales.of(device=device), cache_slots(case, block_table)
-    for start in range(0, len(slots), WRITE_CHUNK):
+    for start in range(0, len(slots) if case.is_latent else 0, WRITE_CHUNK):
         chunk = slice(start, start + WRITE_CHUNK)
         rows = content.rows(content.key, content.slots[chunk])[:, 0]
         impl.do_kv_cache_update(
@@ -211,6 +215,8 @@ def free_partition_of(member: RegisteredBackend) -> MakeBuilder | None:
 def our_run(layer: OurLayer, builder: Builder) -> KernelRun:
     """One forward of a step that is planned here, once."""
     record = builder.build(0, layer.batch)
+    if layer.content.case.is_expanded:
+        return _expanded_run(layer, record)
     if isinstance(layer.impl, MLAAttentionImpl):
         return _latent_run(layer, layer.impl, builder, record)
     query, output = layer.content.query, torch.empty_like(layer.content.query)
@@ -246,16 +252,32 @@ def _latent_run(
     )
 
 
+def _expanded_run(layer: OurLayer, record: Any) -> KernelRun:
+    """Attention of new tokens only, over rows that were expanded before."""
+    content, impl, scale = layer.content, layer.impl, layer.scales._k_scale
+    if not isinstance(impl, TritonMLAImpl):
+        raise ValueError(f"impl must be TRITON_MLA's to take expanded rows, got {type(impl)}")
+    keys = KVViews(*content.own_rows())
+    output = torch.empty_like(keys.value)
+    step = record.prefill.own
+    return KernelRun(lambda: impl.attend_expanded(content.query, keys, step, output, scale), output)
+
+
+def _rank_of(case: KernelCase) -> int:
+    """Of the latent; expanded rows do not say what it was."""
+    return case.head_size_v if case.is_latent else EXPANDED_RANK
+
+
 def backend_refusals(case: KernelCase, member: RegisteredBackend) -> list[str]:
     """Every reason why the backend cannot serve the case here."""
     request = AttentionSelectorConfig(
-        head_size=case.head_size,
+        head_size=_rank_of(case) + case.rope_size if case.rope_size else case.head_size,
         dtype=MODEL_DTYPE,
         kv_cache_dtype=case.kv_cache_dtype,
         block_size=case.block_size,
         has_sink=case.sinks,
         has_sliding_window=case.sliding_window is not None,
-        use_mla=case.is_latent,
+        use_mla=case.rope_size > 0,
     )
     return refusals(member, request, detect_device())
 

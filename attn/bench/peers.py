@@ -491,6 +491,8 @@ def _modules_of(case: KernelCase) -> Iterator[tuple[Any, ...]]:
     """What FlashInfer compiles for a case: module and name of the function, its arguments."""
     query, cached = MODEL_DTYPE.torch, case.kv_cache_dtype.element(MODEL_DTYPE).torch
     size, is_sliding = case.head_size, case.sliding_window is not None
+    if case.is_expanded:
+        return
     if case.is_latent:
         latent = ("fa3", query, cached, query, torch.int32, case.head_size_v, case.rope_size, False)
         yield "flashinfer.jit", "gen_batch_mla_module", *latent

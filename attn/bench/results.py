@@ -97,6 +97,8 @@ class CaseResult(Spec):
     """The same kernel, with a partition of the keys that looks at the whole batch."""
     batch_invariant: Contender | None = None
     """The same backend with ``EngineConfig.batch_invariant=True``."""
+    plain: Contender | None = None
+    """The same backend by its kernels in plain Triton."""
     plan: PlanTime | None = None
     host_us: float | None = None
     """Median time of one forward on the host; None where no target asks for it."""
@@ -213,6 +215,18 @@ def checks_of(result: CaseResult, others: Iterable[CaseResult] = ()) -> list[Che
         holds = None if time_us is None else result.case.rate(time_us) >= target.min_rate
         checks.append(Check(f">= {target.min_rate:g} {unit}", _judge(result.ours, holds)))
     return checks
+
+
+def plain_check(result: CaseResult) -> Check | None:
+    """The kernel in plain Triton against the case's bound; None without one."""
+    bound, plain = result.case.target.min_plain_rate, result.plain
+    if bound is None:
+        return None
+    text = f">= {bound:g} {result.case.unit}"
+    if plain is None:
+        return Check(text, Verdict.NOT_MEASURED)
+    holds = None if plain.time_us is None else result.case.rate(plain.time_us) >= bound
+    return Check(text, _judge(plain, holds))
 
 
 def host_check(result: CaseResult) -> Check | None:

@@ -17,6 +17,7 @@ from attn.bench.results import (
     checks_of,
     free_partition_check,
     host_check,
+    plain_check,
     scratch_check,
     verdict_of,
 )
@@ -93,6 +94,7 @@ def render_markdown(results: BenchResults) -> str:
         *_section("On the host", _host_lines(results)),
         *_section("Batch-invariant decode against a free partition", _free_table(results)),
         *_section("Batch-invariant prefill", _invariant_table(results)),
+        *_section("In plain Triton", _plain_table(results)),
         *_section("The step's plan", _plan_table(results)),
         *([] if is_latent else _section("Memory", _memory_table(results))),
         *_section("Not measured", _reasons(results)),
@@ -111,7 +113,8 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _summary(results: BenchResults) -> str:
     checks = [check for result in results.cases for check in checks_of(result, results.cases)]
-    checks += [check for result in results.cases if (check := host_check(result)) is not None]
+    for judge in (host_check, plain_check):
+        checks += [check for result in results.cases if (check := judge(result)) is not None]
     checks += [free_partition_check(r) for r in results.cases if r.case.compare_free_partition]
     if results.environment.table is not BenchTable.MLA:
         checks += [scratch_check(results), allocation_check(results)]
@@ -252,6 +255,17 @@ def _invariant_table(results: BenchResults) -> str:
     return _table(header, rows) if rows else ""
 
 
+def _plain_table(results: BenchResults) -> str:
+    header = ["case", "plain Triton", "rate", "ours / plain", "target", "verdict"]
+    rows = []
+    for result in results.cases:
+        check, plain = plain_check(result), result.plain
+        if check is not None:
+            cells = [_time(plain) or "n/a", _rate(result, plain), _ratio(result.ours, plain)]
+            rows.append([result.case.name, *cells, check.text, check.verdict.value])
+    return _table(header, rows) if rows else ""
+
+
 def _plan_table(results: BenchResults) -> str:
     header = ["case", "kernels of build, us", "build on the host, us", "forward, us"]
     rows = []
@@ -288,7 +302,7 @@ def _reasons(results: BenchResults) -> str:
     """Each reason once, with the cases it holds for."""
     found: dict[tuple[str, str], list[str]] = {}
     for result in results.cases:
-        extra = (result.free_partition, result.batch_invariant)
+        extra = (result.free_partition, result.batch_invariant, result.plain)
         for contender in (result.ours, *result.peers, *(item for item in extra if item)):
             if contender.reason:
                 what = f"{contender.name}, {contender.status.value}"

@@ -289,6 +289,7 @@ def bench_build_command(
 def bench_kernels_command(
     backend: Annotated[str | None, typer.Option("--backend", "-b", help=HELP["backend"])] = None,
     table: Annotated[str, typer.Option(help=HELP["table"])] = KernelBench.table.value,
+    decode_kernel: Annotated[str | None, typer.Option(help=HELP["decode_kernel"])] = None,
     case: Annotated[list[str] | None, typer.Option(help=HELP["case"])] = None,
     peer: Annotated[list[str] | None, typer.Option(help=HELP["peer"])] = None,
     no_peers: Annotated[bool, typer.Option("--no-peers", help=HELP["no_peers"])] = False,
@@ -305,7 +306,8 @@ def bench_kernels_command(
         settings = None
         if not render:
             settings = make_bench(
-                backend, case or (), peer or (), no_peers, rounds, reps, commit, table
+                *(backend, case or (), peer or (), no_peers, rounds, reps, commit),
+                *(table, decode_kernel),
             )
         passed = run_and_report(settings, Report(out, json, tuple(merge or ())))
     if not passed:

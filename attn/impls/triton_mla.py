@@ -20,6 +20,7 @@ from specs.rows import latent_format_of
 if TYPE_CHECKING:
     from attn.kernels.dense import DenseLauncher
     from attn.kernels.mla_launch import LatentLauncher
+    from builders.triton_attn import TritonAttentionMetadata
     from builders.triton_mla import TritonMLAMetadata, TritonMLAMetadataBuilder
 
 
@@ -175,11 +176,10 @@ class TritonMLAImpl(MLAAttentionImpl):
         rows = output.view(len(output), self.num_heads, self.v_head_dim)
         own = self._workspace(q, len(kv_c_normed))
         self._expand(kv_c_normed, k_pe.reshape(len(k_pe), -1), own)
-        scale, launcher = k_scale, self._attender()
         if prefill.context is None:
-            tensors = DenseTensors(q, own, rows, scale, scale, output_scale=output_scale)
-            launcher.attend(prefill.own, tensors)
+            self.attend_expanded(q, own, prefill.own, rows, k_scale, output_scale)
             return
+        scale, launcher = k_scale, self._attender()
         states = q.new_empty((2, *rows.shape), dtype=torch.float32)
         lses = q.new_empty((2, *rows.shape[:2]), dtype=torch.float32)
         launcher.attend(prefill.own, DenseTensors(q, own, states[0], scale, scale, lse=lses[0]))
@@ -195,6 +195,30 @@ class TritonMLAImpl(MLAAttentionImpl):
             if chunk + 1 < chunks:
                 merge_states(states, lses, states[0], output_lse=lses[0], num_tokens=count)
         merge_states(states, lses, rows, output_scale=output_scale, num_tokens=count)
+
+    def attend_expanded(
+        self,
+        q: torch.Tensor,
+        keys: KVViews,
+        step: TritonAttentionMetadata,
+        output: torch.Tensor,
+        scale: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> None:
+        """New tokens among themselves, over keys and values that are expanded already.
+
+        Args:
+            q: ``[T_prefill, H, P + r]``.
+            keys: ``[T_prefill, H, P + r]`` and ``[T_prefill, H, V]``.
+            step: ``prefill.own`` of a record.
+            output: ``[T_prefill, H, V]``, written in place.
+            scale: fp32 scalar, not used.
+            output_scale: fp32 scalar; ``output`` is then fp8.
+        """
+        from attn.kernels.dense import DenseTensors
+
+        tensors = DenseTensors(q, keys, output, scale, scale, output_scale=output_scale)
+        self._attender().attend(step, tensors)
 
     def warm_up(
         self,

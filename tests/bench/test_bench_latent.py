@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +11,21 @@ import torch
 
 from attn.bench.cases import MLA_CASES, MLA_PEERS, BenchTable, KernelCase
 from attn.bench.inputs import expected_rows, make_content
-from attn.bench.kernels import KernelBench, bench_kernels, make_bench
+from attn.bench.kernels import KernelBench, bench_kernels, check_run, environment_of, make_bench
 from attn.bench.latent_peers import LATENT_ADAPTERS
+from attn.bench.ours import make_builder, make_layer, our_run
 from attn.bench.peers import KernelRun, Refusal, _modules_of
-from attn.bench.results import CaseResult, Contender, Status, Verdict, checks_of
+from attn.bench.results import (
+    BenchResults,
+    CaseResult,
+    Contender,
+    Status,
+    Verdict,
+    checks_of,
+    plain_check,
+)
 from attn.bench.tables import render_markdown
+from attn.registry import AttentionBackendEnum
 
 PUBLISHED = {
     "mla_h128_b1_8k": [(0.05754, 40), (0.04141, 55), (0.02656, 86)],
@@ -160,3 +171,65 @@ def test_a_latent_content_has_one_tensor_of_rows() -> None:
     content = content_of(TINY[0])
     assert content.value.data_ptr() == content.key.data_ptr()
     assert expected_rows(content).rows.shape[-1] == 512
+
+
+def test_expanded_rows_are_attended_by_triton_mla_alone() -> None:
+    case = BY_NAME["ragged_mla_pre_1x8k"]
+    assert case.rate(4106) == pytest.approx(670, rel=0.01)
+    assert (case.is_expanded, case.is_latent, case.head_size_v) == (True, False, 128)
+    tiny = case.replace(num_heads=2, num_kv_heads=2, query_lens=(70, 33), seq_lens=(70, 33))
+    content, member = content_of(tiny), AttentionBackendEnum["TRITON_MLA"]
+    # The interpreter multiplies bf16 by its bits.
+    halves = {name: getattr(content, name).half() for name in ("query", "key", "value")}
+    content = replace(content, **halves)
+    layer = make_layer(member, content, torch.Generator().manual_seed(0))
+    run = our_run(layer, make_builder(member, layer))
+    assert isinstance(check_run("ours", run, expected_rows(content)), float)
+    other = AttentionBackendEnum["TORCH_REF_MLA"]
+    layer = make_layer(other, content, torch.Generator().manual_seed(0))
+    builder = make_builder(other, layer)
+    with pytest.raises(ValueError, match="impl must be TRITON_MLA's to take expanded rows"):
+        our_run(layer, builder)
+
+
+def test_the_plain_kernel_is_judged_by_a_rate_of_its_own() -> None:
+    case, slow = BY_NAME["mla_h128_b128_4k"], Contender(name="ours", status=Status.FAILED)
+    for time, verdict in ((500.0, Verdict.MET), (2000.0, Verdict.NOT_MET)):
+        plain = Contender(name="plain Triton", status=Status.MEASURED, time_us=time)
+        result = CaseResult(case=case, ours=slow, plain=plain)
+        assert plain_check(result) == (">= 250 TF", verdict)
+        bench = KernelBench("TRITON_MLA", (case,), (), 1, 1, "abc", table=BenchTable.MLA)
+        text = render_markdown(BenchResults(environment=environment_of(bench), cases=(result,)))
+        assert "## In plain Triton" in text
+    assert plain_check(CaseResult(case=case, ours=slow)) == (">= 250 TF", Verdict.NOT_MEASURED)
+    assert plain_check(CaseResult(case=BY_NAME["mla_h128_b1_8k"], ours=slow)) is None
+
+
+def test_other_projects_kernels_refuse_expanded_rows() -> None:
+    case = BY_NAME["ragged_mla_pre_1x8k"]
+    tiny = case.replace(num_heads=2, num_kv_heads=2, query_lens=(7, 3), seq_lens=(7, 3))
+    content = content_of(tiny)
+    for name, (_, adapter) in LATENT_ADAPTERS.items():
+        if name != "fa3":
+            refusal = adapter(None, content)
+            assert isinstance(refusal, Refusal)
+            assert refusal.status is Status.UNSUPPORTED
+
+
+def test_fa3_attends_expanded_rows_where_queries_lie() -> None:
+    case = BY_NAME["ragged_mla_pre_1x8k"]
+    tiny = case.replace(num_heads=2, num_kv_heads=2, query_lens=(7, 3), seq_lens=(7, 3))
+    content, given = content_of(tiny), {}
+
+    def attend(**arguments: Any) -> None:
+        given.update(arguments)
+
+    module = SimpleNamespace(FA3_AVAILABLE=True, flash_attn_varlen_func=attend)
+    run = LATENT_ADAPTERS["fa3"][1](module, content)
+    assert isinstance(run, KernelRun)
+    run.call()
+    assert given["k"].shape == (10, 2, 192)
+    assert given["v"].shape == given["out"].shape == (10, 2, 128)
+    assert given["cu_seqlens_k"].tolist() == [0, 7, 10]
+    dense = LATENT_ADAPTERS["fa3"][1](module, content_of(TINY[0]))
+    assert isinstance(dense, Refusal)
