@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from builders import segments
 from builders.split_kv import ROW_FIELDS, SHARE_FIELDS, WASTE
@@ -281,6 +282,7 @@ def plan_kernel(
     ROW_STEPS: tl.constexpr,
     GROUPS: tl.constexpr,
     FREE: tl.constexpr,
+    HASTENS: tl.constexpr,
 ):
     """The step's plan, by one program: rows, their tiles, and where each group of programs starts.
 
@@ -292,8 +294,11 @@ def plan_kernel(
 
     TRIM: no query sees past itself. DCP: keys are those of one rank, in their order there, while
     lengths and positions of rows are the request's. With FREE a group starts at its share's first
-    tile, and starts hold tiles of rows.
+    tile, and starts hold tiles of rows. HASTENS: a kernel that is launched next, and waits for this
+    one by itself, may start at once.
     """
+    if HASTENS:
+        gdc_launch_dependents()
     # Requests: how many rows of the decode kernel, how many tiles of the prefill kernel.
     i = tl.arange(0, REQS)
     real = i < num_reqs

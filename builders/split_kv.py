@@ -435,6 +435,7 @@ class SplitPlanner:
             ROW_STEPS=rows.bit_length() - 1,
             GROUPS=power_of_two(self.groups + 1),
             FREE=self.is_free,
+            HASTENS=self.hopper_decode is not None and self.device.type == "cuda",
             num_warps=min(16, max(4, max(rows, reqs) // 128)),
         )
 

@@ -68,6 +68,8 @@ class KernelCall:
     num_stages: int = 2
     max_registers: int | None = None
     """Registers per thread, to fit several programs on a multiprocessor; None leaves it open."""
+    waits: bool = False
+    """The kernel waits for those before it by itself, and may start while they end."""
     in_order: bool = False
     """Arguments stand in the kernel's own order: they are passed by position, which is cheaper."""
 
@@ -103,6 +105,8 @@ class KernelCall:
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         if self.max_registers is not None:
             options["maxnreg"] = self.max_registers
+        if self.waits:
+            options["launch_pdl"] = True
         return options
 
 
@@ -117,6 +121,7 @@ class KernelForm:
         num_warps: int = 4,
         num_stages: int = 2,
         max_registers: int | None = None,
+        waits: bool = False,
     ) -> None:
         """
         Args:
@@ -126,6 +131,7 @@ class KernelForm:
             num_warps: as in :class:`KernelCall`.
             num_stages: likewise.
             max_registers: likewise.
+            waits: likewise.
 
         Raises:
             TypeError: the two do not add up to the kernel's arguments.
@@ -145,6 +151,7 @@ class KernelForm:
         self.num_warps = num_warps
         self.num_stages = num_stages
         self.max_registers = max_registers
+        self.waits = waits
         self.relauncher = Relauncher(kernel, self.varying)
         self._values = picker(self.varying)
 
@@ -201,6 +208,7 @@ class FormCall:
             form.num_warps,
             form.num_stages,
             form.max_registers,
+            form.waits,
             in_order=True,
         )
 

@@ -25,6 +25,8 @@ from attn.kernels.launch import KernelCall
 PATIENCE = 10
 """Seconds at a barrier until it counts as a deadlock."""
 _here = threading.local()
+_memory = {"is_open": True}
+"""Whether the kernels before are waited for."""
 
 
 class Value(np.ndarray):
@@ -67,6 +69,7 @@ class Pointer:
 
     def within(self, mask: Any, *others: Any) -> list[np.ndarray]:
         """Offsets and what goes with them where the mask is set."""
+        assert _memory["is_open"], "kernels before this one may still run"
         offset, mask, *others = np.broadcast_arrays(self.offset, mask, *others)
         used = offset[mask]
         assert ((used >= 0) & (used < len(self.storage))).all(), "outside of the tensor"
@@ -224,6 +227,7 @@ def _reinterpret(memory: Memory, dtype: Any, shape: Sequence[int], layout: None)
 
 
 def _async_load(rows: np.ndarray, place: Sequence[Any], full: Barrier, box: Memory) -> None:
+    assert _memory["is_open"], "kernels before this one may still run"
     starts = [int(x) for x in place]
     if len(starts) == 4 and 0 <= starts[0] < len(rows) > 1:
         assert starts[1] + box.array.shape[1] <= rows.shape[1], "a box leaves its page"
@@ -337,6 +341,7 @@ _NAMES: dict[str, Any] = {
     "_e4m3_planes": _e4m3_planes,
     "opaque_zero": lambda: 0,
     "prefetch_l2": _nothing,
+    "wait_for_kernels_before": lambda: _memory.update(is_open=True),
 }
 
 
@@ -410,7 +415,9 @@ def run(call: KernelCall, programs: Sequence[int], translation: Translation) -> 
     function = translation.function(call.kernel)
     arguments = _arguments(call.arguments)
     for _here.program in programs:
+        _memory.update(is_open=not call.waits)
         function(**arguments)
+    assert _memory["is_open"], "it does not wait"
 
 
 def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.language.extra.cuda import gdc_wait
 
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 """Copy a box of a tensor descriptor into shared memory; the barrier counts its bytes."""
@@ -17,6 +18,16 @@ def reinterpret(memory: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any
     """The same shared memory as another type, shape and layout."""
     method = getattr(memory, "reinterpret", None) or memory._reinterpret
     return method(dtype, shape, layout, _semantic=_semantic)
+
+
+@builtin
+def wait_for_kernels_before(_semantic: Any = None) -> None:
+    """Go on when the kernels before this one are done, and what they wrote is there.
+
+    A kernel that is launched with ``waits`` may start before: nothing is read or written ahead of
+    this. Otherwise nothing happens here.
+    """
+    gdc_wait(_semantic=_semantic)
 
 
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier

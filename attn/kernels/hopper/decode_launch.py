@@ -98,7 +98,7 @@ class HopperDecodeLauncher(HopperForms[SplitPlan]):
             "E4M3": layer.cache_dtype.is_quantized,
             "STAGES": plan.hopper.num_stages,
         }
-        return KernelForm(hopper_decode_kernel, fixed, _VARYING, num_warps=4)
+        return KernelForm(hopper_decode_kernel, fixed, _VARYING, num_warps=4, waits=True)
 
 
 _PLANNED = (

@@ -306,7 +306,7 @@ class HopperLauncher(HopperForms[HopperPlan]):
         rows, descriptors = ("key_ptr", "value_ptr"), ("k_desc", "v_desc")
         fixed |= dict.fromkeys(descriptors if narrow else rows)
         varying = (*_VARYING, *(rows if narrow else descriptors))
-        return KernelForm(hopper_prefill_kernel, fixed, varying, num_warps=4)
+        return KernelForm(hopper_prefill_kernel, fixed, varying, num_warps=4, waits=True)
 
 
 def _kind_of(cache_dtype: CacheDType) -> int:

@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from attn.kernels.hopper.compat import reinterpret
+from attn.kernels.hopper.compat import reinterpret, wait_for_kernels_before
 from attn.kernels.hopper.consume import consume
 from attn.kernels.hopper.convert import convert
 from attn.kernels.hopper.produce import produce
@@ -189,6 +189,7 @@ def hopper_prefill_kernel(
         WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
         k_words = reinterpret(k_boxes, gl.int32, [STAGES, KV_TILE, WIDTH // 2], WORDS)
         v_words = reinterpret(v_boxes, gl.int32, [STAGES, KV_TILE, WIDTH // 2], WORDS)
+    wait_for_kernels_before()
     # Tuples must be literals here: held in a variable, their constexprs become tensors.
     if KIND > 0:
         gl.warp_specialize(
