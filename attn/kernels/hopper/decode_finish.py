@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from attn.kernels.hopper.compat import thread_barrier
 from attn.kernels.hopper.decode_parts import FIELDS
+from attn.kernels.hopper.tiles import wide
 from attn.kernels.rows import write_rows
 from attn.kernels.tile import fold
 
@@ -126,7 +127,7 @@ def lender_of(place, groups, total_ptr):
     lends them its slots, since no other row can need them.
     """
     total = gl.load(total_ptr + 1)
-    return (place.to(gl.int64) * groups // total).to(gl.int32) + 1
+    return (place.to(gl.int64) * wide(groups) // total).to(gl.int32) + 1
 
 
 @gluon.jit

@@ -86,8 +86,10 @@ def hopper_mla_kernel(
     left_boxes = gl.allocate_shared_memory(DTYPE, [8 * RUNS, 1, RUN, 64], STAGES)
     right_boxes = gl.allocate_shared_memory(DTYPE, [8 * RUNS, 1, RUN, 64], STAGES)
     rope_boxes = gl.allocate_shared_memory(DTYPE, [2 * RUNS, 1, RUN, 64], STAGES)
-    # Left half, right half, rope.
-    q_boxes = gl.allocate_shared_memory(DTYPE, [9, 64, 64], LAYOUT)
+    # Left half, right half; rope apart, so that the halves are all of an allocation: as such, and
+    # no other way, Triton 3.8 reads it as tiles.
+    q_boxes = gl.allocate_shared_memory(DTYPE, [8, 64, 64], LAYOUT)
+    q_rope = gl.allocate_shared_memory(DTYPE, [1, 64, 64], LAYOUT)
     p = gl.allocate_shared_memory(DTYPE, [1, 64, 64], LAYOUT)
     m_first = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     m_second = gl.allocate_shared_memory(gl.float32, [64], FLAT)
@@ -108,13 +110,13 @@ def hopper_mla_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consume_latents, (query_ptr, q_boxes, left_boxes, right_boxes, rope_boxes, p, m_first,
+            (consume_latents, (query_ptr, q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, p, m_first,
                 m_second, sums_of, full, empty, ready, loaded.index(0), out_ptr, lse_ptr, rows_ptr,
                 total_ptr, starts_ptr, shares_ptr, counters_ptr, states_ptr, sums_ptr, factor,
                 groups, 0, HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, QUERY_TOKENS, SLOTS, BUNDLES, AREA,
                 SEGMENT_UNIT, DTYPE, RUN, QUERY_TOKEN, QUERY_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN,
                 FINISH_ROWS, FINISH_WIDTH, EARLY, LSE)),
-            (consume_latents, (query_ptr, q_boxes, left_boxes, right_boxes, rope_boxes, p, m_first,
+            (consume_latents, (query_ptr, q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, p, m_first,
                 m_second, sums_of, full, empty, ready, loaded.index(0), out_ptr, lse_ptr, rows_ptr,
                 total_ptr, starts_ptr, shares_ptr, counters_ptr, states_ptr, sums_ptr, factor,
                 groups, 1, HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, QUERY_TOKENS, SLOTS, BUNDLES, AREA,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from attn.kernels.dense import DenseLayer, DenseTensors
     from builders.triton_attn import TritonAttentionMetadata
 
-FINISH_CELLS = 512
+FINISH_CELLS = 1024
 """Cells of a state that a warp group, which finishes a row, folds at a time."""
 _HALF = 256
 
