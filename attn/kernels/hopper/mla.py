@@ -110,15 +110,15 @@ def hopper_mla_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consume_latents, (query_ptr, q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, p, m_first,
-                m_second, sums_of, full, empty, ready, loaded.index(0), out_ptr, lse_ptr, rows_ptr,
-                total_ptr, starts_ptr, shares_ptr, counters_ptr, states_ptr, sums_ptr, factor,
+            (consume_latents, (query_ptr, q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, p,
+                m_first, m_second, sums_of, full, empty, ready, loaded.index(0), out_ptr, lse_ptr,
+                rows_ptr, total_ptr, starts_ptr, shares_ptr, counters_ptr, states_ptr, sums_ptr, factor,
                 groups, 0, HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, QUERY_TOKENS, SLOTS, BUNDLES, AREA,
                 SEGMENT_UNIT, DTYPE, RUN, QUERY_TOKEN, QUERY_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN,
                 FINISH_ROWS, FINISH_WIDTH, EARLY, LSE)),
-            (consume_latents, (query_ptr, q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, p, m_first,
-                m_second, sums_of, full, empty, ready, loaded.index(0), out_ptr, lse_ptr, rows_ptr,
-                total_ptr, starts_ptr, shares_ptr, counters_ptr, states_ptr, sums_ptr, factor,
+            (consume_latents, (query_ptr, q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, p,
+                m_first, m_second, sums_of, full, empty, ready, loaded.index(0), out_ptr, lse_ptr,
+                rows_ptr, total_ptr, starts_ptr, shares_ptr, counters_ptr, states_ptr, sums_ptr, factor,
                 groups, 1, HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, QUERY_TOKENS, SLOTS, BUNDLES, AREA,
                 SEGMENT_UNIT, DTYPE, RUN, QUERY_TOKEN, QUERY_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN,
                 FINISH_ROWS, FINISH_WIDTH, EARLY, LSE)),

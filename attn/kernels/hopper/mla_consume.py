@@ -25,7 +25,6 @@ from attn.kernels.hopper.decode_finish import finish_part, lender_of, store_stat
 from attn.kernels.hopper.decode_parts import FIELDS, part_at, share_at
 from attn.kernels.hopper.tiles import wide
 from attn.kernels.rows import write_rows
-from attn.kernels.tile import fold
 from builders.kernels import segment_of, segment_start
 
 BLOCK = tl.constexpr(64)
@@ -323,8 +322,8 @@ def _folded(states_ptr, sums_ptr, slot, m, l, o, USED: gl.constexpr):
 
 @gluon.jit
 def consume_latents(
-    query_ptr, q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, p, m_first, m_second, sums_of, full,
-    empty, ready, loaded, out_ptr, lse_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr,
+    query_ptr, q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, p, m_first, m_second, sums_of,
+    full, empty, ready, loaded, out_ptr, lse_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr,
     counters_ptr, states_ptr, sums_ptr, factor, groups, W: gl.constexpr, HEADS: gl.constexpr,
     HEAD_LOOPS: gl.constexpr, GROUP: gl.constexpr, TILE_HEADS: gl.constexpr,
     QUERY_TOKENS: gl.constexpr, SLOTS: gl.constexpr, BUNDLES: gl.constexpr, AREA: gl.constexpr,
@@ -374,8 +373,8 @@ def consume_latents(
             unseen = gl.where(high > low, unseen, seen)
             if unseen > seen:
                 _load_queries(
-                    query_ptr, gl.load(fields + 1), gl.load(fields + 2), in_group, q_boxes, q_rope, loaded,
-                    walks & 1, W, GROUP, TILE_HEADS, QUERY_TOKEN, QUERY_HEAD,
+                    query_ptr, gl.load(fields + 1), gl.load(fields + 2), in_group, q_boxes, q_rope,
+                    loaded, walks & 1, W, GROUP, TILE_HEADS, QUERY_TOKEN, QUERY_HEAD,
                 )  # fmt: skip
                 walks += 1
             for s in range(seen, unseen):
@@ -443,6 +442,8 @@ def consume_latents(
                 L = l
                 A = o
             # Once more, instead of being kept in registers meanwhile.
+            again = mine + opaque_zero()
+            end = gl.where(r == gl.load(again + 2), gl.load(again + 3), gl.load(fields + 9))
             token = gl.load(fields + 1)
             count = gl.load(fields + 2)
             if (begin == 0) & (end == gl.load(fields + 9)) & (gl.load(fields + 11) == 1):
@@ -458,9 +459,9 @@ def consume_latents(
             else:
                 lender = _lender(r, fields, groups, total_ptr, HEAD_LOOPS)
                 finish_part(
-                    r, fields, 2 * _lane(HEADS) + W, begin, end, lender, M, L, A, 0, in_group, rows_ptr,
-                    total_ptr, starts_ptr, counters_ptr, states_ptr, sums_ptr, out_ptr + W * _HALF,
-                    lse_ptr, lse_ptr, 1.0, lse_ptr, groups, OUT_TOKEN, OUT_HEAD, LSE_TOKEN,
+                    r, fields, 2 * _lane(HEADS) + W, begin, end, lender, M, L, A, 0, in_group,
+                    rows_ptr, total_ptr, starts_ptr, counters_ptr, states_ptr, sums_ptr,
+                    out_ptr + W * _HALF, lse_ptr, lse_ptr, 1.0, lse_ptr, groups, OUT_TOKEN, OUT_HEAD, LSE_TOKEN,
                     opaque_zero(), 2 * HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, SLOTS, BUNDLES,
                     AREA, _HALF, FINISH_ROWS, FINISH_WIDTH, False, False, WRITES_LSE,
                 )  # fmt: skip
