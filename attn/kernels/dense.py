@@ -372,7 +372,7 @@ def _hopper_decoder(
     layer: DenseLayer, plan: SplitPlan
 ) -> HopperDecodeLauncher | HopperLatentLauncher:
     """Launches of the kernel for Hopper that such a plan is for."""
-    if plan.hopper is not None and plan.hopper.warp_groups > 1:
+    if layer.head_size != layer.head_size_v:
         from attn.kernels.hopper.mla_launch import HopperLatentLauncher
 
         return HopperLatentLauncher(layer)

@@ -193,7 +193,7 @@ def _reinterpret(memory: Memory, dtype: Any, shape: Sequence[int], layout: None)
     if dtype is np.int32:
         # Rows of a box, by their bytes.
         return Memory(memory.array.view(np.int32).reshape(shape))
-    if shape[0] == boxes:
+    if shape[0] == boxes and dtype != "e4m3":
         return Memory(memory.array.reshape(shape))
     return Tiles(memory.array, shape, dtype == "e4m3")
 

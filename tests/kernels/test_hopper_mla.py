@@ -14,6 +14,7 @@ import builders.triton_mla
 from attn.backends.triton_mla import TritonMLABackend
 from attn.kernels.hopper import launch as hopper_launch
 from attn.kernels.hopper.mla import hopper_mla_kernel
+from attn.kernels.hopper.mla_narrow import hopper_mla_narrow_kernel
 from attn.kernels.launch import KernelCall
 from builders.hopper_latent import hopper_latent_tile, latent_kernel_of
 from builders.segments import SEGMENT
@@ -38,7 +39,14 @@ HOPPER = DeviceKind.SM90
     [
         (SHAPE, DeviceKind.SM100, 64, LayerAsks(), "the device is sm100, not sm90"),
         (replace(SHAPE, itemsize=4), HOPPER, 64, LayerAsks(), "have 4 bytes, not 2"),
-        (replace(SHAPE, stored_bits=8), HOPPER, 64, LayerAsks(), "have 8 bits, not 16"),
+        (replace(SHAPE, stored_bits=4), HOPPER, 64, LayerAsks(), "have 4 bits, not 8 or 16"),
+        (
+            replace(SHAPE, stored_bits=8),
+            HOPPER,
+            64,
+            LayerAsks(query=DType.BFLOAT16, cache_dtype=CacheDType.FP8_E5M2),
+            "a cache of fp8_e5m2",
+        ),
         (
             replace(SHAPE, head_size=320, head_size_v=256),
             HOPPER,
@@ -114,7 +122,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any]) -> list[K
     translation, launch = gluon_in_numpy.Translation(**instead), KernelCall.launch
 
     def run(call: KernelCall) -> None:
-        if call.kernel is not hopper_mla_kernel:
+        if call.kernel not in (hopper_mla_kernel, hopper_mla_narrow_kernel):
             launch(call)
             return
         calls.append(call)
@@ -157,6 +165,27 @@ KINDS = {
         BatchSpec("e", (4, 3), (70, 130), num_speculative_tokens=3), 20, DType.FLOAT16
     ),
     "two_tiles_of_heads": LatentCase(BatchSpec("f", (1,), (20,)), 70, DType.FLOAT16, block_size=64),
+    "e4m3": LatentCase(
+        BatchSpec("g", (1, 1), (5, 140)), 4, DType.FLOAT16, CacheDType.FP8_E4M3, block_size=16
+    ),
+    "e4m3_in_parts": LatentCase(
+        BatchSpec("h", (1, 1), (1700, 33)), 16, DType.FLOAT16, CacheDType.FP8_E4M3, block_size=64
+    ),
+    "e4m3_verify": LatentCase(
+        BatchSpec("i", (4, 2, 1), (200, 40, 30), num_speculative_tokens=3),
+        5,
+        DType.FLOAT16,
+        CacheDType.FP8_E4M3,
+        block_size=48,
+    ),
+    # Pages of more keys than a tile.
+    "e4m3_two_tiles_of_heads": LatentCase(
+        BatchSpec("j", (1, 2), (300, 30), num_speculative_tokens=1),
+        20,
+        DType.FLOAT16,
+        CacheDType.FP8_E4M3,
+        block_size=256,
+    ),
 }
 
 

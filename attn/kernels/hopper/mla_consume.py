@@ -461,9 +461,10 @@ def consume_latents(
                 finish_part(
                     r, fields, 2 * _lane(HEADS) + W, begin, end, lender, M, L, A, 0, in_group,
                     rows_ptr, total_ptr, starts_ptr, counters_ptr, states_ptr, sums_ptr,
-                    out_ptr + W * _HALF, lse_ptr, lse_ptr, 1.0, lse_ptr, groups, OUT_TOKEN, OUT_HEAD, LSE_TOKEN,
-                    opaque_zero(), 2 * HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, SLOTS, BUNDLES,
-                    AREA, _HALF, FINISH_ROWS, FINISH_WIDTH, False, False, WRITES_LSE,
+                    out_ptr + W * _HALF, lse_ptr, lse_ptr, 1.0, lse_ptr, groups, OUT_TOKEN,
+                    OUT_HEAD, LSE_TOKEN, opaque_zero(), 2 * HEADS, HEAD_LOOPS, GROUP, TILE_HEADS,
+                    USED, SLOTS, BUNDLES, AREA, _HALF, FINISH_ROWS, FINISH_WIDTH, False, False,
+                    WRITES_LSE,
                 )  # fmt: skip
         begin = 0
         fields = rows_ptr + wide(((r + 1) // HEAD_LOOPS) * FIELDS)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from attn.kernels.hopper.launch import COLUMNS, Descriptors, asked, is_planned
 from attn.kernels.hopper.mla import hopper_mla_kernel
+from attn.kernels.hopper.mla_narrow import hopper_mla_narrow_kernel
 from attn.kernels.launch import KernelCall, KernelForm
-from builders.hopper_latent import latent_kernel_of
+from builders.hopper_latent import NARROW_ROWS, latent_kernel_of
 from builders.split_kv import SplitPlan, scratch_area
 from specs.devices import DeviceKind
 from specs.engine import DecodeKernel
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from builders.triton_attn import TritonAttentionMetadata
 
 FINISH_CELLS = 1024
-"""Cells of a state that a warp group, which finishes a row, folds at a time."""
+"""Cells of a state that a warp group, which finishes a row, folds at a time; of tiles of 16 rows,
+two warp groups twice as many."""
 _HALF = 256
 
 
@@ -86,6 +88,7 @@ class HopperLatentLauncher:
                 shape.
         """
         check_serves(self._layer, plan, step, tensors)
+        is_narrow = plan.tile.rows == NARROW_ROWS
         output, lse, rows = tensors.output, tensors.lse, tensors.keys.key
         assert plan.hopper is not None
         fixed = {name: constants[name] for name in _PLANNED}
@@ -96,17 +99,26 @@ class HopperLatentLauncher:
             "OUT_TOKEN": output.stride(0),
             "OUT_HEAD": output.stride(1),
             "LSE_TOKEN": 0 if lse is None else lse.stride(0),
-            "cache_block": rows.stride(0),
             "scale": self._layer.scale,
             "GROUP": self._layer.num_heads,
             "BLOCK_SIZE": rows.shape[1],
             "RUN": plan.hopper.run,
+            "LSE": lse is not None,
+        }
+        if is_narrow:
+            fixed["STAGES"] = plan.hopper.num_stages
+            fixed["FINISH_WIDTH"] = min(2 * _HALF, 2 * FINISH_CELLS // constants["FINISH_ROWS"])
+            names = (*_VARYING, "k_scale_ptr", "k_desc", "rope_desc")
+            form = KernelForm(hopper_mla_narrow_kernel, fixed, names, num_warps=8)
+            self._forms[*_static(plan), key] = form
+            return
+        fixed |= {
+            "cache_block": rows.stride(0),
             "FINISH_WIDTH": min(_HALF, FINISH_CELLS // constants["FINISH_ROWS"]),
             # One program reads a row's keys, and memory is the limit; or several do, and products
             # are: then half of a block is not freed early, and the next tile is asked into L2.
             "EARLY": plan.tile.head_tiles == 1,
             "PREFETCH": plan.heads > 1 and rows.stride(1) == rows.shape[-1],
-            "LSE": lse is not None,
         }
         form = KernelForm(hopper_mla_kernel, fixed, (*_VARYING, "k_desc", "cache_ptr"), num_warps=4)
         self._forms[*_static(plan), key] = form
@@ -126,7 +138,13 @@ class HopperLatentLauncher:
         arguments = {name: varying[name] for name in _VARYING}
         rows = varying["key_ptr"][:, :, 0]
         arguments["k_desc"] = self._descriptors.of(rows, (1, plan.hopper.run, COLUMNS))
-        arguments["cache_ptr"] = rows
+        if plan.tile.rows == NARROW_ROWS:
+            # Words of two elements, 32 of them the rotary part.
+            rope = (1, plan.hopper.run, COLUMNS // 2)
+            arguments["rope_desc"] = self._descriptors.of(rows, rope)
+            arguments["k_scale_ptr"] = varying["k_scale_ptr"]
+        else:
+            arguments["cache_ptr"] = rows
         return form.call((plan.groups * plan.heads,), arguments)
 
 
