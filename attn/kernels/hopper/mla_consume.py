@@ -442,8 +442,6 @@ def consume_latents(
                 L = l
                 A = o
             # Once more, instead of being kept in registers meanwhile.
-            again = mine + opaque_zero()
-            end = gl.where(r == gl.load(again + 2), gl.load(again + 3), gl.load(fields + 9))
             token = gl.load(fields + 1)
             count = gl.load(fields + 2)
             if (begin == 0) & (end == gl.load(fields + 9)) & (gl.load(fields + 11) == 1):

@@ -131,7 +131,7 @@ def hopper_mla_narrow_kernel(
     RUNS: gl.constexpr = TILE // RUN
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
     THIN: gl.constexpr = gl.NVMMASharedLayout(64, 16, 3)
-    QUERY: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     # What TMA writes, boxes; and the same bytes as tiles of keys, of values, and as rows.
@@ -144,13 +144,16 @@ def hopper_mla_narrow_kernel(
     k_rope = reinterpret(
         rope_boxes, gl.float8e4nv, [STAGES, TILE, 64], gl.NVMMASharedLayout(64, 8, 2)
     )
-    v_left = reinterpret(left_boxes, gl.int16, [STAGES, TILE, 128], QUERY)
-    v_right = reinterpret(right_boxes, gl.int16, [STAGES, TILE, 128], QUERY)
+    v_left = reinterpret(left_boxes, gl.int16, [STAGES, TILE, 128], VALUES)
+    v_right = reinterpret(right_boxes, gl.int16, [STAGES, TILE, 128], VALUES)
     left_rows = reinterpret(left_boxes, gl.int32, [STAGES * 2 * TILE, 32], FLAT)
     right_rows = reinterpret(right_boxes, gl.int32, [STAGES * 2 * TILE, 32], FLAT)
+    # Read 8 bytes of a row at a time, four rows together: 32 bytes of each in other banks.
+    QUERY: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
+    ROPE: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 4, [1, 0])
     q_left = gl.allocate_shared_memory(gl.float16, [16, 256], QUERY)
     q_right = gl.allocate_shared_memory(gl.float16, [16, 256], QUERY)
-    q_rope = gl.allocate_shared_memory(gl.float16, [16, 64], QUERY)
+    q_rope = gl.allocate_shared_memory(gl.float16, [16, 64], ROPE)
     # Where warps meet: maxima of rows, and weights on their way to being an operand.
     exchange = gl.allocate_shared_memory(
         gl.float32, [16, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
