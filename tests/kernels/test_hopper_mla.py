@@ -106,6 +106,18 @@ def test_any_number_of_heads_and_tokens_fits_a_tile_and_pages_are_whole_boxes() 
                 )
 
 
+@pytest.mark.parametrize("heads", [1, 16, 17, 40, 128])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_tiles_over_e4m3_have_16_rows(heads: int, tokens: int) -> None:
+    shape, asks = replace(SHAPE, num_heads=heads, stored_bits=8), LayerAsks()
+    for block_size, run in ((16, 16), (48, 16), (128, 128), (256, 128)):
+        tile = hopper_latent_tile(shape, HOPPER, block_size, tokens, asks)
+        assert isinstance(tile, HopperDecodeTile)
+        assert (tile.run, tile.warp_groups, tile.split.rows) == (run, 1, 16)
+        assert tile.split.tile_heads * tile.split.query_tokens <= 16
+        assert tile.split.tile_heads * tile.split.head_tiles >= heads
+
+
 # -- What it computes, by numpy: see tests.kernels.gluon_in_numpy for what that does not see.
 
 
@@ -192,7 +204,9 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_computes_a_step_of_every_kind(kind: str, launched: list[KernelCall]) -> None:
     assert findings(KINDS[kind]) == {}
+    wanted = hopper_mla_narrow_kernel if "e4m3" in kind else hopper_mla_kernel
     assert launched
+    assert all(call.kernel is wanted for call in launched)
 
 
 def test_a_program_keeps_in_memory_what_it_has_of_a_row(
@@ -201,18 +215,24 @@ def test_a_program_keeps_in_memory_what_it_has_of_a_row(
     """One program has all segments."""
     monkeypatch.setattr(builders.triton_mla, "device_facts", lambda device: (HOPPER, 1))
     batch = BatchSpec("c", (2, 1), (521, 33), num_speculative_tokens=1)
-    assert findings(LatentCase(batch, 1, DType.FLOAT16, block_size=48)) == {}
-    assert launched[0].grid == (1,)
+    for cache_dtype in (CacheDType.AUTO, CacheDType.FP8_E4M3):
+        case = LatentCase(batch, 1, DType.FLOAT16, cache_dtype, block_size=48)
+        assert findings(case) == {}
+        assert launched.pop().grid == (1,)
 
 
+@pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.FP8_E4M3])
 @pytest.mark.parametrize("batch", ["keyless_rows", "padding_rows"])
-def test_it_keeps_all_that_is_promised(batch: str, launched: list[KernelCall]) -> None:
+def test_it_keeps_all_that_is_promised(
+    batch: str, cache_dtype: CacheDType, launched: list[KernelCall]
+) -> None:
     """The same bits alone, replays, another table."""
-    check_case(TritonMLABackend, LatentCase(BATCHES[batch], 3, DType.FLOAT16), CPU)
+    check_case(TritonMLABackend, LatentCase(BATCHES[batch], 3, DType.FLOAT16, cache_dtype), CPU)
     assert launched
 
 
 @pytest.mark.parametrize("instead", [{"_clear_tail": lambda *_: None}], indirect=False)
-def test_values_that_nobody_wrote_would_show(launched: list[KernelCall]) -> None:
-    assert findings(KINDS["pages_of_16"])
+@pytest.mark.parametrize("kind", ["pages_of_16", "e4m3"])
+def test_values_that_nobody_wrote_would_show(kind: str, launched: list[KernelCall]) -> None:
+    assert findings(KINDS[kind])
     assert launched
