@@ -17,16 +17,35 @@ from builders.tiles import (
 )
 from specs.base import cdiv
 from specs.devices import DeviceKind
+from specs.dtypes import CacheDType
 from specs.engine import DecodeKernel
 
 ROWS = 64
 """Query rows (tokens x heads) of a tile."""
 KV_TILE = 128
 """Keys of a tile: two blocks, one for each warp group."""
+NARROW_ROWS = 16
+"""Of a tile over a cache of e4m3, whose products are by warp."""
 COLUMNS = (576, 512)
 """Columns of a latent row, and of them those that are its value."""
 SEGMENT_SCALE = 2
-"""Segments are this many times as long: every one is folded through memory."""
+"""Segments are this many times as long, 1024 tokens: every one is folded through memory.
+
+What that takes of scratch: a state of 64 rows is 128 KiB, and a program lends one for each segment
+of the row in whose middle it starts, 16 at most, a bundle; whoever enters a row later can not fold
+what it has, since states are folded from the left, and every program may start in a row's middle.
+With one more, of the part that it is at, and two for each bundle where there are several, 132
+programs have
+
+    rows of up to      8k    16k    32k    128k
+    states each         9     17     21      33
+    128 heads, MiB    149    282    349     548
+    16 heads, MiB      37     70     87     137
+
+whatever the number of requests. Twice the scale would halve it up to 16k, and the time between two
+segments with it (a state each way, a tenth of the segment's own time perhaps), but leave one
+request of 8k tokens four cuts, which is the GPU's eighth part.
+"""
 
 
 def latent_kernel_of(
@@ -92,23 +111,27 @@ def hopper_latent_tile(
         )
     if shape.num_kv_heads != 1:
         return f"there are {shape.num_kv_heads} KV heads, not 1"
-    if shape.stored_bits != 16:
-        return f"the cache's elements have {shape.stored_bits} bits, not 16"
+    if asks.cache_dtype is CacheDType.FP8_E5M2:
+        return f"a cache of {asks.cache_dtype}"
     refused = refusal_of(asks)
     if refused is not None:
         return refused
-    head_tiles = cdiv(shape.num_heads, ROWS)
+    is_e4m3 = shape.stored_bits == 8
+    rows = NARROW_ROWS if is_e4m3 else ROWS
+    head_tiles = cdiv(shape.num_heads, rows)
     tile_heads = cdiv(shape.num_heads, head_tiles)
     split = SplitTile(
-        rows=ROWS,
+        rows=rows,
         tile_heads=tile_heads,
         head_tiles=head_tiles,
-        query_tokens=max(1, min(ROWS // tile_heads, max_query_len)),
+        query_tokens=max(1, min(rows // tile_heads, max_query_len)),
         kv_tile=KV_TILE,
-        segment_scale=SEGMENT_SCALE,
+        # A state of 16 rows stays in registers.
+        segment_scale=1 if is_e4m3 else SEGMENT_SCALE,
         num_warps=4,
         num_stages=2,
         programs_per_sm=1,
         max_registers=None,
     )
-    return HopperDecodeTile(split, min(block_size & -block_size, KV_TILE // 2), 2, warp_groups=2)
+    run, groups = block_size & -block_size, 1 if is_e4m3 else 2
+    return HopperDecodeTile(split, min(run, KV_TILE // groups), 2, warp_groups=groups)

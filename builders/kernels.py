@@ -294,12 +294,10 @@ def plan_kernel(
 
     TRIM: no query sees past itself. DCP: keys are those of one rank, in their order there, while
     lengths and positions of rows are the request's. With FREE a group starts at its share's first
-    tile, and starts hold tiles of rows. HASTENS: a kernel that is launched next, and waits for this
-    one by itself, may start at once.
+    tile, and starts hold tiles of rows. HASTENS: the next kernel may start, and waits by itself.
     """
     if HASTENS:
         gdc_launch_dependents()
-    # Requests: how many rows of the decode kernel, how many tiles of the prefill kernel.
     i = tl.arange(0, REQS)
     real = i < num_reqs
     begin = tl.load(query_start_ptr + i, mask=real, other=0)

@@ -16,7 +16,7 @@ from attn.backends.triton_mla import TritonMLABackend
 from attn.device import detect_device
 from specs.attention import AttentionType
 from specs.devices import DeviceKind, kind_of
-from specs.dtypes import DType
+from specs.dtypes import CacheDType, DType
 from specs.engine import DecodeKernel, EngineConfig, SpeculativeConfig
 from specs.kv_cache import MLAAttentionSpec
 from tests import test_gpu_triton_attn as gpu
@@ -37,6 +37,7 @@ CASES = [
 ]
 PLAIN = Setup(heads=16, num_blocks=2048, decode_kernel=DecodeKernel.HOPPER)
 """Its KV heads and head size mean nothing here."""
+E4M3 = replace(PLAIN, cache_dtype=CacheDType.FP8_E4M3)
 KINDS = {
     "decode": (PLAIN, 1),
     "verify": (PLAIN, 4),
@@ -47,6 +48,10 @@ KINDS = {
     "h128": (replace(PLAIN, heads=128), 1),
     "h128_verify": (replace(PLAIN, heads=128, speculative=1), 2),
     "wide": (replace(PLAIN, heads=4, speculative=15), 16),
+    "e4m3": (E4M3, 1),
+    "e4m3_verify": (E4M3, 4),
+    "e4m3_fp16_h20": (replace(E4M3, dtype=DType.FLOAT16, heads=20), 2),
+    "e4m3_h128": (replace(E4M3, heads=128), 1),
 }
 STEPS: dict[str, Any] = {
     "uniform_decode": lambda rows, tokens: [1] * rows,
@@ -70,7 +75,11 @@ class LatentServing(gpu.Serving):
         self.setup = setup
         self.generator = torch.Generator(DEVICE).manual_seed(seed)
         self.spec = MLAAttentionSpec(
-            block_size=BLOCK, dtype=setup.dtype, kv_lora_rank=512, qk_rope_head_dim=64
+            block_size=BLOCK,
+            dtype=setup.dtype,
+            cache_dtype=setup.cache_dtype,
+            kv_lora_rank=512,
+            qk_rope_head_dim=64,
         )
         drafts = setup.speculative
         self.config = EngineConfig(
@@ -82,7 +91,8 @@ class LatentServing(gpu.Serving):
             decode_kernel=setup.decode_kernel,
         )
         one = torch.ones((), device=DEVICE)
-        self.layer = Layer(one, one, one)
+        scale = one / 32 if setup.cache_dtype.is_quantized else one
+        self.layer = Layer(scale, scale, one)
         self.impl = TritonMLABackend.get_impl_cls()(
             setup.heads,
             576,
@@ -146,11 +156,14 @@ def test_every_case_that_it_serves_is_right(case: LatentCase) -> None:
     check_case(TritonMLABackend, case, DEVICE)
 
 
+@pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.FP8_E4M3])
 @pytest.mark.parametrize("heads", [1, 16, 64, 128])
 @pytest.mark.parametrize("block_size", [16, 48, 64, 128])
-def test_rows_of_many_segments_are_right(heads: int, block_size: int) -> None:
+def test_rows_of_many_segments_are_right(
+    heads: int, block_size: int, cache_dtype: CacheDType
+) -> None:
     batch = BatchSpec("latent_long", (2, 1, 3, 1), (1100, 9000, 4097, 20), num_speculative_tokens=2)
-    case = LatentCase(batch, heads, DType.BFLOAT16, block_size=block_size)
+    case = LatentCase(batch, heads, DType.BFLOAT16, cache_dtype, block_size=block_size)
     check_case(TritonMLABackend, case, DEVICE)
 
 
@@ -161,6 +174,7 @@ def test_300_random_steps_of_random_layers_are_right(shard: int) -> None:
         LatentCase(
             num_heads=dice.choice((1, 3, 5, 8, 16, 20, 32, 40, 64, 96, 128)),
             dtype=dice.choice((DType.BFLOAT16, DType.FLOAT16)),
+            cache_dtype=dice.choice((CacheDType.AUTO, CacheDType.FP8_E4M3)),
             block_size=dice.choice((16, 32, 48, 64, 128, 528)),
         )
         for _ in range(4)
@@ -207,6 +221,6 @@ def test_a_row_has_one_result_alone_amid_255_others_and_in_a_verify(kind: str) -
     gpu.check_alone(setup, rows=256, verify=verify)
 
 
-@pytest.mark.parametrize("kind", ["decode", "h20", "h128"])
+@pytest.mark.parametrize("kind", ["decode", "h20", "h128", "e4m3"])
 def test_a_graph_of_decodes_replays_every_kind_of_step(kind: str) -> None:
     gpu.check_replays(KINDS[kind][0], rows=64, tokens=256, replays=1000)

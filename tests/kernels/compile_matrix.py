@@ -146,7 +146,9 @@ def misses_of(variant: Variant, target: int, facts: Facts) -> list[str]:
         *(Kernel.PREFILL, Kernel.MLA_PREFILL),
         *(Kernel.HOPPER_PREFILL, Kernel.HOPPER_MLA),
     )
-    wants_groups = target == 90 and variant.kernel in by_groups and is_narrow
+    # Over e4m3 latent attention multiplies by warp.
+    by_warp = variant.kernel is Kernel.HOPPER_MLA and variant.layer.cache.is_quantized
+    wants_groups = target == 90 and variant.kernel in by_groups and is_narrow and not by_warp
     if wants_groups and not facts.warp_group_products:
         misses.append("no products by warp group")
     return misses

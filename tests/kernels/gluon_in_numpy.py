@@ -219,7 +219,10 @@ def _e4m3_planes(words: np.ndarray) -> tuple[Value, Value]:
 
 def _reinterpret(memory: Memory, dtype: Any, shape: Sequence[int], layout: None) -> Memory:
     boxes = memory.array.shape[0]
-    if shape[0] == boxes:
+    if dtype is np.int32:
+        # Rows of a box, by their bytes.
+        return Memory(memory.array.view(np.int32).reshape(shape))
+    if shape[0] == boxes and dtype != "e4m3":
         return Memory(memory.array.reshape(shape))
     if dtype is np.int32:
         return Words(memory.array, shape)
@@ -314,6 +317,8 @@ _GLUON = types.SimpleNamespace(
     fma=lambda x, y, z: value(x * y + z),
     reshape=lambda x, shape: value(np.asarray(x).reshape(shape)),
     join=lambda x, y: value(np.stack([x, y], -1)),
+    split=lambda x: (value(np.asarray(x)[..., 0]), value(np.asarray(x)[..., 1])),
+    permute=lambda x, order: value(np.asarray(x).transpose(order)),
     convert_layout=lambda x, layout: x,
     static_range=range,
     program_id=lambda axis: value(np.int32(_here.program)),

@@ -14,6 +14,7 @@ import builders.triton_mla
 from attn.backends.triton_mla import TritonMLABackend
 from attn.kernels.hopper import launch as hopper_launch
 from attn.kernels.hopper.mla import hopper_mla_kernel
+from attn.kernels.hopper.mla_narrow import hopper_mla_narrow_kernel
 from attn.kernels.launch import KernelCall
 from builders.hopper_latent import hopper_latent_tile, latent_kernel_of
 from builders.segments import SEGMENT
@@ -38,7 +39,14 @@ HOPPER = DeviceKind.SM90
     [
         (SHAPE, DeviceKind.SM100, 64, LayerAsks(), "the device is sm100, not sm90"),
         (replace(SHAPE, itemsize=4), HOPPER, 64, LayerAsks(), "have 4 bytes, not 2"),
-        (replace(SHAPE, stored_bits=8), HOPPER, 64, LayerAsks(), "have 8 bits, not 16"),
+        (replace(SHAPE, stored_bits=4), HOPPER, 64, LayerAsks(), "have 4 bits, not 8 or 16"),
+        (
+            replace(SHAPE, stored_bits=8),
+            HOPPER,
+            64,
+            LayerAsks(query=DType.BFLOAT16, cache_dtype=CacheDType.FP8_E5M2),
+            "a cache of fp8_e5m2",
+        ),
         (
             replace(SHAPE, head_size=320, head_size_v=256),
             HOPPER,
@@ -98,6 +106,18 @@ def test_any_number_of_heads_and_tokens_fits_a_tile_and_pages_are_whole_boxes() 
                 )
 
 
+@pytest.mark.parametrize("heads", [1, 16, 17, 40, 128])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_tiles_over_e4m3_have_16_rows(heads: int, tokens: int) -> None:
+    shape, asks = replace(SHAPE, num_heads=heads, stored_bits=8), LayerAsks()
+    for block_size, run in ((16, 16), (48, 16), (128, 128), (256, 128)):
+        tile = hopper_latent_tile(shape, HOPPER, block_size, tokens, asks)
+        assert isinstance(tile, HopperDecodeTile)
+        assert (tile.run, tile.warp_groups, tile.split.rows) == (run, 1, 16)
+        assert tile.split.tile_heads * tile.split.query_tokens <= 16
+        assert tile.split.tile_heads * tile.split.head_tiles >= heads
+
+
 # -- What it computes, by numpy: see tests.kernels.gluon_in_numpy for what that does not see.
 
 
@@ -114,7 +134,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any]) -> list[K
     translation, launch = gluon_in_numpy.Translation(**instead), KernelCall.launch
 
     def run(call: KernelCall) -> None:
-        if call.kernel is not hopper_mla_kernel:
+        if call.kernel not in (hopper_mla_kernel, hopper_mla_narrow_kernel):
             launch(call)
             return
         calls.append(call)
@@ -157,13 +177,36 @@ KINDS = {
         BatchSpec("e", (4, 3), (70, 130), num_speculative_tokens=3), 20, DType.FLOAT16
     ),
     "two_tiles_of_heads": LatentCase(BatchSpec("f", (1,), (20,)), 70, DType.FLOAT16, block_size=64),
+    "e4m3": LatentCase(
+        BatchSpec("g", (1, 1), (5, 140)), 4, DType.FLOAT16, CacheDType.FP8_E4M3, block_size=16
+    ),
+    "e4m3_in_parts": LatentCase(
+        BatchSpec("h", (1, 1), (1700, 33)), 16, DType.FLOAT16, CacheDType.FP8_E4M3, block_size=64
+    ),
+    "e4m3_verify": LatentCase(
+        BatchSpec("i", (4, 2, 1), (200, 40, 30), num_speculative_tokens=3),
+        5,
+        DType.FLOAT16,
+        CacheDType.FP8_E4M3,
+        block_size=48,
+    ),
+    # Pages of more keys than a tile.
+    "e4m3_two_tiles_of_heads": LatentCase(
+        BatchSpec("j", (1, 2), (300, 30), num_speculative_tokens=1),
+        20,
+        DType.FLOAT16,
+        CacheDType.FP8_E4M3,
+        block_size=256,
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_computes_a_step_of_every_kind(kind: str, launched: list[KernelCall]) -> None:
     assert findings(KINDS[kind]) == {}
+    wanted = hopper_mla_narrow_kernel if "e4m3" in kind else hopper_mla_kernel
     assert launched
+    assert all(call.kernel is wanted for call in launched)
 
 
 def test_a_program_keeps_in_memory_what_it_has_of_a_row(
@@ -172,18 +215,24 @@ def test_a_program_keeps_in_memory_what_it_has_of_a_row(
     """One program has all segments."""
     monkeypatch.setattr(builders.triton_mla, "device_facts", lambda device: (HOPPER, 1))
     batch = BatchSpec("c", (2, 1), (521, 33), num_speculative_tokens=1)
-    assert findings(LatentCase(batch, 1, DType.FLOAT16, block_size=48)) == {}
-    assert launched[0].grid == (1,)
+    for cache_dtype in (CacheDType.AUTO, CacheDType.FP8_E4M3):
+        case = LatentCase(batch, 1, DType.FLOAT16, cache_dtype, block_size=48)
+        assert findings(case) == {}
+        assert launched.pop().grid == (1,)
 
 
+@pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.FP8_E4M3])
 @pytest.mark.parametrize("batch", ["keyless_rows", "padding_rows"])
-def test_it_keeps_all_that_is_promised(batch: str, launched: list[KernelCall]) -> None:
+def test_it_keeps_all_that_is_promised(
+    batch: str, cache_dtype: CacheDType, launched: list[KernelCall]
+) -> None:
     """The same bits alone, replays, another table."""
-    check_case(TritonMLABackend, LatentCase(BATCHES[batch], 3, DType.FLOAT16), CPU)
+    check_case(TritonMLABackend, LatentCase(BATCHES[batch], 3, DType.FLOAT16, cache_dtype), CPU)
     assert launched
 
 
 @pytest.mark.parametrize("instead", [{"_clear_tail": lambda *_: None}], indirect=False)
-def test_values_that_nobody_wrote_would_show(launched: list[KernelCall]) -> None:
-    assert findings(KINDS["pages_of_16"])
+@pytest.mark.parametrize("kind", ["pages_of_16", "e4m3"])
+def test_values_that_nobody_wrote_would_show(kind: str, launched: list[KernelCall]) -> None:
+    assert findings(KINDS[kind])
     assert launched

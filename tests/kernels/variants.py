@@ -425,11 +425,13 @@ HOPPER_VARIANTS: Final = (
     _only(_HD, "blocks of 256", block_size=256),
     _only(_HD, "HND", order=KVOrder.HND),
     # Latent attention: of 16 heads one warp's rows are used, 128 are two tiles.
-    _only(_HL, "16 heads", heads=(16, 1, 576), block_size=64),
-    _only(_HL, "128 heads", 90, heads=(128, 1, 576), block_size=64),
+    _only(_HL, "16 heads", 90, speed=True, heads=(16, 1, 576), block_size=64),
+    _only(_HL, "128 heads", 90, speed=True, heads=(128, 1, 576), block_size=64),
     _only(_HL, "64 heads pages of 16", heads=(64, 1, 576)),
     _only(_HL, "20 heads verify 4", heads=(20, 1, 576), drafts=3),
     _only(_HL, "128 heads fp16", heads=(128, 1, 576), block_size=64, dtype=DType.FLOAT16),
+    _only(_HL, "16 heads fp8", 90, speed=True, heads=(16, 1, 576), block_size=64, cache=_FP8),
+    _only(_HL, "20 heads fp8 fp16", heads=(20, 1, 576), dtype=DType.FLOAT16, cache=_FP8, drafts=3),
 )
 
 
@@ -632,6 +634,7 @@ def _hopper_latent_call(layer: Layer) -> KernelCall:
     spec = MLAAttentionSpec(
         block_size=layer.block_size,
         dtype=layer.dtype,
+        cache_dtype=layer.cache,
         kv_lora_rank=latent,
         qk_rope_head_dim=size - latent,
     )
@@ -639,7 +642,8 @@ def _hopper_latent_call(layer: Layer) -> KernelCall:
     engine = layer.engine(PrefillKernel.AUTO, DecodeKernel.HOPPER)
     step = TritonMLAMetadataBuilder(spec, ["layer"], engine, "cpu").build(0, batch).decode
     assert step is not None
-    tokens, rows = batch.num_actual_tokens, torch.zeros(10, layer.block_size, size, dtype=dtype)
+    stored = layer.cache.element(layer.dtype).torch
+    tokens, rows = batch.num_actual_tokens, torch.zeros(10, layer.block_size, size, dtype=stored)
     query = torch.zeros(tokens, heads, size, dtype=dtype)
     tensors = LatentTensors(
         query[..., :latent],

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from attn.kernels.hopper.compat import thread_barrier
 from attn.kernels.hopper.decode_parts import FIELDS
+from attn.kernels.hopper.tiles import wide
 from attn.kernels.rows import write_rows
 from attn.kernels.tile import fold
 
@@ -76,13 +77,13 @@ def _fold_parts(
     out_ptr, lse_ptr, sinks_ptr, v_factor, output_scale_ptr, out_token, out_head, lse_token, zero,
     GROUP: gl.constexpr, TILE_HEADS: gl.constexpr, USED: gl.constexpr, WIDTH: gl.constexpr,
     FINISH_ROWS: gl.constexpr, FINISH_WIDTH: gl.constexpr, SINKS: gl.constexpr,
-    FP8_OUT: gl.constexpr, LSE: gl.constexpr,
+    FP8_OUT: gl.constexpr, LSE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Fold a row's stored states in the order of :func:`attn.kernels.rows.fold_parts`: the prefix
     in slot ``slot``, then ``slot + first`` on; write the row, or its state to ``target``.
     """
     LANES: gl.constexpr = FINISH_WIDTH // 4 if FINISH_WIDTH < 128 else 32
-    CELLS: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
+    CELLS: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [WARPS, 1], [1, 0])
     row = gl.arange(0, FINISH_ROWS, layout=gl.SliceLayout(1, CELLS)) + zero
     mine = row < USED
     head = kv_head * GROUP + in_group + row % TILE_HEADS
@@ -126,7 +127,7 @@ def lender_of(place, groups, total_ptr):
     lends them its slots, since no other row can need them.
     """
     total = gl.load(total_ptr + 1)
-    return (place.to(gl.int64) * groups // total).to(gl.int32) + 1
+    return (place.to(gl.int64) * wide(groups) // total).to(gl.int32) + 1
 
 
 @gluon.jit
@@ -143,7 +144,7 @@ def finish_part(
     HEAD_LOOPS: gl.constexpr, GROUP: gl.constexpr, TILE_HEADS: gl.constexpr, USED: gl.constexpr,
     SLOTS: gl.constexpr, BUNDLES: gl.constexpr, AREA: gl.constexpr, WIDTH: gl.constexpr,
     FINISH_ROWS: gl.constexpr, FINISH_WIDTH: gl.constexpr, SINKS: gl.constexpr,
-    FP8_OUT: gl.constexpr, LSE: gl.constexpr,
+    FP8_OUT: gl.constexpr, LSE: gl.constexpr, WARPS: gl.constexpr = 4,
 ):  # fmt: skip
     """A part that is not all of its queries' keys: its state is stored, and who has the last folds.
 
@@ -210,5 +211,5 @@ def finish_part(
                     count_of, mine_too + bundle, (level == 0) & (bundles > 1), states_ptr, sums_ptr,
                     out_ptr, lse_ptr, sinks_ptr, v_factor, output_scale_ptr, out_token, out_head,
                     lse_token, zero, GROUP, TILE_HEADS, USED, WIDTH, FINISH_ROWS, FINISH_WIDTH,
-                    SINKS, FP8_OUT, LSE,
+                    SINKS, FP8_OUT, LSE, WARPS,
                 )  # fmt: skip

@@ -25,7 +25,6 @@ from attn.kernels.hopper.decode_finish import finish_part, lender_of, store_stat
 from attn.kernels.hopper.decode_parts import FIELDS, part_at, share_at
 from attn.kernels.hopper.tiles import wide
 from attn.kernels.rows import write_rows
-from attn.kernels.tile import fold
 from builders.kernels import segment_of, segment_start
 
 BLOCK = tl.constexpr(64)
@@ -47,18 +46,16 @@ def opaque_zero():
 
 
 @gluon.jit
-def _clear_tail(runs, place, live, RUN: gl.constexpr):
+def _clear_tail(rows, z, live, W: gl.constexpr, RUN: gl.constexpr):
     """Zero a block's values from ``live`` to the end of its run: nobody wrote them, they may be
-    NaN. ``place`` is that of the block's first box; pages without live slots are zeros already.
+    NaN. ``rows`` is the half of the values as rows of a box; pages without live slots are zeros
+    already. How the columns of a row are swizzled does not matter to zeros.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     if (live > 0) & (live < BLOCK) & (live % RUN != 0):
-        run = live // RUN
-        row = run * RUN + gl.arange(0, RUN, layout=gl.SliceLayout(1, LAYOUT))
-        for i in gl.static_range(4):
-            box = runs.index(place + i * (BLOCK // RUN) + run)
-            rows = box.load(LAYOUT)
-            box.store(gl.where((row < live)[:, None], rows, gl.zeros_like(rows)))
+        zeros = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+        for row in range(live, (live // RUN + 1) * RUN):
+            for i in gl.static_range(4):
+                rows.index(z + (4 * W + i) * BLOCK + row).store(zeros)
         # Before products read them, and TMA overwrites them.
         fence_async_shared()
         thread_barrier()
@@ -78,13 +75,13 @@ def _shrunk(o, by):
 
 @gluon.jit
 def _scores(
-    z, phase, q, q_boxes, left, right, rope, full, W: gl.constexpr, SCORES: gl.constexpr
+    z, phase, q, q_rope, left, right, rope, full, W: gl.constexpr, SCORES: gl.constexpr
 ):  # fmt: skip
     """Ask for the scores of the warp group's block, as far as its keys come first."""
     zero = gl.zeros([64, 64], gl.float32, SCORES)
     mbarrier.wait(full.index(W), phase)
     keys = rope.index(z + W).permute((1, 0))
-    s = warpgroup_mma(q_boxes.index(z + 8), keys, zero, use_acc=False, is_async=True)
+    s = warpgroup_mma(q_rope.index(z), keys, zero, use_acc=False, is_async=True)
     mbarrier.wait(full.index(2 + W), phase)
     return warpgroup_mma(q.index(z), left.index(z + W).permute((1, 0)), s, is_async=True)
 
@@ -116,7 +113,7 @@ def _publish(weights, m, p, m_of, ready, empty, W: gl.constexpr):
 
 @gluon.jit
 def _take_second(
-    z, turn, tile, m, l, o, p, m_second, left, left_runs, ready, kv_len, RUN: gl.constexpr,
+    z, turn, tile, m, l, o, p, m_second, left, left_rows, ready, kv_len, RUN: gl.constexpr,
     SCORES: gl.constexpr,
 ):  # fmt: skip
     """Warp group 0: takes maximum and weights, and asks for these times the second block."""
@@ -124,13 +121,13 @@ def _take_second(
     top = m_second.load(gl.SliceLayout(1, SCORES))
     shrink = gl.exp2(m - _base(top))
     o = _shrunk(o, shrink)
-    _clear_tail(left_runs, 4 * (BLOCK // RUN), kv_len - tile * _TILE - BLOCK, RUN)
+    _clear_tail(left_rows, z, kv_len - tile * _TILE - BLOCK, 1, RUN)
     return top, l * shrink, warpgroup_mma(p.index(z), left.index(z + 1), o, is_async=True)
 
 
 @gluon.jit
 def _first_block(
-    turn, tile, m, l, o, q, q_boxes, left, right, rope, left_runs, p, m_first, m_second, full,
+    turn, tile, m, l, o, q, q_rope, left, right, rope, left_rows, p, m_first, m_second, full,
     empty, ready, factor, limit, all_high, kv_len, IS_FIRST: gl.constexpr, RUN: gl.constexpr,
     DTYPE: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
@@ -140,9 +137,9 @@ def _first_block(
     phase = turn & 1
     if not IS_FIRST:
         m, l, o = _take_second(
-            z, turn - 1, tile - 1, m, l, o, p, m_second, left, left_runs, ready, kv_len, RUN, SCORES
+            z, turn - 1, tile - 1, m, l, o, p, m_second, left, left_rows, ready, kv_len, RUN, SCORES
         )
-    s = _scores(z, phase, q, q_boxes, left, right, rope, full, 0, SCORES)
+    s = _scores(z, phase, q, q_rope, left, right, rope, full, 0, SCORES)
     if not IS_FIRST:
         # All but the two that were asked for since.
         o = warpgroup_mma_wait(2, deps=[o])
@@ -158,7 +155,7 @@ def _first_block(
     shrink = gl.exp2(m - base)
     o = _shrunk(o, shrink)
     l = l * shrink + gl.sum(weights, 1)
-    _clear_tail(left_runs, 0, kv_len - tile * _TILE, RUN)
+    _clear_tail(left_rows, z, kv_len - tile * _TILE, 0, RUN)
     operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, OUTPUT, 2))
     o = warpgroup_mma(operand, left.index(z), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])
@@ -169,7 +166,7 @@ def _first_block(
 
 @gluon.jit
 def _take_first(
-    z, turn, tile, m, o, p, m_first, right, right_runs, ready, kv_len, RUN: gl.constexpr,
+    z, turn, tile, m, o, p, m_first, right, right_rows, ready, kv_len, RUN: gl.constexpr,
     SCORES: gl.constexpr,
 ):  # fmt: skip
     """Warp group 1: takes maximum and weights, and asks for these times the first block."""
@@ -177,13 +174,13 @@ def _take_first(
     top = m_first.load(gl.SliceLayout(1, SCORES))
     shrink = gl.exp2(m - _base(top))
     o = _shrunk(o, shrink)
-    _clear_tail(right_runs, 0, kv_len - tile * _TILE, RUN)
+    _clear_tail(right_rows, z, kv_len - tile * _TILE, 0, RUN)
     return top, shrink, warpgroup_mma(p.index(z), right.index(z), o, is_async=True)
 
 
 @gluon.jit
 def _second_block(
-    turn, tile, m, l, o, q, q_boxes, left, right, rope, right_runs, p, m_first, m_second, full,
+    turn, tile, m, l, o, q, q_rope, left, right, rope, right_rows, p, m_first, m_second, full,
     empty, ready, factor, limit, all_high, kv_len, EARLY: gl.constexpr, RUN: gl.constexpr,
     DTYPE: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
@@ -195,17 +192,17 @@ def _second_block(
     phase = turn & 1
     if EARLY:
         first, shrink, o = _take_first(
-            z, turn, tile, m, o, p, m_first, right, right_runs, ready, kv_len, RUN, SCORES
+            z, turn, tile, m, o, p, m_first, right, right_rows, ready, kv_len, RUN, SCORES
         )
         o = warpgroup_mma_wait(0, deps=[o])
         thread_barrier()
         mbarrier.arrive(empty.index(4), count=1)
-    s = _scores(z, phase, q, q_boxes, left, right, rope, full, 1, SCORES)
+    s = _scores(z, phase, q, q_rope, left, right, rope, full, 1, SCORES)
     s = _all_scores(s, z, phase, tile, q, right, full, limit, all_high, 1, SCORES)
     own = gl.max(s, 1) * factor
     if not EARLY:
         first, shrink, o = _take_first(
-            z, turn, tile, m, o, p, m_first, right, right_runs, ready, kv_len, RUN, SCORES
+            z, turn, tile, m, o, p, m_first, right, right_rows, ready, kv_len, RUN, SCORES
         )
     top = gl.maximum(first, own)
     base = _base(top)
@@ -221,7 +218,7 @@ def _second_block(
     if not EARLY:
         mbarrier.arrive(empty.index(4), count=1)
     o = _shrunk(o, again)
-    _clear_tail(right_runs, 4 * (BLOCK // RUN), kv_len - tile * _TILE - BLOCK, RUN)
+    _clear_tail(right_rows, z, kv_len - tile * _TILE - BLOCK, 1, RUN)
     operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, OUTPUT, 2))
     o = warpgroup_mma(operand, right.index(z + 1), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])
@@ -232,7 +229,7 @@ def _second_block(
 
 @gluon.jit
 def _load_queries(
-    query_ptr, token, count, in_group, q_boxes, loaded, phase, W: gl.constexpr,
+    query_ptr, token, count, in_group, q_boxes, q_rope, loaded, phase, W: gl.constexpr,
     GROUP: gl.constexpr, TILE_HEADS: gl.constexpr, QUERY_TOKEN: gl.constexpr,
     QUERY_HEAD: gl.constexpr,
 ):  # fmt: skip
@@ -251,11 +248,17 @@ def _load_queries(
         part = gl.load(at + (W * _HALF + i * 64), mask=wanted[:, None], other=0.0)
         q_boxes.index(W * 4 + i).store(part)
     if W == 0:
-        q_boxes.index(8).store(gl.load(at + 2 * _HALF, mask=wanted[:, None], other=0.0))
+        q_rope.index(0).store(gl.load(at + 2 * _HALF, mask=wanted[:, None], other=0.0))
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(loaded, count=1)
     mbarrier.wait(loaded, phase)
+
+
+@gluon.jit
+def _lane(HEADS: gl.constexpr):
+    """Which tile of heads of its group the program has."""
+    return (gl.program_id(0) + opaque_zero()) % HEADS
 
 
 @gluon.jit
@@ -266,37 +269,61 @@ def _lender(r, fields, groups, total_ptr, HEAD_LOOPS: gl.constexpr):
 
 
 @gluon.jit
-def _running(states_ptr, W: gl.constexpr, AREA: gl.constexpr, USED: gl.constexpr):
-    """Where a warp group keeps the output of a part's segments so far."""
-    slot = (gl.program_id(0) * 2 + W) * AREA + (AREA - 1) + opaque_zero()
-    return states_ptr + wide(slot) * (USED * _HALF)
+def _running(W: gl.constexpr, AREA: gl.constexpr):
+    """Slot where a warp group keeps the state of a part's segments so far."""
+    return (gl.program_id(0) * 2 + W) * AREA + (AREA - 1) + opaque_zero()
 
 
 @gluon.jit
-def _load_running(at, o, USED: gl.constexpr):
-    """The output of the part's segments so far, as this warp group left it."""
-    OUTPUT: gl.constexpr = o.type.layout
-
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT))
-    column = gl.arange(0, _HALF, layout=gl.SliceLayout(0, OUTPUT))
-    mask = (row < USED)[:, None] & (column >= 0)[None, :]
-    return gl.load(at + row[:, None] * _HALF + column[None, :], mask=mask, other=0.0)
+def _fold_columns(at, o, old, new, first: gl.constexpr, USED: gl.constexpr):
+    """Some columns of the output of a stored state and of one more segment."""
+    LAYOUT: gl.constexpr = o.type.layout
+    WIDTH: gl.constexpr = o.shape[1]
+    if WIDTH > 128:
+        # Piece by piece, as there are registers for: whole states are too much.
+        PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH // 2, 16])
+        left, right = gl.split(gl.permute(gl.reshape(o, [64, 2, WIDTH // 2]), (0, 2, 1)))
+        left = gl.convert_layout(left, PIECE)
+        right = gl.convert_layout(right, PIECE)
+        left = _fold_columns(at, left, old, new, first, USED)
+        # Loads are not to come before this.
+        thread_barrier()
+        right = _fold_columns(at, right, old, new, first + WIDTH // 2, USED)
+        o = gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [64, WIDTH])
+        o = gl.convert_layout(o, LAYOUT)
+    else:
+        row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+        column = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
+        mask = (row < USED)[:, None] & (column >= 0)[None, :]
+        before = gl.load(at + (row[:, None] * _HALF + column[None, :]), mask=mask, other=0.0)
+        old = gl.convert_layout(old, gl.SliceLayout(1, LAYOUT))
+        new = gl.convert_layout(new, gl.SliceLayout(1, LAYOUT))
+        o = gl.fma(before, old[:, None], o * new[:, None])
+    return o
 
 
 @gluon.jit
-def _store_running(at, o, USED: gl.constexpr):
-    OUTPUT: gl.constexpr = o.type.layout
-
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT))
-    column = gl.arange(0, _HALF, layout=gl.SliceLayout(0, OUTPUT))
-    mask = (row < USED)[:, None] & (column >= 0)[None, :]
-    gl.store(at + row[:, None] * _HALF + column[None, :], o, mask=mask)
+def _folded(states_ptr, sums_ptr, slot, m, l, o, USED: gl.constexpr):
+    """The state in a slot, as this warp group left it there, with one more segment: as
+    :func:`attn.kernels.tile.fold` does.
+    """
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, o.type.layout))
+    mine = row < USED
+    sums = sums_ptr + wide(slot) * (2 * USED) + row
+    before = gl.load(sums, mask=mine, other=float("-inf"))
+    total = gl.load(sums + USED, mask=mine, other=0.0)
+    top = gl.maximum(before, m)
+    base = _base(top)
+    old = gl.exp2(before - base)
+    new = gl.exp2(m - base)
+    at = states_ptr + wide(slot) * (USED * _HALF)
+    return top, gl.fma(total, old, l * new), _fold_columns(at, o, old, new, 0, USED)
 
 
 @gluon.jit
 def consume_latents(
-    query_ptr, q_boxes, left_boxes, right_boxes, rope_boxes, p, m_first, m_second, sums_of, full,
-    empty, ready, loaded, out_ptr, lse_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr,
+    query_ptr, q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, p, m_first, m_second, sums_of,
+    full, empty, ready, loaded, out_ptr, lse_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr,
     counters_ptr, states_ptr, sums_ptr, factor, groups, W: gl.constexpr, HEADS: gl.constexpr,
     HEAD_LOOPS: gl.constexpr, GROUP: gl.constexpr, TILE_HEADS: gl.constexpr,
     QUERY_TOKENS: gl.constexpr, SLOTS: gl.constexpr, BUNDLES: gl.constexpr, AREA: gl.constexpr,
@@ -313,17 +340,16 @@ def consume_latents(
     USED: gl.constexpr = TILE_HEADS * QUERY_TOKENS
     WRITES_LSE: gl.constexpr = LSE and W == 0
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    RUNS: gl.constexpr = 64 // RUN
-    # The bytes of the boxes, as tiles that products read; and as runs, to clear a tail.
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    # The bytes of the boxes, as tiles that products read; and as rows, to clear a tail.
     q = reinterpret(q_boxes, DTYPE, [2, 64, 256], LAYOUT)
     left = reinterpret(left_boxes, DTYPE, [2, 64, 256], LAYOUT)
     right = reinterpret(right_boxes, DTYPE, [2, 64, 256], LAYOUT)
     rope = reinterpret(rope_boxes, DTYPE, [2, 64, 64], LAYOUT)
     if W == 0:
-        own_runs = reinterpret(left_boxes, DTYPE, [8 * RUNS, RUN, 64], LAYOUT)
+        own_rows = reinterpret(left_boxes, gl.int32, [8 * BLOCK, 32], FLAT)
     else:
-        own_runs = reinterpret(right_boxes, DTYPE, [8 * RUNS, RUN, 64], LAYOUT)
-    lane = gl.program_id(0) % HEADS
+        own_rows = reinterpret(right_boxes, gl.int32, [8 * BLOCK, 32], FLAT)
     first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
     turn = 0
     walks = 0
@@ -334,7 +360,7 @@ def consume_latents(
             False, False, False,
         )  # fmt: skip
         if end > begin:
-            in_group = ((r % HEAD_LOOPS) * HEADS + lane) * TILE_HEADS
+            in_group = ((r % HEAD_LOOPS) * HEADS + _lane(HEADS)) * TILE_HEADS
             row = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
             limit = gl.minimum(first + row // TILE_HEADS + 1, kv_len)
             all_high = gl.minimum(first + 1, kv_len)
@@ -347,8 +373,8 @@ def consume_latents(
             unseen = gl.where(high > low, unseen, seen)
             if unseen > seen:
                 _load_queries(
-                    query_ptr, gl.load(fields + 1), gl.load(fields + 2), in_group, q_boxes, loaded,
-                    walks & 1, W, GROUP, TILE_HEADS, QUERY_TOKEN, QUERY_HEAD,
+                    query_ptr, gl.load(fields + 1), gl.load(fields + 2), in_group, q_boxes, q_rope,
+                    loaded, walks & 1, W, GROUP, TILE_HEADS, QUERY_TOKEN, QUERY_HEAD,
                 )  # fmt: skip
                 walks += 1
             for s in range(seen, unseen):
@@ -359,20 +385,20 @@ def consume_latents(
                 to_tile = gl.minimum(segment_start(s + 1) // SEGMENT_UNIT, high)
                 if W == 0:
                     m, l, o = _first_block(
-                        turn, from_tile, m, l, o, q, q_boxes, left, right, rope, own_runs, p,
+                        turn, from_tile, m, l, o, q, q_rope, left, right, rope, own_rows, p,
                         m_first, m_second, full, empty, ready, factor, limit, all_high, kv_len,
                         True, RUN, DTYPE, SCORES,
                     )  # fmt: skip
                     turn += 1
                     for tile in range(from_tile + 1, to_tile):
                         m, l, o = _first_block(
-                            turn, tile, m, l, o, q, q_boxes, left, right, rope, own_runs, p,
+                            turn, tile, m, l, o, q, q_rope, left, right, rope, own_rows, p,
                             m_first, m_second, full, empty, ready, factor, limit, all_high, kv_len,
                             False, RUN, DTYPE, SCORES,
                         )  # fmt: skip
                         turn += 1
                     m, l, o = _take_second(
-                        opaque_zero(), turn - 1, to_tile - 1, m, l, o, p, m_second, left, own_runs,
+                        opaque_zero(), turn - 1, to_tile - 1, m, l, o, p, m_second, left, own_rows,
                         ready, kv_len, RUN, SCORES,
                     )  # fmt: skip
                     o = warpgroup_mma_wait(0, deps=[o])
@@ -381,7 +407,7 @@ def consume_latents(
                 else:
                     for tile in range(from_tile, to_tile):
                         m, l, o = _second_block(
-                            turn, tile, m, l, o, q, q_boxes, left, right, rope, own_runs, p,
+                            turn, tile, m, l, o, q, q_rope, left, right, rope, own_rows, p,
                             m_first, m_second, full, empty, ready, factor, limit, all_high, kv_len,
                             EARLY, RUN, DTYPE, SCORES,
                         )  # fmt: skip
@@ -397,20 +423,23 @@ def consume_latents(
                 l = gl.convert_layout(l, gl.SliceLayout(1, OUTPUT))
                 if begin > 0:
                     lender = _lender(r, fields, groups, total_ptr, HEAD_LOOPS)
-                    slot = (lender * (2 * HEADS) + 2 * lane + W) * AREA + s - gl.load(fields + 8)
+                    slot = (
+                        (lender * (2 * HEADS) + 2 * _lane(HEADS) + W) * AREA
+                        + s
+                        - gl.load(fields + 8)
+                    )
                     store_state(states_ptr, sums_ptr, slot, m, l, o, opaque_zero(), USED, _HALF)
                 else:
                     # Two states do not fit into registers: that of the segments so far is kept
                     # in the last slot of the warp group's own area.
                     if s > seen:
-                        at = _running(states_ptr, W, AREA, USED)
-                        M, L, o = fold(M, L, _load_running(at, o, USED), m, l, o)
-                    else:
-                        M = m
-                        L = l
+                        m, l, o = _folded(states_ptr, sums_ptr, _running(W, AREA), m, l, o, USED)
                     if s + 1 < unseen:
-                        _store_running(_running(states_ptr, W, AREA, USED), o, USED)
+                        slot = _running(W, AREA)
+                        store_state(states_ptr, sums_ptr, slot, m, l, o, 0, USED, _HALF)
                 # Always, so that nothing is kept in registers through the next segment.
+                M = m
+                L = l
                 A = o
             # Once more, instead of being kept in registers meanwhile.
             token = gl.load(fields + 1)
@@ -428,11 +457,12 @@ def consume_latents(
             else:
                 lender = _lender(r, fields, groups, total_ptr, HEAD_LOOPS)
                 finish_part(
-                    r, fields, 2 * lane + W, begin, end, lender, M, L, A, 0, in_group, rows_ptr,
-                    total_ptr, starts_ptr, counters_ptr, states_ptr, sums_ptr, out_ptr + W * _HALF,
-                    lse_ptr, lse_ptr, 1.0, lse_ptr, groups, OUT_TOKEN, OUT_HEAD, LSE_TOKEN,
-                    opaque_zero(), 2 * HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, SLOTS, BUNDLES,
-                    AREA, _HALF, FINISH_ROWS, FINISH_WIDTH, False, False, WRITES_LSE,
+                    r, fields, 2 * _lane(HEADS) + W, begin, end, lender, M, L, A, 0, in_group,
+                    rows_ptr, total_ptr, starts_ptr, counters_ptr, states_ptr, sums_ptr,
+                    out_ptr + W * _HALF, lse_ptr, lse_ptr, 1.0, lse_ptr, groups, OUT_TOKEN,
+                    OUT_HEAD, LSE_TOKEN, opaque_zero(), 2 * HEADS, HEAD_LOOPS, GROUP, TILE_HEADS,
+                    USED, SLOTS, BUNDLES, AREA, _HALF, FINISH_ROWS, FINISH_WIDTH, False, False,
+                    WRITES_LSE,
                 )  # fmt: skip
         begin = 0
         fields = rows_ptr + wide(((r + 1) // HEAD_LOOPS) * FIELDS)

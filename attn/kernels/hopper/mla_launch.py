@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from attn.kernels.hopper.launch import COLUMNS, HopperForms, asked, is_planned
 from attn.kernels.hopper.mla import hopper_mla_kernel
+from attn.kernels.hopper.mla_narrow import hopper_mla_narrow_kernel
 from attn.kernels.launch import KernelForm
-from builders.hopper_latent import latent_kernel_of
+from builders.hopper_latent import NARROW_ROWS, latent_kernel_of
 from builders.split_kv import SplitPlan, scratch_area
 from specs.devices import DeviceKind
 from specs.engine import DecodeKernel
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
     from attn.kernels.dense import DenseLayer, DenseTensors
     from builders.triton_attn import TritonAttentionMetadata
 
-FINISH_CELLS = 512
-"""Cells of a state that a warp group, which finishes a row, folds at a time."""
+FINISH_CELLS = 1024
+"""Cells of a state that a warp group, which finishes a row, folds at a time; of tiles of 16 rows,
+two warp groups twice as many."""
 _HALF = 256
 
 
@@ -64,7 +66,12 @@ class HopperLatentLauncher(HopperForms[SplitPlan]):
         assert plan.hopper is not None
         rows = varying["key_ptr"][:, :, 0]
         varying["k_desc"] = self._descriptors.of("k", rows, (1, plan.hopper.run, COLUMNS))
-        varying["cache_ptr"] = rows
+        if plan.tile.rows == NARROW_ROWS:
+            # Words of two elements, 32 of them the rotary part.
+            rope = (1, plan.hopper.run, COLUMNS // 2)
+            varying["rope_desc"] = self._descriptors.of("rope", rows, rope)
+        else:
+            varying["cache_ptr"] = rows
         varying["plan"] = plan.pointers
         return plan.groups * plan.heads
 
@@ -76,6 +83,7 @@ class HopperLatentLauncher(HopperForms[SplitPlan]):
         constants: Mapping[str, Any],
     ) -> KernelForm | None:
         check_serves(self._layer, plan, step, tensors)
+        is_narrow = plan.tile.rows == NARROW_ROWS
         output, lse, rows = tensors.output, tensors.lse, tensors.keys.key
         assert plan.hopper is not None
         fixed = {name: constants[name] for name in _PLANNED}
@@ -86,19 +94,27 @@ class HopperLatentLauncher(HopperForms[SplitPlan]):
             "OUT_TOKEN": output.stride(0),
             "OUT_HEAD": output.stride(1),
             "LSE_TOKEN": 0 if lse is None else lse.stride(0),
-            "cache_block": rows.stride(0),
             "scale": self._layer.scale,
             "GROUP": self._layer.num_heads,
             "BLOCK_SIZE": rows.shape[1],
             "RUN": plan.hopper.run,
+            "LSE": lse is not None,
+        }
+        if is_narrow:
+            fixed["STAGES"] = plan.hopper.num_stages
+            fixed["FINISH_WIDTH"] = min(2 * _HALF, 2 * FINISH_CELLS // constants["FINISH_ROWS"])
+            names = (*_VARYING, "k_scale_ptr", "rope_desc")
+            return KernelForm(hopper_mla_narrow_kernel, fixed, names, num_warps=8, waits=True)
+        fixed |= {
+            "cache_block": rows.stride(0),
             "FINISH_WIDTH": min(_HALF, FINISH_CELLS // constants["FINISH_ROWS"]),
             # One program reads a row's keys, and memory is the limit; or several do, and products
             # are: then half of a block is not freed early, and the next tile is asked into L2.
             "EARLY": plan.tile.head_tiles == 1,
             "PREFETCH": plan.heads > 1 and rows.stride(1) == rows.shape[-1],
-            "LSE": lse is not None,
         }
-        return KernelForm(hopper_mla_kernel, fixed, _VARYING, num_warps=4)
+        varying = (*_VARYING, "cache_ptr")
+        return KernelForm(hopper_mla_kernel, fixed, varying, num_warps=4, waits=True)
 
 
 _PLANNED = (
@@ -114,7 +130,6 @@ _PLANNED = (
 )
 _VARYING = (
     "k_desc",
-    "cache_ptr",
     "query_ptr",
     "out_ptr",
     "lse_ptr",

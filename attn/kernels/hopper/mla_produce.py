@@ -35,7 +35,7 @@ def _load_block(
     # A fresh barrier lets parity 1 pass at once.
     mbarrier.wait(empty.index(PLACE + BLOCK_OF), (turn & 1) ^ 1)
     mbarrier.expect(full.index(PLACE + BLOCK_OF), PARTS * BLOCK * 128)
-    for i in gl.static_range(RUNS):
+    for i in range(RUNS):
         # Outside the cache a box is zeros.
         page = gl.max(gl.where(run == BLOCK_OF * RUNS + i, pages, -1), 0)
         within = (tile * (2 * BLOCK) + (BLOCK_OF * RUNS + i) * RUN) % BLOCK_SIZE
@@ -57,7 +57,7 @@ def _prefetch(
     RUNS: gl.constexpr = BLOCK // RUN
     SHARE: gl.constexpr = RUN * 576 // HEADS
     run = gl.arange(0, 2 * RUNS, layout=gl.BlockedLayout([2 * RUNS], [32], [1], [0]))
-    for i in gl.static_range(RUNS):
+    for i in range(RUNS):
         page = gl.max(gl.where(run == BLOCK_OF * RUNS + i, pages, -1), 0)
         within = (tile * (2 * BLOCK) + (BLOCK_OF * RUNS + i) * RUN) % BLOCK_SIZE
         if page >= 0:
