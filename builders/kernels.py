@@ -316,9 +316,7 @@ def plan_kernel(
     num_rows = tl.max(req_ends, 0)
 
     # In blocks, so that a step costs what its own rows cost and not what the largest step could.
-    total = 0
-    least = max_kv_len + 1
-    most = 1
+    total, least, most = 0, max_kv_len + 1, 1
     for block in range(0, num_rows, ROWS):
         j = block + tl.arange(0, ROWS)
         _, _, _, _, _, _, tiles, _, _ = _rows_at(
