@@ -292,9 +292,9 @@ def plan_kernel(
     first prefill tile of each request; hopper_starts likewise, unless HOPPER_TILE is 0. All are
     int32.
 
-    TRIM: no query sees past itself. DCP: keys are those of one rank, in their order there, while
-    lengths and positions of rows are the request's. With FREE a group starts at its share's first
-    tile, and starts hold tiles of rows. HASTENS: the next kernel may start, and waits by itself.
+    TRIM: no query sees past itself. DCP: keys are those of one rank, in their order there; lengths
+    and positions of rows are the request's. With FREE a group starts at its share's first tile, and
+    starts hold tiles of rows. HASTENS: the next kernel may start, and waits by itself.
     """
     if HASTENS:
         gdc_launch_dependents()
@@ -316,7 +316,9 @@ def plan_kernel(
     num_rows = tl.max(req_ends, 0)
 
     # In blocks, so that a step costs what its own rows cost and not what the largest step could.
-    total, least, most = 0, max_kv_len + 1, 1
+    total = 0
+    least = max_kv_len + 1
+    most = 1
     for block in range(0, num_rows, ROWS):
         j = block + tl.arange(0, ROWS)
         _, _, _, _, _, _, tiles, _, _ = _rows_at(
