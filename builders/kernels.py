@@ -314,7 +314,6 @@ def plan_kernel(
     if HOPPER_TILE > 0:
         _store_tiles(hopper_starts_ptr, i, count, decode_max, max_reqs, HOPPER_TILE)
     num_rows = tl.max(req_ends, 0)
-
     # In blocks, so that a step costs what its own rows cost and not what the largest step could.
     total = 0
     least = max_kv_len + 1
