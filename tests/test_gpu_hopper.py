@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 
 from attn.backends.triton_attn import TritonAttentionBackend
+from attn.backends.triton_mla import TritonMLABackend
 from attn.device import detect_device
 from specs.devices import DeviceKind, kind_of
-from specs.dtypes import DType
+from specs.dtypes import CacheDType, DType
 from specs.engine import PrefillKernel
 from tests import test_random_attention, trials
-from tests.cases import Case, cases_for
+from tests.cases import Case, LatentCase, cases_for
 from tests.conformance import check_case
 from tests.hopper_cases import is_served
 from tests.test_gpu_triton_attn import (
@@ -43,7 +45,20 @@ SETUPS = {
         heads=heads, kv_heads=kv_heads, head_size=size, prefill_kernel=PrefillKernel.HOPPER
     )
     for heads, kv_heads, size in ((8, 2, 128), (16, 2, 64), (4, 2, 256), (7, 1, 128), (2, 2, 80))
+} | {
+    f"fp8-d{size}": Setup(
+        head_size=size, cache_dtype=CacheDType.FP8_E4M3, prefill_kernel=PrefillKernel.HOPPER
+    )
+    for size in (64, 128, 256)
 }
+LATENT_CASES = [
+    replace(case, dtype=DType.BFLOAT16) if case.dtype is DType.FLOAT32 else case
+    for case in cases_for(TritonMLABackend)
+    if isinstance(case, LatentCase)
+    and (case.cache_dtype is CacheDType.AUTO or case.cache_dtype.is_quantized)
+    and case.sliding_window is None
+    and max(case.batch.query_lens) > 16
+]
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,6 +81,11 @@ def test_every_case_that_it_serves_is_right_with_either_kernel(
     # Nothing else runs the plain kernel on these here: left to itself, the engine takes the other.
     monkeypatch.setattr(trials.Trial, "prefill_kernel", kernel)
     check_case(TritonAttentionBackend, case, DEVICE)
+
+
+@pytest.mark.parametrize("case", LATENT_CASES, ids=str)
+def test_every_case_of_expanded_latent_attention_is_right(case: LatentCase) -> None:
+    check_case(TritonMLABackend, case, DEVICE)
 
 
 def is_drawn(case: Case) -> bool:
