@@ -12,6 +12,7 @@ from builders.tiles import (
     HopperDecodeTile,
     LayerAsks,
     SplitTile,
+    chosen_kernel,
     misfit_of,
     refusal_of,
 )
@@ -72,16 +73,9 @@ def latent_kernel_of(
     Raises:
         ValueError: the Hopper kernel is wanted by name and does not serve.
     """
-    if wanted is DecodeKernel.TRITON:
-        return None, f"decode_kernel is {wanted.value!r}"
     found = hopper_latent_tile(shape, kind, block_size, max_query_len, asks)
-    if isinstance(found, str):
-        if wanted is DecodeKernel.HOPPER:
-            raise ValueError(f"decode_kernel 'hopper' does not serve this latent layer: {found}")
-        return None, f"the one for Hopper does not serve: {found}"
-    if wanted is DecodeKernel.HOPPER:
-        return found, f"it serves this layer, and decode_kernel is {wanted.value!r}"
-    return None, "the one for Hopper serves, but has not been measured beside it"
+    left = "has not been measured beside it"
+    return chosen_kernel("decode_kernel", wanted, found, layer="latent layer", left=left)
 
 
 def hopper_latent_tile(
@@ -101,6 +95,8 @@ def hopper_latent_tile(
         asks: what else the layer asks, as far as it is known.
     """
     # Of a latent row, the value is a part.
+    if asks.is_local:
+        return "a sliding window"
     refused = misfit_of(replace(shape, head_size_v=shape.head_size), kind, block_size)
     if refused is not None:
         return refused

@@ -7,20 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from builders.hopper_latent import latent_kernel_of
 from builders.tiles import (
     NVIDIA,
     SHARED_MEMORY,
-    DenseShape,
-    HopperDecodeTile,
-    LayerAsks,
     SplitTile,
-    chosen_kernel,
     power_of_two,
 )
 from specs.base import cdiv
 from specs.devices import DeviceKind
-from specs.engine import DecodeKernel
 
 MULTIPLIES_64_ROWS = frozenset({DeviceKind.SM90})
 """Devices where a tile of 64 rows fits: products by warp group take the query from shared memory.
@@ -106,21 +100,3 @@ def latent_tile(shape: LatentShape, kind: DeviceKind, max_query_len: int) -> Spl
         programs_per_sm=1,
         max_registers=255 if kind in NVIDIA else None,
     )
-
-
-def latent_decode_kernel_of(
-    shape: DenseShape,
-    kind: DeviceKind,
-    block_size: int,
-    max_query_len: int,
-    asks: LayerAsks,
-    wanted: DecodeKernel,
-) -> tuple[HopperDecodeTile | None, str]:
-    """Which kernel takes a group's decode and verify rows, and why: a window is the plain one's.
-
-    Arguments, result and errors are those of :func:`builders.hopper_latent.latent_kernel_of`.
-    """
-    if asks.is_local:
-        local: HopperDecodeTile | str = "a sliding window"
-        return chosen_kernel("decode_kernel", wanted, local, layer="latent layer")
-    return latent_kernel_of(shape, kind, block_size, max_query_len, asks, wanted)

@@ -17,7 +17,8 @@ from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch
-from builders.latent_tiles import LatentShape, latent_decode_kernel_of, latent_tile
+from builders.hopper_latent import latent_kernel_of
+from builders.latent_tiles import LatentShape, latent_tile
 from builders.split import split_decodes_and_prefills
 from builders.split_kv import HopperPlan, PrefillPlan, SplitLimits, SplitPlanner, VisibleKeys
 from builders.tiles import (
@@ -192,7 +193,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             self.window,
         )
         tokens = vllm_config.max_decode_query_len
-        tile, _ = latent_decode_kernel_of(
+        tile, _ = latent_kernel_of(
             shape,
             self.kind,
             spec.block_size,

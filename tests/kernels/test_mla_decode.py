@@ -13,7 +13,8 @@ from attn.backends.triton_mla import TritonMLABackend
 from attn.kernels.mla_launch import whole_query
 from attn.reference import cache as reference
 from builders import kernels, split_kv
-from builders.latent_tiles import LatentShape, latent_decode_kernel_of, latent_tile
+from builders.hopper_latent import latent_kernel_of
+from builders.latent_tiles import LatentShape, latent_tile
 from builders.segments import BUNDLE
 from builders.split_kv import latent_states
 from builders.tiles import SHARED_MEMORY, DenseShape, LayerAsks
@@ -135,12 +136,12 @@ def test_where_rows_are_cut_makes_no_difference(
 def test_a_window_is_the_plain_kernels() -> None:
     shape = DenseShape(16, 1, 576, 512, 2, 16)
     given = (shape, DeviceKind.SM90, 64, 1)
-    tile, why = latent_decode_kernel_of(*given, LayerAsks(is_local=True), DecodeKernel.AUTO)
+    tile, why = latent_kernel_of(*given, LayerAsks(is_local=True), DecodeKernel.AUTO)
     assert (tile, why) == (None, "the one for Hopper does not serve: a sliding window")
     problem = "decode_kernel 'hopper' does not serve this latent layer: a sliding window"
     with pytest.raises(ValueError, match=problem):
-        latent_decode_kernel_of(*given, LayerAsks(is_local=True), DecodeKernel.HOPPER)
-    tile, _ = latent_decode_kernel_of(*given, LayerAsks(), DecodeKernel.HOPPER)
+        latent_kernel_of(*given, LayerAsks(is_local=True), DecodeKernel.HOPPER)
+    tile, _ = latent_kernel_of(*given, LayerAsks(), DecodeKernel.HOPPER)
     assert tile is not None
 
 
