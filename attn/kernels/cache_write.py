@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import triton
 
-from attn.kernels.launch import KernelCall, alignment
+from attn.kernels.launch import FormCall, KernelCall, KernelForm, alignment
 from attn.kernels.write_kv import write_kv_kernel
 from builders.triton_attn import HEAD_SIZES, MODEL_DTYPES
 from specs.dtypes import CacheDType
@@ -46,6 +46,80 @@ class WriteConfig:
     rows: int
     """Rows (one head of one token each) per program."""
     num_warps: int = NUM_WARPS
+
+
+_VARYING: Final = (
+    *("key", "value", "key_cache", "value_cache", "key_scales", "value_scales"),
+    *("slot_mapping", "k_scale", "v_scale", "num_slots", "num_tokens"),
+)
+_forms: dict[tuple[Any, ...], KernelForm] = {}
+"""Of all layers: those of a model write alike."""
+
+
+def write_again(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    views: KVViews,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    cache_dtype: CacheDType,
+    *,
+    hardware_e4m3: bool,
+) -> FormCall:
+    """:func:`write_kv_call`, where a launch like one before costs little.
+
+    What does not depend on the number of tokens is checked, and made, once for launches alike.
+
+    Args:
+        key: as there, and so are all arguments and errors.
+        value: as there.
+        views: as there.
+        slot_mapping: as there.
+        k_scale: as there.
+        v_scale: as there.
+        cache_dtype: as there.
+        hardware_e4m3: as there.
+    """
+    likeness = (
+        cache_dtype,
+        hardware_e4m3,
+        *(_likeness(x) for x in (key, value)),
+        *(None if x is None else (_likeness(x), x.shape[0]) for x in views),
+        *((x.dtype, x.shape, x.stride()) for x in (k_scale, v_scale)),
+        (slot_mapping.dtype, slot_mapping.dim(), slot_mapping.stride()[-1:]),
+    )
+    form = _forms.get(likeness)
+    if form is None:
+        arguments = (key, value, views, slot_mapping, k_scale, v_scale, cache_dtype)
+        made = dict(write_kv_call(*arguments, hardware_e4m3=hardware_e4m3).arguments)
+        fixed = {name: x for name, x in made.items() if name not in _VARYING}
+        form = _forms[likeness] = KernelForm(write_kv_kernel, fixed, _VARYING, NUM_WARPS)
+    count, rows = len(slot_mapping), cast("int", form.arguments["ROWS"])
+    _check_counts(key, value, count)
+    is_scaled = form.arguments["FORMAT"] in ("e4m3", "e5m2")
+    varying = {
+        "key": key,
+        "value": value,
+        "key_cache": _as_bytes(views.key),
+        "value_cache": _as_bytes(views.value),
+        "key_scales": views.key_scale,
+        "value_scales": views.value_scale,
+        "slot_mapping": slot_mapping,
+        "k_scale": k_scale if is_scaled else None,
+        "v_scale": v_scale if is_scaled else None,
+        "num_slots": count,
+        "num_tokens": count,
+    }
+    return form.call((_cdiv(count * key.shape[1], rows),), varying)
+
+
+def _likeness(x: torch.Tensor) -> tuple[Any, ...]:
+    """All of a tensor that launches depend on, but its first extent.
+
+    Rows of one are aligned as the first is, whatever the stride to a second.
+    """
+    return x.dtype, x.device, x.shape[1:], x.shape[0] > 1, x.stride(), x.data_ptr() % 16
 
 
 @cache
@@ -189,9 +263,7 @@ def _write_arguments(
         arguments[f"{name}_stride_t"], arguments[f"{name}_stride_h"], _ = rows.stride()
         arguments[f"{name.upper()}_ALIGN"] = alignment(rows)
     for name, stored in (("key_cache", views.key), ("value_cache", views.value)):
-        # As bytes, so that GPUs without the 8-bit float type compile the kernel.
-        is_float8 = stored.dtype.itemsize == 1 and stored.dtype.is_floating_point
-        arguments[name] = stored.view(torch.uint8) if is_float8 else stored
+        arguments[name] = _as_bytes(stored)
         arguments |= _strides(name, stored)
         arguments[f"{name.upper()}_ALIGN"] = alignment(stored)
     for name, inline in (("key_scales", views.key_scale), ("value_scales", views.value_scale)):
@@ -214,6 +286,13 @@ def _write_arguments(
         "FORMAT": form,
         "ROWS": write_config(key.shape[2], value.shape[2], itemsize).rows,
     }
+
+
+def _as_bytes(stored: torch.Tensor) -> torch.Tensor:
+    """8-bit floats as bytes, so that GPUs without such a type compile the kernel."""
+    dtype = stored.dtype
+    is_float8 = dtype.itemsize == 1 and dtype.is_floating_point
+    return stored.view(torch.uint8) if is_float8 else stored
 
 
 def _strides(name: str, x: torch.Tensor | None) -> dict[str, int]:
@@ -265,20 +344,12 @@ def _check_shapes(
 ) -> None:
     if key.dim() != 3:
         raise ValueError(f"key must be [T, Hk, D], got shape {tuple(key.shape)}")
-    if value.dim() != 3 or value.shape[:2] != key.shape[:2]:
-        raise ValueError(
-            f"value must be [{key.shape[0]}, {key.shape[1]}, Dv] like key, got shape "
-            f"{tuple(value.shape)}"
-        )
     if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1:
         raise ValueError(
             f"slot_mapping must be [T] int64, got shape {tuple(slot_mapping.shape)} of "
             f"{slot_mapping.dtype}"
         )
-    if len(slot_mapping) > len(key):
-        raise ValueError(
-            f"slot_mapping must have at most key's {len(key)} rows, got {len(slot_mapping)}"
-        )
+    _check_counts(key, value, len(slot_mapping))
     if len(slot_mapping) > 1 and slot_mapping.stride(0) != 1:
         raise ValueError(f"slot_mapping must be contiguous, got strides {slot_mapping.stride()}")
     pages = views.key.shape[:2]
@@ -305,6 +376,17 @@ def _check_shapes(
         for what, x in ((name, rows), (f"views.{name}", stored)):
             if x.stride(-1) != 1:
                 raise ValueError(f"{what} must have contiguous rows, got strides {x.stride()}")
+
+
+def _check_counts(key: torch.Tensor, value: torch.Tensor, num_slots: int) -> None:
+    """What depends on the number of tokens."""
+    if value.dim() != 3 or value.shape[:2] != key.shape[:2]:
+        raise ValueError(
+            f"value must be [{key.shape[0]}, {key.shape[1]}, Dv] like key, got shape "
+            f"{tuple(value.shape)}"
+        )
+    if num_slots > len(key):
+        raise ValueError(f"slot_mapping must have at most key's {len(key)} rows, got {num_slots}")
 
 
 def _check_scale(name: str, scale: torch.Tensor, num_kv_heads: int) -> None:

@@ -39,9 +39,9 @@ def write_kv(
     if not has_kernel(key):
         reference.write_kv(*arguments)
         return
-    from attn.kernels.cache_write import write_kv_call
+    from attn.kernels.cache_write import write_again
 
-    write_kv_call(*arguments, hardware_e4m3=converts_float8(key.device)).launch()
+    write_again(*arguments, hardware_e4m3=converts_float8(key.device)).launch()
 
 
 def rope_and_write_kv(
