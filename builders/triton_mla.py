@@ -137,6 +137,9 @@ class TritonMLAMetadata(AttentionMetadata):
     num_decodes: int
     num_prefills: int
     num_decode_tokens: int
+    """Padding included, where the batch counts it."""
+    num_covered_tokens: int
+    """Of these, what requests own, from the first on: the decode kernel writes their rows."""
     num_prefill_tokens: int
     decode: TritonAttentionMetadata | None
     """Rows of up to ``reorder_batch_threshold`` tokens, over the latent cache."""
@@ -281,6 +284,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             num_decodes=found.num_decodes,
             num_prefills=found.num_prefills,
             num_decode_tokens=found.num_decode_tokens,
+            num_covered_tokens=int(batch.query_start_loc_cpu[found.num_decodes]),
             num_prefill_tokens=found.num_prefill_tokens,
             decode=self._decode(batch, found.num_decodes) if found.num_decodes else None,
             prefill=self._prefill(batch, found.num_decodes) if found.num_prefills else None,

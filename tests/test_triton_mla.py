@@ -63,6 +63,21 @@ def test_context_is_attended_in_chunks_of_the_workspace(
     assert result.findings == {}
 
 
+@pytest.mark.parametrize("batch", ["ragged_decode", "keyless_rows", "padding_rows", "all_padding"])
+def test_every_row_of_a_decode_is_written(batch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of requests by the kernel; all are cleared only where others are."""
+    made = torch.Tensor.new_empty
+
+    def poisoned(like: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        found = made(like, *given, **named)
+        return found.fill_(float("nan")) if found.is_floating_point() else found
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    trial = trial_of(batch=BATCHES[batch])
+    trial.write()
+    assert judged(trial, trial.build(trial.builder())).findings == {}
+
+
 def test_the_workspace_is_bounded_in_bytes() -> None:
     token, limits = 4 * 2 * EXPANDED_WIDTH * 2, {"max_num_seqs": 8, "max_model_len": 256}
     with pytest.raises(ValueError, match=rf"{token * 127}\b.*one chunk.*{token * 128} bytes"):

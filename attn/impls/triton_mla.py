@@ -136,10 +136,13 @@ class TritonMLAImpl(MLAAttentionImpl):
             query, rotary = q
         else:
             query, rotary = q[..., : self.kv_lora_rank], q[..., self.kv_lora_rank :]
-        # Zeros: padding rows go through the projection that follows.
-        out = query.new_zeros((*query.shape[:2], self.kv_lora_rank))
-        lse = torch.full(query.shape[:2], float("-inf"), dtype=torch.float32, device=query.device)
         step = attn_metadata.decode
+        out = query.new_empty((*query.shape[:2], self.kv_lora_rank))
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        if step is None or _has_padding(query, attn_metadata.num_covered_tokens):
+            # Its rows go through the projection that follows.
+            out.zero_()
+            lse.fill_(float("-inf"))
         if step is None:
             return out, lse
         self._check_step(attn_metadata, kv_c_and_k_pe_cache)
@@ -356,3 +359,10 @@ class TritonMLAImpl(MLAAttentionImpl):
                 )
             )
         return self._expanded
+
+
+def _has_padding(query: torch.Tensor, covered: int) -> bool:
+    """There may be rows that no request owns; in a graph they come with the steps it replays."""
+    if query.shape[0] > covered:
+        return True
+    return query.is_cuda and torch.cuda.is_current_stream_capturing()
