@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+# Read when numpy is first imported; its threads wait for each other by spinning.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import pytest
 import torch
 
@@ -14,8 +17,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 torch.set_num_threads(1)
-
-
 if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.make_quick()
 
