@@ -10,7 +10,7 @@ INSTALL := pip install -q --no-compile
 RUN_ARGS := $(if $(TRACE),--trace $(TRACE)) $(if $(MODEL),--model $(MODEL)) \
 	--report $(or $(REPORT),report) $(ARGS)
 
-.PHONY: run test test-compile test-vllm lint clean
+.PHONY: run test test-compile test-vllm environments lint clean
 
 run: $(INSTALLED)
 	$(BIN)/attn run $(RUN_ARGS)
@@ -31,6 +31,9 @@ test-vllm: $(VLLMS:%=.venv-vllm-%/.installed)
 	set -e; for version in $(VLLMS); do \
 	  .venv-vllm-$$version/bin/python -m pytest $(VLLM_PYTEST) tests/vllm $(PYTEST_ARGS); \
 	done
+
+# All that is installed; with -j, side by side.
+environments: $(INSTALLED) $(VLLMS:%=.venv-vllm-%/.installed)
 
 .venv-vllm-%/.installed: tests/vllm/requirements.txt pyproject.toml
 	$(PYTHON) -m venv .venv-vllm-$*

@@ -1,0 +1,132 @@
+"""Triton's interpreter without what it does over and over; what kernels compute stays the same."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+
+def make_quick() -> None:
+    """For all launches of this process, before the first one."""
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    # It looks for overflows in every sum, which compiled kernels do in debug builds only.
+    options = interpreter.interpreter_builder.options
+    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+    _patch_once_per_launch(interpreter)
+    _look_up_types_once(interpreter)
+    _look_up_shapes_once(interpreter)
+    _multiply_in_single_precision(interpreter)
+
+
+def _patch_once_per_launch(interpreter: Any) -> None:
+    """For a launch, Triton replaces the functions of its language and puts them back at the end; in
+    between, it looks for some to replace at every call of a device function, and finds none.
+    """
+    language, patch, scope = interpreter.tl, interpreter._patch_lang, interpreter._LangPatchScope
+    places = (language, language.core, language.tensor, language.math)
+    builtins = {
+        id(place): [name for name, x in inspect.getmembers(place) if language.core.is_builtin(x)]
+        for place in (*places, language.core.tensor_descriptor_base)
+    }
+    patched: set[int] = set()
+
+    class Scope(scope):  # type: ignore[misc]
+        def restore(self) -> None:
+            patched.clear()
+            super().restore()
+
+    def patch_builtin(place: Any, builder: Any, scope: Any) -> None:
+        for name in builtins[id(place)]:
+            member = getattr(place, name)
+            if language.core.is_builtin(member):
+                interpreter._patch_attr(place, name, member, builder, scope)
+
+    def patch_new(function: Callable[..., Any]) -> Any:
+        seen = {id(x) for x in function.__globals__.values() if x is language or x is language.core}
+        if seen and seen <= patched:
+            return scope()
+        changes = patch(function)
+        patched.update(seen)
+        return changes
+
+    interpreter._LangPatchScope = Scope
+    interpreter._patch_builtin = patch_builtin
+    interpreter._patch_lang = patch_new
+
+
+def _look_up_types_once(interpreter: Any) -> None:
+    """Triton makes the whole table of them for every question."""
+    of_scalar = functools.cache(interpreter._get_np_dtype)
+    language = interpreter.tl
+
+    def of(kind: Any) -> Any:
+        element = kind.element_ty if isinstance(kind, language.block_type) else kind
+        # Those of pointers are no keys; their addresses are numbers.
+        return of_scalar(language.uint64 if element.is_ptr() else element)
+
+    interpreter._get_np_dtype = of
+
+
+def _look_up_shapes_once(interpreter: Any) -> None:
+    """There are few, and every result of every operation has one, wrapped number by number."""
+    core = interpreter.tl.core
+
+    @functools.cache
+    def wrapped(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return core.constexpr(math.prod(shape)), core.tuple([core.constexpr(n) for n in shape])
+
+    @functools.cache
+    def block(shape: tuple[int, ...]) -> tuple[Any, int, str]:
+        made = make_block(core.float32, list(shape))
+        return made.shape, made.numel, str(made.shape)
+
+    def make_block(element: Any, shape: Any) -> Any:
+        made = core.block_type.__new__(core.block_type)
+        init_block(made, element, shape)
+        return made
+
+    init_block = core.block_type.__init__
+
+    def new_block(self: Any, element: Any, shape: Any) -> None:
+        if all(type(n) is int for n in shape):
+            self.element_ty = element
+            self.shape, self.numel, text = block(tuple(shape))
+            self.name = f"<{text}, {element}>"
+        else:
+            init_block(self, element, shape)
+
+    def new_tensor(self: Any, handle: Any, kind: Any) -> None:
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.numel, self.shape = wrapped(tuple(kind.shape) if kind.is_block() else ())
+
+    core.block_type.__init__ = new_block
+    core.tensor.__init__ = new_tensor
+
+
+def _multiply_in_single_precision(interpreter: Any) -> None:
+    """As float32 matrices, for which numpy has a library; halves to sum as float32 it multiplies
+    one by one.
+    """
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    multiply = builder.create_dot
+
+    def widened(x: Any) -> Any:
+        if x.data.dtype != np.float16:
+            return x
+        return handle(x.data.astype(np.float32), interpreter.tl.float32)
+
+    def create_dot(self: Any, left: Any, right: Any, total: Any, *rest: Any) -> Any:
+        if total.data.dtype == np.float32:
+            left, right = widened(left), widened(right)
+        return multiply(self, left, right, total, *rest)
+
+    builder.create_dot = create_dot
