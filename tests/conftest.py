@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 
-# Read when numpy is first imported; its threads wait for each other by spinning.
+# Read when numpy and torch are first imported, here and in the processes that tests start; their
+# threads wait for each other by spinning.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
