@@ -15,8 +15,9 @@ RUN_ARGS := $(if $(TRACE),--trace $(TRACE)) $(if $(MODEL),--model $(MODEL)) \
 run: $(INSTALLED)
 	$(BIN)/attn run $(RUN_ARGS)
 
+# In the order of their names: files of few tests would come last, and the longest runs alone then.
 test: lint
-	$(BIN)/pytest -q -n auto --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/pytest -q -n auto --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Every kernel variant for four GPUs by three versions of Triton; writes the committed table.
 test-compile: $(INSTALLED)

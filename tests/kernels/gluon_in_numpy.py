@@ -220,12 +220,12 @@ def _e4m3_planes(words: np.ndarray) -> tuple[Value, Value]:
 def _reinterpret(memory: Memory, dtype: Any, shape: Sequence[int], layout: None) -> Memory:
     boxes = memory.array.shape[0]
     if dtype is np.int32:
-        # Rows of a box, by their bytes.
+        if shape[-1] * 4 > memory.array.shape[-1] * memory.array.itemsize:
+            # A row goes on in the next box.
+            return Words(memory.array, shape)
         return Memory(memory.array.view(np.int32).reshape(shape))
     if shape[0] == boxes and dtype != "e4m3":
         return Memory(memory.array.reshape(shape))
-    if dtype is np.int32:
-        return Words(memory.array, shape)
     return Tiles(memory.array, shape, dtype == "e4m3")
 
 

@@ -107,7 +107,7 @@ def test_it_computes_what_it_serves(name: str, launched: list[KernelCall]) -> No
     assert call.grid == (2,)
 
 
-@pytest.mark.parametrize("programs", [1, 3, 500])
+@pytest.mark.parametrize("programs", [1, 2, 3, 500])
 @pytest.mark.parametrize("name", ["causal", "fp8"])
 def test_any_number_of_programs_takes_every_tile_once(
     name: str, programs: int, launched: list[KernelCall]
