@@ -21,6 +21,7 @@ Capturing a CUDA graph needs nothing of its own: function, stream and parameters
 from __future__ import annotations
 
 import copy
+import os
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -56,6 +57,11 @@ _BASE = ("grid x", "grid y", "grid z", "stream")
 """What the C function is given first."""
 
 
+def relaunches() -> bool:
+    """``ATTN_RELAUNCH=1``: launches go past Triton where they can; off until a GPU has seen it."""
+    return os.environ.get("ATTN_RELAUNCH", "0") not in ("", "0")
+
+
 class Relauncher:
     """Launches of one kernel that differ in few arguments, past Triton once it made one like it."""
 
@@ -69,7 +75,7 @@ class Relauncher:
         self._varying = tuple(varying)
         self._prepared: list[_Prepared] = []
         knows_knobs = all(hasattr(knobs.runtime, name) for name in _KNOBS)
-        self._learns = isinstance(kernel, JITFunction) and knows_knobs
+        self._learns = relaunches() and isinstance(kernel, JITFunction) and knows_knobs
 
     def launch(self, grid: tuple[int, ...], values: Sequence[Any]) -> bool:
         """Enqueue on the current stream; False, and nothing is done, where that is Triton's to do.

@@ -127,6 +127,7 @@ class CFunction:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    monkeypatch.setenv("ATTN_RELAUNCH", "1")
     driver = Driver()
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     return driver
@@ -311,6 +312,14 @@ def test_only_so_many_specialisations_are_kept(gpu: Driver) -> None:
     assert len(form.relauncher._prepared) == MOST_PREPARED
     form.call((1,), arguments(size=3)).launch()
     assert gpu.was_past_triton
+
+
+def test_unless_it_is_asked_for_every_launch_is_tritons(
+    gpu: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert new_form(gpu).relauncher._learns
+    monkeypatch.delenv("ATTN_RELAUNCH")
+    assert not new_form(gpu).relauncher._learns
 
 
 def test_descriptors_are_encoded_once(gpu: Driver) -> None:
