@@ -409,7 +409,7 @@ def decode_kernel_of(
 def _measured_slower(shape: DenseShape, tile: SplitTile, asks: LayerAsks) -> str | None:
     """Of what a layer has, where the Hopper split-KV kernel was not the faster one on an H200.
 
-    Times of both are in docs/performance.md; large batches over many KV heads are the plain kernel's.
+    Times of both are in docs/performance.md; large batches over many KV heads are the plain one's.
     """
     if shape.stored_bits != 16:
         return f"a cache of {shape.stored_bits} bits"
