@@ -53,7 +53,7 @@ class PrefillKernel(StrEnum):
     AUTO = "auto"
     """The one for Hopper wherever it serves, layer by layer, else plain Triton."""
     TRITON = "triton"
-    """Plain Triton, everywhere: the default, until the other's whole suite has passed on a GPU."""
+    """Plain Triton, everywhere."""
     HOPPER = "hopper"
     """The one for compute capability 9.0, in Gluon; a layer that it does not serve is refused.
     Shared prefixes are the plain one's all the same."""
@@ -68,7 +68,7 @@ class DecodeKernel(StrEnum):
     whole, tiles of up to 16 rows, head size 256, or 128 with at most 2 KV heads. Else plain
     Triton, and for latent rows always."""
     TRITON = "triton"
-    """Plain Triton, everywhere: the default, as for prefills."""
+    """Plain Triton, everywhere."""
     HOPPER = "hopper"
     """The one for compute capability 9.0, in Gluon; a layer that it does not serve is refused."""
 
@@ -92,9 +92,9 @@ class EngineConfig(Spec):
     """Same bits for a request whatever shares its batch and however its prefill is chunked."""
     rswa_window: PositiveInt | None = None
     """Window of reference sliding-window attention (R-SWA): the prefix stays visible."""
-    prefill_kernel: PrefillKernel = PrefillKernel.TRITON
+    prefill_kernel: PrefillKernel = PrefillKernel.AUTO
     """Which kernel takes the requests with many new tokens."""
-    decode_kernel: DecodeKernel = DecodeKernel.TRITON
+    decode_kernel: DecodeKernel = DecodeKernel.AUTO
     """Which kernel takes the rows with few new tokens."""
     index_topk: PositiveInt | None = None
     """Tokens that a sparse MLA layer attends."""

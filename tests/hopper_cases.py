@@ -39,7 +39,8 @@ def is_latent_served(case: LatentCase) -> bool:
     element, rank = case.cache_dtype.element(case.dtype), case.rank
     bits = 8 * element.itemsize
     shape = DenseShape(case.num_heads, 1, rank + case.rope_size, rank, case.dtype.itemsize, bits)
-    asks = LayerAsks(query=case.dtype, cache_dtype=case.cache_dtype)
+    windowed = case.sliding_window is not None
+    asks = LayerAsks(is_local=windowed, query=case.dtype, cache_dtype=case.cache_dtype)
     tokens = 1 + (case.batch.num_speculative_tokens or 0)
     tile = hopper_latent_tile(shape, DeviceKind.SM90, case.block_size, tokens, asks)
     return isinstance(tile, HopperDecodeTile)

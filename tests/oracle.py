@@ -194,11 +194,11 @@ def mla_expanded(
     num_heads = q_nope.shape[1]
     q = torch.cat([_float64("q_nope", q_nope), _float64("q_pe", q_pe)], -1)
     latent, rope = _float64("kv_c", kv_c), _float64("k_pe", k_pe)
+    w_uk, w_uv = _float64("w_uk", w_uk), _float64("w_uv", w_uv)
     keys, values = [], []
     for head in range(num_heads):
-        k_nope = latent @ _float64("w_uk", w_uk)[:, head]  # [Tk, P]
-        keys.append(torch.cat([k_nope, rope], -1))
-        values.append(latent @ _float64("w_uv", w_uv)[:, head])
+        keys.append(torch.cat([latent @ w_uk[:, head], rope], -1))  # [Tk, P + r]
+        values.append(latent @ w_uv[:, head])
     return attention(q, torch.stack(keys, 1), torch.stack(values, 1), first_position, rules)
 
 

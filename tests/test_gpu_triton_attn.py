@@ -173,10 +173,10 @@ KINDS = {
 }
 
 
-def ragged(rows: int, most: int, seed: int) -> list[int]:
+def ragged(rows: int, most: int, seed: int, least: int = 4) -> list[int]:
     """Lengths of all sizes, borders of segments among them."""
     dice = random.Random(seed)
-    sizes = [dice.choice((dice.randint(4, most), 1024, 1025, 2048, 8)) for _ in range(rows)]
+    sizes = [dice.choice((dice.randint(least, most), 1024, 1025, 2048, least)) for _ in range(rows)]
     return [min(size, most) for size in [most, *sizes[1:]]]
 
 
@@ -184,7 +184,7 @@ def check_launches(setup: Setup, query_len: int, launches: int, rows: int) -> No
     """Every launch takes some of the requests in some order; each request has one result."""
     serving = Serving(setup)
     builder = serving.builder()
-    lens = ragged(rows, setup.max_len, 1)
+    lens = ragged(rows, setup.max_len, 1, max(query_len, 4))
     table, dice = serving.tables(lens), random.Random(2)
     queries = serving.queries(rows * query_len).view(rows, query_len, setup.heads, -1)
     known: dict[int, Results] = {}

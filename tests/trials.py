@@ -706,6 +706,8 @@ class LatentTrial(Trial):
         # On both sides beforehand: a graph's capture may copy nothing from the host.
         w_uk = self.weights.w_uk.double()
         self.w_uk = {"cpu": w_uk, device.type: w_uk.to(device)}
+        w_uv = self.weights.w_uv.double().to(device)
+        self.placed_weights = replace(self.weights, w_uk=self.w_uk[device.type], w_uv=w_uv)
         self.lists: dict[int, Tensor] = {}
         self.requests = batches.latent_requests(
             self.generator,
@@ -887,7 +889,7 @@ class LatentTrial(Trial):
         assert inputs.key is not None
         kv_c, k_pe = self._parts(inputs.key)
         mla_attention(self.impl, self.layer, inputs.query, kv_c, k_pe, cache, record, output)
-        results = {"output": output.view(tokens, self.case.num_heads, -1)}
+        results = {"output": output.view(tokens, self.case.num_heads, self.weights.v_size)}
         decodes = record.num_decode_tokens
         if decodes:
             absorbed = self._absorbed(inputs.query[:decodes])
@@ -1026,7 +1028,9 @@ class LatentTrial(Trial):
             query = torch.cat([absorbed, q_pe.double()], -1)
             latent, _ = self._latent_state(request, query, rows)
             return torch.einsum("thl,lhv->thv", latent, weights.w_uv.double())
-        return latent_output(weights, request)
+        # Keys and values of every head are most of a long test's arithmetic: the device's.
+        placed = {"query": request.query.to(self.device), "key": request.key.to(self.device)}
+        return latent_output(self.placed_weights, replace(request, **placed)).cpu()
 
     def _low_output(self, request: Request, is_decode: bool) -> Tensor:
         """The same in the model's precision: absorbed for decode, expanded for prefill."""

@@ -58,8 +58,8 @@ _BASE = ("grid x", "grid y", "grid z", "stream")
 
 
 def relaunches() -> bool:
-    """``ATTN_RELAUNCH=1``: launches go past Triton where they can; off until a GPU has seen it."""
-    return os.environ.get("ATTN_RELAUNCH", "0") not in ("", "0")
+    """Launches go past Triton where they can, unless ``ATTN_RELAUNCH=0``."""
+    return os.environ.get("ATTN_RELAUNCH") != "0"
 
 
 class Relauncher:

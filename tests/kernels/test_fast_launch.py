@@ -127,7 +127,7 @@ class CFunction:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    monkeypatch.setenv("ATTN_RELAUNCH", "1")
+    monkeypatch.delenv("ATTN_RELAUNCH", raising=False)
     driver = Driver()
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     return driver
@@ -314,11 +314,11 @@ def test_only_so_many_specialisations_are_kept(gpu: Driver) -> None:
     assert gpu.was_past_triton
 
 
-def test_unless_it_is_asked_for_every_launch_is_tritons(
+def test_every_launch_is_tritons_if_that_is_asked_for(
     gpu: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert new_form(gpu).relauncher._learns
-    monkeypatch.delenv("ATTN_RELAUNCH")
+    monkeypatch.setenv("ATTN_RELAUNCH", "0")
     assert not new_form(gpu).relauncher._learns
 
 

@@ -245,12 +245,12 @@ def test_every_setting_arrives(make_config: Callable[..., Any]) -> None:
     assert not mine.batch_invariant
     assert mine.rswa_window is None
     assert mine.index_topk is None
-    assert mine.prefill_kernel is PrefillKernel.TRITON
-    assert mine.decode_kernel is DecodeKernel.TRITON
+    assert mine.prefill_kernel is PrefillKernel.AUTO
+    assert mine.decode_kernel is DecodeKernel.AUTO
 
 
 @pytest.mark.parametrize("kernels", [PrefillKernel, DecodeKernel])
-def test_kernels_are_the_plain_ones_unless_the_environment_names_others(
+def test_kernels_are_those_that_the_environment_names(
     kernels: type[PrefillKernel | DecodeKernel],
     make_config: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,

@@ -232,17 +232,17 @@ def engine_config(
         batch_invariant=batch_invariant(),
         rswa_window=compat.rswa_window(vllm_config, spec),
         index_topk=compat.index_topk(vllm_config),
-        prefill_kernel=_named(PREFILL_VARIABLE, PrefillKernel.TRITON),
-        decode_kernel=_named(DECODE_VARIABLE, DecodeKernel.TRITON),
+        prefill_kernel=_named(PREFILL_VARIABLE, PrefillKernel.AUTO),
+        decode_kernel=_named(DECODE_VARIABLE, DecodeKernel.AUTO),
     )
 
 
 _Kernel = TypeVar("_Kernel", PrefillKernel, DecodeKernel)
 
 
-def _named(variable: str, plain: _Kernel) -> _Kernel:
-    """The kernel that the environment names, else the plain one: engines have run with no other."""
-    kernels, named = type(plain), os.environ.get(variable) or plain.value
+def _named(variable: str, default: _Kernel) -> _Kernel:
+    """The kernel that the environment names."""
+    kernels, named = type(default), os.environ.get(variable) or default.value
     if named not in list(kernels):
         raise ValueError(f"{variable} must be one of {', '.join(kernels)}, got {named!r}")
     return kernels(named)
