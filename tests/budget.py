@@ -103,13 +103,21 @@ def lse_budget(expected: Tensor, low_precision: Tensor, soft_cap: float | None =
 
 
 def low_precision_attention(
-    q: Tensor, k: Tensor, v: Tensor, first_position: int, rules: Rules, dtype: torch.dtype
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first_position: int,
+    rules: Rules,
+    dtype: torch.dtype,
+    unit: float = 1.0,
 ) -> State:
     """``oracle.attention`` as a careful kernel computes it: out in ``dtype``, lse fp32.
 
     Operands rounded to ``dtype``; scores, softmax and sums in fp32 (float64 for that ``dtype``);
     unnormalised probabilities rounded to ``dtype`` before P.V; output rounded to ``dtype``. For MLA
     pass the concatenated query, the latent rows as one KV head, and their first L columns as v.
+    Scores, maxima and the lse's parts are counted in units of ``unit``, log 2 where exponentials
+    are powers of 2: rounded once more, and elsewhere.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     q, k, v = (tensor.to(dtype).to(wide) for tensor in (q, k, v))
@@ -131,20 +139,20 @@ def low_precision_attention(
             slopes = rules.alibi_slopes[heads].to(q.device, wide)[:, None, None]
             away = (-key_minus_query).clamp_min(0).sqrt().neg()
             s = s + slopes * (away if rules.use_alibi_sqrt else key_minus_query)
-        s = s.masked_fill(hidden, -torch.inf)
+        s = (s / unit).masked_fill(hidden, -torch.inf)
         top = s.amax(-1, keepdim=True)  # [G, Tq, 1]
         empty = top == -torch.inf
         top = top.masked_fill(empty, 0)
         if rules.sinks is not None:
-            sinks = rules.sinks[heads].to(q.device, wide)[:, None, None].expand_as(top)
+            sinks = (rules.sinks[heads].to(q.device, wide) / unit)[:, None, None].expand_as(top)
             top = torch.where(empty, top, torch.maximum(top, sinks))
-        p = torch.exp(s - top)
+        p = torch.exp((s - top) * unit)
         total = p.sum(-1, keepdim=True)
         if rules.sinks is not None:
-            total = total + torch.exp(sinks - top).masked_fill(empty, 0)
+            total = total + torch.exp((sinks - top) * unit).masked_fill(empty, 0)
         weighted = torch.einsum("gts,sd->gtd", p.to(dtype).to(wide), v[:, kv_head])
         outs.append((weighted / total.masked_fill(empty, 1)).to(dtype))
-        lses.append((top + total.log()).squeeze(-1))
+        lses.append((top * unit + total.log()).squeeze(-1))
     return torch.cat(outs).transpose(0, 1), torch.cat(lses).T
 
 

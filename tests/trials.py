@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -39,7 +40,7 @@ PAGE_PADDING = 256
 OUTPUT_SCALE = 1 / 32
 """Of fused fp8 output: far from 1, and outputs of a few units stay inside e4m3's range."""
 
-SUMMATION_ORDERS = 8
+SUMMATION_ORDERS = 16
 """Orders in which a product is summed to see what the order alone does to a result."""
 
 
@@ -577,17 +578,18 @@ def low_precision(
     """The same maths in ``dtype``, products summed in other orders than the oracle's.
 
     In float64, equal orders would share their rounding, and the budget would miss it. In 32 and 64
-    bits the order of summation is all there is to the error, and it is the kernel's own choice: so
-    the worst of several orders counts, for each token and head. The lse is fp32 whatever ``dtype``
+    bits the order of summation and the unit of exponents are all there is to the error, and they
+    are the kernel's own choice: so the worst of several counts, for each token and head. The lse is fp32 whatever ``dtype``
     is, but matrix units do not round what they add 16 products of 16-bit numbers to: they cut it
     off, always towards zero, by half a unit on average, and the sum is half its size on average.
     """
     generator = torch.Generator().manual_seed(0)
     states = []
-    for _ in range(1 if dtype.itemsize < 4 else SUMMATION_ORDERS):
+    units = (1.0,) if dtype.itemsize < 4 else (1.0, math.log(2)) * (SUMMATION_ORDERS // 2)
+    for unit in units:
         order = torch.randperm(query.shape[-1], generator=generator)
         turned = (query[..., order], key[..., order], value)
-        states.append(budget.low_precision_attention(*turned, first, rules, dtype))
+        states.append(budget.low_precision_attention(*turned, first, rules, dtype, unit))
     if len(states) == 1:
         out, lse = states[0]
         return out, lse - lse.abs() * (query.shape[-1] / 16 * 2**-24 / 2)

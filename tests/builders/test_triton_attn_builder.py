@@ -451,7 +451,7 @@ def test_the_hopper_kernel_is_planned_beside_the_plain_one(name: str) -> None:
     assert record.prefill.hopper is not None
     assert not record.prefill.hopper.is_required
     assert record.prefill.programs > 0
-    plain = builder_of(SPECS[name]).build(0, batch_of(MIX))
+    plain = builder_of(SPECS[name], prefill_kernel=PrefillKernel.TRITON).build(0, batch_of(MIX))
     assert plain.prefill is not None
     assert plain.prefill.hopper is None
     # What the plain kernel walks is the same beside it.

@@ -108,6 +108,8 @@ def _environment(extra: dict[str, str]) -> dict[str, str]:
     """Of a worker: only what a case asks for is replaced, and nothing is downloaded or built."""
     kept = {name: value for name, value in os.environ.items() if name != "ATTN_VLLM_OVERRIDE"}
     kept.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    # Where vLLM begins to look for a free port: another test's engine may be looking too.
+    kept.setdefault("VLLM_PORT", str(20000 + os.getpid() % 10000 * 4))
     # The kernels that are looked for are this backend's.
     return {**kept, "ATTN_VLLM_BACKEND": "TRITON_ATTN", "HF_HUB_OFFLINE": "1", **extra}
 
