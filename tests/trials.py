@@ -579,9 +579,10 @@ def low_precision(
 
     In float64, equal orders would share their rounding, and the budget would miss it. In 32 and 64
     bits the order of summation and the unit of exponents are all there is to the error, and they
-    are the kernel's own choice: so the worst of several counts, for each token and head. The lse is fp32 whatever ``dtype``
-    is, but matrix units do not round what they add 16 products of 16-bit numbers to: they cut it
-    off, always towards zero, by half a unit on average, and the sum is half its size on average.
+    are the kernel's own choice: so the worst of several counts, for each token and head. The lse
+    is fp32 whatever ``dtype`` is, but matrix units do not round what they add 16 products of 16-bit
+    numbers to: they cut it off, always towards zero, by half a unit on average, and the sum is half
+    its size on average.
     """
     generator = torch.Generator().manual_seed(0)
     states = []
