@@ -29,24 +29,8 @@ NARROW_ROWS = 16
 """Of a tile over a cache of e4m3, whose products are by warp."""
 COLUMNS = (576, 512)
 """Columns of a latent row, and of them those that are its value."""
-SEGMENT_SCALE = 2
-"""Segments are this many times as long, 1024 tokens: every one is folded through memory.
-
-What that takes of scratch: a state of 64 rows is 128 KiB, and a program lends one for each segment
-of the row in whose middle it starts, 16 at most, a bundle; whoever enters a row later can not fold
-what it has, since states are folded from the left, and every program may start in a row's middle.
-With one more, of the part that it is at, and two for each bundle where there are several, 132
-programs have
-
-    rows of up to      8k    16k    32k    128k
-    states each         9     17     21      33
-    128 heads, MiB    149    282    349     548
-    16 heads, MiB      37     70     87     137
-
-whatever the number of requests. Twice the scale would halve it up to 16k, and the time between two
-segments with it (a state each way, a tenth of the segment's own time perhaps), but leave one
-request of 8k tokens four cuts, which is the GPU's eighth part.
-"""
+LEAST_TILES = 2
+"""Of a program's share of a row: a part costs about as much as one more."""
 
 
 def latent_kernel_of(
@@ -122,12 +106,14 @@ def hopper_latent_tile(
         head_tiles=head_tiles,
         query_tokens=max(1, min(rows // tile_heads, max_query_len)),
         kv_tile=KV_TILE,
-        # A state of 16 rows stays in registers.
-        segment_scale=1 if is_e4m3 else SEGMENT_SCALE,
+        segment_scale=1,
         num_warps=4,
         num_stages=2,
         programs_per_sm=1,
         max_registers=None,
     )
-    run, groups = block_size & -block_size, 1 if is_e4m3 else 2
-    return HopperDecodeTile(split, min(run, KV_TILE // groups), 2, warp_groups=groups)
+    run = block_size & -block_size
+    # A state of 16 rows stays in registers from segment to segment.
+    if is_e4m3:
+        return HopperDecodeTile(split, min(run, KV_TILE), 2)
+    return HopperDecodeTile(split, min(run, KV_TILE // 2), 2, LEAST_TILES)

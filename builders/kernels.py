@@ -282,6 +282,7 @@ def plan_kernel(
     ROW_STEPS: tl.constexpr,
     GROUPS: tl.constexpr,
     FREE: tl.constexpr,
+    LEAST: tl.constexpr,
     HASTENS: tl.constexpr,
 ):
     """The step's plan, by one program: rows, their tiles, and where each group of programs starts.
@@ -294,7 +295,8 @@ def plan_kernel(
 
     TRIM: no query sees past itself. DCP: keys are those of one rank, in their order there; lengths
     and positions of rows are the request's. With FREE a group starts at its share's first tile, and
-    starts hold tiles of rows. HASTENS: the next kernel may start, and waits by itself.
+    starts hold tiles of rows; a share has LEAST of them at least. HASTENS: the next kernel may
+    start, and waits by itself.
     """
     if HASTENS:
         gdc_launch_dependents()
@@ -335,7 +337,7 @@ def plan_kernel(
     sharers = num_groups
     if FREE:
         # A group without a tile would be waited for in vain.
-        sharers = tl.maximum(tl.minimum(num_groups, total), 1)
+        sharers = tl.maximum(tl.minimum(num_groups, total // LEAST), 1)
     shared = _shared_tiles(total, least, most, sharers)
     tl.store(total_ptr, num_rows)
     tl.store(total_ptr + 1, shared.to(tl.int32))

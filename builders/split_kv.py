@@ -37,6 +37,9 @@ PLANNED_AT_ONCE = 512
 SPARE_STATES = 4
 """States of the segments that a program of the latent kernel is at: what is folded so far, and
 those that are to be folded next."""
+PARTS_OF_A_PROGRAM = 2
+"""Of rows that are cut anywhere, and folded by another kernel: the last part of the row that a
+program's share begins in, and the first one of that which it ends in."""
 WASTE = 24
 """One in so many programs may idle where the others then get whole rows, or equal parts of one."""
 ROW_FIELDS = 12
@@ -136,7 +139,8 @@ class SplitPlan:
     requires_hopper: bool = False
     """A layer that the kernel for Hopper does not serve is an error; else the plain kernel's."""
     is_free: bool = False
-    """Rows are cut anywhere: for benchmarks of what invariance costs."""
+    """Rows are cut between any two tiles: see :class:`builders.tiles.HopperDecodeTile`; and for
+    benchmarks of what invariance costs."""
 
     @cached_property
     def static(self) -> tuple[Any, ...]:
@@ -217,11 +221,6 @@ def area_of(slots: int, bundles: int, head_loops: int) -> int:
     return slots + (2 * bundles * head_loops if bundles > 1 else 0)
 
 
-def scratch_area(hopper: HopperDecodeTile | None, slots: int, bundles: int, head_loops: int) -> int:
-    """States of a program, with that of the part that it is at where registers do not hold it."""
-    return area_of(slots, bundles, head_loops) + int(hopper is not None and hopper.warp_groups > 1)
-
-
 def latent_states(slots: int, bundles: int, head_loops: int) -> tuple[int, int]:
     """States that a program of the latent kernel lends, and those behind all of these that are its
     own.
@@ -278,7 +277,8 @@ class SplitPlanner:
             requires_hopper_decode: see :class:`SplitPlan`.
             latent: tile of the latent decode kernel, where the plan is for that.
         """
-        self.is_free = is_free
+        self.least_tiles = None if hopper_decode is None else hopper_decode.least_tiles
+        self.is_free = is_free or self.least_tiles is not None
         self.hopper_decode = hopper_decode
         self.requires_hopper_decode = requires_hopper_decode
         if latent is not None:
@@ -305,7 +305,7 @@ class SplitPlanner:
         self.num_multiprocessors = num_multiprocessors
         reqs, tokens = limits.max_num_seqs, limits.max_num_tokens
         # A long row of keys is cut into bundles; behind a window there are not many.
-        self.is_bundled = limits.window is None and not is_free and takes_rows
+        self.is_bundled = limits.window is None and not self.is_free and takes_rows
         longest = max_segments(cdiv(limits.max_kv_len, tile.segment_scale))
         self.bundles = cdiv(longest, BUNDLE) if self.is_bundled else 1
         self.max_rows = self.bundles * min(
@@ -319,17 +319,17 @@ class SplitPlanner:
         self.slots = max_segments(cdiv(limits.max_kv_len, tile.segment_scale), span)
         if self.is_bundled:
             self.slots = min(self.slots, BUNDLE)
-        if is_free:
-            self.slots = self.groups
+        if self.is_free:
+            # A program has parts of two rows; or it lends states to every other.
+            self.slots = self.groups if self.least_tiles is None else PARTS_OF_A_PROGRAM
         if not takes_rows:
             self.slots = 0
         used = tile.tile_heads * tile.query_tokens
         launched = self.groups * self.heads
-        area = scratch_area(hopper_decode, self.slots, self.bundles, self.head_loops)
+        area = area_of(self.slots, self.bundles, self.head_loops)
         if latent is not None:
             area = sum(latent_states(self.slots, self.bundles, self.head_loops))
         states = launched * area * used
-        apart = 1 if hopper_decode is None else hopper_decode.warp_groups
         # Quantised rows are read in planes, each rounded up to a power of two on its own.
         width = max(power_of_two(shape.head_size_v), 64)
         int32, fp32 = torch.int32, torch.float32
@@ -340,9 +340,9 @@ class SplitPlanner:
         buffers.declare("total", (2,), int32)
         buffers.declare("starts", (self.groups + 1, 2), int32)
         buffers.declare("shares", (self.groups, SHARE_FIELDS), int32)
-        buffers.declare("counters", (apart * launched * (1 + self.head_loops),), int32)
+        buffers.declare("counters", (launched * (1 + self.head_loops),), int32)
         buffers.declare("states", (states * width,), fp32)
-        buffers.declare("sums", (apart * states * 2,), fp32)
+        buffers.declare("sums", (states * 2,), fp32)
         self.buffers = buffers
 
     @property
@@ -435,6 +435,7 @@ class SplitPlanner:
             ROW_STEPS=rows.bit_length() - 1,
             GROUPS=power_of_two(self.groups + 1),
             FREE=self.is_free,
+            LEAST=self.least_tiles or 1,
             HASTENS=self.hopper_decode is not None and self.device.type == "cuda",
             num_warps=min(16, max(4, max(rows, reqs) // 128)),
         )
@@ -457,6 +458,7 @@ class SplitPlanner:
             visible,
             is_causal,
             self.is_bundled,
+            (self.least_tiles or 1) if self.is_free else None,
         )
         self._fill_tiles("tile_starts", self.prefill.query_tile, starts)
         if self.hopper is not None:
@@ -566,6 +568,7 @@ def plan_rows(
     visible: VisibleKeys = VisibleKeys(),
     is_causal: bool = False,
     is_bundled: bool = False,
+    least_tiles: int | None = None,
 ) -> HostPlan:
     """What :func:`builders.kernels.plan_kernel` computes, on the host.
 
@@ -579,6 +582,8 @@ def plan_rows(
         visible: which keys.
         is_causal: no query sees past itself.
         is_bundled: rows are cut where bundles begin; every key is seen then.
+        least_tiles: rows are cut between any two tiles, for shares of so many at least; starts hold
+            tiles of rows, not segments.
     """
     window, chunk, stripe = visible.window, visible.chunk, visible.stripe
     rows: list[list[int]] = []
@@ -612,9 +617,13 @@ def plan_rows(
                 rows.append([req, token + skipped, taken, kv_len, first, *where])
                 place += tiles * head_loops
         token += count
-    shared = shared_tiles(place, [fields[6] for fields in rows], groups)
+    is_free, sharers = least_tiles is not None, groups
+    if least_tiles is not None:
+        # A group without a tile would be waited for in vain.
+        sharers = max(min(groups, place // least_tiles), 1)
+    shared = shared_tiles(place, [fields[6] for fields in rows], sharers)
     starts = [
-        _start_of(cdiv(c * shared, groups), place, rows, tile.segment_unit, head_loops)
+        _start_of(cdiv(c * shared, sharers), place, rows, tile.segment_unit, head_loops, is_free)
         for c in range(groups + 1)
     ]
     return HostPlan(rows, shared, starts)
@@ -643,14 +652,18 @@ def shared_tiles(total: int, row_tiles: Sequence[int], groups: int) -> int:
 
 
 def _start_of(
-    position: int, total: int, rows: list[list[int]], unit: int, head_loops: int
+    position: int, total: int, rows: list[list[int]], unit: int, head_loops: int, is_free: bool
 ) -> tuple[int, int]:
-    """Row (times head loops) and segment of the first segment at or after a position."""
+    """Row (times head loops) and segment of the first segment at or after a position; or, if rows
+    are cut anywhere, tile.
+    """
     if position >= total:
         return len(rows) * head_loops, 0
     row = max(index for index, fields in enumerate(rows) if fields[7] <= position)
     first_tile, tiles, place = rows[row][5:8]
     loop, offset = divmod(position - place, tiles)
+    if is_free:
+        return row * head_loops + loop, offset
     tile = first_tile + offset
     at = segment_of(tile * unit)
     if max(segment_start(at) // unit, first_tile) < tile:

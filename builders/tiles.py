@@ -168,10 +168,9 @@ class HopperDecodeTile:
     """Consecutive tokens of a page that are loaded at once."""
     num_stages: int
     """Tiles under way."""
-    warp_groups: int = 1
-    """Warp groups that multiply, each with columns of the output of its own, whose states and
-    counters are apart. More than one fold a part's segments through memory: see
-    :mod:`attn.kernels.hopper.mla`, the only kernel that has them."""
+    least_tiles: int | None = None
+    """Rows are cut between any two tiles, for shares of so many tiles at least; None cuts them
+    where segments end. See :mod:`attn.kernels.hopper.mla`, whose states are too large for that."""
 
 
 _Tile = TypeVar("_Tile", HopperTile, HopperDecodeTile)

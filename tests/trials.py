@@ -934,7 +934,12 @@ class LatentTrial(Trial):
         result.note("padding", "output rows past the batch were written" if written else None)
 
     def own_bits(self, results: Results, record: Any) -> Results:
-        """The projections before and after ``forward_mqa`` are the layer's, not the impl's."""
+        """The projections before and after ``forward_mqa`` are the layer's, not the impl's; and
+        where states are too large to be kept apart, a row's cuts are the batch's.
+        """
+        split = getattr(record.decode, "split", None)
+        if split is not None and split.is_free:
+            results = {"output": results["output"]}
         kept = {name: rows for name, rows in results.items() if name != "output"}
         if record.num_prefill_tokens:
             kept["output"] = results["output"]

@@ -77,7 +77,7 @@ class LatentLauncher:
         self._hopper: HopperLatentLauncher | None = None
 
     def attend(self, step: TritonAttentionMetadata, tensors: LatentTensors) -> None:
-        """Enqueue the step's launch.
+        """Enqueue the step's launches.
 
         Args:
             step: the builder's record of the decode rows.
@@ -86,17 +86,18 @@ class LatentLauncher:
         Raises:
             ValueError: tensors that do not fit the layer, or a plan that is for another one.
         """
-        self._call(step, tensors).launch()
+        for call in self._calls(step, tensors):
+            call.launch()
 
     def call(self, step: TritonAttentionMetadata, tensors: LatentTensors) -> KernelCall:
-        """The launch that serves the step's decode rows; errors as in :meth:`attend`."""
-        return self._call(step, tensors).record
+        """The first launch for the step's decode rows; errors as in :meth:`attend`."""
+        return self._calls(step, tensors)[0].record
 
-    def _call(self, step: TritonAttentionMetadata, tensors: LatentTensors) -> FormCall:
+    def _calls(self, step: TritonAttentionMetadata, tensors: LatentTensors) -> tuple[FormCall, ...]:
         plan = step.split
         assert plan is not None
         if plan.hopper is not None:
-            return self._call_on_hopper(plan, step, tensors)
+            return self._calls_on_hopper(plan, step, tensors)
         latent, rope = self._words(tensors.latent), self._words(tensors.rope)
         varying = _varying(plan, step, tensors) | {
             "query_ptr": tensors.query,
@@ -117,16 +118,16 @@ class LatentLauncher:
             self._forms.keep(key, KernelForm(mla_decode_kernel, fixed, varying, *launch))
         form = self._forms.latest
         assert form is not None
-        return form.call((plan.groups * plan.heads,), varying)
+        return (form.call((plan.groups * plan.heads,), varying),)
 
     def _words(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of the cache as what kernels load."""
         return rows.view(torch.int16) if self.layer.cache_dtype.is_quantized else rows
 
-    def _call_on_hopper(
+    def _calls_on_hopper(
         self, plan: SplitPlan, step: TritonAttentionMetadata, tensors: LatentTensors
-    ) -> FormCall:
-        """The launch of the kernel for Hopper, to which queries and rows are whole: one KV head
+    ) -> tuple[FormCall, ...]:
+        """The launches of the kernel for Hopper, to which queries and rows are whole: one KV head
         whose key is the row, and whose value is a part of it.
         """
         layer = self.layer
@@ -163,12 +164,7 @@ class LatentLauncher:
             "k_scale_ptr": scale,
             "v_scale_ptr": scale,
         }
-        call = self._hopper.call(plan, given, varying)
-        if call is None:
-            raise ValueError(
-                "the plan is for the kernel for Hopper, which does not serve the layer"
-            )
-        return call
+        return self._hopper.calls(plan, given, varying)
 
     def _fixed(
         self, tensors: LatentTensors, latent: torch.Tensor, rope: torch.Tensor

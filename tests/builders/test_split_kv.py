@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -56,6 +57,7 @@ class Step:
     is_causal: bool = False
     stripe: Stripe | None = None
     is_bundled: bool = False
+    least_tiles: int | None = None
 
     @property
     def visible(self) -> VisibleKeys:
@@ -64,7 +66,7 @@ class Step:
     def plan(self) -> HostPlan:
         counts, kv_lens = ([pair[side] for pair in self.lens] for side in (0, 1))
         loops, short = self.head_loops, self.short_query
-        rules = (self.visible, self.is_causal, self.is_bundled)
+        rules = (self.visible, self.is_causal, self.is_bundled, self.least_tiles)
         return plan_rows(counts, kv_lens, self.tile, self.groups, loops, short, *rules)
 
 
@@ -119,7 +121,8 @@ def planner_of(step: Step) -> SplitPlanner:
     planner.tile, planner.groups = step.tile, step.groups
     planner.head_loops, planner.short_query = step.head_loops, step.short_query
     rows = sum(cdiv(count, step.tile.query_tokens) for count, _ in step.lens)
-    planner.is_bundled = step.is_bundled
+    planner.is_bundled, planner.least_tiles = step.is_bundled, step.least_tiles
+    planner.is_free = step.least_tiles is not None
     most_bundles = cdiv(segment_of(200_000 // step.tile.segment_scale) + 1, BUNDLE)
     planner.max_rows = max(rows, 1) * (most_bundles if step.is_bundled else 1)
     buffers = GraphBuffers(DEVICE)
@@ -168,6 +171,9 @@ def filled(step: Step) -> dict[str, list]:
 @example(step=Step(((1, 7), (1, 131_073), (1, 9), (1, 4000)) * 3, tile_of(), 300, 3), at_once=4)
 @example(step=Step(((1, 8192),) * 32, tile_of(), groups=264), at_once=4)
 @example(step=Step(((1, 1000),) * 64, tile_of(), groups=33), at_once=512)
+@example(step=Step(((1, 1000), (2, 7), (1, 0)), tile_of(), 33, least_tiles=2), at_once=512)
+@example(step=Step(((1, 1000), (9, 700)) * 9, tile_of(), 33, 2, least_tiles=1), at_once=4)
+@example(step=Step(((0, 0),), tile_of(), least_tiles=2), at_once=512)
 def test_the_kernels_plan_is_the_hosts(step: Step, at_once: int) -> None:
     """The kernel's, in as many blocks of rows as it takes."""
     with pytest.MonkeyPatch.context() as patched:
@@ -321,6 +327,25 @@ def test_a_group_enters_at_most_one_row_in_its_middle(step: Step) -> None:
                 assert plan.starts[lenders[-1]] == plan.starts[entered[0]]
     assert len(lenders) == len(set(lenders))
     assert all(0 < lender < step.groups for lender in lenders)
+
+
+@settings(max_examples=100, deadline=None)
+@given(step=steps(), least=st.sampled_from([1, 2, 5]))
+def test_rows_cut_anywhere_are_shared_out_by_tiles(step: Step, least: int) -> None:
+    """Even to a tile, none of them idle amid others, and no share of fewer tiles than asked for."""
+    plan = replace(step, is_bundled=False, least_tiles=least).plan()
+    tiles = [fields[6] for fields in plan.rows for _ in range(step.head_loops)]
+    starts = [*itertools.accumulate(tiles, initial=0)]
+    places = [starts[at] + tile for at, tile in plan.starts]
+    shares = [stop - start for start, stop in pairwise(places)]
+    assert plan.starts[0] == (0, 0)
+    assert sum(shares) == starts[-1]
+    busy = [share for share in shares if share]
+    assert shares[: len(busy)] == busy
+    sharers = max(min(step.groups, starts[-1] // least), 1)
+    assert len(busy) <= sharers
+    assert max(busy, default=0) <= cdiv(plan.shared, sharers)
+    assert min(busy[:-1], default=least) >= min(least, plan.shared // sharers)
 
 
 @settings(max_examples=100, deadline=None)

@@ -113,7 +113,7 @@ def test_tiles_over_e4m3_have_16_rows(heads: int, tokens: int) -> None:
     for block_size, run in ((16, 16), (48, 16), (128, 128), (256, 128)):
         tile = hopper_latent_tile(shape, HOPPER, block_size, tokens, asks)
         assert isinstance(tile, HopperDecodeTile)
-        assert (tile.run, tile.warp_groups, tile.split.rows) == (run, 1, 16)
+        assert (tile.run, tile.least_tiles, tile.split.rows) == (run, None, 16)
         assert tile.split.tile_heads * tile.split.query_tokens <= 16
         assert tile.split.tile_heads * tile.split.head_tiles >= heads
 
@@ -145,8 +145,6 @@ def launched(monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any]) -> list[K
     monkeypatch.setattr(KernelCall, "launch", run)
     monkeypatch.setattr(hopper_launch, "_describe", lambda rows, box: rows)
     monkeypatch.setattr(trials.Trial, "decode_kernel", DecodeKernel.HOPPER)
-    # Segments of fewer keys: numpy takes its time.
-    monkeypatch.setattr(builders.hopper_latent, "SEGMENT_SCALE", 1)
     return calls
 
 

@@ -1,10 +1,15 @@
 """Latent attention on Hopper: decode and verify over a cache of 512 latent and 64 rotary columns.
 
-The plan, the cuts, the states and the order in which these are folded are those of
-:mod:`attn.kernels.decode`, and so is everything that follows from them: a row's bits depend on that
-row alone, and no program waits for another. Rows of 64 (query tokens x query heads) go through two
-warp groups that multiply, each with half of the output's columns; a latent row is read once, as the
-key and, in its first 512 columns, as the value.
+Rows of 64 (query tokens x query heads) go through two warp groups that multiply, each with half of
+the output's columns; a latent row is read once, as the key and, in its first 512 columns, as the
+value.
+
+Every program takes as many tiles of keys as any other, and rows are cut wherever that leads: a
+state is 128 KiB, all that registers hold, and one for every few hundred keys, kept apart so that a
+row's bits did not depend on its batch, cost a quarter of the time on an H200. So a program has at
+most two parts of rows, its first and its last, and what it has of them is folded by another kernel,
+:mod:`attn.kernels.hopper.mla_fold`: whoever came last would fold the parts of a row by itself. The
+bits of a batch are those of its lengths, in every launch.
 
 No page is read of which no row of the tile sees a key: its place is filled with zeros by a box
 outside the cache. Slots past the end of the request share a page with live ones and may hold
@@ -26,7 +31,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @gluon.jit(
-    do_not_specialize=["groups", "table_row"],
+    do_not_specialize=["table_row"],
     do_not_specialize_on_alignment=["table_ptr", "lse_ptr"],
 )
 def hopper_mla_kernel(
@@ -46,16 +51,11 @@ def hopper_mla_kernel(
     table_row,
     cache_block,
     scale,
-    groups,
     HEADS: gl.constexpr,
     HEAD_LOOPS: gl.constexpr,
     GROUP: gl.constexpr,
     TILE_HEADS: gl.constexpr,
     QUERY_TOKENS: gl.constexpr,
-    SLOTS: gl.constexpr,
-    BUNDLES: gl.constexpr,
-    AREA: gl.constexpr,
-    SEGMENT_UNIT: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     RUN: gl.constexpr,
     QUERY_TOKEN: gl.constexpr,
@@ -63,18 +63,17 @@ def hopper_mla_kernel(
     OUT_TOKEN: gl.constexpr,
     OUT_HEAD: gl.constexpr,
     LSE_TOKEN: gl.constexpr,
-    FINISH_ROWS: gl.constexpr,
-    FINISH_WIDTH: gl.constexpr,
     EARLY: gl.constexpr,
     PREFETCH: gl.constexpr,
     LSE: gl.constexpr,
 ):
-    """Attention of the plan's rows; grid ``(groups * HEADS,)``.
+    """Attention of the plan's rows, and states of those that are cut; grid ``(groups * HEADS,)``.
 
     Descriptor: latent rows ``[N, BLOCK_SIZE, 576]`` in boxes of RUN tokens and 64 columns; the same
-    by its address, for prefetches. Query ``[T, H, 576]``, out ``[T, H, 512]``, LSE ``[T, H]``; the
-    rest as in :func:`attn.kernels.decode.decode_kernel`, with states, sums and counters apart for
-    each of two warp groups.
+    by its address, for prefetches. Query ``[T, H, 576]``, out ``[T, H, 512]``, LSE ``[T, H]``;
+    rows and shares of the plan. Of each program two states fp32 ``[TILE_HEADS * QUERY_TOKENS,
+    512]``: of a row that another program began, and of one that goes on in another; sums
+    ``[2, TILE_HEADS * QUERY_TOKENS]`` of each, maximum (in units of log 2) and sum.
     """
     DTYPE: gl.constexpr = k_desc.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -114,19 +113,17 @@ def hopper_mla_kernel(
         [
             (consume_latents, (query_ptr, q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, p,
                 m_first, m_second, sums_of, full, empty, ready, loaded.index(0), out_ptr, lse_ptr,
-                rows_ptr, total_ptr, starts_ptr, shares_ptr, counters_ptr, states_ptr, sums_ptr,
-                factor, groups, 0, HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, QUERY_TOKENS, SLOTS,
-                BUNDLES, AREA, SEGMENT_UNIT, DTYPE, RUN, QUERY_TOKEN, QUERY_HEAD, OUT_TOKEN,
-                OUT_HEAD, LSE_TOKEN, FINISH_ROWS, FINISH_WIDTH, EARLY, LSE)),
+                rows_ptr, shares_ptr, states_ptr, sums_ptr, factor, 0, HEADS, HEAD_LOOPS, GROUP,
+                TILE_HEADS, QUERY_TOKENS, DTYPE, RUN, QUERY_TOKEN, QUERY_HEAD, OUT_TOKEN, OUT_HEAD,
+                LSE_TOKEN, EARLY, LSE)),
             (consume_latents, (query_ptr, q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, p,
                 m_first, m_second, sums_of, full, empty, ready, loaded.index(0), out_ptr, lse_ptr,
-                rows_ptr, total_ptr, starts_ptr, shares_ptr, counters_ptr, states_ptr, sums_ptr,
-                factor, groups, 1, HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, QUERY_TOKENS, SLOTS,
-                BUNDLES, AREA, SEGMENT_UNIT, DTYPE, RUN, QUERY_TOKEN, QUERY_HEAD, OUT_TOKEN,
-                OUT_HEAD, LSE_TOKEN, FINISH_ROWS, FINISH_WIDTH, EARLY, LSE)),
+                rows_ptr, shares_ptr, states_ptr, sums_ptr, factor, 1, HEADS, HEAD_LOOPS, GROUP,
+                TILE_HEADS, QUERY_TOKENS, DTYPE, RUN, QUERY_TOKEN, QUERY_HEAD, OUT_TOKEN, OUT_HEAD,
+                LSE_TOKEN, EARLY, LSE)),
             (produce_latents, (k_desc, cache_ptr, rope_boxes, left_boxes, right_boxes, full, empty,
-                table_ptr, rows_ptr, shares_ptr, table_row, cache_block, HEADS, HEAD_LOOPS,
-                SEGMENT_UNIT, RUN, BLOCK_SIZE, PREFETCH)),
+                table_ptr, rows_ptr, shares_ptr, table_row, cache_block, HEADS, HEAD_LOOPS, RUN,
+                BLOCK_SIZE, PREFETCH)),
         ],
         [4, 1],
         [232, 40],

@@ -21,14 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attn.kernels.hopper.compat import reinterpret, thread_barrier
-from attn.kernels.hopper.decode_finish import finish_part, lender_of, store_state
-from attn.kernels.hopper.decode_parts import FIELDS, part_at, share_at
+from attn.kernels.hopper.decode_parts import FIELDS, share_at
+from attn.kernels.hopper.mla_parts import BLOCK, cut_at
 from attn.kernels.hopper.tiles import wide
 from attn.kernels.rows import write_rows
-from builders.kernels import segment_of, segment_start
 
-BLOCK = tl.constexpr(64)
-"""Keys of a block; rows of a tile too."""
 _TILE = tl.constexpr(128)
 _HALF = tl.constexpr(256)
 """Columns of the output that a warp group has."""
@@ -256,85 +253,33 @@ def _load_queries(
 
 
 @gluon.jit
-def _lane(HEADS: gl.constexpr):
-    """Which tile of heads of its group the program has."""
-    return (gl.program_id(0) + opaque_zero()) % HEADS
-
-
-@gluon.jit
-def _lender(r, fields, groups, total_ptr, HEAD_LOOPS: gl.constexpr):
-    """Who lends slots to a row. Computed where it is needed, as registers are few."""
-    base = gl.load(fields + 7) + (r % HEAD_LOOPS) * gl.load(fields + 6)
-    return lender_of(base, groups, total_ptr)
-
-
-@gluon.jit
-def _running(W: gl.constexpr, AREA: gl.constexpr):
-    """Slot where a warp group keeps the state of a part's segments so far."""
-    return (gl.program_id(0) * 2 + W) * AREA + (AREA - 1) + opaque_zero()
-
-
-@gluon.jit
-def _fold_columns(at, o, old, new, first: gl.constexpr, USED: gl.constexpr):
-    """Some columns of the output of a stored state and of one more segment."""
-    LAYOUT: gl.constexpr = o.type.layout
-    WIDTH: gl.constexpr = o.shape[1]
-    if WIDTH > 128:
-        # Piece by piece, as there are registers for: whole states are too much.
-        PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH // 2, 16])
-        left, right = gl.split(gl.permute(gl.reshape(o, [64, 2, WIDTH // 2]), (0, 2, 1)))
-        left = gl.convert_layout(left, PIECE)
-        right = gl.convert_layout(right, PIECE)
-        left = _fold_columns(at, left, old, new, first, USED)
-        # Loads are not to come before this.
-        thread_barrier()
-        right = _fold_columns(at, right, old, new, first + WIDTH // 2, USED)
-        o = gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [64, WIDTH])
-        o = gl.convert_layout(o, LAYOUT)
-    else:
-        row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-        column = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
-        mask = (row < USED)[:, None] & (column >= 0)[None, :]
-        before = gl.load(at + (row[:, None] * _HALF + column[None, :]), mask=mask, other=0.0)
-        old = gl.convert_layout(old, gl.SliceLayout(1, LAYOUT))
-        new = gl.convert_layout(new, gl.SliceLayout(1, LAYOUT))
-        o = gl.fma(before, old[:, None], o * new[:, None])
-    return o
-
-
-@gluon.jit
-def _folded(states_ptr, sums_ptr, slot, m, l, o, USED: gl.constexpr):
-    """The state in a slot, as this warp group left it there, with one more segment: as
-    :func:`attn.kernels.tile.fold` does.
+def _store_part(
+    states_ptr, sums_ptr, slot, m, l, o, zero, W: gl.constexpr, USED: gl.constexpr
+):  # fmt: skip
+    """The state of a part of a row, for :func:`attn.kernels.hopper.mla_fold.fold_cuts_kernel`: the
+    warp group's columns of the output, and from one of them maximum and sum.
     """
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, o.type.layout))
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, o.type.layout)) + zero
+    column = gl.arange(0, _HALF, layout=gl.SliceLayout(0, o.type.layout))
     mine = row < USED
-    sums = sums_ptr + wide(slot) * (2 * USED) + row
-    before = gl.load(sums, mask=mine, other=float("-inf"))
-    total = gl.load(sums + USED, mask=mine, other=0.0)
-    top = gl.maximum(before, m)
-    base = _base(top)
-    old = gl.exp2(before - base)
-    new = gl.exp2(m - base)
-    at = states_ptr + wide(slot) * (USED * _HALF)
-    return top, gl.fma(total, old, l * new), _fold_columns(at, o, old, new, 0, USED)
+    if W == 0:
+        sums = sums_ptr + wide(slot) * (2 * USED)
+        gl.store(sums + row, m, mask=mine)
+        gl.store(sums + USED + row, l, mask=mine)
+    cells = row[:, None] * (2 * _HALF) + (W * _HALF + column)[None, :]
+    gl.store(states_ptr + wide(slot) * (USED * 2 * _HALF) + cells, o, mask=mine[:, None])
 
 
 @gluon.jit
 def consume_latents(
     query_ptr, q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, p, m_first, m_second, sums_of,
-    full, empty, ready, loaded, out_ptr, lse_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr,
-    counters_ptr, states_ptr, sums_ptr, factor, groups, W: gl.constexpr, HEADS: gl.constexpr,
-    HEAD_LOOPS: gl.constexpr, GROUP: gl.constexpr, TILE_HEADS: gl.constexpr,
-    QUERY_TOKENS: gl.constexpr, SLOTS: gl.constexpr, BUNDLES: gl.constexpr, AREA: gl.constexpr,
-    SEGMENT_UNIT: gl.constexpr, DTYPE: gl.constexpr, RUN: gl.constexpr, QUERY_TOKEN: gl.constexpr,
-    QUERY_HEAD: gl.constexpr, OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr,
-    LSE_TOKEN: gl.constexpr, FINISH_ROWS: gl.constexpr, FINISH_WIDTH: gl.constexpr,
-    EARLY: gl.constexpr, LSE: gl.constexpr,
+    full, empty, ready, loaded, out_ptr, lse_ptr, rows_ptr, shares_ptr, states_ptr, sums_ptr,
+    factor, W: gl.constexpr, HEADS: gl.constexpr, HEAD_LOOPS: gl.constexpr, GROUP: gl.constexpr,
+    TILE_HEADS: gl.constexpr, QUERY_TOKENS: gl.constexpr, DTYPE: gl.constexpr, RUN: gl.constexpr,
+    QUERY_TOKEN: gl.constexpr, QUERY_HEAD: gl.constexpr, OUT_TOKEN: gl.constexpr,
+    OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr, EARLY: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
-    """All parts that the program takes, in warp group W's columns: it has states and counters of
-    its own, as if there were twice as many programs.
-    """
+    """All parts that the program takes, in warp group W's columns."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
     USED: gl.constexpr = TILE_HEADS * QUERY_TOKENS
@@ -353,116 +298,73 @@ def consume_latents(
     first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
     turn = 0
     walks = 0
-    segments = 0
     for r in range(first_row, past_row):
-        end, _, kv_len, first, _, _, _, low, high = part_at(
-            r, mine, fields, begin, rows_ptr, rows_ptr, 0, 0, 1, 0, _TILE, SEGMENT_UNIT, 1, False,
-            False, False, False,
-        )  # fmt: skip
-        if end > begin:
-            in_group = ((r % HEAD_LOOPS) * HEADS + _lane(HEADS)) * TILE_HEADS
-            row = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-            limit = gl.minimum(first + row // TILE_HEADS + 1, kv_len)
-            all_high = gl.minimum(first + 1, kv_len)
-            M = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, OUTPUT))
-            L = gl.zeros([64], gl.float32, gl.SliceLayout(1, OUTPUT))
-            A = gl.zeros([64, _HALF], gl.float32, OUTPUT)
-            # The plan, causal as the kernel is, has no segment of which nothing is seen.
-            seen = segment_of(low * SEGMENT_UNIT)
-            unseen = segment_of(gl.maximum(high - 1, 0) * SEGMENT_UNIT) + 1
-            unseen = gl.where(high > low, unseen, seen)
-            if unseen > seen:
-                _load_queries(
-                    query_ptr, gl.load(fields + 1), gl.load(fields + 2), in_group, q_boxes, q_rope,
-                    loaded, walks & 1, W, GROUP, TILE_HEADS, QUERY_TOKEN, QUERY_HEAD,
+        end, _, kv_len, first, high = cut_at(r, mine, fields, begin)
+        in_group = ((r % HEAD_LOOPS) * HEADS + gl.program_id(0) % HEADS) * TILE_HEADS
+        row = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+        limit = gl.minimum(first + row // TILE_HEADS + 1, kv_len)
+        all_high = gl.minimum(first + 1, kv_len)
+        m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+        l = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
+        o = gl.zeros([64, _HALF], gl.float32, OUTPUT)
+        if high > begin:
+            _load_queries(
+                query_ptr, gl.load(fields + 1), gl.load(fields + 2), in_group, q_boxes, q_rope,
+                loaded, walks & 1, W, GROUP, TILE_HEADS, QUERY_TOKEN, QUERY_HEAD,
+            )  # fmt: skip
+            if W == 0:
+                m, l, o = _first_block(
+                    turn, begin, m, l, o, q, q_rope, left, right, rope, own_rows, p, m_first,
+                    m_second, full, empty, ready, factor, limit, all_high, kv_len, True, RUN, DTYPE,
+                    SCORES,
                 )  # fmt: skip
-                walks += 1
-            for s in range(seen, unseen):
-                m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-                l = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
-                o = gl.zeros([64, _HALF], gl.float32, OUTPUT)
-                from_tile = gl.maximum(segment_start(s) // SEGMENT_UNIT, low)
-                to_tile = gl.minimum(segment_start(s + 1) // SEGMENT_UNIT, high)
-                if W == 0:
+                turn += 1
+                for tile in range(begin + 1, high):
                     m, l, o = _first_block(
-                        turn, from_tile, m, l, o, q, q_rope, left, right, rope, own_rows, p,
-                        m_first, m_second, full, empty, ready, factor, limit, all_high, kv_len,
-                        True, RUN, DTYPE, SCORES,
+                        turn, tile, m, l, o, q, q_rope, left, right, rope, own_rows, p, m_first,
+                        m_second, full, empty, ready, factor, limit, all_high, kv_len, False, RUN,
+                        DTYPE, SCORES,
                     )  # fmt: skip
                     turn += 1
-                    for tile in range(from_tile + 1, to_tile):
-                        m, l, o = _first_block(
-                            turn, tile, m, l, o, q, q_rope, left, right, rope, own_rows, p,
-                            m_first, m_second, full, empty, ready, factor, limit, all_high, kv_len,
-                            False, RUN, DTYPE, SCORES,
-                        )  # fmt: skip
-                        turn += 1
-                    m, l, o = _take_second(
-                        opaque_zero(), turn - 1, to_tile - 1, m, l, o, p, m_second, left, own_rows,
-                        ready, kv_len, RUN, SCORES,
-                    )  # fmt: skip
-                    o = warpgroup_mma_wait(0, deps=[o])
-                    thread_barrier()
-                    mbarrier.arrive(empty.index(3), count=1)
-                else:
-                    for tile in range(from_tile, to_tile):
-                        m, l, o = _second_block(
-                            turn, tile, m, l, o, q, q_rope, left, right, rope, own_rows, p,
-                            m_first, m_second, full, empty, ready, factor, limit, all_high, kv_len,
-                            EARLY, RUN, DTYPE, SCORES,
-                        )  # fmt: skip
-                        turn += 1
-                # Each has the sum over its own blocks, in the same frame.
-                sums_of.index(W).store(l)
+                m, l, o = _take_second(
+                    opaque_zero(), turn - 1, high - 1, m, l, o, p, m_second, left, own_rows, ready,
+                    kv_len, RUN, SCORES,
+                )  # fmt: skip
+                o = warpgroup_mma_wait(0, deps=[o])
                 thread_barrier()
-                mbarrier.arrive(ready.index(2 + W), count=1)
-                mbarrier.wait(ready.index(3 - W), segments & 1)
-                segments += 1
-                l += sums_of.index(1 - W).load(gl.SliceLayout(1, SCORES))
-                m = gl.convert_layout(m, gl.SliceLayout(1, OUTPUT))
-                l = gl.convert_layout(l, gl.SliceLayout(1, OUTPUT))
-                if begin > 0:
-                    lender = _lender(r, fields, groups, total_ptr, HEAD_LOOPS)
-                    slot = (
-                        (lender * (2 * HEADS) + 2 * _lane(HEADS) + W) * AREA
-                        + s
-                        - gl.load(fields + 8)
-                    )
-                    store_state(states_ptr, sums_ptr, slot, m, l, o, opaque_zero(), USED, _HALF)
-                else:
-                    # Two states do not fit into registers: that of the segments so far is kept
-                    # in the last slot of the warp group's own area.
-                    if s > seen:
-                        m, l, o = _folded(states_ptr, sums_ptr, _running(W, AREA), m, l, o, USED)
-                    if s + 1 < unseen:
-                        slot = _running(W, AREA)
-                        store_state(states_ptr, sums_ptr, slot, m, l, o, 0, USED, _HALF)
-                # Always, so that nothing is kept in registers through the next segment.
-                M = m
-                L = l
-                A = o
-            # Once more, instead of being kept in registers meanwhile.
-            token = gl.load(fields + 1)
-            count = gl.load(fields + 2)
-            if (begin == 0) & (end == gl.load(fields + 9)) & (gl.load(fields + 11) == 1):
-                place = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
-                head = in_group + place % TILE_HEADS
-                column = gl.arange(0, _HALF, layout=gl.SliceLayout(0, OUTPUT))
-                write_rows(
-                    M, L, A, token + place // TILE_HEADS, head,
-                    (place < count * TILE_HEADS) & (head < GROUP), column, column >= 0,
-                    out_ptr + W * _HALF, lse_ptr, lse_ptr, 1.0, lse_ptr, OUT_TOKEN, OUT_HEAD,
-                    LSE_TOKEN, False, False, WRITES_LSE, True,
-                )  # fmt: skip
+                mbarrier.arrive(empty.index(3), count=1)
             else:
-                lender = _lender(r, fields, groups, total_ptr, HEAD_LOOPS)
-                finish_part(
-                    r, fields, 2 * _lane(HEADS) + W, begin, end, lender, M, L, A, 0, in_group,
-                    rows_ptr, total_ptr, starts_ptr, counters_ptr, states_ptr, sums_ptr,
-                    out_ptr + W * _HALF, lse_ptr, lse_ptr, 1.0, lse_ptr, groups, OUT_TOKEN,
-                    OUT_HEAD, LSE_TOKEN, opaque_zero(), 2 * HEADS, HEAD_LOOPS, GROUP, TILE_HEADS,
-                    USED, SLOTS, BUNDLES, AREA, _HALF, FINISH_ROWS, FINISH_WIDTH, False, False,
-                    WRITES_LSE,
-                )  # fmt: skip
+                for tile in range(begin, high):
+                    m, l, o = _second_block(
+                        turn, tile, m, l, o, q, q_rope, left, right, rope, own_rows, p, m_first,
+                        m_second, full, empty, ready, factor, limit, all_high, kv_len, EARLY, RUN,
+                        DTYPE, SCORES,
+                    )  # fmt: skip
+                    turn += 1
+            # Each has the sum over its own blocks, in the same frame.
+            sums_of.index(W).store(l)
+            thread_barrier()
+            mbarrier.arrive(ready.index(2 + W), count=1)
+            mbarrier.wait(ready.index(3 - W), walks & 1)
+            walks += 1
+            l += sums_of.index(1 - W).load(gl.SliceLayout(1, SCORES))
+        M = gl.convert_layout(m, gl.SliceLayout(1, OUTPUT))
+        L = gl.convert_layout(l, gl.SliceLayout(1, OUTPUT))
+        if (begin == 0) & (end == gl.load(fields + 6)):
+            # Loaded once more, instead of being kept in registers meanwhile.
+            count = gl.load(fields + 2)
+            place = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
+            head = in_group + place % TILE_HEADS
+            column = gl.arange(0, _HALF, layout=gl.SliceLayout(0, OUTPUT))
+            write_rows(
+                M, L, o, gl.load(fields + 1) + place // TILE_HEADS, head,
+                (place < count * TILE_HEADS) & (head < GROUP), column, column >= 0,
+                out_ptr + W * _HALF, lse_ptr, lse_ptr, 1.0, lse_ptr, OUT_TOKEN, OUT_HEAD, LSE_TOKEN,
+                False, False, WRITES_LSE, True,
+            )  # fmt: skip
+        else:
+            # Of a row that goes on behind the program, and of one that another began.
+            slot = 2 * gl.program_id(0) + (begin == 0).to(gl.int32)
+            _store_part(states_ptr, sums_ptr, slot, M, L, o, opaque_zero(), W, USED)
         begin = 0
         fields = rows_ptr + wide(((r + 1) // HEAD_LOOPS) * FIELDS)

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from attn.kernels.hopper.launch import COLUMNS, HopperForms, asked, is_planned
 from attn.kernels.hopper.mla import hopper_mla_kernel
+from attn.kernels.hopper.mla_fold import fold_cuts_kernel
 from attn.kernels.hopper.mla_narrow import hopper_mla_narrow_kernel
-from attn.kernels.launch import KernelForm
-from builders.hopper_latent import NARROW_ROWS, latent_kernel_of
-from builders.split_kv import SplitPlan, scratch_area
+from attn.kernels.launch import FormCall, KernelForm
+from builders.hopper_latent import latent_kernel_of
+from builders.split_kv import SplitPlan, area_of
+from builders.tiles import power_of_two
+from specs.base import cdiv
 from specs.devices import DeviceKind
 from specs.engine import DecodeKernel
 
@@ -18,10 +21,11 @@ if TYPE_CHECKING:
     from attn.kernels.dense import DenseLayer, DenseTensors
     from builders.triton_attn import TritonAttentionMetadata
 
-FINISH_CELLS = 1024
-"""Cells of a state that a warp group, which finishes a row, folds at a time; of tiles of 16 rows,
-two warp groups twice as many."""
-_HALF = 256
+FINISH_CELLS = 2048
+"""Cells of a state of 16 rows that whoever finishes a row folds at a time."""
+SLICE = 4
+"""Rows that a program folds of a row of the plan that is cut."""
+_WIDTH = 512
 
 
 def check_serves(
@@ -53,6 +57,38 @@ def check_serves(
 class HopperLatentLauncher(HopperForms[SplitPlan]):
     """The decode launches of one latent layer; none is left to the plain kernel."""
 
+    def __init__(self, layer: DenseLayer) -> None:
+        """
+        Args:
+            layer: what never changes.
+        """
+        super().__init__(layer)
+        self._folds: dict[KernelForm, KernelForm] = {}
+
+    def calls(
+        self, plan: SplitPlan, tensors: DenseTensors, varying: dict[str, Any]
+    ) -> tuple[FormCall, ...]:
+        """The launches of a step like the one that was last asked after, in their order.
+
+        Args:
+            plan: the builder's.
+            tensors: of this forward.
+            varying: as :meth:`HopperForms.call` takes it.
+        """
+        call = self.call(plan, tensors, varying)
+        form = self._forms.latest
+        if call is None or form is None:
+            raise ValueError(
+                "the plan is for the kernel for Hopper, which does not serve the layer"
+            )
+        if not plan.is_free:
+            return (call,)
+        fold = self._folds.get(form)
+        if fold is None:
+            fold = self._folds[form] = _new_fold(plan, form, tensors)
+        slices = cdiv(plan.tile.tile_heads * plan.tile.query_tokens, SLICE)
+        return call, fold.call((plan.groups * plan.heads * slices,), varying)
+
     def _static(self, plan: SplitPlan) -> tuple[Any, ...]:
         return plan.static
 
@@ -66,12 +102,12 @@ class HopperLatentLauncher(HopperForms[SplitPlan]):
         assert plan.hopper is not None
         rows = varying["key_ptr"][:, :, 0]
         varying["k_desc"] = self._descriptors.of("k", rows, (1, plan.hopper.run, COLUMNS))
-        if plan.tile.rows == NARROW_ROWS:
+        if plan.is_free:
+            varying["cache_ptr"] = rows
+        else:
             # Words of two elements, 32 of them the rotary part.
             rope = (1, plan.hopper.run, COLUMNS // 2)
             varying["rope_desc"] = self._descriptors.of("rope", rows, rope)
-        else:
-            varying["cache_ptr"] = rows
         varying["plan"] = plan.pointers
         return plan.groups * plan.heads
 
@@ -83,12 +119,10 @@ class HopperLatentLauncher(HopperForms[SplitPlan]):
         constants: Mapping[str, Any],
     ) -> KernelForm | None:
         check_serves(self._layer, plan, step, tensors)
-        is_narrow = plan.tile.rows == NARROW_ROWS
         output, lse, rows = tensors.output, tensors.lse, tensors.keys.key
         assert plan.hopper is not None
         fixed = {name: constants[name] for name in _PLANNED}
         fixed |= {
-            "AREA": scratch_area(plan.hopper, plan.slots, plan.bundles, plan.head_loops),
             "QUERY_TOKEN": tensors.query.stride(0),
             "QUERY_HEAD": tensors.query.stride(1),
             "OUT_TOKEN": output.stride(0),
@@ -100,34 +134,42 @@ class HopperLatentLauncher(HopperForms[SplitPlan]):
             "RUN": plan.hopper.run,
             "LSE": lse is not None,
         }
-        if is_narrow:
-            fixed["STAGES"] = plan.hopper.num_stages
-            fixed["FINISH_WIDTH"] = min(2 * _HALF, 2 * FINISH_CELLS // constants["FINISH_ROWS"])
-            names = (*_VARYING, "k_scale_ptr", "rope_desc")
-            return KernelForm(hopper_mla_narrow_kernel, fixed, names, num_warps=8, waits=True)
-        fixed |= {
-            "cache_block": rows.stride(0),
-            "FINISH_WIDTH": min(_HALF, FINISH_CELLS // constants["FINISH_ROWS"]),
-            # One program reads a row's keys, and memory is the limit; or several do, and products
-            # are: then half of a block is not freed early, and the next tile is asked into L2.
-            "EARLY": plan.tile.head_tiles == 1,
-            "PREFETCH": plan.heads > 1 and rows.stride(1) == rows.shape[-1],
+        if plan.is_free:
+            fixed |= {
+                "cache_block": rows.stride(0),
+                # One program reads a row's keys, and memory is the limit; or several do, and
+                # products are: then half of a block is not freed early, and the next tile is asked
+                # into L2.
+                "EARLY": plan.tile.head_tiles == 1,
+                "PREFETCH": plan.heads > 1 and rows.stride(1) == rows.shape[-1],
+            }
+            varying = (*_VARYING, "cache_ptr")
+            return KernelForm(hopper_mla_kernel, fixed, varying, num_warps=4, waits=True)
+        fixed |= {name: constants[name] for name in _SEGMENTED} | {
+            "AREA": area_of(plan.slots, plan.bundles, plan.head_loops),
+            "STAGES": plan.hopper.num_stages,
+            "FINISH_WIDTH": min(_WIDTH, FINISH_CELLS // constants["FINISH_ROWS"]),
         }
-        varying = (*_VARYING, "cache_ptr")
-        return KernelForm(hopper_mla_kernel, fixed, varying, num_warps=4, waits=True)
+        names = (*_VARYING, "k_scale_ptr", "rope_desc")
+        return KernelForm(hopper_mla_narrow_kernel, fixed, names, num_warps=8, waits=True)
 
 
-_PLANNED = (
-    "groups",
-    "HEADS",
-    "HEAD_LOOPS",
-    "TILE_HEADS",
-    "QUERY_TOKENS",
-    "SLOTS",
-    "BUNDLES",
-    "SEGMENT_UNIT",
-    "FINISH_ROWS",
-)
+def _new_fold(plan: SplitPlan, form: KernelForm, tensors: DenseTensors) -> KernelForm:
+    """What launches of the fold behind those of a form share."""
+    shared = ("HEADS", "HEAD_LOOPS", "GROUP", "TILE_HEADS", "QUERY_TOKENS", *_OUTPUTS)
+    fixed = {name: form.arguments[name] for name in shared}
+    fixed |= {
+        "groups": plan.groups,
+        "GROUPS": power_of_two(plan.groups),
+        "SLICE": SLICE,
+        "WAITS": tensors.output.is_cuda,
+    }
+    return KernelForm(fold_cuts_kernel, fixed, ("out_ptr", "lse_ptr", "plan"), waits=True)
+
+
+_OUTPUTS = ("OUT_TOKEN", "OUT_HEAD", "LSE_TOKEN", "LSE")
+_PLANNED = ("HEADS", "HEAD_LOOPS", "TILE_HEADS", "QUERY_TOKENS")
+_SEGMENTED = ("groups", "SLOTS", "BUNDLES", "SEGMENT_UNIT", "FINISH_ROWS")
 _VARYING = (
     "k_desc",
     "query_ptr",

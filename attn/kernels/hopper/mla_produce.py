@@ -7,9 +7,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attn.kernels.hopper.compat import async_load
-from attn.kernels.hopper.decode_parts import FIELDS, part_at, share_at
+from attn.kernels.hopper.decode_parts import FIELDS, share_at
 from attn.kernels.hopper.decode_produce import pages_of
-from attn.kernels.hopper.mla_consume import BLOCK
+from attn.kernels.hopper.mla_parts import BLOCK, cut_at
 from attn.kernels.hopper.tiles import wide
 
 
@@ -71,7 +71,7 @@ def _prefetch(
 def produce_latents(
     k_desc, cache_ptr, rope_boxes, left_boxes, right_boxes, full, empty, table_ptr, rows_ptr,
     shares_ptr, table_row, cache_block, HEADS: gl.constexpr, HEAD_LOOPS: gl.constexpr,
-    SEGMENT_UNIT: gl.constexpr, RUN: gl.constexpr, BLOCK_SIZE: gl.constexpr, PREFETCH: gl.constexpr,
+    RUN: gl.constexpr, BLOCK_SIZE: gl.constexpr, PREFETCH: gl.constexpr,
 ):  # fmt: skip
     """Latent rows of all parts that the program takes, tile after tile: of each of its two blocks
     the rope, the left and the right half, as they are wanted.
@@ -80,17 +80,14 @@ def produce_latents(
     first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
     turn = 0
     for r in range(first_row, past_row):
-        _, req, kv_len, _, _, _, start, low, high = part_at(
-            r, mine, fields, begin, table_ptr, table_ptr, 0, 0, 1, 0, TILE, SEGMENT_UNIT, 1, False,
-            False, False, False,
-        )  # fmt: skip
+        _, req, kv_len, _, high = cut_at(r, mine, fields, begin)
         # A table has fewer than 2^31 entries.
         table = table_ptr + req * table_row
-        pages = pages_of(table, low, start, kv_len, TILE, RUN, BLOCK_SIZE)
-        for tile in range(low, high):
+        pages = pages_of(table, begin, 0, kv_len, TILE, RUN, BLOCK_SIZE)
+        for tile in range(begin, high):
             # A tile ahead; past the last of the part it is not used.
             after = gl.minimum(tile + 1, high - 1)
-            ahead = pages_of(table, after, start, kv_len, TILE, RUN, BLOCK_SIZE)
+            ahead = pages_of(table, after, 0, kv_len, TILE, RUN, BLOCK_SIZE)
             for block in gl.static_range(2):
                 _load_block(
                     k_desc, pages, tile, turn, full, empty, rope_boxes, 512, 1, 0, block, RUN,
