@@ -53,6 +53,8 @@ KINDS = {
     "e4m3_fp16_h20": (replace(E4M3, dtype=DType.FLOAT16, heads=20), 2),
     "e4m3_h128": (replace(E4M3, heads=128), 1),
 }
+INVARIANT = [kind for kind, (setup, _) in KINDS.items() if setup.cache_dtype.is_quantized]
+"""Where a row's cuts are its own; else they are the batch's."""
 STEPS: dict[str, Any] = {
     "uniform_decode": lambda rows, tokens: [1] * rows,
     "all_padding": lambda rows, tokens: [0] * rows,
@@ -208,13 +210,32 @@ def test_300_random_steps_of_random_layers_are_right(shard: int) -> None:
     run()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", INVARIANT)
 def test_120_launches_among_other_neighbours_give_the_same_bits(kind: str) -> None:
     setup, query_len = KINDS[kind]
     gpu.check_launches(setup, query_len, launches=120, rows=48)
 
 
+@pytest.mark.parametrize("shape", ["128 x 8k", "one", "ragged"])
 @pytest.mark.parametrize("kind", KINDS)
+def test_120_launches_of_a_batch_give_the_same_bits(kind: str, shape: str) -> None:
+    setup, query_len = KINDS[kind]
+    serving = LatentServing(setup)
+    ragged = gpu.ragged(48, setup.max_len, 1, max(query_len, 4))
+    lens = {"128 x 8k": [8192] * 128, "one": [setup.max_len], "ragged": ragged}[shape]
+    batch = serving.step([query_len] * len(lens), lens, serving.tables(lens))
+    queries, builder = serving.queries(query_len * len(lens)), serving.builder()
+    first = serving.forward(builder.build(0, batch), queries)
+    wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for turn in range(119):
+        gpu.disturb(turn)
+        again = serving.forward(builder.build(0, batch), queries)
+        for actual, expected in zip(again, first, strict=True):
+            wrong += (actual != expected).any() | actual.isnan().any()
+    assert int(wrong) == 0
+
+
+@pytest.mark.parametrize("kind", INVARIANT)
 def test_a_row_has_one_result_alone_amid_255_others_and_in_a_verify(kind: str) -> None:
     setup, _ = KINDS[kind]
     verify = min(1 + (setup.speculative or 1), 4)

@@ -89,9 +89,11 @@ class LatentLauncher:
         for call in self._calls(step, tensors):
             call.launch()
 
-    def call(self, step: TritonAttentionMetadata, tensors: LatentTensors) -> KernelCall:
-        """The first launch for the step's decode rows; errors as in :meth:`attend`."""
-        return self._calls(step, tensors)[0].record
+    def calls(
+        self, step: TritonAttentionMetadata, tensors: LatentTensors
+    ) -> tuple[KernelCall, ...]:
+        """The launches for the step's decode rows; errors as in :meth:`attend`."""
+        return tuple(call.record for call in self._calls(step, tensors))
 
     def _calls(self, step: TritonAttentionMetadata, tensors: LatentTensors) -> tuple[FormCall, ...]:
         plan = step.split

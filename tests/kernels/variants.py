@@ -66,6 +66,7 @@ class Kernel(StrEnum):
     HOPPER_DECODE = "hopper_decode"
     MLA_DECODE = "mla_decode"
     HOPPER_MLA = "hopper_mla"
+    MLA_FOLD = "mla_fold"
     PLAN = "plan"
     WRITE = "write"
     ROPE_WRITE = "rope_write"
@@ -430,6 +431,7 @@ HOPPER_VARIANTS: Final = (
     _only(_HL, "64 heads pages of 16", heads=(64, 1, 576)),
     _only(_HL, "20 heads verify 4", heads=(20, 1, 576), drafts=3),
     _only(_HL, "128 heads fp16", heads=(128, 1, 576), block_size=64, dtype=DType.FLOAT16),
+    _only(Kernel.MLA_FOLD, "128 heads", 90, speed=True, heads=(128, 1, 576), block_size=64),
     _only(_HL, "16 heads fp8", 90, speed=True, heads=(16, 1, 576), block_size=64, cache=_FP8),
     _only(_HL, "20 heads fp8 fp16", heads=(20, 1, 576), dtype=DType.FLOAT16, cache=_FP8, drafts=3),
 )
@@ -451,8 +453,8 @@ def call_of(variant: Variant, target: int) -> KernelCall:
             return _latent_call(layer)
         if variant.kernel in (Kernel.MLA_PREFILL, Kernel.MLA_EXPAND):
             return _expanded_call(layer, variant.kernel, target >= 89)
-        if variant.kernel is Kernel.HOPPER_MLA:
-            return _hopper_latent_call(layer)
+        if variant.kernel in (Kernel.HOPPER_MLA, Kernel.MLA_FOLD):
+            return _hopper_latent_call(layer, variant.kernel)
         return _attention_call(layer, variant.kernel)
 
 
@@ -564,7 +566,8 @@ def _latent_call(layer: Layer) -> KernelCall:
         torch.ones(()),
     )
     known = LatentLayer(heads, rank, rope, size**-0.5, layer.cache, layer.window)
-    return LatentLauncher(known).call(step, tensors)
+    (call,) = LatentLauncher(known).calls(step, tensors)
+    return call
 
 
 def _latent_spec(layer: Layer) -> MLAAttentionSpec | SlidingWindowMLASpec:
@@ -627,8 +630,8 @@ def _latent_fields(layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
     return latent, rotary
 
 
-def _hopper_latent_call(layer: Layer) -> KernelCall:
-    """Decode or verify rows of TRITON_MLA, by the kernel for Hopper."""
+def _hopper_latent_call(layer: Layer, kernel: Kernel) -> KernelCall:
+    """Decode or verify rows of TRITON_MLA, by the kernels for Hopper."""
     heads, _, size = layer.heads
     dtype, latent = layer.dtype.torch, size - 64
     spec = MLAAttentionSpec(
@@ -655,7 +658,9 @@ def _hopper_latent_call(layer: Layer) -> KernelCall:
         torch.ones(1),
     )
     known = LatentLayer(heads, latent, size - latent, size**-0.5, layer.cache)
-    return LatentLauncher(known).call(step, tensors)
+    calls = LatentLauncher(known).calls(step, tensors)
+    # The fold is behind what it folds.
+    return calls[-1 if kernel is Kernel.MLA_FOLD else 0]
 
 
 class _Recorder:

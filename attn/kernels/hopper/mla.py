@@ -126,5 +126,5 @@ def hopper_mla_kernel(
                 BLOCK_SIZE, PREFETCH)),
         ],
         [4, 1],
-        [232, 40],
+        [224, 56],
     )  # fmt: skip
