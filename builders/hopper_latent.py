@@ -26,7 +26,9 @@ ROWS = 64
 KV_TILE = 128
 """Keys of a tile: two blocks, one for each warp group."""
 NARROW_ROWS = 16
-"""Of a tile over a cache of e4m3, whose products are by warp."""
+"""Of a tile whose products are by warp: over a cache of e4m3, or where there are no more."""
+NARROW_BYTES = 72 << 10
+"""Of the keys of such a tile."""
 COLUMNS = (576, 512)
 """Columns of a latent row, and of them those that are its value."""
 LEAST_TILES = 2
@@ -97,15 +99,17 @@ def hopper_latent_tile(
     if refused is not None:
         return refused
     is_e4m3 = shape.stored_bits == 8
-    rows = NARROW_ROWS if is_e4m3 else ROWS
+    is_narrow = is_e4m3 or shape.num_heads * max_query_len <= NARROW_ROWS
+    rows = NARROW_ROWS if is_narrow else ROWS
     head_tiles = cdiv(shape.num_heads, rows)
     tile_heads = cdiv(shape.num_heads, head_tiles)
+    kv_tile = NARROW_BYTES * 8 // (COLUMNS[0] * shape.stored_bits) if is_narrow else KV_TILE
     split = SplitTile(
         rows=rows,
         tile_heads=tile_heads,
         head_tiles=head_tiles,
         query_tokens=max(1, min(rows // tile_heads, max_query_len)),
-        kv_tile=KV_TILE,
+        kv_tile=kv_tile,
         segment_scale=1,
         num_warps=4,
         num_stages=2,
@@ -114,6 +118,6 @@ def hopper_latent_tile(
     )
     run = block_size & -block_size
     # A state of 16 rows stays in registers from segment to segment.
-    if is_e4m3:
-        return HopperDecodeTile(split, min(run, KV_TILE), 2)
+    if is_narrow:
+        return HopperDecodeTile(split, min(run, kv_tile), 2)
     return HopperDecodeTile(split, min(run, KV_TILE // 2), 2, LEAST_TILES)

@@ -138,6 +138,13 @@ class Memory:
     def index(self, i: Any) -> Memory:
         return Memory(self.array[int(i)])
 
+    @property
+    def dtype(self) -> Any:
+        return self.array.dtype.type
+
+    def slice(self, start: int, length: int, dim: int) -> Memory:
+        return Memory(self.array.take(range(start, start + length), dim))
+
     def permute(self, order: tuple[int, ...]) -> Memory:
         return Memory(self.array.transpose(order))
 

@@ -93,9 +93,11 @@ def test_any_number_of_heads_and_tokens_fits_a_tile_and_pages_are_whole_boxes() 
                 assert isinstance(tile, HopperDecodeTile)
                 split = tile.split
                 assert split.head_tiles == (1 if heads <= 64 else 2)
+                assert (tile.least_tiles is None) == (heads * tokens <= 16)
+                rows = 16 if heads * tokens <= 16 else 64
                 assert split.tile_heads * split.head_tiles >= heads
                 assert 1 <= split.query_tokens <= tokens
-                assert split.tile_heads * split.query_tokens <= split.rows == 64
+                assert split.tile_heads * split.query_tokens <= split.rows == rows
                 assert block_size % tile.run == 0
                 assert 64 % tile.run == 0
                 assert SEGMENT % split.segment_unit == 0
@@ -161,9 +163,19 @@ def findings(case: LatentCase) -> dict[str, list[str]]:
 
 
 KINDS = {
-    "pages_of_16": LatentCase(BatchSpec("a", (1, 1), (5, 140)), 4, DType.FLOAT16),
+    "pages_of_16": LatentCase(BatchSpec("a", (1, 1), (5, 140)), 20, DType.FLOAT16),
     # The second of three programs begins in the middle of a row.
-    "in_parts": LatentCase(BatchSpec("b", (1, 1), (700, 33)), 2, DType.FLOAT16, block_size=64),
+    "in_parts": LatentCase(BatchSpec("b", (1, 1), (700, 33)), 17, DType.FLOAT16, block_size=64),
+    "few_rows": LatentCase(BatchSpec("a", (1, 1), (5, 140)), 4, DType.FLOAT16),
+    "few_rows_in_parts": LatentCase(
+        BatchSpec("h", (1, 1), (1700, 33)), 16, DType.FLOAT16, block_size=64
+    ),
+    "few_rows_verify": LatentCase(
+        BatchSpec("k", (2, 1, 1), (200, 40, 30), num_speculative_tokens=1),
+        5,
+        DType.FLOAT16,
+        block_size=48,
+    ),
     "verify": LatentCase(
         BatchSpec("d", (4, 2, 1), (200, 40, 30), num_speculative_tokens=3),
         5,
@@ -202,21 +214,29 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_computes_a_step_of_every_kind(kind: str, launched: list[KernelCall]) -> None:
     assert findings(KINDS[kind]) == {}
-    wanted = hopper_mla_narrow_kernel if "e4m3" in kind else hopper_mla_kernel
+    is_narrow = "e4m3" in kind or "few_rows" in kind
+    wanted = hopper_mla_narrow_kernel if is_narrow else hopper_mla_kernel
     assert launched
     assert all(call.kernel is wanted for call in launched)
 
 
-def test_a_program_keeps_in_memory_what_it_has_of_a_row(
-    launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("heads", [1, 9])
+@pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.FP8_E4M3])
+@pytest.mark.parametrize("programs", [1, 9])
+def test_one_program_has_all_of_a_row_or_many_a_part_each(
+    programs: int,
+    cache_dtype: CacheDType,
+    heads: int,
+    launched: list[KernelCall],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One program has all segments."""
-    monkeypatch.setattr(builders.triton_mla, "device_facts", lambda device: (HOPPER, 1))
-    batch = BatchSpec("c", (2, 1), (521, 33), num_speculative_tokens=1)
-    for cache_dtype in (CacheDType.AUTO, CacheDType.FP8_E4M3):
-        case = LatentCase(batch, 1, DType.FLOAT16, cache_dtype, block_size=48)
-        assert findings(case) == {}
-        assert launched.pop().grid == (1,)
+    facts = (HOPPER, programs)
+    monkeypatch.setattr(builders.triton_mla, "device_facts", lambda device: facts)
+    lens = (2100, 40, 33) if programs > 1 else (521, 40, 33)
+    batch = BatchSpec("c", (2, 1, 1), lens, num_speculative_tokens=1)
+    case = LatentCase(batch, heads, DType.FLOAT16, cache_dtype, block_size=48)
+    assert findings(case) == {}
+    assert launched.pop().grid == (programs,)
 
 
 @pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.FP8_E4M3])
@@ -230,7 +250,7 @@ def test_it_keeps_all_that_is_promised(
 
 
 @pytest.mark.parametrize("instead", [{"_clear_tail": lambda *_: None}], indirect=False)
-@pytest.mark.parametrize("kind", ["pages_of_16", "e4m3"])
+@pytest.mark.parametrize("kind", ["pages_of_16", "few_rows", "e4m3"])
 def test_values_that_nobody_wrote_would_show(kind: str, launched: list[KernelCall]) -> None:
     assert findings(KINDS[kind])
     assert launched

@@ -105,8 +105,9 @@ class HopperLatentLauncher(HopperForms[SplitPlan]):
         if plan.is_free:
             varying["cache_ptr"] = rows
         else:
-            # Words of two elements, 32 of them the rotary part.
-            rope = (1, plan.hopper.run, COLUMNS // 2)
+            # Words of two elements, 32 of them the rotary part; or elements.
+            words = COLUMNS // 2 if self._layer.cache_dtype.is_quantized else COLUMNS
+            rope = (1, plan.hopper.run, words)
             varying["rope_desc"] = self._descriptors.of("rope", rows, rope)
         varying["plan"] = plan.pointers
         return plan.groups * plan.heads
@@ -148,6 +149,7 @@ class HopperLatentLauncher(HopperForms[SplitPlan]):
         fixed |= {name: constants[name] for name in _SEGMENTED} | {
             "AREA": area_of(plan.slots, plan.bundles, plan.head_loops),
             "STAGES": plan.hopper.num_stages,
+            "E4M3": self._layer.cache_dtype.is_quantized,
             "FINISH_WIDTH": min(_WIDTH, FINISH_CELLS // constants["FINISH_ROWS"]),
         }
         names = (*_VARYING, "k_scale_ptr", "rope_desc")
@@ -169,7 +171,7 @@ def _new_fold(plan: SplitPlan, form: KernelForm, tensors: DenseTensors) -> Kerne
 
 _OUTPUTS = ("OUT_TOKEN", "OUT_HEAD", "LSE_TOKEN", "LSE")
 _PLANNED = ("HEADS", "HEAD_LOOPS", "TILE_HEADS", "QUERY_TOKENS")
-_SEGMENTED = ("groups", "SLOTS", "BUNDLES", "SEGMENT_UNIT", "FINISH_ROWS")
+_SEGMENTED = ("groups", "SLOTS", "BUNDLES", "SEGMENT_UNIT", "KV_TILE", "FINISH_ROWS")
 _VARYING = (
     "k_desc",
     "query_ptr",

@@ -1,13 +1,18 @@
-"""Latent attention on Hopper over a cache of e4m3: decode and verify of up to 16 rows to a tile.
+"""Latent attention on Hopper by tiles of 16 rows: few heads, or a cache of e4m3.
 
-A latent row is 512 bytes of latent and 64 of rotary key, 576 together: half of what the kernel of
-:mod:`attn.kernels.hopper.mla` reads. That one would have to widen every block in shared memory, and
-its products, whose operands all come from there, are limited by what shared memory gives already.
-So here products are by warp, and bytes are widened in registers on their way into an operand, which
-is exact: once along columns for scores, once along keys for output. The scale of the cache is a
-factor of scores and of the output.
+Products are by warp. Of 16 rows those by warp group compute 64, and their state, which is as large,
+has no place beside another. Here both are in registers, that of a segment of keys and that of all
+before it, and a row is cut, and its parts folded, as in :mod:`attn.kernels.decode`: its bits depend
+on that row alone.
 
-A tile is 128 keys, 72 KiB; two are in shared memory, one of them on its way.
+Of e4m3 a latent row is 512 bytes of latent and 64 of rotary key, half of what is read of 16 bits.
+Bytes are widened in registers on their way into an operand, which is exact: once along columns for
+scores, once along keys for output. In shared memory, where operands of products by warp group have
+to be, widening them would cost more of its bandwidth than products leave. The scale of the cache is
+a factor of scores and of the output.
+
+A tile is 128 keys of e4m3 or 64 of 16 bits, 72 KiB; two are in shared memory, one of them on its
+way.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from attn.kernels.hopper.compat import async_load, reinterpret, wait_for_kernels_before
 from attn.kernels.hopper.decode_parts import FIELDS, part_at, share_at
 from attn.kernels.hopper.decode_produce import pages_of
-from attn.kernels.hopper.mla_narrow_consume import TILE, consume_narrow
+from attn.kernels.hopper.mla_narrow_consume import consume_narrow
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _REGISTERS = tl.constexpr(40)
@@ -31,9 +36,13 @@ _REGISTERS = tl.constexpr(40)
 def produce_narrow(
     k_desc, rope_desc, left_boxes, right_boxes, rope_boxes, full, empty, table_ptr, rows_ptr,
     shares_ptr, table_row, HEADS: gl.constexpr, HEAD_LOOPS: gl.constexpr,
-    SEGMENT_UNIT: gl.constexpr, RUN: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
+    SEGMENT_UNIT: gl.constexpr, TILE: gl.constexpr, RUN: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    STAGES: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
     """A warp: latent rows of all parts that the program takes, tile after tile."""
+    # Of half a latent row; of 64 columns, which are elements or words of two.
+    BOXES: gl.constexpr = 2 if E4M3 else 4
+    ROW_BYTES: gl.constexpr = 576 if E4M3 else 1152
     RUNS: gl.constexpr = TILE // RUN
     run = gl.arange(0, RUNS, layout=gl.BlockedLayout([RUNS], [32], [1], [0]))
     first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
@@ -53,24 +62,23 @@ def produce_narrow(
             ahead = pages_of(table, after, start, kv_len, TILE, RUN, BLOCK_SIZE)
             # A fresh barrier lets parity 1 pass at once.
             mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), TILE * 576)
+            mbarrier.expect(full.index(stage), TILE * ROW_BYTES)
             for i in range(RUNS):
                 # Outside the cache a box is zeros.
                 page = gl.max(gl.where(run == i, pages, -1), 0)
                 within = (tile * TILE + i * RUN) % BLOCK_SIZE
-                # Words of two elements.
                 async_load(
-                    rope_desc, [page, within, 256], full.index(stage),
+                    rope_desc, [page, within, 2 * BOXES * 64], full.index(stage),
                     rope_boxes.index(stage * RUNS + i),
                 )  # fmt: skip
-                for half in gl.static_range(2):
+                for box in gl.static_range(BOXES):
                     async_load(
-                        k_desc, [page, within, half * 64], full.index(stage),
-                        left_boxes.index((stage * 2 + half) * RUNS + i),
+                        k_desc, [page, within, box * 64], full.index(stage),
+                        left_boxes.index((stage * BOXES + box) * RUNS + i),
                     )  # fmt: skip
                     async_load(
-                        k_desc, [page, within, 128 + half * 64], full.index(stage),
-                        right_boxes.index((stage * 2 + half) * RUNS + i),
+                        k_desc, [page, within, (BOXES + box) * 64], full.index(stage),
+                        right_boxes.index((stage * BOXES + box) * RUNS + i),
                     )  # fmt: skip
             pages = ahead
             turn += 1
@@ -109,6 +117,7 @@ def hopper_mla_narrow_kernel(
     BUNDLES: gl.constexpr,
     AREA: gl.constexpr,
     SEGMENT_UNIT: gl.constexpr,
+    KV_TILE: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     RUN: gl.constexpr,
     STAGES: gl.constexpr,
@@ -120,46 +129,58 @@ def hopper_mla_narrow_kernel(
     FINISH_ROWS: gl.constexpr,
     FINISH_WIDTH: gl.constexpr,
     LSE: gl.constexpr,
+    E4M3: gl.constexpr,
 ):
     """Attention of the plan's rows; grid ``(groups * HEADS,)``, eight warps and one.
 
-    Descriptors: latent rows ``[N, BLOCK_SIZE, 288]`` in int16 words of two elements, in boxes of
-    RUN tokens and 64 words, and of 32 words for the rotary part. Query ``[T, H, 576]``, out
+    Descriptors: latent rows ``[N, BLOCK_SIZE, 576]`` in boxes of RUN tokens and 64 columns; with
+    E4M3 ``[N, BLOCK_SIZE, 288]`` int16 words of two elements, in boxes of RUN tokens and 64 words,
+    and of 32 words for the rotary part. Query ``[T, H, 576]``, out
     ``[T, H, 512]``, LSE ``[T, H]``, ``k_scale`` a scalar; the rest as in
     :func:`attn.kernels.decode.decode_kernel`.
     """
-    RUNS: gl.constexpr = TILE // RUN
+    RUNS: gl.constexpr = KV_TILE // RUN
+    BOXES: gl.constexpr = 2 if E4M3 else 4
+    # Of keys as they are multiplied, and of values as they are loaded.
+    KEY: gl.constexpr = gl.float8e4nv if E4M3 else k_desc.dtype
+    COMPUTE: gl.constexpr = gl.float16 if E4M3 else k_desc.dtype
+    BITS: gl.constexpr = 8 if E4M3 else 16
+    ROPE: gl.constexpr = 64 if E4M3 else 128
+    COLUMNS: gl.constexpr = BOXES * 64
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
-    THIN: gl.constexpr = gl.NVMMASharedLayout(64, 16, 3)
+    THIN: gl.constexpr = gl.NVMMASharedLayout(ROPE, 16, 3)
     VALUES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     # What TMA writes, boxes; and the same bytes as tiles of keys, of values, and as rows.
-    left_boxes = gl.allocate_shared_memory(gl.int16, [STAGES * 2 * RUNS, 1, RUN, 64], WIDE)
-    right_boxes = gl.allocate_shared_memory(gl.int16, [STAGES * 2 * RUNS, 1, RUN, 64], WIDE)
-    rope_boxes = gl.allocate_shared_memory(gl.int16, [STAGES * RUNS, 1, RUN, 32], THIN)
-    KEYS: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
-    k_left = reinterpret(left_boxes, gl.float8e4nv, [STAGES, TILE, 256], KEYS)
-    k_right = reinterpret(right_boxes, gl.float8e4nv, [STAGES, TILE, 256], KEYS)
+    WORD: gl.constexpr = k_desc.dtype
+    left_boxes = gl.allocate_shared_memory(WORD, [STAGES * BOXES * RUNS, 1, RUN, 64], WIDE)
+    right_boxes = gl.allocate_shared_memory(WORD, [STAGES * BOXES * RUNS, 1, RUN, 64], WIDE)
+    rope_boxes = gl.allocate_shared_memory(WORD, [STAGES * RUNS, 1, RUN, ROPE // 2], THIN)
+    KEYS: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
+    k_left = reinterpret(left_boxes, KEY, [STAGES, KV_TILE, 256], KEYS)
+    k_right = reinterpret(right_boxes, KEY, [STAGES, KV_TILE, 256], KEYS)
     k_rope = reinterpret(
-        rope_boxes, gl.float8e4nv, [STAGES, TILE, 64], gl.NVMMASharedLayout(64, 8, 2)
+        rope_boxes, KEY, [STAGES, KV_TILE, 64], gl.NVMMASharedLayout(ROPE, BITS, 2)
     )
-    v_left = reinterpret(left_boxes, gl.int16, [STAGES, TILE, 128], VALUES)
-    v_right = reinterpret(right_boxes, gl.int16, [STAGES, TILE, 128], VALUES)
-    left_rows = reinterpret(left_boxes, gl.int32, [STAGES * 2 * TILE, 32], FLAT)
-    right_rows = reinterpret(right_boxes, gl.int32, [STAGES * 2 * TILE, 32], FLAT)
-    # Read 8 bytes of a row at a time, four rows together: 32 bytes of each in other banks.
-    QUERY: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
-    ROPE: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 4, [1, 0])
-    q_left = gl.allocate_shared_memory(gl.float16, [16, 256], QUERY)
-    q_right = gl.allocate_shared_memory(gl.float16, [16, 256], QUERY)
-    q_rope = gl.allocate_shared_memory(gl.float16, [16, 64], ROPE)
+    v_left = reinterpret(left_boxes, WORD, [STAGES, KV_TILE, COLUMNS], VALUES)
+    v_right = reinterpret(right_boxes, WORD, [STAGES, KV_TILE, COLUMNS], VALUES)
+    left_rows = reinterpret(left_boxes, gl.int32, [STAGES * BOXES * KV_TILE, 32], FLAT)
+    right_rows = reinterpret(right_boxes, gl.int32, [STAGES * BOXES * KV_TILE, 32], FLAT)
+    # With E4M3 read 8 bytes of a row at a time, four rows together: 32 bytes of each in other
+    # banks. Else as 8 rows of 16 bytes.
+    VECTOR: gl.constexpr = 16 if E4M3 else 8
+    QUERY: gl.constexpr = gl.SwizzledSharedLayout(VECTOR, 1, 8, [1, 0])
+    QUERY_ROPE: gl.constexpr = gl.SwizzledSharedLayout(VECTOR, 1, 64 // VECTOR, [1, 0])
+    q_left = gl.allocate_shared_memory(COMPUTE, [16, 256], QUERY)
+    q_right = gl.allocate_shared_memory(COMPUTE, [16, 256], QUERY)
+    q_rope = gl.allocate_shared_memory(COMPUTE, [16, 64], QUERY_ROPE)
     # Where warps meet: maxima of rows, and weights on their way to being an operand.
     exchange = gl.allocate_shared_memory(
         gl.float32, [16, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
     turned = gl.allocate_shared_memory(
-        gl.float16, [16, TILE], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+        COMPUTE, [16, KV_TILE], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -175,11 +196,11 @@ def hopper_mla_narrow_kernel(
                 v_right, left_rows, right_rows, exchange, turned, full, empty, out_ptr, lse_ptr,
                 k_scale_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr, counters_ptr, states_ptr,
                 sums_ptr, scale * _LOG2E, groups, HEADS, HEAD_LOOPS, GROUP, TILE_HEADS,
-                QUERY_TOKENS, SLOTS, BUNDLES, AREA, SEGMENT_UNIT, RUN, STAGES, QUERY_TOKEN,
-                QUERY_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, FINISH_ROWS, FINISH_WIDTH, LSE)),
+                QUERY_TOKENS, SLOTS, BUNDLES, AREA, SEGMENT_UNIT, KV_TILE, RUN, STAGES, QUERY_TOKEN,
+                QUERY_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, FINISH_ROWS, FINISH_WIDTH, LSE, E4M3)),
             (produce_narrow, (k_desc, rope_desc, left_boxes, right_boxes, rope_boxes, full, empty,
-                table_ptr, rows_ptr, shares_ptr, table_row, HEADS, HEAD_LOOPS, SEGMENT_UNIT, RUN,
-                BLOCK_SIZE, STAGES)),
+                table_ptr, rows_ptr, shares_ptr, table_row, HEADS, HEAD_LOOPS, SEGMENT_UNIT,
+                KV_TILE, RUN, BLOCK_SIZE, STAGES, E4M3)),
         ],
         [1],
         [_REGISTERS],

@@ -1,5 +1,5 @@
-"""The consumers of latent attention over e4m3: eight warps, along keys for scores and along columns
-for output, so that no byte is read twice for the same product.
+"""The consumers of latent attention in few rows: eight warps, along keys for scores and along
+columns for output, so that no byte is read twice for the same product.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from attn.kernels.rows import write_rows
 from attn.kernels.tile import fold, power_of_two_guard
 from builders.kernels import segment_of, segment_start
 
-TILE = tl.constexpr(128)
-"""Keys of a tile."""
 _WARPS = tl.constexpr(8)
 _WIDTH = tl.constexpr(512)
 
 
 @gluon.jit
-def _clear_tail(rows, stage, live, RUN: gl.constexpr):
+def _clear_tail(
+    rows, stage, live, BOXES: gl.constexpr, TILE: gl.constexpr, RUN: gl.constexpr
+):  # fmt: skip
     """Zero the values of a half of the columns from ``live`` to the end of its run: nobody wrote
     them, they may be NaN. How the columns of a row are swizzled does not matter to zeros.
     """
     zeros = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [_WARPS], [0]))
     for row in range(live, (live // RUN + 1) * RUN):
-        for half in gl.static_range(2):
-            rows.index((stage * 2 + half) * TILE + row).store(zeros)
+        for box in gl.static_range(BOXES):
+            rows.index((stage * BOXES + box) * TILE + row).store(zeros)
 
 
 @gluon.jit
 def _sum_of_own(x):
-    """``[16, TILE]`` summed up by thread: ``[16, 32]``, a row's threads over all warps."""
-    x = gl.reshape(x, [16, TILE // (8 * _WARPS), 4 * _WARPS, 2])
+    """``[16, keys]`` summed up by thread: ``[16, 32]``, a row's threads over all warps."""
+    x = gl.reshape(x, [16, x.shape[1] // (8 * _WARPS), 4 * _WARPS, 2])
     return gl.sum(gl.sum(x, 3), 1)
 
 
@@ -52,37 +52,53 @@ def _row_maximum(x, exchange):
         [[0, 0], [0, 0], [0, 0]], [], [16, 8],
     )  # fmt: skip
     # First what a thread has, then what its warp has.
-    x = gl.max(gl.max(gl.reshape(x, [16, TILE // (8 * _WARPS), _WARPS, 8]), 1), 2)
+    x = gl.max(gl.max(gl.reshape(x, [16, x.shape[1] // (8 * _WARPS), _WARPS, 8]), 1), 2)
     exchange.store(x)
     # A barrier belongs here, and is put here by the compiler.
     return gl.convert_layout(gl.max(exchange.load(EVERYWHERE), 1), gl.SliceLayout(1, SCORES))
 
 
 @gluon.jit
-def _scored(q, keys, scores):
+def _scored(q, keys, scores, K_WIDTH: gl.constexpr):
     """Scores, and those of some more columns: bytes become fp16 on their way."""
     SCORES: gl.constexpr = scores.type.layout
-    keys = keys.permute((1, 0)).load(gl.DotOperandLayout(1, SCORES, 4)).to(gl.float16)
-    return mma_v2(q.load(gl.DotOperandLayout(0, SCORES, 4)), keys, scores)
+    keys = keys.permute((1, 0)).load(gl.DotOperandLayout(1, SCORES, K_WIDTH)).to(q.dtype)
+    return mma_v2(q.load(gl.DotOperandLayout(0, SCORES, K_WIDTH)), keys, scores)
+
+
+@gluon.jit
+def _values(v, HALF: gl.constexpr, RIGHT: gl.constexpr, E4M3: gl.constexpr):
+    """A tile's values in the columns of two of the output's parts: see :func:`_joined`."""
+    if E4M3:
+        low, high = _e4m3_planes(v.load(RIGHT))
+    else:
+        low = v.slice(0, HALF, dim=1).load(RIGHT)
+        high = v.slice(HALF, HALF, dim=1).load(RIGHT)
+    return low, high
 
 
 @gluon.jit
 def _narrow_tile(
     tile, turn, m, l, even0, odd0, even1, odd1, q_left, q_right, q_rope, k_left, k_right, k_rope,
     v_left, v_right, left_rows, right_rows, exchange, turned, full, empty, factor, limit, all_high,
-    kv_len, RUN: gl.constexpr, STAGES: gl.constexpr,
+    kv_len, TILE: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
     """One tile of keys: scores, online softmax, output. ``l`` is summed up by thread; of either
-    half of the output, even and odd columns are apart.
+    half of the output, even and odd columns are apart, or of 16 bits one and the other half.
     """
     OUTPUT: gl.constexpr = even0.type.layout
+    HALF: gl.constexpr = even0.shape[1]
+    K_WIDTH: gl.constexpr = 4 if E4M3 else 2
+    BOXES: gl.constexpr = 2 if E4M3 else 4
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, OUTPUT, 2)
     stage = turn % STAGES
     mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
     scores = gl.zeros([16, TILE], gl.float32, OUTPUT)
-    scores = _scored(q_rope, k_rope.index(stage), scores)
-    scores = _scored(q_left, k_left.index(stage), scores)
-    scores = _scored(q_right, k_right.index(stage), scores)
+    scores = _scored(q_rope, k_rope.index(stage), scores, K_WIDTH)
+    scores = _scored(q_left, k_left.index(stage), scores, K_WIDTH)
+    # Apart: of one sum every product would wait for the one before it.
+    others = gl.zeros([16, TILE], gl.float32, OUTPUT)
+    scores += _scored(q_right, k_right.index(stage), others, K_WIDTH)
     if (tile + 1) * TILE > all_high:
         key = tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, OUTPUT))
         scores = gl.where(key[None, :] < limit[:, None], scores, float("-inf"))
@@ -94,20 +110,20 @@ def _narrow_tile(
     shrink = gl.exp2((m - base) * factor)
     own = gl.convert_layout(shrink, gl.SliceLayout(1, l.type.layout))
     l = gl.fma(l, own[:, None].broadcast_to(16, l.shape[1]), _sum_of_own(weights))
-    turned.store(weights.to(gl.float16))
+    turned.store(weights.to(turned.dtype))
     left = turned.load(gl.DotOperandLayout(0, OUTPUT, 2))
     shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
     live = kv_len - tile * TILE
     if (live < TILE) & (live % RUN != 0):
-        _clear_tail(left_rows, stage, live, RUN)
-        _clear_tail(right_rows, stage, live, RUN)
+        _clear_tail(left_rows, stage, live, BOXES, TILE, RUN)
+        _clear_tail(right_rows, stage, live, BOXES, TILE, RUN)
         # Before other threads read them, and TMA overwrites them.
         fence_async_shared()
         thread_barrier()
-    low, high = _e4m3_planes(v_left.index(stage).load(RIGHT))
+    low, high = _values(v_left.index(stage), HALF, RIGHT, E4M3)
     even0 = mma_v2(left, low, even0 * shrink)
     odd0 = mma_v2(left, high, odd0 * shrink)
-    low, high = _e4m3_planes(v_right.index(stage).load(RIGHT))
+    low, high = _values(v_right.index(stage), HALF, RIGHT, E4M3)
     # All warps have read the tile.
     thread_barrier()
     mbarrier.arrive(empty.index(stage), count=1)
@@ -138,20 +154,20 @@ def _query_part(
 
 
 @gluon.jit
-def _scaled(part, by):
-    """Rows times factors, in fp16."""
+def _scaled(part, by, DTYPE: gl.constexpr):
+    """Rows times powers of two, in the type of products."""
     by = gl.convert_layout(by, gl.SliceLayout(1, part.type.layout))
-    return (part * by[:, None]).to(gl.float16)
+    return (part * by[:, None]).to(DTYPE)
 
 
 @gluon.jit
 def _load_queries(
     query_ptr, token, count, in_group, q_left, q_right, q_rope, SUMS: gl.constexpr,
     GROUP: gl.constexpr, TILE_HEADS: gl.constexpr, QUERY_TOKEN: gl.constexpr,
-    QUERY_HEAD: gl.constexpr,
+    QUERY_HEAD: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
-    """The tile's queries into shared memory, as fp16; what makes up for a power of two per row that
-    brings bf16 into its range.
+    """The tile's queries into shared memory, in the type of products; what makes up for a power of
+    two per row that brings bf16 into the range of fp16, or is 1.
     """
     left, most = _query_part(
         query_ptr, token, count, in_group, 0, 256, GROUP, TILE_HEADS, QUERY_TOKEN, QUERY_HEAD
@@ -165,22 +181,36 @@ def _load_queries(
         query_ptr, token, count, in_group, 512, 64, GROUP, TILE_HEADS, QUERY_TOKEN, QUERY_HEAD
     )
     most = gl.maximum(most, gl.convert_layout(other, SUMS))
-    down, up = power_of_two_guard(most)
+    if E4M3:
+        down, up = power_of_two_guard(most)
+    else:
+        down = gl.full([16], 1.0, gl.float32, SUMS)
+        up = down
     # Nobody reads the row's before it any more.
     thread_barrier()
-    q_left.store(_scaled(left, down))
-    q_right.store(_scaled(right, down))
-    q_rope.store(_scaled(rope, down))
+    q_left.store(_scaled(left, down, q_left.dtype))
+    q_right.store(_scaled(right, down, q_left.dtype))
+    q_rope.store(_scaled(rope, down, q_left.dtype))
     thread_barrier()
     return up
 
 
 @gluon.jit
-def _joined(even0, odd0, even1, odd1):
+def _side_by_side(left, right):
+    """Columns of one behind those of the other."""
+    return gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [16, 2 * left.shape[1]])
+
+
+@gluon.jit
+def _joined(even0, odd0, even1, odd1, E4M3: gl.constexpr):
     """All columns of the output in their order."""
-    left = gl.reshape(gl.join(even0, odd0), [16, _WIDTH // 2])
-    right = gl.reshape(gl.join(even1, odd1), [16, _WIDTH // 2])
-    return gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [16, _WIDTH])
+    if E4M3:
+        left = gl.reshape(gl.join(even0, odd0), [16, _WIDTH // 2])
+        right = gl.reshape(gl.join(even1, odd1), [16, _WIDTH // 2])
+    else:
+        left = _side_by_side(even0, odd0)
+        right = _side_by_side(even1, odd1)
+    return _side_by_side(left, right)
 
 
 @gluon.jit
@@ -190,10 +220,10 @@ def consume_narrow(
     starts_ptr, shares_ptr, counters_ptr, states_ptr, sums_ptr, factor, groups, HEADS: gl.constexpr,
     HEAD_LOOPS: gl.constexpr, GROUP: gl.constexpr, TILE_HEADS: gl.constexpr,
     QUERY_TOKENS: gl.constexpr, SLOTS: gl.constexpr, BUNDLES: gl.constexpr, AREA: gl.constexpr,
-    SEGMENT_UNIT: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr, QUERY_TOKEN: gl.constexpr,
-    QUERY_HEAD: gl.constexpr, OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr,
-    LSE_TOKEN: gl.constexpr, FINISH_ROWS: gl.constexpr, FINISH_WIDTH: gl.constexpr,
-    LSE: gl.constexpr,
+    SEGMENT_UNIT: gl.constexpr, TILE: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr,
+    QUERY_TOKEN: gl.constexpr, QUERY_HEAD: gl.constexpr, OUT_TOKEN: gl.constexpr,
+    OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr, FINISH_ROWS: gl.constexpr,
+    FINISH_WIDTH: gl.constexpr, LSE: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
     """All parts that the program takes."""
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, _WARPS], [16, 8])
@@ -210,17 +240,19 @@ def consume_narrow(
         if end > begin:
             in_group = ((r % HEAD_LOOPS) * HEADS + lane) * TILE_HEADS
             first_part = gl.load(fields + 8)
-            v_factor = gl.load(k_scale_ptr)
+            v_factor = 1.0
+            if E4M3:
+                v_factor = gl.load(k_scale_ptr)
             up = _load_queries(
                 query_ptr, gl.load(fields + 1), gl.load(fields + 2), in_group, q_left, q_right,
-                q_rope, SUMS, GROUP, TILE_HEADS, QUERY_TOKEN, QUERY_HEAD,
+                q_rope, SUMS, GROUP, TILE_HEADS, QUERY_TOKEN, QUERY_HEAD, E4M3,
             )  # fmt: skip
             natural = up * (factor * v_factor)
             row = gl.arange(0, 16, layout=SUMS)
             limit = gl.minimum(first + row // TILE_HEADS + 1, kv_len)
             all_high = gl.minimum(first + 1, kv_len)
             zero = gl.zeros([16, _WIDTH // 4], gl.float32, OUTPUT)
-            A = _joined(zero, zero, zero, zero)
+            A = _joined(zero, zero, zero, zero, E4M3)
             STATE: gl.constexpr = A.type.layout
             M = gl.full([16], float("-inf"), gl.float32, gl.SliceLayout(1, STATE))
             L = gl.zeros([16], gl.float32, gl.SliceLayout(1, STATE))
@@ -248,12 +280,12 @@ def consume_narrow(
                     m, l, even0, odd0, even1, odd1 = _narrow_tile(
                         tile, turn, m, l, even0, odd0, even1, odd1, q_left, q_right, q_rope, k_left,
                         k_right, k_rope, v_left, v_right, left_rows, right_rows, exchange, turned,
-                        full, empty, natural, limit, all_high, kv_len, RUN, STAGES,
+                        full, empty, natural, limit, all_high, kv_len, TILE, RUN, STAGES, E4M3,
                     )  # fmt: skip
                     turn += 1
                 m = gl.convert_layout(m * natural, gl.SliceLayout(1, STATE))
                 total = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, STATE))
-                acc = _joined(even0, odd0, even1, odd1)
+                acc = _joined(even0, odd0, even1, odd1, E4M3)
                 if begin > 0:
                     slot = slots + s - first_part
                     store_state(states_ptr, sums_ptr, slot, m, total, acc, 0, USED, _WIDTH)
