@@ -36,9 +36,8 @@ def _flashmla(module: Any, content: Content) -> KernelRun | Refusal:
     case = content.case
     if case.is_expanded:
         return EXPANDED
-    supported, reason = module.is_flashmla_dense_supported()
-    if not supported:
-        return Refusal(Status.UNAVAILABLE, str(reason))
+    if torch.cuda.get_device_capability(content.device)[0] != 9:
+        return Refusal(Status.UNSUPPORTED, "its dense kernel is for Hopper")
     if case.kv_cache_dtype.is_quantized:
         return Refusal(Status.UNSUPPORTED, "its dense kernel takes no fp8 cache with a bf16 query")
     if case.block_size != FLASHMLA_BLOCK or len(set(case.query_lens)) > 1:
@@ -174,7 +173,8 @@ def _fa3_expanded(module: Any, content: Content) -> KernelRun | Refusal:
 
 
 LATENT_ADAPTERS: Final[dict[str, tuple[str, Adapter]]] = {
-    "flashmla": ("vllm.v1.attention.ops.flashmla", _flashmla),
+    # Not by way of vLLM's own operators, which ask for a second library, of its fp8 kernels.
+    "flashmla": ("vllm.third_party.flashmla.flash_mla_interface", _flashmla),
     "flashinfer_mla": ("flashinfer.mla", _flashinfer_mla),
     "fa3": ("vllm.vllm_flash_attn", _fa3_expanded),
     "vllm_triton_mla": ("vllm.v1.attention.ops.triton_decode_attention", _vllm_triton_mla),
