@@ -93,9 +93,7 @@ class Peer:
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         facts = SimpleNamespace(multi_processor_count=132)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
-
-    def is_flashmla_dense_supported(self) -> tuple[bool, None]:
-        return True, None
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
 
     def get_mla_metadata(self, *given: Any) -> tuple[str, None]:
         self.calls["metadata"] = given
