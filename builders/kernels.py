@@ -88,19 +88,6 @@ def first_visible(
 
 
 @triton.jit
-def _first_above(ends, x, SIZE: tl.constexpr, STEPS: tl.constexpr):
-    """Smallest i with ``ends[i] > x``, or the last; ends ``[SIZE]`` never fall.
-
-    All in registers: gathers go through shared memory, which global loads would not.
-    """
-    low = x * 0
-    for step in tl.static_range(STEPS):
-        below = tl.gather(ends, low + ((SIZE >> (step + 1)) - 1), 0) <= x
-        low = tl.where(below, low + (SIZE >> (step + 1)), low)
-    return low
-
-
-@triton.jit
 def _bundles_of(
     keys, dcp_size, dcp_rank, dcp_interleave, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
     DCP: tl.constexpr, BUNDLED: tl.constexpr,
@@ -116,35 +103,29 @@ def _bundles_of(
 
 
 @triton.jit
-def _rows_at(
-    j, num_rows, req_ends, req_rows, begins, counts, kv_lens, req_bundles, window, chunk, lookback,
-    dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
-    SEGMENT_UNIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr,
-    DCP: tl.constexpr, BUNDLED: tl.constexpr, REQS: tl.constexpr, REQ_STEPS: tl.constexpr,
+def _row_of(
+    k, req_rows, begins, counts, kv_lens, req_bundles, window, chunk, lookback, dcp_size, dcp_rank,
+    dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
+    BUNDLED: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``j``: request, first token, tokens, KV length, first position, first KV tile, KV tiles,
-    bundle, bundles.
+    """Row ``k`` of every request: first token, tokens, first position, first KV tile, KV tiles,
+    bundle.
 
-    A few query tokens and one bundle of keys of one request each; no tiles past the last row.
+    A few query tokens and one bundle of keys each; no tiles past a request's last row.
     """
-    req = _first_above(req_ends, j, REQS, REQ_STEPS)
-    place = j - tl.gather(req_ends - req_rows, req, 0)
-    bundles = tl.maximum(tl.gather(req_bundles, req, 0), 1)
-    bundle = place % bundles
-    skipped = place // bundles * QUERY_TOKENS
-    begin = tl.gather(begins, req, 0)
-    count = tl.gather(counts, req, 0)
-    kv_len = tl.gather(kv_lens, req, 0)
-    first = tl.maximum(kv_len - count, 0) + skipped
-    tokens = tl.minimum(count - skipped, QUERY_TOKENS)
+    bundle = k % req_bundles
+    skipped = k // req_bundles * QUERY_TOKENS
+    first = tl.maximum(kv_lens - counts, 0) + skipped
+    tokens = tl.minimum(counts - skipped, QUERY_TOKENS)
     last = first + tokens - 1
     start = first_visible(
         first, last, window, chunk, lookback, None, 0, WINDOW, CHUNK, False, False
     )
     first_tile = start // KV_TILE
-    stop = kv_len
+    stop = kv_lens
     if TRIM:
-        stop = tl.minimum(kv_len, last + 1)
+        stop = tl.minimum(kv_lens, last + 1)
     if DCP:
         stop = local_len(stop, dcp_size, dcp_rank, dcp_interleave)
     stop_tile = tl.cdiv(stop, KV_TILE)
@@ -153,8 +134,8 @@ def _rows_at(
         past = segment_start((bundle + 1) * _BUNDLE) // SEGMENT_UNIT
         stop_tile = tl.minimum(stop_tile, past)
     # A row without keys costs one tile, so that somebody writes its zeros.
-    tiles = tl.where(j < num_rows, tl.maximum(stop_tile - first_tile, 1), 0)
-    return req, begin + skipped, tokens, kv_len, first, first_tile, tiles, bundle, bundles
+    tiles = tl.where(k < req_rows, tl.maximum(stop_tile - first_tile, 1), 0)
+    return begins + skipped, tokens, first, first_tile, tiles, bundle
 
 
 @triton.jit
@@ -170,46 +151,60 @@ def _shared_tiles(total, least, most, num_groups):
 
 
 @triton.jit
-def _group_starts(
-    position, row_ends, row_tiles, first_tiles, SEGMENT_UNIT: tl.constexpr,
-    HEAD_LOOPS: tl.constexpr, ROWS: tl.constexpr, ROW_STEPS: tl.constexpr, FREE: tl.constexpr,
-):  # fmt: skip
-    """Row (of these, times head loops) and segment of the first segment at or after a position.
+def _first_group(place, shared, sharers):
+    """The first group whose share begins at that place among the tiles, or behind it."""
+    return tl.where(place > 0, (place.to(tl.int64) - 1) * sharers // shared + 1, 0).to(tl.int32)
 
-    The rows' ends, tiles and first tiles are ``[ROWS]``; position lies among their tiles.
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _group_starts(
+    c, position, real, rows_ptr, starts_ptr, SEGMENT_UNIT: tl.constexpr, HEAD_LOOPS: tl.constexpr,
+    FREE: tl.constexpr,
+):  # fmt: skip
+    """Row (times head loops) and segment of the first segment at or after a group's position.
+
+    Where ``starts`` names a row, that is the first group that begins within it; -1 elsewhere.
     """
-    row = _first_above(row_ends, position, ROWS, ROW_STEPS)
-    tiles = tl.maximum(tl.gather(row_tiles, row, 0), 1)
-    first_tile = tl.gather(first_tiles, row, 0)
-    offset = position - tl.gather(row_ends - row_tiles * HEAD_LOOPS, row, 0)
+    named = tl.load(starts_ptr + 2 * c, mask=real, other=-1)
+    row = tl.associative_scan(named, 0, _larger)
+    fields = rows_ptr + row * _FIELDS
+    first_tile = tl.load(fields + 5, mask=real, other=0)
+    tiles = tl.load(fields + 6, mask=real, other=1)
+    offset = position - tl.load(fields + 7, mask=real, other=0)
     loop = offset // tiles
-    tile = first_tile + offset % tiles
-    at = segment_of(tile * SEGMENT_UNIT)
-    # Inside a segment the next one is meant; past the row's last, the next row.
-    inside = tl.maximum(segment_start(at) // SEGMENT_UNIT, first_tile) < tile
-    at = at + inside.to(tl.int32)
     row = row * HEAD_LOOPS + loop
-    past = at > segment_of((first_tile + tiles - 1) * SEGMENT_UNIT)
-    segment = tl.where(past, 0, at - segment_of(first_tile * SEGMENT_UNIT))
     if FREE:
         segment = offset % tiles
     else:
+        tile = first_tile + offset % tiles
+        at = segment_of(tile * SEGMENT_UNIT)
+        # Inside a segment the next one is meant; past the row's last, the next row.
+        inside = tl.maximum(segment_start(at) // SEGMENT_UNIT, first_tile) < tile
+        at = at + inside.to(tl.int32)
+        past = at > segment_of((first_tile + tiles - 1) * SEGMENT_UNIT)
+        segment = tl.where(past, 0, at - segment_of(first_tile * SEGMENT_UNIT))
         row = tl.where(past, row + 1, row)
     return row, segment
 
 
 @triton.jit
 def _store_shares(
-    rows_ptr, starts_ptr, shares_ptr, c, num_groups, num_rows, HEAD_LOOPS: tl.constexpr
-):
+    rows_ptr, starts_ptr, shares_ptr, c, row, segment, num_groups, num_rows,
+    HEAD_LOOPS: tl.constexpr,
+):  # fmt: skip
     """What each group ``c`` begins with, see :data:`builders.split_kv.SHARE_FIELDS`."""
-    # Rows and starts are other threads' stores.
-    tl.debug_barrier()
     real = c < num_groups
-    row = tl.load(starts_ptr + 2 * c, mask=real, other=0)
     out = shares_ptr + c * _SHARE_FIELDS
     tl.store(out, row, mask=real)
-    for field in tl.static_range(1, 4):
+    tl.store(out + 1, segment, mask=real)
+    # The next group's are another thread's stores.
+    tl.debug_barrier()
+    for field in tl.static_range(2, 4):
         tl.store(out + field, tl.load(starts_ptr + 2 * c + field, mask=real), mask=real)
     k = tl.arange(0, 16)[None, :]
     mask = (real & (row < num_rows * HEAD_LOOPS))[:, None] & (k < _FIELDS)
@@ -277,9 +272,6 @@ def plan_kernel(
     DCP: tl.constexpr,
     BUNDLED: tl.constexpr,
     REQS: tl.constexpr,
-    REQ_STEPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    ROW_STEPS: tl.constexpr,
     GROUPS: tl.constexpr,
     FREE: tl.constexpr,
     LEAST: tl.constexpr,
@@ -316,20 +308,21 @@ def plan_kernel(
     if HOPPER_TILE > 0:
         _store_tiles(hopper_starts_ptr, i, count, decode_max, max_reqs, HOPPER_TILE)
     num_rows = tl.max(req_ends, 0)
-    # In blocks, so that a step costs what its own rows cost and not what the largest step could.
-    total = 0
-    least = max_kv_len + 1
-    most = 1
-    for block in range(0, num_rows, ROWS):
-        j = block + tl.arange(0, ROWS)
-        _, _, _, _, _, _, tiles, _, _ = _rows_at(
-            j, num_rows, req_ends, req_rows, begin, count, kv_len, bundles, window, chunk, lookback,
-            dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK,
-            TRIM, DCP, BUNDLED, REQS, REQ_STEPS,
+    most_rows = tl.max(req_rows, 0)
+    # Of all requests at once, one row after the other: nothing of one is another thread's.
+    req_tiles = tl.zeros([REQS], tl.int32)
+    least = tl.zeros([REQS], tl.int32) + max_kv_len + 1
+    most = tl.zeros([REQS], tl.int32) + 1
+    for k in range(0, most_rows):
+        _, _, _, _, tiles, _ = _row_of(
+            k, req_rows, begin, count, kv_len, bundles, window, chunk, lookback, dcp_size, dcp_rank,
+            dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED,
         )  # fmt: skip
-        total += tl.sum(tiles, 0) * HEAD_LOOPS
-        least = tl.minimum(least, tl.min(tl.where(j < num_rows, tiles, least), 0))
-        most = tl.maximum(most, tl.max(tiles, 0))
+        req_tiles += tiles
+        least = tl.where(k < req_rows, tl.minimum(least, tiles), least)
+        most = tl.maximum(most, tiles)
+    ends = tl.cumsum(req_tiles, 0) * HEAD_LOOPS
+    total = tl.max(ends, 0)
 
     # Group c owns the segments that start in its share of the tiles,
     # ``[c * shared / groups, (c + 1) * shared / groups)``.
@@ -338,43 +331,53 @@ def plan_kernel(
     if FREE:
         # A group without a tile would be waited for in vain.
         sharers = tl.maximum(tl.minimum(num_groups, total // LEAST), 1)
-    shared = _shared_tiles(total, least, most, sharers)
+    shared = _shared_tiles(total, tl.min(least, 0), tl.max(most, 0), sharers)
     tl.store(total_ptr, num_rows)
     tl.store(total_ptr + 1, shared.to(tl.int32))
     position = ((c * shared + sharers - 1) // sharers).to(tl.int32)
-    idle = (c <= num_groups) & (position >= total)
-    tl.store(starts_ptr + 2 * c, num_rows * HEAD_LOOPS, mask=idle)
-    tl.store(starts_ptr + 2 * c + 1, 0, mask=idle)
-    place = 0
-    for block in range(0, num_rows, ROWS):
-        j = block + tl.arange(0, ROWS)
-        live = j < num_rows
-        req, token, tokens, lens, first, first_tile, tiles, which, of = _rows_at(
-            j, num_rows, req_ends, req_rows, begin, count, kv_len, bundles, window, chunk, lookback,
-            dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK,
-            TRIM, DCP, BUNDLED, REQS, REQ_STEPS,
+    tl.store(starts_ptr + 2 * c, -1, mask=c <= num_groups)
+    # Before rows are named there.
+    tl.debug_barrier()
+    j = req_ends - req_rows
+    place = ends - req_tiles * HEAD_LOOPS
+    group = _first_group(place, shared, sharers)
+    for k in range(0, most_rows):
+        token, tokens, first, first_tile, tiles, bundle = _row_of(
+            k, req_rows, begin, count, kv_len, bundles, window, chunk, lookback, dcp_size, dcp_rank,
+            dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED,
         )  # fmt: skip
-        ends = place + tl.cumsum(tiles * HEAD_LOOPS, 0)
+        live = k < req_rows
         out = rows_ptr + j * _FIELDS
-        tl.store(out, req, mask=live)
+        tl.store(out, i, mask=live)
         tl.store(out + 1, token, mask=live)
         tl.store(out + 2, tokens, mask=live)
-        tl.store(out + 3, lens, mask=live)
+        tl.store(out + 3, kv_len, mask=live)
         tl.store(out + 4, first, mask=live)
         tl.store(out + 5, first_tile, mask=live)
         tl.store(out + 6, tiles, mask=live)
-        tl.store(out + 7, ends - tiles * HEAD_LOOPS, mask=live)
+        tl.store(out + 7, place, mask=live)
         part = segment_of(first_tile * SEGMENT_UNIT)
         tl.store(out + 8, part, mask=live)
         tl.store(out + 9, segment_of((first_tile + tiles - 1) * SEGMENT_UNIT) + 1 - part, mask=live)
-        tl.store(out + 10, which, mask=live)
-        tl.store(out + 11, of, mask=live)
-        row, segment = _group_starts(
-            position, ends, tiles, first_tile, SEGMENT_UNIT, HEAD_LOOPS, ROWS, ROW_STEPS, FREE
-        )
-        here = (c <= num_groups) & (position >= place) & (position < tl.max(ends, 0))
-        tl.store(starts_ptr + 2 * c, block * HEAD_LOOPS + row, mask=here)
-        tl.store(starts_ptr + 2 * c + 1, segment, mask=here)
-        place = tl.max(ends, 0)
-
-    _store_shares(rows_ptr, starts_ptr, shares_ptr, c, num_groups, num_rows, HEAD_LOOPS)
+        tl.store(out + 10, bundle, mask=live)
+        tl.store(out + 11, bundles, mask=live)
+        place += tiles * HEAD_LOOPS
+        after = _first_group(place, shared, sharers)
+        tl.store(starts_ptr + 2 * group, j, mask=live & (group < after))
+        group = after
+        j += 1
+    # Rows and their names are other threads' stores.
+    tl.debug_barrier()
+    real = (c <= num_groups) & (position < total)
+    row, segment = _group_starts(
+        c, position, real, rows_ptr, starts_ptr, SEGMENT_UNIT, HEAD_LOOPS, FREE
+    )
+    # All have read the names.
+    tl.debug_barrier()
+    row = tl.where(real, row, num_rows * HEAD_LOOPS)
+    segment = tl.where(real, segment, 0)
+    tl.store(starts_ptr + 2 * c, row, mask=c <= num_groups)
+    tl.store(starts_ptr + 2 * c + 1, segment, mask=c <= num_groups)
+    _store_shares(
+        rows_ptr, starts_ptr, shares_ptr, c, row, segment, num_groups, num_rows, HEAD_LOOPS
+    )

@@ -32,8 +32,6 @@ from specs.devices import DeviceKind
 
 SHORT_QUERY = 16
 """Longest query of the split-KV kernel; longer ones go to the prefill kernel."""
-PLANNED_AT_ONCE = 512
-"""Rows that the plan kernel holds in registers."""
 SPARE_STATES = 4
 """States of the segments that a program of the latent kernel is at: what is folded so far, and
 those that are to be folded next."""
@@ -396,7 +394,6 @@ class SplitPlanner:
         from builders.kernels import plan_kernel
 
         reqs = power_of_two(self.limits.max_num_seqs)
-        rows = min(power_of_two(self.max_rows), PLANNED_AT_ONCE)
         b, stripe = self.buffers, visible.stripe or Stripe(1, 0, 1)
         plan_kernel[(1,)](
             seq_lens,
@@ -430,14 +427,11 @@ class SplitPlanner:
             DCP=visible.stripe is not None,
             BUNDLED=self.is_bundled,
             REQS=reqs,
-            REQ_STEPS=reqs.bit_length() - 1,
-            ROWS=rows,
-            ROW_STEPS=rows.bit_length() - 1,
             GROUPS=power_of_two(self.groups + 1),
             FREE=self.is_free,
             LEAST=self.least_tiles or 1,
             HASTENS=self.hopper_decode is not None and self.device.type == "cuda",
-            num_warps=min(16, max(4, max(rows, reqs) // 128)),
+            num_warps=min(16, max(4, reqs // 32)),
         )
 
     def _fill_on_host(

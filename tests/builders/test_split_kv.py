@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from builders import split_kv, triton_attn
+from builders import triton_attn
 from builders.buffers import GraphBuffers
 from builders.paging import Stripe
 from builders.segments import BUNDLE, segment_of
@@ -162,23 +162,18 @@ def filled(step: Step) -> dict[str, list]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(step=steps(), at_once=st.sampled_from([4, 512]))
-@example(step=Step(((0, 0),), tile_of()), at_once=512)
-@example(step=Step(((40, 40),), tile_of()), at_once=512)
-@example(
-    step=Step(((1, 0), (0, 5), (1, 131_073)), tile_of(), groups=300, head_loops=3), at_once=512
-)
-@example(step=Step(((1, 7), (1, 131_073), (1, 9), (1, 4000)) * 3, tile_of(), 300, 3), at_once=4)
-@example(step=Step(((1, 8192),) * 32, tile_of(), groups=264), at_once=4)
-@example(step=Step(((1, 1000),) * 64, tile_of(), groups=33), at_once=512)
-@example(step=Step(((1, 1000), (2, 7), (1, 0)), tile_of(), 33, least_tiles=2), at_once=512)
-@example(step=Step(((1, 1000), (9, 700)) * 9, tile_of(), 33, 2, least_tiles=1), at_once=4)
-@example(step=Step(((0, 0),), tile_of(), least_tiles=2), at_once=512)
-def test_the_kernels_plan_is_the_hosts(step: Step, at_once: int) -> None:
-    """The kernel's, in as many blocks of rows as it takes."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(split_kv, "PLANNED_AT_ONCE", at_once)
-        plan, found = step.plan(), filled(step)
+@given(step=steps())
+@example(step=Step(((0, 0),), tile_of()))
+@example(step=Step(((40, 40),), tile_of()))
+@example(step=Step(((1, 0), (0, 5), (1, 131_073)), tile_of(), groups=300, head_loops=3))
+@example(step=Step(((1, 7), (1, 131_073), (1, 9), (1, 4000)) * 3, tile_of(), 300, 3))
+@example(step=Step(((1, 8192),) * 32, tile_of(), groups=264))
+@example(step=Step(((1, 1000),) * 64, tile_of(), groups=33))
+@example(step=Step(((1, 1000), (2, 7), (1, 0)), tile_of(), 33, least_tiles=2))
+@example(step=Step(((1, 1000), (9, 700)) * 9, tile_of(), 33, 2, least_tiles=1))
+@example(step=Step(((0, 0),), tile_of(), least_tiles=2))
+def test_the_kernels_plan_is_the_hosts(step: Step) -> None:
+    plan, found = step.plan(), filled(step)
     assert found["rows"] == plan.rows
     assert found["total"] == [len(plan.rows), plan.shared]
     assert found["starts"] == plan.starts
