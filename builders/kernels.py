@@ -157,6 +157,45 @@ def _first_group(place, shared, sharers):
 
 
 @triton.jit
+def _store_rows(
+    rows_ptr, starts_ptr, i, j, place, most_rows, shared, sharers, req_rows, begin, count, kv_len,
+    bundles, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
+    QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
+    BUNDLED: tl.constexpr, HEAD_LOOPS: tl.constexpr,
+):  # fmt: skip
+    """Rows ``j`` on of every request ``i``, of which the first stands at ``place`` among the tiles;
+    a row in which groups begin names itself in ``starts`` of the first.
+    """
+    group = _first_group(place, shared, sharers)
+    for k in range(0, most_rows):
+        token, tokens, first, first_tile, tiles, bundle = _row_of(
+            k, req_rows, begin, count, kv_len, bundles, window, chunk, lookback, dcp_size, dcp_rank,
+            dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED,
+        )  # fmt: skip
+        live = k < req_rows
+        out = rows_ptr + j * _FIELDS
+        tl.store(out, i, mask=live)
+        tl.store(out + 1, token, mask=live)
+        tl.store(out + 2, tokens, mask=live)
+        tl.store(out + 3, kv_len, mask=live)
+        tl.store(out + 4, first, mask=live)
+        tl.store(out + 5, first_tile, mask=live)
+        tl.store(out + 6, tiles, mask=live)
+        tl.store(out + 7, place, mask=live)
+        part = segment_of(first_tile * SEGMENT_UNIT)
+        tl.store(out + 8, part, mask=live)
+        tl.store(out + 9, segment_of((first_tile + tiles - 1) * SEGMENT_UNIT) + 1 - part, mask=live)
+        tl.store(out + 10, bundle, mask=live)
+        tl.store(out + 11, bundles, mask=live)
+        place += tiles * HEAD_LOOPS
+        after = _first_group(place, shared, sharers)
+        tl.store(starts_ptr + 2 * group, j, mask=live & (group < after))
+        group = after
+        j += 1
+
+
+@triton.jit
 def _larger(a, b):
     return tl.maximum(a, b)
 
@@ -338,34 +377,12 @@ def plan_kernel(
     tl.store(starts_ptr + 2 * c, -1, mask=c <= num_groups)
     # Before rows are named there.
     tl.debug_barrier()
-    j = req_ends - req_rows
-    place = ends - req_tiles * HEAD_LOOPS
-    group = _first_group(place, shared, sharers)
-    for k in range(0, most_rows):
-        token, tokens, first, first_tile, tiles, bundle = _row_of(
-            k, req_rows, begin, count, kv_len, bundles, window, chunk, lookback, dcp_size, dcp_rank,
-            dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED,
-        )  # fmt: skip
-        live = k < req_rows
-        out = rows_ptr + j * _FIELDS
-        tl.store(out, i, mask=live)
-        tl.store(out + 1, token, mask=live)
-        tl.store(out + 2, tokens, mask=live)
-        tl.store(out + 3, kv_len, mask=live)
-        tl.store(out + 4, first, mask=live)
-        tl.store(out + 5, first_tile, mask=live)
-        tl.store(out + 6, tiles, mask=live)
-        tl.store(out + 7, place, mask=live)
-        part = segment_of(first_tile * SEGMENT_UNIT)
-        tl.store(out + 8, part, mask=live)
-        tl.store(out + 9, segment_of((first_tile + tiles - 1) * SEGMENT_UNIT) + 1 - part, mask=live)
-        tl.store(out + 10, bundle, mask=live)
-        tl.store(out + 11, bundles, mask=live)
-        place += tiles * HEAD_LOOPS
-        after = _first_group(place, shared, sharers)
-        tl.store(starts_ptr + 2 * group, j, mask=live & (group < after))
-        group = after
-        j += 1
+    _store_rows(
+        rows_ptr, starts_ptr, i, req_ends - req_rows, ends - req_tiles * HEAD_LOOPS, most_rows,
+        shared, sharers, req_rows, begin, count, kv_len, bundles, window, chunk, lookback, dcp_size,
+        dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
+        BUNDLED, HEAD_LOOPS,
+    )  # fmt: skip
     # Rows and their names are other threads' stores.
     tl.debug_barrier()
     real = (c <= num_groups) & (position < total)

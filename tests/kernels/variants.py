@@ -340,7 +340,7 @@ MLA_VARIANTS: Final = (
     _of_latents(Kernel.MLA_PREFILL, "new tokens"),
     # Over a chunk of context, which is not causal.
     _of_latents(Kernel.MLA_PREFILL, "context", causal=False),
-    _of_latents(Kernel.MLA_PREFILL, "context window", 90, causal=False, window=1024),
+    _of_latents(Kernel.MLA_PREFILL, "context window", causal=False, window=1024),
     _of_latents(Kernel.MLA_EXPAND, "context", 90, causal=False),
     _of_latents(Kernel.MLA_EXPAND, "context fp8", causal=False, cache=_FP8),
 )
