@@ -66,7 +66,7 @@ class Kernel(StrEnum):
     HOPPER_DECODE = "hopper_decode"
     MLA_DECODE = "mla_decode"
     HOPPER_MLA = "hopper_mla"
-    MLA_FOLD = "mla_fold"
+    HOPPER_MLA_FOLD = "hopper_mla_fold"
     PLAN = "plan"
     WRITE = "write"
     ROPE_WRITE = "rope_write"
@@ -340,7 +340,7 @@ MLA_VARIANTS: Final = (
     _of_latents(Kernel.MLA_PREFILL, "new tokens"),
     # Over a chunk of context, which is not causal.
     _of_latents(Kernel.MLA_PREFILL, "context", causal=False),
-    _of_latents(Kernel.MLA_PREFILL, "context window", causal=False, window=1024),
+    _of_latents(Kernel.MLA_PREFILL, "context window", 90, causal=False, window=1024),
     _of_latents(Kernel.MLA_EXPAND, "context", 90, causal=False),
     _of_latents(Kernel.MLA_EXPAND, "context fp8", causal=False, cache=_FP8),
 )
@@ -431,7 +431,7 @@ HOPPER_VARIANTS: Final = (
     _only(_HL, "64 heads pages of 16", heads=(64, 1, 576)),
     _only(_HL, "20 heads verify 4", heads=(20, 1, 576), drafts=3),
     _only(_HL, "128 heads fp16", heads=(128, 1, 576), block_size=64, dtype=DType.FLOAT16),
-    _only(Kernel.MLA_FOLD, "128 heads", 90, speed=True, heads=(128, 1, 576), block_size=64),
+    _only(Kernel.HOPPER_MLA_FOLD, "128 heads", 90, speed=True, heads=(128, 1, 576), block_size=64),
     _only(_HL, "16 heads fp8", 90, speed=True, heads=(16, 1, 576), block_size=64, cache=_FP8),
     _only(_HL, "20 heads fp8 fp16", heads=(20, 1, 576), dtype=DType.FLOAT16, cache=_FP8, drafts=3),
 )
@@ -453,7 +453,7 @@ def call_of(variant: Variant, target: int) -> KernelCall:
             return _latent_call(layer)
         if variant.kernel in (Kernel.MLA_PREFILL, Kernel.MLA_EXPAND):
             return _expanded_call(layer, variant.kernel, target >= 89)
-        if variant.kernel in (Kernel.HOPPER_MLA, Kernel.MLA_FOLD):
+        if variant.kernel in (Kernel.HOPPER_MLA, Kernel.HOPPER_MLA_FOLD):
             return _hopper_latent_call(layer, variant.kernel)
         return _attention_call(layer, variant.kernel)
 
@@ -660,7 +660,7 @@ def _hopper_latent_call(layer: Layer, kernel: Kernel) -> KernelCall:
     known = LatentLayer(heads, latent, size - latent, size**-0.5, layer.cache)
     calls = LatentLauncher(known).calls(step, tensors)
     # The fold is behind what it folds.
-    return calls[-1 if kernel is Kernel.MLA_FOLD else 0]
+    return calls[-1 if kernel is Kernel.HOPPER_MLA_FOLD else 0]
 
 
 class _Recorder:
