@@ -171,6 +171,9 @@ class HopperDecodeTile:
     least_tiles: int | None = None
     """Rows are cut between any two tiles, for shares of so many tiles at least; None cuts them
     where segments end. See :mod:`attn.kernels.hopper.mla`, whose states are too large for that."""
+    consumers: int = 1
+    """Warp groups that multiply, each with every other tile of keys, whose states meet at the end
+    of each segment: see :mod:`attn.kernels.hopper.decode`, the only kernel that has two."""
 
 
 _Tile = TypeVar("_Tile", HopperTile, HopperDecodeTile)
@@ -484,8 +487,25 @@ def hopper_decode_tile(
         programs_per_sm=1,
         max_registers=_registers(8),
     )
-    stages = HOPPER_RING // (2 * kv_tile * shape.head_size * shape.stored_bits // 8)
-    return HopperDecodeTile(split, min(block_size & -block_size, kv_tile), stages)
+    stage = 2 * kv_tile * shape.head_size * shape.stored_bits // 8
+    # Beside the ring there are queries of both consumers then, and a state on its way.
+    consumers = _consumers(shape, used)
+    ring = HOPPER_RING // 6 * 5 if used > 16 and consumers > 1 else HOPPER_RING
+    return HopperDecodeTile(
+        split, min(block_size & -block_size, kv_tile), ring // stage, consumers=consumers
+    )
+
+
+def _consumers(shape: DenseShape, used: int) -> int:
+    """Warp groups that multiply, each with every other tile of keys.
+
+    Two where one would need as long for a tile as its keys do to come, 1700 to 2000 clocks for
+    32 KiB: 64 rows of heads of 128, whose products wait for their softmax, and few bytes per key.
+    Otherwise memory is waited for anyway, and two states of wide heads would be spilled.
+    """
+    if shape.head_size == 128:
+        return 2 if used > 16 or shape.stored_bits == 8 else 1
+    return 2 if shape.head_size == 64 and used <= 16 else 1
 
 
 def misfit_of(shape: DenseShape, kind: DeviceKind, block_size: int) -> str | None:

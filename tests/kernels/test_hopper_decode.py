@@ -93,7 +93,12 @@ def test_boxes_of_a_tile_are_whole_and_so_are_tiles_of_a_segment() -> None:
             assert split.rows == 16 or (split.rows == 64 and size < 256)
             if not every_row:
                 assert split.query_tokens == 1
-            assert tile.num_stages * 2 * split.kv_tile * size * 2 == HOPPER_RING
+            ring = tile.num_stages * 2 * split.kv_tile * size * 2
+            if tile.consumers == 1 or split.rows == 16:
+                assert ring == HOPPER_RING
+            # Queries of both consumers and a state on its way are beside it.
+            beside = 2 * split.rows * size * 2 + 4 * split.rows * size if tile.consumers > 1 else 0
+            assert ring + beside + 2048 <= SHARED_MEMORY[DeviceKind.SM90] * 1024
             # A launcher knows no more than the plan's tokens.
             tokens = split.query_tokens
             assert hopper_decode_tile(shape, DeviceKind.SM90, block_size, tokens) == tile
@@ -378,4 +383,30 @@ def test_the_plain_kernel_computes_alibi_over_its_plan(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("instead", [{"_clear_tail": lambda *_: None}], indirect=False)
 def test_values_that_nobody_wrote_would_show(launched: list[KernelCall]) -> None:
     assert test_random_attention.findings(LONG["verify"])
+    assert launched
+
+
+TWO = [name for name in LONG if name in ("wide", "bundles", "e4m3", "head_loops")]
+"""Where two consumers share the keys."""
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_two_consumers_share_the_keys_where_one_would_be_waited_for(
+    kind: str, launched: list[KernelCall]
+) -> None:
+    test_random_attention.findings(LONG[kind])
+    assert {call.arguments["CONSUMERS"] for call in launched} == {2 if kind in TWO else 1}
+
+
+def _without_what_was_sent(*given: Any) -> Any:
+    *state, times, _letter, _top, _sum, sent, taken = given
+    sent.wait(times & 1)
+    taken.arrive()
+    return state
+
+
+@pytest.mark.parametrize("instead", [{"_with_sent": _without_what_was_sent}], indirect=False)
+@pytest.mark.parametrize("kind", TWO)
+def test_the_other_consumers_keys_would_be_missed(kind: str, launched: list[KernelCall]) -> None:
+    assert test_random_attention.findings(LONG[kind])
     assert launched

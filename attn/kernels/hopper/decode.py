@@ -6,6 +6,10 @@ row alone, and no program waits for another. What differs is how keys come: one 
 producer, which walks the block table and asks for keys and values, a run of a page and 64 columns
 at a time, into a ring of stages; it is ahead by as much as fits, across segments and rows.
 
+With two consumers one multiplies while the other is at its softmax: each takes every other tile of
+keys, by the tile's place in the request, with a state of its own; at a segment's end the second's
+is folded onto the first's, who does all the rest. So bits follow from positions here too.
+
 No page is read of which no row of the tile sees a key: its place is filled with zeros by a box
 outside the cache. Slots past the end of the request share a page with live ones and may hold
 anything; the values there are overwritten with zeros, since zero times NaN is NaN.
@@ -24,7 +28,10 @@ from attn.kernels.hopper.decode_produce import produce
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _REGISTERS = tl.constexpr(96)
-"""Of the producer's thread; the consumers have all that a thread can have anyway."""
+"""Of the producer's thread beside one consumer, who has all that a thread can have anyway."""
+_OF_THREE = tl.constexpr(((208, 88), (232, 40)))
+"""Of a consumer's thread and the producer's where there are two consumers, of 16 rows and of 64:
+the three have 504 together, and who multiplies 64 has two states."""
 _VARYING = [
     "groups",
     "window",
@@ -97,6 +104,7 @@ def hopper_decode_kernel(
     BLOCK_SIZE: gl.constexpr,
     RUN: gl.constexpr,
     STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
     FINISH_ROWS: gl.constexpr,
     FINISH_WIDTH: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -136,40 +144,88 @@ def hopper_decode_kernel(
     k_tiles = reinterpret(k_boxes, gl.float8e4nv if E4M3 else STORED, [STAGES, KV_TILE, SIZE], KEYS)
     v_tiles = reinterpret(v_boxes, STORED, [STAGES, KV_TILE, WORDS], LAYOUT)
     v_runs = reinterpret(v_boxes, STORED, [BOXES, RUN, 64], LAYOUT)
-    # Queries, where products read them from here.
-    queries = gl.allocate_shared_memory(DTYPE, [ROWS if ROWS > 16 else 8, SIZE], LAYOUT)
+    # Queries, where products read them from here: each consumer's own.
+    queries = gl.allocate_shared_memory(DTYPE, [CONSUMERS, ROWS if ROWS > 16 else 8, SIZE], LAYOUT)
     # Where warps meet: maxima of rows, and weights on their way to being an operand.
     exchange = gl.allocate_shared_memory(
-        gl.float32, [16, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        gl.float32, [CONSUMERS, 16, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
     turned = gl.allocate_shared_memory(
-        DTYPE, [16, KV_TILE if ROWS == 16 else 16], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+        DTYPE,
+        [CONSUMERS, 16, KV_TILE if ROWS == 16 else 16],
+        gl.SwizzledSharedLayout(8, 1, 8, [1, 0]),
     )
+    # The second consumer's state on its way to the first: output, and maxima and sums.
+    LETTER: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    letter = gl.allocate_shared_memory(
+        gl.float32, [1, ROWS if CONSUMERS > 1 else 8, SIZE if CONSUMERS > 1 else 32], LETTER
+    )
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    letter_top = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
+    letter_sum = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    sent = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    taken = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     for s in gl.static_range(STAGES):
         mbarrier.init(k_full.index(s), count=1)
         mbarrier.init(v_full.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
+    mbarrier.init(sent, count=1)
+    mbarrier.init(taken, count=1)
     # TMA sees barriers by another way than threads do.
     fence_async_shared()
     wait_for_kernels_before()
-    gl.warp_specialize(
-        [
-            (consume, (query_ptr, k_tiles, v_tiles, v_runs, queries, exchange, turned, k_full,
-                v_full, empty, out_ptr, lse_ptr, output_scale_ptr, rows_ptr, total_ptr, starts_ptr,
-                shares_ptr, counters_ptr, states_ptr, sums_ptr, causal_ptr, ranges_ptr, sinks_ptr,
-                k_scale_ptr, v_scale_ptr, scale_head, query_token, query_head, out_token, out_head,
-                lse_token, factor, soft_cap, groups, window, chunk, lookback, num_ranges, HEADS,
-                HEAD_LOOPS, HEAD_TILES, GROUP, TILE_HEADS, QUERY_TOKENS, ROWS, SLOTS, BUNDLES, AREA,
-                SEGMENT_UNIT, DTYPE, KV_TILE, SIZE, RUN, STAGES, FINISH_ROWS, FINISH_WIDTH, CAUSAL,
-                WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, SINKS, FP8_OUT, LSE, E4M3)),
-            (produce, (k_desc, v_desc, k_boxes, v_boxes, k_full, v_full, empty, table_ptr, rows_ptr,
-                shares_ptr, causal_ptr, ranges_ptr, table_row, num_ranges, window, chunk, lookback,
-                HEADS, HEAD_LOOPS, HEAD_TILES, KV_TILE, SEGMENT_UNIT, HALVES, BLOCK_SIZE, RUN,
-                STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
-        ],
-        [1],
-        [_REGISTERS],
-    )  # fmt: skip
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (consume, (0, query_ptr, k_tiles, v_tiles, v_runs, queries, exchange, turned,
+                    letter, letter_top, letter_sum, k_full, v_full, empty, sent, taken, out_ptr,
+                    lse_ptr, output_scale_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr,
+                    counters_ptr, states_ptr, sums_ptr, causal_ptr, ranges_ptr, sinks_ptr,
+                    k_scale_ptr, v_scale_ptr, scale_head, query_token, query_head, out_token,
+                    out_head, lse_token, factor, soft_cap, groups, window, chunk, lookback,
+                    num_ranges, HEADS, HEAD_LOOPS, HEAD_TILES, GROUP, TILE_HEADS, QUERY_TOKENS,
+                    ROWS, SLOTS, BUNDLES, AREA, SEGMENT_UNIT, DTYPE, KV_TILE, SIZE, RUN, STAGES,
+                    CONSUMERS, FINISH_ROWS, FINISH_WIDTH, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                    SOFT_CAP, SINKS, FP8_OUT, LSE, E4M3)),
+                (produce, (k_desc, v_desc, k_boxes, v_boxes, k_full, v_full, empty, table_ptr,
+                    rows_ptr, shares_ptr, causal_ptr, ranges_ptr, table_row, num_ranges, window,
+                    chunk, lookback, HEADS, HEAD_LOOPS, HEAD_TILES, KV_TILE, SEGMENT_UNIT,
+                    HALVES, BLOCK_SIZE, RUN, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
+            ],
+            [1],
+            [_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (0, query_ptr, k_tiles, v_tiles, v_runs, queries, exchange, turned,
+                    letter, letter_top, letter_sum, k_full, v_full, empty, sent, taken, out_ptr,
+                    lse_ptr, output_scale_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr,
+                    counters_ptr, states_ptr, sums_ptr, causal_ptr, ranges_ptr, sinks_ptr,
+                    k_scale_ptr, v_scale_ptr, scale_head, query_token, query_head, out_token,
+                    out_head, lse_token, factor, soft_cap, groups, window, chunk, lookback,
+                    num_ranges, HEADS, HEAD_LOOPS, HEAD_TILES, GROUP, TILE_HEADS, QUERY_TOKENS,
+                    ROWS, SLOTS, BUNDLES, AREA, SEGMENT_UNIT, DTYPE, KV_TILE, SIZE, RUN, STAGES,
+                    CONSUMERS, FINISH_ROWS, FINISH_WIDTH, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                    SOFT_CAP, SINKS, FP8_OUT, LSE, E4M3)),
+                (consume, (1, query_ptr, k_tiles, v_tiles, v_runs, queries, exchange, turned,
+                    letter, letter_top, letter_sum, k_full, v_full, empty, sent, taken, out_ptr,
+                    lse_ptr, output_scale_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr,
+                    counters_ptr, states_ptr, sums_ptr, causal_ptr, ranges_ptr, sinks_ptr,
+                    k_scale_ptr, v_scale_ptr, scale_head, query_token, query_head, out_token,
+                    out_head, lse_token, factor, soft_cap, groups, window, chunk, lookback,
+                    num_ranges, HEADS, HEAD_LOOPS, HEAD_TILES, GROUP, TILE_HEADS, QUERY_TOKENS,
+                    ROWS, SLOTS, BUNDLES, AREA, SEGMENT_UNIT, DTYPE, KV_TILE, SIZE, RUN, STAGES,
+                    CONSUMERS, FINISH_ROWS, FINISH_WIDTH, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                    SOFT_CAP, SINKS, FP8_OUT, LSE, E4M3)),
+                (produce, (k_desc, v_desc, k_boxes, v_boxes, k_full, v_full, empty, table_ptr,
+                    rows_ptr, shares_ptr, causal_ptr, ranges_ptr, table_row, num_ranges, window,
+                    chunk, lookback, HEADS, HEAD_LOOPS, HEAD_TILES, KV_TILE, SEGMENT_UNIT,
+                    HALVES, BLOCK_SIZE, RUN, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
+            ],
+            [4, 1],
+            [_OF_THREE[ROWS // 64][0], _OF_THREE[ROWS // 64][1]],
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The consumers of the split-KV kernel: a warp group that multiplies."""
+"""The consumers of the split-KV kernel: warp groups that multiply."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attn.kernels.hopper.compat import thread_barrier
 from attn.kernels.hopper.decode_finish import finish_part, lender_of, store_state
-from attn.kernels.hopper.decode_parts import FIELDS, part_at, share_at
+from attn.kernels.hopper.decode_parts import FIELDS, opaque_zero, part_at, share_at
 from attn.kernels.hopper.tiles import wide
 from attn.kernels.masks import biased, masked, own_range, reach_of, seen_by_all
 from attn.kernels.rows import write_rows
@@ -88,13 +88,19 @@ def _joined(low, high, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def _queries_of(first, m, TILE_HEADS: gl.constexpr):
+    """Positions of the tile's rows, whose maxima are ``m``."""
+    return first + gl.arange(0, m.shape[0], layout=m.type.layout) // TILE_HEADS
+
+
+@gluon.jit
 def _tile(
     tile, turn, q, m, l, acc, odd, k_tiles, v_tiles, v_runs, exchange, turned, k_full, v_full,
-    empty, factor, soft_cap, query, reach, kv_len, window, chunk, lookback, range_first, range_last,
-    all_low, all_high, DTYPE: gl.constexpr, KV_TILE: gl.constexpr, HALVES: gl.constexpr,
-    RUN: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr, SOFT_CAP: gl.constexpr,
-    E4M3: gl.constexpr,
+    empty, factor, soft_cap, first, causal, kv_len, window, chunk, lookback, range_first,
+    range_last, all_low, all_high, DTYPE: gl.constexpr, TILE_HEADS: gl.constexpr,
+    KV_TILE: gl.constexpr, HALVES: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr,
+    CLAMP: gl.constexpr, SOFT_CAP: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
     """One tile of keys: scores, online softmax, output. ``l`` is summed up by thread."""
     ROWS: gl.constexpr = acc.shape[0]
@@ -124,6 +130,8 @@ def _tile(
         edge = edge | (tile * KV_TILE < all_low)
     if edge:
         key = tile * KV_TILE + gl.arange(0, KV_TILE, layout=gl.SliceLayout(0, SCORES))
+        query = _queries_of(first, m, TILE_HEADS)
+        reach = reach_of(query, kv_len, causal, CAUSAL)
         scores = masked(
             scores, query, key, reach, kv_len, window, chunk, lookback, 0, range_first, range_last,
             CAUSAL, WINDOW, CHUNK, False, RANGES, CLAMP,
@@ -166,22 +174,49 @@ def _tile(
 
 
 @gluon.jit
+def _send(m, l, acc, times, letter, top, sums, sent, taken):
+    """A state to the other consumer, who has taken all before it."""
+    mbarrier.wait(taken, (times & 1) ^ 1)
+    letter.index(0).store(acc)
+    top.store(m)
+    sums.store(l)
+    mbarrier.arrive(sent, count=1)
+
+
+@gluon.jit
+def _with_sent(m, l, acc, times, letter, top, sums, sent, taken):
+    """A state, and the one that the other consumer sent folded onto it."""
+    STATE: gl.constexpr = acc.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, STATE)
+    mbarrier.wait(sent, times & 1)
+    m1 = top.load(ROW)
+    l1 = sums.load(ROW)
+    acc1 = letter.index(0).load(STATE)
+    mbarrier.arrive(taken, count=1)
+    return fold(m, l, acc, m1, l1, acc1)
+
+
+@gluon.jit
 def consume(
-    query_ptr, k_tiles, v_tiles, v_runs, queries, exchange, turned, k_full, v_full, empty, out_ptr,
-    lse_ptr, output_scale_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr, counters_ptr,
-    states_ptr, sums_ptr, causal_ptr, ranges_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, scale_head,
-    query_token, query_head, out_token, out_head, lse_token, factor, soft_cap, groups, window,
-    chunk, lookback, num_ranges, HEADS: gl.constexpr, HEAD_LOOPS: gl.constexpr,
-    HEAD_TILES: gl.constexpr, GROUP: gl.constexpr, TILE_HEADS: gl.constexpr,
-    QUERY_TOKENS: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, BUNDLES: gl.constexpr,
-    AREA: gl.constexpr, SEGMENT_UNIT: gl.constexpr, DTYPE: gl.constexpr, KV_TILE: gl.constexpr,
-    WIDTH: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr, FINISH_ROWS: gl.constexpr,
-    FINISH_WIDTH: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr,
-    RANGES: gl.constexpr, CLAMP: gl.constexpr, SOFT_CAP: gl.constexpr, SINKS: gl.constexpr,
-    FP8_OUT: gl.constexpr, LSE: gl.constexpr, E4M3: gl.constexpr,
+    PART: gl.constexpr, query_ptr, k_tiles, v_tiles, v_runs, queries, exchange, turned, letter,
+    letter_top, letter_sum, k_full, v_full, empty, sent, taken, out_ptr, lse_ptr, output_scale_ptr,
+    rows_ptr, total_ptr, starts_ptr, shares_ptr, counters_ptr, states_ptr, sums_ptr, causal_ptr,
+    ranges_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, scale_head, query_token, query_head, out_token,
+    out_head, lse_token, factor, soft_cap, groups, window, chunk, lookback, num_ranges,
+    HEADS: gl.constexpr, HEAD_LOOPS: gl.constexpr, HEAD_TILES: gl.constexpr, GROUP: gl.constexpr,
+    TILE_HEADS: gl.constexpr, QUERY_TOKENS: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr,
+    BUNDLES: gl.constexpr, AREA: gl.constexpr, SEGMENT_UNIT: gl.constexpr, DTYPE: gl.constexpr,
+    KV_TILE: gl.constexpr, WIDTH: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, FINISH_ROWS: gl.constexpr, FINISH_WIDTH: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr,
+    CLAMP: gl.constexpr, SOFT_CAP: gl.constexpr, SINKS: gl.constexpr, FP8_OUT: gl.constexpr,
+    LSE: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
     """All parts that the program takes. Of 16 rows, warps lie along keys for scores and along
     columns for output, so that no key is read twice; of 64, each warp has 16.
+
+    Of two consumers, the one that takes even tiles, and folds, finishes and writes; or (PART 1) the
+    one that takes odd tiles.
     """
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
     BY_KEY: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
@@ -192,9 +227,16 @@ def consume(
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     USED: gl.constexpr = TILE_HEADS * QUERY_TOKENS
     HALVES: gl.constexpr = WIDTH // (128 if E4M3 else 64)
+    # States under way at a row's end: what there are registers for, up to all of a bundle.
+    CELLS: gl.constexpr = FINISH_ROWS * FINISH_WIDTH * CONSUMERS
+    AT_ONCE: gl.constexpr = 16 if CELLS <= 512 else 12 if CELLS <= 1024 else 8
     lane = gl.program_id(0) % HEADS
     first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
+    exchange = exchange.index(PART)
+    turned = turned.index(PART)
+    queries = queries.index(PART)
     turn = 0
+    letters = 0
     for r in range(first_row, past_row):
         end, req, kv_len, first, last, causal, _, low, high = part_at(
             r, mine, fields, begin, causal_ptr, ranges_ptr, num_ranges, window, chunk,
@@ -238,14 +280,12 @@ def consume(
                 fence_async_shared()
                 thread_barrier()
                 q = queries
-            row = gl.arange(0, ROWS, layout=SUMS)
-            query = first + row // TILE_HEADS
-            reach = reach_of(query, kv_len, causal, CAUSAL)
-            range_first = reach
-            range_last = reach
+            top = gl.full([ROWS], float("-inf"), gl.float32, SUMS)
+            range_first = _queries_of(first, top, TILE_HEADS)
+            range_last = range_first
             if RANGES:
                 ranges = ranges_ptr + req.to(gl.int64) * num_ranges * 2
-                range_first, range_last = own_range(query, ranges, num_ranges)
+                range_first, range_last = own_range(range_first, ranges, num_ranges)
             all_low, all_high = seen_by_all(
                 first, last, kv_len, causal, window, chunk, lookback, CAUSAL, WINDOW, CHUNK, False
             )
@@ -254,69 +294,87 @@ def consume(
             STATE: gl.constexpr = A.type.layout
             M = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, STATE))
             L = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, STATE))
-            parts = gl.load(fields + 9)
-            is_all = (begin == 0) & (end == parts) & (gl.load(fields + 11) == 1)
+            is_all = True
             lender = 0
-            if not is_all:
-                base = gl.load(fields + 7) + (r % HEAD_LOOPS) * gl.load(fields + 6)
-                lender = lender_of(base, groups, total_ptr)
+            if PART == 0:
+                parts = gl.load(fields + 9)
+                is_all = (begin == 0) & (end == parts) & (gl.load(fields + 11) == 1)
+                if not is_all:
+                    base = gl.load(fields + 7) + (r % HEAD_LOOPS) * gl.load(fields + 6)
+                    lender = lender_of(base, groups, total_ptr)
             slots = (lender * HEADS + lane) * AREA
             seen = segment_of(low * SEGMENT_UNIT)
             unseen = segment_of(gl.maximum(high - 1, 0) * SEGMENT_UNIT) + 1
             unseen = gl.where(high > low, unseen, seen)
-            if begin > 0:
-                # Segments of which this layer's queries see nothing are states all the same.
-                for s in range(first_part + begin, first_part + end):
-                    if (s < seen) | (s >= unseen):
-                        store_state(
-                            states_ptr, sums_ptr, slots + s - first_part, M, L, A, 0, USED, WIDTH
-                        )
+            if PART == 0:
+                if begin > 0:
+                    # Segments of which this layer's queries see nothing are states all the same.
+                    for s in range(first_part + begin, first_part + end):
+                        if (s < seen) | (s >= unseen):
+                            store_state(
+                                states_ptr, sums_ptr, slots + s - first_part, M, L, A,
+                                opaque_zero(), USED, WIDTH,
+                            )  # fmt: skip
             for s in range(seen, unseen):
-                m = gl.full([ROWS], float("-inf"), gl.float32, SUMS)
+                m = top
                 l = _sum_of_own(gl.zeros([ROWS, KV_TILE], gl.float32, SCORES), KV_TILE)
                 acc = zero
                 odd = zero
                 from_tile = gl.maximum(segment_start(s) // SEGMENT_UNIT, low)
                 to_tile = gl.minimum(segment_start(s + 1) // SEGMENT_UNIT, high)
-                for tile in range(from_tile, to_tile):
+                if CONSUMERS > 1:
+                    from_tile += (from_tile ^ PART) & 1
+                for tile in range(from_tile, to_tile, CONSUMERS):
                     m, l, acc, odd = _tile(
-                        tile, turn, q, m, l, acc, odd, k_tiles, v_tiles, v_runs, exchange, turned,
-                        k_full, v_full, empty, natural, soft_cap, query, reach, kv_len, window,
-                        chunk, lookback, range_first, range_last, all_low, all_high, DTYPE, KV_TILE,
-                        HALVES, RUN, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP, SOFT_CAP, E4M3,
+                        tile, turn + tile - low, q, m, l, acc, odd, k_tiles, v_tiles, v_runs,
+                        exchange, turned, k_full, v_full, empty, natural, soft_cap, first, causal,
+                        kv_len, window, chunk, lookback, range_first, range_last, all_low, all_high,
+                        DTYPE, TILE_HEADS, KV_TILE, HALVES, RUN, STAGES, CAUSAL, WINDOW, CHUNK,
+                        RANGES, CLAMP, SOFT_CAP, E4M3,
                     )  # fmt: skip
-                    turn += 1
                 if not SOFT_CAP:
                     m = m * natural
                 acc = _joined(acc, odd, WIDTH)
                 m = gl.convert_layout(m, gl.SliceLayout(1, STATE))
                 total = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, STATE))
-                if begin > 0:
-                    store_state(
-                        states_ptr, sums_ptr, slots + s - first_part, m, total, acc, 0, USED, WIDTH
-                    )
+                if PART == 1:
+                    _send(m, total, acc, letters, letter, letter_top, letter_sum, sent, taken)
                 else:
-                    M, L, A = fold(M, L, A, m, total, acc)
-            # Once more, instead of being kept in registers meanwhile.
-            token = gl.load(fields + 1)
-            count = gl.load(fields + 2)
-            if is_all:
-                place = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STATE))
-                in_tile = in_group + place % TILE_HEADS
-                column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, STATE))
-                write_rows(
-                    M, L, A, token + place // TILE_HEADS, kv_head * GROUP + in_tile,
-                    (place < count * TILE_HEADS) & (in_tile < GROUP), column, column >= 0, out_ptr,
-                    lse_ptr, sinks_ptr, v_factor, output_scale_ptr, wide(out_token), out_head,
-                    wide(lse_token), SINKS, FP8_OUT, LSE, True,
-                )  # fmt: skip
-            else:
-                finish_part(
-                    r, fields, lane, begin, end, lender, M, L, A, kv_head, in_group, rows_ptr,
-                    total_ptr, starts_ptr, counters_ptr, states_ptr, sums_ptr, out_ptr, lse_ptr,
-                    sinks_ptr, v_factor, output_scale_ptr, groups, wide(out_token), out_head,
-                    wide(lse_token), 0, HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED, SLOTS, BUNDLES,
-                    AREA, WIDTH, FINISH_ROWS, FINISH_WIDTH, SINKS, FP8_OUT, LSE,
-                )  # fmt: skip
+                    if CONSUMERS > 1:
+                        m, total, acc = _with_sent(
+                            m, total, acc, letters, letter, letter_top, letter_sum, sent, taken
+                        )
+                    if begin > 0:
+                        store_state(
+                            states_ptr, sums_ptr, slots + s - first_part, m, total, acc,
+                            opaque_zero(), USED, WIDTH,
+                        )  # fmt: skip
+                    else:
+                        M, L, A = fold(M, L, A, m, total, acc)
+                letters += 1
+            turn += gl.maximum(high - low, 0)
+            if PART == 0:
+                # Once more, instead of being kept in registers meanwhile.
+                token = gl.load(fields + 1)
+                count = gl.load(fields + 2)
+                if is_all:
+                    place = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STATE)) + opaque_zero()
+                    in_tile = in_group + place % TILE_HEADS
+                    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, STATE))
+                    write_rows(
+                        M, L, A, token + place // TILE_HEADS, kv_head * GROUP + in_tile,
+                        (place < count * TILE_HEADS) & (in_tile < GROUP), column, column >= 0,
+                        out_ptr, lse_ptr, sinks_ptr, v_factor, output_scale_ptr, wide(out_token),
+                        out_head, wide(lse_token), SINKS, FP8_OUT, LSE, True,
+                    )  # fmt: skip
+                else:
+                    finish_part(
+                        r, fields, lane, begin, end, lender, M, L, A, kv_head, in_group, rows_ptr,
+                        total_ptr, starts_ptr, counters_ptr, states_ptr, sums_ptr, out_ptr, lse_ptr,
+                        sinks_ptr, v_factor, output_scale_ptr, groups, wide(out_token), out_head,
+                        wide(lse_token), opaque_zero(), HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED,
+                        SLOTS, BUNDLES, AREA, WIDTH, FINISH_ROWS, FINISH_WIDTH, SINKS, FP8_OUT, LSE,
+                        4, AT_ONCE,
+                    )  # fmt: skip
         begin = 0
         fields = rows_ptr + wide(((r + 1) // HEAD_LOOPS) * FIELDS)

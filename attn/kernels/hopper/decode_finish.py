@@ -72,15 +72,57 @@ def _load_parts(
 
 
 @gluon.jit
+def _fold_many(
+    m, l, acc, states_ptr, sums_ptr, slot, part, parts, row, cells, mine, mask, USED: gl.constexpr,
+    WIDTH: gl.constexpr, AT_ONCE: gl.constexpr,
+):  # fmt: skip
+    """A state and those of the next 12 or 16 segments, all asked for at once: whoever waits for
+    them has nothing else to do, and mostly there are no more of them.
+    """
+    m0, l0, a0, m1, l1, a1, m2, l2, a2, m3, l3, a3 = _load_parts(
+        states_ptr, sums_ptr, slot, part, parts, row, cells, mine, mask, USED, WIDTH
+    )
+    m4, l4, a4, m5, l5, a5, m6, l6, a6, m7, l7, a7 = _load_parts(
+        states_ptr, sums_ptr, slot, part + 4, parts, row, cells, mine, mask, USED, WIDTH
+    )
+    m8, l8, a8, m9, l9, a9, n0, k0, b0, n1, k1, b1 = _load_parts(
+        states_ptr, sums_ptr, slot, part + 8, parts, row, cells, mine, mask, USED, WIDTH
+    )
+    if AT_ONCE == 16:
+        n2, k2, b2, n3, k3, b3, n4, k4, b4, n5, k5, b5 = _load_parts(
+            states_ptr, sums_ptr, slot, part + 12, parts, row, cells, mine, mask, USED, WIDTH
+        )
+    m, l, acc = _fold_four(m, l, acc, m0, l0, a0, m1, l1, a1, m2, l2, a2, m3, l3, a3)
+    if part + 4 < parts:
+        m, l, acc = _fold_four(m, l, acc, m4, l4, a4, m5, l5, a5, m6, l6, a6, m7, l7, a7)
+    if part + 8 < parts:
+        m, l, acc = _fold_four(m, l, acc, m8, l8, a8, m9, l9, a9, n0, k0, b0, n1, k1, b1)
+    if AT_ONCE == 16:
+        if part + 12 < parts:
+            m, l, acc = _fold_four(m, l, acc, n2, k2, b2, n3, k3, b3, n4, k4, b4, n5, k5, b5)
+    return m, l, acc
+
+
+@gluon.jit
+def _fold_four(m, l, acc, m0, l0, a0, m1, l1, a1, m2, l2, a2, m3, l3, a3):
+    """A state and four that follow it."""
+    m, l, acc = fold(m, l, acc, m0, l0, a0)
+    m, l, acc = fold(m, l, acc, m1, l1, a1)
+    m, l, acc = fold(m, l, acc, m2, l2, a2)
+    return fold(m, l, acc, m3, l3, a3)
+
+
+@gluon.jit
 def _fold_parts(
     kv_head, in_group, token, count, slot, first, parts, target, stores, states_ptr, sums_ptr,
     out_ptr, lse_ptr, sinks_ptr, v_factor, output_scale_ptr, out_token, out_head, lse_token, zero,
     GROUP: gl.constexpr, TILE_HEADS: gl.constexpr, USED: gl.constexpr, WIDTH: gl.constexpr,
     FINISH_ROWS: gl.constexpr, FINISH_WIDTH: gl.constexpr, SINKS: gl.constexpr,
-    FP8_OUT: gl.constexpr, LSE: gl.constexpr, WARPS: gl.constexpr,
+    FP8_OUT: gl.constexpr, LSE: gl.constexpr, WARPS: gl.constexpr, AT_ONCE: gl.constexpr,
 ):  # fmt: skip
     """Fold a row's stored states in the order of :func:`attn.kernels.rows.fold_parts`: the prefix
-    in slot ``slot``, then ``slot + first`` on; write the row, or its state to ``target``.
+    in slot ``slot``, then ``slot + first`` on; write the row, or its state to ``target``. AT_ONCE
+    of them are under way, 8, 12 or 16.
     """
     LANES: gl.constexpr = FINISH_WIDTH // 4 if FINISH_WIDTH < 128 else 32
     CELLS: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [WARPS, 1], [1, 0])
@@ -94,20 +136,24 @@ def _fold_parts(
         cells = row[:, None] * WIDTH + column[None, :]
         mask = mine[:, None] & (column >= 0)[None, :]
         m, l, acc = _load_state(states_ptr, sums_ptr, slot, row, cells, mine, mask, USED, WIDTH)
-        m0, l0, a0, m1, l1, a1, m2, l2, a2, m3, l3, a3 = _load_parts(
-            states_ptr, sums_ptr, slot, first, parts, row, cells, mine, mask, USED, WIDTH
-        )
-        for part in range(first, parts, 4):
-            # The next four are asked for before these are folded: a fold waits for its own.
-            n0, k0, b0, n1, k1, b1, n2, k2, b2, n3, k3, b3 = _load_parts(
-                states_ptr, sums_ptr, slot, part + 4, parts, row, cells, mine, mask, USED, WIDTH
+        if AT_ONCE > 8:
+            for part in range(first, parts, AT_ONCE):
+                m, l, acc = _fold_many(
+                    m, l, acc, states_ptr, sums_ptr, slot, part, parts, row, cells, mine, mask,
+                    USED, WIDTH, AT_ONCE,
+                )  # fmt: skip
+        else:
+            m0, l0, a0, m1, l1, a1, m2, l2, a2, m3, l3, a3 = _load_parts(
+                states_ptr, sums_ptr, slot, first, parts, row, cells, mine, mask, USED, WIDTH
             )
-            m, l, acc = fold(m, l, acc, m0, l0, a0)
-            m, l, acc = fold(m, l, acc, m1, l1, a1)
-            m, l, acc = fold(m, l, acc, m2, l2, a2)
-            m, l, acc = fold(m, l, acc, m3, l3, a3)
-            m0, l0, a0, m1, l1, a1 = n0, k0, b0, n1, k1, b1
-            m2, l2, a2, m3, l3, a3 = n2, k2, b2, n3, k3, b3
+            for part in range(first, parts, 4):
+                # The next four are asked for before these are folded: a fold waits for its own.
+                n0, k0, b0, n1, k1, b1, n2, k2, b2, n3, k3, b3 = _load_parts(
+                    states_ptr, sums_ptr, slot, part + 4, parts, row, cells, mine, mask, USED, WIDTH
+                )
+                m, l, acc = _fold_four(m, l, acc, m0, l0, a0, m1, l1, a1, m2, l2, a2, m3, l3, a3)
+                m0, l0, a0, m1, l1, a1 = n0, k0, b0, n1, k1, b1
+                m2, l2, a2, m3, l3, a3 = n2, k2, b2, n3, k3, b3
         if stores:
             sums = sums_ptr + target.to(gl.int64) * (2 * USED)
             gl.store(sums + row, m, mask=mine)
@@ -145,6 +191,7 @@ def finish_part(
     SLOTS: gl.constexpr, BUNDLES: gl.constexpr, AREA: gl.constexpr, WIDTH: gl.constexpr,
     FINISH_ROWS: gl.constexpr, FINISH_WIDTH: gl.constexpr, SINKS: gl.constexpr,
     FP8_OUT: gl.constexpr, LSE: gl.constexpr, WARPS: gl.constexpr = 4,
+    AT_ONCE: gl.constexpr = 8,
 ):  # fmt: skip
     """A part that is not all of its queries' keys: its state is stored, and who has the last folds.
 
@@ -211,5 +258,5 @@ def finish_part(
                     count_of, mine_too + bundle, (level == 0) & (bundles > 1), states_ptr, sums_ptr,
                     out_ptr, lse_ptr, sinks_ptr, v_factor, output_scale_ptr, out_token, out_head,
                     lse_token, zero, GROUP, TILE_HEADS, USED, WIDTH, FINISH_ROWS, FINISH_WIDTH,
-                    SINKS, FP8_OUT, LSE, WARPS,
+                    SINKS, FP8_OUT, LSE, WARPS, AT_ONCE,
                 )  # fmt: skip

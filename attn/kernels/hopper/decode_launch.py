@@ -97,6 +97,7 @@ class HopperDecodeLauncher(HopperForms[SplitPlan]):
             "scale_head": 1 if tensors.k_scale.numel() > 1 else 0,
             "E4M3": layer.cache_dtype.is_quantized,
             "STAGES": plan.hopper.num_stages,
+            "CONSUMERS": plan.hopper.consumers,
         }
         return KernelForm(hopper_decode_kernel, fixed, _VARYING, num_warps=4, waits=True)
 

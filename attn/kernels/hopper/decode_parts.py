@@ -15,6 +15,16 @@ _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
 
 
 @gluon.jit
+def opaque_zero():
+    """A zero that LLVM does not know: what depends on it is computed where it is used, and not kept
+    in registers from the kernel's beginning on.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def share_at(shares_ptr, HEADS: gl.constexpr):
     """What a program begins with: its first row, the segment in it, the row after its last, where
     its share is written, and where its first row's numbers are.
@@ -40,12 +50,41 @@ def part_at(
     Returns ``end``; request, KV length, first and last position of the queries, the causal flag;
     the first key that a query sees, and tiles of keys ``[low, high)``.
     """
-    req = gl.load(fields)
-    count = gl.load(fields + 2)
-    kv_len = gl.load(fields + 3)
-    first = gl.load(fields + 4)
-    first_part = gl.load(fields + 8)
-    end = gl.where(r == gl.load(mine + 2), gl.load(mine + 3), gl.load(fields + 9))
+    req, count, kv_len, first, first_part, parts, bundle = walked_fields(fields, True)
+    end = gl.where(r == gl.load(mine + 2), gl.load(mine + 3), parts)
+    last, causal, start, low, high = tiles_of(
+        begin, end, req, count, kv_len, first, first_part, bundle, causal_ptr, ranges_ptr,
+        num_ranges, window, chunk, lookback, KV_TILE, SEGMENT_UNIT, CAUSAL, WINDOW, CHUNK, RANGES,
+        CLAMP,
+    )  # fmt: skip
+    return end, req, kv_len, first, last, causal, start, low, high
+
+
+@gluon.jit
+def walked_fields(fields, there_is):
+    """Of a row's numbers those that say what is walked: request, tokens, KV length, first position,
+    first segment, segments, bundle. They are asked for here, and waited for where they are used.
+    """
+    req = gl.load(fields, mask=there_is, other=0)
+    count = gl.load(fields + 2, mask=there_is, other=0)
+    kv_len = gl.load(fields + 3, mask=there_is, other=0)
+    first = gl.load(fields + 4, mask=there_is, other=0)
+    first_part = gl.load(fields + 8, mask=there_is, other=0)
+    parts = gl.load(fields + 9, mask=there_is, other=0)
+    bundle = gl.load(fields + 10, mask=there_is, other=0)
+    return req, count, kv_len, first, first_part, parts, bundle
+
+
+@gluon.jit
+def tiles_of(
+    begin, end, req, count, kv_len, first, first_part, bundle, causal_ptr, ranges_ptr, num_ranges,
+    window, chunk, lookback, KV_TILE: gl.constexpr, SEGMENT_UNIT: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr,
+    CLAMP: gl.constexpr,
+):  # fmt: skip
+    """What is walked for a row's segments ``[begin, end)``: last position of the queries, the
+    causal flag, the first key that a query sees, and tiles of keys ``[low, high)``.
+    """
     last = first + count - 1
     causal = 1
     if CAUSAL == 2:
@@ -63,9 +102,9 @@ def part_at(
     )  # fmt: skip
     low = gl.maximum(segment_start(first_part + begin) // SEGMENT_UNIT, start // KV_TILE)
     # A layer that sees further back than the plan knows starts earlier than the plan.
-    is_first = (begin == 0) & (gl.load(fields + 10) == 0)
+    is_first = (begin == 0) & (bundle == 0)
     low = gl.where(is_first, start // KV_TILE, low)
     high = gl.minimum(
         segment_start(first_part + end) // SEGMENT_UNIT, (stop + KV_TILE - 1) // KV_TILE
     )
-    return end, req, kv_len, first, last, causal, start, low, gl.where(end > begin, high, low)
+    return last, causal, start, low, gl.where(end > begin, high, low)

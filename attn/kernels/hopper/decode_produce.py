@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attn.kernels.hopper.compat import async_load
-from attn.kernels.hopper.decode_parts import FIELDS, part_at, share_at
+from attn.kernels.hopper.decode_parts import FIELDS, share_at, tiles_of, walked_fields
 
 
 @gluon.jit
@@ -57,21 +57,31 @@ def produce(
     """Keys and values of all parts that the program takes, tile after tile."""
     lane = gl.program_id(0) % HEADS
     first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
+    # Beside the share, and later a row ahead: of loads in turn each is most of a microsecond.
+    next_row = gl.load(mine + 2)
+    next_segment = gl.load(mine + 3)
+    req, count, kv_len, first, first_part, parts, bundle = walked_fields(fields, True)
     turn = 0
     for r in range(first_row, past_row):
-        _, req, kv_len, _, _, _, start, low, high = part_at(
-            r, mine, fields, begin, causal_ptr, ranges_ptr, num_ranges, window, chunk,
-            lookback, KV_TILE, SEGMENT_UNIT, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+        end = gl.where(r == next_row, next_segment, parts)
+        _, _, start, low, high = tiles_of(
+            begin, end, req, count, kv_len, first, first_part, bundle, causal_ptr, ranges_ptr,
+            num_ranges, window, chunk, lookback, KV_TILE, SEGMENT_UNIT, CAUSAL, WINDOW, CHUNK,
+            RANGES, CLAMP,
         )  # fmt: skip
         kv_head = ((r % HEAD_LOOPS) * HEADS + lane) // HEAD_TILES
         # A table has fewer than 2^31 entries.
         table = table_ptr + req * table_row
-        pages = pages_of(table, low, start, kv_len, KV_TILE, RUN, BLOCK_SIZE)
+        own_len = kv_len
+        req, count, kv_len, first, first_part, parts, bundle = walked_fields(
+            rows_ptr + ((r + 1) // HEAD_LOOPS) * FIELDS, r + 1 < past_row
+        )
+        pages = pages_of(table, low, start, own_len, KV_TILE, RUN, BLOCK_SIZE)
         for tile in range(low, high):
             stage = turn % STAGES
             # A tile ahead; past the last of the part it is not used.
             ahead = pages_of(
-                table, gl.minimum(tile + 1, high - 1), start, kv_len, KV_TILE, RUN, BLOCK_SIZE
+                table, gl.minimum(tile + 1, high - 1), start, own_len, KV_TILE, RUN, BLOCK_SIZE
             )
             # A fresh barrier lets parity 1 pass at once.
             mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
@@ -86,4 +96,3 @@ def produce(
             pages = ahead
             turn += 1
         begin = 0
-        fields = rows_ptr + ((r + 1) // HEAD_LOOPS) * FIELDS

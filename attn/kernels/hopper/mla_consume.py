@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attn.kernels.hopper.compat import reinterpret, thread_barrier
-from attn.kernels.hopper.decode_parts import FIELDS, share_at
+from attn.kernels.hopper.decode_parts import FIELDS, opaque_zero, share_at
 from attn.kernels.hopper.mla_parts import BLOCK, cut_at
 from attn.kernels.hopper.tiles import wide
 from attn.kernels.rows import write_rows
@@ -29,17 +29,6 @@ from attn.kernels.rows import write_rows
 _TILE = tl.constexpr(128)
 _HALF = tl.constexpr(256)
 """Columns of the output that a warp group has."""
-
-
-@gluon.jit
-def opaque_zero():
-    """A zero that LLVM does not know: what depends on it is computed where it is used, and not
-    kept in registers from the kernel's beginning on. Some 80 descriptors of products would be
-    spilled, and places of cells that a row's end needs.
-    """
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
