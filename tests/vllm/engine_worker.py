@@ -177,6 +177,29 @@ def _gpt_oss() -> Any:
     )
 
 
+def _deepseek() -> Any:
+    """Latent layers of DeepSeek's own widths; no experts: those want kernels of their own."""
+    from transformers import DeepseekV3Config
+
+    return DeepseekV3Config(
+        vocab_size=VOCAB,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=3,
+        first_k_dense_replace=3,
+        n_routed_experts=0,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        q_lora_rank=256,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        max_position_embeddings=MAX_LEN,
+        num_nextn_predict_layers=0,
+    )
+
+
 def _bert() -> Any:
     from transformers import BertConfig
 
@@ -195,12 +218,19 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gpt_oss": _gpt_oss,
+    "deepseek": _deepseek,
     ENCODER: _bert,
 }
 """A model's configuration, of ``transformers``."""
 
 SCORE_STD = 2.0
 """Of attention scores: the softmax then rests on a few of a hundred keys."""
+_SCORING = {
+    *("q_proj", "k_proj", "query", "key"),
+    # Of latent layers, whose ranks are normalised: the last two give the parts of keys.
+    *("q_b_proj", "kv_b_proj", "kv_a_proj_with_mqa"),
+}
+"""Projections whose outputs are queries or keys, or parts of them."""
 LOGIT_STD = 3.0
 TIED_EMBEDDING = 0.05
 """Size of a tied embedding in the residual stream: one as large as what layers add would make each
@@ -242,7 +272,7 @@ def _weight(name: str, weight: Tensor, noise: Tensor, hidden: int, tied: bool) -
     # Experts are [experts, in, out], everything else [out, in].
     fan_in = weight.shape[1]
     gain = 1.0
-    if module in ("q_proj", "k_proj", "query", "key"):
+    if module in _SCORING:
         gain = SCORE_STD**0.5
     elif module == "o_proj" or name.endswith("attention.output.dense.weight"):
         gain = 2.0
