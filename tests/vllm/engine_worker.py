@@ -34,6 +34,8 @@ PROMPT_LENS = (1, 7, 16, 17, 65, 190, 420)
 """Below and above what the split-KV kernel takes, the windows of the models, and a page."""
 
 ENCODER = "bert"
+LATENT = "deepseek"
+"""The model whose layers are latent (MLA)."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gpt_oss": _gpt_oss,
-    "deepseek": _deepseek,
+    LATENT: _deepseek,
     ENCODER: _bert,
 }
 """A model's configuration, of ``transformers``."""
