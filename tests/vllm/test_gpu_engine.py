@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.vllm.engine_worker import ENCODER, LATENT, Error, Result, Run, result_of
+from tests.vllm.engine_models import ENCODER, LATENT
+from tests.vllm.engine_worker import Error, Result, Run, result_of
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.gpu
