@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.vllm.engine_worker import ENCODER, Error, Result, Run, result_of
+from tests.vllm.engine_models import ENCODER, LATENT
+from tests.vllm.engine_worker import Error, Result, Run, result_of
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.gpu
@@ -30,9 +32,18 @@ TIMEOUT = 900
 OURS = "CUSTOM"
 THEIRS = ("FLASH_ATTN", "TRITON_ATTN")
 """The first of them that serves the case is what ours is held against."""
+LATENT_OURS = "TRITON_MLA"
+"""Latent layers are ours by vLLM's own name, which ours replaces."""
+LATENT_THEIRS = ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA")
 MEMBERS = "attn.integrations.vllm.members"
 
 DECODE, PREFILL = "decode_kernel", "prefill_kernel"
+LATENT_DECODE = "mla_decode_kernel"
+NARROW, WIDE, FOLD = "hopper_mla_narrow_kernel", "hopper_mla_kernel", "fold_cuts_kernel"
+"""For Hopper: up to 16 rows (tokens x heads) of a request, or more, whose cuts are then folded."""
+EXPAND, MERGE = "expand_kernel", "merge_kernel"
+KERNELS = {DECODE, PREFILL, LATENT_DECODE, NARROW, WIDE, FOLD, EXPAND, MERGE}
+HOPPER = {"ATTN_VLLM_DECODE_KERNEL": "hopper"}
 VLLM_KERNELS = (
     "kernel_unified_attention",
     "reduce_segments",
@@ -41,6 +52,15 @@ VLLM_KERNELS = (
     "flash::",
     "flashattn",
     "flashinfer",
+    # Of latent layers.
+    "_kernel_stage",
+    "get_mla_metadata",
+    "splitkv_mla",
+    "concat_and_cache",
+    "gather_and_maybe_dequant",
+    "cp_gather",
+    "merge_attn_states",
+    "mask_empty_context",
 )
 """In lower case, parts of the names of vLLM's own attention and cache kernels."""
 
@@ -60,12 +80,36 @@ class Case:
     """Of ours, that have to run in the last call."""
     environment: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def is_latent(self) -> bool:
+        return self.model == LATENT
+
+    @property
+    def is_for_hopper(self) -> bool:
+        return HOPPER.items() <= self.environment.items()
+
 
 def _graphs(cudagraph_mode: str, **options: Any) -> dict[str, Any]:
     """Options of an engine whose every step fits a CUDA graph."""
     sizes = [1, 2, 4, 8, 16, 64, 256, 1024]
     compilation = {"cudagraph_mode": cudagraph_mode, "cudagraph_capture_sizes": sizes, **options}
     return {"enforce_eager": False, "compilation_config": compilation}
+
+
+NGRAMS: dict[str, Any] = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+    }
+}
+
+
+def _latent(*kernels: str, shared: dict[str, Any] | None = None, **given: Any) -> Case:
+    """Latent layers in blocks that all of vLLM's backends take; prefill expands them."""
+    options = {"block_size": 64, **(shared or {})}
+    return Case(LATENT, shared_options=options, kernels=(*kernels, EXPAND, PREFILL), **given)
 
 
 CASES = {
@@ -82,20 +126,23 @@ CASES = {
     ),
     "FULL graphs": Case(options=_graphs("FULL", mode=0)),
     "PIECEWISE graphs": Case(options=_graphs("PIECEWISE")),
-    "n-gram speculation": Case(
-        options={
-            "speculative_config": {
-                "method": "ngram",
-                "num_speculative_tokens": 3,
-                "prompt_lookup_min": 1,
-                "prompt_lookup_max": 3,
-            }
-        }
-    ),
+    "n-gram speculation": Case(options=NGRAMS),
     "gemma2": Case(model="gemma2"),
     "gemma3": Case(model="gemma3"),
     "gpt-oss": Case(model="gpt_oss"),
     "bert": Case(model=ENCODER, kernels=()),
+    "MLA": _latent(LATENT_DECODE),
+    "MLA, first model runner": _latent(
+        LATENT_DECODE, environment={"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    ),
+    "MLA, chunked prefill": _latent(LATENT_DECODE, MERGE, options={"max_num_batched_tokens": 64}),
+    "MLA, FULL graphs": _latent(LATENT_DECODE, options=_graphs("FULL", mode=0)),
+    "MLA, Hopper": _latent(NARROW, environment=HOPPER),
+    "MLA, Hopper, FULL graphs": _latent(
+        NARROW, options=_graphs("FULL", mode=0), environment=HOPPER
+    ),
+    "MLA, Hopper, n-gram speculation": _latent(WIDE, FOLD, options=NGRAMS, environment=HOPPER),
+    "MLA, fp8 KV": _latent(LATENT_DECODE, shared={"kv_cache_dtype": "fp8"}),
 }
 DECODERS = [name for name, case in CASES.items() if case.model != ENCODER]
 
@@ -122,14 +169,19 @@ class Engines:
         self.results: dict[str, Result | WorkerError] = {}
 
     def ours(self, case: Case) -> Result:
-        options = {**case.shared_options, **case.options}
-        run = self._run(case, OURS, options, case.prompt_logprobs, case.calls)
-        return self.result(run, case.environment)
+        if case.is_for_hopper and torch.cuda.get_device_capability()[0] != 9:
+            pytest.skip("kernels for Hopper run there only")
+        options, environment = {**case.shared_options, **case.options}, case.environment
+        backend = LATENT_OURS if case.is_latent else OURS
+        if case.is_latent:
+            environment = {**environment, "ATTN_VLLM_OVERRIDE": backend}
+        run = self._run(case, backend, options, case.prompt_logprobs, case.calls)
+        return self.result(run, environment)
 
     def theirs(self, case: Case) -> Result:
         """Of the first of vLLM's backends that serves the case."""
         refusals = []
-        for backend in THEIRS:
+        for backend in LATENT_THEIRS if case.is_latent else THEIRS:
             try:
                 return self.result(self._run(case, backend, case.shared_options), {})
             except WorkerError as error:
@@ -241,7 +293,7 @@ def test_only_our_kernels_run(engines: Engines, name: str) -> None:
     kernels = engines.ours(CASES[name]).kernels
     assert _of_vllm(kernels) == []
     # One for Hopper stands for the kernel that it is named after.
-    ours = {kernel.removeprefix("hopper_") for kernel in kernels}
+    ours = {*kernels, *(kernel.removeprefix("hopper_") for kernel in kernels)}
     assert set(CASES[name].kernels) - ours == set()
     assert {DECODE, PREFILL} & ours
 
@@ -250,7 +302,7 @@ def test_only_our_kernels_run(engines: Engines, name: str) -> None:
 def test_vllms_own_run_shows_its_kernels_and_none_of_ours(engines: Engines, name: str) -> None:
     theirs = engines.theirs(CASES[name])
     assert _of_vllm(theirs.kernels)
-    assert {DECODE, PREFILL} & set(theirs.kernels) == set()
+    assert KERNELS & set(theirs.kernels) == set()
     assert MEMBERS not in theirs.impls
 
 
@@ -262,6 +314,11 @@ def test_vllms_own_run_shows_its_kernels_and_none_of_ours(engines: Engines, name
         ("FULL graphs", lambda result: result.graphs == "FULL"),
         ("PIECEWISE graphs", lambda result: result.graphs == "PIECEWISE"),
         ("n-gram speculation", lambda result: result.drafts > 0),
+        ("MLA, first model runner", lambda result: "gpu_model_runner" in result.runner),
+        # Latent kernels serve graphs of decodes, which is what vLLM then makes of it.
+        ("MLA, FULL graphs", lambda result: result.graphs == "FULL_DECODE_ONLY"),
+        ("MLA, Hopper, FULL graphs", lambda result: result.graphs == "FULL_DECODE_ONLY"),
+        ("MLA, Hopper, n-gram speculation", lambda result: result.drafts > 0),
     ],
 )
 def test_a_case_is_what_it_says(

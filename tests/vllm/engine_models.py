@@ -1,0 +1,238 @@
+"""Small random models for vLLM's engine, made with ``transformers``.
+
+Weights are scaled for attention that is peaked but not on one key, and for tokens that differ from
+position to position: with vLLM's own dummy weights every backend answers the same.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+VOCAB = 256
+MAX_LEN = 1024
+PROMPT_LENS = (1, 7, 16, 17, 65, 190, 420)
+"""Below and above what the split-KV kernel takes, the windows of the models, and a page."""
+
+ENCODER = "bert"
+LATENT = "deepseek"
+"""The model whose layers are latent (MLA)."""
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=128,
+        max_position_embeddings=MAX_LEN,
+    )
+
+
+def _gemma2() -> Any:
+    """Windows and full layers in turn, and scores capped low enough for the cap to matter."""
+    from transformers import Gemma2Config
+
+    return Gemma2Config(
+        vocab_size=VOCAB,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=128,
+        query_pre_attn_scalar=128,
+        sliding_window=48,
+        attn_logit_softcapping=5.0,
+        max_position_embeddings=MAX_LEN,
+    )
+
+
+def _gemma3() -> Any:
+    """More layers with a window than without, queries and keys normalised, heads of 256."""
+    from transformers import Gemma3TextConfig
+
+    return Gemma3TextConfig(
+        vocab_size=VOCAB,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=256,
+        query_pre_attn_scalar=256,
+        sliding_window=48,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        max_position_embeddings=MAX_LEN,
+    )
+
+
+def _gpt_oss() -> Any:
+    """Sinks, heads of 64, windows in every other layer; every token goes to all experts.
+
+    A choice of experts that flips by a rounding would outweigh every error of attention.
+    """
+    from transformers import GptOssConfig
+
+    return GptOssConfig(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        head_dim=64,
+        sliding_window=48,
+        num_local_experts=4,
+        num_experts_per_tok=4,
+        max_position_embeddings=MAX_LEN,
+    )
+
+
+def _deepseek() -> Any:
+    """Latent layers of DeepSeek's own widths; no experts: those want kernels of their own."""
+    from transformers import DeepseekV3Config
+
+    return DeepseekV3Config(
+        vocab_size=VOCAB,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=3,
+        first_k_dense_replace=3,
+        n_routed_experts=0,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        q_lora_rank=256,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        max_position_embeddings=MAX_LEN,
+        num_nextn_predict_layers=0,
+    )
+
+
+def _bert() -> Any:
+    from transformers import BertConfig
+
+    return BertConfig(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+    )
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": _llama,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "gpt_oss": _gpt_oss,
+    LATENT: _deepseek,
+    ENCODER: _bert,
+}
+"""A model's configuration, of ``transformers``."""
+
+SCORE_STD = 2.0
+"""Of attention scores: the softmax then rests on a few of a hundred keys."""
+_SCORING = {
+    *("q_proj", "k_proj", "query", "key"),
+    # Of latent layers, whose ranks are normalised: the last two give the parts of keys.
+    *("q_b_proj", "kv_b_proj", "kv_a_proj_with_mqa"),
+}
+"""Projections whose outputs are queries or keys, or parts of them."""
+LOGIT_STD = 3.0
+TIED_EMBEDDING = 0.05
+"""Size of a tied embedding in the residual stream: one as large as what layers add would make each
+token predict itself."""
+
+
+def fill(model: nn.Module, tied: bool, seed: int = 0) -> None:
+    """Draw all weights.
+
+    Args:
+        model: just made, so that its norms are neutral.
+        tied: its input embedding, which Gemma scales by the root of its width, is its output too.
+        seed: of the draws.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    hidden = model.config.hidden_size
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.copy_(_weight(name, weight, noise, hidden, tied))
+
+
+def _weight(name: str, weight: Tensor, noise: Tensor, hidden: int, tied: bool) -> Tensor:
+    """A parameter's values from normal noise of its shape."""
+    module = name.removesuffix(".weight").removesuffix(".bias").split(".")[-1]
+    if "norm" in module.lower():
+        # Normalised queries and keys get their scale here; a tied output gets its own by the last.
+        grown = {"q_norm": SCORE_STD**0.5 - 1, "k_norm": SCORE_STD**0.5 - 1}
+        if tied:
+            grown["norm"] = LOGIT_STD / TIED_EMBEDDING - 1
+        return weight + grown.get(module, 0.0) + 0.1 * noise
+    if module == "sinks":
+        # About as high as the sum of a hundred keys.
+        return math.log(100) + noise
+    if weight.ndim == 1 or module.endswith("_bias"):
+        return 0.1 * noise
+    if "embed" in name:
+        return noise * (TIED_EMBEDDING / hidden**0.5 if tied else 1.0)
+    # Experts are [experts, in, out], everything else [out, in].
+    fan_in = weight.shape[1]
+    gain = 1.0
+    if module in _SCORING:
+        gain = SCORE_STD**0.5
+    elif module == "o_proj" or name.endswith("attention.output.dense.weight"):
+        gain = 2.0
+    elif module == "lm_head":
+        gain = LOGIT_STD
+    return noise * gain / fan_in**0.5
+
+
+def make_model(name: str, folder: Path) -> None:
+    """Save a model of ``CONFIGS`` with random weights in bf16."""
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    factory = AutoModel if name == ENCODER else AutoModelForCausalLM
+    model = factory.from_config(CONFIGS[name]())
+    fill(model, tied=name.startswith("gemma"))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    if name == ENCODER:
+        _save_tokenizer(folder)
+
+
+def _save_tokenizer(folder: Path) -> None:
+    """One that nothing is asked of: vLLM serves no encoder without."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({f"t{number}": number for number in range(VOCAB)}, unk_token="t0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", pad_token="t0")
+    tokenizer.save_pretrained(folder)
+
+
+def prompts_of(seed: int = 0) -> list[list[int]]:
+    """Random tokens; of the longer prompts the second half repeats the first, for n-grams."""
+    draw = random.Random(seed)
+    prompts = []
+    for length in PROMPT_LENS:
+        half = length if length < 64 else (length + 1) // 2
+        tokens = [draw.randrange(VOCAB) for _ in range(half)]
+        prompts.append((tokens + tokens)[:length])
+    return prompts
