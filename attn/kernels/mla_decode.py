@@ -15,7 +15,7 @@ import triton.language as tl
 
 from attn.kernels.rows import fold_parts, load_query, write_rows
 from attn.kernels.stored import E4M3, plane_columns, plane_of
-from attn.kernels.tile import dot, page_ids, paged_rows, scores_of, store_state
+from attn.kernels.tile import dot, fold, page_ids, paged_rows, scores_of, store_state
 from builders.kernels import segment_of, segment_start
 from builders.split_kv import ROW_FIELDS, SHARE_FIELDS
 
@@ -61,6 +61,45 @@ def _bundles_at(
     spans = spans & (bundles > 1)
     lent = ((owner + 1) * HEADS + lane) * AREA + SLOTS + loop * BUNDLES
     return tl.where(spans, lent, own + loop), owner, spans
+
+
+@triton.jit
+def _prefix_at(
+    r, fields, rows_ptr, total_ptr, groups, lane, own, spare, HEADS: tl.constexpr,
+    HEAD_LOOPS: tl.constexpr, AREA: tl.constexpr, SLOTS: tl.constexpr, BUNDLES: tl.constexpr,
+):  # fmt: skip
+    """Where the state of a bundle that is all the program's goes."""
+    bundle = tl.load(fields + 10)
+    place, _, spans = _bundles_at(
+        r, fields, rows_ptr, total_ptr, groups, lane, own, HEADS, HEAD_LOOPS, AREA, SLOTS, BUNDLES
+    )
+    return tl.where(spans | (bundle == 0), place + bundle, spare)
+
+
+@triton.jit
+def _write(
+    m, l, acc0, acc1, row, token, count, in_group, out_ptr, lse_ptr, factor, out_token, out_head,
+    lse_token, NUM_HEADS: tl.constexpr, TILE_HEADS: tl.constexpr, CELLS: tl.constexpr,
+    WIDTH: tl.constexpr, USED: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr,
+    PLANES: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Output and LSE of a row whose keys are all folded."""
+    at = token + row // TILE_HEADS
+    head = in_group + row % TILE_HEADS
+    wanted = (row < count * TILE_HEADS) & (row < CELLS) & (head < NUM_HEADS)
+    index = tl.arange(0, WIDTH)
+    valid = index < USED
+    columns = plane_columns(index, 0, SIZE, KIND)
+    write_rows(
+        m, l, acc0, at, head, wanted, columns, valid, out_ptr, lse_ptr, None, factor, None,
+        out_token, out_head, lse_token, False, False, LSE, False,
+    )  # fmt: skip
+    if PLANES > 1:
+        columns = plane_columns(index, 1, SIZE, KIND)
+        write_rows(
+            m, l, acc1, at, head, wanted, columns, valid, out_ptr, lse_ptr, None, factor, None,
+            out_token, out_head, lse_token, False, False, False, False,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -296,88 +335,138 @@ def mla_decode_kernel(
             pages = page_ids(table, low, floor, kv_len, 0, SUB, PARTS, PAGES, WINDOW, False)
             ahead = page_ids(table, low + 1, floor, kv_len, 0, SUB, PARTS, PAGES, WINDOW, False)
             segment = first_part + begin
-            past = tl.maximum(segment_of(tl.maximum(high - 1, 0) * SEGMENT_UNIT), segment) + 1
-            held = 0
-            # A loop over segments around one over tiles: Triton does not pipeline a loop with a
-            # barrier, and before a branch it forgets to wait for products by warp group.
-            for part in tl.range(segment, past, num_stages=1, disable_licm=True):
-                since = tl.maximum(segment_start(part) // SEGMENT_UNIT, low)
-                until = tl.minimum(segment_start(part + 1) // SEGMENT_UNIT, high)
-                m = tl.full([ROWS], float("-inf"), tl.float32)
-                sums = tl.zeros([ROWS], tl.float32)
-                if not BY_GROUP:
-                    # Keys of a row are several warps': added up once, and not for every tile.
-                    sums = tl.zeros([ROWS, KV_TILE], tl.float32)
-                acc0 = tl.zeros([ROWS, WIDTH], tl.float32)
-                acc1 = acc0
-                for tile in tl.range(since, until, num_stages=STAGES):
+            if BY_GROUP:
+                last_part = tl.maximum(segment_of(tl.maximum(high - 1, 0) * SEGMENT_UNIT), segment)
+                held = 0
+                # A loop over segments around one over tiles: Triton does not pipeline a loop with a
+                # barrier, and before a branch it forgets to wait for products by warp group.
+                for part in tl.range(segment, last_part + 1, num_stages=1, disable_licm=True):
+                    since = tl.maximum(segment_start(part) // SEGMENT_UNIT, low)
+                    until = tl.minimum(segment_start(part + 1) // SEGMENT_UNIT, high)
+                    m = tl.full([ROWS], float("-inf"), tl.float32)
+                    l = tl.zeros([ROWS], tl.float32)
+                    acc0 = tl.zeros([ROWS, WIDTH], tl.float32)
+                    acc1 = acc0
+                    for tile in tl.range(since, until, num_stages=STAGES):
+                        m, l, acc0, acc1, pages, ahead = _attend_tile(
+                            m, l, acc0, acc1, pages, ahead, tile, q0, q1, r0, r1, query,
+                            logits_scale, latent_ptr, rope_ptr, table, block, stride, kv_len, floor,
+                            window, KV_TILE, BLOCK_SIZE, WIDTH, USED, ROPE_WIDTH, ROPE_USED, KIND,
+                            PLANES, DECODE, COMPUTE, ALIGN, SIMPLE, WINDOW,
+                        )  # fmt: skip
+                    if SIMPLE:
+                        m = m * logits_scale
+                    # Read again where needed: registers are for the loop. Counts are not negative.
+                    fields = _fields_of(r, mine, rows_ptr, HEAD_LOOPS)
+                    token = tl.load(fields + 1)
+                    count = tl.load(fields + 2)
+                    writes = is_whole & (tl.load(fields + 11) == 1)
+                    in_group = (r % HEAD_LOOPS) * HEADS + lane
+                    in_group = in_group * TILE_HEADS + tl.minimum(count, 0)
+                    is_last = part == last_part
+                    prefix = slots
+                    if is_whole & is_last:
+                        prefix = _prefix_at(
+                            r, fields, rows_ptr, total_ptr, groups, lane, own, spare, HEADS,
+                            HEAD_LOOPS, AREA, SLOTS, BUNDLES,
+                        )  # fmt: skip
+                    alone = (part == segment) & is_last & (begin == 0)
+                    if alone & writes:
+                        _write(
+                            m, l, acc0, acc1, row, token, count, in_group, out_ptr, lse_ptr, factor,
+                            out_token, out_head, lse_token, NUM_HEADS, TILE_HEADS, CELLS, WIDTH,
+                            USED, SIZE, KIND, PLANES, LSE,
+                        )  # fmt: skip
+                    else:
+                        slot = tl.where(alone, prefix, spare + held)
+                        slot = tl.where(begin > 0, slots + part - first_part, slot)
+                        store_state(
+                            states_ptr, sums_ptr, slot, m, l, acc0, acc1, acc0, acc1, CELLS, WIDTH,
+                            PLANES,
+                        )  # fmt: skip
+                        held += 1
+                        if (begin == 0) & (alone == 0) & (is_last | (held == SPARE)):
+                            # Other threads of the program stored what is read now.
+                            tl.debug_barrier()
+                            target = tl.where(is_last, prefix, spare)
+                            fold_parts(
+                                0, in_group, token, count, spare, 1, held, target,
+                                (is_last & writes) == 0, states_ptr, sums_ptr, out_ptr, lse_ptr,
+                                None, factor, None, out_token, out_head, lse_token, NUM_HEADS,
+                                TILE_HEADS, CELLS, WIDTH, PLANES, KIND, USED, SIZE, FINISH_ROWS,
+                                FINISH_WIDTH, False, False, LSE, False,
+                            )  # fmt: skip
+                            held = 1
+                            tl.debug_barrier()
+            else:
+                M = tl.full([ROWS], float("-inf"), tl.float32)
+                L = tl.zeros([ROWS], tl.float32)
+                A0 = tl.zeros([ROWS, WIDTH], tl.float32)
+                A1 = A0
+                m = M
+                # Keys of a row are several warps': added up once, and not for every tile.
+                sums = tl.zeros([ROWS, KV_TILE], tl.float32)
+                acc0 = A0
+                acc1 = A0
+                part = tl.maximum(segment_of(low * SEGMENT_UNIT), segment)
+                part_end = segment_start(part + 1) // SEGMENT_UNIT
+                if begin > 0:
+                    # Segments before a window narrower than the plan's are states all the same.
+                    for unseen in range(segment, tl.minimum(part, first_part + end)):
+                        store_state(
+                            states_ptr, sums_ptr, slots + unseen - first_part, M, L, A0, A1, A0, A1,
+                            CELLS, WIDTH, PLANES,
+                        )  # fmt: skip
+                for tile in tl.range(low, high, num_stages=STAGES):
                     m, sums, acc0, acc1, pages, ahead = _attend_tile(
                         m, sums, acc0, acc1, pages, ahead, tile, q0, q1, r0, r1, query,
                         logits_scale, latent_ptr, rope_ptr, table, block, stride, kv_len, floor,
                         window, KV_TILE, BLOCK_SIZE, WIDTH, USED, ROPE_WIDTH, ROPE_USED, KIND,
                         PLANES, DECODE, COMPUTE, ALIGN, SIMPLE, WINDOW,
                     )  # fmt: skip
-                l = sums
-                if not BY_GROUP:
-                    l = tl.sum(sums, 1)
-                if SIMPLE:
-                    m = m * logits_scale
-                # Read again where needed: registers are for the loop. Counts are not negative.
-                fields = _fields_of(r, mine, rows_ptr, HEAD_LOOPS)
-                token = tl.load(fields + 1)
-                count = tl.load(fields + 2)
-                writes = is_whole & (tl.load(fields + 11) == 1)
-                in_group = ((r % HEAD_LOOPS) * HEADS + lane) * TILE_HEADS + tl.minimum(count, 0)
-                is_last = part + 1 == past
-                # Where a state that begins the row, or is the bundle's, goes.
-                prefix = slots
-                if is_whole & is_last:
-                    bundle = tl.load(fields + 10)
-                    prefix, _, spans = _bundles_at(
-                        r, fields, rows_ptr, total_ptr, groups, lane, own, HEADS, HEAD_LOOPS, AREA,
-                        SLOTS, BUNDLES,
-                    )  # fmt: skip
-                    prefix = tl.where(spans | (bundle == 0), prefix + bundle, spare)
-                alone = (part == segment) & is_last & (begin == 0)
-                if alone & writes:
-                    at = token + row // TILE_HEADS
-                    head = in_group + row % TILE_HEADS
-                    wanted = (row < count * TILE_HEADS) & (row < CELLS) & (head < NUM_HEADS)
-                    index = tl.arange(0, WIDTH)
-                    valid = index < USED
-                    columns = plane_columns(index, 0, SIZE, KIND)
-                    write_rows(
-                        m, l, acc0, at, head, wanted, columns, valid, out_ptr, lse_ptr, None,
-                        factor, None, out_token, out_head, lse_token, False, False, LSE, False,
-                    )  # fmt: skip
-                    if PLANES > 1:
-                        columns = plane_columns(index, 1, SIZE, KIND)
-                        write_rows(
-                            m, l, acc1, at, head, wanted, columns, valid, out_ptr, lse_ptr, None,
-                            factor, None, out_token, out_head, lse_token, False, False, False,
-                            False,
+                    if (tile + 1 == part_end) | (tile + 1 == high):
+                        l = tl.sum(sums, 1)
+                        highest = m
+                        if SIMPLE:
+                            highest = m * logits_scale
+                        if begin > 0:
+                            store_state(
+                                states_ptr, sums_ptr, slots + part - first_part, highest, l, acc0,
+                                acc1, acc0, acc1, CELLS, WIDTH, PLANES,
+                            )  # fmt: skip
+                        else:
+                            M0 = M
+                            L0 = L
+                            M, L, A0 = fold(M0, L0, A0, highest, l, acc0)
+                            if PLANES > 1:
+                                _, _, A1 = fold(M0, L0, A1, highest, l, acc1)
+                        m = tl.full([ROWS], float("-inf"), tl.float32)
+                        sums = tl.zeros([ROWS, KV_TILE], tl.float32)
+                        acc0 = tl.zeros([ROWS, WIDTH], tl.float32)
+                        acc1 = acc0
+                        part += 1
+                        part_end = segment_start(part + 1) // SEGMENT_UNIT
+                if begin == 0:
+                    fields = _fields_of(r, mine, rows_ptr, HEAD_LOOPS)
+                    token = tl.load(fields + 1)
+                    count = tl.load(fields + 2)
+                    if is_whole & (tl.load(fields + 11) == 1):
+                        in_group = ((r % HEAD_LOOPS) * HEADS + lane) * TILE_HEADS
+                        _write(
+                            M, L, A0, A1, row, token, count, in_group, out_ptr, lse_ptr, factor,
+                            out_token, out_head, lse_token, NUM_HEADS, TILE_HEADS, CELLS, WIDTH,
+                            USED, SIZE, KIND, PLANES, LSE,
                         )  # fmt: skip
-                else:
-                    slot = tl.where(alone, prefix, spare + held)
-                    slot = tl.where(begin > 0, slots + part - first_part, slot)
-                    store_state(
-                        states_ptr, sums_ptr, slot, m, l, acc0, acc1, acc0, acc1, CELLS, WIDTH,
-                        PLANES,
-                    )  # fmt: skip
-                    held += 1
-                    if (begin == 0) & (alone == 0) & (is_last | (held == SPARE)):
-                        # Other threads of the program stored what is read now.
-                        tl.debug_barrier()
-                        target = tl.where(is_last, prefix, spare)
-                        fold_parts(
-                            0, in_group, token, count, spare, 1, held, target,
-                            (is_last & writes) == 0, states_ptr, sums_ptr, out_ptr, lse_ptr, None,
-                            factor, None, out_token, out_head, lse_token, NUM_HEADS, TILE_HEADS,
-                            CELLS, WIDTH, PLANES, KIND, USED, SIZE, FINISH_ROWS, FINISH_WIDTH,
-                            False, False, LSE, False,
-                        )  # fmt: skip
-                        held = 1
-                        tl.debug_barrier()
+                    else:
+                        prefix = slots
+                        if is_whole:
+                            prefix = _prefix_at(
+                                r, fields, rows_ptr, total_ptr, groups, lane, own, spare, HEADS,
+                                HEAD_LOOPS, AREA, SLOTS, BUNDLES,
+                            )  # fmt: skip
+                        store_state(
+                            states_ptr, sums_ptr, prefix, M, L, A0, A1, A0, A1, CELLS, WIDTH, PLANES
+                        )
             fields = _fields_of(r, mine, rows_ptr, HEAD_LOOPS)
             bundles = tl.load(fields + 11)
             if (is_whole == 0) | (bundles > 1):
