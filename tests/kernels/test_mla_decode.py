@@ -116,7 +116,11 @@ def test_cut_rows_are_right(
     ids=["16 rows", "64 rows", "fp8", "bundles"],
 )
 def test_what_is_folded_where_it_lies_is_right(
-    monkeypatch: pytest.MonkeyPatch, batch: BatchSpec, heads: int, bundle: int, given: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch,
+    batch: BatchSpec,
+    heads: int,
+    bundle: int,
+    given: dict[str, Any],
 ) -> None:
     """Rows that are one program's, whose states are wider than what is folded at a time."""
     if bundle != BUNDLE:
