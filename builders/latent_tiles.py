@@ -62,11 +62,14 @@ def latent_tile(shape: LatentShape, kind: DeviceKind, max_query_len: int) -> Spl
     head_tiles = cdiv(shape.num_heads, rows)
     tile_heads = cdiv(shape.num_heads, head_tiles)
     narrow = shape.stored_bits < 16
-    # Products of 64 rows hide no load that is issued behind them, so that it takes more stages, as
-    # it does where rows are narrow and there is less under way.
-    kv_tile, stages = 64, 4 if narrow else 3
-    if by_group:
+    # Narrow rows have less under way.
+    kv_tile, stages, fewest = 64, 4 if narrow else 3, 3
+    if by_group and narrow:
         kv_tile, stages = 32, 4
+    elif by_group:
+        # Both warp groups compute all scores, and read all queries for each half of the keys: twice
+        # the keys are worth more than loads that are asked for a whole tile ahead.
+        fewest = 2
     elif wide:
         kv_tile = 16
     room = SHARED_MEMORY.get(kind, 99) * 1024
@@ -79,9 +82,10 @@ def latent_tile(shape: LatentShape, kind: DeviceKind, max_query_len: int) -> Spl
         fixed = rows * (width + kv_tile) * shape.itemsize
         return buffers * kv_tile * shape.row_bytes + converted + fixed
 
-    while needed() > room and kv_tile > 32:
-        kv_tile //= 2
-    while needed() > room and stages > 3:
+    if fewest > 2:
+        while needed() > room and kv_tile > 32:
+            kv_tile //= 2
+    while needed() > room and stages > fewest:
         stages -= 1
     while needed() > room and kv_tile > 16:
         kv_tile //= 2

@@ -5,7 +5,7 @@ Builders and launchers share them, so that a plan and the kernels that it is for
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from specs.base import cdiv
@@ -124,6 +124,15 @@ class PrefillTile:
     kv_tile: int
     num_warps: int
     num_stages: int
+    pair_stages: int = 0
+    """Stages for keys of 192 and values of 128 16-bit elements (latent attention, expanded), the
+    last 64 columns of whose keys are then loaded and multiplied apart, where others are padded to
+    256. 0 where those are padded too."""
+
+    @property
+    def for_pair(self) -> PrefillTile:
+        """The same for a layer of such heads."""
+        return replace(self, num_stages=self.pair_stages or self.num_stages)
 
 
 @dataclass(frozen=True)
@@ -255,7 +264,10 @@ def prefill_tile(shape: DenseShape, kind: DeviceKind) -> PrefillTile:
     if shape.width <= 128:
         return PrefillTile(64, 64, 4, 2 if small else 3)
     if shape.width <= 256:
-        return PrefillTile(64, 32, 4, 2) if small else PrefillTile(128, 64, 8, 2)
+        # Products by warp group read from one stage more than is loaded: with two, each iteration
+        # waits for what the last one asked for.
+        pair = 3 if kind is DeviceKind.SM90 else 0
+        return PrefillTile(64, 32, 4, 2) if small else PrefillTile(128, 64, 8, 2, pair)
     return PrefillTile(32, 16, 4, 2) if small else PrefillTile(64, 32, 8, 2)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attn.backends.triton_mla import TritonMLABackend
-from attn.kernels.launch import KernelCall
+from attn.kernels.launch import KernelCall, collected_calls
 from builders.common import CommonAttentionMetadata
 from builders.triton_mla import EXPANDED_WIDTH, PAGE, TritonMLAMetadataBuilder
 from specs.dtypes import CacheDType, DType
@@ -90,6 +90,21 @@ def test_the_workspace_is_bounded_in_bytes() -> None:
     assert 3 * context.span <= 200
     # By default a chunk of one page per request always fits.
     assert builder_of()._workspace_tokens >= 8 * PAGE
+
+
+@pytest.mark.parametrize(("rope_size", "apart"), [(64, 64), (32, 0)])
+def test_heads_of_192_and_128_are_not_padded(rope_size: int, apart: int) -> None:
+    """Where tiles have stages for them; other pairs are rounded up."""
+    trial = trial_of(rope_size=rope_size)
+    trial.write()
+    record = trial.build(trial.builder())
+    assert judged(trial, record).findings == {}
+    with collected_calls() as calls:
+        trial.attend(record, trial.inputs, trial.cache())
+    mine = [call.arguments for call in calls if call.kernel.__name__ == "prefill_kernel"]
+    assert {given["REST"] for given in mine} == {apart}
+    assert {given["K_WIDTH"] + given["REST"] for given in mine} == {192 if apart else 256}
+    assert {given["STAGES"] for given in mine} == {3 if apart else 2}
 
 
 def judged(trial: LatentTrial, record: Any) -> CaseResult:

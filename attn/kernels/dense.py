@@ -18,8 +18,8 @@ from attn.kernels.numerics import INTERPRETED
 from attn.kernels.prefill import prefill_kernel
 from attn.kernels.stored import E4M3, E5M2, INT4, INT8, NATIVE, PLAIN, PTX, PTX_SM89
 from builders.paging import Stripe
-from builders.split_kv import HopperPlan, PrefillPlan, SplitPlan, area_of
-from builders.tiles import power_of_two
+from builders.split_kv import HopperPlan, SplitPlan, area_of
+from builders.tiles import PrefillTile, power_of_two
 from builders.triton_attn import TritonAttentionMetadata
 from specs.dtypes import CacheDType, KVQuantMode
 from specs.layouts import KVViews
@@ -239,15 +239,16 @@ class DenseLauncher:
         varying["query_start_ptr"] = step.query_start_loc
         varying["seq_lens_ptr"] = step.seq_lens
         varying["num_reqs"] = step.num_reqs
-        tile = plan.tile
         if plan.hopper is not None:
             call = self._on_hopper(plan.hopper, step, tensors, varying, likeness)
             if call is not None:
                 return call
         varying["first_ptr"] = step.first_positions
-        key = (tile, likeness)
+        key = (plan.tile, likeness)
         if not self._prefills.has(key):
-            fixed = self._fixed(step, tensors, varying) | _prefill_constants(plan)
+            fixed = self._fixed(step, tensors, varying)
+            tile, own = _prefill_constants(plan.tile, fixed)
+            fixed |= own
             fixed["HEADS"] = self.layer.num_heads
             launch = (tile.num_warps, tile.num_stages)
             names = varying.keys() & set(prefill_kernel.arg_names)
@@ -482,11 +483,17 @@ def _split_constants(plan: SplitPlan, width: int) -> dict[str, Any]:
     }
 
 
-def _prefill_constants(plan: PrefillPlan) -> dict[str, Any]:
-    """The prefill kernel's own constants."""
-    return {
-        "QUERY_TILE": plan.tile.query_tile,
+def _prefill_constants(
+    tile: PrefillTile, fixed: Mapping[str, Any]
+) -> tuple[PrefillTile, dict[str, Any]]:
+    """The prefill kernel's own constants, after those of both kernels; and the launch's tile."""
+    sizes = (fixed["K_SIZE"], fixed["V_SIZE"], fixed["KIND"])
+    apart: dict[str, Any] = {"REST": 0}
+    if sizes == (192, 128, NATIVE) and fixed["COMPUTE"] != tl.float32 and tile.pair_stages:
+        tile, apart = tile.for_pair, {"K_WIDTH": 128, "K_USED": 128, "REST": 64}
+    return tile, apart | {
+        "QUERY_TILE": tile.query_tile,
         "REQ_STEPS": 20,
-        "KV_TILE": plan.tile.kv_tile,
-        "STAGES": plan.tile.num_stages,
+        "KV_TILE": tile.kv_tile,
+        "STAGES": tile.num_stages,
     }

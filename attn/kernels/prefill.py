@@ -133,12 +133,14 @@ def prefill_kernel(
     LSE: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
     STAGES: tl.constexpr,
+    REST: tl.constexpr,
 ):
     """Attention of requests with many new tokens; grid ``(programs,)``, any number of them.
 
     Shapes as in :func:`attn.kernels.decode.decode_kernel`; tile_starts ``[R + 1]`` int32. With
     BLOCK_SIZE 0 (encoders) key and value are ``[T, Hk, words]`` and a request's keys are its own.
     With first_ptr ``[R]`` int32 a request's queries stand from there on, not at its keys' end.
+    REST: columns of keys beyond K_WIDTH.
     """
     EDGES: tl.constexpr = WINDOW or CHUNK or RSWA
     RUN: tl.constexpr = KV_TILE if BLOCK_SIZE % KV_TILE == 0 else (BLOCK_SIZE & -BLOCK_SIZE)
@@ -190,6 +192,10 @@ def prefill_kernel(
             query_ptr, offset, wanted, natural, K_WIDTH, K_USED, K_SIZE, KIND, PLANES, GUARD,
             COMPUTE,
         )  # fmt: skip
+        if REST > 0:
+            rest = K_WIDTH + tl.arange(0, REST)
+            at_rest = query_ptr + offset[:, None] + rest[None, :]
+            q1 = tl.load(at_rest, mask=wanted[:, None], other=0.0).to(COMPUTE)
         slope = scales
         if ALIBI > 0:
             slope = tl.load(slopes_ptr + heads).to(tl.float32)
@@ -250,7 +256,7 @@ def prefill_kernel(
                     SAME_ROWS, RSWA, 1,
                     KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED, V_WIDTH, V_USED, KIND, PLANES, INLINE,
                     DECODE, COMPUTE, ALIGN, CAUSAL, WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP,
-                    ALIBI, SIMPLE, False, False, 0, STAGES,
+                    ALIBI, SIMPLE, False, False, 0, STAGES, REST,
                 )  # fmt: skip
                 low = tl.maximum(low, prefix_tiles)
             edge = tl.minimum(full_low, high)
@@ -262,7 +268,7 @@ def prefill_kernel(
                 ranges, num_ranges, 0, 0, True,
                 SAME_ROWS, RSWA, 1, KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED,
                 V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL, WINDOW,
-                CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, False, 0, STAGES,
+                CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, False, 0, STAGES, REST,
             )  # fmt: skip
             low = tl.maximum(low, edge)
         full = tl.minimum(full_high, high)
@@ -274,7 +280,7 @@ def prefill_kernel(
             num_ranges, 0, 0, False,
             SAME_ROWS, RSWA, 1, KV_TILE, BLOCK_SIZE, K_WIDTH, K_USED, V_WIDTH,
             V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL, WINDOW, CHUNK, RSWA,
-            RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, False, 0, STAGES,
+            RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, False, 0, STAGES, REST,
         )  # fmt: skip
         m, l, acc0, acc1, acc2, acc3, _, _, _, _, _, _ = attend_tiles(
             m, l, acc0, acc1, acc2, acc3, m, m, m, m, m, m, 0, None, None, 0, False, q0, q1, q2, q3,
@@ -285,6 +291,7 @@ def prefill_kernel(
             SAME_ROWS, RSWA, 1, KV_TILE, BLOCK_SIZE,
             K_WIDTH, K_USED, V_WIDTH, V_USED, KIND, PLANES, INLINE, DECODE, COMPUTE, ALIGN, CAUSAL,
             WINDOW, CHUNK, RSWA, RANGES, CLAMP, SOFT_CAP, ALIBI, SIMPLE, False, False, 0, STAGES,
+            REST,
         )  # fmt: skip
         if SIMPLE:
             m = m * scales

@@ -106,7 +106,7 @@ def fold_parts(
 ):  # fmt: skip
     """Fold a row's stored states, from slot ``slot`` (its prefix, which holds the parts below
     ``first``) and ``slot + first`` on, in their order; and write the row, or its state to slot
-    ``target`` if ``stores``.
+    ``target`` if ``stores``, which may be one of those that are folded.
 
     Stored by other multiprocessors, they are read past the L1 cache. Eight are under way at
     a time.
@@ -117,6 +117,8 @@ def fold_parts(
     head = kv_head * GROUP + in_group + row % TILE_HEADS
     wanted = (row < count * TILE_HEADS) & (in_group + row % TILE_HEADS < GROUP)
     at = token + row // TILE_HEADS
+    m = tl.full([FINISH_ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([FINISH_ROWS], tl.float32)
     for c0 in range(0, CELLS, FINISH_WIDTH):
         column = c0 + tl.arange(0, FINISH_WIDTH)
         cells = row[:, None] * CELLS + column[None, :]
@@ -138,9 +140,6 @@ def fold_parts(
                 n0, k0, b0, n1, k1, b1, n2, k2, b2, n3, k3, b3,
             )  # fmt: skip
         if stores:
-            sums = sums_ptr + target.to(tl.int64) * (2 * USED)
-            tl.store(sums + row, m, mask=mine)
-            tl.store(sums + USED + row, l, mask=mine)
             tl.store(states_ptr + target.to(tl.int64) * (USED * CELLS) + cells, acc, mask=mask)
         else:
             plane = column // WIDTH
@@ -151,6 +150,12 @@ def fold_parts(
                 v_factor, output_scale_ptr, out_token, out_head, lse_token, SINKS, FP8_OUT, LSE,
                 HARDWARE_E4M3,
             )  # fmt: skip
+    if stores:
+        # Not with the first columns: every thread reads the old ones for each of its own.
+        tl.debug_barrier()
+        sums = sums_ptr + target.to(tl.int64) * (2 * USED)
+        tl.store(sums + row, m, mask=mine)
+        tl.store(sums + USED + row, l, mask=mine)
 
 
 @triton.jit

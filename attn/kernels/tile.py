@@ -255,6 +255,7 @@ def attend_tiles(
     FREE: tl.constexpr,
     USED: tl.constexpr,
     STAGES: tl.constexpr,
+    REST: tl.constexpr = 0,
 ):
     """Online softmax over key tiles ``[low, high)`` for one tile of query rows.
 
@@ -267,7 +268,8 @@ def attend_tiles(
     ``[M, KV_TILE]``, summed at a segment's end. SIMPLE: nothing but the scale is applied to scores,
     and m is that of unscaled ones.
     Only slots in ``[safe_low, safe_high)``, with HOLE also below ``hole``, are read. SAME_ROWS:
-    values have the strides of keys.
+    values have the strides of keys. REST: keys have so many columns beyond K_WIDTH, which q1
+    ``[M, REST]`` meets.
     """
     SUB: tl.constexpr = (
         KV_TILE if BLOCK_SIZE == 0 or BLOCK_SIZE % KV_TILE == 0 else (BLOCK_SIZE & -BLOCK_SIZE)
@@ -352,6 +354,8 @@ def attend_tiles(
             keys = tl.load(k_at, mask=(kc < K_USED)[None, :], other=0)
         else:
             keys = tl.load(k_at)
+        if REST > 0:
+            rest = tl.load(keys_at + (k_rows[:, None] + (K_WIDTH + tl.arange(0, REST))[None, :]))
         if INLINE:
             s_rows = s_base + paged_rows(
                 pages,
@@ -386,6 +390,8 @@ def attend_tiles(
 
         zero = tl.zeros([m.shape[0], KV_TILE], tl.float32)
         scores = scores_of(q0, plane_of(keys, 0, KIND, DECODE).to(COMPUTE), zero, IEEE)
+        if REST > 0:
+            scores = scores_of(q1, rest.to(COMPUTE), scores, IEEE)
         if PLANES > 1:
             scores = scores_of(q1, plane_of(keys, 1, KIND, DECODE).to(COMPUTE), scores, IEEE)
         if PLANES > 2:

@@ -10,7 +10,7 @@ import triton.language as tl
 
 import builders.triton_mla
 from attn.backends.triton_mla import TritonMLABackend
-from attn.kernels.mla_launch import whole_query
+from attn.kernels.mla_launch import FINISH_CELLS, whole_query
 from attn.reference import cache as reference
 from builders import kernels, split_kv
 from builders.hopper_latent import latent_kernel_of
@@ -100,6 +100,37 @@ def test_cut_rows_are_right(
     trial = trial_of(batch, heads, **given)
     record = trial.build(trial.builder())
     assert record.decode.split.tile.rows == rows
+    check(trial, record)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "bundle", "given"),
+    [
+        # More segments than are held at once, then a row of just so many, and one more.
+        (BatchSpec("whole_16", (1,) * 3, (4096, 2048, 2049)), 16, BUNDLE, {}),
+        (BatchSpec("whole_64", (1,), (5121,)), 20, BUNDLE, {"rank": 128}),
+        (BatchSpec("whole_fp8", (1,), (2600,)), 16, BUNDLE, {"cache_dtype": CacheDType.FP8}),
+        # Bundles that a program folds as they come.
+        (BatchSpec("whole_bundles", (1,), (2600,)), 16, 2, {}),
+    ],
+    ids=["16 rows", "64 rows", "fp8", "bundles"],
+)
+def test_what_is_folded_where_it_lies_is_right(
+    monkeypatch: pytest.MonkeyPatch,
+    batch: BatchSpec,
+    heads: int,
+    bundle: int,
+    given: dict[str, Any],
+) -> None:
+    """Rows that are one program's, whose states are wider than what is folded at a time."""
+    if bundle != BUNDLE:
+        smaller_bundles(monkeypatch, bundle)
+    facts = (DeviceKind.SM90, len(batch.query_lens))
+    monkeypatch.setattr(builders.triton_mla, "device_facts", lambda _: facts)
+    trial = trial_of(batch, heads, **{"rank": 256, **given})
+    record = trial.build(trial.builder())
+    tile = record.decode.split.tile
+    assert tile.tile_heads * tile.query_tokens * trial.case.rank > FINISH_CELLS
     check(trial, record)
 
 
