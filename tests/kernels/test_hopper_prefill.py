@@ -31,6 +31,9 @@ WHOLE = Case(heads=Heads(8, 2, 128), dtype=DType.FLOAT16, batch=BATCH)
 CASES = {
     "causal": WHOLE,
     "no_group": replace(WHOLE, heads=Heads(2, 2, 128)),
+    # More tiles of heads than are walked together, with keys of their own and shared by seven.
+    "twelve_heads": replace(WHOLE, heads=Heads(12, 12, 64)),
+    "twice_seven": replace(WHOLE, heads=Heads(28, 4, 64)),
     "seven": replace(WHOLE, heads=Heads(7, 1, 64)),
     "d256": replace(WHOLE, heads=Heads(4, 2, 256)),
     "d80": replace(WHOLE, heads=Heads(4, 2, 80), block_size=48),

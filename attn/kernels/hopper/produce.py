@@ -126,9 +126,9 @@ def produce(
     done = 0
     while work < total:
         head, req, row, left, position, kv_len, causal, start, low, high = tile_at(
-            work, num_tiles, tile_starts_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr,
-            num_reqs, num_ranges, window, chunk, lookback, HEADS, TOKENS, KV_TILE, CAUSAL, WINDOW,
-            CHUNK, RANGES, CLAMP,
+            work, num_tiles, programs, tile_starts_ptr, query_start_ptr, seq_lens_ptr, causal_ptr,
+            ranges_ptr, num_reqs, num_ranges, window, chunk, lookback, HEADS, GROUP // PACKED,
+            TOKENS, KV_TILE, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
         )  # fmt: skip
         # A table has fewer than 2^31 entries.
         table = req * table_row
