@@ -357,11 +357,11 @@ def hopper_tile(
     run = block_size & -block_size if block_size else 128
     packed = min(shape.group & -shape.group, 64)
     if shape.stored_bits == 8:
-        # The producer is a warp group, which takes its registers from the others.
+        # The producers are two warp groups, of wide heads one, and need registers, too.
         if shape.width <= 64:
-            return HopperTile(packed, 2, 128, 64, min(run, 128), 2, 3, 208)
+            return HopperTile(packed, 2, 128, 64, min(run, 128), 2, 3, 176)
         if shape.width <= 128:
-            return HopperTile(packed, 2, 128, 128, min(run, 128), 2, 2, 200)
+            return HopperTile(packed, 2, 128, 128, min(run, 128), 2, 2, 192)
         return HopperTile(packed, 2, 64, 256, min(run, 64), 1, 2, 208)
     # Measured: 192 rows for narrow heads, fewer keys for wide ones, whose accumulators are large.
     if extra:

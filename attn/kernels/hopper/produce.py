@@ -54,14 +54,14 @@ def _load_keys(
 @gluon.jit
 def load_queries(
     turn, q_desc, q_boxes, q_more, records, q_full, q_empty, head, req, row, left, position, kv_len,
-    causal, low, high, PACKED: gl.constexpr, WARP_GROUPS: gl.constexpr, HALVES: gl.constexpr,
+    causal, start, low, high, PACKED: gl.constexpr, WARP_GROUPS: gl.constexpr, HALVES: gl.constexpr,
     EXTRA: gl.constexpr, Q_STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Say which tile it is, and ask for its queries."""
     stage = turn % Q_STAGES
     # A fresh barrier lets parity 1 pass at once.
     mbarrier.wait(q_empty.index(stage), ((turn // Q_STAGES) & 1) ^ 1)
-    publish(records, stage, head, req, row, left, position, kv_len, causal, low, high, WARPS)
+    publish(records, stage, head, req, row, left, position, kv_len, causal, start, low, high, WARPS)
     mbarrier.expect(q_full.index(stage), WARP_GROUPS * 64 * (HALVES * 128 + EXTRA * 2))
     for part in gl.static_range(WARP_GROUPS):
         for half in gl.static_range(HALVES):
@@ -98,7 +98,7 @@ def say_the_end(turn, records, q_full, q_empty, Q_STAGES: gl.constexpr, WARPS: g
     """There is no tile of that turn."""
     stage = turn % Q_STAGES
     mbarrier.wait(q_empty.index(stage), ((turn // Q_STAGES) & 1) ^ 1)
-    publish(records, stage, 0, 0, 0, 0, 0, 0, 1, 0, 0, WARPS)
+    publish(records, stage, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, WARPS)
     mbarrier.arrive(q_full.index(stage), count=1)
 
 
@@ -142,7 +142,7 @@ def produce(
         )  # fmt: skip
         load_queries(
             turn, q_desc, q_boxes, q_more, records, q_full, q_empty, head, req, row, left, position,
-            kv_len, causal, low, high, PACKED, WARP_GROUPS, HALVES, EXTRA, Q_STAGES, 1,
+            kv_len, causal, start, low, high, PACKED, WARP_GROUPS, HALVES, EXTRA, Q_STAGES, 1,
         )  # fmt: skip
         # Here it costs nothing: what is asked for next has to wait for room.
         work = next_tile(counter_ptr, total, programs)

@@ -109,8 +109,9 @@ def _take(records, place):
 
 @gluon.jit
 def publish(
-    records, stage, head, req, row, left, position, kv_len, causal, low, high, WARPS: gl.constexpr
-):
+    records, stage, head, req, row, left, position, kv_len, causal, start, low, high,
+    WARPS: gl.constexpr,
+):  # fmt: skip
     """The producer's part: say which tile the queries of that stage are of; ``high`` 0 if of none.
 
     Once per tile, so that nobody else has to search for it.
@@ -125,6 +126,7 @@ def publish(
     _put(records, place + 6, causal, WARPS)
     _put(records, place + 7, low, WARPS)
     _put(records, place + 8, high, WARPS)
+    _put(records, place + 9, start, WARPS)
     # One thread arrives at the stage's barrier, for all that wrote here.
     thread_barrier()
 
@@ -141,6 +143,22 @@ def told(records, stage):
         _take(records, place + 4),
         _take(records, place + 5),
         _take(records, place + 6),
+        _take(records, place + 7),
+        _take(records, place + 8),
+    )
+
+
+@gluon.jit
+def told_of_keys(records, stage):
+    """Who loads values is told: tile of heads, request, the first visible key, keys of the request,
+    and the tiles of keys.
+    """
+    place = stage * RECORD
+    return (
+        _take(records, place),
+        _take(records, place + 1),
+        _take(records, place + 9),
+        _take(records, place + 5),
         _take(records, place + 7),
         _take(records, place + 8),
     )
