@@ -124,12 +124,12 @@ def produce(
     work = gl.program_id(0)
     turn = 0
     done = 0
+    head, req, row, left, position, kv_len, causal, start, low, high = tile_at(
+        gl.minimum(work, total - 1), num_tiles, programs, tile_starts_ptr, query_start_ptr,
+        seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, num_ranges, window, chunk, lookback, HEADS,
+        GROUP // PACKED, TOKENS, KV_TILE, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+    )  # fmt: skip
     while work < total:
-        head, req, row, left, position, kv_len, causal, start, low, high = tile_at(
-            work, num_tiles, programs, tile_starts_ptr, query_start_ptr, seq_lens_ptr, causal_ptr,
-            ranges_ptr, num_reqs, num_ranges, window, chunk, lookback, HEADS, GROUP // PACKED,
-            TOKENS, KV_TILE, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-        )  # fmt: skip
         # A table has fewer than 2^31 entries.
         table = req * table_row
         if BLOCK_SIZE == 0:
@@ -157,8 +157,16 @@ def produce(
                 v_empty, v_boxes, v_boxes, KV_TILE, HALVES, 0, BLOCK_SIZE, RUN, STAGES,
             )  # fmt: skip
         done += high - low
+        # Before the last values, for which there is no room yet: the keys of the next tile are to
+        # be asked for right behind them, and where it is takes thousands of clocks to find out.
+        last, first_key, keys = low, start, kv_len
+        head, req, row, left, position, kv_len, causal, start, low, high = tile_at(
+            gl.minimum(work, total - 1), num_tiles, programs, tile_starts_ptr, query_start_ptr,
+            seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, num_ranges, window, chunk, lookback,
+            HEADS, GROUP // PACKED, TOKENS, KV_TILE, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+        )  # fmt: skip
         _load_keys(
-            v_desc, table_ptr, table, low, start, kv_len, kv_head, done - 1, v_full, v_empty,
+            v_desc, table_ptr, table, last, first_key, keys, kv_head, done - 1, v_full, v_empty,
             v_boxes, v_boxes, KV_TILE, HALVES, 0, BLOCK_SIZE, RUN, STAGES,
         )  # fmt: skip
         turn += 1
