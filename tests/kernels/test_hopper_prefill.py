@@ -64,6 +64,10 @@ def _e4m3(words: Any, kind: int, dtype: Any) -> Any:
     return gluon_in_numpy.value(numbers.numpy().astype(dtype).view(np.int32))
 
 
+def _kept(scores: Any, seen: Any) -> Any:
+    return gluon_in_numpy.value(np.where(seen, scores, -np.inf).astype(np.float32))
+
+
 @pytest.fixture
 def instead() -> dict[str, Any]:
     """Functions of the kernel that a test replaces."""
@@ -96,6 +100,10 @@ def launched(
         "_unpack": lambda pairs, dtype, tile, layout: pairs.astype(dtype),
         "_anew": lambda place, asm: place,
         "_computed": lambda sums: sums,
+        "_up_to": lambda scores, key, last: _kept(scores, key <= last),
+        "_within": lambda scores, key, query, window: _kept(
+            scores, (query - key >= 0) & (query - key < window)
+        ),
         "_widened": _e4m3,
         "_layout": lambda rows, width: None,
     }
