@@ -77,7 +77,14 @@ def _softmax(
                 CLAMP,
             )  # fmt: skip
             scores = gl.where(seen, scores, float("-inf"))
-    top = gl.maximum(m, gl.max(scores, 1))
+    if MASKED:
+        most = gl.max(scores, 1)
+    else:
+        # Of pairs first, which do not wait for each other: with it a step issues in 1000 clocks,
+        # without in 1060.
+        left, right = gl.split(gl.reshape(scores, [scores.shape[0], scores.shape[1] // 2, 2]))
+        most = gl.convert_layout(gl.max(gl.maximum(left, right), 1), m.type.layout)
+    top = gl.maximum(m, most)
     if MASKED:
         # A row may see nothing of this tile.
         base = gl.where(top == float("-inf"), 0.0, top) * factor
