@@ -59,23 +59,30 @@ def _softmax(
         scores = biased(scores * factor, None, None, soft_cap, True, 0, False)
         factor = 1.0
     if MASKED:
-        # A column is the sum of a constant of its register and a number of its thread, which goes
-        # to the other side: each score is compared by a constant, in one instruction.
         number = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
+        # A column is the sum of a constant of its register and a number of its thread, which goes
+        # to the other side: each score is compared by a constant, in one instruction. With fewer
+        # keys heads are wide, and leave no register for that number.
+        MANY: gl.constexpr = scores.shape[1] >= 128
+        BACK: gl.constexpr = CAUSAL == 1 and WINDOW and not CHUNK and not RANGES
         known, others = number & ~6, number & 6
-        if not (WINDOW or CHUNK or RANGES):
+        if MANY and not (WINDOW or CHUNK or RANGES):
             scores = _up_to(scores, known[None, :], (reach - first_key)[:, None] - others[None, :])
-        elif CAUSAL == 1 and WINDOW and not CHUNK and not RANGES:
+        elif MANY and BACK:
             # Both edges in one comparison: a query is one of the keys that it sees, the last.
             away = (query - first_key)[:, None] - others[None, :]
             scores = _within(scores, known[None, :], away, window)
         else:
             key = first_key + number
-            seen = is_visible(
-                query[:, None], key[None, :], reach[:, None], kv_len, window, chunk, lookback, 0,
-                range_first[:, None], range_last[:, None], CAUSAL, WINDOW, CHUNK, False, RANGES,
-                CLAMP,
-            )  # fmt: skip
+            if BACK:
+                away = query[:, None] - key[None, :]
+                seen = away.to(gl.uint32, bitcast=True) < window.to(gl.uint32)
+            else:
+                seen = is_visible(
+                    query[:, None], key[None, :], reach[:, None], kv_len, window, chunk, lookback,
+                    0, range_first[:, None], range_last[:, None], CAUSAL, WINDOW, CHUNK, False,
+                    RANGES, CLAMP,
+                )  # fmt: skip
             scores = gl.where(seen, scores, float("-inf"))
     if MASKED:
         most = gl.max(scores, 1)
