@@ -349,7 +349,7 @@ _NAMES: dict[str, Any] = {
     "fence_async_shared": _nothing,
     "mma_v2": _multiply,
     "warpgroup_mma": _multiply,
-    "warpgroup_mma_wait": lambda pending, deps: deps[0],
+    "warpgroup_mma_wait": lambda pending, deps: deps if len(deps) > 1 else deps[0],
     "_e4m3_planes": _e4m3_planes,
     "opaque_zero": lambda: 0,
     "prefetch_l2": _nothing,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import builders.tiles
 from attn.backends.triton_mla import TritonMLABackend
 from attn.kernels.hopper.prefill import hopper_prefill_kernel
 from attn.kernels.launch import KernelCall
@@ -31,6 +32,9 @@ WHOLE = Case(heads=Heads(8, 2, 128), dtype=DType.FLOAT16, batch=BATCH)
 CASES = {
     "causal": WHOLE,
     "no_group": replace(WHOLE, heads=Heads(2, 2, 128)),
+    # More tiles of heads than are walked together, with keys of their own and shared by seven.
+    "twelve_heads": replace(WHOLE, heads=Heads(12, 12, 64)),
+    "twice_seven": replace(WHOLE, heads=Heads(28, 4, 64)),
     "seven": replace(WHOLE, heads=Heads(7, 1, 64)),
     "d256": replace(WHOLE, heads=Heads(4, 2, 256)),
     "d80": replace(WHOLE, heads=Heads(4, 2, 80), block_size=48),
@@ -57,8 +61,12 @@ CASES = {
 
 def _e4m3(words: Any, kind: int, dtype: Any) -> Any:
     raw = np.ascontiguousarray(words).view(np.uint8)
-    numbers = torch.from_numpy(raw).view(torch.float8_e4m3fn).float().nan_to_num(480.0)
+    numbers = torch.from_numpy(raw).view(torch.float8_e4m3fn).float()
     return gluon_in_numpy.value(numbers.numpy().astype(dtype).view(np.int32))
+
+
+def _kept(scores: Any, seen: Any) -> Any:
+    return gluon_in_numpy.value(np.where(seen, scores, -np.inf).astype(np.float32))
 
 
 @pytest.fixture
@@ -93,6 +101,10 @@ def launched(
         "_unpack": lambda pairs, dtype, tile, layout: pairs.astype(dtype),
         "_anew": lambda place, asm: place,
         "_computed": lambda sums: sums,
+        "_up_to": lambda scores, key, last: _kept(scores, key <= last),
+        "_within": lambda scores, key, query, window: _kept(
+            scores, (query - key >= 0) & (query - key < window)
+        ),
         "_widened": _e4m3,
         "_layout": lambda rows, width: None,
     }
@@ -105,6 +117,17 @@ def test_it_computes_what_it_serves(name: str, launched: list[KernelCall]) -> No
     assert findings(CASES[name]) == {}
     (call,) = launched
     assert call.grid == (2,)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if case.heads.head_size <= 64]
+)
+def test_scores_a_tile_ahead_are_those_of_heads_of_64(
+    name: str, launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builders.tiles, "AHEAD", True)
+    assert findings(CASES[name]) == {}
+    assert launched
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 500])

@@ -232,8 +232,8 @@ def engine_config(
         batch_invariant=batch_invariant(),
         rswa_window=compat.rswa_window(vllm_config, spec),
         index_topk=compat.index_topk(vllm_config),
-        prefill_kernel=_named(PREFILL_VARIABLE, PrefillKernel.AUTO),
-        decode_kernel=_named(DECODE_VARIABLE, DecodeKernel.AUTO),
+        prefill_kernel=_named(PREFILL_VARIABLE, PrefillKernel.TRITON),
+        decode_kernel=_named(DECODE_VARIABLE, DecodeKernel.TRITON),
     )
 
 

@@ -1,4 +1,4 @@
-"""The producer of 8-bit caches: a warp group that makes operands of 16 bits of keys and values.
+"""Producers of 8-bit caches: warp groups that make operands of 16 bits of keys and values.
 
 Bytes go from the cache to registers and from there, widened, to where products read them. By way of
 shared memory, as TMA would bring them, they would cross it twice more: the products themselves need
@@ -12,39 +12,41 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from attn.kernels.hopper.produce import load_queries, next_tile, say_the_end
-from attn.kernels.hopper.tiles import tile_at, wide
+from attn.kernels.hopper.tiles import tile_at, told_of_keys, wide
 from attn.kernels.stored import E4M3, E5M2
 
 _E4M3, _E5M2 = gl.constexpr(E4M3), gl.constexpr(E5M2)
 
 
-def _ptx(pair: str, shift: int, power: int) -> gl.constexpr:
-    """PTX over four bytes in ``$2``, to pairs in ``$0`` and ``$1``.
-
-    A byte goes to the top of a half word, its exponent and mantissa down to where the wider type
-    has them; ``power``, a power of two of that type, makes up for the bias of its exponents. All of
-    it is exact, subnormals too. What is no number in 8 bits becomes a finite one: slots that
-    nothing was written to may hold any byte, and weight 0 has to be enough to leave them out.
-    """
-    moves = (("0x5040", "$0"), ("0x7060", "$1"))
-    steps = [
-        f"prmt.b32 a, $2, 0, {_swapped(selector)}; and.b32 b, a, 0x7F007F00; shr.u32 b, b, {shift};"
-        f" and.b32 a, a, 0x80008000; or.b32 a, a, b; mul.rn.{pair} {to}, a, c;"
-        for selector, to in moves
-    ]
-    factor = hex(power << 16 | power)
-    return gl.constexpr("{ .reg .b32 a, b, c; mov.b32 c, " + factor + "; " + " ".join(steps) + " }")
+_FP16 = gl.constexpr(
+    "{ .reg .b16 x, y; mov.b32 {x, y}, $2; cvt.rn.f16x2.e4m3x2 $0, x; cvt.rn.f16x2.e4m3x2 $1, y; }"
+)
+"""PTX: four bytes of e4m3 in ``$2`` to pairs of fp16 in ``$0`` and ``$1``."""
 
 
-def _swapped(selector: str) -> str:
-    """The selector for ``prmt`` with its two operands exchanged."""
-    return "0x" + "".join(str(int(digit) ^ 4) for digit in selector[2:])
+def _ptx(steps: str) -> gl.constexpr:
+    """PTX of the same to pairs of bf16: ``steps`` for each of the pairs."""
+    pairs = (("$0", "x", "0x1404"), ("$1", "y", "0x3424"))
+    both = " ".join(steps.format(to=to, half=half, place=place) for to, half, place in pairs)
+    return gl.constexpr(
+        "{ .reg .b16 x, y, p, q; .reg .b32 a, b; .reg .f32 low, high; mov.b32 {x, y}, $2; "
+        + both
+        + " }"
+    )
 
 
-# Biases: 7 of e4m3, 15 of e5m2 and fp16, 127 of bf16. 2^120, 2^112 in bf16; 2^8 in fp16.
-_E4M3_BF16 = _ptx("bf16x2", 4, 0x7B80)
-_E5M2_BF16 = _ptx("bf16x2", 3, 0x7780)
-_E4M3_FP16 = _ptx("f16x2", 1, 0x5C00)
+# By way of fp16 and fp32: four instructions for two numbers. To move the bits and to multiply by
+# 2^120, for the other bias, takes five, four of them of the pipe that compares and packs, too.
+_E4M3_BF16 = _ptx(
+    "cvt.rn.f16x2.e4m3x2 a, {half}; mov.b32 {{p, q}}, a; cvt.f32.f16 low, p; cvt.f32.f16 high, q;"
+    " cvt.rn.bf16x2.f32 {to}, high, low;"
+)
+# A byte goes to the top of a half word, its exponent and mantissa down to where bf16 has them, and
+# 2^112 makes up for the bias. What is no number becomes a finite one.
+_E5M2_BF16 = _ptx(
+    "prmt.b32 a, $2, 0, {place}; and.b32 b, a, 0x7F007F00; shr.u32 b, b, 3;"
+    " and.b32 a, a, 0x80008000; or.b32 a, a, b; mov.b32 b, 0x77807780; mul.rn.bf16x2 {to}, a, b;"
+)
 
 
 @gluon.jit
@@ -61,7 +63,7 @@ def _widened(words, KIND: gl.constexpr, DTYPE: gl.constexpr):
         )
     else:
         low, high = gl.inline_asm_elementwise(
-            _E4M3_FP16, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+            _FP16, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
         )
     return gl.reshape(gl.join(low, high), [words.shape[0], words.shape[1] * 2])
 
@@ -71,14 +73,15 @@ def _layout(rows: int, width: int) -> gl.DistributedLinearLayout:
     """How ``[rows, width]`` bytes, in words of four, lie in a warp group: 16 bytes side by side.
 
     Eight neighbouring threads have the same columns of eight rows, which stores of operands,
-    swizzled by row, want; four such groups read two sectors of a row.
+    swizzled by row, want; two such groups read a sector of each. The fewer rows a thread has, the
+    fewer registers their addresses take.
     """
     columns = [[0, 4 << k] for k in range((width // 16).bit_length() - 1)]
     beyond = [[8 << k, 0] for k in range(rows.bit_length() - 4)]
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], *columns[2:], *beyond[2:]],
-        lane_bases=[[1, 0], [2, 0], [4, 0], *columns[:2]],
-        warp_bases=beyond[:2],
+        reg_bases=[[0, 1], [0, 2], *columns[1:], *beyond[3:]],
+        lane_bases=[[1, 0], [2, 0], [4, 0], columns[0], beyond[0]],
+        warp_bases=beyond[1:3],
         block_bases=[],
         shape=[rows, width // 4],
     )
@@ -126,70 +129,110 @@ def _put(
 
 
 @gluon.jit
-def convert(
-    q_desc, key_ptr, value_ptr, q_boxes, k_words, v_words, records, q_full, q_empty, k_full,
-    k_empty, v_full, v_empty, table_ptr, tile_starts_ptr, num_tiles_ptr, counter_ptr,
-    query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, programs, num_ranges,
-    table_row, window, chunk, lookback, k_block, k_token, k_head, v_block, v_token, v_head,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, PACKED: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    KIND: gl.constexpr, DTYPE: gl.constexpr, KV_TILE: gl.constexpr, HALVES: gl.constexpr,
-    WIDTH: gl.constexpr, SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr, Q_STAGES: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr,
-    RANGES: gl.constexpr, CLAMP: gl.constexpr,
+def _convert_tiles(
+    done, rows_ptr, more_ptr, tiles, more, full, empty, more_full, more_empty, table_ptr, table,
+    start, kv_len, low, high, per_block, per_token, more_block, more_token, BOTH: gl.constexpr,
+    KIND: gl.constexpr, DTYPE: gl.constexpr, VALUE: gl.constexpr, KV_TILE: gl.constexpr,
+    WIDTH: gl.constexpr, SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A warp group: what :func:`produce` does, for keys and values of 8 bits.
-
-    A tile is loaded while the one before it is widened.
-    """
-    TOKENS: gl.constexpr = WARP_GROUPS * 64 // PACKED
+    """All keys or all values of a tile of queries, from the last down, or BOTH; the turn after."""
     LAYOUT: gl.constexpr = _layout(KV_TILE, WIDTH)
-    key_words = key_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    value_words = value_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    # Pages are looked up a tile ahead.
+    pages = _pages(table_ptr, table, high - 1, start, kv_len, KV_TILE, BLOCK_SIZE, LAYOUT)
+    for i in range(high - 1, low - 1, -1):
+        words = _words(
+            rows_ptr, pages, i, per_block, per_token, KV_TILE, BLOCK_SIZE, WIDTH, SIZE, LAYOUT
+        )
+        if BOTH:
+            others = _words(
+                more_ptr, pages, i, more_block, more_token, KV_TILE, BLOCK_SIZE, WIDTH, SIZE, LAYOUT
+            )
+        pages = _pages(
+            table_ptr, table, gl.maximum(i - 1, 0), start, kv_len, KV_TILE, BLOCK_SIZE, LAYOUT
+        )
+        _put(words, done, tiles, full, empty, KIND, DTYPE, STAGES)
+        if BOTH:
+            _put(others, done, more, more_full, more_empty, KIND, VALUE, STAGES)
+        done += 1
+    return done
+
+
+@gluon.jit
+def convert(
+    BOTH: gl.constexpr, q_desc, rows_ptr, more_ptr, q_boxes, tiles, more, records, q_full, q_empty,
+    full, empty, more_full, more_empty, table_ptr, tile_starts_ptr, num_tiles_ptr, counter_ptr,
+    query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, programs, num_ranges,
+    table_row, window, chunk, lookback, per_block, per_token, per_head, more_block, more_token,
+    more_head, HEADS: gl.constexpr, GROUP: gl.constexpr, PACKED: gl.constexpr,
+    WARP_GROUPS: gl.constexpr, KIND: gl.constexpr, DTYPE: gl.constexpr, VALUE: gl.constexpr,
+    KV_TILE: gl.constexpr, HALVES: gl.constexpr, WIDTH: gl.constexpr, SIZE: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
+):  # fmt: skip
+    """A warp group: what :func:`produce` does, for 8 bits; of keys, or BOTH of keys and values."""
+    TOKENS: gl.constexpr = WARP_GROUPS * 64 // PACKED
+    words_ptr = rows_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    others_ptr = more_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
     num_tiles = gl.load(num_tiles_ptr)
     total = num_tiles * HEADS
     work = gl.program_id(0)
     turn = 0
     done = 0
-    while work < total:
-        head, req, row, left, position, kv_len, causal, start, low, high = tile_at(
-            work, num_tiles, tile_starts_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr,
-            num_reqs, num_ranges, window, chunk, lookback, HEADS, TOKENS, KV_TILE, CAUSAL, WINDOW,
-            CHUNK, RANGES, CLAMP,
+    # The end within the loop: behind it, ptxas 12.8 spills what thread it is.
+    goes_on = 1
+    while goes_on == 1:
+        if work < total:
+            head, req, row, left, position, kv_len, causal, start, low, high = tile_at(
+                work, num_tiles, programs, tile_starts_ptr, query_start_ptr, seq_lens_ptr,
+                causal_ptr, ranges_ptr, num_reqs, num_ranges, window, chunk, lookback, HEADS,
+                GROUP // PACKED, TOKENS, KV_TILE, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+            )  # fmt: skip
+            load_queries(
+                turn, q_desc, q_boxes, q_boxes, records, q_full, q_empty, head, req, row, left,
+                position, kv_len, causal, start, low, high, PACKED, WARP_GROUPS, HALVES, 0,
+                Q_STAGES, 4,
+            )  # fmt: skip
+            work = next_tile(counter_ptr, total, programs)
+            kv_head = head * PACKED // GROUP
+            # A table has fewer than 2^31 entries.
+            done = _convert_tiles(
+                done, words_ptr + kv_head * wide(per_head), others_ptr + kv_head * wide(more_head),
+                tiles, more, full, empty, more_full, more_empty, table_ptr, req * table_row, start,
+                kv_len, low, high, per_block, per_token, more_block, more_token, BOTH, KIND, DTYPE,
+                VALUE, KV_TILE, WIDTH, SIZE, BLOCK_SIZE, STAGES,
+            )  # fmt: skip
+            turn += 1
+        else:
+            say_the_end(turn, records, q_full, q_empty, Q_STAGES, 4)
+            goes_on = 0
+
+
+@gluon.jit
+def convert_values(
+    rows_ptr, tiles, records, q_full, q_empty, full, empty, table_ptr, table_row, per_block,
+    per_token, per_head, GROUP: gl.constexpr, PACKED: gl.constexpr, KIND: gl.constexpr,
+    VALUE: gl.constexpr, KV_TILE: gl.constexpr, WIDTH: gl.constexpr, SIZE: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """A warp group beside :func:`convert`, for values, which is told as the consumers are.
+
+    Each waits for its loads in the other's time. One warp group for both had no loads under way
+    while it widened: ptxas counts all loads of a loop on one scoreboard, and waits for all of them.
+    """
+    words_ptr = rows_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    turn = 0
+    done = 0
+    mbarrier.wait(q_full.index(0), 0)
+    head, req, start, kv_len, low, high = told_of_keys(records, 0)
+    while high > 0:
+        mbarrier.arrive(q_empty.index(turn % Q_STAGES), count=1)
+        values = words_ptr + head * PACKED // GROUP * wide(per_head)
+        done = _convert_tiles(
+            done, values, values, tiles, tiles, full, empty, full, empty, table_ptr,
+            req * table_row, start, kv_len, low, high, per_block, per_token, per_block, per_token,
+            False, KIND, VALUE, VALUE, KV_TILE, WIDTH, SIZE, BLOCK_SIZE, STAGES,
         )  # fmt: skip
-        # A table has fewer than 2^31 entries.
-        table = req * table_row
-        kv_head = head * PACKED // GROUP
-        keys = key_words + kv_head * wide(k_head)
-        values = value_words + kv_head * wide(v_head)
-        pages = _pages(table_ptr, table, high - 1, start, kv_len, KV_TILE, BLOCK_SIZE, LAYOUT)
-        key = _words(
-            keys, pages, high - 1, k_block, k_token, KV_TILE, BLOCK_SIZE, WIDTH, SIZE, LAYOUT
-        )
-        load_queries(
-            turn, q_desc, q_boxes, q_boxes, records, q_full, q_empty, head, req, row, left,
-            position, kv_len, causal, low, high, PACKED, WARP_GROUPS, HALVES, 0, Q_STAGES, 4,
-        )  # fmt: skip
-        work = next_tile(counter_ptr, total, programs)
-        for i in range(high - 1, low, -1):
-            # Those of the tile that is loaded after the next.
-            pages_below = _pages(
-                table_ptr, table, i - 1, start, kv_len, KV_TILE, BLOCK_SIZE, LAYOUT
-            )
-            value = _words(
-                values, pages, i, v_block, v_token, KV_TILE, BLOCK_SIZE, WIDTH, SIZE, LAYOUT
-            )
-            _put(key, done, k_words, k_full, k_empty, KIND, DTYPE, STAGES)
-            key = _words(
-                keys, pages_below, i - 1, k_block, k_token, KV_TILE, BLOCK_SIZE, WIDTH, SIZE, LAYOUT
-            )
-            _put(value, done, v_words, v_full, v_empty, KIND, DTYPE, STAGES)
-            pages = pages_below
-            done += 1
-        value = _words(
-            values, pages, low, v_block, v_token, KV_TILE, BLOCK_SIZE, WIDTH, SIZE, LAYOUT
-        )
-        _put(key, done, k_words, k_full, k_empty, KIND, DTYPE, STAGES)
-        _put(value, done, v_words, v_full, v_empty, KIND, DTYPE, STAGES)
-        done += 1
         turn += 1
-    say_the_end(turn, records, q_full, q_empty, Q_STAGES, 4)
+        stage = turn % Q_STAGES
+        mbarrier.wait(q_full.index(stage), (turn // Q_STAGES) & 1)
+        head, req, start, kv_len, low, high = told_of_keys(records, stage)

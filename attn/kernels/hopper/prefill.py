@@ -20,12 +20,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from attn.kernels.hopper.ahead import consume_ahead
 from attn.kernels.hopper.compat import reinterpret, wait_for_kernels_before
 from attn.kernels.hopper.consume import consume
-from attn.kernels.hopper.convert import convert
+from attn.kernels.hopper.convert import convert, convert_values
 from attn.kernels.hopper.produce import produce
 from attn.kernels.hopper.tiles import RECORD
+from attn.kernels.stored import E4M3
 
+_E4M3 = gl.constexpr(E4M3)
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -134,6 +137,10 @@ def hopper_prefill_kernel(
     HALVES: gl.constexpr = WIDTH // 64
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    # Of values and weights: e4m3 becomes fp16 in one instruction, and weights are at most 1.
+    VALUE: gl.constexpr = gl.float16 if KIND == _E4M3 else DTYPE
+    # Who waits for a tile of queries to be there.
+    READERS: gl.constexpr = WARP_GROUPS + 1 if KIND > 0 and WIDTH <= 128 else WARP_GROUPS
     BOXES: gl.constexpr = STAGES * HALVES * (KV_TILE // RUN)
     factor = scale
     if not SOFT_CAP:
@@ -152,7 +159,7 @@ def hopper_prefill_kernel(
     )
     q_tiles = reinterpret(q_boxes, DTYPE, [Q_STAGES * WARP_GROUPS, 64, WIDTH], LAYOUT)
     k_tiles = reinterpret(k_boxes, DTYPE, [STAGES, KV_TILE, WIDTH], LAYOUT)
-    v_tiles = reinterpret(v_boxes, DTYPE, [STAGES, KV_TILE, WIDTH], LAYOUT)
+    v_tiles = reinterpret(v_boxes, VALUE, [STAGES, KV_TILE, WIDTH], LAYOUT)
     v_runs = reinterpret(v_boxes, DTYPE, [BOXES, RUN, 64], LAYOUT)
     q_more, k_more, q_extra, k_extra = q_boxes, k_boxes, q_tiles, k_tiles
     if EXTRA > 0:
@@ -179,7 +186,7 @@ def hopper_prefill_kernel(
     mbarrier.init(cleared, count=WARP_GROUPS)
     for s in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(s), count=1)
-        mbarrier.init(q_empty.index(s), count=WARP_GROUPS)
+        mbarrier.init(q_empty.index(s), count=READERS)
     for s in gl.static_range(STAGES):
         mbarrier.init(k_full.index(s), count=1)
         mbarrier.init(v_full.index(s), count=1)
@@ -191,33 +198,90 @@ def hopper_prefill_kernel(
         v_words = reinterpret(v_boxes, gl.int32, [STAGES, KV_TILE, WIDTH // 2], WORDS)
     wait_for_kernels_before()
     # Tuples must be literals here: held in a variable, their constexprs become tensors.
-    if KIND > 0:
+    if KIND > 0 and WIDTH <= 128:
         gl.warp_specialize(
             [
                 (consume, (0, q_tiles, q_extra, k_tiles, k_extra, v_tiles, v_runs, records,
                     q_full, q_empty, k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr,
                     output_scale_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges,
                     factor, soft_cap, window, chunk, lookback, scale_head, out_token, out_head,
-                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH,
+                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, VALUE, KV_TILE, HALVES, WIDTH,
                     EXTRA, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
                     SOFT_CAP, SINKS, FP8_OUT, LSE)),
                 (consume, (1, q_tiles, q_extra, k_tiles, k_extra, v_tiles, v_runs, records,
                     q_full, q_empty, k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr,
                     output_scale_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges,
                     factor, soft_cap, window, chunk, lookback, scale_head, out_token, out_head,
-                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH,
+                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, VALUE, KV_TILE, HALVES, WIDTH,
                     EXTRA, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
                     SOFT_CAP, SINKS, FP8_OUT, LSE)),
-                (convert, (q_desc, key_ptr, value_ptr, q_boxes, k_words, v_words, records, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, table_ptr, tile_starts_ptr,
+                (convert, (False, q_desc, key_ptr, value_ptr, q_boxes, k_words, v_words, records,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty, table_ptr, tile_starts_ptr,
                     num_tiles_ptr, counter_ptr, query_start_ptr, seq_lens_ptr, causal_ptr,
                     ranges_ptr, num_reqs, programs, num_ranges, table_row, window, chunk, lookback,
                     k_block, k_token, k_head, v_block, v_token, v_head, HEADS, GROUP, PACKED,
-                    WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH, SIZE, BLOCK_SIZE, Q_STAGES,
-                    STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
+                    WARP_GROUPS, KIND, DTYPE, VALUE, KV_TILE, HALVES, WIDTH, SIZE, BLOCK_SIZE,
+                    Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
+                (convert_values, (value_ptr, v_words, records, q_full, q_empty, v_full, v_empty,
+                    table_ptr, table_row, v_block, v_token, v_head, GROUP, PACKED, KIND, VALUE,
+                    KV_TILE, WIDTH, SIZE, BLOCK_SIZE, Q_STAGES, STAGES)),
+            ],
+            [4, 4, 4],
+            [REGISTERS, 256 - REGISTERS, 256 - REGISTERS],
+        )  # fmt: skip
+    elif KIND > 0:
+        # Of four warp groups ptxas leaves no product more than 128 registers.
+        gl.warp_specialize(
+            [
+                (consume, (0, q_tiles, q_extra, k_tiles, k_extra, v_tiles, v_runs, records,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr,
+                    output_scale_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges,
+                    factor, soft_cap, window, chunk, lookback, scale_head, out_token, out_head,
+                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, VALUE, KV_TILE, HALVES, WIDTH,
+                    EXTRA, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                    SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                (consume, (1, q_tiles, q_extra, k_tiles, k_extra, v_tiles, v_runs, records,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr,
+                    output_scale_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges,
+                    factor, soft_cap, window, chunk, lookback, scale_head, out_token, out_head,
+                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, VALUE, KV_TILE, HALVES, WIDTH,
+                    EXTRA, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                    SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                (convert, (True, q_desc, key_ptr, value_ptr, q_boxes, k_words, v_words, records,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty, table_ptr, tile_starts_ptr,
+                    num_tiles_ptr, counter_ptr, query_start_ptr, seq_lens_ptr, causal_ptr,
+                    ranges_ptr, num_reqs, programs, num_ranges, table_row, window, chunk, lookback,
+                    k_block, k_token, k_head, v_block, v_token, v_head, HEADS, GROUP, PACKED,
+                    WARP_GROUPS, KIND, DTYPE, VALUE, KV_TILE, HALVES, WIDTH, SIZE, BLOCK_SIZE,
+                    Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
             ],
             [4, 4],
             [REGISTERS, 504 - 2 * REGISTERS],
+        )  # fmt: skip
+    elif WARP_GROUPS == 2 and WIDTH <= 64:
+        gl.warp_specialize(
+            [
+                (consume_ahead, (0, q_tiles, k_tiles, v_tiles, v_runs, records, q_full, q_empty,
+                    k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr,
+                    sinks_ptr, ranges_ptr, num_ranges, factor, soft_cap, window, chunk, lookback,
+                    out_token, out_head, lse_token, PACKED, WARP_GROUPS, DTYPE, KV_TILE, HALVES,
+                    WIDTH, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                    SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                (consume_ahead, (1, q_tiles, k_tiles, v_tiles, v_runs, records, q_full, q_empty,
+                    k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr,
+                    sinks_ptr, ranges_ptr, num_ranges, factor, soft_cap, window, chunk, lookback,
+                    out_token, out_head, lse_token, PACKED, WARP_GROUPS, DTYPE, KV_TILE, HALVES,
+                    WIDTH, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                    SOFT_CAP, SINKS, FP8_OUT, LSE)),
+                (produce, (q_desc, k_desc, v_desc, q_boxes, q_more, k_boxes, k_more, v_boxes,
+                    records, q_full, q_empty, k_full, k_empty, v_full, v_empty, table_ptr,
+                    tile_starts_ptr, num_tiles_ptr, counter_ptr, query_start_ptr, seq_lens_ptr,
+                    causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, table_row, window,
+                    chunk, lookback, HEADS, GROUP, PACKED, WARP_GROUPS, KV_TILE, HALVES, EXTRA,
+                    BLOCK_SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
         )  # fmt: skip
     elif WARP_GROUPS == 2:
         gl.warp_specialize(

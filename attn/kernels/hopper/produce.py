@@ -54,14 +54,14 @@ def _load_keys(
 @gluon.jit
 def load_queries(
     turn, q_desc, q_boxes, q_more, records, q_full, q_empty, head, req, row, left, position, kv_len,
-    causal, low, high, PACKED: gl.constexpr, WARP_GROUPS: gl.constexpr, HALVES: gl.constexpr,
+    causal, start, low, high, PACKED: gl.constexpr, WARP_GROUPS: gl.constexpr, HALVES: gl.constexpr,
     EXTRA: gl.constexpr, Q_STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Say which tile it is, and ask for its queries."""
     stage = turn % Q_STAGES
     # A fresh barrier lets parity 1 pass at once.
     mbarrier.wait(q_empty.index(stage), ((turn // Q_STAGES) & 1) ^ 1)
-    publish(records, stage, head, req, row, left, position, kv_len, causal, low, high, WARPS)
+    publish(records, stage, head, req, row, left, position, kv_len, causal, start, low, high, WARPS)
     mbarrier.expect(q_full.index(stage), WARP_GROUPS * 64 * (HALVES * 128 + EXTRA * 2))
     for part in gl.static_range(WARP_GROUPS):
         for half in gl.static_range(HALVES):
@@ -98,7 +98,7 @@ def say_the_end(turn, records, q_full, q_empty, Q_STAGES: gl.constexpr, WARPS: g
     """There is no tile of that turn."""
     stage = turn % Q_STAGES
     mbarrier.wait(q_empty.index(stage), ((turn // Q_STAGES) & 1) ^ 1)
-    publish(records, stage, 0, 0, 0, 0, 0, 0, 1, 0, 0, WARPS)
+    publish(records, stage, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, WARPS)
     mbarrier.arrive(q_full.index(stage), count=1)
 
 
@@ -124,12 +124,12 @@ def produce(
     work = gl.program_id(0)
     turn = 0
     done = 0
+    head, req, row, left, position, kv_len, causal, start, low, high = tile_at(
+        gl.minimum(work, total - 1), num_tiles, programs, tile_starts_ptr, query_start_ptr,
+        seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, num_ranges, window, chunk, lookback, HEADS,
+        GROUP // PACKED, TOKENS, KV_TILE, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+    )  # fmt: skip
     while work < total:
-        head, req, row, left, position, kv_len, causal, start, low, high = tile_at(
-            work, num_tiles, tile_starts_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr,
-            num_reqs, num_ranges, window, chunk, lookback, HEADS, TOKENS, KV_TILE, CAUSAL, WINDOW,
-            CHUNK, RANGES, CLAMP,
-        )  # fmt: skip
         # A table has fewer than 2^31 entries.
         table = req * table_row
         if BLOCK_SIZE == 0:
@@ -142,7 +142,7 @@ def produce(
         )  # fmt: skip
         load_queries(
             turn, q_desc, q_boxes, q_more, records, q_full, q_empty, head, req, row, left, position,
-            kv_len, causal, low, high, PACKED, WARP_GROUPS, HALVES, EXTRA, Q_STAGES, 1,
+            kv_len, causal, start, low, high, PACKED, WARP_GROUPS, HALVES, EXTRA, Q_STAGES, 1,
         )  # fmt: skip
         # Here it costs nothing: what is asked for next has to wait for room.
         work = next_tile(counter_ptr, total, programs)
@@ -157,8 +157,16 @@ def produce(
                 v_empty, v_boxes, v_boxes, KV_TILE, HALVES, 0, BLOCK_SIZE, RUN, STAGES,
             )  # fmt: skip
         done += high - low
+        # Before the last values, for which there is no room yet: the keys of the next tile are to
+        # be asked for right behind them, and where it is takes thousands of clocks to find out.
+        last, first_key, keys = low, start, kv_len
+        head, req, row, left, position, kv_len, causal, start, low, high = tile_at(
+            gl.minimum(work, total - 1), num_tiles, programs, tile_starts_ptr, query_start_ptr,
+            seq_lens_ptr, causal_ptr, ranges_ptr, num_reqs, num_ranges, window, chunk, lookback,
+            HEADS, GROUP // PACKED, TOKENS, KV_TILE, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+        )  # fmt: skip
         _load_keys(
-            v_desc, table_ptr, table, low, start, kv_len, kv_head, done - 1, v_full, v_empty,
+            v_desc, table_ptr, table, last, first_key, keys, kv_head, done - 1, v_full, v_empty,
             v_boxes, v_boxes, KV_TILE, HALVES, 0, BLOCK_SIZE, RUN, STAGES,
         )  # fmt: skip
         turn += 1

@@ -11,6 +11,8 @@ from builders.kernels import first_visible
 
 RECORD = gl.constexpr(16)
 """Room for the numbers of a tile."""
+_LEAST = gl.constexpr(8)
+"""Tiles of heads that are walked together, at least: tiles that were measured have no more."""
 
 
 @gluon.jit
@@ -22,21 +24,45 @@ def wide(stride):
 
 
 @gluon.jit
+def _place_of(work, num_tiles, programs, HEADS: gl.constexpr, SHARED: gl.constexpr):
+    """Tile of heads and tile of tokens of a number; SHARED tiles of heads have the same keys.
+
+    Numbers count heads first, then tiles from the last, which see most keys and have to start
+    first. Of many heads some are walked together, all their tiles, and then the next: programs that
+    run at once should share keys. With 128 heads that share none, every tile of keys came from
+    memory: with tiles of 128 rows 30 bytes per clock and multiprocessor, more than there are. But
+    there have to be tiles enough for every program to find short ones at the end, too.
+    """
+    if HEADS <= _LEAST:
+        head = work % HEADS
+        tile = num_tiles - 1 - work // HEADS
+    else:
+        # Four tiles for each program: those of the last heads take about as long as the longest.
+        num_tiles = gl.maximum(num_tiles, 1)
+        group = gl.maximum((4 * programs) // num_tiles, _LEAST)
+        group = gl.minimum((group + SHARED - 1) // SHARED * SHARED, HEADS)
+        first = work // (group * num_tiles) * group
+        rest = work - first * num_tiles
+        group = gl.minimum(group, HEADS - first)
+        head = first + rest % group
+        tile = num_tiles - 1 - rest // group
+    return head, tile
+
+
+@gluon.jit
 def tile_at(
-    work, num_tiles, tile_starts_ptr, query_start_ptr, seq_lens_ptr, causal_ptr, ranges_ptr,
-    num_reqs, num_ranges, window, chunk, lookback, HEADS: gl.constexpr, TOKENS: gl.constexpr,
-    KV_TILE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr,
-    RANGES: gl.constexpr, CLAMP: gl.constexpr,
+    work, num_tiles, programs, tile_starts_ptr, query_start_ptr, seq_lens_ptr, causal_ptr,
+    ranges_ptr, num_reqs, num_ranges, window, chunk, lookback, HEADS: gl.constexpr,
+    SHARED: gl.constexpr, TOKENS: gl.constexpr, KV_TILE: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
 ):  # fmt: skip
-    """The tile of that number; those of a step's ``num_tiles`` are numbered by tile, then head.
+    """The tile of that number, of a step's ``num_tiles`` for each of HEADS tiles of heads.
 
     Returns tile of heads, request, first row of the query, tokens left from there, position of the
     first, keys of the request, whether it is causal, the first visible key, and the tiles of keys
     ``[low, high)``, one at least.
     """
-    head = work % HEADS
-    # The last tiles see most keys: they start first.
-    tile = num_tiles - 1 - work // HEADS
+    head, tile = _place_of(work, num_tiles, programs, HEADS, SHARED)
     req = 0
     above = num_reqs
     while above - req > 1:
@@ -84,8 +110,9 @@ def _take(records, place):
 
 @gluon.jit
 def publish(
-    records, stage, head, req, row, left, position, kv_len, causal, low, high, WARPS: gl.constexpr
-):
+    records, stage, head, req, row, left, position, kv_len, causal, start, low, high,
+    WARPS: gl.constexpr,
+):  # fmt: skip
     """The producer's part: say which tile the queries of that stage are of; ``high`` 0 if of none.
 
     Once per tile, so that nobody else has to search for it.
@@ -100,6 +127,7 @@ def publish(
     _put(records, place + 6, causal, WARPS)
     _put(records, place + 7, low, WARPS)
     _put(records, place + 8, high, WARPS)
+    _put(records, place + 9, start, WARPS)
     # One thread arrives at the stage's barrier, for all that wrote here.
     thread_barrier()
 
@@ -116,6 +144,22 @@ def told(records, stage):
         _take(records, place + 4),
         _take(records, place + 5),
         _take(records, place + 6),
+        _take(records, place + 7),
+        _take(records, place + 8),
+    )
+
+
+@gluon.jit
+def told_of_keys(records, stage):
+    """Who loads values is told: tile of heads, request, the first visible key, keys of the request,
+    and the tiles of keys.
+    """
+    place = stage * RECORD
+    return (
+        _take(records, place),
+        _take(records, place + 1),
+        _take(records, place + 9),
+        _take(records, place + 5),
         _take(records, place + 7),
         _take(records, place + 8),
     )
