@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from builders.hopper_latent import NARROW_ROWS
 from builders.tiles import SHARED_MEMORY
 from specs.devices import KNOWN_DEVICES
 from tests.kernels.sass import undefined_reads
@@ -146,8 +147,10 @@ def misses_of(variant: Variant, target: int, facts: Facts) -> list[str]:
         *(Kernel.PREFILL, Kernel.MLA_PREFILL),
         *(Kernel.HOPPER_PREFILL, Kernel.HOPPER_MLA),
     )
-    # Over e4m3 latent attention multiplies by warp.
-    by_warp = variant.kernel is Kernel.HOPPER_MLA and variant.layer.cache.is_quantized
+    # Over e4m3, and where there are few rows, latent attention multiplies by warp.
+    layer = variant.layer
+    is_few = layer.heads[0] * (1 + layer.drafts) <= NARROW_ROWS
+    by_warp = variant.kernel is Kernel.HOPPER_MLA and (layer.cache.is_quantized or is_few)
     wants_groups = target == 90 and variant.kernel in by_groups and is_narrow and not by_warp
     if wants_groups and not facts.warp_group_products:
         misses.append("no products by warp group")

@@ -10,7 +10,7 @@ _UNIFORM = re.compile(r"\bUR(\d+)\b")
 _PREDICATE = re.compile(r"U?P(T|\d)")
 # Names in U that write no uniform register, and others that do.
 _NO_TARGET = {"USETMAXREG", "UTMALDG", "UTMASTG", "UTMAPF", "UBLKCP", "UTMACMDFLUSH", "UCGABAR"}
-_TARGET = {"R2UR", "S2UR", "VOTEU", "ELECT"}
+_TARGET = {"R2UR", "S2UR", "VOTEU", "ELECT", "REDUX"}
 _INDIRECT = -1
 
 

@@ -29,7 +29,7 @@ from attn.kernels.hopper.decode_produce import produce
 _LOG2E = tl.constexpr(1.4426950408889634)
 _REGISTERS = tl.constexpr(96)
 """Of the producer's thread beside one consumer, who has all that a thread can have anyway."""
-_OF_THREE = tl.constexpr(((208, 88), (232, 40)))
+_OF_THREE = tl.constexpr(((224, 56), (232, 40)))
 """Of a consumer's thread and the producer's where there are two consumers, of 16 rows and of 64:
 the three have 504 together, and who multiplies 64 has two states."""
 _VARYING = [
