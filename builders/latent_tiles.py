@@ -63,13 +63,9 @@ def latent_tile(shape: LatentShape, kind: DeviceKind, max_query_len: int) -> Spl
     tile_heads = cdiv(shape.num_heads, head_tiles)
     narrow = shape.stored_bits < 16
     # Narrow rows have less under way.
-    kv_tile, stages, fewest = 64, 4 if narrow else 3, 3
+    kv_tile, stages = 64, 4 if narrow else 3
     if by_group and narrow:
         kv_tile, stages = 32, 4
-    elif by_group:
-        # Both warp groups compute all scores, and read all queries for each half of the keys: twice
-        # the keys are worth more than loads that are asked for a whole tile ahead.
-        fewest = 2
     elif wide:
         kv_tile = 16
     room = SHARED_MEMORY.get(kind, 99) * 1024
@@ -79,13 +75,20 @@ def latent_tile(shape: LatentShape, kind: DeviceKind, max_query_len: int) -> Spl
         # Keys under way; the query, and the weights; narrow keys for 64 rows once more, converted.
         buffers = stages if by_group and not narrow else stages - 1
         converted = kv_tile * width * shape.itemsize if by_group and narrow else 0
+        if not (by_group or wide):
+            # A state that changes its layout to be folded, fp32: narrow ones are two halves.
+            converted = rows * power_of_two(shape.rank) * (2 if narrow else 4)
         fixed = rows * (width + kv_tile) * shape.itemsize
         return buffers * kv_tile * shape.row_bytes + converted + fixed
 
-    if fewest > 2:
-        while needed() > room and kv_tile > 32:
-            kv_tile //= 2
-    while needed() > room and stages > fewest:
+    # Of 64 rows both warp groups compute all scores, and read all queries for each half of the
+    # keys: twice the keys are worth more than loads that are asked for a whole tile ahead.
+    keeps_keys = by_group and not narrow
+    while needed() > room and kv_tile > 32 and not keeps_keys:
+        kv_tile //= 2
+    while needed() > room and stages > (2 if keeps_keys else 3):
+        stages -= 1
+    while needed() > room and stages > 2:
         stages -= 1
     while needed() > room and kv_tile > 16:
         kv_tile //= 2

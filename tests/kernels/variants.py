@@ -266,7 +266,7 @@ VARIANTS: Final = (
     _only(_D, "fp16 cache", cache=CacheDType.FLOAT16),
     *_attending("e5m2", cache=_E5M2),
     *_attending("int8 inline", 90, cache=_INT8),
-    *_attending("int4 inline", 90, 120, cache=_INT4),
+    *_attending("int4 inline", 90, cache=_INT4),
     *_attending("fp8 inline", 90, cache=_FP8_INLINE),
     *_attending("fp8 scales per head", cache=_FP8, per_head_scales=True),
     # Head sizes and groups.
@@ -323,7 +323,7 @@ VARIANTS: Final = (
 )
 
 MLA_VARIANTS: Final = (
-    _latent("16 heads", 90, speed=True),
+    _latent("16 heads", 90, 120, speed=True),
     _latent("128 heads", 90, speed=True, heads=128),
     _latent("16 heads verify 4", 90, speed=True, drafts=3),
     _latent("16 heads fp8", 90, speed=True, cache=_FP8),
