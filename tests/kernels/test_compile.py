@@ -46,10 +46,11 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> ByTarget:
         return facts_of(targets, tested_only=True, cache=cache, of=of)
 
     with ThreadPoolExecutor(len(PROCESSES)) as pool:
-        latent = pool.submit(by_process, [90], "triton_mla")
+        latent = pool.submit(by_process, [90, 120], "triton_mla")
         parts = list(pool.map(by_process, PROCESSES))
     found = {target: facts for part in parts for target, facts in part.items()}
-    found[90] |= latent.result()[90]
+    for target, facts in latent.result().items():
+        found[target] |= facts
     return found
 
 
