@@ -5,7 +5,6 @@ Builders and launchers share them, so that a plan and the kernels that it is for
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -29,9 +28,6 @@ SHARED_MEMORY = {
 """KiB of shared memory that the programs of one multiprocessor may use."""
 HOPPER_RING = 192 * 1024
 """Bytes of keys and values under way in the split-KV kernel for Hopper."""
-AHEAD = os.environ.get("ATTN_AHEAD") == "1"
-"""Heads of 64: two warp groups, whose scores are a tile of keys ahead, in place of three. To be
-measured beside these, and then one of the two to go."""
 NVIDIA = frozenset(SHARED_MEMORY) - {DeviceKind.ROCM}
 
 
@@ -384,8 +380,6 @@ def hopper_tile(
     # Measured: 192 rows for narrow heads, fewer keys for wide ones, whose accumulators are large.
     if extra:
         return HopperTile(packed, 2, 128, 128, min(run, 128), 1, 2, 240, extra)
-    if shape.width <= 64 and AHEAD:
-        return HopperTile(packed, 2, 128, 64, min(run, 128), 2, 4, 240)
     if shape.width <= 64:
         return HopperTile(packed, 3, 128, 64, min(run, 128), 2, 3, 160)
     if shape.width <= 128:

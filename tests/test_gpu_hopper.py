@@ -24,6 +24,7 @@ from tests.test_gpu_triton_attn import (
     Serving,
     Setup,
     check_far_blocks,
+    check_interrupted,
     check_replays,
     disturb,
     many_blocks,
@@ -153,3 +154,8 @@ def test_it_reads_a_cache_beyond_32_bit_offsets() -> None:
 @pytest.mark.parametrize("kind", SETUPS)
 def test_a_graph_replays_every_kind_of_step(kind: str) -> None:
     check_replays(SETUPS[kind], rows=64, tokens=512, replays=1000 // len(SETUPS))
+
+
+@pytest.mark.parametrize("kind", SETUPS)
+def test_launches_that_are_interrupted_give_the_same_bits(kind: str) -> None:
+    check_interrupted(SETUPS[kind], 300, rows=3)

@@ -22,6 +22,7 @@ from tests.test_gpu_triton_attn import (
     Setup,
     check_alone,
     check_drafting,
+    check_interrupted,
     check_launches,
     check_replays,
 )
@@ -117,6 +118,11 @@ def test_a_row_has_one_result_alone_amid_255_others_and_in_a_verify(kind: str) -
 @pytest.mark.parametrize("kind", ["decode", "d64", "d256", "wide", "fp8"])
 def test_a_graph_of_decodes_replays_every_kind_of_step(kind: str) -> None:
     check_replays(KINDS[kind][0], rows=64, tokens=512, replays=1000)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_launches_that_are_interrupted_give_the_same_bits(kind: str) -> None:
+    check_interrupted(*KINDS[kind])
 
 
 def test_draft_steps_of_one_graph_are_those_of_eager_steps() -> None:

@@ -48,7 +48,7 @@ KINDS = {
     "h64": (replace(PLAIN, heads=64), 1),
     "h128": (replace(PLAIN, heads=128), 1),
     "h128_verify": (replace(PLAIN, heads=128, speculative=1), 2),
-    "wide": (replace(PLAIN, heads=4, speculative=15), 16),
+    "wide": (replace(PLAIN, heads=4, speculative=15, max_tokens=2048), 16),
     "e4m3": (E4M3, 1),
     "e4m3_verify": (E4M3, 4),
     "e4m3_fp16_h20": (replace(E4M3, dtype=DType.FLOAT16, heads=20), 2),
@@ -250,3 +250,8 @@ def test_a_row_has_one_result_alone_amid_255_others_and_in_a_verify(kind: str) -
 @pytest.mark.parametrize("kind", ["few", "decode", "h20", "h128", "e4m3"])
 def test_a_graph_of_decodes_replays_every_kind_of_step(kind: str) -> None:
     gpu.check_replays(KINDS[kind][0], rows=64, tokens=256, replays=1000)
+
+
+@pytest.mark.parametrize("kind", ["few", "decode", "verify", "h128", "e4m3"])
+def test_launches_that_are_interrupted_give_the_same_bits(kind: str) -> None:
+    gpu.check_interrupted(*KINDS[kind], rows=48)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -349,6 +353,66 @@ def check_replays(setup: Setup, rows: int, tokens: int, replays: int) -> None:
 @pytest.mark.parametrize("kind", ["decode", "fp8"])
 def test_a_graph_of_decodes_replays_every_kind_of_step(kind: str) -> None:
     check_replays(KINDS[kind][0], rows=64, tokens=512, replays=1000)
+
+
+# -- Another process on the GPU.
+
+_COMES_AND_GOES = """
+import ctypes
+cuda, context, memory = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_void_p()
+cuda.cuInit(0)
+while True:
+    cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+    cuda.cuCtxSetCurrent(context)
+    cuda.cuMemAlloc_v2(ctypes.byref(memory), ctypes.c_size_t(1 << 28))
+    cuda.cuMemFree_v2(memory)
+    cuda.cuDevicePrimaryCtxRelease_v2(0)
+"""
+
+
+@contextmanager
+def another_process() -> Iterator[None]:
+    """One whose context comes and goes: each time, kernels of this one are stopped in their midst,
+    and go on with their registers and shared memory as they were saved.
+    """
+    with subprocess.Popen([sys.executable, "-c", _COMES_AND_GOES]) as process:
+        try:
+            yield
+            assert process.poll() is None
+        finally:
+            process.kill()
+
+
+def check_interrupted(
+    setup: Setup, query_len: int, rows: int = 64, seconds: float = 5.0, processes: int = 2
+) -> None:
+    """Interrupted launches give the bits of undisturbed ones."""
+    serving = Serving(setup)
+    builder = serving.builder()
+    lens = ragged(rows, setup.max_len, 6, max(query_len, 4))
+    batch = serving.step([query_len] * rows, lens, serving.tables(lens))
+    queries = serving.queries(rows * query_len)
+    first = serving.forward(builder.build(0, batch), queries)
+    torch.cuda.synchronize()
+    wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    with ExitStack() as others:
+        for _ in range(processes):
+            others.enter_context(another_process())
+        stop = time.monotonic() + seconds
+        while time.monotonic() < stop:
+            for _ in range(20):
+                record = builder.build(0, batch)
+                again = serving.forward(record, queries)
+                for actual, expected in zip(again, first, strict=True):
+                    wrong += (actual != expected).any() | actual.isnan().any()
+            torch.cuda.synchronize()
+    assert int(wrong) == 0
+    assert not bool(record.split.counters.any())
+
+
+@pytest.mark.parametrize("kind", ["decode", "verify", "fp8", "int4"])
+def test_launches_that_are_interrupted_give_the_same_bits(kind: str) -> None:
+    check_interrupted(*KINDS[kind])
 
 
 # -- Offsets beyond 32 bits.

@@ -107,6 +107,8 @@ class Facts:
     """``ptxas`` had to order products by warp group that the program left unordered."""
     undefined: int = 0
     """Reads of uniform registers that some path never wrote, of a kernel in Gluon."""
+    idle_barriers: int = 0
+    """Barriers that are made and then not used: their place is given to other data."""
     shared: int = 0
     """Bytes of shared memory."""
     asynchronous_copies: int = 0
@@ -136,6 +138,8 @@ def misses_of(variant: Variant, target: int, facts: Facts) -> list[str]:
         misses.append("products by warp group are serialized")
     if facts.undefined:
         misses.append(f"{facts.undefined} reads of registers that a path never wrote")
+    if facts.idle_barriers:
+        misses.append(f"{facts.idle_barriers} barriers that nobody waits for")
     if variant.kernel.attends:
         # Copies turn synchronous without a word where a hint of alignment is lost.
         if facts.pipeline and not facts.asynchronous_copies:
@@ -239,6 +243,7 @@ class Compiler:
         return Facts(
             **read,
             undefined=_undefined(compiled.asm["cubin"]) if variant.kernel.is_gluon else 0,
+            idle_barriers=len(idle_barriers(compiled.asm["ttgir"])),
             shared=compiled.metadata.shared,
             asynchronous_copies=len(re.findall(r"\bcp\.async\.c[ag]\.", ptx)),
             warp_group_products=ptx.count("wgmma.mma_async"),
@@ -257,6 +262,30 @@ def _undefined(cubin: bytes) -> int:
             [tool, "-sass", file.name], capture_output=True, text=True, check=True
         )
     return len(undefined_reads(done.stdout))
+
+
+def idle_barriers(ttgir: str) -> list[str]:
+    """Names of the mbarriers of a kernel that nothing but their initialisation touches.
+
+    Such a one is dead for the compiler, which keeps other data there. It is still a barrier to the
+    GPU: on an H200 such data changed where another process's context came or went meanwhile.
+    """
+    lines = [line.split(" loc(")[0] for line in ttgir.splitlines()]
+
+    def is_used(name: str) -> bool:
+        pattern = re.compile(re.escape(name) + r"(?![\w#-])")
+        for line in lines:
+            if not pattern.search(line) or "init_barrier" in line:
+                continue
+            result, _, operation = line.strip().partition(" = ")
+            if result == name:
+                continue
+            if "memdesc_index" not in operation or is_used(result):
+                return True
+        return False
+
+    made = re.findall(r"(%[\w-]+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<[\dx]*xi64,", ttgir)
+    return [name for name in made if not is_used(name)]
 
 
 def _first_line(error: BaseException) -> str:

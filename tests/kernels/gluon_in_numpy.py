@@ -27,6 +27,11 @@ PATIENCE = 10
 _here = threading.local()
 _memory = {"is_open": True}
 """Whether the kernels before are waited for."""
+_lag = {"share": 0.0}
+"""Of loads into shared memory, those that arrive late."""
+LATE = 0.03
+"""Seconds until they do: several that were asked for later overtake them."""
+_dice = random.Random(1)
 
 
 class Value(np.ndarray):
@@ -100,6 +105,13 @@ class Barrier:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.phase = self.bytes = self.missing = self.count = 0
+        self._late: tuple[int, bool] = -1, False
+
+    def is_late(self, share: float) -> bool:
+        """Whether what this phase waits for comes late, drawn once for all of it."""
+        if self._late[0] != self.phase:
+            self._late = self.phase, _dice.random() < share
+        return self._late[1]
 
     def init(self, count: int) -> None:
         self.count = self.missing = count
@@ -245,8 +257,15 @@ def _async_load(rows: np.ndarray, place: Sequence[Any], full: Barrier, box: Memo
     if min(starts) >= 0:
         part = rows[tuple(slice(x, x + n) for x, n in zip(starts, found.shape, strict=True))]
         found[tuple(slice(0, n) for n in part.shape)] = part
-    box.store(found)
-    full.arrive(0, fewer=box.array.nbytes)
+
+    def arrive() -> None:
+        box.store(found)
+        full.arrive(0, fewer=box.array.nbytes)
+
+    if full.is_late(_lag["share"]):
+        threading.Timer(LATE, arrive).start()
+    else:
+        arrive()
 
 
 def _multiply(
@@ -391,6 +410,11 @@ class Translation:
             elif isinstance(x, constexpr):
                 names[name] = x.value
         return names
+
+
+def delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let one in five loads into shared memory arrive late, as memory may answer."""
+    monkeypatch.setitem(_lag, "share", 0.2)
 
 
 def take_over(

@@ -17,6 +17,7 @@ from tests.kernels.compile_matrix import (
     ByTarget,
     Facts,
     facts_of,
+    idle_barriers,
     limit_of,
     misses_of,
     read_log,
@@ -144,3 +145,19 @@ def test_the_table_shows_misses_as_misses() -> None:
     assert rows[2].endswith("| **PTXASError: a   b** |")
     assert rows[3].endswith("| **255 / 16 / 64** |")
     assert rows[-1].endswith("| 128 / 0 / 64 |")
+
+
+def test_a_barrier_that_is_made_and_not_used_is_found() -> None:
+    ttgir = """
+    %idle = ttg.local_alloc : () -> !ttg.memdesc<1xi64, #shared, #smem, mutable> loc(#loc1)
+    %idle_2 = ttg.local_alloc : () -> !ttg.memdesc<2x1xi64, #shared, #smem, mutable> loc(#loc2)
+    %used = ttg.local_alloc : () -> !ttg.memdesc<2x1xi64, #shared, #smem, mutable> loc(#loc3)
+    %rows = ttg.local_alloc : () -> !ttg.memdesc<16x64xbf16, #shared, #smem, mutable> loc(#loc4)
+    %first = ttg.memdesc_index %used[%zero] : !ttg.memdesc<2x1xi64> -> !ttg.memdesc<1xi64>
+    %second = ttg.memdesc_index %idle_2[%zero] : !ttg.memdesc<2x1xi64> -> !ttg.memdesc<1xi64>
+    ttng.init_barrier %idle, 1 : !ttg.memdesc<1xi64>
+    ttng.init_barrier %first, 1 : !ttg.memdesc<1xi64>
+    ttng.init_barrier %second, 1 : !ttg.memdesc<1xi64>
+    ttg.warp_specialize(%rows, %used) loc("%idle")
+    """
+    assert idle_barriers(ttgir) == ["%idle", "%idle_2"]

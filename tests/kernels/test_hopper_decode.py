@@ -370,6 +370,17 @@ def test_it_computes_rows_of_many_segments(kind: str, launched: list[KernelCall]
     assert len(launched) == 1
 
 
+@pytest.mark.parametrize("kind", LONG)
+def test_keys_that_come_late_are_waited_for(
+    kind: str, launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A consumer may be done with all keys that were asked for after those of the other one."""
+    gluon_in_numpy.delay(monkeypatch)
+    for _ in range(4):
+        assert test_random_attention.findings(LONG[kind]) == {}
+    assert len(launched) == 4
+
+
 def test_the_plain_kernel_computes_alibi_over_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builders.triton_attn, "runs_gluon", lambda device: True)
     monkeypatch.setattr(trials.Trial, "decode_kernel", DecodeKernel.AUTO)

@@ -220,6 +220,15 @@ def test_it_computes_a_step_of_every_kind(kind: str, launched: list[KernelCall])
     assert all(call.kernel is wanted for call in launched)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_comes_late_is_waited_for(
+    kind: str, launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gluon_in_numpy.delay(monkeypatch)
+    assert findings(KINDS[kind]) == {}
+    assert launched
+
+
 @pytest.mark.parametrize("heads", [1, 9])
 @pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.FP8_E4M3])
 @pytest.mark.parametrize("programs", [1, 9])

@@ -172,8 +172,11 @@ def hopper_decode_kernel(
         mbarrier.init(k_full.index(s), count=1)
         mbarrier.init(v_full.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
-    mbarrier.init(sent, count=1)
-    mbarrier.init(taken, count=1)
+    if CONSUMERS > 1:
+        # Otherwise nobody uses them: the compiler would give their place to something else, and who
+        # comes back after another process had the GPU finds a barrier there again, not his data.
+        mbarrier.init(sent, count=1)
+        mbarrier.init(taken, count=1)
     # TMA sees barriers by another way than threads do.
     fence_async_shared()
     wait_for_kernels_before()

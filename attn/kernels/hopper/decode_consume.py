@@ -99,8 +99,8 @@ def _tile(
     empty, factor, soft_cap, first, causal, kv_len, window, chunk, lookback, range_first,
     range_last, all_low, all_high, DTYPE: gl.constexpr, TILE_HEADS: gl.constexpr,
     KV_TILE: gl.constexpr, HALVES: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr,
-    CLAMP: gl.constexpr, SOFT_CAP: gl.constexpr, E4M3: gl.constexpr,
+    CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr,
+    RANGES: gl.constexpr, CLAMP: gl.constexpr, SOFT_CAP: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
     """One tile of keys: scores, online softmax, output. ``l`` is summed up by thread."""
     ROWS: gl.constexpr = acc.shape[0]
@@ -110,6 +110,10 @@ def _tile(
     SCORES: gl.constexpr = OUTPUT if ROWS == 16 else BY_KEY
     stage = turn % STAGES
     phase = (turn // STAGES) & 1
+    if CONSUMERS > 1:
+        # What was in this stage before may have been the other consumer's, and still be on its way:
+        # then the barrier is two phases behind, which looks like none.
+        mbarrier.wait(empty.index(stage), phase ^ 1)
     mbarrier.wait(k_full.index(stage), phase)
     keys = k_tiles.index(stage).permute((1, 0))
     zero = gl.zeros([ROWS, KV_TILE], gl.float32, SCORES)
@@ -329,8 +333,8 @@ def consume(
                         tile, turn + tile - low, q, m, l, acc, odd, k_tiles, v_tiles, v_runs,
                         exchange, turned, k_full, v_full, empty, natural, soft_cap, first, causal,
                         kv_len, window, chunk, lookback, range_first, range_last, all_low, all_high,
-                        DTYPE, TILE_HEADS, KV_TILE, HALVES, RUN, STAGES, CAUSAL, WINDOW, CHUNK,
-                        RANGES, CLAMP, SOFT_CAP, E4M3,
+                        DTYPE, TILE_HEADS, KV_TILE, HALVES, RUN, STAGES, CONSUMERS, CAUSAL, WINDOW,
+                        CHUNK, RANGES, CLAMP, SOFT_CAP, E4M3,
                     )  # fmt: skip
                 if not SOFT_CAP:
                     m = m * natural

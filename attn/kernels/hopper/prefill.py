@@ -20,7 +20,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from attn.kernels.hopper.ahead import consume_ahead
 from attn.kernels.hopper.compat import reinterpret, wait_for_kernels_before
 from attn.kernels.hopper.consume import consume
 from attn.kernels.hopper.convert import convert, convert_values
@@ -257,31 +256,6 @@ def hopper_prefill_kernel(
             ],
             [4, 4],
             [REGISTERS, 504 - 2 * REGISTERS],
-        )  # fmt: skip
-    elif WARP_GROUPS == 2 and WIDTH <= 64:
-        gl.warp_specialize(
-            [
-                (consume_ahead, (0, q_tiles, k_tiles, v_tiles, v_runs, records, q_full, q_empty,
-                    k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr,
-                    sinks_ptr, ranges_ptr, num_ranges, factor, soft_cap, window, chunk, lookback,
-                    out_token, out_head, lse_token, PACKED, WARP_GROUPS, DTYPE, KV_TILE, HALVES,
-                    WIDTH, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-                    SOFT_CAP, SINKS, FP8_OUT, LSE)),
-                (consume_ahead, (1, q_tiles, k_tiles, v_tiles, v_runs, records, q_full, q_empty,
-                    k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr, output_scale_ptr,
-                    sinks_ptr, ranges_ptr, num_ranges, factor, soft_cap, window, chunk, lookback,
-                    out_token, out_head, lse_token, PACKED, WARP_GROUPS, DTYPE, KV_TILE, HALVES,
-                    WIDTH, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-                    SOFT_CAP, SINKS, FP8_OUT, LSE)),
-                (produce, (q_desc, k_desc, v_desc, q_boxes, q_more, k_boxes, k_more, v_boxes,
-                    records, q_full, q_empty, k_full, k_empty, v_full, v_empty, table_ptr,
-                    tile_starts_ptr, num_tiles_ptr, counter_ptr, query_start_ptr, seq_lens_ptr,
-                    causal_ptr, ranges_ptr, num_reqs, programs, num_ranges, table_row, window,
-                    chunk, lookback, HEADS, GROUP, PACKED, WARP_GROUPS, KV_TILE, HALVES, EXTRA,
-                    BLOCK_SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
         )  # fmt: skip
     elif WARP_GROUPS == 2:
         gl.warp_specialize(
