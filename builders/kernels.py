@@ -158,14 +158,15 @@ def _first_group(place, shared, sharers):
 
 @triton.jit
 def _store_rows(
-    rows_ptr, starts_ptr, i, j, place, most_rows, shared, sharers, req_rows, begin, count, kv_len,
-    bundles, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
+    rows_ptr, starts_ptr, i, j, place, cost, most_rows, shared, sharers, req_rows, begin, count,
+    kv_len, bundles, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
     QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
     BUNDLED: tl.constexpr, HEAD_LOOPS: tl.constexpr,
 ):  # fmt: skip
     """Rows ``j`` on of every request ``i``, of which the first stands at ``place`` among the tiles;
-    a row in which groups begin names itself in ``starts`` of the first.
+    a row in which groups begin names itself in ``starts`` of the first. A row takes the place of
+    ``cost`` tiles more.
     """
     group = _first_group(place, shared, sharers)
     for k in range(0, most_rows):
@@ -188,7 +189,7 @@ def _store_rows(
         tl.store(out + 9, segment_of((first_tile + tiles - 1) * SEGMENT_UNIT) + 1 - part, mask=live)
         tl.store(out + 10, bundle, mask=live)
         tl.store(out + 11, bundles, mask=live)
-        place += tiles * HEAD_LOOPS
+        place += (tiles + cost) * HEAD_LOOPS
         after = _first_group(place, shared, sharers)
         tl.store(starts_ptr + 2 * group, j, mask=live & (group < after))
         group = after
@@ -202,8 +203,8 @@ def _larger(a, b):
 
 @triton.jit
 def _group_starts(
-    c, position, real, rows_ptr, starts_ptr, SEGMENT_UNIT: tl.constexpr, HEAD_LOOPS: tl.constexpr,
-    FREE: tl.constexpr,
+    c, position, real, cost, rows_ptr, starts_ptr, SEGMENT_UNIT: tl.constexpr,
+    HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr,
 ):  # fmt: skip
     """Row (times head loops) and segment of the first segment at or after a group's position.
 
@@ -215,12 +216,13 @@ def _group_starts(
     first_tile = tl.load(fields + 5, mask=real, other=0)
     tiles = tl.load(fields + 6, mask=real, other=1)
     offset = position - tl.load(fields + 7, mask=real, other=0)
-    loop = offset // tiles
+    loop = offset // (tiles + cost)
     row = row * HEAD_LOOPS + loop
+    within = offset % (tiles + cost)
     if FREE:
-        segment = offset % tiles
+        segment = tl.maximum(within - cost, 0)
     else:
-        tile = first_tile + offset % tiles
+        tile = first_tile + within
         at = segment_of(tile * SEGMENT_UNIT)
         # Inside a segment the next one is meant; past the row's last, the next row.
         inside = tl.maximum(segment_start(at) // SEGMENT_UNIT, first_tile) < tile
@@ -314,6 +316,7 @@ def plan_kernel(
     GROUPS: tl.constexpr,
     FREE: tl.constexpr,
     LEAST: tl.constexpr,
+    ROW_COST: tl.constexpr,
     HASTENS: tl.constexpr,
 ):
     """The step's plan, by one program: rows, their tiles, and where each group of programs starts.
@@ -326,8 +329,8 @@ def plan_kernel(
 
     TRIM: no query sees past itself. DCP: keys are those of one rank, in their order there; lengths
     and positions of rows are the request's. With FREE a group starts at its share's first tile, and
-    starts hold tiles of rows; a share has LEAST of them at least. HASTENS: the next kernel may
-    start, and waits by itself.
+    starts hold tiles of rows; a share has LEAST of them at least, and the beginning of a row counts
+    as ROW_COST tiles. HASTENS: the next kernel may start, and waits by itself.
     """
     if HASTENS:
         gdc_launch_dependents()
@@ -360,6 +363,11 @@ def plan_kernel(
         req_tiles += tiles
         least = tl.where(k < req_rows, tl.minimum(least, tiles), least)
         most = tl.maximum(most, tiles)
+    cost = 0
+    if ROW_COST > 0:
+        # Rows of one length are cut into equal parts, which begin alike.
+        cost = tl.where(tl.min(least, 0) == tl.max(most, 0), 0, ROW_COST)
+        req_tiles += cost * req_rows
     ends = tl.cumsum(req_tiles, 0) * HEAD_LOOPS
     total = tl.max(ends, 0)
 
@@ -378,16 +386,16 @@ def plan_kernel(
     # Before rows are named there.
     tl.debug_barrier()
     _store_rows(
-        rows_ptr, starts_ptr, i, req_ends - req_rows, ends - req_tiles * HEAD_LOOPS, most_rows,
-        shared, sharers, req_rows, begin, count, kv_len, bundles, window, chunk, lookback, dcp_size,
-        dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
-        BUNDLED, HEAD_LOOPS,
+        rows_ptr, starts_ptr, i, req_ends - req_rows, ends - req_tiles * HEAD_LOOPS, cost,
+        most_rows, shared, sharers, req_rows, begin, count, kv_len, bundles, window, chunk,
+        lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW,
+        CHUNK, TRIM, DCP, BUNDLED, HEAD_LOOPS,
     )  # fmt: skip
     # Rows and their names are other threads' stores.
     tl.debug_barrier()
     real = (c <= num_groups) & (position < total)
     row, segment = _group_starts(
-        c, position, real, rows_ptr, starts_ptr, SEGMENT_UNIT, HEAD_LOOPS, FREE
+        c, position, real, cost, rows_ptr, starts_ptr, SEGMENT_UNIT, HEAD_LOOPS, FREE
     )
     # All have read the names.
     tl.debug_barrier()

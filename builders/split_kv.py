@@ -276,6 +276,7 @@ class SplitPlanner:
             latent: tile of the latent decode kernel, where the plan is for that.
         """
         self.least_tiles = None if hopper_decode is None else hopper_decode.least_tiles
+        self.row_cost = 0 if hopper_decode is None else hopper_decode.row_cost
         self.is_free = is_free or self.least_tiles is not None
         self.hopper_decode = hopper_decode
         self.requires_hopper_decode = requires_hopper_decode
@@ -430,6 +431,7 @@ class SplitPlanner:
             GROUPS=power_of_two(self.groups + 1),
             FREE=self.is_free,
             LEAST=self.least_tiles or 1,
+            ROW_COST=self.row_cost,
             HASTENS=self.hopper_decode is not None and self.device.type == "cuda",
             num_warps=min(16, max(4, reqs // 32)),
         )
@@ -453,6 +455,7 @@ class SplitPlanner:
             is_causal,
             self.is_bundled,
             (self.least_tiles or 1) if self.is_free else None,
+            self.row_cost,
         )
         self._fill_tiles("tile_starts", self.prefill.query_tile, starts)
         if self.hopper is not None:
@@ -563,6 +566,7 @@ def plan_rows(
     is_causal: bool = False,
     is_bundled: bool = False,
     least_tiles: int | None = None,
+    row_cost: int = 0,
 ) -> HostPlan:
     """What :func:`builders.kernels.plan_kernel` computes, on the host.
 
@@ -578,10 +582,12 @@ def plan_rows(
         is_bundled: rows are cut where bundles begin; every key is seen then.
         least_tiles: rows are cut between any two tiles, for shares of so many at least; starts hold
             tiles of rows, not segments.
+        row_cost: tiles that the beginning of such a row counts as, where rows are of several
+            lengths.
     """
     window, chunk, stripe = visible.window, visible.chunk, visible.stripe
     rows: list[list[int]] = []
-    place = token = 0
+    token = 0
     for req, (count, kv_len) in enumerate(zip(query_lens, kv_lens, strict=True)):
         short = 0 < count <= short_query
         keys = kv_len if stripe is None else stripe.local_len(kv_len)
@@ -607,17 +613,24 @@ def plan_rows(
                 tiles = max(stop_tile - first_tile, 1)
                 part = segment_of(first_tile * tile.segment_unit)
                 parts = segment_of((first_tile + tiles - 1) * tile.segment_unit) + 1 - part
-                where = [first_tile, tiles, place, part, parts, bundle, bundles]
+                where = [first_tile, tiles, 0, part, parts, bundle, bundles]
                 rows.append([req, token + skipped, taken, kv_len, first, *where])
-                place += tiles * head_loops
         token += count
+    # Rows of one length are cut into equal parts, which begin alike.
+    cost = row_cost if len({fields[6] for fields in rows}) > 1 else 0
+    place = 0
+    for fields in rows:
+        fields[7] = place
+        place += (fields[6] + cost) * head_loops
     is_free, sharers = least_tiles is not None, groups
     if least_tiles is not None:
         # A group without a tile would be waited for in vain.
         sharers = max(min(groups, place // least_tiles), 1)
     shared = shared_tiles(place, [fields[6] for fields in rows], sharers)
     starts = [
-        _start_of(cdiv(c * shared, sharers), place, rows, tile.segment_unit, head_loops, is_free)
+        _start_of(
+            cdiv(c * shared, sharers), place, rows, tile.segment_unit, head_loops, is_free, cost
+        )
         for c in range(groups + 1)
     ]
     return HostPlan(rows, shared, starts)
@@ -646,7 +659,13 @@ def shared_tiles(total: int, row_tiles: Sequence[int], groups: int) -> int:
 
 
 def _start_of(
-    position: int, total: int, rows: list[list[int]], unit: int, head_loops: int, is_free: bool
+    position: int,
+    total: int,
+    rows: list[list[int]],
+    unit: int,
+    head_loops: int,
+    is_free: bool,
+    cost: int,
 ) -> tuple[int, int]:
     """Row (times head loops) and segment of the first segment at or after a position; or, if rows
     are cut anywhere, tile.
@@ -655,9 +674,9 @@ def _start_of(
         return len(rows) * head_loops, 0
     row = max(index for index, fields in enumerate(rows) if fields[7] <= position)
     first_tile, tiles, place = rows[row][5:8]
-    loop, offset = divmod(position - place, tiles)
+    loop, offset = divmod(position - place, tiles + cost)
     if is_free:
-        return row * head_loops + loop, offset
+        return row * head_loops + loop, max(offset - cost, 0)
     tile = first_tile + offset
     at = segment_of(tile * unit)
     if max(segment_start(at) // unit, first_tile) < tile:

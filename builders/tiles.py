@@ -180,6 +180,9 @@ class HopperDecodeTile:
     least_tiles: int | None = None
     """Rows are cut between any two tiles, for shares of so many tiles at least; None cuts them
     where segments end. See :mod:`attn.kernels.hopper.mla`, whose states are too large for that."""
+    row_cost: int = 0
+    """Tiles that the beginning of such a row takes as long as: programs of many short rows would be
+    waited for."""
     consumers: int = 1
     """Warp groups that multiply, each with every other tile of keys, whose states meet at the end
     of each segment: see :mod:`attn.kernels.hopper.decode`, the only kernel that has two."""

@@ -58,6 +58,7 @@ class Step:
     stripe: Stripe | None = None
     is_bundled: bool = False
     least_tiles: int | None = None
+    row_cost: int = 0
 
     @property
     def visible(self) -> VisibleKeys:
@@ -66,7 +67,7 @@ class Step:
     def plan(self) -> HostPlan:
         counts, kv_lens = ([pair[side] for pair in self.lens] for side in (0, 1))
         loops, short = self.head_loops, self.short_query
-        rules = (self.visible, self.is_causal, self.is_bundled, self.least_tiles)
+        rules = (self.visible, self.is_causal, self.is_bundled, self.least_tiles, self.row_cost)
         return plan_rows(counts, kv_lens, self.tile, self.groups, loops, short, *rules)
 
 
@@ -122,7 +123,7 @@ def planner_of(step: Step) -> SplitPlanner:
     planner.head_loops, planner.short_query = step.head_loops, step.short_query
     rows = sum(cdiv(count, step.tile.query_tokens) for count, _ in step.lens)
     planner.is_bundled, planner.least_tiles = step.is_bundled, step.least_tiles
-    planner.is_free = step.least_tiles is not None
+    planner.is_free, planner.row_cost = step.least_tiles is not None, step.row_cost
     most_bundles = cdiv(segment_of(200_000 // step.tile.segment_scale) + 1, BUNDLE)
     planner.max_rows = max(rows, 1) * (most_bundles if step.is_bundled else 1)
     buffers = GraphBuffers(DEVICE)
@@ -172,6 +173,9 @@ def filled(step: Step) -> dict[str, list]:
 @example(step=Step(((1, 1000), (2, 7), (1, 0)), tile_of(), 33, least_tiles=2))
 @example(step=Step(((1, 1000), (9, 700)) * 9, tile_of(), 33, 2, least_tiles=1))
 @example(step=Step(((0, 0),), tile_of(), least_tiles=2))
+@example(step=Step(((1, 9000), (2, 7), (1, 4000)) * 3, tile_of(), 33, 2, least_tiles=2, row_cost=2))
+@example(step=Step(((1, 4096),) * 8, tile_of(), 33, least_tiles=2, row_cost=2))
+@example(step=Step(((1, 64), (1, 300), (1, 9)) * 4, tile_of(), 3, least_tiles=1, row_cost=5))
 def test_the_kernels_plan_is_the_hosts(step: Step) -> None:
     plan, found = step.plan(), filled(step)
     assert found["rows"] == plan.rows
@@ -341,6 +345,28 @@ def test_rows_cut_anywhere_are_shared_out_by_tiles(step: Step, least: int) -> No
     assert len(busy) <= sharers
     assert max(busy, default=0) <= cdiv(plan.shared, sharers)
     assert min(busy[:-1], default=least) >= min(least, plan.shared // sharers)
+
+
+@settings(max_examples=100, deadline=None)
+@given(step=steps(), cost=st.sampled_from([1, 2, 5]))
+@example(step=Step(((1, 20_000), *((1, 300),) * 40), tile_of(), 4), cost=2)
+def test_rows_that_begin_are_shared_out_too(step: Step, cost: int) -> None:
+    """Nobody has many short rows beside as many tiles as others have of one."""
+    plan = replace(step, is_bundled=False, least_tiles=1, row_cost=cost).plan()
+    tiles = [fields[6] for fields in plan.rows for _ in range(step.head_loops)]
+    starts = [*itertools.accumulate(tiles, initial=0)]
+    places = [starts[at] + tile for at, tile in plan.starts]
+    assert places == sorted(places)
+    assert (places[0], places[-1]) == (0, starts[-1])
+    if len(set(tiles)) < 2:
+        assert plan == replace(step, is_bundled=False, least_tiles=1).plan()
+        return
+    sharers = max(min(step.groups, plan.shared), 1)
+    for (row, tile), (next_row, next_tile) in pairwise(plan.starts):
+        begun = len(range(row + (tile > 0), next_row + (next_tile > 0)))
+        share = starts[next_row] + next_tile - starts[row] - tile + cost * begun
+        # The first row's beginning may lie partly in the share before.
+        assert share <= cdiv(plan.shared, sharers) + cost
 
 
 @settings(max_examples=100, deadline=None)
