@@ -11,8 +11,8 @@ scores, once along keys for output. In shared memory, where operands of products
 to be, widening them would cost more of its bandwidth than products leave. The scale of the cache is
 a factor of scores and of the output.
 
-A tile is 64 keys. Shared memory holds two of 16 bits or four of e4m3: of two as large, none would be
-on its way from when one has come until the other is free again.
+A tile is 64 keys. Shared memory holds two of 16 bits or four of e4m3: of two as large, none would
+be on its way from when one has come until the other is free again.
 """
 
 from __future__ import annotations
