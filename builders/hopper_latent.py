@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from builders.tiles import (
-    DenseShape,
-    HopperDecodeTile,
+from builders.hopper_dense import (
     LayerAsks,
-    SplitTile,
     chosen_kernel,
     misfit_of,
     refusal_of,
+)
+from builders.tiles import (
+    DenseShape,
+    HopperDecodeTile,
+    SplitTile,
 )
 from specs.base import cdiv
 from specs.devices import DeviceKind

@@ -7,7 +7,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from builders import segments
-from builders.split_kv import ROW_FIELDS, SHARE_FIELDS, WASTE
+from builders.split_plan import (
+    ROW_FIELDS,
+    SHARE_FIELDS,
+    WASTE,
+)
 
 _SEGMENT = tl.constexpr(segments.SEGMENT)
 _LIMIT = tl.constexpr(segments.LIMIT)
@@ -140,7 +144,7 @@ def _row_of(
 
 @triton.jit
 def _shared_tiles(total, least, most, num_groups):
-    """See :func:`builders.split_kv.shared_tiles`."""
+    """See :func:`builders.split_host.shared_tiles`."""
     tiles = most.to(tl.int64)
     share = tl.cdiv(total, num_groups * tiles) * tiles
     parts = tl.maximum(num_groups * tiles // tl.maximum(total, 1), 1)
@@ -238,7 +242,7 @@ def _store_shares(
     rows_ptr, starts_ptr, shares_ptr, c, row, segment, num_groups, num_rows,
     HEAD_LOOPS: tl.constexpr,
 ):  # fmt: skip
-    """What each group ``c`` begins with, see :data:`builders.split_kv.SHARE_FIELDS`."""
+    """What each group ``c`` begins with, see :data:`builders.split_plan.SHARE_FIELDS`."""
     real = c < num_groups
     out = shares_ptr + c * _SHARE_FIELDS
     tl.store(out, row, mask=real)

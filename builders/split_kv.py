@@ -7,21 +7,32 @@ The plan is computed on the device, by one launch per step, from ``seq_lens`` an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import torch
 
 from builders.buffers import GraphBuffers
 from builders.paging import Stripe
-from builders.segments import BUNDLE, max_segments, segment_of, segment_start
+from builders.segments import BUNDLE, max_segments
+from builders.split_host import plan_rows
+from builders.split_plan import (
+    EVERY_KEY,
+    ROW_FIELDS,
+    SHARE_FIELDS,
+    SHORT_QUERY,
+    HopperPlan,
+    PrefillPlan,
+    SplitLimits,
+    SplitPlan,
+    VisibleKeys,
+    area_of,
+    latent_states,
+)
 from builders.tiles import (
     DenseShape,
     HopperDecodeTile,
     HopperTile,
-    PrefillTile,
     SplitTile,
     power_of_two,
     prefill_tile,
@@ -30,176 +41,9 @@ from builders.tiles import (
 from specs.base import cdiv
 from specs.devices import DeviceKind
 
-SHORT_QUERY = 16
-"""Longest query of the split-KV kernel; longer ones go to the prefill kernel."""
-SPARE_STATES = 4
-"""States of the segments that a program of the latent kernel is at: what is folded so far, and
-those that are to be folded next."""
 PARTS_OF_A_PROGRAM = 2
 """Of rows that are cut anywhere, and folded by another kernel: the last part of the row that a
 program's share begins in, and the first one of that which it ends in."""
-WASTE = 24
-"""One in so many programs may idle where the others then get whole rows, or equal parts of one."""
-ROW_FIELDS = 12
-"""int32 per row of the plan: request, first token, tokens, KV length, first position, first KV
-tile, KV tiles, place of its first tile among all tiles of the step, first segment, segments, bundle
-of segments, bundles of the tokens' keys. Rows of the same tokens follow one another."""
-SHARE_FIELDS = 4 + ROW_FIELDS
-"""int32 per group of programs: row x head loop and segment where it starts, the same of the next
-group, and a copy of that row, so that a program begins with one load and not with two in turn."""
-
-
-@dataclass(frozen=True)
-class SplitLimits:
-    """What the buffers of a plan are sized for."""
-
-    max_num_seqs: int
-    max_num_tokens: int
-    max_kv_len: int
-    window: int | None
-    """Largest visible span of one query, or None."""
-
-
-@dataclass(frozen=True)
-class VisibleKeys:
-    """Which of a request's keys a step's queries may see, causality apart."""
-
-    window: int | None = None
-    """Visible keys of a query, of the layers that share the plan; None for all."""
-    chunk: int | None = None
-    """Chunk size of chunked local attention, in place of a window."""
-    lookback: int = 0
-    """Chunks before the own one."""
-    stripe: Stripe | None = None
-    """The keys are those of one rank; window and chunk are None then."""
-
-    @property
-    def span(self) -> int | None:
-        """Most keys between the first and the last that a query sees; None for all."""
-        return self.window if self.chunk is None else self.chunk * (1 + self.lookback)
-
-
-class Pointers:
-    """Tensors that the launches of all layers of a step share, read once for them all."""
-
-    def __init__(self, *tensors: torch.Tensor) -> None:
-        """
-        Args:
-            tensors: none of which moves.
-        """
-        self.tensors = tensors
-        self.addresses = [tensor.data_ptr() for tensor in tensors]
-        self.kinds = [
-            (tensor.dtype, tensor.is_cuda, address % 16 == 0)
-            for tensor, address in zip(tensors, self.addresses, strict=True)
-        ]
-        """All that a kernel may be compiled for: type, place and alignment."""
-
-
-@dataclass(frozen=True)
-class SplitPlan:
-    """The step's plan for the split-KV kernel: views of the builder's buffers, and static numbers.
-
-    Scratch holds, per program, states of one bundle's segments (of all that a row can touch where
-    keys are not bundled), since a program enters at most one row in its middle; and of bundles.
-    """
-
-    tile: SplitTile
-    rows: torch.Tensor
-    """``[max rows, ROW_FIELDS]`` int32."""
-    total: torch.Tensor
-    """``[2]`` int32: rows of the step, and the KV tiles that the groups share."""
-    starts: torch.Tensor
-    """``[groups + 1, 2]`` int32: row x head loop and segment where each group starts."""
-    shares: torch.Tensor
-    """``[groups, SHARE_FIELDS]`` int32."""
-    counters: torch.Tensor
-    """int32 zeros between launches, per program: segments of the row in whose middle it starts that
-    have arrived, and bundles of the tokens in the middle of whose keys it starts, per head loop."""
-    states: torch.Tensor
-    """fp32 scratch."""
-    sums: torch.Tensor
-    """fp32 scratch."""
-    groups: int
-    heads: int
-    """Head tiles that the programs of a group take, one each."""
-    head_loops: int
-    """Times that all groups' programs walk the keys, for heads beyond those."""
-    slots: int
-    """States of segments per program."""
-    bundles: int
-    """Most bundles of a row's keys; twice as many states, per head loop, follow those slots."""
-    short_query: int
-    """Longest query of a row."""
-    hopper: HopperDecodeTile | None = None
-    """The tile of the kernel for Hopper, where the plan is for that; ``tile`` is its part of it
-    then, by which the plain kernel takes layers that only their tensors show not to be served."""
-    requires_hopper: bool = False
-    """A layer that the kernel for Hopper does not serve is an error; else the plain kernel's."""
-    is_free: bool = False
-    """Rows are cut between any two tiles: see :class:`builders.tiles.HopperDecodeTile`; and for
-    benchmarks of what invariance costs."""
-
-    @cached_property
-    def static(self) -> tuple[Any, ...]:
-        """What a kernel is compiled for, or refused: the tiles, the numbers and the flags."""
-        return (
-            self.tile,
-            self.hopper,
-            self.requires_hopper,
-            self.groups,
-            self.heads,
-            self.head_loops,
-            self.slots,
-            self.bundles,
-            self.is_free,
-        )
-
-    @cached_property
-    def pointers(self) -> Pointers:
-        """Its tensors, in the order in which they stand here and among a kernel's arguments."""
-        return Pointers(
-            self.rows,
-            self.total,
-            self.starts,
-            self.shares,
-            self.counters,
-            self.states,
-            self.sums,
-        )
-
-
-@dataclass(frozen=True)
-class HopperPlan:
-    """The step's plan for the prefill kernel on Hopper, in layers whose tiles have those tokens."""
-
-    query_tile: int
-    """Query tokens of a tile."""
-    tile_starts: torch.Tensor
-    """``[R + 1]`` int32: first tile of each request."""
-    num_tiles: torch.Tensor
-    """``[1]`` int32: its last, the tiles of all, at an address that no program computes."""
-    counter: torch.Tensor
-    """``[1]`` int32: how many tiles were taken after each program's first; 0 between launches."""
-    programs: int
-    """Programs to launch; any number is right, they share the tiles."""
-    is_required: bool = False
-    """A layer that the kernel does not serve is an error; else the plain kernel's."""
-
-
-@dataclass(frozen=True)
-class PrefillPlan:
-    """The step's plan for the prefill kernel."""
-
-    tile: PrefillTile
-    tile_starts: torch.Tensor
-    """``[R + 1]`` int32: first tile of each request."""
-    programs: int
-    """Programs to launch; any number is right, they share the tiles."""
-    hopper: HopperPlan | None = None
-    """The same for the kernel that takes its place in every layer that it serves, which only a
-    launcher knows: a layer's ALiBi or the type of its output is not the builder's to see. Both are
-    planned by one launch. None where there is none."""
 
 
 def parallel_heads(head_tiles: int, programs: int) -> int:
@@ -212,30 +56,6 @@ def parallel_heads(head_tiles: int, programs: int) -> int:
     used = {n: programs // n * n for n in divisors}
     best = max(used.values())
     return max(n for n in divisors if used[n] * 30 >= best * 29)
-
-
-def area_of(slots: int, bundles: int, head_loops: int) -> int:
-    """States of a program: segments that it lends, bundles that it lends, bundles of its own."""
-    return slots + (2 * bundles * head_loops if bundles > 1 else 0)
-
-
-def latent_states(slots: int, bundles: int, head_loops: int) -> tuple[int, int]:
-    """States that a program of the latent kernel lends, and those behind all of these that are its
-    own.
-
-    What must exist at once: a program starts in the middle of at most one row, and lends to it a
-    state for every segment of the row's bundle, since whoever comes late to a row cannot fold what
-    it has without what comes before; likewise one for every bundle of the row's tokens, per head
-    loop. Of tokens that are all its own it folds bundles as they come, into one state per head
-    loop; and there are the spare ones. A state is ``rows * columns`` fp32.
-
-    For 128 heads of 512 columns and 128k tokens on 132 multiprocessors: 64 rows make 128 KiB,
-    segments have 1024 tokens and bundles 16 of them, so that there are 16 + 8 lent and 1 + 4 own:
-    29 x 128 KiB x 132 = 479 MiB, however many requests there are; at 256k tokens 37.
-    """
-    if bundles == 1:
-        return slots, SPARE_STATES
-    return slots + bundles * head_loops, head_loops + SPARE_STATES
 
 
 class SplitPlanner:
@@ -369,7 +189,7 @@ class SplitPlanner:
         self,
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
-        visible: VisibleKeys = VisibleKeys(),
+        visible: VisibleKeys = EVERY_KEY,
         is_causal: bool = False,
     ) -> None:
         """Compute the plan of a step into the buffers.
@@ -544,143 +364,3 @@ def interprets() -> bool:
     from builders.kernels import plan_kernel
 
     return isinstance(plan_kernel, InterpretedFunction)
-
-
-@dataclass(frozen=True)
-class HostPlan:
-    """The plan as plain numbers: the kernel's twin."""
-
-    rows: list[list[int]]
-    shared: int
-    starts: list[tuple[int, int]]
-
-
-def plan_rows(
-    query_lens: Sequence[int],
-    kv_lens: Sequence[int],
-    tile: SplitTile,
-    groups: int,
-    head_loops: int,
-    short_query: int,
-    visible: VisibleKeys = VisibleKeys(),
-    is_causal: bool = False,
-    is_bundled: bool = False,
-    least_tiles: int | None = None,
-    row_cost: int = 0,
-) -> HostPlan:
-    """What :func:`builders.kernels.plan_kernel` computes, on the host.
-
-    Args:
-        query_lens: new tokens of each request.
-        kv_lens: KV length of each request.
-        tile: the split-KV tile.
-        groups: groups of programs that share the work.
-        head_loops: walks over the keys of each row.
-        short_query: longest query of a row.
-        visible: which keys.
-        is_causal: no query sees past itself.
-        is_bundled: rows are cut where bundles begin; every key is seen then.
-        least_tiles: rows are cut between any two tiles, for shares of so many at least; starts hold
-            tiles of rows, not segments.
-        row_cost: tiles that the beginning of such a row counts as, where rows are of several
-            lengths.
-    """
-    window, chunk, stripe = visible.window, visible.chunk, visible.stripe
-    rows: list[list[int]] = []
-    token = 0
-    for req, (count, kv_len) in enumerate(zip(query_lens, kv_lens, strict=True)):
-        short = 0 < count <= short_query
-        keys = kv_len if stripe is None else stripe.local_len(kv_len)
-        last_tile = max(cdiv(keys, tile.kv_tile) - 1, 0)
-        bundles = segment_of(last_tile * tile.segment_unit) // BUNDLE + 1 if is_bundled else 1
-        for skipped in range(0, count if short else 0, tile.query_tokens):
-            first = max(kv_len - count, 0) + skipped
-            start = 0
-            if chunk is not None:
-                start = (first // chunk - visible.lookback) * chunk
-            elif window is not None:
-                start = first - window + 1
-            taken = min(count - skipped, tile.query_tokens)
-            stop = min(kv_len, first + taken) if is_causal else kv_len
-            if stripe is not None:
-                stop = stripe.local_len(stop)
-            for bundle in range(bundles):
-                first_tile, stop_tile = max(start, 0) // tile.kv_tile, cdiv(stop, tile.kv_tile)
-                if is_bundled:
-                    first_tile = segment_start(bundle * BUNDLE) // tile.segment_unit
-                    past = segment_start((bundle + 1) * BUNDLE) // tile.segment_unit
-                    stop_tile = min(stop_tile, past)
-                tiles = max(stop_tile - first_tile, 1)
-                part = segment_of(first_tile * tile.segment_unit)
-                parts = segment_of((first_tile + tiles - 1) * tile.segment_unit) + 1 - part
-                where = [first_tile, tiles, 0, part, parts, bundle, bundles]
-                rows.append([req, token + skipped, taken, kv_len, first, *where])
-        token += count
-    # Rows of one length are cut into equal parts, which begin alike.
-    cost = row_cost if len({fields[6] for fields in rows}) > 1 else 0
-    place = 0
-    for fields in rows:
-        fields[7] = place
-        place += (fields[6] + cost) * head_loops
-    is_free, sharers = least_tiles is not None, groups
-    if least_tiles is not None:
-        # A group without a tile would be waited for in vain.
-        sharers = max(min(groups, place // least_tiles), 1)
-    shared = shared_tiles(place, [fields[6] for fields in rows], sharers)
-    starts = [
-        _start_of(
-            cdiv(c * shared, sharers), place, rows, tile.segment_unit, head_loops, is_free, cost
-        )
-        for c in range(groups + 1)
-    ]
-    return HostPlan(rows, shared, starts)
-
-
-def shared_tiles(total: int, row_tiles: Sequence[int], groups: int) -> int:
-    """KV tiles that groups share out evenly: the step's, or a few more so that rows stay whole.
-
-    A group that changes rows waits for memory once more. Rows of one length are given out whole, or
-    cut into equal parts, where that leaves no more than one in ``WASTE`` programs idle.
-
-    Args:
-        total: tiles of the step.
-        row_tiles: of each row.
-        groups: groups of programs.
-    """
-    if len(set(row_tiles)) != 1:
-        return total
-    tiles = row_tiles[0]
-    if total < groups * tiles:
-        share = cdiv(tiles, max(groups * tiles // total, 1))
-    else:
-        share = cdiv(total, groups * tiles) * tiles
-    shared = share * groups
-    return shared if (shared - total) * WASTE <= total else total
-
-
-def _start_of(
-    position: int,
-    total: int,
-    rows: list[list[int]],
-    unit: int,
-    head_loops: int,
-    is_free: bool,
-    cost: int,
-) -> tuple[int, int]:
-    """Row (times head loops) and segment of the first segment at or after a position; or, if rows
-    are cut anywhere, tile.
-    """
-    if position >= total:
-        return len(rows) * head_loops, 0
-    row = max(index for index, fields in enumerate(rows) if fields[7] <= position)
-    first_tile, tiles, place = rows[row][5:8]
-    loop, offset = divmod(position - place, tiles + cost)
-    if is_free:
-        return row * head_loops + loop, max(offset - cost, 0)
-    tile = first_tile + offset
-    at = segment_of(tile * unit)
-    if max(segment_start(at) // unit, first_tile) < tile:
-        at += 1
-    if at > segment_of((first_tile + tiles - 1) * unit):
-        return row * head_loops + loop + 1, 0
-    return row * head_loops + loop, at - segment_of(first_tile * unit)

@@ -12,22 +12,26 @@ from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch, debug_enabled
+from builders.hopper_dense import (
+    LayerAsks,
+    decode_kernel_of,
+    prefill_kernel_of,
+)
 from builders.paging import Stripe
 from builders.split_kv import (
+    SplitPlanner,
+    interprets,
+)
+from builders.split_plan import (
     PrefillPlan,
     SplitLimits,
     SplitPlan,
-    SplitPlanner,
     VisibleKeys,
-    interprets,
 )
 from builders.tiles import (
     DenseShape,
     HopperDecodeTile,
     HopperTile,
-    LayerAsks,
-    decode_kernel_of,
-    prefill_kernel_of,
 )
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv

@@ -17,16 +17,26 @@ from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch
+from builders.hopper_dense import (
+    LayerAsks,
+    prefill_kernel_of,
+)
 from builders.hopper_latent import latent_kernel_of
 from builders.latent_tiles import LatentShape, latent_tile
 from builders.split import split_decodes_and_prefills
-from builders.split_kv import HopperPlan, PrefillPlan, SplitLimits, SplitPlanner, VisibleKeys
+from builders.split_kv import (
+    SplitPlanner,
+)
+from builders.split_plan import (
+    HopperPlan,
+    PrefillPlan,
+    SplitLimits,
+    VisibleKeys,
+)
 from builders.tiles import (
     DenseShape,
     HopperTile,
-    LayerAsks,
     SplitTile,
-    prefill_kernel_of,
     prefill_tile,
 )
 from builders.triton_attn import (

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from builders.hopper_dense import (
+    LayerAsks,
+    hopper_decode_tile,
+    hopper_tile,
+)
 from builders.hopper_latent import hopper_latent_tile
 from builders.tiles import (
     DenseShape,
     HopperDecodeTile,
     HopperTile,
-    LayerAsks,
-    hopper_decode_tile,
-    hopper_tile,
 )
 from specs.devices import DeviceKind
 from tests.cases import Case, LatentCase

@@ -12,14 +12,18 @@ from rich.text import Text
 
 from attn.registry import AttentionBackendEnum
 from attn.selector import SelectionReport, Verdict, explain
-from builders.split_kv import SHORT_QUERY
+from builders.hopper_dense import (
+    LayerAsks,
+    decode_kernel_of,
+    prefill_kernel_of,
+)
+from builders.split_plan import (
+    SHORT_QUERY,
+)
 from builders.tiles import (
     DenseShape,
     HopperDecodeTile,
     HopperTile,
-    LayerAsks,
-    decode_kernel_of,
-    prefill_kernel_of,
 )
 from specs.attention import AttentionType
 from specs.devices import Device, DeviceKind

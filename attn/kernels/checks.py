@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from builders.split_kv import SplitPlan
+from builders.split_plan import (
+    SplitPlan,
+)
 from builders.triton_attn import BLOCK_MULTIPLE, MODEL_DTYPES
 from specs.dtypes import KVQuantMode
 

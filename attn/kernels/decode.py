@@ -30,7 +30,10 @@ from builders.kernels import (
     segment_of,
     segment_start,
 )
-from builders.split_kv import ROW_FIELDS, SHARE_FIELDS
+from builders.split_plan import (
+    ROW_FIELDS,
+    SHARE_FIELDS,
+)
 
 _FIELDS = tl.constexpr(ROW_FIELDS)
 _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)

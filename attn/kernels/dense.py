@@ -18,8 +18,15 @@ from attn.kernels.numerics import INTERPRETED
 from attn.kernels.prefill import prefill_kernel
 from attn.kernels.stored import E4M3, E5M2, INT4, INT8, NATIVE, PLAIN, PTX, PTX_SM89
 from builders.paging import Stripe
-from builders.split_kv import HopperPlan, SplitPlan, area_of
-from builders.tiles import PrefillTile, power_of_two
+from builders.split_plan import (
+    HopperPlan,
+    SplitPlan,
+    area_of,
+)
+from builders.tiles import (
+    PrefillTile,
+    power_of_two,
+)
 from builders.triton_attn import TritonAttentionMetadata
 from specs.dtypes import CacheDType, KVQuantMode
 from specs.layouts import KVViews

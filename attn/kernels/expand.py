@@ -14,7 +14,9 @@ import triton.language as tl
 from attn.kernels.launch import KernelCall
 from attn.kernels.numerics import INTERPRETED, decode_e4m3, round_to, to_float32
 from attn.kernels.tile import dot
-from builders.tiles import power_of_two
+from builders.tiles import (
+    power_of_two,
+)
 from builders.triton_mla import PagedRows
 
 _VARYING = ["num_rows", "span", "table_row"]

@@ -33,7 +33,9 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
-from builders.split_kv import Pointers
+from builders.split_plan import (
+    Pointers,
+)
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "plan": (

@@ -27,7 +27,9 @@ from attn.kernels.rows import load_query
 from attn.kernels.stored import E4M3, plane_of
 from attn.kernels.tile import dot, fold, page_ids, paged_rows, recomputed, scores_of, store_state
 from builders.kernels import segment_of, segment_start
-from builders.split_kv import SHARE_FIELDS
+from builders.split_plan import (
+    SHARE_FIELDS,
+)
 
 _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -209,7 +211,7 @@ def mla_decode_kernel(
     Shapes: query ``[T, NUM_HEADS, SIZE]`` and rotary ``[T, NUM_HEADS, ROPE_SIZE]``; latent
     ``[N, BLOCK_SIZE, words]`` and rope likewise, with the same strides in stored words; out
     ``[T, NUM_HEADS, SIZE]``; LSE ``[T, NUM_HEADS]``; the rest as in the plan, whose scratch is laid
-    out as :func:`builders.split_kv.latent_states` counts it.
+    out as :func:`builders.split_plan.latent_states` counts it.
     """
     CELLS: tl.constexpr = TILE_HEADS * QUERY_TOKENS
     # Tiles of 64 rows are what a warp group multiplies; a row is one warp's then.

@@ -14,8 +14,14 @@ from attn.kernels.launch import FormCall, Forms, KernelCall, KernelForm
 from attn.kernels.mla_decode import mla_decode_kernel
 from attn.kernels.numerics import INTERPRETED
 from attn.kernels.stored import E4M3, NATIVE
-from builders.split_kv import SPARE_STATES, SplitPlan, latent_states
-from builders.tiles import power_of_two
+from builders.split_plan import (
+    SPARE_STATES,
+    SplitPlan,
+    latent_states,
+)
+from builders.tiles import (
+    power_of_two,
+)
 from builders.triton_attn import TritonAttentionMetadata
 from specs.dtypes import CacheDType
 from specs.layouts import KVViews

@@ -10,7 +10,10 @@ import triton.language as tl
 from attn.kernels.rows import fold_parts, write_rows
 from attn.kernels.stored import plane_columns
 from attn.kernels.tile import recomputed, store_state
-from builders.split_kv import ROW_FIELDS, SHARE_FIELDS
+from builders.split_plan import (
+    ROW_FIELDS,
+    SHARE_FIELDS,
+)
 
 _FIELDS = tl.constexpr(ROW_FIELDS)
 _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)

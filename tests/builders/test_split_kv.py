@@ -15,19 +15,26 @@ from builders import triton_attn
 from builders.buffers import GraphBuffers
 from builders.paging import Stripe
 from builders.segments import BUNDLE, segment_of
+from builders.split_host import (
+    HostPlan,
+    plan_rows,
+)
 from builders.split_kv import (
+    SplitPlanner,
+    parallel_heads,
+)
+from builders.split_plan import (
     ROW_FIELDS,
     SHARE_FIELDS,
     SHORT_QUERY,
     WASTE,
-    HostPlan,
     SplitLimits,
-    SplitPlanner,
     VisibleKeys,
-    parallel_heads,
-    plan_rows,
 )
-from builders.tiles import DenseShape, SplitTile
+from builders.tiles import (
+    DenseShape,
+    SplitTile,
+)
 from builders.triton_attn import TritonAttentionMetadataBuilder
 from specs.base import cdiv
 from specs.devices import DeviceKind

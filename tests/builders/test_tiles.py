@@ -6,18 +6,20 @@ from dataclasses import replace
 
 import pytest
 
+from builders.hopper_dense import (
+    LayerAsks,
+    decode_kernel_of,
+    prefill_kernel_of,
+)
 from builders.segments import segment_start
 from builders.tiles import (
     MOST_ROWS,
     SHARED_MEMORY,
     DenseShape,
     HopperDecodeTile,
-    LayerAsks,
     PrefillTile,
     SplitTile,
-    decode_kernel_of,
     power_of_two,
-    prefill_kernel_of,
     prefill_tile,
     split_tile,
 )

@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from builders.hopper_latent import NARROW_ROWS
-from builders.tiles import SHARED_MEMORY
+from builders.tiles import (
+    SHARED_MEMORY,
+)
 from specs.devices import KNOWN_DEVICES
 from tests.kernels.sass import undefined_reads
 from tests.kernels.variants import (

@@ -35,7 +35,9 @@ from attn.kernels.hopper.prefill import hopper_prefill_kernel
 from attn.kernels.launch import KernelForm, collected_calls
 from attn.kernels.mla_decode import mla_decode_kernel
 from attn.kernels.prefill import prefill_kernel
-from builders.split_kv import Pointers
+from builders.split_plan import (
+    Pointers,
+)
 
 STREAM = 7
 OPTIONS = {"num_warps": 4, "num_stages": 2}

@@ -13,7 +13,13 @@ import builders.triton_attn
 from attn.kernels.dense import DenseLayer, DenseTensors
 from attn.kernels.hopper.launch import Descriptors, tile_of
 from builders.common import CommonAttentionMetadata
-from builders.tiles import DenseShape, HopperTile, hopper_tile
+from builders.hopper_dense import (
+    hopper_tile,
+)
+from builders.tiles import (
+    DenseShape,
+    HopperTile,
+)
 from builders.triton_attn import TritonAttentionMetadataBuilder
 from specs.attention import AttentionType
 from specs.devices import DeviceKind

@@ -16,15 +16,19 @@ from attn.kernels.dense import DenseLayer, DenseTensors
 from attn.kernels.hopper.decode import hopper_decode_kernel
 from attn.kernels.hopper.decode_launch import serves
 from attn.kernels.launch import KernelCall, collected_calls
-from builders.segments import SEGMENT
-from builders.split_kv import SplitPlanner
-from builders.tiles import (
+from builders.hopper_dense import (
     HOPPER_RING,
+    LayerAsks,
+    hopper_decode_tile,
+)
+from builders.segments import SEGMENT
+from builders.split_kv import (
+    SplitPlanner,
+)
+from builders.tiles import (
     SHARED_MEMORY,
     DenseShape,
     HopperDecodeTile,
-    LayerAsks,
-    hopper_decode_tile,
 )
 from builders.triton_attn import TritonAttentionMetadataBuilder
 from specs.devices import DeviceKind

@@ -12,7 +12,9 @@ import torch
 from attn.backends.triton_mla import TritonMLABackend
 from attn.kernels.hopper.prefill import hopper_prefill_kernel
 from attn.kernels.launch import KernelCall
-from builders.split_kv import SplitPlanner
+from builders.split_kv import (
+    SplitPlanner,
+)
 from specs.dtypes import CacheDType, DType
 from specs.engine import PrefillKernel
 from specs.layouts import KVPacking

@@ -13,11 +13,19 @@ from attn.backends.triton_mla import TritonMLABackend
 from attn.kernels.mla_launch import FINISH_CELLS, whole_query
 from attn.reference import cache as reference
 from builders import kernels, split_kv
+from builders.hopper_dense import (
+    LayerAsks,
+)
 from builders.hopper_latent import latent_kernel_of
 from builders.latent_tiles import LatentShape, latent_tile
 from builders.segments import BUNDLE
-from builders.split_kv import latent_states
-from builders.tiles import SHARED_MEMORY, DenseShape, LayerAsks
+from builders.split_plan import (
+    latent_states,
+)
+from builders.tiles import (
+    SHARED_MEMORY,
+    DenseShape,
+)
 from builders.triton_mla import TritonMLAMetadataBuilder
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType

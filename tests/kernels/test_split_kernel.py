@@ -15,7 +15,9 @@ from attn.backends.triton_attn import TritonAttentionBackend
 from attn.reference import cache as reference
 from builders import kernels, split_kv
 from builders.segments import BUNDLE, SEGMENT
-from builders.split_kv import SHARE_FIELDS
+from builders.split_plan import (
+    SHARE_FIELDS,
+)
 from specs.dtypes import CacheDType, DType
 from specs.kv_cache import (
     AnyKVCacheSpec,

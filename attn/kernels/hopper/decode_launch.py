@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, Any
 from attn.kernels.hopper.decode import hopper_decode_kernel
 from attn.kernels.hopper.launch import COLUMNS, HopperForms, asked, is_planned
 from attn.kernels.launch import KernelForm
-from builders.split_kv import SplitPlan
-from builders.tiles import decode_kernel_of
+from builders.hopper_dense import (
+    decode_kernel_of,
+)
+from builders.split_plan import (
+    SplitPlan,
+)
 from specs.devices import DeviceKind
 from specs.engine import DecodeKernel
 

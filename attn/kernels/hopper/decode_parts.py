@@ -8,7 +8,10 @@ from triton.experimental.gluon import language as gl
 
 from attn.kernels.masks import last_visible
 from builders.kernels import first_visible, segment_start
-from builders.split_kv import ROW_FIELDS, SHARE_FIELDS
+from builders.split_plan import (
+    ROW_FIELDS,
+    SHARE_FIELDS,
+)
 
 FIELDS = tl.constexpr(ROW_FIELDS)
 _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)

@@ -15,13 +15,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attn.kernels.hopper.prefill import hopper_prefill_kernel
 from attn.kernels.launch import FormCall, Forms, KernelForm, alignment
 from attn.kernels.stored import E4M3, E5M2, NATIVE
-from builders.split_kv import HopperPlan, SplitPlan
+from builders.hopper_dense import (
+    LayerAsks,
+    prefill_kernel_of,
+)
+from builders.split_plan import (
+    HopperPlan,
+    SplitPlan,
+)
 from builders.tiles import (
     DenseShape,
     HopperDecodeTile,
     HopperTile,
-    LayerAsks,
-    prefill_kernel_of,
 )
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType

@@ -12,7 +12,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from attn.kernels.rows import write_rows
-from builders.split_kv import ROW_FIELDS
+from builders.split_plan import (
+    ROW_FIELDS,
+)
 
 _FIELDS = tl.constexpr(ROW_FIELDS)
 _WIDTH = tl.constexpr(512)

@@ -11,8 +11,13 @@ from attn.kernels.hopper.mla_fold import fold_cuts_kernel
 from attn.kernels.hopper.mla_narrow import hopper_mla_narrow_kernel
 from attn.kernels.launch import FormCall, KernelForm
 from builders.hopper_latent import latent_kernel_of
-from builders.split_kv import SplitPlan, area_of
-from builders.tiles import power_of_two
+from builders.split_plan import (
+    SplitPlan,
+    area_of,
+)
+from builders.tiles import (
+    power_of_two,
+)
 from specs.base import cdiv
 from specs.devices import DeviceKind
 from specs.engine import DecodeKernel
