@@ -19,6 +19,8 @@ _PER_OCTAVE = tl.constexpr(segments.PER_OCTAVE)
 _BUNDLE = tl.constexpr(segments.BUNDLE)
 _FIELDS = tl.constexpr(ROW_FIELDS)
 _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
+_SERIAL = tl.constexpr(4)
+"""Rows of a request that its thread makes one after the other; of more, every row has a thread."""
 _WASTE = tl.constexpr(WASTE)
 
 
@@ -161,6 +163,29 @@ def _first_group(place, shared, sharers):
 
 
 @triton.jit
+def _store_row(
+    rows_ptr, starts_ptr, live, j, req, token, tokens, kv_len, first, first_tile, tiles, place,
+    bundle, bundles, group, after, SEGMENT_UNIT: tl.constexpr,
+):  # fmt: skip
+    """Row ``j``, which names itself in ``starts`` of the first group that begins in it, if any."""
+    out = rows_ptr + j * _FIELDS
+    tl.store(out, req, mask=live)
+    tl.store(out + 1, token, mask=live)
+    tl.store(out + 2, tokens, mask=live)
+    tl.store(out + 3, kv_len, mask=live)
+    tl.store(out + 4, first, mask=live)
+    tl.store(out + 5, first_tile, mask=live)
+    tl.store(out + 6, tiles, mask=live)
+    tl.store(out + 7, place, mask=live)
+    part = segment_of(first_tile * SEGMENT_UNIT)
+    tl.store(out + 8, part, mask=live)
+    tl.store(out + 9, segment_of((first_tile + tiles - 1) * SEGMENT_UNIT) + 1 - part, mask=live)
+    tl.store(out + 10, bundle, mask=live)
+    tl.store(out + 11, bundles, mask=live)
+    tl.store(starts_ptr + 2 * group, j, mask=live & (group < after))
+
+
+@triton.jit
 def _store_rows(
     rows_ptr, starts_ptr, i, j, place, cost, most_rows, shared, sharers, req_rows, begin, count,
     kv_len, bundles, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
@@ -168,9 +193,8 @@ def _store_rows(
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
     BUNDLED: tl.constexpr, HEAD_LOOPS: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``j`` on of every request ``i``, of which the first stands at ``place`` among the tiles;
-    a row in which groups begin names itself in ``starts`` of the first. A row takes the place of
-    ``cost`` tiles more.
+    """Rows ``j`` on of every request ``i``, of which the first stands at ``place`` among the tiles.
+    A row takes the place of ``cost`` tiles more.
     """
     group = _first_group(place, shared, sharers)
     for k in range(0, most_rows):
@@ -178,26 +202,47 @@ def _store_rows(
             k, req_rows, begin, count, kv_len, bundles, window, chunk, lookback, dcp_size, dcp_rank,
             dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED,
         )  # fmt: skip
-        live = k < req_rows
-        out = rows_ptr + j * _FIELDS
-        tl.store(out, i, mask=live)
-        tl.store(out + 1, token, mask=live)
-        tl.store(out + 2, tokens, mask=live)
-        tl.store(out + 3, kv_len, mask=live)
-        tl.store(out + 4, first, mask=live)
-        tl.store(out + 5, first_tile, mask=live)
-        tl.store(out + 6, tiles, mask=live)
-        tl.store(out + 7, place, mask=live)
-        part = segment_of(first_tile * SEGMENT_UNIT)
-        tl.store(out + 8, part, mask=live)
-        tl.store(out + 9, segment_of((first_tile + tiles - 1) * SEGMENT_UNIT) + 1 - part, mask=live)
-        tl.store(out + 10, bundle, mask=live)
-        tl.store(out + 11, bundles, mask=live)
-        place += (tiles + cost) * HEAD_LOOPS
-        after = _first_group(place, shared, sharers)
-        tl.store(starts_ptr + 2 * group, j, mask=live & (group < after))
+        past = place + (tiles + cost) * HEAD_LOOPS
+        after = _first_group(past, shared, sharers)
+        _store_row(
+            rows_ptr, starts_ptr, k < req_rows, j, i, token, tokens, kv_len, first, first_tile,
+            tiles, place, bundle, bundles, group, after, SEGMENT_UNIT,
+        )  # fmt: skip
+        place = past
         group = after
         j += 1
+
+
+@triton.jit
+def _rows_at(
+    j, num_rows, seq_lens_ptr, query_start_ptr, row_ends_ptr, max_kv_len, window, chunk, lookback,
+    dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
+    SEGMENT_UNIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr,
+    DCP: tl.constexpr, BUNDLED: tl.constexpr, REQS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Rows ``j``, each by a thread: request, KV length, bundles, and what :func:`_row_of` says."""
+    live = j < num_rows
+    # Requests whose rows end at or before it.
+    req = j * 0
+    for step in tl.static_range(STEPS):
+        half = REQS >> (step + 1)
+        end = tl.load(row_ends_ptr + req + half - 1, mask=live, other=0)
+        req = tl.where(end <= j, req + half, req)
+    req = tl.where(live, req, 0)
+    before = tl.load(row_ends_ptr + req - 1, mask=live & (req > 0), other=0)
+    begin = tl.load(query_start_ptr + req, mask=live, other=0)
+    count = tl.load(query_start_ptr + 1 + req, mask=live, other=0) - begin
+    kv_len = tl.minimum(tl.load(seq_lens_ptr + req, mask=live, other=0), max_kv_len)
+    bundles = _bundles_of(
+        kv_len, dcp_size, dcp_rank, dcp_interleave, KV_TILE, SEGMENT_UNIT, DCP, BUNDLED
+    )
+    k = j - before
+    token, tokens, first, first_tile, tiles, bundle = _row_of(
+        k, tl.where(live, k + 1, 0), begin, count, kv_len, bundles, window, chunk, lookback,
+        dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK,
+        TRIM, DCP, BUNDLED,
+    )  # fmt: skip
+    return live, req, kv_len, bundles, token, tokens, first, first_tile, tiles, bundle
 
 
 @triton.jit
@@ -294,6 +339,7 @@ def plan_kernel(
     shares_ptr,
     prefill_starts_ptr,
     hopper_starts_ptr,
+    row_ends_ptr,
     num_reqs,
     max_reqs,
     max_kv_len,
@@ -317,6 +363,7 @@ def plan_kernel(
     DCP: tl.constexpr,
     BUNDLED: tl.constexpr,
     REQS: tl.constexpr,
+    STEPS: tl.constexpr,
     GROUPS: tl.constexpr,
     FREE: tl.constexpr,
     LEAST: tl.constexpr,
@@ -328,8 +375,8 @@ def plan_kernel(
     seq_lens ``[R]``; query_start ``[R + 1]``; rows ``[rows, ROW_FIELDS]``; total ``[2]``: rows, and
     tiles that the groups share; starts ``[num_groups + 1, 2]``: row * HEAD_LOOPS + head loop, and
     segment of the row; shares ``[num_groups, SHARE_FIELDS]``; prefill_starts ``[max_reqs + 1]``:
-    first prefill tile of each request; hopper_starts likewise, unless HOPPER_TILE is 0. All are
-    int32.
+    first prefill tile of each request; hopper_starts likewise, unless HOPPER_TILE is 0; row_ends
+    ``[REQS]``: scratch. All are int32. REQS is two to the STEPS.
 
     TRIM: no query sees past itself. DCP: keys are those of one rank, in their order there; lengths
     and positions of rows are the request's. With FREE a group starts at its share's first tile, and
@@ -355,25 +402,46 @@ def plan_kernel(
         _store_tiles(hopper_starts_ptr, i, count, decode_max, max_reqs, HOPPER_TILE)
     num_rows = tl.max(req_ends, 0)
     most_rows = tl.max(req_rows, 0)
-    # Of all requests at once, one row after the other: nothing of one is another thread's.
+    is_serial = most_rows <= _SERIAL
+    total = 0
+    least = max_kv_len + 1
+    most = 1
     req_tiles = tl.zeros([REQS], tl.int32)
-    least = tl.zeros([REQS], tl.int32) + max_kv_len + 1
-    most = tl.zeros([REQS], tl.int32) + 1
-    for k in range(0, most_rows):
-        _, _, _, _, tiles, _ = _row_of(
-            k, req_rows, begin, count, kv_len, bundles, window, chunk, lookback, dcp_size, dcp_rank,
-            dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED,
-        )  # fmt: skip
-        req_tiles += tiles
-        least = tl.where(k < req_rows, tl.minimum(least, tiles), least)
-        most = tl.maximum(most, tiles)
+    if is_serial:
+        # Of all requests at once: nothing of one is another thread's.
+        least_of = tl.zeros([REQS], tl.int32) + max_kv_len + 1
+        most_of = tl.zeros([REQS], tl.int32) + 1
+        for k in range(0, most_rows):
+            _, _, _, _, tiles, _ = _row_of(
+                k, req_rows, begin, count, kv_len, bundles, window, chunk, lookback, dcp_size,
+                dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM,
+                DCP, BUNDLED,
+            )  # fmt: skip
+            req_tiles += tiles
+            least_of = tl.where(k < req_rows, tl.minimum(least_of, tiles), least_of)
+            most_of = tl.maximum(most_of, tiles)
+        least = tl.min(least_of, 0)
+        most = tl.max(most_of, 0)
+        total = tl.sum(req_tiles, 0)
+    else:
+        tl.store(row_ends_ptr + i, req_ends)
+        # Other threads look requests up there.
+        tl.debug_barrier()
+        for block in range(0, num_rows, REQS):
+            live, _, _, _, _, _, _, _, tiles, _ = _rows_at(
+                block + i, num_rows, seq_lens_ptr, query_start_ptr, row_ends_ptr, max_kv_len,
+                window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
+                SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED, REQS, STEPS,
+            )  # fmt: skip
+            total += tl.sum(tiles, 0)
+            least = tl.minimum(least, tl.min(tl.where(live, tiles, max_kv_len + 1), 0))
+            most = tl.maximum(most, tl.max(tiles, 0))
     cost = 0
     if ROW_COST > 0:
         # Rows of one length are cut into equal parts, which begin alike.
-        cost = tl.where(tl.min(least, 0) == tl.max(most, 0), 0, ROW_COST)
-        req_tiles += cost * req_rows
-    ends = tl.cumsum(req_tiles, 0) * HEAD_LOOPS
-    total = tl.max(ends, 0)
+        cost = tl.where(least == most, 0, ROW_COST)
+        total += cost * num_rows
+    total *= HEAD_LOOPS
 
     # Group c owns the segments that start in its share of the tiles,
     # ``[c * shared / groups, (c + 1) * shared / groups)``.
@@ -382,19 +450,39 @@ def plan_kernel(
     if FREE:
         # A group without a tile would be waited for in vain.
         sharers = tl.maximum(tl.minimum(num_groups, total // LEAST), 1)
-    shared = _shared_tiles(total, tl.min(least, 0), tl.max(most, 0), sharers)
+    shared = _shared_tiles(total, least, most, sharers)
     tl.store(total_ptr, num_rows)
     tl.store(total_ptr + 1, shared.to(tl.int32))
     position = ((c * shared + sharers - 1) // sharers).to(tl.int32)
     tl.store(starts_ptr + 2 * c, -1, mask=c <= num_groups)
     # Before rows are named there.
     tl.debug_barrier()
-    _store_rows(
-        rows_ptr, starts_ptr, i, req_ends - req_rows, ends - req_tiles * HEAD_LOOPS, cost,
-        most_rows, shared, sharers, req_rows, begin, count, kv_len, bundles, window, chunk,
-        lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW,
-        CHUNK, TRIM, DCP, BUNDLED, HEAD_LOOPS,
-    )  # fmt: skip
+    if is_serial:
+        req_places = (req_tiles + cost * req_rows) * HEAD_LOOPS
+        _store_rows(
+            rows_ptr, starts_ptr, i, req_ends - req_rows, tl.cumsum(req_places, 0) - req_places,
+            cost, most_rows, shared, sharers, req_rows, begin, count, kv_len, bundles, window,
+            chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
+            SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED, HEAD_LOOPS,
+        )  # fmt: skip
+    else:
+        begun = 0
+        for block in range(0, num_rows, REQS):
+            j = block + i
+            live, req, lens, of, token, tokens, first, first_tile, tiles, bundle = _rows_at(
+                j, num_rows, seq_lens_ptr, query_start_ptr, row_ends_ptr, max_kv_len, window,
+                chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
+                SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED, REQS, STEPS,
+            )  # fmt: skip
+            taken = tl.where(live, (tiles + cost) * HEAD_LOOPS, 0)
+            past = begun + tl.cumsum(taken, 0)
+            place = past - taken
+            _store_row(
+                rows_ptr, starts_ptr, live, j, req, token, tokens, lens, first, first_tile, tiles,
+                place, bundle, of, _first_group(place, shared, sharers),
+                _first_group(past, shared, sharers), SEGMENT_UNIT,
+            )  # fmt: skip
+            begun += tl.sum(taken, 0)
     # Rows and their names are other threads' stores.
     tl.debug_barrier()
     real = (c <= num_groups) & (position < total)

@@ -155,6 +155,7 @@ class SplitPlanner:
         buffers.declare("tile_starts", (reqs + 1,), int32)
         buffers.declare("hopper_starts", (reqs + 1,), int32)
         buffers.declare("taken", (1,), int32)
+        buffers.declare("row_ends", (power_of_two(reqs),), int32)
         buffers.declare("rows", (self.max_rows, ROW_FIELDS), int32)
         buffers.declare("total", (2,), int32)
         buffers.declare("starts", (self.groups + 1, 2), int32)
@@ -225,6 +226,7 @@ class SplitPlanner:
             b["shares"],
             b["tile_starts"],
             b["hopper_starts"],
+            b["row_ends"],
             len(query_start_loc) - 1,
             self.limits.max_num_seqs,
             self.limits.max_kv_len,
@@ -248,6 +250,7 @@ class SplitPlanner:
             DCP=visible.stripe is not None,
             BUNDLED=self.is_bundled,
             REQS=reqs,
+            STEPS=reqs.bit_length() - 1,
             GROUPS=power_of_two(self.groups + 1),
             FREE=self.is_free,
             LEAST=self.least_tiles or 1,

@@ -34,6 +34,7 @@ from builders.split_plan import (
 from builders.tiles import (
     DenseShape,
     SplitTile,
+    power_of_two,
 )
 from builders.triton_attn import TritonAttentionMetadataBuilder
 from specs.base import cdiv
@@ -138,6 +139,7 @@ def planner_of(step: Step) -> SplitPlanner:
     for name, shape_of in {
         "tile_starts": (limits.max_num_seqs + 1,),
         "hopper_starts": (limits.max_num_seqs + 1,),
+        "row_ends": (power_of_two(limits.max_num_seqs),),
         "rows": (planner.max_rows, ROW_FIELDS),
         "total": (2,),
         "starts": (step.groups + 1, 2),
@@ -177,7 +179,11 @@ def filled(step: Step) -> dict[str, list]:
 @example(step=Step(((1, 7), (1, 131_073), (1, 9), (1, 4000)) * 3, tile_of(), 300, 3))
 @example(step=Step(((1, 8192),) * 32, tile_of(), groups=264))
 @example(step=Step(((1, 1000),) * 64, tile_of(), groups=33))
+# More rows than a thread makes in turn: prompts of an invariant engine, bundles of long keys.
+@example(step=Step(((40, 300), (1, 9), (0, 4), (33, 33)), tile_of(1), 33, short_query=64))
+@example(step=Step(((1, 131_073), (2, 199_000), (1, 7)), tile_of(), 66, 2, is_bundled=True))
 @example(step=Step(((1, 1000), (2, 7), (1, 0)), tile_of(), 33, least_tiles=2))
+@example(step=Step(((40, 900), (9, 90)), tile_of(1), 33, least_tiles=2, row_cost=2, short_query=64))
 @example(step=Step(((1, 1000), (9, 700)) * 9, tile_of(), 33, 2, least_tiles=1))
 @example(step=Step(((0, 0),), tile_of(), least_tiles=2))
 @example(step=Step(((1, 9000), (2, 7), (1, 4000)) * 3, tile_of(), 33, 2, least_tiles=2, row_cost=2))
