@@ -164,10 +164,10 @@ def _first_group(place, shared, sharers):
 
 @triton.jit
 def _store_row(
-    rows_ptr, starts_ptr, live, j, req, token, tokens, kv_len, first, first_tile, tiles, place,
-    bundle, bundles, group, after, SEGMENT_UNIT: tl.constexpr,
+    rows_ptr, live, j, req, token, tokens, kv_len, first, first_tile, tiles, place, bundle, bundles,
+    SEGMENT_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Row ``j``, which names itself in ``starts`` of the first group that begins in it, if any."""
+    """Row ``j``, see :data:`builders.split_plan.ROW_FIELDS`."""
     out = rows_ptr + j * _FIELDS
     tl.store(out, req, mask=live)
     tl.store(out + 1, token, mask=live)
@@ -182,7 +182,6 @@ def _store_row(
     tl.store(out + 9, segment_of((first_tile + tiles - 1) * SEGMENT_UNIT) + 1 - part, mask=live)
     tl.store(out + 10, bundle, mask=live)
     tl.store(out + 11, bundles, mask=live)
-    tl.store(starts_ptr + 2 * group, j, mask=live & (group < after))
 
 
 @triton.jit
@@ -193,8 +192,9 @@ def _store_rows(
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
     BUNDLED: tl.constexpr, HEAD_LOOPS: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``j`` on of every request ``i``, of which the first stands at ``place`` among the tiles.
-    A row takes the place of ``cost`` tiles more.
+    """Rows ``j`` on of every request ``i``, of which the first stands at ``place`` among the tiles;
+    a row in which groups begin names itself in ``starts`` of the first. A row takes the place of
+    ``cost`` tiles more.
     """
     group = _first_group(place, shared, sharers)
     for k in range(0, most_rows):
@@ -202,13 +202,14 @@ def _store_rows(
             k, req_rows, begin, count, kv_len, bundles, window, chunk, lookback, dcp_size, dcp_rank,
             dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED,
         )  # fmt: skip
-        past = place + (tiles + cost) * HEAD_LOOPS
-        after = _first_group(past, shared, sharers)
+        live = k < req_rows
         _store_row(
-            rows_ptr, starts_ptr, k < req_rows, j, i, token, tokens, kv_len, first, first_tile,
-            tiles, place, bundle, bundles, group, after, SEGMENT_UNIT,
+            rows_ptr, live, j, i, token, tokens, kv_len, first, first_tile, tiles, place, bundle,
+            bundles, SEGMENT_UNIT,
         )  # fmt: skip
-        place = past
+        place += (tiles + cost) * HEAD_LOOPS
+        after = _first_group(place, shared, sharers)
+        tl.store(starts_ptr + 2 * group, j, mask=live & (group < after))
         group = after
         j += 1
 
@@ -368,6 +369,7 @@ def plan_kernel(
     FREE: tl.constexpr,
     LEAST: tl.constexpr,
     ROW_COST: tl.constexpr,
+    BY_ROW: tl.constexpr,
     HASTENS: tl.constexpr,
 ):
     """The step's plan, by one program: rows, their tiles, and where each group of programs starts.
@@ -381,7 +383,8 @@ def plan_kernel(
     TRIM: no query sees past itself. DCP: keys are those of one rank, in their order there; lengths
     and positions of rows are the request's. With FREE a group starts at its share's first tile, and
     starts hold tiles of rows; a share has LEAST of them at least, and the beginning of a row counts
-    as ROW_COST tiles. HASTENS: the next kernel may start, and waits by itself.
+    as ROW_COST tiles. BY_ROW: where a request has many rows, each has a thread. HASTENS: the next
+    kernel may start, and waits by itself.
     """
     if HASTENS:
         gdc_launch_dependents()
@@ -402,15 +405,14 @@ def plan_kernel(
         _store_tiles(hopper_starts_ptr, i, count, decode_max, max_reqs, HOPPER_TILE)
     num_rows = tl.max(req_ends, 0)
     most_rows = tl.max(req_rows, 0)
-    is_serial = most_rows <= _SERIAL
-    total = 0
-    least = max_kv_len + 1
-    most = 1
+    is_serial = True
+    if BY_ROW:
+        is_serial = most_rows <= _SERIAL
     req_tiles = tl.zeros([REQS], tl.int32)
+    least = tl.zeros([REQS], tl.int32) + max_kv_len + 1
+    most = tl.zeros([REQS], tl.int32) + 1
     if is_serial:
-        # Of all requests at once: nothing of one is another thread's.
-        least_of = tl.zeros([REQS], tl.int32) + max_kv_len + 1
-        most_of = tl.zeros([REQS], tl.int32) + 1
+        # Of all requests at once, one row after the other: nothing of one is another thread's.
         for k in range(0, most_rows):
             _, _, _, _, tiles, _ = _row_of(
                 k, req_rows, begin, count, kv_len, bundles, window, chunk, lookback, dcp_size,
@@ -418,11 +420,8 @@ def plan_kernel(
                 DCP, BUNDLED,
             )  # fmt: skip
             req_tiles += tiles
-            least_of = tl.where(k < req_rows, tl.minimum(least_of, tiles), least_of)
-            most_of = tl.maximum(most_of, tiles)
-        least = tl.min(least_of, 0)
-        most = tl.max(most_of, 0)
-        total = tl.sum(req_tiles, 0)
+            least = tl.where(k < req_rows, tl.minimum(least, tiles), least)
+            most = tl.maximum(most, tiles)
     else:
         tl.store(row_ends_ptr + i, req_ends)
         # Other threads look requests up there.
@@ -433,15 +432,16 @@ def plan_kernel(
                 window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
                 SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED, REQS, STEPS,
             )  # fmt: skip
-            total += tl.sum(tiles, 0)
-            least = tl.minimum(least, tl.min(tl.where(live, tiles, max_kv_len + 1), 0))
-            most = tl.maximum(most, tl.max(tiles, 0))
+            req_tiles += tiles
+            least = tl.where(live, tl.minimum(least, tiles), least)
+            most = tl.maximum(most, tiles)
     cost = 0
     if ROW_COST > 0:
         # Rows of one length are cut into equal parts, which begin alike.
-        cost = tl.where(least == most, 0, ROW_COST)
-        total += cost * num_rows
-    total *= HEAD_LOOPS
+        cost = tl.where(tl.min(least, 0) == tl.max(most, 0), 0, ROW_COST)
+        req_tiles += cost * req_rows
+    ends = tl.cumsum(req_tiles, 0) * HEAD_LOOPS
+    total = tl.max(ends, 0)
 
     # Group c owns the segments that start in its share of the tiles,
     # ``[c * shared / groups, (c + 1) * shared / groups)``.
@@ -450,7 +450,7 @@ def plan_kernel(
     if FREE:
         # A group without a tile would be waited for in vain.
         sharers = tl.maximum(tl.minimum(num_groups, total // LEAST), 1)
-    shared = _shared_tiles(total, least, most, sharers)
+    shared = _shared_tiles(total, tl.min(least, 0), tl.max(most, 0), sharers)
     tl.store(total_ptr, num_rows)
     tl.store(total_ptr + 1, shared.to(tl.int32))
     position = ((c * shared + sharers - 1) // sharers).to(tl.int32)
@@ -458,9 +458,8 @@ def plan_kernel(
     # Before rows are named there.
     tl.debug_barrier()
     if is_serial:
-        req_places = (req_tiles + cost * req_rows) * HEAD_LOOPS
         _store_rows(
-            rows_ptr, starts_ptr, i, req_ends - req_rows, tl.cumsum(req_places, 0) - req_places,
+            rows_ptr, starts_ptr, i, req_ends - req_rows, ends - req_tiles * HEAD_LOOPS,
             cost, most_rows, shared, sharers, req_rows, begin, count, kv_len, bundles, window,
             chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
             SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED, HEAD_LOOPS,
@@ -478,10 +477,12 @@ def plan_kernel(
             past = begun + tl.cumsum(taken, 0)
             place = past - taken
             _store_row(
-                rows_ptr, starts_ptr, live, j, req, token, tokens, lens, first, first_tile, tiles,
-                place, bundle, of, _first_group(place, shared, sharers),
-                _first_group(past, shared, sharers), SEGMENT_UNIT,
+                rows_ptr, live, j, req, token, tokens, lens, first, first_tile, tiles, place,
+                bundle, of, SEGMENT_UNIT,
             )  # fmt: skip
+            group = _first_group(place, shared, sharers)
+            begins = group < _first_group(past, shared, sharers)
+            tl.store(starts_ptr + 2 * group, j, mask=live & begins)
             begun += tl.sum(taken, 0)
     # Rows and their names are other threads' stores.
     tl.debug_barrier()

@@ -97,6 +97,8 @@ class SplitPlanner:
         """
         self.least_tiles = None if hopper_decode is None else hopper_decode.least_tiles
         self.row_cost = 0 if hopper_decode is None else hopper_decode.row_cost
+        # Not of plans for plain kernels until a GPU has seen it.
+        self.plans_by_row = hopper_decode is not None
         self.is_free = is_free or self.least_tiles is not None
         self.hopper_decode = hopper_decode
         self.requires_hopper_decode = requires_hopper_decode
@@ -255,6 +257,7 @@ class SplitPlanner:
             FREE=self.is_free,
             LEAST=self.least_tiles or 1,
             ROW_COST=self.row_cost,
+            BY_ROW=self.plans_by_row,
             HASTENS=self.hopper_decode is not None and self.device.type == "cuda",
             num_warps=min(16, max(4, reqs // 32)),
         )
