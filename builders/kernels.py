@@ -19,6 +19,8 @@ _PER_OCTAVE = tl.constexpr(segments.PER_OCTAVE)
 _BUNDLE = tl.constexpr(segments.BUNDLE)
 _FIELDS = tl.constexpr(ROW_FIELDS)
 _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
+_SERIAL = tl.constexpr(4)
+"""Rows of a request that its thread makes one after the other; of more, every row has a thread."""
 _WASTE = tl.constexpr(WASTE)
 
 
@@ -161,6 +163,28 @@ def _first_group(place, shared, sharers):
 
 
 @triton.jit
+def _store_row(
+    rows_ptr, live, j, req, token, tokens, kv_len, first, first_tile, tiles, place, bundle, bundles,
+    SEGMENT_UNIT: tl.constexpr,
+):  # fmt: skip
+    """Row ``j``, see :data:`builders.split_plan.ROW_FIELDS`."""
+    out = rows_ptr + j * _FIELDS
+    tl.store(out, req, mask=live)
+    tl.store(out + 1, token, mask=live)
+    tl.store(out + 2, tokens, mask=live)
+    tl.store(out + 3, kv_len, mask=live)
+    tl.store(out + 4, first, mask=live)
+    tl.store(out + 5, first_tile, mask=live)
+    tl.store(out + 6, tiles, mask=live)
+    tl.store(out + 7, place, mask=live)
+    part = segment_of(first_tile * SEGMENT_UNIT)
+    tl.store(out + 8, part, mask=live)
+    tl.store(out + 9, segment_of((first_tile + tiles - 1) * SEGMENT_UNIT) + 1 - part, mask=live)
+    tl.store(out + 10, bundle, mask=live)
+    tl.store(out + 11, bundles, mask=live)
+
+
+@triton.jit
 def _store_rows(
     rows_ptr, starts_ptr, i, j, place, cost, most_rows, shared, sharers, req_rows, begin, count,
     kv_len, bundles, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
@@ -179,25 +203,47 @@ def _store_rows(
             dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED,
         )  # fmt: skip
         live = k < req_rows
-        out = rows_ptr + j * _FIELDS
-        tl.store(out, i, mask=live)
-        tl.store(out + 1, token, mask=live)
-        tl.store(out + 2, tokens, mask=live)
-        tl.store(out + 3, kv_len, mask=live)
-        tl.store(out + 4, first, mask=live)
-        tl.store(out + 5, first_tile, mask=live)
-        tl.store(out + 6, tiles, mask=live)
-        tl.store(out + 7, place, mask=live)
-        part = segment_of(first_tile * SEGMENT_UNIT)
-        tl.store(out + 8, part, mask=live)
-        tl.store(out + 9, segment_of((first_tile + tiles - 1) * SEGMENT_UNIT) + 1 - part, mask=live)
-        tl.store(out + 10, bundle, mask=live)
-        tl.store(out + 11, bundles, mask=live)
+        _store_row(
+            rows_ptr, live, j, i, token, tokens, kv_len, first, first_tile, tiles, place, bundle,
+            bundles, SEGMENT_UNIT,
+        )  # fmt: skip
         place += (tiles + cost) * HEAD_LOOPS
         after = _first_group(place, shared, sharers)
         tl.store(starts_ptr + 2 * group, j, mask=live & (group < after))
         group = after
         j += 1
+
+
+@triton.jit
+def _rows_at(
+    j, num_rows, seq_lens_ptr, query_start_ptr, row_ends_ptr, max_kv_len, window, chunk, lookback,
+    dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
+    SEGMENT_UNIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr,
+    DCP: tl.constexpr, BUNDLED: tl.constexpr, REQS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Rows ``j``, each by a thread: request, KV length, bundles, and what :func:`_row_of` says."""
+    live = j < num_rows
+    # Requests whose rows end at or before it.
+    req = j * 0
+    for step in tl.static_range(STEPS):
+        half = REQS >> (step + 1)
+        end = tl.load(row_ends_ptr + req + half - 1, mask=live, other=0)
+        req = tl.where(end <= j, req + half, req)
+    req = tl.where(live, req, 0)
+    before = tl.load(row_ends_ptr + req - 1, mask=live & (req > 0), other=0)
+    begin = tl.load(query_start_ptr + req, mask=live, other=0)
+    count = tl.load(query_start_ptr + 1 + req, mask=live, other=0) - begin
+    kv_len = tl.minimum(tl.load(seq_lens_ptr + req, mask=live, other=0), max_kv_len)
+    bundles = _bundles_of(
+        kv_len, dcp_size, dcp_rank, dcp_interleave, KV_TILE, SEGMENT_UNIT, DCP, BUNDLED
+    )
+    k = j - before
+    token, tokens, first, first_tile, tiles, bundle = _row_of(
+        k, tl.where(live, k + 1, 0), begin, count, kv_len, bundles, window, chunk, lookback,
+        dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK,
+        TRIM, DCP, BUNDLED,
+    )  # fmt: skip
+    return live, req, kv_len, bundles, token, tokens, first, first_tile, tiles, bundle
 
 
 @triton.jit
@@ -294,6 +340,7 @@ def plan_kernel(
     shares_ptr,
     prefill_starts_ptr,
     hopper_starts_ptr,
+    row_ends_ptr,
     num_reqs,
     max_reqs,
     max_kv_len,
@@ -317,10 +364,12 @@ def plan_kernel(
     DCP: tl.constexpr,
     BUNDLED: tl.constexpr,
     REQS: tl.constexpr,
+    STEPS: tl.constexpr,
     GROUPS: tl.constexpr,
     FREE: tl.constexpr,
     LEAST: tl.constexpr,
     ROW_COST: tl.constexpr,
+    BY_ROW: tl.constexpr,
     HASTENS: tl.constexpr,
 ):
     """The step's plan, by one program: rows, their tiles, and where each group of programs starts.
@@ -328,13 +377,14 @@ def plan_kernel(
     seq_lens ``[R]``; query_start ``[R + 1]``; rows ``[rows, ROW_FIELDS]``; total ``[2]``: rows, and
     tiles that the groups share; starts ``[num_groups + 1, 2]``: row * HEAD_LOOPS + head loop, and
     segment of the row; shares ``[num_groups, SHARE_FIELDS]``; prefill_starts ``[max_reqs + 1]``:
-    first prefill tile of each request; hopper_starts likewise, unless HOPPER_TILE is 0. All are
-    int32.
+    first prefill tile of each request; hopper_starts likewise, unless HOPPER_TILE is 0; row_ends
+    ``[REQS]``: scratch. All are int32. REQS is two to the STEPS.
 
     TRIM: no query sees past itself. DCP: keys are those of one rank, in their order there; lengths
     and positions of rows are the request's. With FREE a group starts at its share's first tile, and
     starts hold tiles of rows; a share has LEAST of them at least, and the beginning of a row counts
-    as ROW_COST tiles. HASTENS: the next kernel may start, and waits by itself.
+    as ROW_COST tiles. BY_ROW: where a request has many rows, each has a thread. HASTENS: the next
+    kernel may start, and waits by itself.
     """
     if HASTENS:
         gdc_launch_dependents()
@@ -355,18 +405,36 @@ def plan_kernel(
         _store_tiles(hopper_starts_ptr, i, count, decode_max, max_reqs, HOPPER_TILE)
     num_rows = tl.max(req_ends, 0)
     most_rows = tl.max(req_rows, 0)
-    # Of all requests at once, one row after the other: nothing of one is another thread's.
+    is_serial = True
+    if BY_ROW:
+        is_serial = most_rows <= _SERIAL
     req_tiles = tl.zeros([REQS], tl.int32)
     least = tl.zeros([REQS], tl.int32) + max_kv_len + 1
     most = tl.zeros([REQS], tl.int32) + 1
-    for k in range(0, most_rows):
-        _, _, _, _, tiles, _ = _row_of(
-            k, req_rows, begin, count, kv_len, bundles, window, chunk, lookback, dcp_size, dcp_rank,
-            dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED,
-        )  # fmt: skip
-        req_tiles += tiles
-        least = tl.where(k < req_rows, tl.minimum(least, tiles), least)
-        most = tl.maximum(most, tiles)
+    if is_serial:
+        # Of all requests at once, one row after the other: nothing of one is another thread's.
+        for k in range(0, most_rows):
+            _, _, _, _, tiles, _ = _row_of(
+                k, req_rows, begin, count, kv_len, bundles, window, chunk, lookback, dcp_size,
+                dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM,
+                DCP, BUNDLED,
+            )  # fmt: skip
+            req_tiles += tiles
+            least = tl.where(k < req_rows, tl.minimum(least, tiles), least)
+            most = tl.maximum(most, tiles)
+    else:
+        tl.store(row_ends_ptr + i, req_ends)
+        # Other threads look requests up there.
+        tl.debug_barrier()
+        for block in range(0, num_rows, REQS):
+            live, _, _, _, _, _, _, _, tiles, _ = _rows_at(
+                block + i, num_rows, seq_lens_ptr, query_start_ptr, row_ends_ptr, max_kv_len,
+                window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
+                SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED, REQS, STEPS,
+            )  # fmt: skip
+            req_tiles += tiles
+            least = tl.where(live, tl.minimum(least, tiles), least)
+            most = tl.maximum(most, tiles)
     cost = 0
     if ROW_COST > 0:
         # Rows of one length are cut into equal parts, which begin alike.
@@ -389,12 +457,33 @@ def plan_kernel(
     tl.store(starts_ptr + 2 * c, -1, mask=c <= num_groups)
     # Before rows are named there.
     tl.debug_barrier()
-    _store_rows(
-        rows_ptr, starts_ptr, i, req_ends - req_rows, ends - req_tiles * HEAD_LOOPS, cost,
-        most_rows, shared, sharers, req_rows, begin, count, kv_len, bundles, window, chunk,
-        lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW,
-        CHUNK, TRIM, DCP, BUNDLED, HEAD_LOOPS,
-    )  # fmt: skip
+    if is_serial:
+        _store_rows(
+            rows_ptr, starts_ptr, i, req_ends - req_rows, ends - req_tiles * HEAD_LOOPS,
+            cost, most_rows, shared, sharers, req_rows, begin, count, kv_len, bundles, window,
+            chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
+            SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED, HEAD_LOOPS,
+        )  # fmt: skip
+    else:
+        begun = 0
+        for block in range(0, num_rows, REQS):
+            j = block + i
+            live, req, lens, of, token, tokens, first, first_tile, tiles, bundle = _rows_at(
+                j, num_rows, seq_lens_ptr, query_start_ptr, row_ends_ptr, max_kv_len, window,
+                chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
+                SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED, REQS, STEPS,
+            )  # fmt: skip
+            taken = tl.where(live, (tiles + cost) * HEAD_LOOPS, 0)
+            past = begun + tl.cumsum(taken, 0)
+            place = past - taken
+            _store_row(
+                rows_ptr, live, j, req, token, tokens, lens, first, first_tile, tiles, place,
+                bundle, of, SEGMENT_UNIT,
+            )  # fmt: skip
+            group = _first_group(place, shared, sharers)
+            begins = group < _first_group(past, shared, sharers)
+            tl.store(starts_ptr + 2 * group, j, mask=live & begins)
+            begun += tl.sum(taken, 0)
     # Rows and their names are other threads' stores.
     tl.debug_barrier()
     real = (c <= num_groups) & (position < total)

@@ -97,6 +97,8 @@ class SplitPlanner:
         """
         self.least_tiles = None if hopper_decode is None else hopper_decode.least_tiles
         self.row_cost = 0 if hopper_decode is None else hopper_decode.row_cost
+        # Not of plans for plain kernels until a GPU has seen it.
+        self.plans_by_row = hopper_decode is not None
         self.is_free = is_free or self.least_tiles is not None
         self.hopper_decode = hopper_decode
         self.requires_hopper_decode = requires_hopper_decode
@@ -155,6 +157,7 @@ class SplitPlanner:
         buffers.declare("tile_starts", (reqs + 1,), int32)
         buffers.declare("hopper_starts", (reqs + 1,), int32)
         buffers.declare("taken", (1,), int32)
+        buffers.declare("row_ends", (power_of_two(reqs),), int32)
         buffers.declare("rows", (self.max_rows, ROW_FIELDS), int32)
         buffers.declare("total", (2,), int32)
         buffers.declare("starts", (self.groups + 1, 2), int32)
@@ -225,6 +228,7 @@ class SplitPlanner:
             b["shares"],
             b["tile_starts"],
             b["hopper_starts"],
+            b["row_ends"],
             len(query_start_loc) - 1,
             self.limits.max_num_seqs,
             self.limits.max_kv_len,
@@ -248,10 +252,12 @@ class SplitPlanner:
             DCP=visible.stripe is not None,
             BUNDLED=self.is_bundled,
             REQS=reqs,
+            STEPS=reqs.bit_length() - 1,
             GROUPS=power_of_two(self.groups + 1),
             FREE=self.is_free,
             LEAST=self.least_tiles or 1,
             ROW_COST=self.row_cost,
+            BY_ROW=self.plans_by_row,
             HASTENS=self.hopper_decode is not None and self.device.type == "cuda",
             num_warps=min(16, max(4, reqs // 32)),
         )

@@ -34,6 +34,7 @@ from builders.split_plan import (
 from builders.tiles import (
     DenseShape,
     SplitTile,
+    power_of_two,
 )
 from builders.triton_attn import TritonAttentionMetadataBuilder
 from specs.base import cdiv
@@ -66,6 +67,8 @@ class Step:
     is_bundled: bool = False
     least_tiles: int | None = None
     row_cost: int = 0
+    by_row: bool = False
+    """The kernel has a thread for each of many rows; of its twin's concern it is not."""
 
     @property
     def visible(self) -> VisibleKeys:
@@ -117,6 +120,7 @@ def steps(draw: st.DrawFn) -> Step:
         is_causal=draw(st.booleans()),
         stripe=stripe if kind == "stripe" else None,
         is_bundled=kind in ("full", "stripe") and draw(st.booleans()),
+        by_row=draw(st.booleans()),
     )
 
 
@@ -131,6 +135,7 @@ def planner_of(step: Step) -> SplitPlanner:
     rows = sum(cdiv(count, step.tile.query_tokens) for count, _ in step.lens)
     planner.is_bundled, planner.least_tiles = step.is_bundled, step.least_tiles
     planner.is_free, planner.row_cost = step.least_tiles is not None, step.row_cost
+    planner.plans_by_row = step.by_row
     most_bundles = cdiv(segment_of(200_000 // step.tile.segment_scale) + 1, BUNDLE)
     planner.max_rows = max(rows, 1) * (most_bundles if step.is_bundled else 1)
     buffers = GraphBuffers(DEVICE)
@@ -138,6 +143,7 @@ def planner_of(step: Step) -> SplitPlanner:
     for name, shape_of in {
         "tile_starts": (limits.max_num_seqs + 1,),
         "hopper_starts": (limits.max_num_seqs + 1,),
+        "row_ends": (power_of_two(limits.max_num_seqs),),
         "rows": (planner.max_rows, ROW_FIELDS),
         "total": (2,),
         "starts": (step.groups + 1, 2),
@@ -177,7 +183,19 @@ def filled(step: Step) -> dict[str, list]:
 @example(step=Step(((1, 7), (1, 131_073), (1, 9), (1, 4000)) * 3, tile_of(), 300, 3))
 @example(step=Step(((1, 8192),) * 32, tile_of(), groups=264))
 @example(step=Step(((1, 1000),) * 64, tile_of(), groups=33))
+# More rows than a thread makes in turn: prompts of an invariant engine, bundles of long keys.
+@example(
+    step=Step(((40, 300), (1, 9), (0, 4), (33, 33)), tile_of(1), 33, short_query=64, by_row=True)
+)
+@example(
+    step=Step(((1, 131_073), (2, 199_000), (1, 7)), tile_of(), 66, 2, is_bundled=True, by_row=True)
+)
 @example(step=Step(((1, 1000), (2, 7), (1, 0)), tile_of(), 33, least_tiles=2))
+@example(
+    step=Step(
+        ((40, 900), (9, 90)), tile_of(1), 33, short_query=64, least_tiles=2, row_cost=2, by_row=True
+    )
+)
 @example(step=Step(((1, 1000), (9, 700)) * 9, tile_of(), 33, 2, least_tiles=1))
 @example(step=Step(((0, 0),), tile_of(), least_tiles=2))
 @example(step=Step(((1, 9000), (2, 7), (1, 4000)) * 3, tile_of(), 33, 2, least_tiles=2, row_cost=2))
