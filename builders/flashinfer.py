@@ -389,9 +389,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             self.flashinfer.plan_decode(wrapper, csr, indices, self.sizes)
             record.decode = DecodeRows(choice, 0, record.num_reqs, indices, wrapper)
             return
-        self.flashinfer.plan_prefill(
-            wrapper, csr, indices, self.sizes, uniform_query_len=graph.query_len
-        )
+        self.flashinfer.plan_prefill(wrapper, csr, indices, self.sizes)
         record.prefill = PrefillRows(choice, 0, csr.num_tokens, indices, wrapper)
 
     # -- page lists

@@ -1,15 +1,14 @@
 """FlashInfer as it is installed: whether it can be used, and what its versions call differently.
 
 Nothing else in the library imports FlashInfer's attention wrappers. 0.6.14 to 0.7 are known; their
-differences here are the names of the wrappers' graph buffers, options of the decode plan that later
-versions take by keyword alone, and ``uniform_q_len``, which 0.6.14 lacks.
+difference here is that 0.7 takes the options of a decode plan by keyword alone, and their common
+trap that the two wrappers name graph buffers differently. A test binds every call to both.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import math
 import os
 import re
@@ -24,6 +23,8 @@ import torch
 
 OLDEST = (0, 6, 14)
 BEFORE = (0, 8, 0)
+DEFAULT_CUDA = Path("/usr/local/cuda")
+"""Where a CUDA toolkit is looked for that no variable names."""
 LSE_UNIT = math.log(2)
 """The wrappers return log2 of the sum; times this it is the natural logarithm."""
 KV_LAYOUT = "NHD"
@@ -149,9 +150,11 @@ class FlashInfer:
         sizes: LayerSizes,
         *,
         causal: bool = True,
-        uniform_query_len: int | None = None,
     ) -> None:
         """Plan rows of any length; the device is not waited for.
+
+        ``uniform_q_len`` of 0.7.2 is left alone: it is dropped for a batch with padding requests,
+        and the tile of a captured kernel with it.
 
         Args:
             wrapper: of :meth:`prefill`.
@@ -159,11 +162,7 @@ class FlashInfer:
             indices: ``[csr.num_pages]`` int32 pages, device.
             sizes: the layer.
             causal: bottom-right aligned; else every key is seen.
-            uniform_query_len: every request of every plan of this wrapper has so many tokens.
         """
-        options = _options(sizes)
-        if uniform_query_len is not None and self._takes("plan", "uniform_q_len"):
-            options["uniform_q_len"] = uniform_query_len
         wrapper.plan(
             csr.qo_indptr,
             csr.kv_indptr,
@@ -174,7 +173,7 @@ class FlashInfer:
             seq_lens=csr.kv_lens,
             # A loop over tensor elements is spared.
             max_token_per_sequence=csr.max_query_len,
-            **options,
+            **_options(sizes),
         )
 
     def plan_decode(
@@ -189,9 +188,6 @@ class FlashInfer:
             seq_lens=csr.kv_lens,
             **_options(sizes),
         )
-
-    def _takes(self, method: str, argument: str) -> bool:
-        return argument in inspect.signature(getattr(self.prefill_cls, method)).parameters
 
 
 def _counts(sizes: LayerSizes) -> tuple[int, int, int, int]:
@@ -271,8 +267,8 @@ def compiler_reason() -> str | None:
     """Why FlashInfer's kernels cannot be compiled here; None where they can, or need not be."""
     if importlib.util.find_spec("flashinfer_jit_cache") is not None:
         return None
-    homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
-    known = [Path(home) for home in (*homes, "/usr/local/cuda") if home]
+    named = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    known = [DEFAULT_CUDA, *(Path(home) for home in named if home)]
     if shutil.which("nvcc") or any((home / "bin" / "nvcc").exists() for home in known):
         return None
     return (

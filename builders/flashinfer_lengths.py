@@ -86,7 +86,9 @@ def _check_lengths(lengths: HostLengths, width: int, size: int) -> None:
             f"common_prefix_len must be a multiple of block_size ({size}) and not negative, "
             f"got {prefix}"
         )
-    context = int((kv_lens - query_lens)[query_lens > 0].min()) if query_lens.any() else prefix
+    if not prefix or not query_lens.any():
+        return
+    context = int((kv_lens - query_lens)[query_lens > 0].min())
     if prefix > context:
         raise ValueError(
             f"common_prefix_len must be at most the computed tokens of every request, got "
