@@ -43,7 +43,6 @@ class FlashInferBackend(AttentionBackend):
         cudagraph_support=AttentionCGSupport.UNIFORM_BATCH,
         sliding_window=True,
         logits_soft_cap=True,
-        head_size_v=False,
         needs_host_lengths=True,
         lse=True,
     )

@@ -247,6 +247,12 @@ def test_every_setting_arrives(make_config: Callable[..., Any]) -> None:
     assert mine.index_topk is None
     assert mine.prefill_kernel is PrefillKernel.TRITON
     assert mine.decode_kernel is DecodeKernel.TRITON
+    assert mine.exact_host_lengths
+    config.scheduler_config.async_scheduling = True
+    assert not translate.engine_config(config, their_spec("full"), 8, 2, 1).exact_host_lengths
+    config.speculative_config = None
+    assert translate.engine_config(config, their_spec("full"), 8, 2, 1).exact_host_lengths
+    assert not translate.engine_config(config, their_spec("sinks"), 8).exact_host_lengths
 
 
 @pytest.mark.parametrize("kernels", [PrefillKernel, DecodeKernel])
