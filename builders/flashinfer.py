@@ -367,8 +367,11 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         return _Graph(choice, query_len, self._new_wrapper(query_len == 1, choice, reserved))
 
     def _graph_of(self, lengths: HostLengths) -> _Graph | None:
-        """The graph that replays such a batch: requests of one length, then padding up to its
-        number of tokens; None where none was captured.
+        """The graph that may replay such a batch: requests of one length, then padding; None where
+        none was captured.
+
+        A step of that shape that runs outside the graph can use its wrapper too, but a graph whose
+        wrapper was not planned would replay the step before.
         """
         if not self._graphs or lengths.common_prefix_len:
             return None
@@ -376,8 +379,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         reqs, first = len(query_lens), query_lens[0] if query_lens else 0
         graph = self._graphs.get((reqs, first))
         live = query_lens.count(first)
-        is_padded = query_lens == [first] * live + [0] * (reqs - live)
-        return graph if is_padded and lengths.num_actual_tokens == reqs * first else None
+        return graph if query_lens == [first] * live + [0] * (reqs - live) else None
 
     def _plan_graph(self, record: FlashInferMetadata, graph: _Graph) -> None:
         rows = slice(0, record.num_reqs)

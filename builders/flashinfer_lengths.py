@@ -22,8 +22,6 @@ class HostLengths:
     """``[R + 1]`` int32."""
     kv_lens: torch.Tensor
     """``[R]`` int32."""
-    num_actual_tokens: int
-    """Of the batch, padding included where the engine counts it."""
     common_prefix_len: int
 
     @property
@@ -58,9 +56,7 @@ def host_lengths(
             f"{len(batch.query_start_loc_cpu)}"
         )
     starts = batch.query_start_loc_cpu[: reqs + 1].to(torch.int32, copy=True)
-    lengths = HostLengths(
-        starts, bound[:reqs].to(torch.int32, copy=True), batch.num_actual_tokens, common_prefix_len
-    )
+    lengths = HostLengths(starts, bound[:reqs].to(torch.int32, copy=True), common_prefix_len)
     _check_lengths(lengths, batch.block_table_tensor.shape[1], page_size)
     return lengths
 

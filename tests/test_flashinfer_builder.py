@@ -164,13 +164,13 @@ def test_graphs_replay_padded_batches_in_place() -> None:
     assert captured.decode is not None
     address = captured.decode.indices.data_ptr()
     batch = batch_of([1, 1, 1, 0], [33, 5, 16, 0])
-    record = builder.build(0, batch.replace(num_actual_tokens=4))
+    record = builder.build(0, batch)
     assert record.decode is not None
     assert record.decode.wrapper is captured.decode.wrapper
     assert record.decode.indices.data_ptr() == address
     assert record.decode.wrapper.planned["kv"].tolist() == [0, 3, 4, 5, 5]
     assert record.decode.num_tokens == 4
-    eager = builder.build(0, batch)
+    eager = builder.build(0, batch_of([1, 1, 1], [33, 5, 16]))
     assert eager.decode is not None
     assert eager.decode.wrapper is not captured.decode.wrapper
     assert eager.decode.num_tokens == 3
@@ -181,8 +181,7 @@ def test_verifies_have_graphs_of_their_own() -> None:
     captured = builder.build_for_cudagraph_capture(batch_of([4] * 3, [4] * 3))
     assert captured.prefill is not None
     assert captured.prefill.choice.kernel is WrapperKernel.FA2
-    batch = batch_of([4, 4, 0], [30, 17, 0]).replace(num_actual_tokens=12)
-    record = builder.build(0, batch)
+    record = builder.build(0, batch_of([4, 4, 0], [30, 17, 0]))
     assert record.prefill is not None
     assert record.prefill.wrapper is captured.prefill.wrapper
     assert record.prefill.num_tokens == 8
