@@ -32,6 +32,7 @@ from builders.flashinfer_lengths import (
     debug_lengths,
     host_lengths,
     keyless_tokens,
+    num_pages,
     skipped_pages,
 )
 from builders.paging import block_table_to_csr
@@ -106,6 +107,18 @@ class FlashInferMetadata(AttentionMetadata):
 
 
 @dataclass(frozen=True)
+class _Listed:
+    """What of every request a plan lists."""
+
+    query_starts: torch.Tensor
+    """``[R + 1]`` int32, host."""
+    kv_lens: torch.Tensor
+    """``[R]`` int32, host."""
+    indices: torch.Tensor
+    """``[>= all pages]`` int32, device: one request's behind another's."""
+
+
+@dataclass(frozen=True)
 class _Graph:
     """The wrapper of one captured size."""
 
@@ -162,6 +175,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             logits_soft_cap=vllm_config.logits_soft_cap,
         )
         self.kind = device_facts(self.device)[0]
+        self._is_pinned = self.device.type == "cuda"
         self.flashinfer = compat.load()
         self.shares_prefix = self.sizes.sliding_window is None
         # Zeroed: the wrappers ask for it at first use, and leave it to later plans as it is.
@@ -271,13 +285,14 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         record.decode = record.prefill = record.shared = None
         record.keyless = keyless_tokens(lengths, self.device)
         graph = self._graph_of(lengths)
-        if graph is not None:
-            self._plan_graph(record, graph)
+        if graph is None and num_tokens == 0:
             return
-        if num_tokens == 0:
+        listed = self._listed(record)
+        if graph is not None:
+            self._plan_graph(record, graph, listed)
             return
         if lengths.common_prefix_len and self.shares_prefix:
-            record.shared = self._shared_prefix(record)
+            record.shared = self._shared_prefix(record, listed)
             return
         longer = torch.nonzero(query_lens != 1).flatten()
         # A decode wrapper has one token for each of its requests: padding among them ends it.
@@ -285,27 +300,28 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         if decodes:
             choice = decode_kernel_of(self.shape)
             wrapper = self._wrapper("decode", choice)
-            csr, indices = self._csr(record, slice(0, decodes))
+            csr, indices = self._csr(listed, slice(0, decodes))
             self.flashinfer.plan_decode(wrapper, csr, indices, self.sizes)
             record.decode = DecodeRows(choice, 0, decodes, indices, wrapper)
         if decodes < num_tokens:
-            record.prefill = self._prefill_rows(record, slice(decodes, record.num_reqs), "prefill")
+            record.prefill = self._prefill_rows(listed, slice(decodes, record.num_reqs), "prefill")
 
-    def _prefill_rows(self, record: FlashInferMetadata, rows: slice, role: str) -> PrefillRows:
-        """Requests of any length, over the keys behind the common prefix."""
-        csr, indices = self._csr(record, rows)
+    def _prefill_rows(self, listed: _Listed, rows: slice, role: str) -> PrefillRows:
+        """Requests of any length, over the keys that are listed."""
+        csr, indices = self._csr(listed, rows)
         live = int((csr.qo_indptr.diff() > 0).sum())
         choice = prefill_kernel_of(self.shape, self.kind, csr.num_tokens, live)
         wrapper = self._wrapper(role, choice)
         self.flashinfer.plan_prefill(wrapper, csr, indices, self.sizes)
-        first = int(record.lengths.query_start_loc[rows.start])
+        first = int(listed.query_starts[rows.start])
         return PrefillRows(choice, first, csr.num_tokens, indices, wrapper)
 
-    def _shared_prefix(self, record: FlashInferMetadata) -> SharedPrefix:
+    def _shared_prefix(self, record: FlashInferMetadata, listed: _Listed) -> SharedPrefix:
         """Two plans over all tokens, and scratch for their states."""
         lengths, sizes = record.lengths, self.sizes
         tokens, pages = record.num_actual_tokens, lengths.common_prefix_len // sizes.page_size
-        csr = self._on_host([0, tokens], [lengths.common_prefix_len])
+        ends = torch.tensor([0, tokens, lengths.common_prefix_len], dtype=torch.int32)
+        csr = csr_on_host(ends[:2], ends[2:], sizes.page_size, self._is_pinned)
         choice = prefill_kernel_of(self.shape, self.kind, tokens, 1)
         wrapper = self._wrapper("prefix", choice)
         row = int(torch.nonzero(lengths.query_lens)[0])
@@ -318,7 +334,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         state = 2, tokens, sizes.num_heads
         return SharedPrefix(
             prefix=PrefillRows(choice, 0, tokens, indices, wrapper),
-            own=self._prefill_rows(record, slice(0, record.num_reqs), "own"),
+            own=self._prefill_rows(listed, slice(0, record.num_reqs), "own"),
             outputs=self._buffers.view("outputs", *state, sizes.head_size),
             lses=self._buffers.view("lses", *state),
         )
@@ -375,15 +391,16 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         """
         if not self._graphs or lengths.common_prefix_len:
             return None
-        query_lens = lengths.query_lens.tolist()
-        reqs, first = len(query_lens), query_lens[0] if query_lens else 0
+        query_lens = lengths.query_lens
+        reqs, first = len(query_lens), int(query_lens[0]) if len(query_lens) else 0
         graph = self._graphs.get((reqs, first))
-        live = query_lens.count(first)
-        return graph if query_lens == [first] * live + [0] * (reqs - live) else None
+        live = int((query_lens == first).sum())
+        # Those of another length come last, and have no tokens.
+        is_padded = not query_lens[live:].any()
+        return graph if is_padded else None
 
-    def _plan_graph(self, record: FlashInferMetadata, graph: _Graph) -> None:
-        rows = slice(0, record.num_reqs)
-        csr, indices = self._csr(record, rows)
+    def _plan_graph(self, record: FlashInferMetadata, graph: _Graph, listed: _Listed) -> None:
+        csr, indices = self._csr(listed, slice(0, record.num_reqs))
         wrapper, choice = graph.wrapper, graph.choice
         indices = self._buffers.write("kv_indices", indices)
         if graph.query_len == 1:
@@ -396,29 +413,28 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
 
     # -- page lists
 
-    def _csr(self, record: FlashInferMetadata, rows: slice) -> tuple[CsrOnHost, torch.Tensor]:
-        """Lengths and pages of some requests, without the prefix that a cascade leaves out and
-        without the blocks before a window, which an engine may have given to others.
+    def _listed(self, record: FlashInferMetadata) -> _Listed:
+        """Keys and pages of every request, without the prefix that a cascade leaves out and without
+        the blocks before a window, which an engine may have given to others.
 
         Both ends of a row move by as much, so masks stay as they are: they count from its end.
         """
-        lengths, size = record.lengths, self.sizes.page_size
+        lengths, size, window = record.lengths, self.sizes.page_size, self.sizes.sliding_window
         hidden = lengths.common_prefix_len if self.shares_prefix else 0
-        starts = lengths.query_start_loc[rows.start : rows.stop + 1]
-        kv_lens = (lengths.kv_lens[rows] - hidden).clamp(min=0)
-        skipped = skipped_pages(kv_lens, starts, self.sizes.sliding_window, size)
-        if skipped is not None:
-            kv_lens = kv_lens - skipped * size
-        csr = self._on_host((starts - starts[0]).tolist(), kv_lens.tolist())
-        device_lens = record.seq_lens[rows]
+        kv_lens, device_lens = lengths.kv_lens, record.seq_lens
         if hidden:
-            device_lens = (device_lens - hidden).clamp(min=0)
-        device_starts = record.query_start_loc[rows.start : rows.stop + 1]
-        device_skipped = skipped_pages(device_lens, device_starts, self.sizes.sliding_window, size)
-        table = record.block_table[rows, hidden // size :]
-        pages = block_table_to_csr(table, device_lens, size, device_skipped)
-        return csr, pages.indices[: csr.num_pages]
+            kv_lens, device_lens = ((x - hidden).clamp_(min=0) for x in (kv_lens, device_lens))
+        skipped = skipped_pages(device_lens, record.query_start_loc, window, size)
+        table = record.block_table[: record.num_reqs, hidden // size :]
+        indices = block_table_to_csr(table, device_lens, size, skipped).indices
+        unseen = skipped_pages(kv_lens, lengths.query_start_loc, window, size)
+        if unseen is not None:
+            kv_lens = kv_lens - unseen * size
+        return _Listed(lengths.query_start_loc, kv_lens, indices)
 
-    def _on_host(self, query_starts: Sequence[int], kv_lens: Sequence[int]) -> CsrOnHost:
-        is_pinned = self.device.type == "cuda"
-        return csr_on_host(query_starts, kv_lens, self.sizes.page_size, is_pinned)
+    def _csr(self, listed: _Listed, rows: slice) -> tuple[CsrOnHost, torch.Tensor]:
+        """Lengths and pages of some requests."""
+        size, starts = self.sizes.page_size, listed.query_starts[rows.start : rows.stop + 1]
+        csr = csr_on_host(starts, listed.kv_lens[rows], size, self._is_pinned)
+        first = int(num_pages(listed.kv_lens[: rows.start], size).sum())
+        return csr, listed.indices[first : first + csr.num_pages]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
@@ -93,47 +91,48 @@ def _check_lengths(lengths: HostLengths, width: int, size: int) -> None:
 
 
 def csr_on_host(
-    query_starts: Sequence[int], kv_lens: Sequence[int], page_size: int, is_pinned: bool
+    query_starts: torch.Tensor, kv_lens: torch.Tensor, page_size: int, is_pinned: bool
 ) -> CsrOnHost:
-    """Lengths of requests as FlashInfer's plans read them.
+    """Lengths of consecutive requests as FlashInfer's plans read them.
 
     Args:
-        query_starts: ``[R + 1]`` first query row of each request, from 0.
-        kv_lens: ``[R]`` keys.
+        query_starts: ``[R + 1]`` int32 first query row of each request, host.
+        kv_lens: ``[R]`` int32 keys, host.
         page_size: tokens per block.
         is_pinned: in memory that copies to a GPU need not wait for.
     """
-    size, reqs = page_size, len(kv_lens)
-    pages = [cdiv(length, size) for length in kv_lens]
-    indptr = [0]
-    for count in pages:
-        indptr.append(indptr[-1] + count)
-    last = [
-        length - (count - 1) * size if count else 0
-        for length, count in zip(kv_lens, pages, strict=True)
-    ]
-    joined = torch.tensor([*query_starts, *indptr, *last, *kv_lens], dtype=torch.int32)
-    if is_pinned:
-        joined = joined.pin_memory()
-    ends = reqs + 1, 2 * reqs + 2, 3 * reqs + 2
-    longest = max((stop - start for start, stop in pairwise(query_starts)), default=0)
+    reqs = len(kv_lens)
+    joined = torch.empty(4 * reqs + 2, dtype=torch.int32, pin_memory=is_pinned)
+    qo_indptr, kv_indptr = joined[: reqs + 1], joined[reqs + 1 : 2 * reqs + 2]
+    last_page_len, lens = joined[2 * reqs + 2 : 3 * reqs + 2], joined[3 * reqs + 2 :]
+    torch.sub(query_starts, query_starts[0], out=qo_indptr)
+    lens.copy_(kv_lens)
+    pages = num_pages(kv_lens, page_size)
+    kv_indptr[0] = 0
+    torch.cumsum(pages, 0, out=kv_indptr[1:])
+    torch.sub(kv_lens, (pages - 1).clamp_(min=0) * page_size, out=last_page_len)
     return CsrOnHost(
-        qo_indptr=joined[: ends[0]],
-        kv_indptr=joined[ends[0] : ends[1]],
-        last_page_len=joined[ends[1] : ends[2]],
-        kv_lens=joined[ends[2] :],
-        num_tokens=query_starts[-1],
-        num_pages=indptr[-1],
-        max_query_len=longest,
+        qo_indptr=qo_indptr,
+        kv_indptr=kv_indptr,
+        last_page_len=last_page_len,
+        kv_lens=lens,
+        num_tokens=int(qo_indptr[-1]),
+        num_pages=int(kv_indptr[-1]),
+        max_query_len=int(qo_indptr.diff().max()) if reqs else 0,
     )
+
+
+def num_pages(kv_lens: torch.Tensor, page_size: int) -> torch.Tensor:
+    """``[R]`` int32 pages that hold so many keys."""
+    return (kv_lens + (page_size - 1)).div_(page_size, rounding_mode="floor")
 
 
 def keyless_tokens(lengths: HostLengths, device: torch.device) -> torch.Tensor | None:
     """int64 query rows of requests without a key, on the device; None where every row has one."""
-    query_lens = lengths.query_lens
-    rows = torch.nonzero((lengths.kv_lens == 0) & (query_lens > 0)).flatten().tolist()
-    if not rows:
+    has_none = (lengths.kv_lens == 0) & (lengths.query_lens > 0)
+    if not has_none.any():
         return None
+    rows = torch.nonzero(has_none).flatten().tolist()
     starts = lengths.query_start_loc.tolist()
     tokens = [token for row in rows for token in range(starts[row], starts[row + 1])]
     found = torch.tensor(tokens, dtype=torch.int64)
