@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from builders.buffers import GraphBuffers
+from builders.tiles import power_of_two
 from specs.base import cdiv
 
 PAGE_SIZES = (16, 32, 64, 128)
@@ -27,6 +28,8 @@ class PageTable:
     """``[R]`` int32: keys of each request; 0 for padding."""
     kv_starts: torch.Tensor
     """``[R + 1]`` int32: exclusive prefix sum of ``kv_lens``."""
+    max_num_seqs: int
+    """Most requests of any step: what the kernel is compiled for."""
 
 
 class PageTableBuffers:
@@ -92,6 +95,7 @@ class PageTableBuffers:
             self._buffers.view("pages", reqs, self._width),
             self._buffers.view("kv_lens", reqs),
             self._buffers.view("kv_starts", reqs + 1),
+            self._max_reqs,
         )
         write = launch_page_table if block_table.is_cuda else write_page_table
         write(block_table, seq_lens, table, self.block_size, self.page_size, added)
@@ -126,7 +130,7 @@ def launch_page_table(
         block_table.stride(0),
         PAGES_PER_BLOCK=block_size // page_size,
         PAGE_SIZE=page_size,
-        REQS=1 << (reqs - 1).bit_length(),
+        REQS=power_of_two(table.max_num_seqs),
         TILE=_TILE,
     )
 

@@ -44,6 +44,11 @@ def ragged(num_reqs: int, block_size: int, most: int) -> tuple[torch.Tensor, lis
     return whole.to(DEVICE)[:, 1 : 1 + columns], lens
 
 
+def poisoned(num_reqs: int, width: int) -> PageTable:
+    pages = int32([[-7] * width] * num_reqs).view(num_reqs, width)
+    return PageTable(pages, int32([-7] * num_reqs), int32([-7] * (num_reqs + 1)), 64)
+
+
 def expected(
     table: torch.Tensor, lens: list[int], width: int, block_size: int, page_size: int, added: int
 ) -> tuple[list[list[int]], list[int], list[int]]:
@@ -69,10 +74,7 @@ def test_tables_are_those_of_a_loop_over_pages(
     table, lens = ragged(num_reqs, block_size, most)
     width = -(-(most + 40) // page_size)
     for added in (0, 1):
-        out = PageTable(
-            *(int32(x) for x in ([[-7] * width] * num_reqs, [-7] * num_reqs)),
-            int32([-7] * (num_reqs + 1)),
-        )
+        out = poisoned(num_reqs, width)
         write(table, int32(lens), out, block_size, page_size, added)
         pages, kv_lens, starts = expected(table, lens, width, block_size, page_size, added)
         assert out.pages.tolist() == pages
@@ -82,7 +84,7 @@ def test_tables_are_those_of_a_loop_over_pages(
 
 @pytest.mark.parametrize("write", WRITERS)
 def test_a_step_without_requests_has_a_table(write: Callable[..., None]) -> None:
-    out = PageTable(int32([[0]])[:0], int32([]), int32([9]))
+    out = poisoned(0, 4)
     write(int32([[1]])[:0], int32([]), out, 16, 16)
     assert out.kv_starts.tolist() == [0]
 
