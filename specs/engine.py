@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from enum import StrEnum, unique
-from typing import Annotated, Self
+from typing import Self
 
-from pydantic import Field, StrictBool, model_validator
+from pydantic import StrictBool, model_validator
 
-from specs.base import NonNegativeInt, PositiveInt, Spec
-
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+from specs.base import NonNegativeInt, PositiveFloat, PositiveInt, Spec
 
 
 class ParallelConfig(Spec):
