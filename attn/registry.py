@@ -37,6 +37,11 @@ ROWS: tuple[BackendRow, ...] = (
         "attn.backends.triton_mla:TritonMLABackend",
         requires=("triton",),
     ),
+    BackendRow(
+        "FLASHINFER",
+        "attn.backends.flashinfer:FlashInferBackend",
+        requires=("flashinfer",),
+    ),
     BackendRow("TORCH_REF", "attn.backends.torch_ref:TorchRefBackend"),
     BackendRow("TORCH_REF_MLA", "attn.backends.torch_ref_mla:TorchRefMLABackend"),
     BackendRow(

@@ -130,6 +130,9 @@ def explain(
     for member in members:
         reasons = refusals(member, request, device)
         eligible = member.name == asked if asked is not None else member.name in ranked
+        if eligible and chosen is None and not reasons:
+            broken = member.get_class().unavailable_reason()
+            reasons = [] if broken is None else [broken]
         if reasons:
             verdict = Verdict.REFUSED
         elif eligible and chosen is None:

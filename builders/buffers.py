@@ -36,6 +36,10 @@ class GraphBuffers:
         self._buffers[name] = buffer
         return buffer
 
+    def __contains__(self, name: str) -> bool:
+        """True when ``name`` is declared."""
+        return name in self._buffers
+
     def __getitem__(self, name: str) -> torch.Tensor:
         """The whole buffer."""
         return self._buffers[name]

@@ -75,7 +75,10 @@ class PagedKV(NamedTuple):
 
 
 def block_table_to_csr(
-    block_table: torch.Tensor, seq_lens: torch.Tensor, block_size: int
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_size: int,
+    skipped: torch.Tensor | None = None,
 ) -> PagedKV:
     """Page lists of every request, in ``R * max_blocks`` entries so that no length is read.
 
@@ -83,21 +86,28 @@ def block_table_to_csr(
         block_table: ``[R, max_blocks]`` int32; entries past a row's last page may be anything.
         seq_lens: ``[R]`` int32.
         block_size: tokens per block.
+        skipped: ``[R]`` int32: leading pages of each request that are left out, at most all of
+            them; None leaves none out.
     """
     num_reqs, width = block_table.shape
     pages = torch.div(seq_lens + block_size - 1, block_size, rounding_mode="floor")
     # A length beyond the table must not lead a reader past the end of the list.
     pages = pages.clamp(max=width)
+    listed = pages if skipped is None else pages - skipped
     indptr = torch.zeros(num_reqs + 1, dtype=torch.int32, device=block_table.device)
-    torch.cumsum(pages, 0, out=indptr[1:])
+    torch.cumsum(listed, 0, out=indptr[1:])
     columns = torch.arange(width, device=block_table.device)
     used = columns < pages[:, None]
+    places = indptr[:-1, None] + columns
+    if skipped is not None:
+        used &= columns >= skipped[:, None]
+        places = places - skipped[:, None]
     # Unused entries all land in one cell past the end, which is cut off.
-    target = torch.where(used, indptr[:-1, None] + columns, num_reqs * width)
+    target = torch.where(used, places, num_reqs * width)
     indices = torch.zeros(num_reqs * width + 1, dtype=torch.int32, device=block_table.device)
     indices.scatter_(0, target.flatten().long(), block_table.flatten())
     last = seq_lens - (pages - 1) * block_size
-    last_page_len = torch.where(pages > 0, last, 0).to(torch.int32)
+    last_page_len = torch.where(listed > 0, last, 0).to(torch.int32)
     return PagedKV(indptr, indices[:-1], last_page_len)
 
 

@@ -161,6 +161,10 @@ class BackendCapabilities(Spec):
     """Decode context parallelism: needs LSE of decode rows."""
     device_cpu_query_lens_mismatch: StrictBool = False
     """Right when device and host query lengths disagree: nothing is decided from host lengths."""
+    head_size_v: StrictBool = False
+    """Values may have another head size than keys; the builder refuses it otherwise."""
+    needs_host_lengths: StrictBool = False
+    """Plans on the host: its builder refuses engines whose host lengths are not exact."""
     lse: StrictBool = False
     """Can return the log-sum-exp of every row."""
     output_quant: StrictBool = False

@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import StrictBool, model_validator
 
-from specs.base import NonNegativeInt, PositiveInt, Spec
+from specs.base import NonNegativeInt, PositiveFloat, PositiveInt, Spec
 
 
 class ParallelConfig(Spec):
@@ -96,6 +96,11 @@ class EngineConfig(Spec):
     """Which kernel takes the requests with many new tokens."""
     decode_kernel: DecodeKernel = DecodeKernel.TRITON
     """Which kernel takes the rows with few new tokens."""
+    logits_soft_cap: PositiveFloat | None = None
+    """Soft cap of the group's layers, for builders whose plan depends on it; None is off."""
+    exact_host_lengths: StrictBool = True
+    """``query_start_loc_cpu`` and ``seq_lens_cpu_upper_bound`` of every batch equal the device's
+    lengths. Not so where they are optimistic: asynchronous speculation, static sinks."""
     index_topk: PositiveInt | None = None
     """Tokens that a sparse MLA layer attends."""
     mla_workspace_bytes: PositiveInt | None = None

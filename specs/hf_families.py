@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Final, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field, ValidationInfo, field_validator
 
-from specs.base import NonNegativeInt, PositiveInt, Spec
+from specs.base import NonNegativeInt, PositiveFloat, PositiveInt, Spec
 from specs.dtypes import DType
-from specs.model import IndexerGeometry, LayerGeometry, LayerKind, MLAGeometry, PositiveFloat
+from specs.model import IndexerGeometry, LayerGeometry, LayerKind, MLAGeometry
 
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 

@@ -11,7 +11,7 @@ from typing import Annotated, Final, Self, TypeVar
 from pydantic import Field, ValidationInfo, field_validator
 
 from specs.attention import AttentionSelectorConfig, AttentionType
-from specs.base import NonNegativeInt, PositiveInt, Spec, SpecError, spec_errors
+from specs.base import NonNegativeInt, PositiveFloat, PositiveInt, Spec, SpecError, spec_errors
 from specs.dtypes import CacheDType, DType, DTypeField
 from specs.engine import EngineConfig
 from specs.kv_cache import (
@@ -24,8 +24,6 @@ from specs.kv_cache import (
 )
 
 V = TypeVar("V")
-
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @unique

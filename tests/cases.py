@@ -250,6 +250,8 @@ class Case:
             return False
         if not self.feature.attn_type.is_cached and self.cache_dtype.is_quantized:
             return False
+        if self.heads.v_size != self.heads.head_size and not backend.capabilities.head_size_v:
+            return False
         return not refusals(backend, self.selector_config())
 
 
@@ -321,7 +323,8 @@ def device_for(row: RegisteredBackend) -> torch.device | None:
         return None
     here = detect_device()
     if row.get_class().supports_device(here):
-        return torch.device(here.torch_type)
+        broken = row.get_class().unavailable_reason()
+        return torch.device(here.torch_type) if broken is None else None
     return torch.device("cpu") if is_interpreted(row.get_class()) else None
 
 

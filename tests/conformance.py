@@ -210,7 +210,9 @@ def _capture_batch(batch: CommonAttentionMetadata, spec: BatchSpec) -> CommonAtt
         starts = fields["query_start_loc_cpu"].clone()
     fields["query_start_loc"].copy_(starts)
     fields["query_start_loc_cpu"].copy_(starts)
-    fields["seq_lens"].copy_(starts[1:] - starts[:-1])
+    for name in ("seq_lens", "seq_lens_cpu_upper_bound"):
+        if name in fields:
+            fields[name].copy_(starts.diff())
     fields["block_table_tensor"].zero_()
     fields["slot_mapping"].fill_(-1)
     return batch.replace(**fields)

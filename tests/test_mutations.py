@@ -46,6 +46,8 @@ FEATURE_OF = {
 NOT_LATENT = {*FEATURE_OF, Fault.SWAPPED_KV, Fault.WRONG_GROUP} - {Fault.WINDOW_OFF_BY_ONE}
 NOT_SPARSE = {*NOT_LATENT, Fault.WINDOW_OFF_BY_ONE, Fault.UNMASKED_TAIL}
 """Lists, not lengths, decide what a sparse layer reads."""
+IN_THE_PLAN = {Fault.WINDOW_OFF_BY_ONE, Fault.WRONG_SOFT_CAP}
+"""Where the host plans for a layer, an impl that asks for another one is refused."""
 BATCH_NAMES = ("mixed", "ragged_decode", "ragged_verify", "chunked_prefill", "full_prefill")
 LATENT_BATCH_NAMES = BATCH_NAMES[:-1]
 """A latent prefill without context reads nothing from the cache."""
@@ -58,6 +60,8 @@ def backends_here() -> dict[str, Backend]:
 
 def fitting_case(fault: Fault, backend: Backend, batch: str, dtype: DType) -> AnyCase | None:
     """A case that the backend serves and in which the fault matters."""
+    if backend.capabilities.needs_host_lengths and fault in IN_THE_PLAN:
+        return None
     cache_dtype = CacheDType.FP8 if fault is Fault.WRONG_KV_SCALE else CacheDType.AUTO
     axes: dict[str, Any] = {
         "batch": BATCHES[batch],

@@ -494,7 +494,10 @@ FEATURES: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 # Structure, a pair of features, and what an impl offers without being asked at selection.
-NO_FEATURES = {"is_mla", "is_sparse", "non_causal_dcp", "lse", "output_quant"}
+NO_FEATURES = {
+    *("is_mla", "is_sparse", "non_causal_dcp", "lse", "output_quant"),
+    *("head_size_v", "needs_host_lengths"),
+}
 
 
 def backend_of(name: str) -> type[AttentionBackend]:

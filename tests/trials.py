@@ -279,7 +279,11 @@ class DenseTrial(Trial):
         self.paging = self.full_paging
         if feature.attn_type.is_cached and not self.common_prefix_len:
             self.paging = batches.forget_unseen_blocks(self.full_paging, self.requests)
-        self.config = self.engine(heads.num_heads, rswa_window=feature.rswa_window)
+        self.config = self.engine(
+            heads.num_heads,
+            rswa_window=feature.rswa_window,
+            logits_soft_cap=feature.logits_soft_cap,
+        )
         self.spec = self._kv_cache_spec()
         self.buffer = self.allocate()
         self.output_scale = torch.tensor(OUTPUT_SCALE, device=device)
@@ -420,6 +424,8 @@ class DenseTrial(Trial):
         batch = batches.make_batch(
             spec, self.paging, feature.attn_type is AttentionType.DECODER, device, **fields
         )
+        if self.backend.capabilities.needs_host_lengths:
+            batch = batch.replace(seq_lens_cpu_upper_bound=batch.seq_lens.cpu())
         if is_cross and feature.seq_lens_are_the_encoders:
             batch = batch.replace(seq_lens=batch.encoder_seq_lens)
         query = stack([request.query for request in self.requests])

@@ -67,6 +67,13 @@ class AttentionBackend(ABC):
         return [dtype.value for dtype in cls.capabilities.kv_cache_dtypes]
 
     @classmethod
+    def unavailable_reason(cls) -> str | None:
+        """Why this machine cannot run the backend although its packages are there; None when it
+        can. May import them: asked of a backend that nothing else speaks against.
+        """
+        return None
+
+    @classmethod
     def full_cls_name(cls) -> tuple[str, str]:
         """Module and qualified name."""
         return cls.__module__, cls.__qualname__

@@ -43,6 +43,7 @@ class TorchRefBackend(AttentionBackend):
         per_head_quant_scales=True,
         # Lengths come from the device, so a host copy that disagrees changes nothing.
         device_cpu_query_lens_mismatch=True,
+        head_size_v=True,
         lse=True,
         output_quant=True,
     )

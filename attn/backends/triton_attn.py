@@ -57,6 +57,7 @@ class TritonAttentionBackend(AttentionBackend):
         batch_invariance=True,
         dcp=True,
         device_cpu_query_lens_mismatch=True,
+        head_size_v=True,
         lse=True,
         output_quant=True,
     )

@@ -36,6 +36,8 @@ def bench_build(num_reqs: int, repeats: int) -> Iterator[str]:
     for member in AttentionBackendEnum:
         if member.missing() or not (backend := member.get_class()).supports_device(device):
             continue
+        if backend.unavailable_reason() is not None:
+            continue
         spec: AnyKVCacheSpec
         spec = FullAttentionSpec(block_size=block_size, num_kv_heads=8, head_size=128)
         if backend.is_mla():

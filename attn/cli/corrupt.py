@@ -134,7 +134,12 @@ def _lengthen(batch: CommonAttentionMetadata, block_size: int) -> CommonAttentio
     """One key more for every row whose last block has room for it."""
     room = (batch.seq_lens > 0) & (batch.seq_lens % block_size != 0)
     lens = torch.where(room, batch.seq_lens + 1, batch.seq_lens)
-    return batch.replace(seq_lens=lens, max_seq_len=batch.max_seq_len + 1)
+    bound = batch.seq_lens_cpu_upper_bound
+    if bound is not None:
+        bound = bound + room.to(bound)
+    return batch.replace(
+        seq_lens=lens, max_seq_len=batch.max_seq_len + 1, seq_lens_cpu_upper_bound=bound
+    )
 
 
 def _off(layer: Any) -> LayerScales:

@@ -54,9 +54,10 @@ def print_backends(device: Device, console: Console) -> None:
             device.compute_capability
         )
         capabilities = backend.capabilities
+        broken = backend.unavailable_reason() if capable else f"not on {device.kind.value}"
         table.add_row(
             member.name,
-            Text("yes", "green") if capable else Text(f"no: not on {device.kind.value}", "red"),
+            Text("yes", "green") if broken is None else Text(f"no: {broken}", "red"),
             _serves(backend.is_mla(), backend.is_sparse()),
             ", ".join(dtype.value for dtype in capabilities.kv_cache_dtypes),
             str(capabilities.head_sizes),

@@ -211,7 +211,10 @@ class Replay:
         for group in self.groups:
             names = [f"layers.{index}" for index in group.indices]
             builder = group.backend.get_builder_cls()
-            own = engine.replace(num_heads=group.geometry.num_heads)
+            own = engine.replace(
+                num_heads=group.geometry.num_heads,
+                logits_soft_cap=group.geometry.logits_soft_cap,
+            )
             self.builders.append(builder(group.spec, names, own, self.device))
             make = layer_class(group.geometry)
             self.layers.append(

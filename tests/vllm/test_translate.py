@@ -227,6 +227,27 @@ def test_a_group_is_planned_by_what_its_layers_see(
 # -- Settings.
 
 
+@pytest.mark.parametrize(
+    ("drafts", "is_async", "kind", "expected"),
+    [
+        (None, False, "full", True),
+        (None, True, "full", True),
+        (3, False, "full", True),
+        (3, True, "full", False),
+        (None, False, "sinks", False),
+    ],
+)
+def test_host_lengths_are_exact_but_for_asynchronous_drafts_and_sinks(
+    make_config: Callable[..., Any], drafts: int | None, is_async: bool, kind: str, expected: bool
+) -> None:
+    config = make_config()
+    config.scheduler_config.async_scheduling = is_async
+    if drafts is not None:
+        config.speculative_config = SimpleNamespace(num_speculative_tokens=drafts)
+    mine = translate.engine_config(config, their_spec(kind), 8)
+    assert mine.exact_host_lengths is expected
+
+
 def test_every_setting_arrives(make_config: Callable[..., Any]) -> None:
     config = make_config(max_model_len=200, max_num_seqs=5, max_num_batched_tokens=300)
     config.compilation_config.cudagraph_capture_sizes = [1, 2, 4, 8]

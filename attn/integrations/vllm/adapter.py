@@ -200,6 +200,9 @@ class DenseBuilder:
         spec = translate.planned_spec(stored, rules)
         dcp = getattr(spec, "dcp_sharded", False) and translate.dcp_ranks(layers)
         config = translate.engine_config(vllm_config, kv_cache_spec, heads, *(dcp or (1, 0)))
+        caps = {rule.logits_soft_cap for rule in rules}
+        if len(caps) == 1:
+            config = config.replace(logits_soft_cap=caps.pop())
         ours: Any = super()
         ours.__init__(spec, layer_names, config, device)
         logger.info("%s", served_line(self.label, spec, heads, layer_names))

@@ -209,6 +209,9 @@ def engine_config(
         # Every request can start and end within a chunk.
         max_reqs = 2 * max_reqs + cdiv(max_tokens, spec.attention_chunk_size)
     drafts = None if speculative is None else speculative.num_speculative_tokens
+    # Rejected drafts are known to the device alone then; sinks are added there.
+    is_optimistic = bool(drafts) and bool(getattr(scheduler, "async_scheduling", False))
+    is_exact = not is_optimistic and not isinstance(spec, vllm_specs.SinkFullAttentionSpec)
     return EngineConfig(
         max_model_len=max_len,
         max_num_seqs=max_reqs,
@@ -231,6 +234,7 @@ def engine_config(
         ),
         batch_invariant=batch_invariant(),
         rswa_window=compat.rswa_window(vllm_config, spec),
+        exact_host_lengths=is_exact,
         index_topk=compat.index_topk(vllm_config),
         prefill_kernel=_named(PREFILL_VARIABLE, PrefillKernel.TRITON),
         decode_kernel=_named(DECODE_VARIABLE, DecodeKernel.TRITON),

@@ -1,0 +1,440 @@
+"""Metadata of FLASHINFER: a step planned on the host, from host lengths, for FlashInfer's wrappers.
+
+A plan holds what the kernels were told of the layer (window, soft cap, dtypes), so the record says
+it too, and an impl refuses a record that was planned for another layer. A record is good until its
+builder builds again: plans live in wrappers that the builder keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from builders import flashinfer_compat as compat
+from builders.base import AttentionMetadata, AttentionMetadataBuilder
+from builders.buffers import GraphBuffers
+from builders.common import CommonAttentionMetadata, refuse_fields
+from builders.debug import debug_batch, debug_enabled
+from builders.flashinfer_choice import (
+    NAME,
+    KernelChoice,
+    check_support,
+    decode_kernel_of,
+    prefill_kernel_of,
+)
+from builders.flashinfer_compat import CsrBuffers, CsrOnHost, LayerSizes
+from builders.flashinfer_lengths import (
+    HostLengths,
+    csr_on_host,
+    debug_lengths,
+    host_lengths,
+    keyless_tokens,
+    num_pages,
+    skipped_pages,
+)
+from builders.paging import block_table_to_csr
+from builders.tiles import DenseShape
+from builders.triton_attn import device_facts
+from specs.attention import AttentionCGSupport
+from specs.base import cdiv
+from specs.engine import EngineConfig
+from specs.kv_cache import AnyKVCacheSpec, SlidingWindowSpec
+
+WORKSPACE_BYTES = 384 << 20
+"""Scratch of a builder: partial states of rows that are cut, which FlashInfer bounds by the GPU."""
+
+
+@dataclass
+class PlannedRows:
+    """Consecutive rows of the query, and the wrapper that was planned for them."""
+
+    choice: KernelChoice
+    first_token: int
+    num_tokens: int
+    indices: torch.Tensor
+    """``[pages]`` int32, device: as planned."""
+    wrapper: Any
+
+
+@dataclass
+class DecodeRows(PlannedRows):
+    """Requests of one token each."""
+
+
+@dataclass
+class PrefillRows(PlannedRows):
+    """Requests of any length: prefills, extends, verifies, padding."""
+
+
+@dataclass
+class SharedPrefix:
+    """Cascade attention: the prefix as one request of all tokens, and each request's own keys."""
+
+    prefix: PrefillRows
+    own: PrefillRows
+    outputs: torch.Tensor
+    """``[2, T, H, D]`` scratch in the model's dtype: prefix part, own part."""
+    lses: torch.Tensor
+    """``[2, T, H]`` fp32 scratch, likewise."""
+
+
+@dataclass
+class FlashInferMetadata(AttentionMetadata):
+    """A step of dense attention, planned for one kind of layer."""
+
+    num_actual_tokens: int
+    """Query rows that requests own: padding is not among them, except in a CUDA graph."""
+    num_reqs: int
+    query_start_loc: torch.Tensor
+    """``[R + 1]`` int32, device."""
+    seq_lens: torch.Tensor
+    """``[R]`` int32, device."""
+    block_table: torch.Tensor
+    """``[R, max_blocks]`` int32, device."""
+    lengths: HostLengths
+    sizes: LayerSizes
+    """The layer that the plans are for."""
+    decode: DecodeRows | None
+    prefill: PrefillRows | None
+    shared: SharedPrefix | None
+    """All rows, in place of both, where the batch has a common prefix."""
+    keyless: torch.Tensor | None
+    """int64, device: query rows without any key, which the kernels leave undefined; None without
+    such rows."""
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """What of every request a plan lists."""
+
+    query_starts: torch.Tensor
+    """``[R + 1]`` int32, host."""
+    kv_lens: torch.Tensor
+    """``[R]`` int32, host."""
+    indices: torch.Tensor
+    """``[>= all pages]`` int32, device: one request's behind another's."""
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """The wrapper of one captured size."""
+
+    choice: KernelChoice
+    query_len: int
+    wrapper: Any
+
+
+class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
+    """Rows of one token to the decode wrapper, those behind them to the prefill wrapper."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(
+        self,
+        kv_cache_spec: AnyKVCacheSpec,
+        layer_names: Sequence[str],
+        vllm_config: EngineConfig,
+        device: torch.device | str,
+    ) -> None:
+        """
+        Args:
+            kv_cache_spec: the group's spec.
+            layer_names: layers of the group.
+            vllm_config: engine limits; ``num_heads`` is needed, and ``logits_soft_cap`` where the
+                layers have one.
+            device: where the records' tensors live.
+
+        Raises:
+            ValueError: a spec or a setting that the wrappers do not serve, host lengths that are
+                not exact among them.
+            FlashInferUnavailableError: FlashInfer cannot be used here.
+        """
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        spec: Any = kv_cache_spec
+        heads = check_support(spec, vllm_config)
+        element = spec.cache_dtype.element(spec.dtype)
+        self.shape = DenseShape(
+            num_heads=heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            head_size_v=spec.head_size,
+            itemsize=spec.dtype.itemsize,
+            stored_bits=element.itemsize * 8,
+        )
+        self.sizes = LayerSizes(
+            num_heads=heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            page_size=spec.block_size,
+            query_dtype=spec.dtype.torch,
+            kv_dtype=element.torch,
+            sliding_window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
+            logits_soft_cap=vllm_config.logits_soft_cap,
+        )
+        self.kind = device_facts(self.device)[0]
+        self._is_pinned = self.device.type == "cuda"
+        self.flashinfer = compat.load()
+        self.shares_prefix = self.sizes.sliding_window is None
+        # Zeroed: the wrappers ask for it at first use, and leave it to later plans as it is.
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+        self._buffers = GraphBuffers(self.device)
+        self._wrappers: dict[tuple[str, KernelChoice], Any] = {}
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._init_reorder_batch_threshold(1)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> FlashInferMetadata:
+        """The step's record; nothing is read back from the device.
+
+        Args:
+            common_prefix_len: leading tokens that all requests share, in the same blocks: at least
+                so many of each request's tokens come before its queries.
+            common_attn_metadata: the batch; its host lengths must be the device's.
+            fast_build: makes no difference.
+
+        Raises:
+            ValueError: no host lengths, lengths that fit neither table nor limits, or a
+                ``common_prefix_len`` that is not a whole number of the table's blocks.
+            NotImplementedError: a batch that is not plainly causal.
+        """
+        batch = common_attn_metadata
+        debug_batch(batch, self.kv_cache_spec)
+        refuse_fields(batch, NAME, "dcp_local_seq_lens", "rswa_prefix_lens")
+        if batch.causal is not True:
+            raise NotImplementedError(f"{NAME} plans causal batches, got causal={batch.causal!r}")
+        if any((getattr(batch, "mm_req_doc_ranges", None) or {}).values()):
+            raise NotImplementedError(f"{NAME} does not support mm_req_doc_ranges")
+        reqs, table = batch.num_reqs, batch.block_table_tensor
+        lengths = host_lengths(batch, common_prefix_len, self.sizes.page_size)
+        if debug_enabled():
+            debug_lengths(batch, lengths)
+        record = FlashInferMetadata(
+            slot_mapping=batch.slot_mapping,
+            num_actual_tokens=int(lengths.query_start_loc[-1]),
+            num_reqs=reqs,
+            query_start_loc=batch.query_start_loc[: reqs + 1],
+            seq_lens=batch.seq_lens[:reqs],
+            block_table=table,
+            lengths=lengths,
+            sizes=self.sizes,
+            decode=None,
+            prefill=None,
+            shared=None,
+            keyless=None,
+        )
+        self._plan(record)
+        return record
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> FlashInferMetadata:
+        """The record to capture with: any batch of as many requests with so many tokens each, or
+        none, can be replayed after a build.
+
+        Args:
+            common_attn_metadata: requests of one query length, without padding.
+
+        Raises:
+            ValueError: requests of several query lengths.
+        """
+        batch = common_attn_metadata
+        lens = batch.query_start_loc_cpu[: batch.num_reqs + 1].diff().tolist()
+        if len(set(lens)) != 1 or lens[0] == 0 or batch.num_actual_tokens != sum(lens):
+            raise ValueError(
+                "query_start_loc_cpu must give every request of a captured batch the same number "
+                f"of tokens, got {lens} of {batch.num_actual_tokens}"
+            )
+        key = len(lens), lens[0]
+        if key not in self._graphs:
+            self._graphs[key] = self._new_graph(*key)
+        # By way of build, which a wrapper may have replaced.
+        return self.build(0, batch)
+
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+    ) -> FlashInferMetadata:
+        """Refused.
+
+        Raises:
+            NotImplementedError: always; the host does not know the lengths of draft steps.
+        """
+        raise NotImplementedError(
+            f"{NAME} cannot plan draft step {draft_index}: its host lengths are not exact, since "
+            "rejected drafts are known to the device alone"
+        )
+
+    def _set_block_table(self, metadata: FlashInferMetadata, block_table: torch.Tensor) -> None:
+        metadata.block_table = block_table
+        metadata.sizes = self.sizes
+        self._plan(metadata)
+
+    # -- plans
+
+    def _plan(self, record: FlashInferMetadata) -> None:
+        """Put the step's plans into its record, which no one else has yet."""
+        lengths = record.lengths
+        starts, query_lens = lengths.query_start_loc, lengths.query_lens
+        num_tokens = int(starts[-1])
+        record.decode = record.prefill = record.shared = None
+        record.keyless = keyless_tokens(lengths, self.device)
+        graph = self._graph_of(lengths)
+        if graph is None and num_tokens == 0:
+            return
+        listed = self._listed(record)
+        if graph is not None:
+            self._plan_graph(record, graph, listed)
+            return
+        if lengths.common_prefix_len and self.shares_prefix:
+            record.shared = self._shared_prefix(record, listed)
+            return
+        longer = torch.nonzero(query_lens != 1).flatten()
+        # A decode wrapper has one token for each of its requests: padding among them ends it.
+        decodes = int(longer[0]) if len(longer) else record.num_reqs
+        if decodes:
+            choice = decode_kernel_of(self.shape)
+            wrapper = self._wrapper("decode", choice)
+            csr, indices = self._csr(listed, slice(0, decodes))
+            self.flashinfer.plan_decode(wrapper, csr, indices, self.sizes)
+            record.decode = DecodeRows(choice, 0, decodes, indices, wrapper)
+        if decodes < num_tokens:
+            record.prefill = self._prefill_rows(listed, slice(decodes, record.num_reqs), "prefill")
+
+    def _prefill_rows(self, listed: _Listed, rows: slice, role: str) -> PrefillRows:
+        """Requests of any length, over the keys that are listed."""
+        csr, indices = self._csr(listed, rows)
+        live = int((csr.qo_indptr.diff() > 0).sum())
+        choice = prefill_kernel_of(self.shape, self.kind, csr.num_tokens, live)
+        wrapper = self._wrapper(role, choice)
+        self.flashinfer.plan_prefill(wrapper, csr, indices, self.sizes)
+        first = int(listed.query_starts[rows.start])
+        return PrefillRows(choice, first, csr.num_tokens, indices, wrapper)
+
+    def _shared_prefix(self, record: FlashInferMetadata, listed: _Listed) -> SharedPrefix:
+        """Two plans over all tokens, and scratch for their states."""
+        lengths, sizes = record.lengths, self.sizes
+        tokens, pages = record.num_actual_tokens, lengths.common_prefix_len // sizes.page_size
+        ends = torch.tensor([0, tokens, lengths.common_prefix_len], dtype=torch.int32)
+        csr = csr_on_host(ends[:2], ends[2:], sizes.page_size, self._is_pinned)
+        choice = prefill_kernel_of(self.shape, self.kind, tokens, 1)
+        wrapper = self._wrapper("prefix", choice)
+        row = int(torch.nonzero(lengths.query_lens)[0])
+        indices = record.block_table[row, :pages].contiguous()
+        self.flashinfer.plan_prefill(wrapper, csr, indices, sizes, causal=False)
+        if "outputs" not in self._buffers:
+            state = 2, self.vllm_config.max_num_batched_tokens, sizes.num_heads
+            self._buffers.declare("outputs", (*state, sizes.head_size), sizes.query_dtype)
+            self._buffers.declare("lses", state, torch.float32)
+        state = 2, tokens, sizes.num_heads
+        return SharedPrefix(
+            prefix=PrefillRows(choice, 0, tokens, indices, wrapper),
+            own=self._prefill_rows(listed, slice(0, record.num_reqs), "own"),
+            outputs=self._buffers.view("outputs", *state, sizes.head_size),
+            lses=self._buffers.view("lses", *state),
+        )
+
+    def _wrapper(self, role: str, choice: KernelChoice) -> Any:
+        """The wrapper of a role outside graphs, made once for each kernel."""
+        key = role, KernelChoice(choice.kernel, choice.use_tensor_cores, "")
+        if key not in self._wrappers:
+            self._wrappers[key] = self._new_wrapper(role == "decode", choice, None)
+        return self._wrappers[key]
+
+    def _new_wrapper(
+        self, is_decode: bool, choice: KernelChoice, buffers: CsrBuffers | None
+    ) -> Any:
+        kernel = choice.kernel.value
+        if not is_decode:
+            return self.flashinfer.prefill(self._workspace, kernel, buffers)
+        return self.flashinfer.decode(self._workspace, kernel, choice.use_tensor_cores, buffers)
+
+    # -- CUDA graphs
+
+    def _new_graph(self, num_reqs: int, query_len: int) -> _Graph:
+        """A wrapper over the builder's buffers, which the graphs of all sizes share: each is
+        planned anew before it is replayed.
+        """
+        config, buffers = self.vllm_config, self._buffers
+        most = config.max_num_seqs
+        width = cdiv(config.max_model_len, self.sizes.page_size)
+        if "kv_indices" not in buffers:
+            for name, extent in (
+                ("qo_indptr", most + 1),
+                ("kv_indptr", most + 1),
+                ("last_page_len", most),
+                ("kv_indices", most * width),
+            ):
+                buffers.declare(name, (extent,), torch.int32)
+        reserved = CsrBuffers(
+            buffers.view("qo_indptr", num_reqs + 1),
+            buffers.view("kv_indptr", num_reqs + 1),
+            buffers.view("kv_indices", num_reqs * width),
+            buffers.view("last_page_len", num_reqs),
+        )
+        choice = decode_kernel_of(self.shape)
+        if query_len > 1:
+            choice = prefill_kernel_of(self.shape, self.kind, num_reqs * query_len, num_reqs)
+        return _Graph(choice, query_len, self._new_wrapper(query_len == 1, choice, reserved))
+
+    def _graph_of(self, lengths: HostLengths) -> _Graph | None:
+        """The graph that may replay such a batch: requests of one length, then padding; None where
+        none was captured.
+
+        A step of that shape that runs outside the graph can use its wrapper too, but a graph whose
+        wrapper was not planned would replay the step before.
+        """
+        if not self._graphs or lengths.common_prefix_len:
+            return None
+        query_lens = lengths.query_lens
+        reqs, first = len(query_lens), int(query_lens[0]) if len(query_lens) else 0
+        graph = self._graphs.get((reqs, first))
+        live = int((query_lens == first).sum())
+        # Those of another length come last, and have no tokens.
+        is_padded = not query_lens[live:].any()
+        return graph if is_padded else None
+
+    def _plan_graph(self, record: FlashInferMetadata, graph: _Graph, listed: _Listed) -> None:
+        csr, indices = self._csr(listed, slice(0, record.num_reqs))
+        wrapper, choice = graph.wrapper, graph.choice
+        indices = self._buffers.write("kv_indices", indices)
+        if graph.query_len == 1:
+            record.num_actual_tokens = record.num_reqs
+            self.flashinfer.plan_decode(wrapper, csr, indices, self.sizes)
+            record.decode = DecodeRows(choice, 0, record.num_reqs, indices, wrapper)
+            return
+        self.flashinfer.plan_prefill(wrapper, csr, indices, self.sizes)
+        record.prefill = PrefillRows(choice, 0, csr.num_tokens, indices, wrapper)
+
+    # -- page lists
+
+    def _listed(self, record: FlashInferMetadata) -> _Listed:
+        """Keys and pages of every request, without the prefix that a cascade leaves out and without
+        the blocks before a window, which an engine may have given to others.
+
+        Both ends of a row move by as much, so masks stay as they are: they count from its end.
+        """
+        lengths, size, window = record.lengths, self.sizes.page_size, self.sizes.sliding_window
+        hidden = lengths.common_prefix_len if self.shares_prefix else 0
+        kv_lens, device_lens = lengths.kv_lens, record.seq_lens
+        if hidden:
+            kv_lens, device_lens = ((x - hidden).clamp_(min=0) for x in (kv_lens, device_lens))
+        skipped = skipped_pages(device_lens, record.query_start_loc, window, size)
+        table = record.block_table[: record.num_reqs, hidden // size :]
+        indices = block_table_to_csr(table, device_lens, size, skipped).indices
+        unseen = skipped_pages(kv_lens, lengths.query_start_loc, window, size)
+        if unseen is not None:
+            kv_lens = kv_lens - unseen * size
+        return _Listed(lengths.query_start_loc, kv_lens, indices)
+
+    def _csr(self, listed: _Listed, rows: slice) -> tuple[CsrOnHost, torch.Tensor]:
+        """Lengths and pages of some requests."""
+        size, starts = self.sizes.page_size, listed.query_starts[rows.start : rows.stop + 1]
+        csr = csr_on_host(starts, listed.kv_lens[rows], size, self._is_pinned)
+        first = int(num_pages(listed.kv_lens[: rows.start], size).sum())
+        return csr, listed.indices[first : first + csr.num_pages]

@@ -1,0 +1,288 @@
+"""FlashInfer as it is installed: whether it can be used, and what its versions call differently.
+
+Nothing else in the library imports FlashInfer's attention wrappers. 0.6.14 to 0.7 are known; their
+difference here is that 0.7 takes the options of a decode plan by keyword alone, and their common
+trap that the two wrappers name graph buffers differently. A test binds every call to both.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import os
+import re
+import shutil
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+OLDEST = (0, 6, 14)
+BEFORE = (0, 8, 0)
+DEFAULT_CUDA = Path("/usr/local/cuda")
+"""Where a CUDA toolkit is looked for that no variable names."""
+LSE_UNIT = math.log(2)
+"""The wrappers return log2 of the sum; times this it is the natural logarithm."""
+KV_LAYOUT = "NHD"
+"""Axes of a page as the wrappers are told them; where heads lie first, strides say so."""
+
+
+class FlashInferUnavailableError(ImportError):
+    """FlashInfer is not there or cannot be used; the message says what to install or choose."""
+
+
+@dataclass(frozen=True)
+class CsrOnHost:
+    """Lengths of consecutive requests as ``plan`` reads them: all int32, on the host."""
+
+    qo_indptr: torch.Tensor
+    """``[R + 1]``: rows of the query."""
+    kv_indptr: torch.Tensor
+    """``[R + 1]``: pages."""
+    last_page_len: torch.Tensor
+    """``[R]``: tokens in the last page; 0 without pages."""
+    kv_lens: torch.Tensor
+    """``[R]``: tokens in all pages."""
+    num_tokens: int
+    """Rows of the query."""
+    num_pages: int
+    max_query_len: int
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """What ``plan`` asks about a layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    page_size: int
+    query_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    sliding_window: int | None
+    """Visible keys, the token's own included."""
+    logits_soft_cap: float | None
+
+
+@dataclass(frozen=True)
+class CsrBuffers:
+    """Reserved device tensors, int32, whose addresses a CUDA graph keeps."""
+
+    qo_indptr: torch.Tensor
+    """``[R + 1]``."""
+    kv_indptr: torch.Tensor
+    """``[R + 1]``."""
+    kv_indices: torch.Tensor
+    """``[most pages]``."""
+    last_page_len: torch.Tensor
+    """``[R]``."""
+
+
+@dataclass(frozen=True)
+class FlashInfer:
+    """The wrappers of the installed version, called in one way.
+
+    Plans leave the softmax scale at 1: layers of a group may differ in it, so that ``run`` gets it,
+    as ``q_scale``.
+    """
+
+    version: str
+    prefill_cls: Any
+    decode_cls: Any
+
+    def prefill(
+        self, workspace: torch.Tensor, kernel: str, buffers: CsrBuffers | None = None
+    ) -> Any:
+        """A wrapper for rows of any length; with ``buffers`` for one CUDA graph.
+
+        Args:
+            workspace: uint8, zeroed, device.
+            kernel: ``fa2`` or ``fa3``.
+            buffers: of the graph's number of requests; None outside graphs.
+        """
+        given: dict[str, Any] = {}
+        if buffers is not None:
+            given = {
+                "use_cuda_graph": True,
+                "qo_indptr_buf": buffers.qo_indptr,
+                "paged_kv_indptr_buf": buffers.kv_indptr,
+                "paged_kv_indices_buf": buffers.kv_indices,
+                "paged_kv_last_page_len_buf": buffers.last_page_len,
+            }
+        return self.prefill_cls(workspace, KV_LAYOUT, backend=kernel, **given)
+
+    def decode(
+        self,
+        workspace: torch.Tensor,
+        kernel: str,
+        use_tensor_cores: bool,
+        buffers: CsrBuffers | None = None,
+    ) -> Any:
+        """A wrapper for rows of one token; arguments as of :meth:`prefill`.
+
+        Args:
+            workspace: uint8, zeroed, device.
+            kernel: ``fa2``.
+            use_tensor_cores: by the kernel of prefills, which packs query heads into a tile.
+            buffers: of the graph's number of requests; None outside graphs.
+        """
+        given: dict[str, Any] = {}
+        if buffers is not None:
+            given = {
+                "use_cuda_graph": True,
+                "paged_kv_indptr_buffer": buffers.kv_indptr,
+                "paged_kv_indices_buffer": buffers.kv_indices,
+                "paged_kv_last_page_len_buffer": buffers.last_page_len,
+            }
+        return self.decode_cls(
+            workspace, KV_LAYOUT, use_tensor_cores=use_tensor_cores, backend=kernel, **given
+        )
+
+    def plan_prefill(
+        self,
+        wrapper: Any,
+        csr: CsrOnHost,
+        indices: torch.Tensor,
+        sizes: LayerSizes,
+        *,
+        causal: bool = True,
+    ) -> None:
+        """Plan rows of any length; the device is not waited for.
+
+        ``uniform_q_len`` of 0.7.2 is left alone: it is dropped for a batch with padding requests,
+        and the tile of a captured kernel with it.
+
+        Args:
+            wrapper: of :meth:`prefill`.
+            csr: lengths.
+            indices: ``[csr.num_pages]`` int32 pages, device.
+            sizes: the layer.
+            causal: bottom-right aligned; else every key is seen.
+        """
+        wrapper.plan(
+            csr.qo_indptr,
+            csr.kv_indptr,
+            indices,
+            csr.last_page_len,
+            *_counts(sizes),
+            causal=causal,
+            seq_lens=csr.kv_lens,
+            # A loop over tensor elements is spared.
+            max_token_per_sequence=csr.max_query_len,
+            **_options(sizes),
+        )
+
+    def plan_decode(
+        self, wrapper: Any, csr: CsrOnHost, indices: torch.Tensor, sizes: LayerSizes
+    ) -> None:
+        """Plan rows of one token; arguments as of :meth:`plan_prefill`."""
+        wrapper.plan(
+            csr.kv_indptr,
+            indices,
+            csr.last_page_len,
+            *_counts(sizes),
+            seq_lens=csr.kv_lens,
+            **_options(sizes),
+        )
+
+
+def _counts(sizes: LayerSizes) -> tuple[int, int, int, int]:
+    return sizes.num_heads, sizes.num_kv_heads, sizes.head_size, sizes.page_size
+
+
+def _options(sizes: LayerSizes) -> dict[str, Any]:
+    window = sizes.sliding_window
+    return {
+        "sm_scale": 1.0,
+        # Keys before the token's own.
+        "window_left": -1 if window is None else window - 1,
+        "logits_soft_cap": sizes.logits_soft_cap,
+        "q_data_type": sizes.query_dtype,
+        "kv_data_type": sizes.kv_dtype,
+        "o_data_type": sizes.query_dtype,
+    }
+
+
+@cache
+def load() -> FlashInfer:
+    """The installed FlashInfer.
+
+    Raises:
+        FlashInferUnavailableError: it is missing, of another version, or fails to import.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Importing it warns of packages that these wrappers do without.
+            warnings.simplefilter("ignore")
+            version = str(importlib.import_module("flashinfer").__version__)
+            prefill = importlib.import_module("flashinfer.prefill")
+            decode = importlib.import_module("flashinfer.decode")
+    except ModuleNotFoundError as error:
+        if error.name == "flashinfer":
+            raise FlashInferUnavailableError(
+                "flashinfer is not installed: pip install flashinfer-python"
+            ) from error
+        raise FlashInferUnavailableError(f"flashinfer cannot be imported: {error}") from error
+    except Exception as error:
+        # Whatever a broken installation raises: some versions ask for a GPU's properties.
+        kind = type(error).__name__
+        raise FlashInferUnavailableError(
+            f"flashinfer cannot be imported: {kind}: {error}"
+        ) from error
+    reason = version_reason(version)
+    if reason is not None:
+        raise FlashInferUnavailableError(reason)
+    try:
+        return FlashInfer(
+            version,
+            prefill.BatchPrefillWithPagedKVCacheWrapper,
+            decode.BatchDecodeWithPagedKVCacheWrapper,
+        )
+    except AttributeError as error:
+        raise FlashInferUnavailableError(f"flashinfer {version} is incomplete: {error}") from error
+
+
+def version_reason(version: str) -> str | None:
+    """Why a version is not used; None for one that is.
+
+    Args:
+        version: as FlashInfer says it, ``0.7.2.post1`` say.
+    """
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    found = tuple(int(number) for number in numbers.groups()) if numbers else None
+    if found is not None and OLDEST <= found < BEFORE:
+        return None
+    oldest, before = (".".join(map(str, one)) for one in (OLDEST, BEFORE))
+    return (
+        f"flashinfer {version} is installed; at least {oldest} and below {before} is needed: "
+        f"pip install 'flashinfer-python>={oldest},<{before}'"
+    )
+
+
+def compiler_reason() -> str | None:
+    """Why FlashInfer's kernels cannot be compiled here; None where they can, or need not be."""
+    if importlib.util.find_spec("flashinfer_jit_cache") is not None:
+        return None
+    named = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    known = [DEFAULT_CUDA, *(Path(home) for home in named if home)]
+    if shutil.which("nvcc") or any((home / "bin" / "nvcc").exists() for home in known):
+        return None
+    return (
+        "flashinfer compiles its kernels with nvcc, which is not on PATH nor under CUDA_HOME: "
+        "install the CUDA toolkit, or pip install flashinfer-jit-cache"
+    )
+
+
+def unavailable_reason() -> str | None:
+    """Why FlashInfer cannot be used on this machine's GPU; None where it can, or without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        load()
+    except FlashInferUnavailableError as error:
+        return str(error)
+    return compiler_reason()

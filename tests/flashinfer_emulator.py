@@ -1,0 +1,304 @@
+"""FlashInfer's paged wrappers without a GPU: every call is bound to a version's signature, held to
+what the kernels need, and computed in torch from exactly the tensors that were passed.
+
+What the kernels leave undefined is NaN here, and keys that a mask hides are multiplied by zero, as
+kernels do with the tiles they load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from builders import flashinfer, flashinfer_compat
+from builders.flashinfer_compat import FlashInfer
+from tests.flashinfer_signatures import DECODE, PREFILL, SIGNATURES, signature
+
+VERSIONS = tuple(SIGNATURES)
+HEAD_DIMS = (64, 128, 256)
+CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)
+ALIGNMENT = 16
+WORKSPACE_BYTES = 1 << 16
+MAX_REQUESTS = 32768
+
+Mutation = Callable[[str, dict[str, Any]], None]
+"""Changes what a call was given: of ``init``, ``plan`` or ``run``, by argument."""
+
+
+class ContractError(Exception):
+    """A call that FlashInfer, or a kernel of it, does not take."""
+
+
+def need(holds: bool, message: str) -> None:
+    if not holds:
+        raise ContractError(message)
+
+
+class OnDevice(Tensor):
+    """A tensor that stands for one of the GPU: reading a value of it on the host is an error."""
+
+    HOST_READS = ("item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "is_nonzero")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        magic = ("__bool__", "__int__", "__float__", "__index__", "__contains__", "__array__")
+        if name in cls.HOST_READS or name in magic:
+            raise AssertionError(f"{name} of a device tensor waits for the GPU")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def on_device(tensor: Tensor) -> OnDevice:
+    return tensor.as_subclass(OnDevice)
+
+
+class MadeOnDevice(TorchFunctionMode):
+    """Tensors that are made with ``device=`` are of the GPU; what is of the host says none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        is_new = isinstance(made, Tensor) and (kwargs or {}).get("device") is not None
+        return on_device(made) if is_new else made
+
+
+class _Wrapper:
+    """What both wrappers share."""
+
+    version = VERSIONS[0]
+    mutation: Mutation | None = None
+    name: str
+    buffer_names: dict[str, str]
+
+    def _given(self, method: str, args: Any, kwargs: Any) -> dict[str, Any]:
+        bound = signature(self.version, self.name, method).bind(self, *args, **kwargs)
+        given = dict(bound.arguments)
+        del given["self"]
+        if self.mutation is not None:
+            type(self).mutation(method.strip("_"), given)  # type: ignore[misc]
+        return given
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = self._given("__init__", args, kwargs)
+        workspace = given["float_workspace_buffer"]
+        need(workspace.dtype == torch.uint8, f"workspace of {workspace.dtype}")
+        need(workspace.data_ptr() % ALIGNMENT == 0, "workspace is not aligned")
+        need(workspace.numel() >= WORKSPACE_BYTES, "workspace is too small")
+        need(not workspace.any(), "workspace is not zero at first use")
+        need(given.get("kv_layout") == "NHD", "layouts are said by strides here")
+        need(given.get("backend") in ("fa2", "fa3"), "backend is left to FlashInfer")
+        self.backend = given["backend"]
+        self.is_graph = bool(given.get("use_cuda_graph"))
+        self.buffers: dict[str, Tensor] = {}
+        self.most_rows: int | None = None
+        self.planned: dict[str, Any] | None = None
+        self.tensor_cores = True
+        for short, long in self.buffer_names.items():
+            buffer = given.get(long)
+            need((buffer is not None) == self.is_graph, f"{long} with a graph, and only then")
+            if buffer is not None:
+                _check_ints(long, buffer)
+                self.buffers[short] = buffer
+        if self.is_graph:
+            requests = len(self.buffers["last"])
+            for short in {"qo", "kv"} & set(self.buffers):
+                need(len(self.buffers[short]) == requests + 1, f"{short} buffer's length")
+
+    def _keep(self, qo: Tensor, kv: Tensor, indices: Tensor, last: Tensor, rest: Any) -> None:
+        """Check a plan, and keep it where the kernels will look."""
+        page, heads, kv_heads = rest["page_size"], rest["num_qo_heads"], rest["num_kv_heads"]
+        for name, tensor in (("qo_indptr", qo), ("indptr", kv), ("last_page_len", last)):
+            _check_ints(name, tensor)
+            need(not isinstance(tensor, OnDevice), f"{name} would be copied back from the device")
+            if name != "last_page_len":
+                need(int(tensor[0]) == 0, f"{name} does not start at 0")
+                need(bool((tensor.diff() >= 0).all()), f"{name} decreases")
+        _check_ints("indices", indices)
+        requests = len(last)
+        need(0 < requests <= MAX_REQUESTS, f"{requests} requests")
+        need(len(qo) == len(kv) == requests + 1, "indptr of another number of requests")
+        need(len(indices) >= int(kv[-1]), f"{len(indices)} pages for an indptr to {int(kv[-1])}")
+        pages = kv.diff()
+        fits = torch.where(pages > 0, (last >= 1) & (last <= page), last == 0)
+        need(bool(fits.all()), f"last_page_len {last.tolist()} for {pages.tolist()} pages")
+        lens = (pages - 1).clamp(min=0) * page + last
+        seq_lens = rest.get("seq_lens")
+        if seq_lens is not None:
+            need(not isinstance(seq_lens, OnDevice), "seq_lens would be copied back")
+            need(torch.equal(seq_lens, lens), f"seq_lens {seq_lens.tolist()}, not {lens.tolist()}")
+        need(heads % kv_heads == 0, f"{heads} heads over {kv_heads}")
+        q_dtype, kv_dtype = rest.get("q_data_type"), rest.get("kv_data_type")
+        need(q_dtype in (torch.float16, torch.bfloat16), f"query of {q_dtype}")
+        need(rest.get("o_data_type") == q_dtype, "output of another type than the query")
+        fp8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+        need(kv_dtype == q_dtype or kv_dtype in fp8, f"cache of {kv_dtype} for {q_dtype}")
+        need(self.backend == "fa2" or kv_dtype == q_dtype, "fa3 takes no cache of another type")
+        if not self.tensor_cores:
+            need(heads // kv_heads in CUDA_CORE_GROUPS, f"group of {heads // kv_heads}")
+        window, cap = rest.get("window_left", -1), rest.get("logits_soft_cap")
+        need(window >= -1, f"window_left {window}")
+        need(cap is None or cap > 0, f"logits_soft_cap {cap}")
+        need(rest.get("sm_scale") is not None, "the softmax scale is left to FlashInfer")
+        kept = {"qo": qo, "kv": kv, "indices": indices, "last": last}
+        if self.is_graph:
+            need(requests == len(self.buffers["last"]), "a graph's number of requests is fixed")
+            self.most_rows = self.most_rows or int(qo[-1])
+            need(int(qo[-1]) <= self.most_rows, "more rows than at the first plan")
+            need(len(indices) <= len(self.buffers["indices"]), "more pages than reserved")
+            for short, buffer in self.buffers.items():
+                buffer[: len(kept[short])].copy_(kept[short])
+            kept = {**kept, **self.buffers}
+        else:
+            kept = {short: tensor.clone() for short, tensor in kept.items()}
+        self.planned = {**rest, **kept, "rows": int(qo[-1])}
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        given = self._given("run", args, kwargs)
+        plan = self.planned
+        need(plan is not None, "run before plan")
+        assert plan is not None
+        query, out, lse = given["q"], given.get("out"), given.get("lse")
+        key, value = given["paged_kv_cache"]
+        self._check_run(plan, query, key, value, out, lse, given)
+        scale = plan["sm_scale"]
+        for name in ("q_scale", "k_scale", "v_scale"):
+            number = given.get(name)
+            need(number is None or isinstance(number, float), f"{name} is {type(number).__name__}")
+        for name in ("q_scale", "k_scale"):
+            scale *= 1.0 if given.get(name) is None else given[name]
+        out[:], log2 = self._attend(plan, query, key, value, scale)
+        if given.get("v_scale") is not None:
+            out *= given["v_scale"]
+        if given.get("return_lse"):
+            lse[:] = log2
+            return out, lse
+        return out
+
+    def _check_run(
+        self, plan: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, given: Any
+    ) -> None:
+        heads, size = plan["num_qo_heads"], plan["head_dim"]
+        need(query.shape == (plan["rows"], heads, size), f"query {[*query.shape]}")
+        need(query.stride(-1) == 1, "query rows are strided")
+        need(query.dtype == plan["q_data_type"], f"query of {query.dtype}")
+        shape = (plan["page_size"], plan["num_kv_heads"], size)
+        for name, rows in (("keys", key), ("values", value)):
+            need(rows.shape[1:] == shape, f"{name} {[*rows.shape]}, planned {shape}")
+            need(rows.dtype == plan["kv_data_type"], f"{name} of {rows.dtype}")
+            need(rows.stride(-1) == 1, f"{name}' rows are strided")
+        need(key.stride() == value.stride(), "keys and values of other strides")
+        need(given.get("window_left") in (None, plan.get("window_left", -1)), "another window")
+        need(out is not None, "output would be allocated")
+        need(out.shape == query.shape and out.dtype == query.dtype, f"output {[*out.shape]}")
+        need(out.is_contiguous(), "output is strided")
+        need((lse is not None) == bool(given.get("return_lse")), "lse is given and not asked for")
+        if lse is not None:
+            need(lse.shape == query.shape[:2] and lse.dtype == torch.float32, f"lse of {lse.dtype}")
+            need(lse.is_contiguous(), "lse is strided")
+
+    def _attend(
+        self, plan: Any, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        outs = torch.full(query.shape, float("nan"), dtype=torch.float64)
+        log2 = torch.full(query.shape[:2], float("nan"))
+        page = plan["page_size"]
+        for row, (start, stop) in enumerate(pairwise(plan["qo"].tolist())):
+            first, end = plan["kv"][row : row + 2].tolist()
+            count = max(0, end - first - 1) * page + int(plan["last"][row])
+            pages = plan["indices"][first:end].long()
+            need(bool(((pages >= 0) & (pages < len(key))).all()), f"pages {pages.tolist()}")
+            if stop == start or count == 0:
+                continue
+            rows = query[start:stop].double()
+            k, v = (
+                cache[pages]
+                .flatten(0, 1)[:count]
+                .double()
+                .repeat_interleave(plan["num_qo_heads"] // plan["num_kv_heads"], 1)
+                for cache in (key, value)
+            )
+            scores = torch.einsum("qhd,khd->hqk", rows, k) * scale
+            if plan.get("logits_soft_cap"):
+                scores = plan["logits_soft_cap"] * torch.tanh(scores / plan["logits_soft_cap"])
+            back = (
+                torch.arange(stop - start)[:, None] + count - (stop - start) - torch.arange(count)
+            )
+            visible = back >= 0 if plan["causal"] else torch.ones_like(back, dtype=torch.bool)
+            if plan.get("window_left", -1) >= 0:
+                visible &= back <= plan["window_left"]
+            scores = scores.masked_fill(~visible, float("-inf"))
+            outs[start:stop] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+            log2[start:stop] = (scores.logsumexp(-1).T / flashinfer_compat.LSE_UNIT).float()
+        return outs, log2
+
+
+class Prefill(_Wrapper):
+    """``BatchPrefillWithPagedKVCacheWrapper``."""
+
+    name = PREFILL
+    buffer_names = {  # noqa: RUF012
+        "qo": "qo_indptr_buf",
+        "kv": "paged_kv_indptr_buf",
+        "indices": "paged_kv_indices_buf",
+        "last": "paged_kv_last_page_len_buf",
+    }
+
+    def plan(self, *args: Any, **kwargs: Any) -> None:
+        given = self._given("plan", args, kwargs)
+        qo, kv, indices, last = (
+            given.pop(name)
+            for name in (
+                *("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"),
+            )
+        )
+        given["head_dim"] = given.pop("head_dim_qk")
+        need(given["head_dim"] in HEAD_DIMS, f"head size {given['head_dim']}")
+        given.setdefault("causal", False)
+        longest = given.get("max_token_per_sequence")
+        need(longest in (None, int(qo.diff().max())), f"max_token_per_sequence {longest}")
+        self._keep(qo, kv, indices, last, given)
+
+
+class Decode(_Wrapper):
+    """``BatchDecodeWithPagedKVCacheWrapper``."""
+
+    name = DECODE
+    buffer_names = {  # noqa: RUF012
+        "kv": "paged_kv_indptr_buffer",
+        "indices": "paged_kv_indices_buffer",
+        "last": "paged_kv_last_page_len_buffer",
+    }
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tensor_cores = bool(kwargs.get("use_tensor_cores"))
+
+    def plan(self, *args: Any, **kwargs: Any) -> None:
+        given = self._given("plan", args, kwargs)
+        kv, indices, last = (given.pop(name) for name in ("indptr", "indices", "last_page_len"))
+        need(given["head_dim"] in HEAD_DIMS, f"head size {given['head_dim']}")
+        given["causal"] = False
+        self._keep(torch.arange(len(last) + 1, dtype=torch.int32), kv, indices, last, given)
+
+
+def _check_ints(name: str, tensor: Tensor) -> None:
+    need(tensor.dtype == torch.int32, f"{name} of {tensor.dtype}")
+    need(tensor.dim() == 1 and tensor.is_contiguous(), f"{name} is not a contiguous row")
+
+
+@contextmanager
+def emulated(version: str = VERSIONS[0], mutation: Mutation | None = None) -> Iterator[FlashInfer]:
+    """FlashInfer is this module; every call goes through ``mutation``."""
+    shared = {"version": version, "mutation": None if mutation is None else staticmethod(mutation)}
+    wrappers = (type(cls.__name__, (cls,), shared) for cls in (Prefill, Decode))
+    found = FlashInfer(version, *wrappers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flashinfer_compat, "load", lambda: found)
+        patch.setattr(flashinfer, "WORKSPACE_BYTES", WORKSPACE_BYTES)
+        yield found

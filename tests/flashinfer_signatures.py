@@ -1,0 +1,129 @@
+"""Signatures of FlashInfer's wrappers as both versions have them, and as an installed one has them.
+
+``_`` stands for any default. Reading an installed one imports nothing: FlashInfer's import asks for
+a GPU in some versions.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import inspect
+from pathlib import Path
+
+PREFILL, DECODE = "BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper"
+MODULES = {PREFILL: "prefill.py", DECODE: "decode.py"}
+METHODS = ("__init__", "plan", "run")
+BEHIND = {"plan": "_plan_impl"}
+"""What a method hands its arguments to, where a version puts one behind another."""
+
+_PREFILL_INIT = (
+    "self, float_workspace_buffer, kv_layout=_, use_cuda_graph=_, qo_indptr_buf=_, "
+    "paged_kv_indptr_buf=_, paged_kv_indices_buf=_, paged_kv_last_page_len_buf=_, "
+    "custom_mask_buf=_, mask_indptr_buf=_, backend=_, jit_args=_, jit_kwargs=_"
+)
+_PREFILL_PLAN = (
+    "self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, "
+    "num_kv_heads, head_dim_qk, page_size, head_dim_vo=_, custom_mask=_, packed_custom_mask=_, "
+    "causal=_, pos_encoding_mode=_, use_fp16_qk_reduction=_, sm_scale=_, window_left=_, "
+    "logits_soft_cap=_, rope_scale=_, rope_theta=_, q_data_type=_, kv_data_type=_, o_data_type=_, "
+    "non_blocking=_, prefix_len_ptr=_, token_pos_in_items_ptr=_, token_pos_in_items_len=_, "
+    "max_item_len_ptr=_, seq_lens=_, seq_lens_q=_, block_tables=_, max_token_per_sequence=_, "
+    "max_sequence_kv=_, fixed_split_size=_, disable_split_kv=_"
+)
+_DECODE_INIT = (
+    "self, float_workspace_buffer, kv_layout=_, use_cuda_graph=_, use_tensor_cores=_, "
+    "paged_kv_indptr_buffer=_, paged_kv_indices_buffer=_, paged_kv_last_page_len_buffer=_, "
+    "backend=_, jit_args=_"
+)
+_DECODE_PAGES = (
+    "self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size"
+)
+_DECODE_RUN = (
+    "self, q, paged_kv_cache, *args, q_scale=_, k_scale=_, v_scale=_, out=_, lse=_, return_lse=_, "
+    "enable_pdl=_, window_left=_, sinks=_, q_len_per_req=_, skip_softmax_threshold_scale_factor=_, "
+    "kv_cache_sf=_"
+)
+SIGNATURES: dict[str, dict[tuple[str, str], str]] = {
+    "0.6.14": {
+        (PREFILL, "__init__"): _PREFILL_INIT,
+        (PREFILL, "plan"): _PREFILL_PLAN,
+        (PREFILL, "run"): (
+            "self, q, paged_kv_cache, *args, q_scale=_, k_scale=_, v_scale=_, out=_, lse=_, "
+            "return_lse=_, enable_pdl=_, window_left=_, sinks=_, kv_cache_sf=_, "
+            "skip_softmax_threshold_scale_factor=_"
+        ),
+        (DECODE, "__init__"): _DECODE_INIT,
+        (DECODE, "plan"): (
+            f"{_DECODE_PAGES}, pos_encoding_mode=_, window_left=_, logits_soft_cap=_, "
+            "q_data_type=_, kv_data_type=_, o_data_type=_, data_type=_, sm_scale=_, rope_scale=_, "
+            "rope_theta=_, non_blocking=_, block_tables=_, seq_lens=_, fixed_split_size=_, "
+            "disable_split_kv=_, q_len_per_req=_"
+        ),
+        (DECODE, "run"): _DECODE_RUN,
+    },
+    "0.7.2.post1": {
+        (PREFILL, "__init__"): f"{_PREFILL_INIT}, variant_owns_mask=_",
+        (PREFILL, "plan"): f"{_PREFILL_PLAN}, uniform_q_len=_",
+        (PREFILL, "run"): (
+            "self, q, paged_kv_cache, *args, q_scale=_, k_scale=_, v_scale=_, out=_, lse=_, "
+            "return_lse=_, lse_base=_, lse_layout=_, enable_pdl=_, window_left=_, sinks=_, "
+            "kv_cache_sf=_, skip_softmax_threshold_scale_factor=_, use_fp16_softmax=_, "
+            "uses_spcompress=_"
+        ),
+        (DECODE, "__init__"): _DECODE_INIT,
+        (DECODE, "plan"): (
+            f"{_DECODE_PAGES}, *, pos_encoding_mode=_, window_left=_, window_right=_, "
+            "logits_soft_cap=_, q_data_type=_, kv_data_type=_, o_data_type=_, data_type=_, "
+            "sm_scale=_, rope_scale=_, rope_theta=_, non_blocking=_, block_tables=_, seq_lens=_, "
+            "fixed_split_size=_, disable_split_kv=_, q_len_per_req=_, is_causal=_"
+        ),
+        (DECODE, "run"): _DECODE_RUN,
+    },
+}
+
+
+def signature(version: str, cls: str, method: str) -> inspect.Signature:
+    """A recorded signature, to bind calls to."""
+    text = SIGNATURES[version][cls, method].replace("=_", "=None")
+    return inspect.signature(eval(f"lambda {text}: None"))
+
+
+def installed_version() -> str | None:
+    """The installed FlashInfer's version; None without one."""
+    try:
+        return importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def installed_signatures() -> dict[tuple[str, str], str]:
+    """The installed FlashInfer's signatures, read from its files, written like those above."""
+    spec = importlib.util.find_spec("flashinfer")
+    assert spec is not None
+    assert spec.origin is not None
+    found = {}
+    for cls, module in MODULES.items():
+        tree = ast.parse((Path(spec.origin).parent / module).read_text(encoding="utf-8"))
+        (body,) = (
+            node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls
+        )
+        # Of overloads the last one counts.
+        methods = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+        for name in METHODS:
+            found[cls, name] = _written(methods.get(BEHIND.get(name, name), methods[name]).args)
+    return found
+
+
+def _written(arguments: ast.arguments) -> str:
+    plain = len(arguments.args) - len(arguments.defaults)
+    parts = [one.arg + "=_" * (place >= plain) for place, one in enumerate(arguments.args)]
+    if arguments.vararg is not None:
+        parts.append(f"*{arguments.vararg.arg}")
+    elif arguments.kwonlyargs:
+        parts.append("*")
+    parts += [f"{one.arg}=_" for one in arguments.kwonlyargs]
+    if arguments.kwarg is not None:
+        parts.append(f"**{arguments.kwarg.arg}")
+    return ", ".join(parts)
