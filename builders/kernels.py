@@ -247,6 +247,82 @@ def _rows_at(
 
 
 @triton.jit
+def _count_serially(
+    tiles_of, least, most, most_rows, req_rows, begin, count, kv_len, bundles, window, chunk,
+    lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS: tl.constexpr,
+    KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    TRIM: tl.constexpr, DCP: tl.constexpr, BUNDLED: tl.constexpr,
+):  # fmt: skip
+    """Tiles of every request, and the fewest and the most of a row: of all requests at once, one
+    row after the other, so that nothing of one is another thread's.
+    """
+    for k in range(0, most_rows):
+        _, _, _, _, tiles, _ = _row_of(
+            k, req_rows, begin, count, kv_len, bundles, window, chunk, lookback, dcp_size, dcp_rank,
+            dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED,
+        )  # fmt: skip
+        tiles_of += tiles
+        least = tl.where(k < req_rows, tl.minimum(least, tiles), least)
+        most = tl.maximum(most, tiles)
+    return tiles_of, least, most
+
+
+@triton.jit
+def _count_by_row(
+    tiles_of, least, most, i, req_ends, num_rows, seq_lens_ptr, query_start_ptr, row_ends_ptr,
+    max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
+    QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    TRIM: tl.constexpr, DCP: tl.constexpr, BUNDLED: tl.constexpr, REQS: tl.constexpr,
+    STEPS: tl.constexpr,
+):  # fmt: skip
+    """Tiles of the rows of each thread ``i``, and the fewest and the most of a row."""
+    tl.store(row_ends_ptr + i, req_ends)
+    # Other threads look requests up there.
+    tl.debug_barrier()
+    for block in range(0, num_rows, REQS):
+        live, _, _, _, _, _, _, _, tiles, _ = _rows_at(
+            block + i, num_rows, seq_lens_ptr, query_start_ptr, row_ends_ptr, max_kv_len, window,
+            chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
+            SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED, REQS, STEPS,
+        )  # fmt: skip
+        tiles_of += tiles
+        least = tl.where(live, tl.minimum(least, tiles), least)
+        most = tl.maximum(most, tiles)
+    return tiles_of, least, most
+
+
+@triton.jit
+def _store_by_row(
+    rows_ptr, starts_ptr, i, num_rows, cost, shared, sharers, seq_lens_ptr, query_start_ptr,
+    row_ends_ptr, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
+    QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
+    BUNDLED: tl.constexpr, HEAD_LOOPS: tl.constexpr, REQS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """As :func:`_store_rows`, each row by a thread."""
+    begun = 0
+    for block in range(0, num_rows, REQS):
+        j = block + i
+        live, req, lens, of, token, tokens, first, first_tile, tiles, bundle = _rows_at(
+            j, num_rows, seq_lens_ptr, query_start_ptr, row_ends_ptr, max_kv_len, window, chunk,
+            lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT,
+            WINDOW, CHUNK, TRIM, DCP, BUNDLED, REQS, STEPS,
+        )  # fmt: skip
+        taken = tl.where(live, (tiles + cost) * HEAD_LOOPS, 0)
+        past = begun + tl.cumsum(taken, 0)
+        place = past - taken
+        _store_row(
+            rows_ptr, live, j, req, token, tokens, lens, first, first_tile, tiles, place, bundle,
+            of, SEGMENT_UNIT,
+        )  # fmt: skip
+        group = _first_group(place, shared, sharers)
+        begins = group < _first_group(past, shared, sharers)
+        tl.store(starts_ptr + 2 * group, j, mask=live & begins)
+        begun += tl.sum(taken, 0)
+
+
+@triton.jit
 def _larger(a, b):
     return tl.maximum(a, b)
 
@@ -301,6 +377,27 @@ def _store_shares(
     mask = (real & (row < num_rows * HEAD_LOOPS))[:, None] & (k < _FIELDS)
     fields = tl.load(rows_ptr + (row // HEAD_LOOPS * _FIELDS)[:, None] + k, mask=mask)
     tl.store(out[:, None] + (_SHARE_FIELDS - _FIELDS) + k, fields, mask=mask)
+
+
+@triton.jit
+def _store_groups(
+    rows_ptr, starts_ptr, shares_ptr, c, position, total, cost, num_groups, num_rows,
+    SEGMENT_UNIT: tl.constexpr, HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr,
+):  # fmt: skip
+    """Where every group ``c`` starts, and its share."""
+    real = (c <= num_groups) & (position < total)
+    row, segment = _group_starts(
+        c, position, real, cost, rows_ptr, starts_ptr, SEGMENT_UNIT, HEAD_LOOPS, FREE
+    )
+    # All have read the names.
+    tl.debug_barrier()
+    row = tl.where(real, row, num_rows * HEAD_LOOPS)
+    segment = tl.where(real, segment, 0)
+    tl.store(starts_ptr + 2 * c, row, mask=c <= num_groups)
+    tl.store(starts_ptr + 2 * c + 1, segment, mask=c <= num_groups)
+    _store_shares(
+        rows_ptr, starts_ptr, shares_ptr, c, row, segment, num_groups, num_rows, HEAD_LOOPS
+    )
 
 
 @triton.jit
@@ -412,29 +509,17 @@ def plan_kernel(
     least = tl.zeros([REQS], tl.int32) + max_kv_len + 1
     most = tl.zeros([REQS], tl.int32) + 1
     if is_serial:
-        # Of all requests at once, one row after the other: nothing of one is another thread's.
-        for k in range(0, most_rows):
-            _, _, _, _, tiles, _ = _row_of(
-                k, req_rows, begin, count, kv_len, bundles, window, chunk, lookback, dcp_size,
-                dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM,
-                DCP, BUNDLED,
-            )  # fmt: skip
-            req_tiles += tiles
-            least = tl.where(k < req_rows, tl.minimum(least, tiles), least)
-            most = tl.maximum(most, tiles)
+        req_tiles, least, most = _count_serially(
+            req_tiles, least, most, most_rows, req_rows, begin, count, kv_len, bundles, window,
+            chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
+            SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED,
+        )  # fmt: skip
     else:
-        tl.store(row_ends_ptr + i, req_ends)
-        # Other threads look requests up there.
-        tl.debug_barrier()
-        for block in range(0, num_rows, REQS):
-            live, _, _, _, _, _, _, _, tiles, _ = _rows_at(
-                block + i, num_rows, seq_lens_ptr, query_start_ptr, row_ends_ptr, max_kv_len,
-                window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
-                SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED, REQS, STEPS,
-            )  # fmt: skip
-            req_tiles += tiles
-            least = tl.where(live, tl.minimum(least, tiles), least)
-            most = tl.maximum(most, tiles)
+        req_tiles, least, most = _count_by_row(
+            req_tiles, least, most, i, req_ends, num_rows, seq_lens_ptr, query_start_ptr,
+            row_ends_ptr, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS,
+            KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED, REQS, STEPS,
+        )  # fmt: skip
     cost = 0
     if ROW_COST > 0:
         # Rows of one length are cut into equal parts, which begin alike.
@@ -465,40 +550,18 @@ def plan_kernel(
             SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED, HEAD_LOOPS,
         )  # fmt: skip
     else:
-        begun = 0
-        for block in range(0, num_rows, REQS):
-            j = block + i
-            live, req, lens, of, token, tokens, first, first_tile, tiles, bundle = _rows_at(
-                j, num_rows, seq_lens_ptr, query_start_ptr, row_ends_ptr, max_kv_len, window,
-                chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
-                SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED, REQS, STEPS,
-            )  # fmt: skip
-            taken = tl.where(live, (tiles + cost) * HEAD_LOOPS, 0)
-            past = begun + tl.cumsum(taken, 0)
-            place = past - taken
-            _store_row(
-                rows_ptr, live, j, req, token, tokens, lens, first, first_tile, tiles, place,
-                bundle, of, SEGMENT_UNIT,
-            )  # fmt: skip
-            group = _first_group(place, shared, sharers)
-            begins = group < _first_group(past, shared, sharers)
-            tl.store(starts_ptr + 2 * group, j, mask=live & begins)
-            begun += tl.sum(taken, 0)
+        _store_by_row(
+            rows_ptr, starts_ptr, i, num_rows, cost, shared, sharers, seq_lens_ptr,
+            query_start_ptr, row_ends_ptr, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank,
+            dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED,
+            HEAD_LOOPS, REQS, STEPS,
+        )  # fmt: skip
     # Rows and their names are other threads' stores.
     tl.debug_barrier()
-    real = (c <= num_groups) & (position < total)
-    row, segment = _group_starts(
-        c, position, real, cost, rows_ptr, starts_ptr, SEGMENT_UNIT, HEAD_LOOPS, FREE
-    )
-    # All have read the names.
-    tl.debug_barrier()
-    row = tl.where(real, row, num_rows * HEAD_LOOPS)
-    segment = tl.where(real, segment, 0)
-    tl.store(starts_ptr + 2 * c, row, mask=c <= num_groups)
-    tl.store(starts_ptr + 2 * c + 1, segment, mask=c <= num_groups)
-    _store_shares(
-        rows_ptr, starts_ptr, shares_ptr, c, row, segment, num_groups, num_rows, HEAD_LOOPS
-    )
+    _store_groups(
+        rows_ptr, starts_ptr, shares_ptr, c, position, total, cost, num_groups, num_rows,
+        SEGMENT_UNIT, HEAD_LOOPS, FREE,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_reqs", "added", "table_width", "width"])
