@@ -517,8 +517,8 @@ def plan_kernel(
     else:
         req_tiles, least, most = _count_by_row(
             req_tiles, least, most, i, req_ends, num_rows, seq_lens_ptr, query_start_ptr,
-            row_ends_ptr, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS,
-            KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED, REQS, STEPS,
+            row_ends_ptr, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
+            QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED, REQS, STEPS,
         )  # fmt: skip
     cost = 0
     if ROW_COST > 0:
