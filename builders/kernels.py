@@ -147,19 +147,33 @@ def _row_of(
 @triton.jit
 def _shared_tiles(total, least, most, num_groups):
     """See :func:`builders.split_host.shared_tiles`."""
-    tiles = most.to(tl.int64)
-    share = tl.cdiv(total, num_groups * tiles) * tiles
-    parts = tl.maximum(num_groups * tiles // tl.maximum(total, 1), 1)
-    share = tl.where(total < num_groups * tiles, tl.cdiv(tiles, parts), share)
+    wave = num_groups * most
+    parts = tl.maximum(wave // tl.maximum(total, 1), 1)
+    share = tl.where(total < wave, tl.cdiv(most, parts), tl.cdiv(total, wave) * most)
     shared = share * num_groups
-    even = (least == most) & ((shared - total) * _WASTE <= total)
-    return tl.where(even, shared, total.to(tl.int64))
+    even = (least == most) & (shared - total <= total // _WASTE)
+    return tl.where(even, shared, total)
 
 
 @triton.jit
 def _first_group(place, shared, sharers):
     """The first group whose share begins at that place among the tiles, or behind it."""
-    return tl.where(place > 0, (place.to(tl.int64) - 1) * sharers // shared + 1, 0).to(tl.int32)
+    # The product takes 64 bits, whose division is slow: it is guessed to within one, since there
+    # are fewer groups than fp32 has whole numbers.
+    before = tl.maximum(place - 1, 0)
+    product = before.to(tl.int64) * sharers
+    shared = tl.maximum(shared, 1)
+    group = (before.to(tl.float32) * (sharers.to(tl.float32) / shared.to(tl.float32))).to(tl.int32)
+    group -= (group.to(tl.int64) * shared > product).to(tl.int32)
+    group += ((group + 1).to(tl.int64) * shared <= product).to(tl.int32)
+    return tl.where(place > 0, group + 1, 0)
+
+
+@triton.jit
+def _first_place(c, shared, sharers):
+    """The first tile of the share of group ``c``, ``c * shared / sharers`` rounded up."""
+    whole = shared // sharers
+    return c * whole + tl.cdiv(c * (shared - whole * sharers), sharers)
 
 
 @triton.jit
@@ -186,14 +200,14 @@ def _store_row(
 
 @triton.jit
 def _store_rows(
-    rows_ptr, starts_ptr, i, j, place, cost, most_rows, shared, sharers, req_rows, begin, count,
+    rows_ptr, names_ptr, i, j, place, cost, most_rows, shared, sharers, req_rows, begin, count,
     kv_len, bundles, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
     QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
     BUNDLED: tl.constexpr, HEAD_LOOPS: tl.constexpr,
 ):  # fmt: skip
     """Rows ``j`` on of every request ``i``, of which the first stands at ``place`` among the tiles;
-    a row in which groups begin names itself in ``starts`` of the first. A row takes the place of
+    a row in which groups begin is named at the first of them. A row takes the place of
     ``cost`` tiles more.
     """
     group = _first_group(place, shared, sharers)
@@ -209,7 +223,7 @@ def _store_rows(
         )  # fmt: skip
         place += (tiles + cost) * HEAD_LOOPS
         after = _first_group(place, shared, sharers)
-        tl.store(starts_ptr + 2 * group, j, mask=live & (group < after))
+        tl.store(names_ptr + 2 * group, j, mask=live & (group < after))
         group = after
         j += 1
 
@@ -294,7 +308,7 @@ def _count_by_row(
 
 @triton.jit
 def _store_by_row(
-    rows_ptr, starts_ptr, i, num_rows, cost, shared, sharers, seq_lens_ptr, query_start_ptr,
+    rows_ptr, names_ptr, i, num_rows, cost, shared, sharers, seq_lens_ptr, query_start_ptr,
     row_ends_ptr, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
     QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
@@ -318,7 +332,7 @@ def _store_by_row(
         )  # fmt: skip
         group = _first_group(place, shared, sharers)
         begins = group < _first_group(past, shared, sharers)
-        tl.store(starts_ptr + 2 * group, j, mask=live & begins)
+        tl.store(names_ptr + 2 * group, j, mask=live & begins)
         begun += tl.sum(taken, 0)
 
 
@@ -328,23 +342,20 @@ def _larger(a, b):
 
 
 @triton.jit
-def _group_starts(
-    c, position, real, cost, rows_ptr, starts_ptr, SEGMENT_UNIT: tl.constexpr,
+def _group_start(
+    row, position, real, cost, num_rows, rows_ptr, SEGMENT_UNIT: tl.constexpr,
     HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr,
 ):  # fmt: skip
-    """Row (times head loops) and segment of the first segment at or after a group's position.
-
-    Where ``starts`` names a row, that is the first group that begins within it; -1 elsewhere.
+    """Row (times head loops) and segment of the first segment at or after a group's position, which
+    is within ``row``.
     """
-    named = tl.load(starts_ptr + 2 * c, mask=real, other=-1)
-    row = tl.associative_scan(named, 0, _larger)
     fields = rows_ptr + row * _FIELDS
     first_tile = tl.load(fields + 5, mask=real, other=0)
     tiles = tl.load(fields + 6, mask=real, other=1)
     offset = position - tl.load(fields + 7, mask=real, other=0)
     loop = offset // (tiles + cost)
     row = row * HEAD_LOOPS + loop
-    within = offset % (tiles + cost)
+    within = offset - loop * (tiles + cost)
     if FREE:
         segment = tl.maximum(within - cost, 0)
     else:
@@ -356,23 +367,40 @@ def _group_starts(
         past = at > segment_of((first_tile + tiles - 1) * SEGMENT_UNIT)
         segment = tl.where(past, 0, at - segment_of(first_tile * SEGMENT_UNIT))
         row = tl.where(past, row + 1, row)
-    return row, segment
+    return tl.where(real, row, num_rows * HEAD_LOOPS), tl.where(real, segment, 0)
 
 
 @triton.jit
-def _store_shares(
-    rows_ptr, starts_ptr, shares_ptr, c, row, segment, num_groups, num_rows,
-    HEAD_LOOPS: tl.constexpr,
+def _store_groups(
+    rows_ptr, names_ptr, starts_ptr, shares_ptr, c, shared, sharers, total, cost, num_groups,
+    num_rows, SEGMENT_UNIT: tl.constexpr, HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr,
 ):  # fmt: skip
-    """What each group ``c`` begins with, see :data:`builders.split_plan.SHARE_FIELDS`."""
+    """Where every group ``c`` starts, and its share, see :data:`builders.split_plan.SHARE_FIELDS`.
+
+    Where ``names`` has a row, that is the first group that begins within it; -1 elsewhere. The next
+    group's start is computed once more in place of being another thread's.
+    """
+    named = tl.load(names_ptr + 2 * c, mask=c <= num_groups, other=-1)
+    named_next = tl.load(names_ptr + 2 * c + 2, mask=c < num_groups, other=-1)
+    held = tl.associative_scan(named, 0, _larger)
+    position = _first_place(c, shared, sharers)
+    row, segment = _group_start(
+        held, position, (c <= num_groups) & (position < total), cost, num_rows, rows_ptr,
+        SEGMENT_UNIT, HEAD_LOOPS, FREE,
+    )  # fmt: skip
+    position = _first_place(c + 1, shared, sharers)
+    next_row, next_segment = _group_start(
+        tl.maximum(held, named_next), position, (c < num_groups) & (position < total), cost,
+        num_rows, rows_ptr, SEGMENT_UNIT, HEAD_LOOPS, FREE,
+    )  # fmt: skip
+    tl.store(starts_ptr + 2 * c, row, mask=c <= num_groups)
+    tl.store(starts_ptr + 2 * c + 1, segment, mask=c <= num_groups)
     real = c < num_groups
     out = shares_ptr + c * _SHARE_FIELDS
     tl.store(out, row, mask=real)
     tl.store(out + 1, segment, mask=real)
-    # The next group's are another thread's stores.
-    tl.debug_barrier()
-    for field in tl.static_range(2, 4):
-        tl.store(out + field, tl.load(starts_ptr + 2 * c + field, mask=real), mask=real)
+    tl.store(out + 2, next_row, mask=real)
+    tl.store(out + 3, next_segment, mask=real)
     k = tl.arange(0, 16)[None, :]
     mask = (real & (row < num_rows * HEAD_LOOPS))[:, None] & (k < _FIELDS)
     fields = tl.load(rows_ptr + (row // HEAD_LOOPS * _FIELDS)[:, None] + k, mask=mask)
@@ -380,33 +408,17 @@ def _store_shares(
 
 
 @triton.jit
-def _store_groups(
-    rows_ptr, starts_ptr, shares_ptr, c, position, total, cost, num_groups, num_rows,
-    SEGMENT_UNIT: tl.constexpr, HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr,
-):  # fmt: skip
-    """Where every group ``c`` starts, and its share."""
-    real = (c <= num_groups) & (position < total)
-    row, segment = _group_starts(
-        c, position, real, cost, rows_ptr, starts_ptr, SEGMENT_UNIT, HEAD_LOOPS, FREE
-    )
-    # All have read the names.
-    tl.debug_barrier()
-    row = tl.where(real, row, num_rows * HEAD_LOOPS)
-    segment = tl.where(real, segment, 0)
-    tl.store(starts_ptr + 2 * c, row, mask=c <= num_groups)
-    tl.store(starts_ptr + 2 * c + 1, segment, mask=c <= num_groups)
-    _store_shares(
-        rows_ptr, starts_ptr, shares_ptr, c, row, segment, num_groups, num_rows, HEAD_LOOPS
-    )
-
-
-@triton.jit
-def _store_tiles(starts_ptr, i, count, decode_max, max_reqs, TILE: tl.constexpr):
+def _store_tiles(
+    starts_ptr, i, count, decode_max, max_reqs, TILE: tl.constexpr, REQS: tl.constexpr
+):
     """First tile of each request ``i``, of those with more than ``decode_max`` query tokens."""
     tile_ends = tl.cumsum(tl.where(count > decode_max, tl.cdiv(count, TILE), 0), 0)
     tl.store(starts_ptr + i, 0, mask=i == 0)
     # Past the last request too: a graph was captured with more of them, perhaps.
     tl.store(starts_ptr + 1 + i, tile_ends, mask=i < max_reqs)
+    num_tiles = i * 0 + tl.max(tile_ends, 0)
+    for block in range(REQS, max_reqs, REQS):
+        tl.store(starts_ptr + 1 + block + i, num_tiles, mask=block + i < max_reqs)
 
 
 _VARYING = [
@@ -438,6 +450,7 @@ def plan_kernel(
     prefill_starts_ptr,
     hopper_starts_ptr,
     row_ends_ptr,
+    names_ptr,
     num_reqs,
     max_reqs,
     max_kv_len,
@@ -466,7 +479,6 @@ def plan_kernel(
     FREE: tl.constexpr,
     LEAST: tl.constexpr,
     ROW_COST: tl.constexpr,
-    BY_ROW: tl.constexpr,
     HASTENS: tl.constexpr,
 ):
     """The step's plan, by one program: rows, their tiles, and where each group of programs starts.
@@ -475,17 +487,20 @@ def plan_kernel(
     tiles that the groups share; starts ``[num_groups + 1, 2]``: row * HEAD_LOOPS + head loop, and
     segment of the row; shares ``[num_groups, SHARE_FIELDS]``; prefill_starts ``[max_reqs + 1]``:
     first prefill tile of each request; hopper_starts likewise, unless HOPPER_TILE is 0; row_ends
-    ``[REQS]``: scratch. All are int32. REQS is two to the STEPS.
+    ``[REQS]`` and names ``[num_groups + 1, 2]``: scratch, the latter strided as starts are, so that
+    a group stays with one thread. All are int32. REQS is two to the STEPS.
 
     TRIM: no query sees past itself. DCP: keys are those of one rank, in their order there; lengths
     and positions of rows are the request's. With FREE a group starts at its share's first tile, and
     starts hold tiles of rows; a share has LEAST of them at least, and the beginning of a row counts
-    as ROW_COST tiles. BY_ROW: where a request has many rows, each has a thread. HASTENS: the next
+    as ROW_COST tiles. HASTENS: the next
     kernel may start, and waits by itself.
     """
     if HASTENS:
         gdc_launch_dependents()
     i = tl.arange(0, REQS)
+    c = tl.arange(0, GROUPS)
+    tl.store(names_ptr + 2 * c, -1, mask=c <= num_groups)
     real = i < num_reqs
     begin = tl.load(query_start_ptr + i, mask=real, other=0)
     count = tl.load(query_start_ptr + 1 + i, mask=real, other=0) - begin
@@ -497,14 +512,12 @@ def plan_kernel(
     is_decode = (count > 0) & (count <= decode_max)
     req_rows = tl.where(is_decode, tl.cdiv(count, QUERY_TOKENS) * bundles, 0)
     req_ends = tl.cumsum(req_rows, 0)
-    _store_tiles(prefill_starts_ptr, i, count, decode_max, max_reqs, PREFILL_TILE)
+    _store_tiles(prefill_starts_ptr, i, count, decode_max, max_reqs, PREFILL_TILE, REQS)
     if HOPPER_TILE > 0:
-        _store_tiles(hopper_starts_ptr, i, count, decode_max, max_reqs, HOPPER_TILE)
+        _store_tiles(hopper_starts_ptr, i, count, decode_max, max_reqs, HOPPER_TILE, REQS)
     num_rows = tl.max(req_ends, 0)
     most_rows = tl.max(req_rows, 0)
-    is_serial = True
-    if BY_ROW:
-        is_serial = most_rows <= _SERIAL
+    is_serial = most_rows <= _SERIAL
     req_tiles = tl.zeros([REQS], tl.int32)
     least = tl.zeros([REQS], tl.int32) + max_kv_len + 1
     most = tl.zeros([REQS], tl.int32) + 1
@@ -530,28 +543,25 @@ def plan_kernel(
 
     # Group c owns the segments that start in its share of the tiles,
     # ``[c * shared / groups, (c + 1) * shared / groups)``.
-    c = tl.arange(0, GROUPS)
     sharers = num_groups
     if FREE:
         # A group without a tile would be waited for in vain.
         sharers = tl.maximum(tl.minimum(num_groups, total // LEAST), 1)
     shared = _shared_tiles(total, tl.min(least, 0), tl.max(most, 0), sharers)
     tl.store(total_ptr, num_rows)
-    tl.store(total_ptr + 1, shared.to(tl.int32))
-    position = ((c * shared + sharers - 1) // sharers).to(tl.int32)
-    tl.store(starts_ptr + 2 * c, -1, mask=c <= num_groups)
-    # Before rows are named there.
+    tl.store(total_ptr + 1, shared)
+    # Nobody is named before all names are gone.
     tl.debug_barrier()
     if is_serial:
         _store_rows(
-            rows_ptr, starts_ptr, i, req_ends - req_rows, ends - req_tiles * HEAD_LOOPS,
+            rows_ptr, names_ptr, i, req_ends - req_rows, ends - req_tiles * HEAD_LOOPS,
             cost, most_rows, shared, sharers, req_rows, begin, count, kv_len, bundles, window,
             chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
             SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED, HEAD_LOOPS,
         )  # fmt: skip
     else:
         _store_by_row(
-            rows_ptr, starts_ptr, i, num_rows, cost, shared, sharers, seq_lens_ptr,
+            rows_ptr, names_ptr, i, num_rows, cost, shared, sharers, seq_lens_ptr,
             query_start_ptr, row_ends_ptr, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank,
             dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED,
             HEAD_LOOPS, REQS, STEPS,
@@ -559,8 +569,8 @@ def plan_kernel(
     # Rows and their names are other threads' stores.
     tl.debug_barrier()
     _store_groups(
-        rows_ptr, starts_ptr, shares_ptr, c, position, total, cost, num_groups, num_rows,
-        SEGMENT_UNIT, HEAD_LOOPS, FREE,
+        rows_ptr, names_ptr, starts_ptr, shares_ptr, c, shared, sharers, total, cost, num_groups,
+        num_rows, SEGMENT_UNIT, HEAD_LOOPS, FREE,
     )  # fmt: skip
 
 

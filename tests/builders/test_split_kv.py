@@ -67,8 +67,6 @@ class Step:
     is_bundled: bool = False
     least_tiles: int | None = None
     row_cost: int = 0
-    by_row: bool = False
-    """The kernel has a thread for each of many rows; of its twin's concern it is not."""
 
     @property
     def visible(self) -> VisibleKeys:
@@ -120,22 +118,24 @@ def steps(draw: st.DrawFn) -> Step:
         is_causal=draw(st.booleans()),
         stripe=stripe if kind == "stripe" else None,
         is_bundled=kind in ("full", "stripe") and draw(st.booleans()),
-        by_row=draw(st.booleans()),
     )
+
+
+UNUSED = 40
+"""Requests that a planner has room for and a step has not."""
 
 
 def planner_of(step: Step) -> SplitPlanner:
     """A planner for the step's tile and groups, which are a matter of the device otherwise."""
     shape = DenseShape(4, 1, 64, 64, 2, 16)
     most = sum(count for count, _ in step.lens)
-    limits = SplitLimits(len(step.lens) + 1, max(most, 1), 200_000, None)
+    limits = SplitLimits(len(step.lens) + UNUSED, max(most, 1), 200_000, None)
     planner = SplitPlanner(shape, DeviceKind.SM90, 1, limits, 1, GraphBuffers(DEVICE))
     planner.tile, planner.groups = step.tile, step.groups
     planner.head_loops, planner.short_query = step.head_loops, step.short_query
     rows = sum(cdiv(count, step.tile.query_tokens) for count, _ in step.lens)
     planner.is_bundled, planner.least_tiles = step.is_bundled, step.least_tiles
     planner.is_free, planner.row_cost = step.least_tiles is not None, step.row_cost
-    planner.plans_by_row = step.by_row
     most_bundles = cdiv(segment_of(200_000 // step.tile.segment_scale) + 1, BUNDLE)
     planner.max_rows = max(rows, 1) * (most_bundles if step.is_bundled else 1)
     buffers = GraphBuffers(DEVICE)
@@ -144,6 +144,7 @@ def planner_of(step: Step) -> SplitPlanner:
         "tile_starts": (limits.max_num_seqs + 1,),
         "hopper_starts": (limits.max_num_seqs + 1,),
         "row_ends": (power_of_two(limits.max_num_seqs),),
+        "names": (step.groups + 1, 2),
         "rows": (planner.max_rows, ROW_FIELDS),
         "total": (2,),
         "starts": (step.groups + 1, 2),
@@ -164,6 +165,7 @@ def filled(step: Step) -> dict[str, list]:
     total = b["total"].tolist()
     return {
         "tile_starts": b["tile_starts"][:count].tolist(),
+        "later_starts": b["tile_starts"][count:].tolist(),
         "rows": b["rows"][: total[0]].tolist(),
         "total": total,
         "starts": [tuple(pair) for pair in b["starts"].tolist()],
@@ -184,18 +186,10 @@ def filled(step: Step) -> dict[str, list]:
 @example(step=Step(((1, 8192),) * 32, tile_of(), groups=264))
 @example(step=Step(((1, 1000),) * 64, tile_of(), groups=33))
 # More rows than a thread makes in turn: prompts of an invariant engine, bundles of long keys.
-@example(
-    step=Step(((40, 300), (1, 9), (0, 4), (33, 33)), tile_of(1), 33, short_query=64, by_row=True)
-)
-@example(
-    step=Step(((1, 131_073), (2, 199_000), (1, 7)), tile_of(), 66, 2, is_bundled=True, by_row=True)
-)
+@example(step=Step(((40, 300), (1, 9), (0, 4), (33, 33)), tile_of(1), 33, short_query=64))
+@example(step=Step(((1, 131_073), (2, 199_000), (1, 7)), tile_of(), 66, 2, is_bundled=True))
 @example(step=Step(((1, 1000), (2, 7), (1, 0)), tile_of(), 33, least_tiles=2))
-@example(
-    step=Step(
-        ((40, 900), (9, 90)), tile_of(1), 33, short_query=64, least_tiles=2, row_cost=2, by_row=True
-    )
-)
+@example(step=Step(((40, 900), (9, 90)), tile_of(1), 33, short_query=64, least_tiles=2, row_cost=2))
 @example(step=Step(((1, 1000), (9, 700)) * 9, tile_of(), 33, 2, least_tiles=1))
 @example(step=Step(((0, 0),), tile_of(), least_tiles=2))
 @example(step=Step(((1, 9000), (2, 7), (1, 4000)) * 3, tile_of(), 33, 2, least_tiles=2, row_cost=2))
@@ -207,6 +201,7 @@ def test_the_kernels_plan_is_the_hosts(step: Step) -> None:
     assert found["total"] == [len(plan.rows), plan.shared]
     assert found["starts"] == plan.starts
     assert set(found["past"]) <= {-5}
+    assert found["later_starts"] == [found["tile_starts"][-1]] * UNUSED
     for share, (start, stop) in zip(found["shares"], pairwise(plan.starts), strict=True):
         assert share[:4] == [*start, *stop]
         idle = start[0] == len(plan.rows) * step.head_loops

@@ -182,6 +182,8 @@ def _step(
     mbarrier.wait(v_full.index(before % STAGES), (before // STAGES) & 1)
     acc = warpgroup_mma(left, v_tiles.index(before % STAGES), acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
+    if EXTRA > 0:
+        mbarrier.arrive(k_empty.index(now % STAGES), count=1)
     weights, m, l, shrink = _softmax(
         scores, m, l, factor, soft_cap, query, reach, kv_len, (high - 1 - i) * KV_TILE, window,
         chunk, lookback, range_first, range_last, MASKED, SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES,
@@ -191,7 +193,8 @@ def _step(
         l = _computed(l)
     acc = warpgroup_mma_wait(0, deps=[acc])
     # Each is a barrier of the warp group: side by side they cost one.
-    mbarrier.arrive(k_empty.index(now % STAGES), count=1)
+    if EXTRA == 0:
+        mbarrier.arrive(k_empty.index(now % STAGES), count=1)
     mbarrier.arrive(v_empty.index(before % STAGES), count=1)
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
     return acc, _pack(weights, DTYPE, KV_TILE), m, l
