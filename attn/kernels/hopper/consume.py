@@ -159,18 +159,21 @@ def _scores(q, q_more, k_tiles, k_more, stage, KV_TILE: gl.constexpr, EXTRA: gl.
 
 @gluon.jit
 def _step(
-    i, done, high, place, q_tiles, q_more, k_tiles, k_more, v_tiles, k_full, k_empty, v_full,
-    v_empty, acc, pairs, m, l, factor, soft_cap, query, reach, kv_len, window, chunk, lookback,
-    range_first, range_last, MASKED: gl.constexpr, DTYPE: gl.constexpr, KV_TILE: gl.constexpr,
-    WIDTH: gl.constexpr, EXTRA: gl.constexpr, STAGES: gl.constexpr, SOFT_CAP: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr,
-    CLAMP: gl.constexpr,
+    i, done, high, place, is_last, q_tiles, q_more, k_tiles, k_more, v_tiles, q_empty, k_full,
+    k_empty, v_full, v_empty, acc, pairs, m, l, factor, soft_cap, query, reach, kv_len, window,
+    chunk, lookback, range_first, range_last, MASKED: gl.constexpr, DTYPE: gl.constexpr,
+    KV_TILE: gl.constexpr, WIDTH: gl.constexpr, EXTRA: gl.constexpr, Q_STAGES: gl.constexpr,
+    STAGES: gl.constexpr, SOFT_CAP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile ``i`` (from the last), output of the tile before it.
 
     Both products are issued and waited for here: one in flight over a loop's edge would be
-    serialised by ptxas.
+    serialised by ptxas. Keys are given back before the softmax, so that the next are on their way
+    under it, and so are queries of which there is one stage; narrow heads lose more to the barrier
+    than they gain.
     """
+    EARLY: gl.constexpr = WIDTH > 64
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     left = _unpack(pairs, DTYPE, KV_TILE, gl.DotOperandLayout(0, OUTPUT, 2))
     now = done + i
@@ -182,8 +185,11 @@ def _step(
     mbarrier.wait(v_full.index(before % STAGES), (before // STAGES) & 1)
     acc = warpgroup_mma(left, v_tiles.index(before % STAGES), acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
-    if EXTRA > 0:
+    # Each is a barrier of the warp group: side by side they cost one.
+    if EARLY:
         mbarrier.arrive(k_empty.index(now % STAGES), count=1)
+    if Q_STAGES == 1:
+        mbarrier.arrive(q_empty.index(0), count=1, pred=is_last)
     weights, m, l, shrink = _softmax(
         scores, m, l, factor, soft_cap, query, reach, kv_len, (high - 1 - i) * KV_TILE, window,
         chunk, lookback, range_first, range_last, MASKED, SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES,
@@ -192,8 +198,7 @@ def _step(
     if WIDTH <= 64:
         l = _computed(l)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    # Each is a barrier of the warp group: side by side they cost one.
-    if EXTRA == 0:
+    if not EARLY:
         mbarrier.arrive(k_empty.index(now % STAGES), count=1)
     mbarrier.arrive(v_empty.index(before % STAGES), count=1)
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
@@ -382,6 +387,8 @@ def consume(
     )
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k_empty.index(0), count=1, pred=high > 0)
+    if Q_STAGES == 1:
+        mbarrier.arrive(q_empty.index(0), count=1, pred=(high > 0) & (high - low == 1))
     pairs, m, l = _first_weights(
         scores, high, position, left, kv_len, causal, req, ranges_ptr, num_ranges, factor,
         soft_cap, window, chunk, lookback, DTYPE, KV_TILE, PACKED, SOFT_CAP, CAUSAL, WINDOW, CHUNK,
@@ -417,27 +424,31 @@ def consume(
         place = (turn % Q_STAGES) * WARP_GROUPS + PART
         for i in range(1, inner):
             acc, pairs, m, l = _step(
-                i, done, high, _anew(place, _EDGE), q_tiles, q_more, k_tiles, k_more, v_tiles,
-                k_full, k_empty, v_full, v_empty, acc, pairs, m, l, factor, soft_cap, query, reach,
-                kv_len, window, chunk, lookback, range_first, range_last, True, DTYPE, KV_TILE,
-                WIDTH, EXTRA, STAGES, SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                i, done, high, _anew(place, _EDGE), i == count - 1, q_tiles, q_more, k_tiles,
+                k_more, v_tiles, q_empty, k_full, k_empty, v_full, v_empty, acc, pairs, m, l,
+                factor, soft_cap, query, reach, kv_len, window, chunk, lookback, range_first,
+                range_last, True, DTYPE, KV_TILE, WIDTH, EXTRA, Q_STAGES, STAGES, SOFT_CAP, CAUSAL,
+                WINDOW, CHUNK, RANGES, CLAMP,
             )  # fmt: skip
         for i in range(inner, outer):
             acc, pairs, m, l = _step(
-                i, done, high, _anew(place, _INNER), q_tiles, q_more, k_tiles, k_more, v_tiles,
-                k_full, k_empty, v_full, v_empty, acc, pairs, m, l, factor, soft_cap, query, reach,
-                kv_len, window, chunk, lookback, range_first, range_last, False, DTYPE,
-                KV_TILE, WIDTH, EXTRA, STAGES, SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                i, done, high, _anew(place, _INNER), i == count - 1, q_tiles, q_more, k_tiles,
+                k_more, v_tiles, q_empty, k_full, k_empty, v_full, v_empty, acc, pairs, m, l,
+                factor, soft_cap, query, reach, kv_len, window, chunk, lookback, range_first,
+                range_last, False, DTYPE, KV_TILE, WIDTH, EXTRA, Q_STAGES, STAGES, SOFT_CAP, CAUSAL,
+                WINDOW, CHUNK, RANGES, CLAMP,
             )  # fmt: skip
         if WINDOW or CHUNK:
             for i in range(outer, count):
                 acc, pairs, m, l = _step(
-                    i, done, high, _anew(place, _FAR), q_tiles, q_more, k_tiles, k_more, v_tiles,
-                    k_full, k_empty, v_full, v_empty, acc, pairs, m, l, factor, soft_cap, query,
-                    reach, kv_len, window, chunk, lookback, range_first, range_last, True, DTYPE,
-                    KV_TILE, WIDTH, EXTRA, STAGES, SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                    i, done, high, _anew(place, _FAR), i == count - 1, q_tiles, q_more, k_tiles,
+                    k_more, v_tiles, q_empty, k_full, k_empty, v_full, v_empty, acc, pairs, m, l,
+                    factor, soft_cap, query, reach, kv_len, window, chunk, lookback, range_first,
+                    range_last, True, DTYPE, KV_TILE, WIDTH, EXTRA, Q_STAGES, STAGES, SOFT_CAP,
+                    CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
                 )  # fmt: skip
-        mbarrier.arrive(q_empty.index(turn % Q_STAGES), count=1)
+        if Q_STAGES > 1:
+            mbarrier.arrive(q_empty.index(turn % Q_STAGES), count=1)
         weights = _unpack(pairs, DTYPE, KV_TILE, gl.DotOperandLayout(0, OUTPUT, 2))
         done += count
         before = done - 1
@@ -466,6 +477,8 @@ def consume(
         )
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_empty.index(done % STAGES), count=1, pred=high > 0)
+        if Q_STAGES == 1:
+            mbarrier.arrive(q_empty.index(0), count=1, pred=(high > 0) & (high - low == 1))
         pairs, m, l = _first_weights(
             scores, high, position, left, kv_len, causal, req, ranges_ptr, num_ranges, factor,
             soft_cap, window, chunk, lookback, DTYPE, KV_TILE, PACKED, SOFT_CAP, CAUSAL, WINDOW,
