@@ -78,45 +78,41 @@ def _values(v, HALF: gl.constexpr, RIGHT: gl.constexpr, E4M3: gl.constexpr):
 
 
 @gluon.jit
-def _narrow_tile(
-    tile, turn, m, l, even0, odd0, even1, odd1, q_left, q_right, q_rope, k_left, k_right, k_rope,
-    v_left, v_right, left_rows, right_rows, exchange, turned, full, empty, factor, limit, all_high,
-    kv_len, TILE: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr, E4M3: gl.constexpr,
+def _scores_of(
+    piece, n, q_left, q_right, q_rope, k_left, k_right, k_rope, full, limit, all_high,
+    OUTPUT: gl.constexpr, PIECE: gl.constexpr, STAGES: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: scores, online softmax, output. ``l`` is summed up by thread; of either
-    half of the output, even and odd columns are apart, or of 16 bits one and the other half.
-    """
-    OUTPUT: gl.constexpr = even0.type.layout
-    HALF: gl.constexpr = even0.shape[1]
+    """Scores of a piece of the keys, the ``n``-th that the program sees."""
     K_WIDTH: gl.constexpr = 4 if E4M3 else 2
-    BOXES: gl.constexpr = 2 if E4M3 else 4
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, OUTPUT, 2)
-    stage = turn % STAGES
-    mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
-    scores = gl.zeros([16, TILE], gl.float32, OUTPUT)
+    stage = n % STAGES
+    mbarrier.wait(full.index(stage), (n // STAGES) & 1)
+    scores = gl.zeros([16, PIECE], gl.float32, OUTPUT)
     scores = _scored(q_rope, k_rope.index(stage), scores, K_WIDTH)
     scores = _scored(q_left, k_left.index(stage), scores, K_WIDTH)
     # Apart: of one sum every product would wait for the one before it.
-    others = gl.zeros([16, TILE], gl.float32, OUTPUT)
+    others = gl.zeros([16, PIECE], gl.float32, OUTPUT)
     scores += _scored(q_right, k_right.index(stage), others, K_WIDTH)
-    if (tile + 1) * TILE > all_high:
-        key = tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, OUTPUT))
+    if (piece + 1) * PIECE > all_high:
+        key = piece * PIECE + gl.arange(0, PIECE, layout=gl.SliceLayout(0, OUTPUT))
         scores = gl.where(key[None, :] < limit[:, None], scores, float("-inf"))
-    top = gl.maximum(m, _row_maximum(scores, exchange))
-    # A row may see nothing so far.
-    base = gl.where(top == float("-inf"), 0.0, top)
-    # Not the difference of products, whose rounding error is large where scores are.
-    weights = gl.exp2((scores - base[:, None]) * factor[:, None])
-    shrink = gl.exp2((m - base) * factor)
-    own = gl.convert_layout(shrink, gl.SliceLayout(1, l.type.layout))
-    l = gl.fma(l, own[:, None].broadcast_to(16, l.shape[1]), _sum_of_own(weights))
-    turned.store(weights.to(turned.dtype))
-    left = turned.load(gl.DotOperandLayout(0, OUTPUT, 2))
-    shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
-    live = kv_len - tile * TILE
-    if (live < TILE) & (live % RUN != 0):
-        _clear_tail(left_rows, stage, live, BOXES, TILE, RUN)
-        _clear_tail(right_rows, stage, live, BOXES, TILE, RUN)
+    return scores
+
+
+@gluon.jit
+def _add_values(
+    piece, n, left, shrink, even0, odd0, even1, odd1, v_left, v_right, left_rows, right_rows, empty,
+    kv_len, PIECE: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr, E4M3: gl.constexpr,
+):  # fmt: skip
+    """The output with a piece's values, weighted; the piece is given back."""
+    HALF: gl.constexpr = even0.shape[1]
+    BOXES: gl.constexpr = 2 if E4M3 else 4
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, even0.type.layout, 2)
+    stage = n % STAGES
+    live = kv_len - piece * PIECE
+    # A piece behind the last key is zeros.
+    if (live > 0) & (live < PIECE) & (live % RUN != 0):
+        _clear_tail(left_rows, stage, live, BOXES, PIECE, RUN)
+        _clear_tail(right_rows, stage, live, BOXES, PIECE, RUN)
         # Before other threads read them, and TMA overwrites them.
         fence_async_shared()
         thread_barrier()
@@ -124,11 +120,64 @@ def _narrow_tile(
     even0 = mma_v2(left, low, even0 * shrink)
     odd0 = mma_v2(left, high, odd0 * shrink)
     low, high = _values(v_right.index(stage), HALF, RIGHT, E4M3)
-    # All warps have read the tile.
+    # All warps have read the piece.
     thread_barrier()
     mbarrier.arrive(empty.index(stage), count=1)
     even1 = mma_v2(left, low, even1 * shrink)
     odd1 = mma_v2(left, high, odd1 * shrink)
+    return even0, odd0, even1, odd1
+
+
+@gluon.jit
+def _narrow_tile(
+    tile, turn, m, l, even0, odd0, even1, odd1, q_left, q_right, q_rope, k_left, k_right, k_rope,
+    v_left, v_right, left_rows, right_rows, exchange, turned, turned_too, full, empty, factor,
+    limit, all_high, kv_len, PIECE: gl.constexpr, PIECES: gl.constexpr, RUN: gl.constexpr,
+    STAGES: gl.constexpr, E4M3: gl.constexpr,
+):  # fmt: skip
+    """One tile of keys, in one piece or two: scores, online softmax, output. ``l`` is summed up by
+    thread; of either half of the output, even and odd columns are apart, or of 16 bits one and the
+    other half.
+    """
+    OUTPUT: gl.constexpr = even0.type.layout
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
+    piece = tile * PIECES
+    n = turn * PIECES
+    scores = _scores_of(
+        piece, n, q_left, q_right, q_rope, k_left, k_right, k_rope, full, limit, all_high, OUTPUT,
+        PIECE, STAGES, E4M3,
+    )  # fmt: skip
+    others = scores
+    if PIECES == 2:
+        others = _scores_of(
+            piece + 1, n + 1, q_left, q_right, q_rope, k_left, k_right, k_rope, full, limit,
+            all_high, OUTPUT, PIECE, STAGES, E4M3,
+        )  # fmt: skip
+    top = gl.maximum(m, _row_maximum(gl.maximum(scores, others), exchange))
+    # A row may see nothing so far.
+    base = gl.where(top == float("-inf"), 0.0, top)
+    # Not the difference of products, whose rounding error is large where scores are.
+    weights = gl.exp2((scores - base[:, None]) * factor[:, None])
+    shrink = gl.exp2((m - base) * factor)
+    own = gl.convert_layout(shrink, gl.SliceLayout(1, l.type.layout))
+    own = own[:, None].broadcast_to(16, l.shape[1])
+    l = gl.fma(l, own, _sum_of_own(weights))
+    turned.store(weights.to(turned.dtype))
+    if PIECES == 2:
+        weights = gl.exp2((others - base[:, None]) * factor[:, None])
+        l += _sum_of_own(weights)
+        turned_too.store(weights.to(turned.dtype))
+    left = turned.load(LEFT)
+    shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
+    even0, odd0, even1, odd1 = _add_values(
+        piece, n, left, shrink, even0, odd0, even1, odd1, v_left, v_right, left_rows, right_rows,
+        empty, kv_len, PIECE, RUN, STAGES, E4M3,
+    )  # fmt: skip
+    if PIECES == 2:
+        even0, odd0, even1, odd1 = _add_values(
+            piece + 1, n + 1, turned_too.load(LEFT), 1.0, even0, odd0, even1, odd1, v_left, v_right,
+            left_rows, right_rows, empty, kv_len, PIECE, RUN, STAGES, E4M3,
+        )  # fmt: skip
     return top, l, even0, odd0, even1, odd1
 
 
@@ -216,14 +265,14 @@ def _joined(even0, odd0, even1, odd1, E4M3: gl.constexpr):
 @gluon.jit
 def consume_narrow(
     query_ptr, q_left, q_right, q_rope, k_left, k_right, k_rope, v_left, v_right, left_rows,
-    right_rows, exchange, turned, full, empty, out_ptr, lse_ptr, k_scale_ptr, rows_ptr, total_ptr,
-    starts_ptr, shares_ptr, counters_ptr, states_ptr, sums_ptr, factor, groups, HEADS: gl.constexpr,
-    HEAD_LOOPS: gl.constexpr, GROUP: gl.constexpr, TILE_HEADS: gl.constexpr,
+    right_rows, exchange, turned, turned_too, full, empty, out_ptr, lse_ptr, k_scale_ptr, rows_ptr,
+    total_ptr, starts_ptr, shares_ptr, counters_ptr, states_ptr, sums_ptr, factor, groups,
+    HEADS: gl.constexpr, HEAD_LOOPS: gl.constexpr, GROUP: gl.constexpr, TILE_HEADS: gl.constexpr,
     QUERY_TOKENS: gl.constexpr, SLOTS: gl.constexpr, BUNDLES: gl.constexpr, AREA: gl.constexpr,
-    SEGMENT_UNIT: gl.constexpr, TILE: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr,
-    QUERY_TOKEN: gl.constexpr, QUERY_HEAD: gl.constexpr, OUT_TOKEN: gl.constexpr,
-    OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr, FINISH_ROWS: gl.constexpr,
-    FINISH_WIDTH: gl.constexpr, LSE: gl.constexpr, E4M3: gl.constexpr,
+    SEGMENT_UNIT: gl.constexpr, PIECE: gl.constexpr, PIECES: gl.constexpr, RUN: gl.constexpr,
+    STAGES: gl.constexpr, QUERY_TOKEN: gl.constexpr, QUERY_HEAD: gl.constexpr,
+    OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr,
+    FINISH_ROWS: gl.constexpr, FINISH_WIDTH: gl.constexpr, LSE: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
     """All parts that the program takes."""
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, _WARPS], [16, 8])
@@ -234,8 +283,8 @@ def consume_narrow(
     turn = 0
     for r in range(first_row, past_row):
         end, _, kv_len, first, _, _, _, low, high = part_at(
-            r, mine, fields, begin, rows_ptr, rows_ptr, 0, 0, 1, 0, TILE, SEGMENT_UNIT, 1, False,
-            False, False, False,
+            r, mine, fields, begin, rows_ptr, rows_ptr, 0, 0, 1, 0, PIECE * PIECES, SEGMENT_UNIT, 1,
+            False, False, False, False,
         )  # fmt: skip
         if end > begin:
             in_group = ((r % HEAD_LOOPS) * HEADS + lane) * TILE_HEADS
@@ -269,7 +318,7 @@ def consume_narrow(
             unseen = gl.where(high > low, unseen, seen)
             for s in range(seen, unseen):
                 m = gl.full([16], float("-inf"), gl.float32, SUMS)
-                l = _sum_of_own(gl.zeros([16, TILE], gl.float32, OUTPUT))
+                l = _sum_of_own(gl.zeros([16, PIECE], gl.float32, OUTPUT))
                 even0 = zero
                 odd0 = zero
                 even1 = zero
@@ -280,7 +329,8 @@ def consume_narrow(
                     m, l, even0, odd0, even1, odd1 = _narrow_tile(
                         tile, turn, m, l, even0, odd0, even1, odd1, q_left, q_right, q_rope, k_left,
                         k_right, k_rope, v_left, v_right, left_rows, right_rows, exchange, turned,
-                        full, empty, natural, limit, all_high, kv_len, TILE, RUN, STAGES, E4M3,
+                        turned_too, full, empty, natural, limit, all_high, kv_len, PIECE, PIECES,
+                        RUN, STAGES, E4M3,
                     )  # fmt: skip
                     turn += 1
                 m = gl.convert_layout(m * natural, gl.SliceLayout(1, STATE))
