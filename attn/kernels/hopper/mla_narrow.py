@@ -164,9 +164,7 @@ def hopper_mla_narrow_kernel(
     KEYS: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
     k_left = reinterpret(left_boxes, KEY, [STAGES, PIECE, 256], KEYS)
     k_right = reinterpret(right_boxes, KEY, [STAGES, PIECE, 256], KEYS)
-    k_rope = reinterpret(
-        rope_boxes, KEY, [STAGES, PIECE, 64], gl.NVMMASharedLayout(ROPE, BITS, 2)
-    )
+    k_rope = reinterpret(rope_boxes, KEY, [STAGES, PIECE, 64], gl.NVMMASharedLayout(ROPE, BITS, 2))
     v_left = reinterpret(left_boxes, WORD, [STAGES, PIECE, COLUMNS], VALUES)
     v_right = reinterpret(right_boxes, WORD, [STAGES, PIECE, COLUMNS], VALUES)
     left_rows = reinterpret(left_boxes, gl.int32, [STAGES * BOXES * PIECE, 32], FLAT)

@@ -59,11 +59,11 @@ def _row_maximum(x, exchange):
 
 
 @gluon.jit
-def _scored(q, keys, scores, K_WIDTH: gl.constexpr):
+def _scored(left, keys, scores, K_WIDTH: gl.constexpr):
     """Scores, and those of some more columns: bytes become fp16 on their way."""
     SCORES: gl.constexpr = scores.type.layout
-    keys = keys.permute((1, 0)).load(gl.DotOperandLayout(1, SCORES, K_WIDTH)).to(q.dtype)
-    return mma_v2(q.load(gl.DotOperandLayout(0, SCORES, K_WIDTH)), keys, scores)
+    keys = keys.permute((1, 0)).load(gl.DotOperandLayout(1, SCORES, K_WIDTH)).to(left.dtype)
+    return mma_v2(left, keys, scores)
 
 
 @gluon.jit
@@ -79,21 +79,41 @@ def _values(v, HALF: gl.constexpr, RIGHT: gl.constexpr, E4M3: gl.constexpr):
 
 @gluon.jit
 def _scores_of(
-    piece, n, q_left, q_right, q_rope, k_left, k_right, k_rope, full, limit, all_high,
-    OUTPUT: gl.constexpr, PIECE: gl.constexpr, STAGES: gl.constexpr, E4M3: gl.constexpr,
+    n, q_left, q_right, q_rope, k_left, k_right, k_rope, OUTPUT: gl.constexpr, PIECE: gl.constexpr,
+    PIECES: gl.constexpr, STAGES: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
-    """Scores of a piece of the keys, the ``n``-th that the program sees."""
+    """Scores of the ``n``-th piece of keys that the program sees, and of the next one.
+
+    Queries are read once for both: they are more bytes than keys. Sums of few columns each, since
+    every product of one sum waits for the one before it.
+    """
     K_WIDTH: gl.constexpr = 4 if E4M3 else 2
-    stage = n % STAGES
-    mbarrier.wait(full.index(stage), (n // STAGES) & 1)
-    scores = gl.zeros([16, PIECE], gl.float32, OUTPUT)
-    scores = _scored(q_rope, k_rope.index(stage), scores, K_WIDTH)
-    scores = _scored(q_left, k_left.index(stage), scores, K_WIDTH)
-    # Apart: of one sum every product would wait for the one before it.
-    others = gl.zeros([16, PIECE], gl.float32, OUTPUT)
-    scores += _scored(q_right, k_right.index(stage), others, K_WIDTH)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, K_WIDTH)
+    first = n % STAGES
+    second = (n + 1) % STAGES
+    nothing = gl.zeros([16, PIECE], gl.float32, OUTPUT)
+    q = q_rope.load(LEFT)
+    scores = _scored(q, k_rope.index(first), nothing, K_WIDTH)
+    others = nothing
+    if PIECES == 2:
+        others = _scored(q, k_rope.index(second), nothing, K_WIDTH)
+    q = q_left.load(LEFT)
+    scores = _scored(q, k_left.index(first), scores, K_WIDTH)
+    if PIECES == 2:
+        others = _scored(q, k_left.index(second), others, K_WIDTH)
+    q = q_right.load(LEFT)
+    scores += _scored(q, k_right.index(first), nothing, K_WIDTH)
+    if PIECES == 2:
+        others += _scored(q, k_right.index(second), nothing, K_WIDTH)
+    return scores, others
+
+
+@gluon.jit
+def _seen(scores, piece, limit, all_high, PIECE: gl.constexpr):
+    """Scores of a piece, without those of keys that a row does not see."""
     if (piece + 1) * PIECE > all_high:
-        key = piece * PIECE + gl.arange(0, PIECE, layout=gl.SliceLayout(0, OUTPUT))
+        KEYS: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
+        key = piece * PIECE + gl.arange(0, PIECE, layout=KEYS)
         scores = gl.where(key[None, :] < limit[:, None], scores, float("-inf"))
     return scores
 
@@ -143,17 +163,18 @@ def _narrow_tile(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
     piece = tile * PIECES
     n = turn * PIECES
-    scores = _scores_of(
-        piece, n, q_left, q_right, q_rope, k_left, k_right, k_rope, full, limit, all_high, OUTPUT,
-        PIECE, STAGES, E4M3,
-    )  # fmt: skip
-    others = scores
+    mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1)
     if PIECES == 2:
-        others = _scores_of(
-            piece + 1, n + 1, q_left, q_right, q_rope, k_left, k_right, k_rope, full, limit,
-            all_high, OUTPUT, PIECE, STAGES, E4M3,
-        )  # fmt: skip
-    top = gl.maximum(m, _row_maximum(gl.maximum(scores, others), exchange))
+        mbarrier.wait(full.index((n + 1) % STAGES), ((n + 1) // STAGES) & 1)
+    scores, others = _scores_of(
+        n, q_left, q_right, q_rope, k_left, k_right, k_rope, OUTPUT, PIECE, PIECES, STAGES, E4M3
+    )
+    scores = _seen(scores, piece, limit, all_high, PIECE)
+    highest = scores
+    if PIECES == 2:
+        others = _seen(others, piece + 1, limit, all_high, PIECE)
+        highest = gl.maximum(scores, others)
+    top = gl.maximum(m, _row_maximum(highest, exchange))
     # A row may see nothing so far.
     base = gl.where(top == float("-inf"), 0.0, top)
     # Not the difference of products, whose rounding error is large where scores are.
