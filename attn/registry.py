@@ -42,6 +42,11 @@ ROWS: tuple[BackendRow, ...] = (
         "attn.backends.flashinfer:FlashInferBackend",
         requires=("flashinfer",),
     ),
+    BackendRow(
+        "TRTLLM_MHA",
+        "attn.backends.trtllm_mha:TrtllmMhaBackend",
+        requires=("flashinfer",),
+    ),
     BackendRow("TORCH_REF", "attn.backends.torch_ref:TorchRefBackend"),
     BackendRow("TORCH_REF_MLA", "attn.backends.torch_ref_mla:TorchRefMLABackend"),
     BackendRow(

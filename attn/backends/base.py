@@ -307,6 +307,24 @@ class AttentionBackend(ABC):
         return None
 
     @classmethod
+    def layout_reason(
+        cls, packing: KVPacking, is_padded: bool, device_capability: Any
+    ) -> str | None:
+        """Why the kernels cannot read a dense cache of such a layout; None where they can.
+
+        Args:
+            packing: how K and V of a token lie.
+            is_padded: blocks are further apart than their content is long.
+            device_capability: of the GPU; None without one.
+        """
+        return None
+
+    @classmethod
+    def device_notes(cls, device_capability: Any) -> list[str]:
+        """What the selector says of this backend on a GPU beside its verdict."""
+        return []
+
+    @classmethod
     def validate_configuration(
         cls,
         head_size: int,
