@@ -128,7 +128,6 @@ class Emulator:
         name = kernel or {"xqa": "xqa", "trtllm-gen": "gen_decode"}.get(
             given.get("backend", ""), "auto"
         )
-        need(name != "auto", "the backend is left to FlashInfer")
         if self.mutation is not None:
             self.mutation(name, given)
         self.called.append(name)
@@ -138,6 +137,7 @@ class Emulator:
         """``trtllm_batch_decode_with_kv_cache``."""
         given = self._given(BATCH_DECODE, args, kwargs)
         backend = given.get("backend")
+        need(backend in ("xqa", "trtllm-gen"), f"backend {backend}")
         return self._xqa(given) if backend == "xqa" else self._gen_decode(given)
 
     def _xqa(self, given: dict[str, Any]) -> Tensor:
