@@ -6,6 +6,7 @@ host's query lengths alone split a step; its bounds of the lengths of keys decid
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +22,15 @@ from builders.debug import debug_batch
 from builders.flashinfer_compat import DirectCalls
 from builders.flashinfer_lengths import skipped_pages
 from builders.page_tables import PageTableBuffers
+from builders.paging import compute_slot_mapping
 from builders.trtllm_mha_choice import NAME, KernelRule, Phase, VendorKernel
+from builders.window_pool import translate_blocks, translate_slots
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
 from specs.dtypes import KVQuantMode
 from specs.engine import EngineConfig
 from specs.kv_cache import AnyKVCacheSpec, SlidingWindowSpec
+from specs.sentinels import PAD_SLOT_ID
 
 WORKSPACE_BYTES = 136 << 20
 """Scratch of one kernel family in one phase: 8 MiB of semaphores or counters, then partial states.
@@ -189,10 +193,12 @@ class _PhaseBuffers:
         self.width = cdiv(self.max_kv_len, page)
         self.tables = PageTableBuffers(config.max_num_seqs, self.max_kv_len, page, page, device)
         self.columns = torch.arange(self.width, device=device)
+        self.lens = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=device)
         # Zeroed once, and never given to another kernel: each leaves its counters at zero.
         self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         entries = max(config.max_num_seqs * builder.num_heads, MAX_MULTIPROCESSORS)
         self.counters = torch.zeros(cdiv(entries, 8) * 32, dtype=torch.uint8, device=device)
+        self.slots = self.keyless = torch.empty(0, device=device)
         self.casts_query = fp8 and rule.query_is_fp8
         self.query_name: str | None = None
         if self.casts_query:
@@ -200,11 +206,23 @@ class _PhaseBuffers:
         elif rule.query_is_dense:
             self.query_name = "dense_query"
 
+    def for_a_step(self, builder: TrtllmMhaMetadataBuilder) -> _PhaseBuffers:
+        """The same calls with tables of their own: draft steps are there at once."""
+        own = copy.copy(self)
+        config, page = builder.vllm_config, builder.kv_cache_spec.block_size
+        reqs, device = config.max_num_seqs, builder.device
+        own.tables = PageTableBuffers(reqs, self.max_kv_len, page, page, device)
+        own.lens = torch.zeros_like(self.lens)
+        own.slots = torch.full((reqs,), PAD_SLOT_ID, dtype=torch.int64, device=device)
+        own.keyless = torch.zeros(reqs, 1, 1, dtype=torch.bool, device=device)
+        return own
+
 
 class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
     """Leading rows of one length to the decode kernel, those behind them to the prefill kernel."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    supports_draft_decode_metadata_update = True
     phases: tuple[Phase, ...] = (Phase.PREFILL, Phase.DECODE)
 
     def __init__(
@@ -213,6 +231,8 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         layer_names: Sequence[str],
         vllm_config: EngineConfig,
         device: torch.device | str,
+        *,
+        block_map: torch.Tensor | None = None,
     ) -> None:
         """
         Args:
@@ -220,6 +240,9 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
             layer_names: layers of the group.
             vllm_config: engine limits; ``num_heads`` is needed.
             device: where the records' tensors live.
+            block_map: ``[N]`` int32, device: where the group's layers have a pool of their own, its
+                block of each block of the batch's tables, 0 where it has none. Read by each build,
+                so that the engine may move blocks between steps.
 
         Raises:
             ValueError: a spec, a setting or a device that the kernels do not serve; with every
@@ -236,6 +259,8 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         self.calls = compat.load_calls()
         self._buffers = GraphBuffers(self.device)
         self._masks: dict[int, torch.Tensor] = {}
+        self._drafts: list[_PhaseBuffers] = []
+        self._block_map = block_map
         self._captured = False
         rules = {phase: choice.rule_of(phase, capability) for phase in self.phases}
         self._check_version(rules)
@@ -247,6 +272,8 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
             for phase, rule in rules.items()
             if rule is not None
         }
+        reqs = vllm_config.max_num_seqs + 1
+        self._one_each = torch.arange(reqs, dtype=torch.int32, device=self.device)
         self._declare()
         self._init_reorder_batch_threshold(self._threshold)
 
@@ -280,11 +307,12 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
             shape = tokens, self.num_heads, head_size
             self._buffers.declare(name, shape, dtypes[name])
         for name, extent in (
-            ("decode_lens", config.max_num_seqs),
             ("decode_starts", config.max_num_seqs + 1),
             ("prefill_starts", config.max_num_seqs + 1),
         ):
             self._buffers.declare(name, (extent,), torch.int32)
+        if self._block_map is not None:
+            self._buffers.declare("slots", (tokens,), torch.int64, fill=PAD_SLOT_ID)
         self._buffers.declare("keyless", (tokens, 1, 1), torch.bool)
 
     def build(
@@ -320,12 +348,12 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
                 f"({batch.num_actual_tokens}), got {split.num_tokens}"
             )
         record = TrtllmMhaMetadata(
-            slot_mapping=batch.slot_mapping,
+            slot_mapping=self._slots(batch.slot_mapping),
             num_actual_tokens=split.num_tokens,
             num_reqs=reqs,
             query_start_loc=batch.query_start_loc[: reqs + 1],
             seq_lens=batch.seq_lens[:reqs],
-            block_table=batch.block_table_tensor[:reqs],
+            block_table=self._table(batch.block_table_tensor[:reqs]),
             sliding_window=self.sliding_window,
             split=split,
             decode=None,
@@ -360,8 +388,84 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         # By way of build, which a wrapper may have replaced.
         return self.build(0, batch)
 
+    def update_draft_decode_metadata(self, metadata: TrtllmMhaMetadata) -> None:
+        """Write the tables anew from the record's lengths as they are now; safe to capture.
+
+        Args:
+            metadata: a record of this builder.
+        """
+        self._fill(copy.copy(metadata))
+        if metadata.keyless is not None:
+            self._keyless(metadata)
+
+    def build_draft_steps(
+        self, common_attn_metadata: CommonAttentionMetadata, num_steps: int
+    ) -> list[TrtllmMhaMetadata]:
+        """Records of consecutive draft steps, made before the first of them: step i has one token
+        per request, and i + 1 keys more than the batch.
+
+        Each step has tables of its own, at addresses that a graph may keep. A request that would
+        outgrow the model or its table becomes padding: no keys, slot -1.
+
+        Args:
+            common_attn_metadata: the batch, whose keys are all written.
+            num_steps: of the draft model.
+        """
+        batch, page = common_attn_metadata, self.kv_cache_spec.block_size
+        reqs, table = batch.num_reqs, batch.block_table_tensor[: batch.num_reqs]
+        room = min(self.vllm_config.max_model_len, table.shape[1] * page)
+        starts = self._one_each[: reqs + 1]
+        is_live = batch.query_start_loc[: reqs + 1].diff() > 0
+        own_table, records = self._table(table), []
+        for step in range(num_steps):
+            own = self._draft_buffers(step)
+            lens = batch.seq_lens[:reqs] + (step + 1)
+            lens = torch.where(is_live & (lens <= room) & (lens > step + 1), lens, 0)
+            slots = compute_slot_mapping(table, starts, lens, reqs, page)
+            if self._block_map is not None:
+                slots = translate_slots(slots, self._block_map, page)
+            own.slots[:reqs] = slots
+            torch.eq(lens[:, None, None], 0, out=own.keyless[:reqs])
+            record = TrtllmMhaMetadata(
+                slot_mapping=own.slots[:reqs],
+                num_actual_tokens=reqs,
+                num_reqs=reqs,
+                query_start_loc=starts,
+                seq_lens=lens.to(torch.int32),
+                block_table=own_table,
+                sliding_window=self.sliding_window,
+                split=split_step([1] * reqs, self._threshold, own.rule.ragged),
+                decode=None,
+                prefill=None,
+                keyless=own.keyless[:reqs],
+            )
+            record.decode = self._decode(record, own)
+            records.append(record)
+        return records
+
+    def _draft_buffers(self, step: int) -> _PhaseBuffers:
+        while len(self._drafts) <= step:
+            self._drafts.append(self._phases[Phase.DECODE].for_a_step(self))
+        return self._drafts[step]
+
+    def _table(self, block_table: torch.Tensor) -> torch.Tensor:
+        """The batch's table, in blocks of the group's own pool where it has one."""
+        return (
+            block_table
+            if self._block_map is None
+            else translate_blocks(block_table, self._block_map)
+        )
+
+    def _slots(self, slot_mapping: torch.Tensor) -> torch.Tensor:
+        """Likewise; in a buffer, since a graph writes the cache by it."""
+        if self._block_map is None:
+            return slot_mapping
+        page = self.kv_cache_spec.block_size
+        return self._buffers.write("slots", translate_slots(slot_mapping, self._block_map, page))
+
     def _set_block_table(self, metadata: TrtllmMhaMetadata, block_table: torch.Tensor) -> None:
-        metadata.block_table = block_table[: metadata.num_reqs]
+        metadata.block_table = self._table(block_table[: metadata.num_reqs])
+        metadata.slot_mapping = self._slots(metadata.slot_mapping)
         metadata.sliding_window = self.sliding_window
         self._fill(metadata)
 
@@ -376,13 +480,13 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         split = record.split
         record.decode = record.prefill = None
         if split.decode_rows or (self._captured and split.num_tokens == 0):
-            record.decode = self._decode(record)
+            record.decode = self._decode(record, self._phases[Phase.DECODE])
         if split.max_prefill_len:
             record.prefill = self._prefill(record)
 
-    def _decode(self, record: TrtllmMhaMetadata) -> DecodeRows | None:
+    def _decode(self, record: TrtllmMhaMetadata, own: _PhaseBuffers) -> DecodeRows | None:
         """Padding behind the decodes is written too: a graph's replay may count it among them."""
-        split, own = record.split, self._phases[Phase.DECODE]
+        split = record.split
         live, length = len(split.decode_rows), split.decode_query_len
         listed = record.block_table, record.seq_lens, record.query_start_loc
         if split.decode_rows == tuple(range(live)):
@@ -394,7 +498,7 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
             starts = torch.cat([ends.new_zeros(1), ends])
             listed = listed[0][chosen], listed[1][chosen], starts
         filled = own.tables.fill(*self._visible(own, *listed))
-        lens = self._buffers.view("decode_lens", len(filled.kv_lens))
+        lens = own.lens[: len(filled.kv_lens)]
         query_starts = None
         if split.is_ragged:
             query_starts = self._buffers.write("decode_starts", listed[2])[: live + 1]

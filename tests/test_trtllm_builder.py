@@ -16,6 +16,7 @@ from attn.registry import AttentionBackendEnum
 from attn.selector import explain, select
 from builders import flashinfer_compat as compat
 from builders.common import CommonAttentionMetadata
+from builders.drafting import advance
 from builders.trtllm_mha import TrtllmMhaMetadataBuilder, causal_mask, split_step
 from builders.trtllm_mha_choice import Phase, VendorKernel, missing_reason, rule_of
 from specs.attention import AttentionCGSupport, AttentionSelectorConfig
@@ -575,3 +576,110 @@ def test_a_window_beside_full_pages_is_refused_where_xqa_misplaces_it() -> None:
                 continue
             with pytest.raises(NotImplementedError, match=r"sliding_window 20 of rows of 4 tokens"):
                 attend(impl, SPEC, lens, record=record)
+
+
+# -- Draft steps.
+
+
+def same_calls(one: Any, other: Any) -> bool:
+    """Two records give their decode kernel the same."""
+    parts = one.decode, other.decode
+    return all(
+        torch.equal(getattr(parts[0], name), getattr(parts[1], name))
+        for name in ("pages", "kv_lens")
+    ) and torch.equal(one.slot_mapping, other.slot_mapping)
+
+
+DRAFTED = ([3, 1, 0, 2], [40, 510, 0, 33])
+"""One request is at the end of the model's length after two steps; one is padding."""
+
+
+def drafted_batch() -> CommonAttentionMetadata:
+    table = 1 + torch.randperm(4 * 32, dtype=torch.int32).view(4, 32)
+    return CommonAttentionMetadata.from_lengths(*DRAFTED, table, P)
+
+
+@pytest.mark.parametrize("spec", [SPEC, window_spec()], ids=["full", "window"])
+@pytest.mark.parametrize("device", [H200, B200])
+def test_draft_steps_made_at_once_are_those_made_one_by_one(device: Device, spec: Any) -> None:
+    batch = drafted_batch()
+    with emulated(device):
+        builder = builder_of(spec, speculative=VERIFY)
+        steps = builder.build_draft_steps(batch, 4)
+        advanced = batch
+        for step in steps:
+            advanced = advance(advanced, P, CONFIG.max_model_len)
+            alone = builder_of(spec, speculative=VERIFY).build_for_drafting(advanced, 0)
+            assert same_calls(step, alone)
+            assert torch.equal(step.seq_lens, advanced.seq_lens)
+            assert step.keyless is not None
+            assert alone.keyless is not None
+            assert torch.equal(step.keyless, alone.keyless)
+    lens = [step.seq_lens.tolist() for step in steps]
+    assert lens[0] == [41, 511, 0, 34]
+    assert lens[3] == [44, 0, 0, 37]
+
+
+def test_draft_steps_are_rewritten_in_place() -> None:
+    with emulated(H200):
+        builder = builder_of(speculative=VERIFY)
+        first = builder.build_draft_steps(drafted_batch(), 2)
+        pages = [step.decode.pages.data_ptr() for step in first if step.decode is not None]
+        again = builder.build_draft_steps(batch_of([1, 1, 1, 1], [9, 9, 9, 9]), 2)
+    assert len(set(pages)) == 2
+    assert [step.decode.pages.data_ptr() for step in again if step.decode is not None] == pages
+    for step, length in zip(first, (10, 11), strict=True):
+        assert step.decode is not None
+        assert step.decode.kv_lens.tolist() == [length] * 4
+        assert not step.keyless.any() if step.keyless is not None else False
+
+
+def test_a_draft_record_is_brought_up_to_date_from_its_own_tensors() -> None:
+    batch = batch_of([1, 1], [30, 40])
+    with emulated(H200):
+        builder = builder_of(speculative=VERIFY)
+        record = builder.build_for_drafting(batch, 0)
+        batch.seq_lens.copy_(torch.tensor([31, 0], dtype=torch.int32))
+        decode = record.decode
+        builder.update_draft_decode_metadata(record)
+    assert builder.supports_draft_decode_metadata_update
+    assert record.decode is decode
+    assert decode is not None
+    assert decode.kv_lens.tolist() == [31, 1]
+    assert record.keyless is not None
+    assert record.keyless.flatten().tolist() == [False, True]
+
+
+# -- Window layers with a pool of their own.
+
+
+def test_a_pool_of_its_own_gives_tables_and_slots_of_that_pool() -> None:
+    batch = batch_of([1, 1, 30], [100, 47, 30])
+    block_map = torch.randperm(64).int()
+    block_map[0] = 0
+    # The engine has given up what lies before the window.
+    gone = batch.block_table_tensor[0, :4].long()
+    pool = block_map.clone()
+    pool[gone] = 0
+    table = block_map[batch.block_table_tensor.long()]
+    direct = batch.replace(
+        block_table_tensor=table,
+        slot_mapping=block_map[batch.slot_mapping // P].long() * P + batch.slot_mapping % P,
+    )
+    with emulated(H200):
+        own = TrtllmMhaMetadataBuilder(window_spec(), [], CONFIG, "cpu", block_map=pool)
+        record = own.build(0, batch)
+        expected = builder_of(window_spec()).build(0, direct)
+        assert same_calls(record, expected)
+        assert record.prefill is not None
+        assert expected.prefill is not None
+        assert torch.equal(record.prefill.pages, expected.prefill.pages)
+        address = record.slot_mapping.data_ptr()
+        # Blocks move between steps; a graph finds the slots where they were.
+        pool.copy_(pool.roll(1))
+        assert own.build(0, batch).slot_mapping.data_ptr() == address
+        other = own.update_block_table(record, batch.block_table_tensor, batch.slot_mapping)
+        assert torch.equal(other.slot_mapping, own.build(0, batch).slot_mapping)
+        steps = own.build_draft_steps(batch, 1)
+    blocks = batch.block_table_tensor[0, 100 // P]
+    assert steps[0].slot_mapping[0] == int(pool[int(blocks)]) * P + 100 % P
