@@ -520,7 +520,11 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
 
     def _prefill(self, record: TrtllmMhaMetadata) -> PrefillRows:
         split, own = record.split, self._phases.get(Phase.PREFILL)
-        assert own is not None
+        if own is None:
+            raise ValueError(
+                f"query_start_loc_cpu must give every request 1 to {self._threshold} tokens where "
+                f"{NAME} takes decodes alone, got one of {split.max_prefill_len}"
+            )
         first = split.num_decode_tokens
         behind = split.decode_rows[-1] + 1 if split.decode_rows else 0
         table, kv_lens = record.block_table[behind:], record.seq_lens[behind:]

@@ -164,10 +164,12 @@ def missing_reason(phase: Phase, capability: ComputeCapability | None) -> str:
     return f"no {phase.value} kernel for compute capability {has}: {needed}"
 
 
-def phase_notes(capability: ComputeCapability) -> list[str]:
+def phase_notes(
+    capability: ComputeCapability, phases: tuple[Phase, ...] = tuple(Phase)
+) -> list[str]:
     """Which kernel takes each phase on a GPU, and why the others of the phase do not."""
     notes = []
-    for phase in Phase:
+    for phase in phases:
         rule = rule_of(phase, capability)
         if rule is None:
             notes.append(missing_reason(phase, capability))

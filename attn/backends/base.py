@@ -307,6 +307,15 @@ class AttentionBackend(ABC):
         return None
 
     @classmethod
+    def for_phase(cls, phase: str) -> type[AttentionBackend] | None:
+        """The backend where another takes the rest of a step's rows; None where it cannot.
+
+        Args:
+            phase: ``prefill`` (rows of any length), or ``decode`` (one token, or a verify's).
+        """
+        return None if cls.capabilities.is_mla else cls
+
+    @classmethod
     def layout_reason(
         cls, packing: KVPacking, is_padded: bool, device_capability: Any
     ) -> str | None:

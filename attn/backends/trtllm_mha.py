@@ -13,6 +13,8 @@ from builders.trtllm_mha_choice import (
     CACHE_DTYPES,
     CAPABILITIES,
     HEAD_SIZES,
+    MODEL_DTYPES,
+    RULES,
     Phase,
     layer_reasons,
     phase_notes,
@@ -45,6 +47,36 @@ class TrtllmMhaBackend(AttentionBackend):
     def unavailable_reason(cls) -> str | None:
         """Why FlashInfer cannot be imported, or cannot compile its kernels, on this machine."""
         return compat.unavailable_reason(compat.load_calls)
+
+    @classmethod
+    def for_phase(cls, phase: str) -> type[AttentionBackend] | None:
+        """With what the phase's kernels ask alone: XQA takes fp16, and any layout."""
+        wanted = (Phase(phase),)
+        builder_cls: Any = type(
+            f"TrtllmMha{phase.title()}Builder", (TrtllmMhaMetadataBuilder,), {"phases": wanted}
+        )
+        served = {
+            dtype
+            for rule in RULES
+            if rule.phase is wanted[0]
+            for dtype in MODEL_DTYPES
+            if dtype in rule.model_dtypes
+        }
+
+        class OfPhase(cls):  # type: ignore[valid-type, misc]
+            """One phase of TRTLLM_MHA."""
+
+            capabilities = cls.capabilities.replace(
+                dtypes=tuple(DType.parse(dtype) for dtype in MODEL_DTYPES if dtype in served)
+            )
+            phases = wanted
+
+            @staticmethod
+            def get_builder_cls() -> type[TrtllmMhaMetadataBuilder]:
+                """The builder of the phase."""
+                return builder_cls  # type: ignore[no-any-return]
+
+        return OfPhase
 
     @classmethod
     def supports_combination(
@@ -100,7 +132,7 @@ class TrtllmMhaBackend(AttentionBackend):
         """Which kernel takes each phase there, and which do not."""
         if device_capability is None:
             return []
-        return phase_notes(ComputeCapability.model_validate(device_capability))
+        return phase_notes(ComputeCapability.model_validate(device_capability), cls.phases)
 
     @staticmethod
     def get_name() -> str:
