@@ -311,3 +311,15 @@ def test_rows_of_a_batch_start_at_0() -> None:
     assert torch.equal(own.slot_mapping, batch.slot_mapping[1:])
     assert (own.num_reqs, own.num_actual_tokens, own.max_query_len) == (2, 13, 9)
     assert batch.query_start_loc.tolist() == [0, 1, 5, 14]
+
+
+def test_decodes_are_captured_by_the_decode_builder() -> None:
+    table = 1 + torch.arange(16, dtype=torch.int32).view(2, 8)
+    batch = CommonAttentionMetadata.from_lengths([1, 1], [41, 7], table, 16)
+    with emulated(H200, NEW):
+        builder = MIXED.get_builder_cls()(SPEC, [], CONFIG, "cpu")
+        level = builder.get_cudagraph_support(CONFIG, SPEC)
+        record = builder.build_for_cudagraph_capture(batch)
+    assert level is AttentionCGSupport.UNIFORM_BATCH
+    assert record.prefill is None
+    assert record.decode.decode.kv_lens.tolist() == [41, 7]

@@ -18,7 +18,14 @@ from builders import flashinfer_compat as compat
 from builders.common import CommonAttentionMetadata
 from builders.drafting import advance
 from builders.trtllm_mha import TrtllmMhaMetadataBuilder, causal_mask, split_step
-from builders.trtllm_mha_choice import Phase, VendorKernel, missing_reason, rule_of
+from builders.trtllm_mha_choice import (
+    Phase,
+    VendorKernel,
+    capability_of,
+    missing_reason,
+    phase_notes,
+    rule_of,
+)
 from specs.attention import AttentionCGSupport, AttentionSelectorConfig
 from specs.devices import KNOWN_DEVICES, ComputeCapability, Device
 from specs.dtypes import CacheDType, DType
@@ -683,3 +690,39 @@ def test_a_pool_of_its_own_gives_tables_and_slots_of_that_pool() -> None:
         steps = own.build_draft_steps(batch, 1)
     blocks = batch.block_table_tensor[0, 100 // P]
     assert steps[0].slot_mapping[0] == int(pool[int(blocks)]) * P + 100 % P
+
+
+# -- What is known of a device.
+
+
+def test_the_capability_is_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert capability_of(torch.device("cpu")) is None
+    assert str(capability_of(torch.device("cuda", 0))) == "9.0"
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert capability_of(torch.device("cuda", 0)) is None
+
+
+def test_notes_name_phases_without_a_kernel() -> None:
+    notes = phase_notes(ComputeCapability.model_validate("8.0"))
+    assert [note.split(" for ")[0] for note in notes] == ["no prefill kernel", "no decode kernel"]
+
+
+def test_without_a_host_bound_rows_are_taken_to_have_keys() -> None:
+    with emulated(H200):
+        builder = builder_of()
+        batch = batch_of([1, 1], [30, 1])
+        assert builder.build(0, batch.replace(seq_lens_cpu_upper_bound=None)).keyless is None
+        bound = torch.tensor([30, 0], dtype=torch.int32)
+        assert builder.build(0, batch.replace(seq_lens_cpu_upper_bound=bound)).keyless is not None
+
+
+def test_a_builder_of_prefills_alone_has_no_decodes() -> None:
+    backend = TrtllmMhaBackend.for_phase("prefill")
+    assert backend is not None
+    with emulated(H200):
+        builder = backend.get_builder_cls()(SPEC, [], CONFIG, "cpu")
+        record = builder.build(0, batch_of([1, 9], [30, 30]))
+    assert record.decode is None
+    assert record.prefill.num_tokens == 10
