@@ -231,8 +231,6 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         layer_names: Sequence[str],
         vllm_config: EngineConfig,
         device: torch.device | str,
-        *,
-        block_map: torch.Tensor | None = None,
     ) -> None:
         """
         Args:
@@ -240,9 +238,6 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
             layer_names: layers of the group.
             vllm_config: engine limits; ``num_heads`` is needed.
             device: where the records' tensors live.
-            block_map: ``[N]`` int32, device: where the group's layers have a pool of their own, its
-                block of each block of the batch's tables, 0 where it has none. Read by each build,
-                so that the engine may move blocks between steps.
 
         Raises:
             ValueError: a spec, a setting or a device that the kernels do not serve; with every
@@ -260,7 +255,7 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         self._buffers = GraphBuffers(self.device)
         self._masks: dict[int, torch.Tensor] = {}
         self._drafts: list[_PhaseBuffers] = []
-        self._block_map = block_map
+        self._block_map: torch.Tensor | None = None
         self._captured = False
         rules = {phase: choice.rule_of(phase, capability) for phase in self.phases}
         self._check_version(rules)
@@ -311,9 +306,18 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
             ("prefill_starts", config.max_num_seqs + 1),
         ):
             self._buffers.declare(name, (extent,), torch.int32)
-        if self._block_map is not None:
-            self._buffers.declare("slots", (tokens,), torch.int64, fill=PAD_SLOT_ID)
         self._buffers.declare("keyless", (tokens, 1, 1), torch.bool)
+
+    def use_pool(self, block_map: torch.Tensor) -> None:
+        """Say that the group's layers have a pool of their own, before the first build.
+
+        Args:
+            block_map: ``[N]`` int32, device: the pool's block of each block of the batches' tables,
+                0 where it has none. Each build reads it, so that blocks may move between steps.
+        """
+        tokens = self.vllm_config.max_num_batched_tokens
+        self._buffers.declare("slots", (tokens,), torch.int64, fill=PAD_SLOT_ID)
+        self._block_map = block_map
 
     def build(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from attn.impls.trtllm_mha import TrtllmMhaImpl
 from attn.registry import AttentionBackendEnum
 from attn.selector import explain, select
 from builders import flashinfer_compat as compat
+from builders.base import AttentionMetadataBuilder
 from builders.common import CommonAttentionMetadata
 from builders.drafting import advance
 from builders.trtllm_mha import TrtllmMhaMetadataBuilder, causal_mask, split_step
@@ -32,6 +34,7 @@ from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig, ParallelConfig, SpeculativeConfig
 from specs.kv_cache import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 from specs.layouts import KVOrder, KVPacking
+from tests.builders.test_common import IN_BOTH_VERSIONS, stand_in_for_vllm
 from tests.flashinfer_emulator import MadeOnDevice, OnDevice, on_device
 from tests.trtllm_emulator import NEW, OLD, emulated
 
@@ -674,7 +677,8 @@ def test_a_pool_of_its_own_gives_tables_and_slots_of_that_pool() -> None:
         slot_mapping=block_map[batch.slot_mapping // P].long() * P + batch.slot_mapping % P,
     )
     with emulated(H200):
-        own = TrtllmMhaMetadataBuilder(window_spec(), [], CONFIG, "cpu", block_map=pool)
+        own = builder_of(window_spec())
+        own.use_pool(pool)
         record = own.build(0, batch)
         expected = builder_of(window_spec()).build(0, direct)
         assert same_calls(record, expected)
@@ -726,3 +730,22 @@ def test_a_builder_of_prefills_alone_has_no_decodes() -> None:
         record = builder.build(0, batch_of([1, 9], [30, 30]))
     assert record.decode is None
     assert record.prefill.num_tokens == 10
+
+
+def test_vllms_own_batch_gives_the_same_calls() -> None:
+    batch = batch_of([1, 1, 9], [30, 40, 20])
+    other = stand_in_for_vllm(batch, IN_BOTH_VERSIONS)
+    with emulated(H200):
+        expected = builder_of().build(0, batch)
+        record = builder_of().build(0, other)
+    assert same_calls(record, expected)
+    assert record.split == expected.split
+
+
+def test_the_builder_has_vllms_arguments() -> None:
+    for method in ("__init__", "build", "build_for_cudagraph_capture", "build_for_drafting"):
+        own, base = (
+            list(inspect.signature(getattr(cls, method)).parameters)
+            for cls in (TrtllmMhaMetadataBuilder, AttentionMetadataBuilder)
+        )
+        assert own == base
