@@ -19,11 +19,16 @@ class BackendRow:
     """One backend: its name, where its class is, and what must be installed for it."""
 
     name: str
-    path: str
-    """``package.module:Class`` (or with a dot before the class, as vLLM writes it)."""
+    path: str = ""
+    """``package.module:Class`` (or with a dot before the class, as vLLM writes it); empty for a row
+    that names two others."""
     aliases: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
     """Top-level modules that must be importable."""
+    prefill: str | None = None
+    """Backend of every row that is no decode, for a row that mixes two."""
+    decode: str | None = None
+    """Backend of the decodes, likewise."""
 
 
 ROWS: tuple[BackendRow, ...] = (
@@ -40,6 +45,11 @@ ROWS: tuple[BackendRow, ...] = (
     BackendRow(
         "FLASHINFER",
         "attn.backends.flashinfer:FlashInferBackend",
+        requires=("flashinfer",),
+    ),
+    BackendRow(
+        "TRTLLM_MHA",
+        "attn.backends.trtllm_mha:TrtllmMhaBackend",
         requires=("flashinfer",),
     ),
     BackendRow("TORCH_REF", "attn.backends.torch_ref:TorchRefBackend"),
@@ -63,6 +73,7 @@ class RegisteredBackend:
         """
         self.row = row
         self._override: str | None = None
+        self._mix: tuple[tuple[type[AttentionBackend], ...], type[AttentionBackend]] | None = None
 
     @property
     def name(self) -> str:
@@ -98,7 +109,12 @@ class RegisteredBackend:
         """Modules that this backend needs and that cannot be found; [] when all are there."""
         if self.is_overridden():
             return []
-        return [name for name in self.row.requires if importlib.util.find_spec(name) is None]
+        required = list(self.row.requires)
+        for name in (self.row.prefill, self.row.decode):
+            if name is not None:
+                required += AttentionBackendEnum[name].row.requires
+        unique = dict.fromkeys(required)
+        return [name for name in unique if importlib.util.find_spec(name) is None]
 
     def get_class(self) -> type[AttentionBackend]:
         """Import the backend class.
@@ -111,6 +127,9 @@ class RegisteredBackend:
         missing = self.missing()
         if missing:
             raise MissingDependencyError(missing[0], f"backend {self.name}")
+        phases = self.row.prefill, self.row.decode
+        if phases[0] is not None and phases[1] is not None and not self.is_overridden():
+            return self._mixed(phases[0], phases[1])
         module, name = _split(self.get_path())
         cls = getattr(importlib.import_module(module), name, None)
         if cls is None:
@@ -118,6 +137,15 @@ class RegisteredBackend:
         if not (isinstance(cls, type) and issubclass(cls, AttentionBackend)):
             raise TypeError(f"{self.get_path()} is no AttentionBackend, got {cls!r}")
         return cls
+
+    def _mixed(self, prefill: str, decode: str) -> type[AttentionBackend]:
+        """The class of two others, made once for the classes that are in force."""
+        from attn.backends.mixed import mix
+
+        pair = tuple(AttentionBackendEnum[name].get_class() for name in (prefill, decode))
+        if self._mix is None or self._mix[0] != pair:
+            self._mix = pair, mix(self.name, *pair)
+        return self._mix[1]
 
 
 def _split(path: str) -> tuple[str, str]:
@@ -143,7 +171,8 @@ class BackendRegistry:
         """Register a new name.
 
         Raises:
-            ValueError: a name or alias that is taken or is no identifier.
+            ValueError: a name or alias that is taken or is no identifier; a row that names one
+                phase's backend alone, or one that is not there or is a mix itself.
         """
         names = (row.name, *row.aliases)
         for index, name in enumerate(names):
@@ -151,11 +180,27 @@ class BackendRegistry:
                 raise ValueError(f"backend name must be an identifier, got {name!r}")
             if name in self or name in names[:index]:
                 raise ValueError(f"backend name {name!r} is registered already")
-        _split(row.path)
+        if row.prefill is None and row.decode is None:
+            _split(row.path)
+        else:
+            self._check_mix(row)
         member = RegisteredBackend(row)
         self._members[row.name] = member
         self._aliases.update(dict.fromkeys(row.aliases, row.name))
         return member
+
+    def _check_mix(self, row: BackendRow) -> None:
+        if row.path or row.prefill is None or row.decode is None:
+            raise ValueError(
+                f"backend {row.name!r} must have a path, or both prefill and decode, got "
+                f"path={row.path!r}, prefill={row.prefill!r}, decode={row.decode!r}"
+            )
+        for phase, name in (("prefill", row.prefill), ("decode", row.decode)):
+            if name not in self:
+                known = ", ".join(self._members)
+                raise ValueError(f"{phase} must be a registered backend, got {name!r}: {known}")
+            if self[name].row.prefill is not None:
+                raise ValueError(f"{phase} must be no mix of two backends itself, got {name!r}")
 
     def remove(self, name: str) -> None:
         """Take a name (and its aliases) out again."""
@@ -198,6 +243,31 @@ AttentionBackendEnum = BackendRegistry()
 """The process's registry; named as in vLLM, because it is used in the same way."""
 for _row in ROWS:
     AttentionBackendEnum.add(_row)
+
+
+def register_mix(name: str, *, prefill: str, decode: str) -> type[AttentionBackend]:
+    """Register a backend of two others: decodes by one, every other row by the other. It is used
+    when asked for by name, and never chosen automatically.
+
+    Args:
+        name: new registry name.
+        prefill: backend of every row that is no decode.
+        decode: backend of the decodes.
+
+    Returns:
+        Its class.
+
+    Raises:
+        ValueError: a name that is taken, or backends that are not registered.
+        UnsupportedError: the two cannot share a KV cache; with every reason.
+        MissingDependencyError: one needs a package that is not installed.
+    """
+    member = AttentionBackendEnum.add(BackendRow(name, prefill=prefill, decode=decode))
+    try:
+        return member.get_class()
+    except Exception:
+        AttentionBackendEnum.remove(name)
+        raise
 
 
 def register_backend(

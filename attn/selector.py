@@ -138,6 +138,7 @@ def explain(
         elif eligible and chosen is None:
             verdict, chosen = Verdict.CHOSEN, member.name
             reasons = ["asked for by name" if asked else _rank_reason(member.name, ranked, device)]
+            reasons += member.get_class().device_notes(device.compute_capability)
         elif asked is not None:
             verdict, reasons = Verdict.NOT_ASKED, [f"{asked} was asked for"]
         elif member.name not in ranked:

@@ -252,6 +252,11 @@ class Case:
             return False
         if self.heads.v_size != self.heads.head_size and not backend.capabilities.head_size_v:
             return False
+        if not takes_blocks(backend, self.block_size):
+            return False
+        capability = detect_device().compute_capability
+        if backend.layout_reason(self.packing, self.padded_pages, capability) is not None:
+            return False
         return not refusals(backend, self.selector_config())
 
 
@@ -305,6 +310,14 @@ class LatentCase:
 
 
 AnyCase = Case | LatentCase
+
+
+def takes_blocks(backend: type[AttentionBackend], block_size: int) -> bool:
+    """Blocks are pages of the backend's kernels as they are; an engine may cut others so."""
+    return any(
+        block_size == size if isinstance(size, int) else block_size % size.base == 0
+        for size in backend.get_supported_kernel_block_sizes()
+    )
 
 
 def refusals(backend: type[AttentionBackend], config: AttentionSelectorConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""Signatures of FlashInfer's wrappers as both versions have them, and as an installed one has them.
+"""Signatures of FlashInfer's wrappers and direct calls, of both versions and of an installed one.
 
 ``_`` stands for any default. Reading an installed one imports nothing: FlashInfer's import asks for
 a GPU in some versions.
@@ -83,10 +83,66 @@ SIGNATURES: dict[str, dict[tuple[str, str], str]] = {
     },
 }
 
+BATCH_DECODE, BATCH_CONTEXT, FMHA_V2 = (
+    "trtllm_batch_decode_with_kv_cache",
+    "trtllm_batch_context_with_kv_cache",
+    "trtllm_fmha_v2_prefill",
+)
+FUNCTION_MODULES = {
+    BATCH_DECODE: "decode.py",
+    BATCH_CONTEXT: "prefill.py",
+    FMHA_V2: "prefill.py",
+}
+_BATCH_DECODE = (
+    "query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale=_, "
+    "bmm2_scale=_, window_left=_, out=_, out_dtype=_, o_sf_scale=_, o_sf_vec_size=_, sinks=_, "
+    "kv_layout=_, enable_pdl=_, backend=_, q_len_per_req=_, o_scale=_, mask=_, max_q_len=_, "
+    "cum_seq_lens_q=_, skip_softmax_threshold_scale_factor=_, kv_cache_sf=_, "
+    "uses_shared_paged_kv_idx=_, lse=_, return_lse=_"
+)
+_BATCH_CONTEXT = (
+    "query, kv_cache, workspace_buffer, block_tables, seq_lens, max_q_len, max_kv_len, "
+    "bmm1_scale, bmm2_scale, batch_size, cum_seq_lens_q, cum_seq_lens_kv, window_left=_, out=_, "
+    "out_dtype=_, o_sf_scale=_, o_sf_vec_size=_, kv_layout=_, enable_pdl=_, sinks=_, "
+    "kv_cache_sf=_, skip_softmax_threshold_scale_factor=_, uses_shared_paged_kv_idx=_, causal=_, "
+    "lse=_, return_lse=_"
+)
+_FMHA_V2 = (
+    "qkv, input_layout, workspace_buffer, seq_lens, max_q_len, max_kv_len, bmm1_scale, "
+    "bmm2_scale, batch_size, cum_seq_lens_q, cum_seq_lens_kv, block_tables=_, out=_, out_dtype=_, "
+    "sinks=_, pos_encoding_mode=_, logits_soft_cap_scale=_, mask_mode=_, window_left=_, "
+    "chunked_attention_size=_, save_softmax_stats=_, skip_softmax_threshold_scale_factor=_"
+)
+FUNCTIONS: dict[str, dict[str, str]] = {
+    "0.6.14": {
+        BATCH_DECODE: _BATCH_DECODE,
+        BATCH_CONTEXT: _BATCH_CONTEXT,
+        FMHA_V2: _FMHA_V2,
+    },
+    "0.7.2.post1": {
+        BATCH_DECODE: (
+            f"{_BATCH_DECODE}, bmm1_scale_log2=_, multi_ctas_kv_counter_buffer=_, "
+            "enable_block_sparse_attention=_, cp_world=_, cp_rank=_, causal_seqlens_kv_global=_, "
+            "bf16q_fp8kv_transform_mode=_, request_order=_, request_order_plan=_"
+        ),
+        BATCH_CONTEXT: (
+            f"{_BATCH_CONTEXT}, multi_ctas_kv_counter_buffer=_, use_fp16_softmax=_, "
+            "uses_spcompress=_, backend=_"
+        ),
+        FMHA_V2: _FMHA_V2,
+    },
+}
+
 
 def signature(version: str, cls: str, method: str) -> inspect.Signature:
     """A recorded signature, to bind calls to."""
     text = SIGNATURES[version][cls, method].replace("=_", "=None")
+    return inspect.signature(eval(f"lambda {text}: None"))
+
+
+def function_signature(version: str, name: str) -> inspect.Signature:
+    """A recorded signature of a function, to bind calls to."""
+    text = FUNCTIONS[version][name].replace("=_", "=None")
     return inspect.signature(eval(f"lambda {text}: None"))
 
 
@@ -100,20 +156,38 @@ def installed_version() -> str | None:
 
 def installed_signatures() -> dict[tuple[str, str], str]:
     """The installed FlashInfer's signatures, read from its files, written like those above."""
-    spec = importlib.util.find_spec("flashinfer")
-    assert spec is not None
-    assert spec.origin is not None
     found = {}
     for cls, module in MODULES.items():
-        tree = ast.parse((Path(spec.origin).parent / module).read_text(encoding="utf-8"))
         (body,) = (
-            node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls
+            node.body
+            for node in _parsed(module).body
+            if isinstance(node, ast.ClassDef) and node.name == cls
         )
         # Of overloads the last one counts.
         methods = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
         for name in METHODS:
             found[cls, name] = _written(methods.get(BEHIND.get(name, name), methods[name]).args)
     return found
+
+
+def installed_functions() -> dict[str, str]:
+    """The installed FlashInfer's functions, read from its files, written like those above."""
+    found = {}
+    for name, module in FUNCTION_MODULES.items():
+        body = _parsed(module).body
+        # Of overloads the last one counts.
+        (*_, node) = (
+            node for node in body if isinstance(node, ast.FunctionDef) and node.name == name
+        )
+        found[name] = _written(node.args)
+    return found
+
+
+def _parsed(module: str) -> ast.Module:
+    spec = importlib.util.find_spec("flashinfer")
+    assert spec is not None
+    assert spec.origin is not None
+    return ast.parse((Path(spec.origin).parent / module).read_text(encoding="utf-8"))
 
 
 def _written(arguments: ast.arguments) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from attn.device import detect_device
 from attn.registry import AttentionBackendEnum
 from specs.dtypes import DType
 from specs.layouts import KVOrder, KVPacking
@@ -21,6 +22,7 @@ from tests.cases import (
     cases_for,
     device_for,
     runs_here,
+    takes_blocks,
 )
 from tests.conformance import check_case
 
@@ -60,7 +62,7 @@ def test_cases_cover_what_the_backend_declares(name: str) -> None:
     cases, declared = cases_for(backend), backend.capabilities
     assert {case.dtype for case in cases} == set(declared.dtypes)
     assert {case.cache_dtype for case in cases} == set(declared.kv_cache_dtypes)
-    block_sizes = {size for size in BLOCK_SIZES if backend.supports_block_size(size)}
+    block_sizes = {size for size in BLOCK_SIZES if takes_blocks(backend, size)}
     assert block_sizes <= {case.block_size for case in cases}
     dense = [case for case in cases if isinstance(case, Case)]
     if declared.is_mla:
@@ -76,15 +78,19 @@ def test_cases_cover_what_the_backend_declares(name: str) -> None:
     assert {case.feature.attn_type for case in dense} == set(declared.attn_types)
     batches = {name for name in FEATURES["causal"].batches if runs_here(backend, plain(name))}
     assert batches <= {case.batch.name for case in dense}
+    capability = detect_device().compute_capability
     assert {(case.packing, case.order, case.padded_pages) for case in dense} == {
         (packing, order, padded)
         for packing in KVPacking
         for order in KVOrder
         for padded in (False, True)
+        if backend.layout_reason(packing, padded, capability) is None
     }
-    heads = {one for one in HEADS if backend.supports_head_size(one.head_size)}
+    dtype = declared.dtypes[0]
+    heads = {one for one in HEADS if Case(heads=one, dtype=dtype).is_served_by(backend)}
     assert heads <= {case.heads for case in dense}
-    wanted = {feature.name for feature in FEATURES.values() if Case(feature).is_served_by(backend)}
+    asked = (Case(feature, dtype=dtype) for feature in FEATURES.values())
+    wanted = {case.feature.name for case in asked if case.is_served_by(backend)}
     assert wanted <= {case.feature.name for case in dense}
 
 

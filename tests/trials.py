@@ -540,19 +540,31 @@ class DenseTrial(Trial):
         for request, slots in zip(self.requests, self.written_slots(), strict=True):
             position, rules = request.first_position, request.rules
             expected.append(self._state(request))
+            query = self._read_query(request, record)
             key, value = request.key, request.value
             if lossy:
                 key = stored_rows.quantized(key, cache_dtype, scales[0])
                 value = stored_rows.quantized(value, cache_dtype, scales[1])
-            low.append(low_precision(request.query, key, value, position, rules, self.dtype))
+            low.append(low_precision(query, key, value, position, rules, self.dtype))
             if lossy and self.case.cache_dtype is not CacheDType.AUTO and result.cache_is_right:
                 key, value = (stored.real for stored in self._stored(slots))
-                held = (request.query, key, value, position, rules)
+                held = (query, key, value, position, rules)
                 exact.append(oracle.attention(*held))
                 low_exact.append(low_precision(*held, self.dtype))
         self._judge_states("output", "lse", results, expected, low, result)
         if exact:
             self._judge_states("stored", "stored", results, exact, low_exact, result)
+
+    def _read_query(self, request: Request, record: Any) -> Tensor:
+        """A request's query as its kernel reads it: some take fp8 beside an fp8 cache."""
+        for part in (getattr(record, "decode", None), getattr(record, "prefill", None)):
+            scratch = getattr(part, "query", None)
+            if scratch is None or scratch.dtype is not torch.float8_e4m3fn:
+                continue
+            if 0 <= request.tokens.start - part.first_token < part.num_tokens:
+                scale = self.layer._q_scale.cpu()
+                return stored_rows.quantized(request.query, "fp8", scale)
+        return request.query
 
     def _judge_states(
         self,

@@ -307,6 +307,33 @@ class AttentionBackend(ABC):
         return None
 
     @classmethod
+    def for_phase(cls, phase: str) -> type[AttentionBackend] | None:
+        """The backend where another takes the rest of a step's rows; None where it cannot.
+
+        Args:
+            phase: ``prefill`` (rows of any length), or ``decode`` (one token, or a verify's).
+        """
+        return None if cls.capabilities.is_mla else cls
+
+    @classmethod
+    def layout_reason(
+        cls, packing: KVPacking, is_padded: bool, device_capability: Any
+    ) -> str | None:
+        """Why the kernels cannot read a dense cache of such a layout; None where they can.
+
+        Args:
+            packing: how K and V of a token lie.
+            is_padded: blocks are further apart than their content is long.
+            device_capability: of the GPU; None without one.
+        """
+        return None
+
+    @classmethod
+    def device_notes(cls, device_capability: Any) -> list[str]:
+        """What the selector says of this backend on a GPU beside its verdict."""
+        return []
+
+    @classmethod
     def validate_configuration(
         cls,
         head_size: int,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 
 from attn.impls.base import AttentionLayer
 from attn.impls.dense import DenseImpl
+from attn.impls.host_scales import HostScales
 from attn.ops.cache import rope_and_write_kv, write_kv
 from attn.ops.merge import merge_states
 from builders.debug import debug_read
@@ -48,7 +48,7 @@ class FlashInferImpl(DenseImpl):
             )
         self._is_fp8 = self.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR
         self._planned: LayerSizes | None = None
-        self._scales: dict[str, _ScaleOnHost] = {}
+        self._scales = HostScales(NAME)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Check the model dtype.
@@ -185,22 +185,12 @@ class FlashInferImpl(DenseImpl):
         scales = {"q_scale": self.scale}
         if not self._is_fp8:
             return scales
-        scales["k_scale"] = self._on_host(layer, "_k_scale")
-        v_scale = self._on_host(layer, "_v_scale")
+        scales["k_scale"] = self._scales.of(layer, "_k_scale")
+        v_scale = self._scales.of(layer, "_v_scale")
         # It costs a launch over the output.
         if v_scale != 1.0:
             scales["v_scale"] = v_scale
         return scales
-
-    def _on_host(self, layer: AttentionLayer, name: str) -> float:
-        known = getattr(layer, f"{name}_float", None)
-        if isinstance(known, float):
-            return known
-        scale: torch.Tensor = getattr(layer, name)
-        kept = self._scales.get(name)
-        if kept is None or not kept.is_of(scale):
-            kept = self._scales[name] = _ScaleOnHost(name, scale)
-        return kept.value
 
     def _check_planned(self, sizes: LayerSizes) -> None:
         """The step was planned for layers like this one."""
@@ -217,26 +207,6 @@ class FlashInferImpl(DenseImpl):
                     f"got {own}"
                 )
         self._planned = sizes
-
-
-class _ScaleOnHost:
-    """The value of a device scalar, read once."""
-
-    def __init__(self, name: str, scale: torch.Tensor) -> None:
-        if scale.numel() != 1 or scale.dtype != torch.float32:
-            raise ValueError(
-                f"{name} must be a float32 scalar for {NAME}, got {list(scale.shape)} of "
-                f"{scale.dtype}"
-            )
-        if scale.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise ValueError(f"{name} must be read before a graph is captured: call forward once")
-        self.value = float(scale)
-        self._version = scale._version
-        self._scale = weakref.ref(scale)
-
-    def is_of(self, scale: torch.Tensor) -> bool:
-        """True when it is this tensor's, as it is now."""
-        return self._scale() is scale and self._version == scale._version
 
 
 def _check_rows(

@@ -1,0 +1,150 @@
+"""TRTLLM_MHA: dense attention by FlashInfer's direct calls, each on the GPUs it is made for."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from attn.backends.base import AttentionBackend
+from attn.impls.trtllm_mha import TrtllmMhaImpl
+from builders import flashinfer_compat as compat
+from builders.page_tables import PAGE_SIZES
+from builders.trtllm_mha import TrtllmMhaMetadataBuilder
+from builders.trtllm_mha_choice import (
+    CACHE_DTYPES,
+    CAPABILITIES,
+    HEAD_SIZES,
+    MODEL_DTYPES,
+    RULES,
+    Phase,
+    layer_reasons,
+    phase_notes,
+    rule_of,
+)
+from specs.attention import AttentionCGSupport, BackendCapabilities
+from specs.devices import ComputeCapability, DeviceKind
+from specs.dtypes import CacheDType, DType
+from specs.layouts import KVPacking
+
+
+class TrtllmMhaBackend(AttentionBackend):
+    """Causal decoders, with a window or sinks; the host need not know the lengths of keys."""
+
+    capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(
+        # fmha_v2 has no other; a row that mixes phases may.
+        dtypes=(DType.BFLOAT16,),
+        kv_cache_dtypes=CACHE_DTYPES,
+        block_sizes=PAGE_SIZES,
+        head_sizes=HEAD_SIZES,
+        device_kinds=(DeviceKind.SM90, DeviceKind.SM100, DeviceKind.SM120),
+        compute_capabilities=CAPABILITIES,
+        cudagraph_support=AttentionCGSupport.UNIFORM_BATCH,
+        sink=True,
+        sliding_window=True,
+    )
+    phases: ClassVar[tuple[Phase, ...]] = (Phase.PREFILL, Phase.DECODE)
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        """Why FlashInfer cannot be imported, or cannot compile its kernels, on this machine."""
+        return compat.unavailable_reason(compat.load_calls)
+
+    @classmethod
+    def for_phase(cls, phase: str) -> type[AttentionBackend] | None:
+        """With what the phase's kernels ask alone: XQA takes fp16, and any layout."""
+        wanted = (Phase(phase),)
+        builder_cls: Any = type(
+            f"TrtllmMha{phase.title()}Builder", (TrtllmMhaMetadataBuilder,), {"phases": wanted}
+        )
+        served = {
+            dtype
+            for rule in RULES
+            if rule.phase is wanted[0]
+            for dtype in MODEL_DTYPES
+            if dtype in rule.model_dtypes
+        }
+
+        class OfPhase(cls):  # type: ignore[valid-type, misc]
+            """One phase of TRTLLM_MHA."""
+
+            capabilities = cls.capabilities.replace(
+                dtypes=tuple(DType.parse(dtype) for dtype in MODEL_DTYPES if dtype in served)
+            )
+            phases = wanted
+
+            @staticmethod
+            def get_builder_cls() -> type[TrtllmMhaMetadataBuilder]:
+                """The builder of the phase."""
+                return builder_cls  # type: ignore[no-any-return]
+
+        return OfPhase
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: object,
+        kv_cache_dtype: CacheDType | str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        """Each phase has a kernel for the layer on the GPU: its own head sizes and caches."""
+        try:
+            model, cache = DType.parse(dtype), CacheDType.parse(kv_cache_dtype)
+        except ValueError:
+            return None
+        served = head_size in HEAD_SIZES and model in cls.capabilities.dtypes
+        if not served or cache not in CACHE_DTYPES:
+            return None
+        phases: tuple[Phase, ...] = ()
+        capability = None
+        if device_capability is not None:
+            capability = ComputeCapability.model_validate(device_capability)
+            if cls.supports_compute_capability(capability):
+                phases = cls.phases
+        reasons = layer_reasons(head_size, head_size, model, cache, capability, phases)
+        return "; ".join(reasons) or None
+
+    @classmethod
+    def layout_reason(
+        cls, packing: KVPacking, is_padded: bool, device_capability: Any
+    ) -> str | None:
+        """A kernel that addresses pages by their shape takes dense split ones alone."""
+        if device_capability is None:
+            return None
+        capability = ComputeCapability.model_validate(device_capability)
+        for phase in cls.phases:
+            rule = rule_of(phase, capability)
+            if rule is None or not rule.dense_pages:
+                continue
+            by = f"for {phase.value} by {rule.kernel.value} on compute capability {capability}"
+            if packing is not KVPacking.SPLIT:
+                return f"KV cache must be split {by}, got {packing.value}"
+            if is_padded:
+                return f"KV cache pages must be without padding {by}, got padded ones"
+        return None
+
+    @classmethod
+    def device_notes(cls, device_capability: Any) -> list[str]:
+        """Which kernel takes each phase there, and which do not."""
+        if device_capability is None:
+            return []
+        return phase_notes(ComputeCapability.model_validate(device_capability), cls.phases)
+
+    @staticmethod
+    def get_name() -> str:
+        """Registry name."""
+        return "TRTLLM_MHA"
+
+    @staticmethod
+    def get_impl_cls() -> type[TrtllmMhaImpl]:
+        """The impl of this triple."""
+        return TrtllmMhaImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TrtllmMhaMetadataBuilder]:
+        """The metadata builder of this triple."""
+        return TrtllmMhaMetadataBuilder
