@@ -13,6 +13,8 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import get_attn_backend
 
+from specs.layouts import KVPacking
+
 SERVED: dict[str, dict[str, Any]] = {
     "plain": {},
     "fp16": {"dtype": torch.float16},
@@ -139,10 +141,9 @@ def test_a_model_of_dense_and_mla_layers_gets_ours_for_the_dense_ones(
     assert latent.get_name() == "TRITON_MLA"
 
 
-@pytest.mark.parametrize("name", [*SERVED, *REFUSED])
-def test_vllms_own_validation_agrees_with_ours(ours: Any, name: str) -> None:
-    changes = SERVED[name] if name in SERVED else REFUSED[name][0]
-    wanted = {
+def wanted_of(changes: dict[str, Any]) -> dict[str, Any]:
+    """What vLLM validates a layer by, on an H100."""
+    return {
         "block_size": None,
         "use_mla": False,
         "has_sink": False,
@@ -153,6 +154,22 @@ def test_vllms_own_validation_agrees_with_ours(ours: Any, name: str) -> None:
         "device_capability": DeviceCapability(9, 0),
         **asked(**changes),
     }
+
+
+def test_a_backend_that_cannot_read_vllms_caches_says_so(
+    ours: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reason_of(packing: KVPacking, is_padded: bool, device_capability: Any) -> str:
+        return f"{packing.value}, {is_padded}, {device_capability.major}"
+
+    monkeypatch.setattr(ours, "layout_reason", staticmethod(reason_of))
+    assert ours.validate_configuration(**wanted_of({})) == ["packed, False, 9"]
+
+
+@pytest.mark.parametrize("name", [*SERVED, *REFUSED])
+def test_vllms_own_validation_agrees_with_ours(ours: Any, name: str) -> None:
+    changes = SERVED[name] if name in SERVED else REFUSED[name][0]
+    wanted = wanted_of(changes)
     theirs = AttentionBackend.validate_configuration.__func__(ours, **wanted)
     mine = ours.validate_configuration(**wanted)
     assert [reason.split(" (served")[0] for reason in mine] == theirs

@@ -73,6 +73,14 @@ class DenseBackend(CommonBackend):
         return compat.packed_stride_order(include_num_layers_dimension)
 
     @classmethod
+    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
+        """Every reason why not; the layout that vLLM's caches get here may be one."""
+        reasons = super().validate_configuration(*args, **kwargs)
+        ours: Any = cls
+        layout = ours.layout_reason(KVPacking.PACKED, False, kwargs.get("device_capability"))
+        return reasons if layout is None else [*reasons, layout]
+
+    @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """The spec with rows that hold their inline scales too; asked for by vLLM 0.33."""
         if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_per_token_head:
