@@ -121,6 +121,8 @@ def steps(draw: st.DrawFn) -> Step:
     )
 
 
+EXAMPLES = 60 if DEVICE.type == "cpu" else 10
+"""On a GPU every one is a compile."""
 UNUSED = 40
 """Requests that a planner has room for and a step has not."""
 
@@ -177,7 +179,7 @@ def filled(step: Step) -> dict[str, list]:
 # -- The kernel and its twin.
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(step=steps())
 @example(step=Step(((0, 0),), tile_of()))
 @example(step=Step(((40, 40),), tile_of()))
@@ -208,7 +210,7 @@ def test_the_kernels_plan_is_the_hosts(step: Step) -> None:
         assert share[4:] == ([-5] * ROW_FIELDS if idle else plan.rows[start[0] // step.head_loops])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=EXAMPLES // 2, deadline=None)
 @given(step=steps())
 def test_longer_queries_are_prefill_tiles_and_no_rows(step: Step) -> None:
     found, planner = filled(step), planner_of(step)
