@@ -35,7 +35,7 @@ from builders.flashinfer_lengths import (
     num_pages,
     skipped_pages,
 )
-from builders.paging import block_table_to_csr
+from builders.page_tables import list_pages
 from builders.tiles import DenseShape
 from builders.triton_attn import device_facts
 from specs.attention import AttentionCGSupport
@@ -426,7 +426,8 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             kv_lens, device_lens = ((x - hidden).clamp_(min=0) for x in (kv_lens, device_lens))
         skipped = skipped_pages(device_lens, record.query_start_loc, window, size)
         table = record.block_table[: record.num_reqs, hidden // size :]
-        indices = block_table_to_csr(table, device_lens, size, skipped).indices
+        most = self.vllm_config.max_num_seqs
+        indices = list_pages(table, device_lens, size, skipped, most)
         unseen = skipped_pages(kv_lens, lengths.query_start_loc, window, size)
         if unseen is not None:
             kv_lens = kv_lens - unseen * size

@@ -1,6 +1,7 @@
 """Page tables of kernels that take a whole table: contiguous, rewritten in place by one launch.
 
-The CSR form of the same tables, for kernels that take lists, is :mod:`builders.paging`'s.
+And lists of pages, for kernels that take those: one launch for what :mod:`builders.paging` has in
+torch.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from builders.buffers import GraphBuffers
+from builders.paging import block_table_to_csr
 from builders.tiles import power_of_two
 from specs.base import cdiv
 
@@ -163,3 +165,66 @@ def write_page_table(
     column = (page // per_block).clamp(max=block_table.shape[1] - 1)
     entries = block_table[:, column.long()] * per_block + page % per_block
     table.pages.copy_(torch.where(page < used[:, None], entries, 0))
+
+
+def list_pages(
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_size: int,
+    skipped: torch.Tensor | None,
+    max_num_seqs: int,
+) -> torch.Tensor:
+    """Pages of every request, one request after the other; nothing is read back.
+
+    Args:
+        block_table: ``[R, max_blocks]`` int32, any row stride; entries past a row's last page may
+            be anything.
+        seq_lens: ``[R]`` int32.
+        page_size: tokens per page, and per block.
+        skipped: ``[R]``: leading pages of each request that are left out, at most all of them.
+        max_num_seqs: most requests of any step: what the kernel is compiled for.
+
+    Returns:
+        ``[R * max_blocks]`` int32; 0 past the last page.
+    """
+    list_them = launch_page_list if block_table.is_cuda else _list_in_torch
+    return list_them(block_table, seq_lens, page_size, skipped, max_num_seqs)
+
+
+def launch_page_list(
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_size: int,
+    skipped: torch.Tensor | None,
+    max_num_seqs: int,
+) -> torch.Tensor:
+    """:func:`list_pages` by one kernel."""
+    from builders.kernels import page_list_kernel
+
+    reqs, width = block_table.shape
+    # A kernel may look a page ahead of the last one.
+    indices = torch.zeros(reqs * width, dtype=torch.int32, device=block_table.device)
+    if len(indices):
+        page_list_kernel[(reqs, cdiv(width, _TILE))](
+            block_table,
+            seq_lens,
+            skipped,
+            indices,
+            reqs,
+            width,
+            block_table.stride(0),
+            PAGE_SIZE=page_size,
+            REQS=power_of_two(max_num_seqs),
+            TILE=_TILE,
+        )
+    return indices
+
+
+def _list_in_torch(
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_size: int,
+    skipped: torch.Tensor | None,
+    max_num_seqs: int,
+) -> torch.Tensor:
+    return block_table_to_csr(block_table, seq_lens, page_size, skipped).indices

@@ -13,16 +13,20 @@ from builders.page_tables import (
     PAGE_SIZES,
     PageTable,
     PageTableBuffers,
+    launch_page_list,
     launch_page_table,
+    list_pages,
     write_page_table,
 )
 from builders.split_kv import interprets
 
 WILD = 2**30
 WRITERS = [pytest.param(write_page_table, id="torch")]
+LISTERS = [pytest.param(list_pages, id="torch")]
 if interprets() or torch.cuda.is_available():
     marks = [pytest.mark.gpu] if torch.cuda.is_available() else []
     WRITERS.append(pytest.param(launch_page_table, id="kernel", marks=marks))
+    LISTERS.append(pytest.param(launch_page_list, id="kernel", marks=marks))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -131,3 +135,34 @@ def test_more_requests_than_declared_are_refused() -> None:
     buffers = PageTableBuffers(1, 100, 16, 16, DEVICE)
     with pytest.raises(ValueError, match="at most 1, got 2 and 2"):
         buffers.fill(int32([[1], [2]]), int32([3, 4]))
+
+
+@pytest.mark.parametrize("lister", LISTERS)
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize(("num_reqs", "most"), [(1, 1), (1, 5000), (5, 300), (64, 700)])
+def test_lists_are_those_of_a_loop_over_pages(
+    lister: Callable[..., torch.Tensor], skips: bool, page_size: int, num_reqs: int, most: int
+) -> None:
+    table, lens = ragged(num_reqs, page_size, most)
+    pages = [-(-length // page_size) for length in lens]
+    skipped = [row % (count + 1) if skips else 0 for row, count in enumerate(pages)]
+    given = int32(skipped) if skips else None
+    found = lister(table, int32(lens), page_size, given, 64).tolist()
+    expected = [
+        page
+        for row, count, first in zip(table.tolist(), pages, skipped, strict=True)
+        for page in row[first:count]
+    ]
+    assert found == expected + [0] * (table.numel() - len(expected))
+
+
+@pytest.mark.parametrize("lister", LISTERS)
+def test_a_length_beyond_the_table_lists_what_there_is(lister: Callable[..., torch.Tensor]) -> None:
+    table = int32([[3, 4], [5, 6]])
+    assert lister(table, int32([1000, 17]), 16, None, 4).tolist() == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("lister", LISTERS)
+def test_a_step_without_requests_lists_nothing(lister: Callable[..., torch.Tensor]) -> None:
+    assert lister(int32([[1]])[:0], int32([]), 16, None, 4).tolist() == []
