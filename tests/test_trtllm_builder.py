@@ -665,8 +665,8 @@ def test_a_draft_record_is_brought_up_to_date_from_its_own_tensors() -> None:
 
 def test_a_pool_of_its_own_gives_tables_and_slots_of_that_pool() -> None:
     batch = batch_of([1, 1, 30], [100, 47, 30])
-    block_map = torch.randperm(64).int()
-    block_map[0] = 0
+    # A permutation that leaves 0, which is no block, where it is.
+    block_map = (torch.arange(64) * 37 % 64).int()
     # The engine has given up what lies before the window.
     gone = batch.block_table_tensor[0, :4].long()
     pool = block_map.clone()
@@ -691,9 +691,11 @@ def test_a_pool_of_its_own_gives_tables_and_slots_of_that_pool() -> None:
         assert own.build(0, batch).slot_mapping.data_ptr() == address
         other = own.update_block_table(record, batch.block_table_tensor, batch.slot_mapping)
         assert torch.equal(other.slot_mapping, own.build(0, batch).slot_mapping)
+        block = int(batch.block_table_tensor[0, 100 // P])
+        # Not 0, where there is none.
+        pool[block] = 5
         steps = own.build_draft_steps(batch, 1)
-    blocks = batch.block_table_tensor[0, 100 // P]
-    assert steps[0].slot_mapping[0] == int(pool[int(blocks)]) * P + 100 % P
+    assert steps[0].slot_mapping[0] == 5 * P + 100 % P
 
 
 # -- What is known of a device.
