@@ -12,8 +12,8 @@ to be, widening them would cost more of its bandwidth than products leave. The s
 a factor of scores and of the output.
 
 A tile is 64 keys, of e4m3 128 in two pieces. A piece of 64 keys is loaded, and given back, on its
-own: shared memory has room for two tiles of e4m3 and a half, which is on its way meanwhile. Of
-tiles of 64 what is paid by the tile, exchanges between warps above all, took a third of the time.
+own: shared memory has room for two tiles of e4m3 and a half, which is on its way meanwhile. Tiles
+of 64 took longer: queries are read, and warps exchange what they have, once a tile.
 """
 
 from __future__ import annotations
