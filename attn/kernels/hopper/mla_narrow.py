@@ -169,14 +169,10 @@ def hopper_mla_narrow_kernel(
     v_right = reinterpret(right_boxes, WORD, [STAGES, PIECE, COLUMNS], VALUES)
     left_rows = reinterpret(left_boxes, gl.int32, [STAGES * BOXES * PIECE, 32], FLAT)
     right_rows = reinterpret(right_boxes, gl.int32, [STAGES * BOXES * PIECE, 32], FLAT)
-    # With E4M3 read 8 bytes of a row at a time, four rows together: 32 bytes of each in other
-    # banks. Else as 8 rows of 16 bytes.
-    VECTOR: gl.constexpr = 16 if E4M3 else 8
-    QUERY: gl.constexpr = gl.SwizzledSharedLayout(VECTOR, 1, 8, [1, 0])
-    QUERY_ROPE: gl.constexpr = gl.SwizzledSharedLayout(VECTOR, 1, 64 // VECTOR, [1, 0])
+    QUERY: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     q_left = gl.allocate_shared_memory(COMPUTE, [16, 256], QUERY)
     q_right = gl.allocate_shared_memory(COMPUTE, [16, 256], QUERY)
-    q_rope = gl.allocate_shared_memory(COMPUTE, [16, 64], QUERY_ROPE)
+    q_rope = gl.allocate_shared_memory(COMPUTE, [16, 64], QUERY)
     # Where warps meet: maxima of rows, and weights on their way to being an operand.
     exchange = gl.allocate_shared_memory(
         gl.float32, [16, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])

@@ -59,6 +59,34 @@ def _row_maximum(x, exchange):
 
 
 @gluon.jit
+def _stored_order(part, E4M3: gl.constexpr):
+    """Columns of queries in the order in which they lie in shared memory: see :func:`_query_of`."""
+    if E4M3:
+        ROWS: gl.constexpr = part.shape[0]
+        WIDTH: gl.constexpr = part.shape[1]
+        part = gl.permute(gl.reshape(part, [ROWS, WIDTH // 32, 2, 4, 2, 2]), (0, 1, 4, 2, 3, 5))
+        part = gl.reshape(part, [ROWS, WIDTH])
+    return part
+
+
+@gluon.jit
+def _query_of(q, OUTPUT: gl.constexpr, E4M3: gl.constexpr):
+    """Queries as an operand.
+
+    Keys of e4m3 are four columns in a thread where an operand of 16 bits has two and two. Of
+    queries the same four would be read 8 bytes at a time and then moved; stored in the order
+    of two and two, 16 bytes are read at once, and are where they belong.
+    """
+    left = q.load(gl.DotOperandLayout(0, OUTPUT, 2))
+    if E4M3:
+        WIDTH: gl.constexpr = q.shape[1]
+        left = gl.permute(gl.reshape(left, [16, WIDTH // 32, 2, 2, 4, 2]), (0, 1, 3, 4, 2, 5))
+        left = gl.reshape(left, [16, WIDTH])
+        left = gl.convert_layout(left, gl.DotOperandLayout(0, OUTPUT, 4), assert_trivial=True)
+    return left
+
+
+@gluon.jit
 def _scored(left, keys, scores, K_WIDTH: gl.constexpr):
     """Scores, and those of some more columns: bytes become fp16 on their way."""
     SCORES: gl.constexpr = scores.type.layout
@@ -88,20 +116,19 @@ def _scores_of(
     every product of one sum waits for the one before it.
     """
     K_WIDTH: gl.constexpr = 4 if E4M3 else 2
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, K_WIDTH)
     first = n % STAGES
     second = (n + 1) % STAGES
     nothing = gl.zeros([16, PIECE], gl.float32, OUTPUT)
-    q = q_rope.load(LEFT)
+    q = _query_of(q_rope, OUTPUT, E4M3)
     scores = _scored(q, k_rope.index(first), nothing, K_WIDTH)
     others = nothing
     if PIECES == 2:
         others = _scored(q, k_rope.index(second), nothing, K_WIDTH)
-    q = q_left.load(LEFT)
+    q = _query_of(q_left, OUTPUT, E4M3)
     scores = _scored(q, k_left.index(first), scores, K_WIDTH)
     if PIECES == 2:
         others = _scored(q, k_left.index(second), others, K_WIDTH)
-    q = q_right.load(LEFT)
+    q = _query_of(q_right, OUTPUT, E4M3)
     scores += _scored(q, k_right.index(first), nothing, K_WIDTH)
     if PIECES == 2:
         others += _scored(q, k_right.index(second), nothing, K_WIDTH)
@@ -258,9 +285,9 @@ def _load_queries(
         up = down
     # Nobody reads the row's before it any more.
     thread_barrier()
-    q_left.store(_scaled(left, down, q_left.dtype))
-    q_right.store(_scaled(right, down, q_left.dtype))
-    q_rope.store(_scaled(rope, down, q_left.dtype))
+    q_left.store(_stored_order(_scaled(left, down, q_left.dtype), E4M3))
+    q_right.store(_stored_order(_scaled(right, down, q_left.dtype), E4M3))
+    q_rope.store(_stored_order(_scaled(rope, down, q_left.dtype), E4M3))
     thread_barrier()
     return up
 
