@@ -14,10 +14,10 @@ import triton.language as tl
 from attn.kernels.launch import KernelCall
 from attn.kernels.numerics import INTERPRETED, decode_e4m3, round_to, to_float32
 from attn.kernels.tile import dot
+from builders.latent_prefill import PagedRows
 from builders.tiles import (
     power_of_two,
 )
-from builders.triton_mla import PagedRows
 
 _VARYING = ["num_rows", "span", "table_row"]
 _ANYWHERE = ["table_ptr", "start_ptr", "lens_ptr", "scale_ptr"]
