@@ -98,6 +98,8 @@ class EngineConfig(Spec):
     """Which kernel takes the rows with few new tokens."""
     logits_soft_cap: PositiveFloat | None = None
     """Soft cap of the group's layers, for builders whose plan depends on it; None is off."""
+    softmax_scale: PositiveFloat | None = None
+    """What the group's layers multiply q.k by, for builders whose plan holds it."""
     exact_host_lengths: StrictBool = True
     """``query_start_loc_cpu`` and ``seq_lens_cpu_upper_bound`` of every batch equal the device's
     lengths. Not so where they are optimistic: asynchronous speculation, static sinks."""

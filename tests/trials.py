@@ -744,7 +744,7 @@ class LatentTrial(Trial):
         if case.sliding_window is not None:
             self.paging = batches.forget_unseen_blocks(self.full_paging, self.requests)
         topk = None if case.lists is None else self.TOPK
-        self.config = self.engine(case.num_heads, index_topk=topk)
+        self.config = self.engine(case.num_heads, index_topk=topk, softmax_scale=self.weights.scale)
         self.spec = self._kv_cache_spec(topk)
         self.buffer = self.allocate()
         is_scaled = case.cache_dtype in (CacheDType.FP8, CacheDType.FP8_E4M3)
@@ -840,6 +840,8 @@ class LatentTrial(Trial):
     def _inputs(self) -> Inputs:
         padding, fused = self.batch_spec.num_padding_tokens, self.case.fused_projection
         batch = batches.make_batch(self.batch_spec, self.paging, True, self.device)
+        if self.backend.capabilities.needs_host_lengths:
+            batch = batch.replace(seq_lens_cpu_upper_bound=batch.seq_lens.cpu())
         query = batches.stack_rows([r.query for r in self.requests], padding, self.device)
         rows = [
             batches.new_rows(request.key, request.context_len, len(request.query))

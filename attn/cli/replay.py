@@ -214,6 +214,7 @@ class Replay:
             own = engine.replace(
                 num_heads=group.geometry.num_heads,
                 logits_soft_cap=group.geometry.logits_soft_cap,
+                softmax_scale=group.geometry.scale,
             )
             self.builders.append(builder(group.spec, names, own, self.device))
             make = layer_class(group.geometry)
