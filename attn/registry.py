@@ -57,6 +57,11 @@ ROWS: tuple[BackendRow, ...] = (
         "attn.backends.flashinfer_mla:FlashInferMlaBackend",
         requires=("flashinfer", "triton"),
     ),
+    BackendRow(
+        "TRTLLM_MLA",
+        "attn.backends.trtllm_mla:TrtllmMlaBackend",
+        requires=("flashinfer", "triton"),
+    ),
     BackendRow("TORCH_REF", "attn.backends.torch_ref:TorchRefBackend"),
     BackendRow("TORCH_REF_MLA", "attn.backends.torch_ref_mla:TorchRefMLABackend"),
     BackendRow(

@@ -49,6 +49,9 @@ class PagedRows:
     starts: torch.Tensor
     """``[R]`` int32."""
     span: int
+    packed: torch.Tensor | None = None
+    """``[R + 1]`` int32: first row of each request in the workspace, for kernels that want requests
+    one behind another; None where request r owns rows ``[r * span, (r + 1) * span)``."""
 
 
 @dataclass
@@ -89,6 +92,8 @@ class LatentPrefill:
 
     num_tokens: int
     """Tokens of these rows, without padding."""
+    max_query_len: int
+    """Most tokens of a row."""
     own: TritonAttentionMetadata
     """The new tokens among themselves, causal, keys one after another."""
     context: LatentContext | None
@@ -180,7 +185,8 @@ class ExpandedPrefill:
         )
         context_lens = (batch.seq_lens[decodes:stop] - counts).clamp(min=0)
         context = self._context(batch, own, decodes, host, context_lens)
-        return LatentPrefill(host[-1] - host[0], own, context)
+        longest = max(until - since for since, until in pairwise(host))
+        return LatentPrefill(host[-1] - host[0], longest, own, context)
 
     def _hopper_plan(self, counts: torch.Tensor) -> HopperPlan | None:
         """The same for the kernel for Hopper, where it may take expanded prefill."""

@@ -43,6 +43,7 @@ from builders.triton_attn import (
 )
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
+from specs.devices import DeviceKind
 from specs.dtypes import CacheDType
 from specs.engine import DecodeKernel, EngineConfig
 from specs.kv_cache import AnyKVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
@@ -113,68 +114,26 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         spec = kv_cache_spec
-        heads = _check_support(spec, vllm_config)
+        _check_support(spec, vllm_config)
         assert isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
         self.window = spec.sliding_window if isinstance(spec, SlidingWindowMLASpec) else None
         sizes = (spec.kv_lora_rank, spec.qk_rope_head_dim, spec.block_size)
         self._group = LatentGroup(*sizes, self.window)
         self.kind, multiprocessors = device_facts(self.device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        shape = DenseShape(
-            num_heads=heads,
-            num_kv_heads=1,
-            head_size=spec.kv_lora_rank + spec.qk_rope_head_dim,
-            head_size_v=spec.kv_lora_rank,
-            itemsize=spec.dtype.itemsize,
-            stored_bits=spec.cache_dtype.element(spec.dtype).itemsize * 8,
-        )
+        self.buffers = GraphBuffers(self.device)
         limits = SplitLimits(
             vllm_config.max_num_seqs,
             vllm_config.max_num_batched_tokens,
             vllm_config.max_model_len,
             self.window,
         )
-        tokens = vllm_config.max_decode_query_len
-        tile, _ = latent_kernel_of(
-            shape,
-            self.kind,
-            spec.block_size,
-            tokens,
-            LayerAsks(
-                is_local=self.window is not None, query=spec.dtype, cache_dtype=spec.cache_dtype
-            ),
-            vllm_config.decode_kernel,
-        )
-        self.buffers = GraphBuffers(self.device)
-        self.planner = SplitPlanner(
-            shape,
-            self.kind,
-            multiprocessors,
-            limits,
-            vllm_config.max_decode_query_len,
-            self.buffers,
-            latent=None if tile is not None else self._latent_tile(spec, heads, tokens),
-            hopper_decode=tile,
-            requires_hopper_decode=vllm_config.decode_kernel is DecodeKernel.HOPPER,
+        self.planner = decode_planner(
+            spec, vllm_config, (self.kind, multiprocessors), limits, self.buffers
         )
         self.expanded = ExpandedPrefill(
             spec, vllm_config, self.kind, multiprocessors, self.buffers, self.window
         )
-
-    def _latent_tile(self, spec: _LatentSpec, heads: int, tokens: int) -> SplitTile:
-        """The decode tile of the group's layers."""
-        stored = spec.cache_dtype.element(spec.dtype)
-        # Of two 16-bit types neither holds the other's range and precision: fp32 does.
-        mixed = stored.itemsize > 1 and stored is not spec.dtype
-        shape = LatentShape(
-            num_heads=heads,
-            rank=spec.kv_lora_rank,
-            rope_size=spec.qk_rope_head_dim,
-            itemsize=4 if mixed else spec.dtype.itemsize,
-            # A tile of the other type is converted as a whole.
-            stored_bits=32 if mixed else 8 * stored.itemsize,
-        )
-        return latent_tile(shape, self.kind, tokens)
 
     def build(
         self,
@@ -261,8 +220,71 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             metadata.prefill = with_block_table(metadata.prefill, table, slots)
 
 
-def _check_support(spec: Any, config: EngineConfig) -> int:
-    """The number of query heads, with everything that a spec can ask of the kernels checked."""
+def decode_planner(
+    spec: _LatentSpec,
+    config: EngineConfig,
+    facts: tuple[DeviceKind, int],
+    limits: SplitLimits,
+    buffers: GraphBuffers,
+) -> SplitPlanner:
+    """The planner of a group's decodes by the library's own kernels.
+
+    Args:
+        spec: the group's.
+        config: engine limits; ``num_heads`` is needed.
+        facts: kind of the device, and its number of multiprocessors.
+        limits: what the buffers must hold, the window included.
+        buffers: of the builder.
+
+    Raises:
+        ValueError: ``decode_kernel`` is one that does not serve the group.
+    """
+    heads, tokens = config.num_heads, config.max_decode_query_len
+    assert heads is not None
+    shape = DenseShape(
+        num_heads=heads,
+        num_kv_heads=1,
+        head_size=spec.kv_lora_rank + spec.qk_rope_head_dim,
+        head_size_v=spec.kv_lora_rank,
+        itemsize=spec.dtype.itemsize,
+        stored_bits=spec.cache_dtype.element(spec.dtype).itemsize * 8,
+    )
+    asks = LayerAsks(
+        is_local=limits.window is not None, query=spec.dtype, cache_dtype=spec.cache_dtype
+    )
+    kind, multiprocessors = facts
+    tile, _ = latent_kernel_of(shape, kind, spec.block_size, tokens, asks, config.decode_kernel)
+    return SplitPlanner(
+        shape,
+        kind,
+        multiprocessors,
+        limits,
+        tokens,
+        buffers,
+        latent=None if tile is not None else _latent_tile(spec, kind, heads, tokens),
+        hopper_decode=tile,
+        requires_hopper_decode=config.decode_kernel is DecodeKernel.HOPPER,
+    )
+
+
+def _latent_tile(spec: _LatentSpec, kind: DeviceKind, heads: int, tokens: int) -> SplitTile:
+    """The decode tile of the group's layers."""
+    stored = spec.cache_dtype.element(spec.dtype)
+    # Of two 16-bit types neither holds the other's range and precision: fp32 does.
+    mixed = stored.itemsize > 1 and stored is not spec.dtype
+    shape = LatentShape(
+        num_heads=heads,
+        rank=spec.kv_lora_rank,
+        rope_size=spec.qk_rope_head_dim,
+        itemsize=4 if mixed else spec.dtype.itemsize,
+        # A tile of the other type is converted as a whole.
+        stored_bits=32 if mixed else 8 * stored.itemsize,
+    )
+    return latent_tile(shape, kind, tokens)
+
+
+def _check_support(spec: Any, config: EngineConfig) -> None:
+    """Everything that a spec can ask of the kernels is checked."""
     if not isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
         raise ValueError(
             "kv_cache_spec must be MLAAttentionSpec or SlidingWindowMLASpec, got "
@@ -276,7 +298,6 @@ def _check_support(spec: Any, config: EngineConfig) -> int:
         raise ValueError(
             f"block_size must be a multiple of {BLOCK_MULTIPLE}, got {spec.block_size}"
         )
-    return config.num_heads
 
 
 def check_latent_widths(rank: int, rope_size: int) -> None:

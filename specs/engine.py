@@ -7,6 +7,7 @@ from typing import Self
 
 from pydantic import StrictBool, model_validator
 
+from specs.attention import MlaKernel
 from specs.base import NonNegativeInt, PositiveFloat, PositiveInt, Spec
 
 
@@ -105,6 +106,11 @@ class EngineConfig(Spec):
     lengths. Not so where they are optimistic: asynchronous speculation, static sinks."""
     index_topk: PositiveInt | None = None
     """Tokens that a sparse MLA layer attends."""
+    mla_kernel: MlaKernel = MlaKernel.AUTO
+    """Which kernel of TRTLLM_MLA takes a step's rows."""
+    skip_prefill: StrictBool = False
+    """The layers are a draft model's that only decodes: builders make no room for prefill, and
+    refuse it."""
     mla_workspace_bytes: PositiveInt | None = None
     """Most bytes of cached context that an MLA prefill holds expanded at a time; None leaves the
     bound to the backend."""

@@ -136,7 +136,7 @@ def test_batches_that_cannot_be_planned_are_refused() -> None:
         builder.build(0, batch.replace(seq_lens_cpu_upper_bound=None))
     with pytest.raises(NotImplementedError, match="causal=False"):
         builder.build(0, batch.replace(causal=False))
-    with pytest.raises(NotImplementedError, match="draft step 2.*host lengths are not exact"):
+    with pytest.raises(NotImplementedError, match=r"draft step 2.*host lengths are not exact"):
         builder.build_for_drafting(batch, 2)
     with pytest.raises(ValueError, match=r"num_reqs must be at most max_num_seqs \(8\), got 9"):
         builder.build(0, batch_of([1] * 9, [5] * 9))
