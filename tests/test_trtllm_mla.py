@@ -116,6 +116,56 @@ def test_triton_s_kernel_gives_the_same_flow(
     assert findings == {}
 
 
+# -- A query that came quantised with the cache's rows.
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("batch", ["ragged_decode", "ragged_verify", "speculative_verify"])
+def test_a_fused_rotation_gives_what_its_steps_give(batch: str, version: str) -> None:
+    with emulated(version):
+        trial = LatentTrial(BACKEND, replace(FP8, batch=BATCHES[batch]), CPU)
+        trial.write()
+        record, wanted = trial.build(trial.builder()), trial.cache().clone()
+        query = trial._absorbed(trial.inputs.query)
+        nope, rope = query[..., :512], query[..., 512:]
+        expected, expected_lse = trial.impl.forward_mqa(query, wanted, record, trial.layer)
+        kv_c, k_pe = trial._parts(trial.inputs.key)
+        # At position 0 nothing turns.
+        table = torch.cat([torch.ones(1, 32), torch.zeros(1, 32)], -1)
+        positions, cache = torch.zeros(len(query), dtype=torch.int64), trial.cache()
+        q_out = torch.zeros(query.shape).to(torch.float8_e4m3fn)
+        rows = trial.inputs.batch.slot_mapping
+        cache.view(torch.uint8).flatten(0, 1)[rows[rows >= 0]] = 0
+        trial.impl.do_rope_quantize_and_kv_cache_update(
+            trial.layer, nope, rope, kv_c, k_pe, positions, table, False, cache, rows, q_out
+        )
+        assert torch.equal(cache.view(torch.uint8), wanted.view(torch.uint8))
+        out, lse = trial.impl.forward_mqa(q_out, cache, record, trial.layer)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+
+
+def test_pieces_that_an_fp8_cache_needs_are_named() -> None:
+    with emulated():
+        trial = LatentTrial(BACKEND, FP8, CPU)
+        plain = LatentTrial(BACKEND, DECODES, CPU)
+    query = trial._absorbed(trial.inputs.query)
+    kv_c, k_pe = trial._parts(trial.inputs.key)
+    rows, positions = trial.inputs.batch.slot_mapping, torch.zeros(len(query)).long()
+    q_out, table = torch.zeros(query.shape).to(torch.float8_e4m3fn), torch.zeros(1, 64)
+    for impl, missing, given_table, message in (
+        (trial.impl, None, table, "k_pe is needed"),
+        (trial.impl, k_pe, None, "cos_sin_cache is needed"),
+        (plain.impl, k_pe, table, "kv_cache_dtype must be fp8.*got 'auto'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            impl.do_rope_quantize_and_kv_cache_update(
+                *(trial.layer, query[..., :512], query[..., 512:], kv_c, missing, positions),
+                *(given_table, False, trial.cache(), rows, q_out),
+            )
+
+
 # -- Padding that comes after the step was built, and graphs.
 
 

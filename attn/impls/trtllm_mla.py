@@ -14,6 +14,7 @@ from attn.impls.latent import LatentImpl
 from attn.ops.clear import clear_rows
 from attn.ops.gather import pack_query, unpack_state
 from attn.ops.merge import merge_states
+from attn.ops.rope_quant import rope_quantize
 from builders.debug import debug_enabled, debug_read
 from builders.flashinfer_compat import LSE_UNIT
 from builders.latent_prefill import LatentPrefill
@@ -31,6 +32,8 @@ class TrtllmMlaImpl(LatentImpl):
     """Caches of bf16, or of e4m3 with a scale per tensor."""
 
     can_return_lse_for_decode = True
+    supports_quant_query_input = True
+    """Of an fp8 cache, as :meth:`do_rope_quantize_and_kv_cache_update` leaves it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """The arguments of :class:`attn.impls.base.MLAAttentionImpl`.
@@ -42,6 +45,7 @@ class TrtllmMlaImpl(LatentImpl):
         super().__init__(*args, **kwargs)
         self._scales = HostScales(NAME)
         self._latent: LatentLauncher | None = None
+        self._model_dtype = torch.bfloat16
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """See the base class.
@@ -52,7 +56,57 @@ class TrtllmMlaImpl(LatentImpl):
         reason = dtypes_reason(MlaKernel.TRITON, act_dtype, self.cache_dtype)
         if reason is not None:
             raise ValueError(f"{NAME}: {reason}")
+        self._model_dtype = act_dtype
         super().process_weights_after_loading(act_dtype)
+
+    def do_rope_quantize_and_kv_cache_update(
+        self,
+        layer: AttentionLayer,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor | None,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor | None,
+        is_neox: bool,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        q_out: torch.Tensor,
+    ) -> None:
+        """Rotate and quantise absorbed queries and latent rows, and write the rows, in one launch.
+
+        Args:
+            layer: scales of the layer.
+            q_nope: ``[T, H, L]``, absorbed.
+            q_pe: ``[T, H, r]``, not rotated.
+            kv_c_normed: ``[T, L]``.
+            k_pe: ``[T, 1, r]`` or ``[T, r]``, not rotated.
+            positions: ``[T]`` integer.
+            cos_sin_cache: ``[max_position, r]`` fp32: cosines, then sines.
+            is_neox: rotate halves (True) or interleaved pairs (False).
+            kv_cache: ``[N, block_size, row]`` e4m3.
+            slot_mapping: ``[T]`` int64; -1 skips.
+            q_out: ``[T, H, L + r]`` e4m3, written: the query of :meth:`forward_mqa`.
+
+        Raises:
+            ValueError: a cache that is not e4m3, a piece that is missing, or tensors that do not
+                fit together.
+        """
+        if not self.cache_dtype.is_quantized:
+            raise ValueError(
+                f"kv_cache_dtype must be fp8 to quantise queries for {NAME}, got "
+                f"{self.cache_dtype.value!r}"
+            )
+        one = torch.ones((), device=q_nope.device)
+        given = (getattr(layer, name, None) for name in ("_q_scale", "_k_scale"))
+        q_scale, k_scale = (one if scale is None else scale for scale in given)
+        cache = self._fields(kv_cache, self.cache_dtype, q_nope.dtype)
+        rope_quantize(
+            *(q_nope, q_pe, kv_c_normed, k_pe, positions, cos_sin_cache, is_neox),
+            *(q_scale, k_scale, q_out),
+            cache=cache,
+            slot_mapping=slot_mapping,
+        )
 
     def forward_mqa(
         self,
@@ -75,7 +129,8 @@ class TrtllmMlaImpl(LatentImpl):
         else:
             query = q[..., : self.kv_lora_rank], q[..., self.kv_lora_rank :]
         step, rows = attn_metadata.decode, len(query[0])
-        out = query[0].new_empty((rows, self.num_heads, self.kv_lora_rank))
+        size = rows, self.num_heads, self.kv_lora_rank
+        out = query[0].new_empty(size, dtype=self._model_dtype)
         lse = query[0].new_empty((rows, self.num_heads), dtype=torch.float32)
         flags = attn_metadata.keyless
         covered = 0
@@ -137,9 +192,9 @@ class TrtllmMlaImpl(LatentImpl):
         assert step.calls is not None
         assert step.workspace is not None
         assert step.counters is not None
-        pack_query(*query, step.padded, q_scale, step.query)
+        self._pack(step, query, q_scale)
         rows = step.num_reqs, step.query_len, self.num_heads
-        latent, _ = self._fields(kv_cache, self.cache_dtype, query[0].dtype)
+        latent, _ = self._fields(kv_cache, self.cache_dtype, self._model_dtype)
         width = self.kv_lora_rank + self.qk_rope_head_dim
         step.calls.decode(
             LatentDecodeCall(
@@ -160,6 +215,16 @@ class TrtllmMlaImpl(LatentImpl):
             )
         )
 
+    def _pack(
+        self, step: LatentRows, query: tuple[torch.Tensor, torch.Tensor], scale: float
+    ) -> None:
+        """The query in the kernel's rows and type; one that is quantised already is moved."""
+        if query[0].dtype != step.query.dtype or query[0].dtype != torch.float8_e4m3fn:
+            pack_query(*query, step.padded, scale, step.query)
+            return
+        nope, rope = (part.view(torch.uint8) for part in query)
+        pack_query(nope, rope, step.padded, 1.0, step.query.view(torch.uint8))
+
     def _attend_triton(
         self,
         step: LatentRows,
@@ -170,6 +235,11 @@ class TrtllmMlaImpl(LatentImpl):
     ) -> None:
         from attn.kernels.mla_launch import LatentTensors
 
+        if query[0].dtype == torch.float8_e4m3fn:
+            raise ValueError(
+                f"query must be {self._model_dtype} for the triton kernel of {NAME}, got "
+                f"{query[0].dtype}"
+            )
         if step.padded is not None:
             pack_query(*query, step.padded, 1.0, step.query)
             query = step.query[..., : self.kv_lora_rank], step.query[..., self.kv_lora_rank :]
