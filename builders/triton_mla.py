@@ -91,6 +91,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
     """One decode plan per step, shared by all layers of the group."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    supports_draft_decode_metadata_update = True
 
     def __init__(
         self,
@@ -167,6 +168,13 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             prefill=self.expanded.plan(batch, found.num_decodes) if found.num_prefills else None,
             group=self._group,
         )
+
+    def update_draft_decode_metadata(self, metadata: TritonMLAMetadata) -> None:
+        """Plan the record's decodes anew from its lengths as they are now; safe to capture."""
+        step = metadata.decode
+        if step is not None:
+            visible = VisibleKeys(self.window)
+            self.planner.fill(step.query_start_loc, step.seq_lens, visible, is_causal=True)
 
     def warm_up_steps(self) -> Iterator[tuple[CommonAttentionMetadata, TritonMLAMetadata]]:
         """One small step of every kind that kernels differ in, with its record.

@@ -159,7 +159,7 @@ class TrtllmMlaMetadataBuilder(AttentionMetadataBuilder[TrtllmMlaMetadata]):
             self.expanded = ExpandedPrefill(spec, vllm_config, kind, multiprocessors, self.buffers)
         self._max_kv_len = vllm_config.max_model_len
         self._tables = LatentTables(most, self._max_kv_len, spec.block_size, self.device)
-        self._captured = False
+        self._has_padding = False
         self._declare(tokens)
 
     def _declare(self, tokens: int) -> None:
@@ -264,9 +264,16 @@ class TrtllmMlaMetadataBuilder(AttentionMetadataBuilder[TrtllmMlaMetadata]):
                 "query_start_loc_cpu must give every request of a captured batch the same number "
                 f"of tokens, got {lens}"
             )
-        self._captured = True
+        self._has_padding = True
         # By way of build, which a wrapper may have replaced.
         return self.build(0, batch)
+
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+    ) -> TrtllmMlaMetadata:
+        """See the base class: rows that outgrow the model become padding on the device alone."""
+        self._has_padding = True
+        return self.build(0, common_attn_metadata, fast_build=True)
 
     def update_draft_decode_metadata(self, metadata: TrtllmMlaMetadata) -> None:
         """Write tables and lengths anew from the record's own, as they are now; safe to capture.
@@ -361,7 +368,7 @@ class TrtllmMlaMetadataBuilder(AttentionMetadataBuilder[TrtllmMlaMetadata]):
 
     def _may_lack_keys(self, batch: CommonAttentionMetadata, record: TrtllmMlaMetadata) -> bool:
         """A row may have no request, or one without keys: draft steps leave such padding."""
-        if self._captured or self.vllm_config.speculative is not None:
+        if self._has_padding or self.vllm_config.speculative is not None:
             return True
         if sum(record.query_lens) < record.num_decode_tokens:
             return True
