@@ -79,26 +79,26 @@ def rope_quantize_kernel(
         scale = tl.load(k_scale_ptr)
         one = tl.arange(0, 1)[:, None]
         all_rows = one == 0
-        mask = all_rows & (column < RANK)[None, :]
-        x = to_float32(
-            tl.load(kv_c_ptr + token * kv_c_token + one + column[None, :], mask=mask, other=0.0)
+        k_mask = all_rows & (column < RANK)[None, :]
+        k_x = to_float32(
+            tl.load(kv_c_ptr + token * kv_c_token + one + column[None, :], mask=k_mask, other=0.0)
         )
-        nope = encode_e4m3(divide(x, scale), HARDWARE_E4M3)
-        rows = k_pe_ptr + token * k_pe_token + one
-        x = _turned_rows(rows, all_rows, table, turned, ROPE, ROPE_WIDTH, IS_NEOX)
-        rope = encode_e4m3(divide(x, scale), HARDWARE_E4M3)
+        nope = encode_e4m3(divide(k_x, scale), HARDWARE_E4M3)
+        k_rows = k_pe_ptr + token * k_pe_token + one
+        k_x = _turned_rows(k_rows, all_rows, table, turned, ROPE, ROPE_WIDTH, IS_NEOX)
+        rope = encode_e4m3(divide(k_x, scale), HARDWARE_E4M3)
         inside = all_rows & (rotary < ROPE)[None, :]
         if KEEPS_ROWS:
-            out = k_out_ptr + token * row_width + one
-            tl.store(out + column[None, :], nope, mask=mask)
-            tl.store(out + RANK + rotary[None, :], rope, mask=inside)
+            k_to = k_out_ptr + token * row_width + one
+            tl.store(k_to + column[None, :], nope, mask=k_mask)
+            tl.store(k_to + RANK + rotary[None, :], rope, mask=inside)
         if WRITES_CACHE:
             slot = tl.load(slots_ptr + token, mask=token < num_slots, other=-1)
             kept = slot >= 0
             block = slot // BLOCK_SIZE
             offset = slot % BLOCK_SIZE
             to = latent_ptr + block * latent_block + offset * latent_token
-            tl.store(to + one + column[None, :], nope, mask=mask & kept)
+            tl.store(to + one + column[None, :], nope, mask=k_mask & kept)
             to = rope_ptr + block * rope_block + offset * rope_token
             tl.store(to + one + rotary[None, :], rope, mask=inside & kept)
 
