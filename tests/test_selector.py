@@ -42,6 +42,7 @@ from specs.attention import (
     BackendCapabilities,
     ComputeCapabilityRange,
     HeadSizes,
+    MlaKernel,
     MultipleOf,
 )
 from specs.base import SpecError
@@ -96,6 +97,7 @@ OUR_CONFIG = [
     ("use_alibi", False),
     ("use_alibi_sqrt", False),
     ("use_chunked_local", False),
+    ("mla_kernel", MlaKernel.AUTO),
 ]
 # Ours fills in what vLLM's callers must say.
 OUR_DEFAULTS = {"kv_cache_dtype": "auto", "block_size": None}
@@ -353,7 +355,8 @@ def test_validate_configuration_takes_vllms_arguments_in_vllms_order() -> None:
     expected = [name for name, _ in VLLM_033_CONFIG + OUR_CONFIG]
     expected.insert(expected.index("attn_type"), "device_capability")
     assert list(parameters) == expected
-    optional = [name for name in parameters if parameters[name].default is False]
+    unasked = (False, MlaKernel.AUTO)
+    optional = [name for name in parameters if parameters[name].default in unasked]
     assert optional == expected[expected.index("has_sliding_window") :]
 
 
@@ -428,6 +431,14 @@ def test_a_backend_with_every_feature_gives_no_reason(reason: str) -> None:
     _, changes = CASES[reason]
     structural = {"use_mla", "use_sparse"} & set(changes)
     assert reasons_of(Generous, **{k: v for k, v in changes.items() if k not in structural}) == []
+
+
+@pytest.mark.parametrize("backend", [Stingy, Generous])
+def test_a_kernel_by_name_is_refused_where_there_is_no_choice(
+    backend: type[AttentionBackend],
+) -> None:
+    assert reasons_of(backend, mla_kernel=MlaKernel.TRITON) == ["kernel triton not supported"]
+    assert reasons_of(backend, mla_kernel="auto") == []
 
 
 def test_all_reasons_are_given_at_once_in_vllms_order() -> None:
