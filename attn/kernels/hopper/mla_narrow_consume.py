@@ -141,7 +141,7 @@ def _seen(scores, piece, limit, all_high, PIECE: gl.constexpr):
     if (piece + 1) * PIECE > all_high:
         KEYS: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
         key = piece * PIECE + gl.arange(0, PIECE, layout=KEYS)
-        scores = gl.where(key[None, :] < limit[:, None], scores, float("-inf"))
+        scores = gl.where(key[None, :] <= limit[:, None], scores, float("-inf"))
     return scores
 
 
@@ -346,7 +346,8 @@ def consume_narrow(
             )  # fmt: skip
             natural = up * (factor * v_factor)
             row = gl.arange(0, 16, layout=SUMS)
-            limit = gl.minimum(first + row // TILE_HEADS + 1, kv_len)
+            # Not one behind it: LLVM adds that one in pairs of 16 bits, which ptxas 12.8 gets wrong.
+            limit = gl.minimum(first + row // TILE_HEADS, kv_len - 1)
             all_high = gl.minimum(first + 1, kv_len)
             zero = gl.zeros([16, _WIDTH // 4], gl.float32, OUTPUT)
             A = _joined(zero, zero, zero, zero, E4M3)
