@@ -29,10 +29,8 @@ KV_TILE = 128
 """Keys of a tile: two blocks, one for each warp group."""
 NARROW_ROWS = 16
 """Of a tile whose products are by warp: over a cache of e4m3, or where there are no more."""
-PIECE = 64
-"""Keys of such a tile that are loaded together, eight for each warp; of e4m3 a tile is two."""
-NARROW_RING = 180 << 10
-"""Bytes of keys under way."""
+NARROW_BYTES = KV_TILE * 576
+"""Of such a tile's keys: 128 of e4m3, 64 of 16 bits."""
 COLUMNS = (576, 512)
 """Columns of a latent row, and of them those that are its value."""
 LEAST_TILES = 2
@@ -111,7 +109,7 @@ def hopper_latent_tile(
     rows = NARROW_ROWS if is_narrow else ROWS
     head_tiles = cdiv(shape.num_heads, rows)
     tile_heads = cdiv(shape.num_heads, head_tiles)
-    kv_tile = KV_TILE if is_e4m3 or not is_narrow else PIECE
+    kv_tile = NARROW_BYTES * 8 // (shape.stored_bits * COLUMNS[0]) if is_narrow else KV_TILE
     split = SplitTile(
         rows=rows,
         tile_heads=tile_heads,
@@ -127,6 +125,5 @@ def hopper_latent_tile(
     run = block_size & -block_size
     # A state of 16 rows stays in registers from segment to segment.
     if is_narrow:
-        stage = PIECE * COLUMNS[0] * shape.stored_bits // 8
-        return HopperDecodeTile(split, min(run, PIECE), NARROW_RING // stage)
+        return HopperDecodeTile(split, min(run, kv_tile), 2)
     return HopperDecodeTile(split, min(run, KV_TILE // 2), 2, LEAST_TILES, ROW_COST)
