@@ -88,7 +88,7 @@ class KernelBench:
     backend: str = "TRITON_ATTN"
     cases: tuple[KernelCase, ...] = CASES
     peers: tuple[str, ...] = PEERS
-    rounds: int = 5
+    rounds: int = 6
     reps: int = 20
     """Most calls per kernel and round."""
     commit: str | None = None

@@ -24,7 +24,7 @@ from attn.bench.results import (
 
 _HOW_CLOCK = (
     "Median of single calls ({reps} per round at most, {rounds} rounds, the kernels in turn within "
-    "a round), {clock}. "
+    "a round, backwards in every other), {clock}. "
 )
 _HOW_DENSE = (
     "`forward` only: a plan is made before, and those of decodes have a table of their own. "

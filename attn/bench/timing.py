@@ -117,7 +117,9 @@ def make_clock(device: torch.device, reps: int) -> Clock:
 def time_interleaved(
     calls: Mapping[str, Call], clock: Clock, rounds: int, reps: int
 ) -> dict[str, Timing]:
-    """Each call's median time; in every round each is timed in turn.
+    """Each call's median time; in every round each is timed in turn, every other round backwards.
+
+    Clocks follow what ran just before: nobody is always behind the one that draws the most power.
 
     Args:
         calls: what to time, by name.
@@ -130,9 +132,9 @@ def time_interleaved(
         enough = int(ROUND_BUDGET_US / max(clock.warm_up(call), 1.0))
         counts[name] = min(reps, max(MIN_REPS, enough))
     times: dict[str, list[list[float]]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            times[name].append(clock.measure(call, counts[name]))
+    for turn in range(rounds):
+        for name in [*calls][:: -1 if turn % 2 else 1]:
+            times[name].append(clock.measure(calls[name], counts[name]))
     return {name: _timing(turns) for name, turns in times.items()}
 
 

@@ -315,7 +315,7 @@ def test_calls_are_timed_in_turn():
     order = []
     calls = {name: lambda name=name: order.append(name) for name in "ab"}
     timings = time_interleaved(calls, CpuClock(), rounds=3, reps=2)
-    assert "".join(order) == "ab" + "aabb" * 3
+    assert "".join(order) == "ab" + "aabb" + "bbaa" + "aabb"
     assert timings["a"].calls == 6
     assert timings["a"].spread >= 0
 
