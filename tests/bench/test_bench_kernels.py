@@ -289,8 +289,9 @@ def test_the_hopper_table_times_plans_and_the_host_too(monkeypatch):
     assert result.ours.status is Status.MEASURED, result.ours
     assert result.ours.planned_us > 0
     assert result.host_us > 0
-    # Once for the plain calls, then with every planned call: one to warm up, two in two rounds.
-    assert len(built) == 1 + 1 + 2 * 2
+    # Once for the plain calls, then with every planned call: one to warm up, two in two rounds,
+    # and one whose result is judged.
+    assert len(built) == 1 + 1 + 2 * 2 + 1
     (dense,) = bench_kernels(bench_of("prefill"), quiet).cases
     assert (dense.ours.planned_us, dense.host_us) == (None, None)
 
