@@ -66,8 +66,15 @@ def latent_kernel_of(
         ValueError: the Hopper kernel is wanted by name and does not serve.
     """
     found = hopper_latent_tile(shape, kind, block_size, max_query_len, asks)
-    left = "has not been measured beside it"
+    left = None
+    if asks.batch_invariant and _needs_rows(shape, max_query_len) > NARROW_ROWS:
+        left = f"by tiles of {NARROW_ROWS} rows, which read a latent row more often"
     return chosen_kernel("decode_kernel", wanted, found, layer="latent layer", left=left)
+
+
+def _needs_rows(shape: DenseShape, max_query_len: int) -> int:
+    """Rows that share a walk over the keys where there is room: of e4m3 there is for no more."""
+    return NARROW_ROWS if shape.stored_bits == 8 else shape.num_heads * max_query_len
 
 
 def hopper_latent_tile(
@@ -104,8 +111,8 @@ def hopper_latent_tile(
     refused = refusal_of(asks)
     if refused is not None:
         return refused
-    is_e4m3 = shape.stored_bits == 8
-    is_narrow = is_e4m3 or shape.num_heads * max_query_len <= NARROW_ROWS
+    # Tiles of more rows are cut anywhere, where their batch leads: their bits are not their own.
+    is_narrow = asks.batch_invariant or _needs_rows(shape, max_query_len) <= NARROW_ROWS
     rows = NARROW_ROWS if is_narrow else ROWS
     head_tiles = cdiv(shape.num_heads, rows)
     tile_heads = cdiv(shape.num_heads, head_tiles)

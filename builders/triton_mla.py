@@ -6,6 +6,7 @@ bounds; lengths stay on the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -35,6 +36,7 @@ from builders.split_plan import (
 )
 from builders.tiles import (
     DenseShape,
+    HopperDecodeTile,
     HopperTile,
     SplitTile,
     prefill_tile,
@@ -206,16 +208,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             self.window,
         )
         tokens = vllm_config.max_decode_query_len
-        tile, _ = latent_kernel_of(
-            shape,
-            self.kind,
-            spec.block_size,
-            tokens,
-            LayerAsks(
-                is_local=self.window is not None, query=spec.dtype, cache_dtype=spec.cache_dtype
-            ),
-            vllm_config.decode_kernel,
-        )
+        tile = self._hopper_decode_tile(shape, spec, tokens)
         self.buffers = GraphBuffers(self.device)
         self.planner = SplitPlanner(
             shape,
@@ -239,6 +232,23 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
         self._hopper = self._hopper_tile(expanded)
         self._heads = heads
         self._workspace_tokens = _workspace_tokens(vllm_config, heads, spec.dtype.itemsize)
+
+    def _hopper_decode_tile(
+        self, shape: DenseShape, spec: _LatentSpec, tokens: int
+    ) -> HopperDecodeTile | None:
+        """The tile of the decode kernel for Hopper, where the group's layers take it."""
+        wanted = self.vllm_config.decode_kernel
+        if wanted is DecodeKernel.AUTO and not runs_gluon(self.device):
+            return None
+        asks = LayerAsks(
+            batch_invariant=self.vllm_config.batch_invariant,
+            is_local=self.window is not None,
+            query=spec.dtype,
+            cache_dtype=spec.cache_dtype,
+            # Of blocks; an engine's buffer is aligned.
+            alignments=(("key", math.gcd(16, spec.page_size_bytes)),),
+        )
+        return latent_kernel_of(shape, self.kind, spec.block_size, tokens, asks, wanted)[0]
 
     def _hopper_tile(self, expanded: DenseShape) -> HopperTile | None:
         """The tile of the prefill kernel for Hopper, where layers of this group may take it.
