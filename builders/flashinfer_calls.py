@@ -70,6 +70,8 @@ class DirectCalls:
     decode_function: Any
     context_function: Any
     fmha_v2_function: Any
+    ragged_xqa_function: Any = None
+    """Decode by XQA that is told each request's number of tokens; None before 0.7.2."""
 
     @property
     def is_recent(self) -> bool:
@@ -87,6 +89,11 @@ class DirectCalls:
         return self.is_recent
 
     @property
+    def verifies_ragged(self) -> bool:
+        """XQA takes requests of different numbers of tokens in one call."""
+        return self.ragged_xqa_function is not None
+
+    @property
     def prefills_fp8(self) -> bool:
         """fmha_v2 takes e4m3; before, it was known to hang on Hopper."""
         return self.is_recent
@@ -98,24 +105,33 @@ class DirectCalls:
             call: query, cache and output as XQA takes them: a dense query.
             query_len: tokens of every request.
             mask: ``[R, query_len, words]`` uint16 with more than one; see
-                :func:`builders.trtllm_mha.causal_mask`.
+                :func:`builders.trtllm_mha_split.causal_mask`.
         """
         self.decode_function(
-            call.query,
-            (call.key, call.value),
-            call.workspace,
-            call.pages,
-            call.kv_lens.view(torch.uint32),
-            call.max_kv_len,
-            bmm1_scale=call.qk_scale,
-            bmm2_scale=call.v_scale,
-            window_left=call.window_left,
-            out=call.output,
-            sinks=call.sinks,
-            kv_layout=KV_LAYOUT,
+            *self._cached(call, call.kv_lens.view(torch.uint32)),
+            **self._common(call),
             backend="xqa",
             q_len_per_req=query_len,
             mask=mask,
+        )
+
+    def ragged_xqa(
+        self, call: PagedCall, query_len: int, mask: torch.Tensor, query_starts: torch.Tensor
+    ) -> None:
+        """Verify by XQA where requests have different numbers of tokens.
+
+        Args:
+            call: as of :meth:`xqa`.
+            query_len: most tokens of a request, more than one; a kernel is compiled for each.
+            mask: ``[T, words]`` uint16, words as for ``query_len``.
+            query_starts: ``[R + 1]`` int32.
+        """
+        self.ragged_xqa_function(
+            *self._cached(call, call.kv_lens.view(torch.uint32)),
+            **self._common(call),
+            q_len_per_req=query_len,
+            mask=mask,
+            q_cu_seq_lens=query_starts,
         )
 
     def gen_decode(
@@ -132,18 +148,8 @@ class DirectCalls:
         if query_starts is not None:
             given = {"q_len_per_req": None, "max_q_len": query_len, "cum_seq_lens_q": query_starts}
         self.decode_function(
-            call.query,
-            (call.key, call.value),
-            call.workspace,
-            call.pages,
-            call.kv_lens,
-            call.max_kv_len,
-            bmm1_scale=call.qk_scale,
-            bmm2_scale=call.v_scale,
-            window_left=call.window_left,
-            out=call.output,
-            sinks=call.sinks,
-            kv_layout=KV_LAYOUT,
+            *self._cached(call, call.kv_lens),
+            **self._common(call),
             backend="trtllm-gen",
             lse=call.lse,
             **given,
@@ -219,6 +225,22 @@ class DirectCalls:
             mask_mode=mask,
             window_left=call.window_left,
         )
+
+    def _cached(self, call: PagedCall, kv_lens: torch.Tensor) -> tuple[Any, ...]:
+        """What decodes are given by position."""
+        cache = call.key, call.value
+        return call.query, cache, call.workspace, call.pages, kv_lens, call.max_kv_len
+
+    def _common(self, call: PagedCall) -> dict[str, Any]:
+        """What decodes are given by name."""
+        return {
+            "bmm1_scale": call.qk_scale,
+            "bmm2_scale": call.v_scale,
+            "window_left": call.window_left,
+            "out": call.output,
+            "sinks": call.sinks,
+            "kv_layout": KV_LAYOUT,
+        }
 
     def _counters(self, call: PagedCall) -> dict[str, torch.Tensor]:
         """0.6 keeps them in the workspace's head; 0.7 would allocate them in each call."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import math
 import os
 import shutil
@@ -235,11 +236,14 @@ def load_calls() -> DirectCalls:
     """The direct calls of the installed FlashInfer; errors as of :func:`load`."""
     version, prefill, decode = _modules()
     with _complete(version):
+        xqa = decode.xqa_batch_decode_with_kv_cache
+        takes_ragged = "q_cu_seq_lens" in inspect.signature(xqa).parameters
         return DirectCalls(
             version,
             decode.trtllm_batch_decode_with_kv_cache,
             prefill.trtllm_batch_context_with_kv_cache,
             prefill.trtllm_fmha_v2_prefill,
+            xqa if takes_ragged else None,
         )
 
 

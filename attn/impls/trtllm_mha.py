@@ -142,8 +142,11 @@ class TrtllmMhaImpl(VendorImpl):
                 f"not placed row by row by xqa of flashinfer {calls.version}: give the layer a "
                 "KV cache group with a window, or install flashinfer-python>=0.7"
             )
-        else:
+        elif part.query_starts is None:
             calls.xqa(call, part.max_query_len, part.mask)
+        else:
+            assert part.mask is not None
+            calls.ragged_xqa(call, part.max_query_len, part.mask, part.query_starts)
 
     def _query(
         self, part: CalledRows, layer: AttentionLayer, rows: torch.Tensor
