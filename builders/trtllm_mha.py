@@ -390,7 +390,7 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         record.decode = record.prefill = None
         # A graph's replay without any token is one of decodes.
         decode = prefill = None
-        if split.decode_rows or (self._captured and split.num_tokens == 0):
+        if split.num_decodes or (self._captured and split.num_tokens == 0):
             decode = self._phases.get(Phase.DECODE)
         if split.max_prefill_len:
             prefill = self._phases.get(Phase.PREFILL)
@@ -423,13 +423,13 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         )
         own, others = (None if phase is None else phase.table for phase in (decode, prefill))
         fill_tables(step, own, others, self.sliding_window)
-        if decode is not None and split.decode_rows:
+        if decode is not None and split.num_decodes:
             record.decode = self._decode(split, decode)
         if prefill is not None:
             record.prefill = self._prefill(record, prefill, record.num_reqs - step.num_decodes)
 
     def _decode(self, split: StepSplit, own: PhaseBuffers) -> DecodeRows:
-        live, length, table = len(split.decode_rows), split.decode_query_len, own.table
+        live, length, table = split.num_decodes, split.decode_query_len, own.table
         query_starts = table.query_starts[: live + 1] if split.is_ragged else None
         mask = None
         if own.rule.kernel is VendorKernel.XQA and length > 1:
@@ -486,7 +486,7 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         if self.vllm_config.speculative is not None:
             return True
         bound = getattr(batch, "seq_lens_cpu_upper_bound", None)
-        if bound is None:
+        if bound is None or len(query_lens) == 0 or int(bound[: len(query_lens)].min()) > 0:
             return False
         return bool(((bound[: len(query_lens)] <= 0) & (query_lens > 0)).any())
 

@@ -16,8 +16,10 @@ MASK_BITS = 16
 class StepSplit:
     """How the requests of a step go to the two phases, from the host's query lengths."""
 
-    decode_rows: tuple[int, ...]
-    """Requests that the decode kernel takes; empty ones may lie between."""
+    num_decodes: int
+    """Leading requests that the decode kernel takes, without empty ones."""
+    num_listed: int
+    """Requests up to the last decode, empty ones among them."""
     num_decode_tokens: int
     decode_query_len: int
     """Tokens of every decode, or their bound where they are ragged; 0 without decodes."""
@@ -26,11 +28,6 @@ class StepSplit:
     num_tokens: int
     max_prefill_len: int
     """Most tokens of a request behind the decodes; 0 where none has any."""
-
-    @property
-    def num_listed(self) -> int:
-        """Leading requests up to the last decode."""
-        return self.decode_rows[-1] + 1 if self.decode_rows else 0
 
 
 def split_step(query_lens: Sequence[int], threshold: int, takes_ragged: bool) -> StepSplit:
@@ -44,7 +41,11 @@ def split_step(query_lens: Sequence[int], threshold: int, takes_ragged: bool) ->
             query with it, then hardly depends on the batch. Other lengths are ragged even where
             they are all the same, so that no kernel is compiled for each of them.
     """
-    rows: list[int] = []
+    reqs, first = len(query_lens), query_lens[0] if query_lens else 0
+    if 0 < first <= threshold and first in (1, threshold) and query_lens.count(first) == reqs:
+        # Every request is a decode, as in most steps: no loop over them.
+        return StepSplit(reqs, reqs, reqs * first, first, False, reqs * first, 0)
+    listed = 0
     own: list[int] = []
     for row, length in enumerate(query_lens):
         if length == 0:
@@ -52,17 +53,17 @@ def split_step(query_lens: Sequence[int], threshold: int, takes_ragged: bool) ->
         fits = takes_ragged or (length in (1, threshold) and own.count(length) == len(own))
         if length > threshold or not fits:
             break
-        rows.append(row)
+        listed = row + 1
         own.append(length)
     is_ragged = bool(own) and not (len(set(own)) == 1 and own[0] in (1, threshold))
-    behind = rows[-1] + 1 if rows else 0
     return StepSplit(
-        decode_rows=tuple(rows),
+        num_decodes=len(own),
+        num_listed=listed,
         num_decode_tokens=sum(own),
         decode_query_len=threshold if is_ragged else max(own, default=0),
         is_ragged=is_ragged,
         num_tokens=sum(query_lens),
-        max_prefill_len=max(query_lens[behind:], default=0),
+        max_prefill_len=max(query_lens[listed:], default=0),
     )
 
 

@@ -268,7 +268,7 @@ def test_leading_requests_are_decodes(
     behind: int,
 ) -> None:
     split = split_step(lens, threshold, is_ragged)
-    assert split.decode_rows == rows
+    assert (split.num_decodes, split.num_listed) == (len(rows), max(rows, default=-1) + 1)
     assert split.num_decode_tokens == sum(lens[row] for row in rows)
     assert (split.decode_query_len, split.max_prefill_len) == (longest, behind)
     assert split.num_tokens == sum(lens)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
+import torch
+
 from attn.bench.cases import MODEL_DTYPE, KernelCase
 from attn.bench.engine import MODEL
 from attn.bench.ours import MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
@@ -53,19 +55,28 @@ def _builder_of(case: KernelCase, device: Any, uses_xqa: bool) -> Any:
     layers: Any = import_module("vllm.model_executor.layers.attention")
     found: Any = import_module("vllm.v1.attention.backends.flashinfer")
     config = _config_of(config_of, case, uses_xqa)
-    # Whether kernels can be downloaded decides for vLLM whether XQA is there; it is compiled here.
-    reached = mock.patch("vllm.utils.flashinfer.has_nvidia_artifactory", return_value=True)
-    with config_of.set_current_vllm_config(config), reached:
-        layer = layers.Attention(
-            case.num_heads,
-            case.head_size,
-            case.scale,
-            num_kv_heads=case.num_kv_heads,
-            cache_config=config.cache_config,
-            prefix=PREFIX,
-        )
-        spec = layer.get_kv_cache_spec(config)
-        return found.FlashInferMetadataBuilder(spec, [PREFIX], config, device)
+    # vLLM takes XQA to be there only where it reaches a server of kernels for other GPUs.
+    taken = mock.patch(
+        "vllm.utils.flashinfer.supports_trtllm_attention",
+        side_effect=lambda is_prefill=False: not is_prefill,
+    )
+    # Layers are made in the default type, as vLLM's loader sets it.
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(MODEL_DTYPE.torch)
+    try:
+        with config_of.set_current_vllm_config(config), taken:
+            layer = layers.Attention(
+                case.num_heads,
+                case.head_size,
+                case.scale,
+                num_kv_heads=case.num_kv_heads,
+                cache_config=config.cache_config,
+                prefix=PREFIX,
+            )
+            spec = layer.get_kv_cache_spec(config)
+            return found.FlashInferMetadataBuilder(spec, [PREFIX], config, device)
+    finally:
+        torch.set_default_dtype(default)
 
 
 def _config_of(config_of: Any, case: KernelCase, uses_xqa: bool) -> Any:
