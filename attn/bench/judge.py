@@ -7,7 +7,8 @@ import traceback
 import torch
 
 from attn.bench.inputs import Expected
-from attn.bench.peers import KernelRun, describe
+from attn.bench.peers import KernelRun
+from attn.bench.reasons import describe
 from attn.bench.results import Contender, Status
 
 

@@ -47,7 +47,8 @@ from attn.bench.ours import (
     our_run,
     plan_time,
 )
-from attn.bench.peers import KernelRun, Refusal, describe, prepare_peer
+from attn.bench.peers import KernelRun, Refusal, prepare_peer
+from attn.bench.reasons import describe
 from attn.bench.results import (
     BenchResults,
     CaseResult,

@@ -27,7 +27,8 @@ from attn.bench.ours import (
     kv_cache_spec,
     make_layer,
 )
-from attn.bench.peers import FP8_QUERY_TOLERANCE, TOLERANCE, KernelRun, Refusal, describe
+from attn.bench.peers import FP8_QUERY_TOLERANCE, TOLERANCE, KernelRun, Refusal
+from attn.bench.reasons import describe
 from attn.bench.results import Contender
 from attn.bench.timing import (
     Call,

@@ -15,7 +15,8 @@ import torch
 from attn.bench.cases import MODEL_DTYPE, KernelCase
 from attn.bench.engine import MODEL
 from attn.bench.ours import MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
-from attn.bench.peers import Refusal, describe
+from attn.bench.peers import Refusal
+from attn.bench.reasons import describe
 from attn.bench.results import Status
 from builders.common import CommonAttentionMetadata
 
