@@ -370,11 +370,23 @@ def test_lines_replace_earlier_ones_of_the_same_kind() -> None:
     assert "no tile" in line_text(broken.lines[0])
 
 
-def test_a_broken_line_fails_the_command(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_line_fails_the_command_and_a_refused_one_does_not(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernels, "select_cases", lambda patterns, cases: (TINY["dec_b1_8k"],))
     bench = make_bench("TRTLLM_MHA", [], [], False, 1, 1, "abc", BenchTable.FLASHINFER)
     assert bench.backends == ("TRTLLM_MHA",)
-    assert not run_and_report(bench, Report(out=tmp_path / "a.md"), lambda _: None)
+    data = tmp_path / "a.json"
+    assert run_and_report(bench, Report(json=data), lambda _: None)
+    lines = BenchResults.model_validate_json(data.read_text()).lines
+    assert all(line.is_refused and line.holds is False for line in lines)
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no such tile")
+
+    monkeypatch.setattr(vendor, "make_layer", broken)
+    with emulated():
+        assert not run_and_report(bench, Report(json=data), lambda _: None)
 
 
 def test_the_cases_are_those_of_the_targets() -> None:
