@@ -259,9 +259,10 @@ def event(name: str, start: int, end: int) -> Any:
 
 def test_waits_are_those_within_the_call() -> None:
     own = event("attn.bench.profiled", 10, 20)
+    on_gpu = event("attn.bench.profiled", 14, 40)
     launch = event("cudaLaunchKernel", 11, 12)
     others = [event("cudaDeviceSynchronize", 5, 6), event("cudaDeviceSynchronize", 30, 31)]
-    assert waits_of([own, launch, *others]) == 0
+    assert waits_of([on_gpu, own, launch, *others]) == 0
     copies = [event("cudaMemcpyAsync", 13, 14), event("cudaMemcpy", 15, 16)]
     assert waits_of([own, launch, *others, *copies, event("cudaStreamSynchronize", 17, 18)]) == 2
     with pytest.raises(RuntimeError, match="saw no launch"):
