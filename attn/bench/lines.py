@@ -64,6 +64,8 @@ class Line(Spec):
     asks_waits: StrictBool = False
     is_broken: StrictBool = False
     """Ours was wrong, or failed, or was refused."""
+    is_refused: StrictBool = False
+    """The backend does not serve the case here."""
     reason: str = ""
     """Why a number is missing."""
 

@@ -259,9 +259,10 @@ def event(name: str, start: int, end: int) -> Any:
 
 def test_waits_are_those_within_the_call() -> None:
     own = event("attn.bench.profiled", 10, 20)
+    on_gpu = event("attn.bench.profiled", 14, 40)
     launch = event("cudaLaunchKernel", 11, 12)
     others = [event("cudaDeviceSynchronize", 5, 6), event("cudaDeviceSynchronize", 30, 31)]
-    assert waits_of([own, launch, *others]) == 0
+    assert waits_of([on_gpu, own, launch, *others]) == 0
     copies = [event("cudaMemcpyAsync", 13, 14), event("cudaMemcpy", 15, 16)]
     assert waits_of([own, launch, *others, *copies, event("cudaStreamSynchronize", 17, 18)]) == 2
     with pytest.raises(RuntimeError, match="saw no launch"):
@@ -370,11 +371,23 @@ def test_lines_replace_earlier_ones_of_the_same_kind() -> None:
     assert "no tile" in line_text(broken.lines[0])
 
 
-def test_a_broken_line_fails_the_command(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_line_fails_the_command_and_a_refused_one_does_not(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernels, "select_cases", lambda patterns, cases: (TINY["dec_b1_8k"],))
     bench = make_bench("TRTLLM_MHA", [], [], False, 1, 1, "abc", BenchTable.FLASHINFER)
     assert bench.backends == ("TRTLLM_MHA",)
-    assert not run_and_report(bench, Report(out=tmp_path / "a.md"), lambda _: None)
+    data = tmp_path / "a.json"
+    assert run_and_report(bench, Report(json=data), lambda _: None)
+    lines = BenchResults.model_validate_json(data.read_text()).lines
+    assert all(line.is_refused and line.holds is False for line in lines)
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no such tile")
+
+    monkeypatch.setattr(vendor, "make_layer", broken)
+    with emulated():
+        assert not run_and_report(bench, Report(json=data), lambda _: None)
 
 
 def test_the_cases_are_those_of_the_targets() -> None:
