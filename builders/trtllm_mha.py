@@ -187,7 +187,9 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         self.block_map: torch.Tensor | None = None
         self._captured = False
         rules = {phase: choice.rule_of(phase, capability) for phase in self.phases}
-        self._check_version(rules)
+        reason = choice.version_reason(self.phases, capability, spec.cache_dtype, self.calls)
+        if reason is not None:
+            raise ValueError(f"{NAME}: {reason}")
         decode = rules.get(Phase.DECODE)
         self._threshold = self._decode_threshold(decode)
         self._takes_ragged = decode is not None and self._is_ragged(decode)
@@ -200,16 +202,6 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         }
         self._declare()
         self._init_reorder_batch_threshold(self._threshold)
-
-    def _check_version(self, rules: dict[Phase, KernelRule | None]) -> None:
-        prefill = rules.get(Phase.PREFILL)
-        by_fmha_v2 = prefill is not None and prefill.kernel is VendorKernel.FMHA_V2
-        if by_fmha_v2 and self._is_fp8 and not self.calls.prefills_fp8:
-            raise ValueError(
-                f"{NAME}: kv_cache_dtype must not be quantised for prefill by fmha_v2 of "
-                f"flashinfer {self.calls.version}, which may hang, got fp8: install "
-                "flashinfer-python>=0.7, or choose another prefill backend"
-            )
 
     def _decode_threshold(self, rule: KernelRule | None) -> int:
         """Most tokens of a request that the decode kernel takes; 0 without one."""

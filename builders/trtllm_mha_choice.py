@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from builders.flashinfer_calls import DirectCalls
 from builders.page_tables import PAGE_SIZES
 from specs.attention import ComputeCapabilityRange, HeadSizes
 from specs.devices import ComputeCapability
@@ -219,6 +220,25 @@ def phase_reasons(
         yield f"model dtype must be one of {names} {by}, got {model}"
     if cache.quant_mode is KVQuantMode.FP8_PER_TENSOR and not rule.takes_fp8:
         yield f"kv_cache_dtype must not be quantised {by}, got {cache.value!r}"
+
+
+def version_reason(
+    phases: tuple[Phase, ...],
+    capability: ComputeCapability | None,
+    cache: CacheDType,
+    calls: DirectCalls,
+) -> str | None:
+    """Why the phases' kernels of this FlashInfer do not serve such a cache; None where they do."""
+    rule = rule_of(Phase.PREFILL, capability) if Phase.PREFILL in phases else None
+    if rule is None or rule.kernel is not VendorKernel.FMHA_V2 or calls.prefills_fp8:
+        return None
+    if cache.quant_mode is not KVQuantMode.FP8_PER_TENSOR:
+        return None
+    return (
+        f"kv_cache_dtype must not be quantised for prefill by fmha_v2 of flashinfer "
+        f"{calls.version}, which may hang, got {cache.value!r}: install "
+        "flashinfer-python>=0.7, or choose another prefill backend"
+    )
 
 
 def mixed_dtypes_reason(model: torch.dtype, cache: CacheDType) -> str | None:

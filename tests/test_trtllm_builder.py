@@ -113,6 +113,23 @@ def test_it_is_chosen_by_name_alone() -> None:
         assert select(request, device).get_name() == "TRITON_ATTN"
 
 
+@pytest.mark.parametrize("version", [OLD, NEW])
+@pytest.mark.parametrize("device", ["h200", "b200"])
+def test_the_selector_knows_what_the_installed_version_prefills(device: str, version: str) -> None:
+    found = KNOWN_DEVICES[device]
+    config = AttentionSelectorConfig(
+        head_size=128, dtype=DType.BFLOAT16, kv_cache_dtype=CacheDType.FP8
+    )
+    with emulated(found, version):
+        reasons = TrtllmMhaBackend.validate_configuration(
+            **{name: getattr(config, name) for name in type(config).model_fields},
+            device_capability=found.compute_capability,
+        )
+    refused = device == "h200" and version == OLD
+    assert any("install flashinfer-python>=0.7" in reason for reason in reasons) == refused
+    assert bool(reasons) == refused
+
+
 @pytest.mark.parametrize(
     ("device", "changes", "reason"),
     [
