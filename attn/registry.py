@@ -52,6 +52,16 @@ ROWS: tuple[BackendRow, ...] = (
         "attn.backends.trtllm_mha:TrtllmMhaBackend",
         requires=("flashinfer",),
     ),
+    BackendRow(
+        "FLASHINFER_MLA",
+        "attn.backends.flashinfer_mla:FlashInferMlaBackend",
+        requires=("flashinfer", "triton"),
+    ),
+    BackendRow(
+        "TRTLLM_MLA",
+        "attn.backends.trtllm_mla:TrtllmMlaBackend",
+        requires=("flashinfer", "triton"),
+    ),
     BackendRow("TORCH_REF", "attn.backends.torch_ref:TorchRefBackend"),
     BackendRow("TORCH_REF_MLA", "attn.backends.torch_ref_mla:TorchRefMLABackend"),
     BackendRow(

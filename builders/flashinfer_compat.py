@@ -222,8 +222,8 @@ def load() -> FlashInfer:
     Raises:
         FlashInferUnavailableError: it is missing, of another version, or fails to import.
     """
-    version, prefill, decode = _modules()
-    with _complete(version):
+    version, (prefill, decode) = checked_modules("prefill", "decode")
+    with complete(version):
         return FlashInfer(
             version,
             prefill.BatchPrefillWithPagedKVCacheWrapper,
@@ -234,8 +234,8 @@ def load() -> FlashInfer:
 @cache
 def load_calls() -> DirectCalls:
     """The direct calls of the installed FlashInfer; errors as of :func:`load`."""
-    version, prefill, decode = _modules()
-    with _complete(version):
+    version, (prefill, decode) = checked_modules("prefill", "decode")
+    with complete(version):
         xqa = decode.xqa_batch_decode_with_kv_cache
         takes_ragged = "q_cu_seq_lens" in inspect.signature(xqa).parameters
         return DirectCalls(
@@ -247,15 +247,21 @@ def load_calls() -> DirectCalls:
         )
 
 
-def _modules() -> tuple[str, Any, Any]:
-    """Version and the two modules of the installed FlashInfer."""
+def checked_modules(*names: str) -> tuple[str, list[Any]]:
+    """Version and modules of the installed FlashInfer.
+
+    Args:
+        names: of modules inside it.
+
+    Raises:
+        FlashInferUnavailableError: it is missing, of another version, or fails to import.
+    """
     try:
         with warnings.catch_warnings():
             # Importing it warns of packages that nothing here needs.
             warnings.simplefilter("ignore")
             version = str(importlib.import_module("flashinfer").__version__)
-            prefill = importlib.import_module("flashinfer.prefill")
-            decode = importlib.import_module("flashinfer.decode")
+            modules = [importlib.import_module(f"flashinfer.{name}") for name in names]
     except ModuleNotFoundError as error:
         if error.name == "flashinfer":
             raise FlashInferUnavailableError(
@@ -271,11 +277,11 @@ def _modules() -> tuple[str, Any, Any]:
     reason = version_reason(version)
     if reason is not None:
         raise FlashInferUnavailableError(reason)
-    return version, prefill, decode
+    return version, modules
 
 
 @contextmanager
-def _complete(version: str) -> Iterator[None]:
+def complete(version: str) -> Iterator[None]:
     """What a module lacks makes FlashInfer unavailable."""
     try:
         yield

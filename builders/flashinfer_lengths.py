@@ -29,7 +29,7 @@ class HostLengths:
 
 
 def host_lengths(
-    batch: CommonAttentionMetadata, common_prefix_len: int, page_size: int
+    batch: CommonAttentionMetadata, common_prefix_len: int, page_size: int, name: str = NAME
 ) -> HostLengths:
     """Copies of the batch's host lengths, checked against each other and the table.
 
@@ -37,6 +37,7 @@ def host_lengths(
         batch: ours or vLLM's own object.
         common_prefix_len: leading tokens that all requests share, or 0.
         page_size: tokens per block.
+        name: of the backend, for messages.
 
     Raises:
         ValueError: there are none, or they do not fit; the message names the argument and both
@@ -45,7 +46,7 @@ def host_lengths(
     bound, reqs = batch.seq_lens_cpu_upper_bound, batch.num_reqs
     if bound is None:
         raise ValueError(
-            f"seq_lens_cpu_upper_bound is needed by {NAME}, which plans on the host, got None"
+            f"seq_lens_cpu_upper_bound is needed by {name}, which plans on the host, got None"
         )
     if len(bound) < reqs or len(batch.query_start_loc_cpu) <= reqs:
         raise ValueError(
@@ -153,9 +154,9 @@ def skipped_pages(
     return first // page_size
 
 
-def debug_lengths(batch: CommonAttentionMetadata, lengths: HostLengths) -> None:
+def debug_lengths(batch: CommonAttentionMetadata, lengths: HostLengths, name: str = NAME) -> None:
     """What the host believes is what the device has; reads device values."""
-    for name, host, device in (
+    for field, host, device in (
         ("query_start_loc_cpu", lengths.query_start_loc, batch.query_start_loc),
         ("seq_lens_cpu_upper_bound", lengths.kv_lens, batch.seq_lens),
     ):
@@ -164,6 +165,6 @@ def debug_lengths(batch: CommonAttentionMetadata, lengths: HostLengths) -> None:
         if len(wrong):
             row = int(wrong[0])
             raise ValueError(
-                f"{name}[{row}] must be exact for {NAME}, got {int(host[row])} for the device's "
+                f"{field}[{row}] must be exact for {name}, got {int(host[row])} for the device's "
                 f"{int(exact[row])}"
             )

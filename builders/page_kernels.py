@@ -145,3 +145,30 @@ def phase_tables_kernel(
     tl.store(prefill_kv_starts_ptr + 1 + place, keys, prefills)
     tl.store(prefill_starts_ptr, 0, prefills & (place == 0))
     tl.store(prefill_kv_starts_ptr, 0, prefills & (place == 0))
+
+
+@triton.jit(do_not_specialize=["table_width", "width", "fill"])
+def latent_table_kernel(
+    block_table_ptr,
+    query_lens_ptr,
+    seq_lens_ptr,
+    pages_ptr,
+    kv_lens_ptr,
+    table_width,
+    width,
+    fill,
+    table_stride: tl.int64,
+    PAGE_SIZE: tl.constexpr,
+    BURST: tl.constexpr,
+):
+    """See :func:`builders.latent_tables.write_latent_table`; a program is a burst of one row."""
+    req = tl.program_id(0).to(tl.int64)
+    page = tl.program_id(1) * BURST + tl.arange(0, BURST)
+    seq_len = tl.load(seq_lens_ptr + req)
+    live = (tl.load(query_lens_ptr + req) > 0) & (seq_len > 0)
+    kv_len = tl.where(live, seq_len, fill)
+    used = tl.minimum(tl.cdiv(kv_len, PAGE_SIZE), table_width)
+    listed = page < used
+    block = tl.load(block_table_ptr + req * table_stride + page, mask=listed & live, other=0)
+    tl.store(pages_ptr + req * width + page, tl.where(listed, block, -1))
+    tl.store(kv_lens_ptr + req, kv_len, mask=tl.program_id(1) == 0)

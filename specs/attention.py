@@ -41,6 +41,16 @@ class AttentionCGSupport(IntEnum):
     """Any mix of prefill and decode."""
 
 
+@unique
+class MlaKernel(StrEnum):
+    """Which kernel of TRTLLM_MLA takes a step's rows."""
+
+    AUTO = "auto"
+    """The vendor's, on the GPUs that it is made for."""
+    TRITON = "triton"
+    """TRITON_MLA's, on every GPU, behind the same builder and metadata."""
+
+
 class MultipleOf(Spec):
     """In a list of block sizes: any multiple of ``base``."""
 
@@ -125,6 +135,8 @@ class AttentionSelectorConfig(Spec):
     use_alibi: StrictBool = False
     use_alibi_sqrt: StrictBool = False
     use_chunked_local: StrictBool = False
+    mla_kernel: MlaKernel = MlaKernel.AUTO
+    """Kernel asked for of a latent backend that has several; the automatic choice knows none."""
 
 
 class BackendCapabilities(Spec):

@@ -7,6 +7,7 @@ from typing import Self
 
 from pydantic import StrictBool, model_validator
 
+from specs.attention import MlaKernel
 from specs.base import NonNegativeInt, PositiveFloat, PositiveInt, Spec
 
 
@@ -98,11 +99,18 @@ class EngineConfig(Spec):
     """Which kernel takes the rows with few new tokens."""
     logits_soft_cap: PositiveFloat | None = None
     """Soft cap of the group's layers, for builders whose plan depends on it; None is off."""
+    softmax_scale: PositiveFloat | None = None
+    """What the group's layers multiply q.k by, for builders whose plan holds it."""
     exact_host_lengths: StrictBool = True
     """``query_start_loc_cpu`` and ``seq_lens_cpu_upper_bound`` of every batch equal the device's
     lengths. Not so where they are optimistic: asynchronous speculation, static sinks."""
     index_topk: PositiveInt | None = None
     """Tokens that a sparse MLA layer attends."""
+    mla_kernel: MlaKernel = MlaKernel.AUTO
+    """Which kernel of TRTLLM_MLA takes a step's rows."""
+    skip_prefill: StrictBool = False
+    """The layers are a draft model's that only decodes: builders make no room for prefill, and
+    refuse it."""
     mla_workspace_bytes: PositiveInt | None = None
     """Most bytes of cached context that an MLA prefill holds expanded at a time; None leaves the
     bound to the backend."""

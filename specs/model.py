@@ -10,7 +10,7 @@ from typing import Annotated, Final, Self, TypeVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from specs.attention import AttentionSelectorConfig, AttentionType
+from specs.attention import AttentionSelectorConfig, AttentionType, MlaKernel
 from specs.base import NonNegativeInt, PositiveFloat, PositiveInt, Spec, SpecError, spec_errors
 from specs.dtypes import CacheDType, DType, DTypeField
 from specs.engine import EngineConfig
@@ -263,6 +263,9 @@ class LayerGeometry(Spec):
                 use_logits_soft_cap=self.logits_soft_cap is not None,
                 use_alibi=self.use_alibi,
                 use_chunked_local=self.kind is LayerKind.CHUNKED_LOCAL,
+                mla_kernel=(
+                    MlaKernel.AUTO if engine is None or not self.kind.is_mla else engine.mla_kernel
+                ),
             )
 
     def kv_cache_spec(

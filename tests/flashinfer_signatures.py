@@ -168,13 +168,13 @@ def installed_signatures() -> dict[tuple[str, str], str]:
     for cls, module in MODULES.items():
         (body,) = (
             node.body
-            for node in _parsed(module).body
+            for node in parsed(module).body
             if isinstance(node, ast.ClassDef) and node.name == cls
         )
         # Of overloads the last one counts.
         methods = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
         for name in METHODS:
-            found[cls, name] = _written(methods.get(BEHIND.get(name, name), methods[name]).args)
+            found[cls, name] = written(methods.get(BEHIND.get(name, name), methods[name]).args)
     return found
 
 
@@ -182,22 +182,22 @@ def installed_functions() -> dict[str, str]:
     """The installed FlashInfer's functions, read from its files, written like those above."""
     found = {}
     for name, module in FUNCTION_MODULES.items():
-        body = _parsed(module).body
+        body = parsed(module).body
         # Of overloads the last one counts.
         (*_, node) = (
             node for node in body if isinstance(node, ast.FunctionDef) and node.name == name
         )
-        found[name] = _written(node.args)
+        found[name] = written(node.args)
     return found
 
 
-def _parsed(module: str) -> ast.Module:
+def parsed(module: str) -> ast.Module:
     # Not by its spec: other tests put modules in its place.
     installed = importlib.metadata.distribution("flashinfer-python")
     return ast.parse(Path(str(installed.locate_file(f"flashinfer/{module}"))).read_text("utf-8"))
 
 
-def _written(arguments: ast.arguments) -> str:
+def written(arguments: ast.arguments) -> str:
     plain = len(arguments.args) - len(arguments.defaults)
     parts = [one.arg + "=_" * (place >= plain) for place, one in enumerate(arguments.args)]
     if arguments.vararg is not None:

@@ -11,7 +11,8 @@ import torch
 from attn.backends.triton_mla import TritonMLABackend
 from attn.kernels.launch import KernelCall, collected_calls
 from builders.common import CommonAttentionMetadata
-from builders.triton_mla import EXPANDED_WIDTH, PAGE, TritonMLAMetadataBuilder
+from builders.latent_prefill import EXPANDED_WIDTH, PAGE
+from builders.triton_mla import TritonMLAMetadataBuilder
 from specs.dtypes import CacheDType, DType
 from specs.engine import DecodeKernel, EngineConfig
 from specs.kv_cache import FullAttentionSpec, MLAAttentionSpec, SlidingWindowMLASpec
@@ -52,7 +53,7 @@ def test_context_is_attended_in_chunks_of_the_workspace(
     trial = trial_of(cache_dtype=cache_dtype)
     trial.write()
     builder = trial.builder()
-    monkeypatch.setattr(builder, "_workspace_tokens", tokens)
+    monkeypatch.setattr(builder.expanded, "workspace_tokens", tokens)
     record = trial.build(builder)
     context = record.prefill.context
     assert len(context.lens) == chunks
@@ -89,7 +90,7 @@ def test_the_workspace_is_bounded_in_bytes() -> None:
     assert (context.span, len(context.lens)) == (64, 3)
     assert 3 * context.span <= 200
     # By default a chunk of one page per request always fits.
-    assert builder_of()._workspace_tokens >= 8 * PAGE
+    assert builder_of().expanded.workspace_tokens >= 8 * PAGE
 
 
 @pytest.mark.parametrize(("rope_size", "apart"), [(64, 64), (32, 0)])
@@ -121,7 +122,7 @@ def test_behind_a_window_only_what_is_seen_is_expanded(
     trial = trial_of(sliding_window=21)
     trial.write()
     builder = trial.builder()
-    monkeypatch.setattr(builder, "_workspace_tokens", tokens)
+    monkeypatch.setattr(builder.expanded, "workspace_tokens", tokens)
     record = trial.build(builder)
     context = record.prefill.context
     assert len(context.lens) == chunks
@@ -155,7 +156,7 @@ def test_a_plan_for_every_key_serves_a_layer_with_a_window(
     trial.write()
     trial.spec = latent_spec()
     builder = trial.builder()
-    monkeypatch.setattr(builder, "_workspace_tokens", tokens)
+    monkeypatch.setattr(builder.expanded, "workspace_tokens", tokens)
     record = trial.build(builder)
     assert record.group.window is None
     assert judged(trial, record).findings == {}
@@ -205,14 +206,14 @@ def test_serving_after_a_warm_up_meets_no_new_variant(
     cache.view(torch.uint8).fill_(0x3C)
     kept = cache.view(torch.uint8).clone()
     builder = trial.builder()
-    tokens = builder._workspace_tokens
+    tokens = builder.expanded.workspace_tokens
     trial.impl.warm_up(trial.layer, cache, builder, torch.float16)
     assert torch.equal(cache.view(torch.uint8), kept)
-    assert builder._workspace_tokens == tokens
+    assert builder.expanded.workspace_tokens == tokens
     known = {variant_of(call) for call in launches}
     launches.clear()
     for limit in (1, 10**6):
-        monkeypatch.setattr(builder, "_workspace_tokens", limit)
+        monkeypatch.setattr(builder.expanded, "workspace_tokens", limit)
         trial.attend(trial.build(builder), trial.inputs, cache)
     assert launches
     assert {variant_of(call) for call in launches} <= known

@@ -15,7 +15,7 @@ from torch import Tensor
 from attn.backends.base import AttentionBackend
 from attn.ops.mla import mla_attention
 from builders.common import CommonAttentionMetadata
-from specs.attention import AttentionType
+from specs.attention import AttentionType, MlaKernel
 from specs.dtypes import CacheDType
 from specs.engine import DecodeKernel, EngineConfig, PrefillKernel, SpeculativeConfig
 from specs.kv_cache import (
@@ -101,6 +101,7 @@ class Trial(ABC):
     common_prefix_len = 0
     prefill_kernel = PrefillKernel.TRITON
     decode_kernel = DecodeKernel.TRITON
+    mla_kernel = MlaKernel.AUTO
 
     def __init__(
         self, backend: type[AttentionBackend], case: AnyCase, device: torch.device
@@ -130,6 +131,7 @@ class Trial(ABC):
             speculative=speculative,
             prefill_kernel=self.prefill_kernel,
             decode_kernel=self.decode_kernel,
+            mla_kernel=self.mla_kernel,
             **settings,
         )
 
@@ -754,13 +756,15 @@ class LatentTrial(Trial):
         if case.sliding_window is not None:
             self.paging = batches.forget_unseen_blocks(self.full_paging, self.requests)
         topk = None if case.lists is None else self.TOPK
-        self.config = self.engine(case.num_heads, index_topk=topk)
+        self.config = self.engine(case.num_heads, index_topk=topk, softmax_scale=self.weights.scale)
         self.spec = self._kv_cache_spec(topk)
         self.buffer = self.allocate()
         is_scaled = case.cache_dtype in (CacheDType.FP8, CacheDType.FP8_E4M3)
         one = torch.ones((), device=device)
         k_scale = torch.tensor(0.037, device=device) if is_scaled else one
-        self.layer = Layer(one, k_scale, k_scale)
+        # Read where queries are quantised beside such a cache.
+        q_scale = torch.tensor(0.25, device=device) if is_scaled else one
+        self.layer = Layer(q_scale, k_scale, k_scale)
         self.impl = self._impl()
         self.inputs = self._inputs()
 
@@ -850,6 +854,8 @@ class LatentTrial(Trial):
     def _inputs(self) -> Inputs:
         padding, fused = self.batch_spec.num_padding_tokens, self.case.fused_projection
         batch = batches.make_batch(self.batch_spec, self.paging, True, self.device)
+        if self.backend.capabilities.needs_host_lengths:
+            batch = batch.replace(seq_lens_cpu_upper_bound=batch.seq_lens.cpu())
         query = batches.stack_rows([r.query for r in self.requests], padding, self.device)
         rows = [
             batches.new_rows(request.key, request.context_len, len(request.query))
@@ -1011,20 +1017,27 @@ class LatentTrial(Trial):
             if not len(request.query):
                 continue
             is_decode = request.tokens.stop <= decodes
-            outs.append((self._output(request), self._low_output(request, is_decode)))
+            outs.append((self._output(request), self._low_output(request, is_decode, record)))
             if not is_decode:
                 continue
             absorbed, rows = self._absorbed(request.query), request.key[:, 0]
             expected = self._latent_state(request, absorbed, rows)
-            low_rows = self._low_rows(request)
-            latents.append((expected, self._low_latent_state(request, absorbed, low_rows)))
+            low_rows, read = self._low_rows(request), self._read_query(absorbed, record)
+            latents.append((expected, self._low_latent_state(request, read, low_rows)))
             if self.case.cache_dtype.is_quantized and result.cache_is_right:
                 held = torch.cat([part.real for part in self._stored(slots)], -1)
-                exact = self._latent_state(request, absorbed, held)
-                stored.append((exact, self._low_latent_state(request, absorbed, held)))
+                exact = self._latent_state(request, read, held)
+                stored.append((exact, self._low_latent_state(request, read, held)))
         self._judge_outputs(results, outs, result)
         self._judge_latents("latent", "lse", results, latents, result)
         self._judge_latents("stored", "stored", results, stored, result)
+
+    def _read_query(self, absorbed: Tensor, record: Any) -> Tensor:
+        """An absorbed query as its kernel reads it: some take fp8 beside an fp8 cache."""
+        scratch = getattr(record.decode, "query", None)
+        if not isinstance(scratch, Tensor) or scratch.dtype is not torch.float8_e4m3fn:
+            return absorbed
+        return stored_rows.quantized(absorbed, "fp8", self.layer._q_scale.cpu())
 
     def _judge_outputs(
         self, results: Results, pairs: list[tuple[Tensor, Tensor]], result: CaseResult
@@ -1068,11 +1081,11 @@ class LatentTrial(Trial):
         placed = {"query": request.query.to(self.device), "key": request.key.to(self.device)}
         return latent_output(self.placed_weights, replace(request, **placed)).cpu()
 
-    def _low_output(self, request: Request, is_decode: bool) -> Tensor:
+    def _low_output(self, request: Request, is_decode: bool, record: Any) -> Tensor:
         """The same in the model's precision: absorbed for decode, expanded for prefill."""
 
         def attend(query: Tensor, rows: Tensor) -> Tensor:
-            return self._low_latent_state(request, query, rows)[0]
+            return self._low_latent_state(request, self._read_query(query, record), rows)[0]
 
         stored = self._low_rows(request)
         return low_latent_output(self.weights, request, stored, attend if is_decode else None)

@@ -6,7 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from specs.attention import AttentionCGSupport, AttentionType, BackendCapabilities, MultipleOf
+from specs.attention import (
+    AttentionCGSupport,
+    AttentionType,
+    BackendCapabilities,
+    MlaKernel,
+    MultipleOf,
+)
 from specs.devices import ComputeCapability, Device, kind_of
 from specs.dtypes import CacheDType, DType
 from specs.kv_cache import AnyKVCacheSpec
@@ -286,6 +292,11 @@ class AttentionBackend(ABC):
         return cls.capabilities.device_cpu_query_lens_mismatch
 
     @classmethod
+    def supports_mla_kernel(cls, mla_kernel: str) -> bool:
+        """The kernel that was asked for is its own choice; one that has several overrides it."""
+        return MlaKernel(mla_kernel) is MlaKernel.AUTO
+
+    @classmethod
     def cudagraph_support(cls) -> AttentionCGSupport:
         """Declared level; the builder's ``get_cudagraph_support`` may lower it."""
         return cls.capabilities.cudagraph_support
@@ -359,11 +370,12 @@ class AttentionBackend(ABC):
         use_alibi: bool = False,
         use_alibi_sqrt: bool = False,
         use_chunked_local: bool = False,
+        mla_kernel: str = MlaKernel.AUTO,
     ) -> list[str]:
         """Every reason why this backend cannot serve a layer, in vLLM's words; [] when it can.
 
         vLLM calls it with the fields of its selector config and ``device_capability``; the last
-        four arguments are ours.
+        five arguments are ours.
         """
         mla_reason = "MLA not supported" if use_mla else "non-MLA not supported"
         sparse_reason = "sparse not supported" if use_sparse else "non-sparse not supported"
@@ -423,6 +435,10 @@ class AttentionBackend(ABC):
             (
                 not use_chunked_local or cls.supports_chunked_local(),
                 "chunked local attention not supported",
+            ),
+            (
+                cls.supports_mla_kernel(mla_kernel),
+                f"kernel {MlaKernel(mla_kernel).value} not supported",
             ),
         ]
         reasons = [reason for served, reason in checks if not served]

@@ -30,6 +30,7 @@ from attn.cli.trace import TraceRequest, fit_to_limit, read_trace, synthetic_tra
 from attn.device import detect_device
 from attn.errors import MissingDependencyError
 from builders.debug import debug_enabled
+from specs.attention import MlaKernel
 from specs.devices import KNOWN_DEVICES, Device
 from specs.dtypes import CacheDType
 from specs.hf_config import bundled_model_names, load_model_geometry
@@ -108,6 +109,12 @@ def run(
     check_rows: Annotated[
         int, typer.Option(min=0, help="Tokens per step and kind of layer checked in float64.")
     ] = 3,
+    mla_kernel: Annotated[
+        MlaKernel, typer.Option(help="Kernel of a latent backend that has several.")
+    ] = MlaKernel.AUTO,
+    speculative: Annotated[
+        int, typer.Option(min=0, help="Drafts that each decode verifies; some are refused.")
+    ] = 0,
     seed: Annotated[
         int, typer.Option(min=0, max=2**31 - 1, help="Of lengths, tensors and checks.")
     ] = 0,
@@ -144,6 +151,8 @@ def run(
             check_rows=check_rows,
             seed=seed,
             fault=corrupt,
+            mla_kernel=mla_kernel,
+            num_speculative_tokens=speculative,
         )
         replay = Replay(settings, taken)
         _run_with_progress(replay, console)
@@ -155,6 +164,8 @@ def run(
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
             "corrupt": None if corrupt is None else corrupt.value,
+            **({"mla_kernel": mla_kernel.value} if mla_kernel is not MlaKernel.AUTO else {}),
+            **({"speculative": speculative} if speculative else {}),
         }
         outcome = replay.report(shown, clipped)
         print_summary(outcome, console)

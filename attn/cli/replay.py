@@ -32,9 +32,10 @@ from attn.selector import SelectionReport, chosen_backend, explain
 from attn.selector import Verdict as Choice
 from builders.base import AttentionMetadataBuilder
 from builders.common import CommonAttentionMetadata
+from specs.attention import MlaKernel
 from specs.devices import Device
 from specs.dtypes import CacheDType, KVQuantMode
-from specs.engine import EngineConfig, ParallelConfig
+from specs.engine import EngineConfig, ParallelConfig, SpeculativeConfig
 from specs.kv_cache import AnyKVCacheSpec
 from specs.layouts import LatentKVLayout
 from specs.model import LayerGeometry, LayerKind, ModelGeometry
@@ -64,6 +65,10 @@ class RunSettings:
     """Tokens per step that are checked, in one layer of each group."""
     seed: int = 0
     fault: Fault | None = None
+    mla_kernel: MlaKernel = MlaKernel.AUTO
+    """Kernel of a latent backend that has several."""
+    num_speculative_tokens: int = 0
+    """Drafts that a decode verifies."""
 
 
 @dataclass
@@ -100,7 +105,9 @@ def choose_groups(settings: RunSettings) -> list[_Group]:
             f"attn run replays decoders; {model.name} cannot be run:",
             ["encoder-only layers cache nothing and generate nothing"],
         )
-    engine = EngineConfig(max_model_len=model.max_position_embeddings)
+    engine = EngineConfig(
+        max_model_len=model.max_position_embeddings, mla_kernel=settings.mla_kernel
+    )
     groups = []
     for geometry, indices in model.groups():
         request = geometry.selector_config(
@@ -196,15 +203,21 @@ class Replay:
             for group in self.groups
         ]
         self.scheduler = Scheduler(
-            requests, self.allocators, settings.max_num_seqs, settings.max_num_batched_tokens
+            *(requests, self.allocators, settings.max_num_seqs, settings.max_num_batched_tokens),
+            settings.num_speculative_tokens,
         )
         dtype = settings.model.dtype.torch
         self.source = TensorSource(settings.seed, dtype, self.device)
+        drafts, speculative = settings.num_speculative_tokens, None
+        if drafts:
+            speculative = SpeculativeConfig(num_speculative_tokens=drafts)
         engine = EngineConfig(
             max_model_len=settings.model.max_position_embeddings,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             parallel=ParallelConfig(tensor_parallel_size=settings.tensor_parallel_size),
+            mla_kernel=settings.mla_kernel,
+            speculative=speculative,
         )
         self.builders: list[AttentionMetadataBuilder[Any]] = []
         self.layers: list[list[ReplayLayer]] = []
@@ -214,6 +227,7 @@ class Replay:
             own = engine.replace(
                 num_heads=group.geometry.num_heads,
                 logits_soft_cap=group.geometry.logits_soft_cap,
+                softmax_scale=group.geometry.scale,
             )
             self.builders.append(builder(group.spec, names, own, self.device))
             make = layer_class(group.geometry)

@@ -8,6 +8,7 @@ The oldest running request is never the victim, so every step makes progress.
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,8 +62,8 @@ class StepPlan:
 
     @property
     def num_decode_tokens(self) -> int:
-        """Tokens of the decode rows: one each."""
-        return self.num_decodes
+        """Tokens of the decode rows: one each, and its drafts."""
+        return sum(row.num_new_tokens for row in self.rows if not row.is_prefilling)
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -88,14 +89,25 @@ class _Request:
     """``known_tokens`` at admission: below this the request is prefilling."""
     num_computed: int = 0
 
-    def row(self, budget: int) -> ScheduledRow:
-        """The next tokens, at most ``budget``."""
+    def row(self, budget: int, num_drafts: int = 0) -> ScheduledRow:
+        """The next tokens, at most ``budget``; behind a generated one, drafts."""
+        is_prefilling = self.num_computed < self.prefill_tokens
+        wanted = self.known_tokens - self.num_computed
+        if not is_prefilling:
+            wanted = min(wanted + num_drafts, self.total_tokens - self.num_computed)
         return ScheduledRow(
             request_id=self.request_id,
-            num_new_tokens=min(self.known_tokens - self.num_computed, budget),
+            num_new_tokens=min(wanted, budget),
             context_len=self.num_computed,
-            is_prefilling=self.num_computed < self.prefill_tokens,
+            is_prefilling=is_prefilling,
         )
+
+    def accept(self, num_new_tokens: int) -> int:
+        """How many tokens of a verify stay: the first one, and a number of its drafts that only
+        the request and its progress decide.
+        """
+        mixed = zlib.crc32(f"{self.request_id} {self.num_computed}".encode())
+        return 1 + mixed % num_new_tokens
 
 
 class Scheduler:
@@ -107,6 +119,7 @@ class Scheduler:
         allocators: Sequence[BlockAllocator],
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        num_speculative_tokens: int = 0,
     ) -> None:
         """
         Args:
@@ -114,6 +127,8 @@ class Scheduler:
             allocators: one per KV cache group, unused; every request owns blocks in each.
             max_num_seqs: most requests in a step.
             max_num_batched_tokens: most tokens in a step.
+            num_speculative_tokens: drafts that a decode verifies; some of them are refused, and
+                computed again.
 
         Raises:
             KVBudgetError: a request that does not fit into the cache alone.
@@ -136,12 +151,13 @@ class Scheduler:
         self.allocators = tuple(allocators)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.num_speculative_tokens = num_speculative_tokens
         self.finished = 0
         """Requests that are done."""
         self.num_preemptions = 0
         """Preemptions so far."""
         self.num_discarded_tokens = 0
-        """Tokens computed and then thrown away by preemptions."""
+        """Tokens computed and then thrown away: by preemptions, or drafts that were refused."""
         self._waiting = deque(
             _Request(index, request.num_cached_tokens, request.context_tokens, 0)
             for index, request in enumerate(self.requests)
@@ -204,9 +220,10 @@ class Scheduler:
                 f"of {len(plan.rows)} rows"
             )
         self._pending = None
-        new_tokens = {row.request_id: row.num_new_tokens for row in plan.rows}
+        rows = {row.request_id: row for row in plan.rows}
         for request in self._running:
-            request.num_computed += new_tokens.get(request.request_id, 0)
+            request.num_computed += self._kept_tokens(request, rows.get(request.request_id))
+            request.known_tokens = max(request.known_tokens, request.num_computed)
             if request.num_computed == request.total_tokens:
                 self._release(request)
                 self.finished += 1
@@ -218,6 +235,16 @@ class Scheduler:
                 allocator.trim(request.request_id, visible)
         self._running = [r for r in self._running if r.num_computed < r.total_tokens]
 
+    def _kept_tokens(self, request: _Request, row: ScheduledRow | None) -> int:
+        """Of a row's tokens, those that need not be computed again."""
+        if row is None:
+            return 0
+        if row.is_prefilling or row.num_new_tokens == 1:
+            return row.num_new_tokens
+        kept = request.accept(row.num_new_tokens)
+        self.num_discarded_tokens += row.num_new_tokens - kept
+        return kept
+
     def _schedule_running(self) -> list[ScheduledRow]:
         """Rows of the running requests, preempting from the end of the list when blocks lack."""
         rows: list[ScheduledRow] = []
@@ -225,7 +252,7 @@ class Scheduler:
         # The list shrinks from its end while it is walked; who has a row is never a victim.
         while budget and len(rows) < len(self._running):
             request = self._running[len(rows)]
-            row = request.row(budget)
+            row = request.row(budget, self.num_speculative_tokens)
             while not self._grow(row):
                 if len(self._running) == 1:
                     raise self._cannot_fit(row)

@@ -6,25 +6,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from attn.impls.base import AttentionLayer, MLAAttentionImpl, check_scale
-from attn.ops.cache import rope_and_write_kv, write_kv
-from attn.ops.dispatch import converts_float8
-from attn.ops.merge import merge_states
+from attn.impls.base import AttentionLayer, check_scale
+from attn.impls.latent import LatentImpl
 from builders.debug import debug_enabled, debug_read
-from builders.paging import check_slots
-from builders.triton_mla import PAGE, check_head_pair, check_latent_dtypes, check_latent_widths
-from specs.dtypes import CacheDType, DType
-from specs.layouts import KVViews, latent_views
-from specs.rows import latent_format_of
+from builders.triton_mla import check_latent_dtypes, check_latent_widths
 
 if TYPE_CHECKING:
-    from attn.kernels.dense import DenseLauncher
     from attn.kernels.mla_launch import LatentLauncher
-    from builders.triton_attn import TritonAttentionMetadata
     from builders.triton_mla import TritonMLAMetadata, TritonMLAMetadataBuilder
 
 
-class TritonMLAImpl(MLAAttentionImpl):
+class TritonMLAImpl(LatentImpl):
     """Absorbed decode over the latent cache, expanded prefill over it in chunks."""
 
     can_return_lse_for_decode = True
@@ -39,12 +31,9 @@ class TritonMLAImpl(MLAAttentionImpl):
                 takes.
         """
         super().__init__(*args, **kwargs)
-        latent_format_of(self.cache_dtype)
         check_latent_dtypes(None, self.cache_dtype)
         check_latent_widths(self.kv_lora_rank, self.qk_rope_head_dim)
-        check_head_pair(self.qk_head_dim, self.v_head_dim)
         self._latent: LatentLauncher | None = None
-        self._expanded: DenseLauncher | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """See the base class.
@@ -54,75 +43,6 @@ class TritonMLAImpl(MLAAttentionImpl):
         """
         check_latent_dtypes(act_dtype, self.cache_dtype)
         super().process_weights_after_loading(act_dtype)
-
-    def do_kv_cache_update(
-        self,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        kv_cache_dtype: str,
-        k_scale: torch.Tensor,
-        skip_scale: bool = False,
-    ) -> None:
-        """Write this step's latent rows in one launch; see the base class."""
-        cache_dtype = CacheDType.parse(kv_cache_dtype)
-        check_scale(k_scale, cache_dtype)
-        views = self._written(kv_cache, cache_dtype, kv_c_normed.dtype, slot_mapping)
-        scale = torch.ones_like(k_scale) if skip_scale else k_scale
-        key, value = k_pe.reshape(len(k_pe), 1, self.qk_rope_head_dim), kv_c_normed[:, None]
-        write_kv(key, value, views, slot_mapping, scale, scale, cache_dtype)
-
-    def fused_rope_kvcache_supported(self) -> bool:
-        """Layers that write a cache of their own."""
-        return self.kv_sharing_target_layer_name is None
-
-    def do_rope_and_kv_cache_update(
-        self,
-        q_pe: torch.Tensor,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        positions: torch.Tensor,
-        cos_sin_cache: torch.Tensor,
-        is_neox: bool,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        kv_cache_dtype: str,
-        k_scale: torch.Tensor,
-        skip_scale: bool = False,
-    ) -> None:
-        """Rotate both rotary parts and write latent rows, in one launch; see the base class."""
-        cache_dtype = CacheDType.parse(kv_cache_dtype)
-        check_scale(k_scale, cache_dtype)
-        views = self._written(kv_cache, cache_dtype, kv_c_normed.dtype, slot_mapping)
-        scale = torch.ones_like(k_scale) if skip_scale else k_scale
-        rope_and_write_kv(
-            q_pe,
-            k_pe if k_pe.dim() == 3 else k_pe[:, None],
-            kv_c_normed[:, None],
-            positions,
-            cos_sin_cache,
-            is_neox,
-            views,
-            slot_mapping,
-            scale,
-            scale,
-            cache_dtype,
-        )
-
-    def _written(
-        self,
-        kv_cache: torch.Tensor,
-        cache_dtype: CacheDType,
-        model_dtype: torch.dtype,
-        slot_mapping: torch.Tensor,
-    ) -> KVViews:
-        """Rows of the cache as what is written: of the two, it is keys that RoPE rotates."""
-        if debug_enabled():
-            num_blocks, block_size = kv_cache.shape[:2]
-            check_slots(slot_mapping, block_size, num_blocks)
-        latent, rope = self._fields(kv_cache, cache_dtype, model_dtype)
-        return KVViews(rope[:, :, None], latent[:, :, None])
 
     def forward_mqa(
         self,
@@ -173,55 +93,8 @@ class TritonMLAImpl(MLAAttentionImpl):
         if prefill is None:
             return
         self._check_step(attn_metadata, kv_c_and_k_pe_cache)
-        check_scale(k_scale, self.cache_dtype)
-        from attn.kernels.dense import DenseTensors
-
-        rows = output.view(len(output), self.num_heads, self.v_head_dim)
-        own = self._workspace(q, len(kv_c_normed))
-        self._expand(kv_c_normed, k_pe.reshape(len(k_pe), -1), own)
-        if prefill.context is None:
-            self.attend_expanded(q, own, prefill.own, rows, k_scale, output_scale)
-            return
-        scale, launcher = k_scale, self._attender()
-        states = q.new_empty((2, *rows.shape), dtype=torch.float32)
-        lses = q.new_empty((2, *rows.shape[:2]), dtype=torch.float32)
-        launcher.attend(prefill.own, DenseTensors(q, own, states[0], scale, scale, lse=lses[0]))
-        context, count = prefill.context, prefill.num_tokens
-        chunks = len(context.lens)
-        keys = self._workspace(q, len(context.block_table) * context.span // PAGE, PAGE)
-        fields = self._fields(kv_c_and_k_pe_cache, self.cache_dtype, q.dtype)
-        factor = k_scale if self.cache_dtype.is_quantized else None
-        for chunk in range(chunks):
-            self._expand(*fields, keys, paged=context.rows(chunk), scale=factor)
-            step = context.step_over(chunk)
-            launcher.attend(step, DenseTensors(q, keys, states[1], scale, scale, lse=lses[1]))
-            if chunk + 1 < chunks:
-                merge_states(states, lses, states[0], output_lse=lses[0], num_tokens=count)
-        merge_states(states, lses, rows, output_scale=output_scale, num_tokens=count)
-
-    def attend_expanded(
-        self,
-        q: torch.Tensor,
-        keys: KVViews,
-        step: TritonAttentionMetadata,
-        output: torch.Tensor,
-        scale: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-    ) -> None:
-        """New tokens among themselves, over keys and values that are expanded already.
-
-        Args:
-            q: ``[T_prefill, H, P + r]``.
-            keys: ``[T_prefill, H, P + r]`` and ``[T_prefill, H, V]``.
-            step: ``prefill.own`` of a record.
-            output: ``[T_prefill, H, V]``, written in place.
-            scale: fp32 scalar, not used.
-            output_scale: fp32 scalar; ``output`` is then fp8.
-        """
-        from attn.kernels.dense import DenseTensors
-
-        tensors = DenseTensors(q, keys, output, scale, scale, output_scale=output_scale)
-        self._attender().attend(step, tensors)
+        cache = kv_c_and_k_pe_cache
+        self.attend_prefill(q, kv_c_normed, k_pe, cache, prefill, k_scale, output, output_scale)
 
     def warm_up(
         self,
@@ -298,34 +171,6 @@ class TritonMLAImpl(MLAAttentionImpl):
                 f"the step is planned for a window of {group.window}, the layer's is {window}"
             )
 
-    def _expand(self, latent: torch.Tensor, rope: torch.Tensor, into: KVViews, **rows: Any) -> None:
-        """Keys ``[S, H, P + r]`` and values ``[S, H, V]`` of latent rows."""
-        from attn.kernels.expand import expand_call
-
-        hardware = converts_float8(latent.device)
-        keys, values = into.key.flatten(0, -3), into.value.flatten(0, -3)
-        call = expand_call(
-            latent, rope, self.W_UK, self.W_UV, keys, values, hardware_e4m3=hardware, **rows
-        )
-        call.launch()
-
-    def _workspace(self, like: torch.Tensor, *rows: int) -> KVViews:
-        """Room for expanded keys and values."""
-        return KVViews(
-            like.new_empty(*rows, self.num_heads, self.qk_head_dim),
-            like.new_empty(*rows, self.num_heads, self.v_head_dim),
-        )
-
-    def _fields(
-        self, kv_cache: torch.Tensor, cache_dtype: CacheDType, model_dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[N, P, L]`` and ``[N, P, r]`` of the cache, in the stored type."""
-        model = DType.parse(model_dtype)
-        element = model if cache_dtype.is_quantized else cache_dtype.element(model)
-        row = latent_format_of(cache_dtype).row(self.kv_lora_rank, self.qk_rope_head_dim, element)
-        latent, rope = latent_views(kv_cache, row).values()
-        return latent, rope
-
     def _decoder(self) -> LatentLauncher:
         if self._latent is None:
             from attn.kernels.mla_launch import LatentLauncher, LatentLayer
@@ -341,24 +186,6 @@ class TritonMLAImpl(MLAAttentionImpl):
                 )
             )
         return self._latent
-
-    def _attender(self) -> DenseLauncher:
-        if self._expanded is None:
-            from attn.kernels.dense import DenseLauncher, DenseLayer
-
-            self._expanded = DenseLauncher(
-                DenseLayer(
-                    num_heads=self.num_heads,
-                    num_kv_heads=self.num_heads,
-                    head_size=self.qk_head_dim,
-                    head_size_v=self.v_head_dim,
-                    scale=self.scale,
-                    cache_dtype=CacheDType.AUTO,
-                    causal=True,
-                    sliding_window=self.sliding_window,
-                )
-            )
-        return self._expanded
 
 
 def _has_padding(query: torch.Tensor, covered: int) -> bool:

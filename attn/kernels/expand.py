@@ -14,13 +14,13 @@ import triton.language as tl
 from attn.kernels.launch import KernelCall
 from attn.kernels.numerics import INTERPRETED, decode_e4m3, round_to, to_float32
 from attn.kernels.tile import dot
+from builders.latent_prefill import PagedRows
 from builders.tiles import (
     power_of_two,
 )
-from builders.triton_mla import PagedRows
 
 _VARYING = ["num_rows", "span", "table_row"]
-_ANYWHERE = ["table_ptr", "start_ptr", "lens_ptr", "scale_ptr"]
+_ANYWHERE = ["table_ptr", "start_ptr", "lens_ptr", "packed_ptr", "scale_ptr"]
 
 
 @triton.jit
@@ -56,6 +56,7 @@ def expand_kernel(
     table_ptr,
     start_ptr,
     lens_ptr,
+    packed_ptr,
     scale_ptr,
     latent_block,
     latent_token,
@@ -81,6 +82,7 @@ def expand_kernel(
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    PACKED: tl.constexpr,
     DTYPE: tl.constexpr,
     IEEE: tl.constexpr,
     E4M3: tl.constexpr,
@@ -93,6 +95,7 @@ def expand_kernel(
     With BLOCK_SIZE 0, latent ``[S, RANK]`` and rope ``[S, ROPE]``. Else row ``r * span + i`` is
     token ``start + i`` of request r in a cache ``[N, BLOCK_SIZE, ...]``, start and len being its
     entries of ``[R]`` int32 tensors; where i is not below len, nothing is read and nothing written.
+    With PACKED, that row is written as row ``packed[r] + i``.
     """
     head = tl.program_id(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -103,6 +106,8 @@ def expand_kernel(
         req = row // span
         token = row % span
         live = live & (token < tl.load(lens_ptr + req, mask=live, other=0))
+        if PACKED:
+            row = tl.load(packed_ptr + req, mask=live, other=0) + token
         token += tl.load(start_ptr + req, mask=live, other=0)
         page = tl.load(
             table_ptr + req.to(tl.int64) * table_row + token // BLOCK_SIZE, mask=live, other=0
@@ -204,6 +209,7 @@ def expand_call(
         "table_ptr": None if paged is None else paged.block_table,
         "start_ptr": None if paged is None else paged.starts,
         "lens_ptr": None if paged is None else paged.lens,
+        "packed_ptr": None if paged is None else paged.packed,
         "scale_ptr": scale,
         "latent_block": 0 if paged is None else latent.stride(0),
         "latent_token": latent.stride(-2),
@@ -225,6 +231,7 @@ def expand_call(
         "ROWS": tile,
         "STEP": 32 if ieee else 64,
         "BLOCK_SIZE": block_size,
+        "PACKED": paged is not None and paged.packed is not None,
         "DTYPE": _TYPES[dtype],
         "IEEE": ieee,
         "E4M3": scale is not None,

@@ -35,7 +35,7 @@ def _row_pointers(base, offsets, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def _table_rows(
+def rows_of_table(
     positions, token, num_tokens, cos_sin, cos_sin_stride, max_position, ALIGN: tl.constexpr
 ):
     """``[ROWS, 1]`` each: pointers to the tokens' rows of the table, and which tokens have one."""
@@ -223,7 +223,7 @@ def _turn_queries(
     """Rotate one program's rows of the query in place; what does not rotate is not touched."""
     row = program * QUERY_ROWS + tl.arange(0, QUERY_ROWS)
     token, head = row // QUERY_HEADS, row % QUERY_HEADS
-    table_rows, turned = _table_rows(
+    table_rows, turned = rows_of_table(
         *(positions, token, num_query_tokens),
         *(cos_sin, cos_sin_stride, max_position, TABLE_ALIGN),
     )
@@ -332,7 +332,7 @@ def write_kv_kernel(
 
         table_rows, turned = None, None
         if ROTARY_DIM > 0:
-            table_rows, turned = _table_rows(
+            table_rows, turned = rows_of_table(
                 positions, token, num_tokens, cos_sin, cos_sin_stride, max_position, TABLE_ALIGN
             )
         key_inline, value_inline = None, None

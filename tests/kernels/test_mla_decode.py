@@ -50,7 +50,7 @@ VERIFY = BatchSpec("long_verify", (4, 1, 3), (2603, 1049, 300), num_speculative_
 def _a_small_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few programs of Hopper, so that rows are cut; the reference writes the cache."""
     monkeypatch.setattr(builders.triton_mla, "device_facts", lambda _: (DeviceKind.SM90, GROUPS))
-    monkeypatch.setattr("attn.impls.triton_mla.write_kv", reference.write_kv)
+    monkeypatch.setattr("attn.impls.latent.write_kv", reference.write_kv)
 
 
 def trial_of(batch: BatchSpec, heads: int, **given: Any) -> LatentTrial:

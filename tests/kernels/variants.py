@@ -604,7 +604,7 @@ def _expanded_call(layer: Layer, kernel: Kernel, hardware_e4m3: bool) -> KernelC
     tokens = batch.num_actual_tokens
     row = torch.zeros(tokens, size, dtype=dtype)
     with (
-        mock.patch("attn.impls.triton_mla.converts_float8", return_value=hardware_e4m3),
+        mock.patch("attn.impls.latent.converts_float8", return_value=hardware_e4m3),
         collected_calls() as calls,
     ):
         impl.forward_mha(

@@ -94,6 +94,9 @@ class LatentBuilder:
             kv_cache_spec, vllm_config.cache_config.cache_dtype, dtype, max(rope)
         ).replace(page_size_padded=None)
         config = translate.engine_config(vllm_config, kv_cache_spec, heads)
+        scales = {layer.impl.scale for layer in layers}
+        if len(scales) == 1:
+            config = config.replace(softmax_scale=scales.pop())
         ours: Any = super()
         ours.__init__(spec, layer_names, config, device)
         for layer in layers:

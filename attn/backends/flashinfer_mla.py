@@ -1,0 +1,113 @@
+"""FLASHINFER_MLA: latent attention by FlashInfer's wrapper, planned on the host."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from attn.backends.base import AttentionBackend
+from attn.impls.flashinfer_mla import FlashInferMlaImpl
+from builders import flashinfer_compat
+from builders import flashinfer_mla_compat as compat
+from builders.flashinfer_mla import FlashInferMlaMetadataBuilder
+from builders.flashinfer_mla_choice import (
+    BLOCK_MULTIPLE,
+    CACHE_DTYPES,
+    FP8_RANK,
+    MODEL_DTYPES,
+    RANKS,
+    ROPE_SIZE,
+    dtypes_reason,
+    latent_wrapper_kernel,
+)
+from specs.attention import AttentionCGSupport, BackendCapabilities, HeadSizes, MultipleOf
+from specs.devices import ComputeCapability, DeviceKind, kind_of
+from specs.dtypes import CacheDType, DType
+
+
+class FlashInferMlaBackend(AttentionBackend):
+    """Absorbed decodes where the host knows every length; prefill expanded in chunks."""
+
+    capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(
+        dtypes=tuple(DType.parse(dtype) for dtype in MODEL_DTYPES),
+        kv_cache_dtypes=CACHE_DTYPES,
+        block_sizes=(MultipleOf(base=BLOCK_MULTIPLE),),
+        # Of a row: a latent and a rotary part.
+        head_sizes=HeadSizes(values=tuple(rank + ROPE_SIZE for rank in RANKS)),
+        device_kinds=(
+            DeviceKind.SM80,
+            DeviceKind.SM89,
+            DeviceKind.SM90,
+            DeviceKind.SM100,
+            DeviceKind.SM120,
+        ),
+        cudagraph_support=AttentionCGSupport.UNIFORM_BATCH,
+        is_mla=True,
+        needs_host_lengths=True,
+        lse=True,
+    )
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        """Why FlashInfer cannot be imported, or cannot compile its kernels, on this machine."""
+        return flashinfer_compat.unavailable_reason(compat.load_latent)
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: object,
+        kv_cache_dtype: CacheDType | str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        """A 16-bit cache has the model's dtype; one of e4m3 has bf16 queries, on Hopper."""
+        try:
+            model, cache = DType.parse(dtype), CacheDType.parse(kv_cache_dtype)
+        except ValueError:
+            return None
+        if model not in cls.capabilities.dtypes or cache not in CACHE_DTYPES:
+            return None
+        reasons = [reason for reason in (dtypes_reason(model.torch, cache),) if reason]
+        if cache.is_quantized and head_size != FP8_RANK + ROPE_SIZE:
+            reasons.append(
+                f"head_size must be {FP8_RANK + ROPE_SIZE} with kv_cache_dtype {cache.value!r}, "
+                f"got {head_size}"
+            )
+        if cache.is_quantized and device_capability is not None:
+            capability = ComputeCapability.model_validate(device_capability)
+            if kind_of(capability) is not DeviceKind.SM90:
+                reasons.append(
+                    f"kv_cache_dtype {cache.value!r} needs compute capability 9.0, the device has "
+                    f"{capability}"
+                )
+        return "; ".join(reasons) or None
+
+    @classmethod
+    def device_notes(cls, device_capability: Any) -> list[str]:
+        """Which kernel takes decodes there."""
+        if device_capability is None:
+            return []
+        kind = kind_of(ComputeCapability.model_validate(device_capability))
+        if kind is None:
+            return []
+        choice = latent_wrapper_kernel(kind)
+        return [f"decode by {choice.kernel.value}: {choice.reason}"]
+
+    @staticmethod
+    def get_name() -> str:
+        """Registry name."""
+        return "FLASHINFER_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashInferMlaImpl]:
+        """The impl of this triple."""
+        return FlashInferMlaImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashInferMlaMetadataBuilder]:
+        """The metadata builder of this triple."""
+        return FlashInferMlaMetadataBuilder

@@ -1,0 +1,125 @@
+"""TRTLLM_MLA: latent attention by trtllm-gen; by TRITON_MLA's kernel only when asked."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from attn.backends.base import AttentionBackend
+from attn.backends.triton_mla import TritonMLABackend
+from attn.impls.trtllm_mla import TrtllmMlaImpl
+from builders import flashinfer_compat
+from builders import trtllm_mla_calls as compat
+from builders.trtllm_mha_choice import SM100, capability_of
+from builders.trtllm_mla import TrtllmMlaMetadataBuilder
+from builders.trtllm_mla_choice import (
+    CACHE_DTYPES,
+    MODEL_DTYPES,
+    PAGE_SIZES,
+    ROW_SIZES,
+    TRITON_CACHE_DTYPES,
+    TRITON_MODEL_DTYPES,
+    capability_reason,
+    dtypes_reason,
+)
+from specs.attention import AttentionCGSupport, BackendCapabilities, HeadSizes, MlaKernel
+from specs.devices import DeviceKind
+from specs.dtypes import CacheDType, DType
+
+
+class TrtllmMlaBackend(AttentionBackend):
+    """Decode, verify, draft-extend and ragged prefill; the host need not know lengths of keys."""
+
+    capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(
+        dtypes=tuple(DType.parse(dtype) for dtype in MODEL_DTYPES),
+        kv_cache_dtypes=CACHE_DTYPES,
+        block_sizes=PAGE_SIZES,
+        # Of a row: a latent and a rotary part.
+        head_sizes=HeadSizes(values=tuple(sum(sizes) for sizes in ROW_SIZES)),
+        device_kinds=(DeviceKind.SM100,),
+        compute_capabilities=(SM100,),
+        cudagraph_support=AttentionCGSupport.UNIFORM_BATCH,
+        is_mla=True,
+        lse=True,
+    )
+    kernel: ClassVar[MlaKernel] = MlaKernel.AUTO
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        """Why FlashInfer cannot be imported, or cannot compile its kernels, on this machine; None
+        on a GPU where Triton's kernel alone can have been asked for.
+        """
+        if not torch.cuda.is_available():
+            return None
+        if capability_reason(MlaKernel.AUTO, capability_of(torch.device("cuda"))) is not None:
+            return None
+        return flashinfer_compat.unavailable_reason(compat.load_latent_calls)
+
+    @classmethod
+    def with_kernel(cls, kernel: MlaKernel) -> type[TrtllmMlaBackend]:
+        """What the backend can do with a kernel that is asked for."""
+        return _ByTriton if kernel is MlaKernel.TRITON else cls
+
+    @classmethod
+    def supports_mla_kernel(cls, mla_kernel: str) -> bool:
+        """Both of them."""
+        return True
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
+        """See the base class: with the kernel that the request asks for."""
+        served = cls.with_kernel(MlaKernel(kwargs.get("mla_kernel", MlaKernel.AUTO)))
+        validate = AttentionBackend.validate_configuration.__func__  # type: ignore[attr-defined]
+        reasons: list[str] = validate(served, *args, **kwargs)
+        return reasons
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: object,
+        kv_cache_dtype: CacheDType | str | None,
+        *args: object,
+        **kwargs: object,
+    ) -> str | None:
+        """A 16-bit cache has the model's dtype."""
+        try:
+            model, cache = DType.parse(dtype), CacheDType.parse(kv_cache_dtype)
+        except ValueError:
+            return None
+        served = model in cls.capabilities.dtypes and cache in cls.capabilities.kv_cache_dtypes
+        return dtypes_reason(cls.kernel, model.torch, cache) if served else None
+
+    @classmethod
+    def device_notes(cls, device_capability: Any) -> list[str]:
+        """Which kernel takes the rows."""
+        return ['decode and prefill by trtllm-gen, or by triton with kernel "triton"']
+
+    @staticmethod
+    def get_name() -> str:
+        """Registry name."""
+        return "TRTLLM_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type[TrtllmMlaImpl]:
+        """The impl of this triple."""
+        return TrtllmMlaImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TrtllmMlaMetadataBuilder]:
+        """The metadata builder of this triple."""
+        return TrtllmMlaMetadataBuilder
+
+
+class _ByTriton(TrtllmMlaBackend):
+    """With TRITON_MLA's kernel: every GPU, and rows of any width that it takes."""
+
+    capabilities = TrtllmMlaBackend.capabilities.replace(
+        dtypes=tuple(DType.parse(dtype) for dtype in TRITON_MODEL_DTYPES),
+        kv_cache_dtypes=TRITON_CACHE_DTYPES,
+        head_sizes=TritonMLABackend.capabilities.head_sizes,
+        device_kinds=TritonMLABackend.capabilities.device_kinds,
+        compute_capabilities=(),
+    )
+    kernel = MlaKernel.TRITON

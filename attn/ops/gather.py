@@ -1,0 +1,88 @@
+"""Queries to a kernel's padded rows, and states back to a batch's tokens; one launch each."""
+
+from __future__ import annotations
+
+import torch
+
+from attn.ops.dispatch import converts_float8, has_kernel
+from attn.reference.quant import saturate
+
+
+def pack_query(
+    nope: torch.Tensor,
+    rope: torch.Tensor,
+    index: torch.Tensor | None,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Row i of ``out`` is the query of token ``index[i]``, both parts side by side.
+
+    Args:
+        nope: ``[T, H, L]``, any strides with dense rows.
+        rope: ``[T, H, r]``, likewise.
+        index: ``[S]`` int32 token of each row, -1 for a row of zeros; None for row i being token i.
+        scale: real = stored * scale, of an e4m3 ``out``; others are copied.
+        out: ``[S, H, L + r]`` in the query's type or e4m3, contiguous, written; values beyond
+            e4m3's range become its largest.
+
+    Raises:
+        ValueError: tensors that do not fit together.
+    """
+    shape = (len(out), nope.shape[1], nope.shape[2] + rope.shape[2])
+    if tuple(out.shape) != shape or not out.is_contiguous() or rope.shape[:2] != nope.shape[:2]:
+        raise ValueError(
+            f"out must be contiguous of shape {[*shape]} for queries {[*nope.shape]} and "
+            f"{[*rope.shape]}, got {[*out.shape]} in strides {out.stride()}"
+        )
+    if (index is None and len(nope) < len(out)) or (index is not None and len(index) != len(out)):
+        listed = len(nope) if index is None else len(index)
+        raise ValueError(f"out must have a row for each of {listed}, got {len(out)}")
+    if len(out) == 0:
+        return
+    if has_kernel(nope):
+        from attn.kernels.gather import pack_query_call
+
+        hardware = converts_float8(nope.device)
+        pack_query_call(nope, rope, index, scale, out, hardware_e4m3=hardware).launch()
+        return
+    rows = torch.cat([nope, rope], -1)
+    if index is not None:
+        chosen = rows[index.clamp(min=0).long()]
+        rows = chosen.masked_fill(index[:, None, None] < 0, 0)
+    rows = rows[: len(out)]
+    is_e4m3 = out.dtype == torch.float8_e4m3fn
+    out.copy_(saturate(rows.float() / scale, out.dtype) if is_e4m3 else rows)
+
+
+def unpack_state(
+    padded: torch.Tensor,
+    padded_lse: torch.Tensor,
+    index: torch.Tensor,
+    flags: torch.Tensor | None,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """The state of token i is that of row ``index[i]``; rows that are not covered are neutral.
+
+    Args:
+        padded: ``[S, H, L]``, contiguous.
+        padded_lse: ``[S, H]`` fp32, contiguous.
+        index: ``[T]`` int32 row of each token; -1 for a token without one.
+        flags: ``[T]`` bool: tokens without keys; None without such.
+        scale: multiplies the log-sum-exp: ln 2 for one in base 2.
+        out: ``[>= T, H, L]``, contiguous, written.
+        lse: ``[>= T, H]`` fp32, contiguous, written.
+    """
+    count = len(index)
+    if count == 0:
+        return
+    if has_kernel(padded):
+        from attn.kernels.gather import unpack_state_call
+
+        unpack_state_call(padded, padded_lse, index, flags, scale, out, lse).launch()
+        return
+    gone = index < 0 if flags is None else (index < 0) | flags
+    rows = index.clamp(min=0).long()
+    out[:count] = padded[rows].masked_fill(gone[:, None, None], 0)
+    lse[:count] = (padded_lse[rows] * scale).masked_fill(gone[:, None], float("-inf"))

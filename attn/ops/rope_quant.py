@@ -1,0 +1,166 @@
+"""RoPE and e4m3 of absorbed queries and latent rows, with their cache write: one launch."""
+
+from __future__ import annotations
+
+import torch
+
+from attn.ops.dispatch import converts_float8, has_kernel
+from attn.reference.quant import saturate
+from attn.reference.rope import apply_rope
+
+E4M3 = torch.float8_e4m3fn
+
+
+def rope_quantize(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor | None,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor | None,
+    is_neox: bool,
+    q_scale: torch.Tensor,
+    k_scale: torch.Tensor,
+    q_out: torch.Tensor,
+    k_out: torch.Tensor | None = None,
+    cache: tuple[torch.Tensor, torch.Tensor] | None = None,
+    slot_mapping: torch.Tensor | None = None,
+) -> None:
+    """Rotate both rotary parts in fp32 and store all four parts in e4m3, rounded once; values
+    beyond its range become its largest. What FlashInfer's ``mla_rope_quantize_fp8`` does with the
+    reciprocals of the scales, and the write of the rows behind it.
+
+    Args:
+        q_nope: ``[T, H, L]``, absorbed; any strides with dense rows, as all four.
+        q_pe: ``[T, H, r]``, not rotated; it stays as it is.
+        kv_c: ``[T, L]``.
+        k_pe: ``[T, r]``, not rotated; it stays as it is.
+        positions: ``[T]`` integer; a row whose position is outside the table is not rotated.
+        cos_sin_cache: ``[max_position, r]`` fp32: cosines, then sines.
+        is_neox: the pair of element i is i + r / 2 (True) or its neighbour (False).
+        q_scale: fp32 scalar, device: real = stored * scale.
+        k_scale: likewise.
+        q_out: ``[T, H, L + r]`` e4m3, contiguous, written.
+        k_out: ``[T, L + r]`` e4m3, contiguous, written; or None.
+        cache: ``[N, P, L]`` and ``[N, P, r]`` e4m3 views of a paged cache, to write; or None.
+        slot_mapping: ``[<= T]`` int64 of that cache; -1 skips.
+
+    Raises:
+        ValueError: a piece is missing, or tensors do not fit together; the message names it.
+    """
+    if k_pe is None:
+        raise ValueError("k_pe is needed to rotate keys of an fp8 latent cache, got None")
+    if cos_sin_cache is None:
+        raise ValueError("cos_sin_cache is needed to rotate for an fp8 latent cache, got None")
+    k_pe = k_pe.reshape(len(k_pe), -1)
+    _check(q_nope, q_pe, kv_c, k_pe, positions, cos_sin_cache)
+    _check_outputs(q_nope, q_pe, q_out, k_out, cache, slot_mapping)
+    for name, scale in (("q_scale", q_scale), ("k_scale", k_scale)):
+        if scale.numel() != 1 or scale.dtype != torch.float32:
+            raise ValueError(
+                f"{name} must be a float32 scalar, got {list(scale.shape)} of {scale.dtype}"
+            )
+    if len(q_nope) == 0:
+        return
+    given = q_nope, q_pe, kv_c, k_pe, positions, cos_sin_cache, is_neox
+    outputs = q_out, k_out, cache, slot_mapping
+    if has_kernel(q_nope):
+        from attn.kernels.rope_quant import rope_quantize_call
+
+        hardware = converts_float8(q_nope.device)
+        scales = q_scale, k_scale
+        rope_quantize_call(*given, scales, *outputs, hardware_e4m3=hardware).launch()
+        return
+    inside = (positions >= 0) & (positions < len(cos_sin_cache))
+
+    def turned(rows: torch.Tensor) -> torch.Tensor:
+        wide = rows.float()
+        rotated = apply_rope(wide, positions.where(inside, 0), cos_sin_cache, is_neox)
+        return rotated.where(inside[:, None, None], wide)
+
+    query = torch.cat([q_nope.float(), turned(q_pe)], -1)
+    rows = torch.cat([kv_c.float(), turned(k_pe[:, None])[:, 0]], -1)
+    q_out.copy_(saturate(query / q_scale, E4M3))
+    stored = saturate(rows / k_scale, E4M3)
+    if k_out is not None:
+        k_out.copy_(stored)
+    if cache is not None and slot_mapping is not None:
+        kept = slot_mapping >= 0
+        slots, new = slot_mapping[kept], stored[: len(slot_mapping)][kept]
+        block, offset = slots // cache[0].shape[1], slots % cache[0].shape[1]
+        rank = q_nope.shape[2]
+        for view, part in zip(cache, (new[:, :rank], new[:, rank:]), strict=True):
+            view.view(torch.uint8)[block, offset] = part.contiguous().view(torch.uint8)
+
+
+def _check(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+) -> None:
+    tokens, heads, rank = q_nope.shape
+    rope = q_pe.shape[-1]
+    for name, rows, shape in (
+        ("q_pe", q_pe, (tokens, heads, rope)),
+        ("kv_c", kv_c, (tokens, rank)),
+        ("k_pe", k_pe, (tokens, rope)),
+    ):
+        if tuple(rows.shape) != shape or rows.dtype != q_nope.dtype:
+            raise ValueError(
+                f"{name} must be {[*shape]} of {q_nope.dtype} like q_nope, got {[*rows.shape]} of "
+                f"{rows.dtype}"
+            )
+    for name, rows in (("q_nope", q_nope), ("q_pe", q_pe), ("kv_c", kv_c), ("k_pe", k_pe)):
+        if rows.stride(-1) != 1:
+            raise ValueError(f"{name} must have contiguous rows, got strides {rows.stride()}")
+    if tuple(positions.shape) != (tokens,) or positions.is_floating_point():
+        raise ValueError(
+            f"positions must be [{tokens}] integer, got {[*positions.shape]} of {positions.dtype}"
+        )
+    table = tuple(cos_sin_cache.shape)
+    if len(table) != 2 or table[1] != rope or rope % 2 or cos_sin_cache.dtype != torch.float32:
+        raise ValueError(
+            f"cos_sin_cache must be [max_position, {rope}] float32, got {[*table]} of "
+            f"{cos_sin_cache.dtype}"
+        )
+
+
+def _check_outputs(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    q_out: torch.Tensor,
+    k_out: torch.Tensor | None,
+    cache: tuple[torch.Tensor, torch.Tensor] | None,
+    slot_mapping: torch.Tensor | None,
+) -> None:
+    tokens, heads, rank = q_nope.shape
+    rope = q_pe.shape[2]
+    for name, out, shape in (
+        ("q_out", q_out, (tokens, heads, rank + rope)),
+        ("k_out", k_out, (tokens, rank + rope)),
+    ):
+        if out is None:
+            continue
+        if tuple(out.shape) != shape or out.dtype != E4M3 or not out.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous float8_e4m3fn of shape {[*shape]}, got {out.dtype} of "
+                f"{[*out.shape]}"
+            )
+    if (cache is None) != (slot_mapping is None):
+        raise ValueError("cache and slot_mapping must be given together, got one of them")
+    if cache is None or slot_mapping is None:
+        return
+    for part, width in zip(cache, (rank, rope), strict=True):
+        if part.dim() != 3 or part.shape[2] != width or part.dtype != E4M3:
+            raise ValueError(
+                f"cache must hold float8_e4m3fn [N, P, {width}], got {part.dtype} of "
+                f"{[*part.shape]}"
+            )
+    if len(slot_mapping) > tokens or slot_mapping.dtype != torch.int64:
+        raise ValueError(
+            f"slot_mapping must be int64 of at most {tokens} entries, got {slot_mapping.dtype} of "
+            f"{len(slot_mapping)}"
+        )

@@ -1,0 +1,156 @@
+"""Draft steps by one object equal fresh builds, for dense and latent triples alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from builders.common import CommonAttentionMetadata
+from builders.drafting import advance
+from builders.multi_step_draft import MultiStepDraft
+from builders.torch_ref import TorchRefMetadataBuilder
+from builders.torch_ref_mla import TorchRefMLAMetadataBuilder
+from builders.triton_attn import TritonAttentionMetadataBuilder
+from builders.triton_mla import TritonMLAMetadataBuilder
+from builders.trtllm_mha import TrtllmMhaMetadataBuilder
+from builders.trtllm_mla import TrtllmMlaMetadataBuilder
+from specs.attention import MlaKernel
+from specs.devices import KNOWN_DEVICES
+from specs.dtypes import DType
+from specs.engine import EngineConfig
+from specs.kv_cache import FullAttentionSpec, MLAAttentionSpec
+from tests import flashinfer_mla_emulator, trtllm_emulator, trtllm_mla_emulator
+from tests.conformance import contents
+
+P, STEPS, REQS = 32, 5, 64
+DENSE = FullAttentionSpec(block_size=P, dtype=DType.BFLOAT16, num_kv_heads=2, head_size=64)
+LATENT = MLAAttentionSpec(block_size=P, dtype=DType.BFLOAT16)
+CONFIG = EngineConfig(
+    max_model_len=160,
+    max_num_seqs=REQS,
+    max_num_batched_tokens=4 * REQS,
+    num_heads=4,
+    softmax_scale=192**-0.5,
+    skip_prefill=True,
+)
+TRIPLES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "TRITON_ATTN": (TritonAttentionMetadataBuilder, DENSE, {}),
+    "TRTLLM_MHA": (TrtllmMhaMetadataBuilder, DENSE, {}),
+    "TORCH_REF": (TorchRefMetadataBuilder, DENSE, {}),
+    "TRITON_MLA": (TritonMLAMetadataBuilder, LATENT, {}),
+    "TRTLLM_MLA": (TrtllmMlaMetadataBuilder, LATENT, {}),
+    "TRTLLM_MLA_triton": (TrtllmMlaMetadataBuilder, LATENT, {"mla_kernel": MlaKernel.TRITON}),
+    "TORCH_REF_MLA": (TorchRefMLAMetadataBuilder, LATENT, {}),
+}
+
+
+@pytest.fixture(autouse=True)
+def flashinfer() -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(trtllm_emulator.emulated(KNOWN_DEVICES["b200"], "0.7.2.post1"))
+        stack.enter_context(trtllm_mla_emulator.emulated("0.7.2.post1"))
+        stack.enter_context(flashinfer_mla_emulator.emulated("0.7.2.post1"))
+        yield
+
+
+def builder_of(name: str) -> Any:
+    cls, spec, settings = TRIPLES[name]
+    return cls(spec, ["layers.0"], CONFIG.replace(**settings), "cpu")
+
+
+def verified() -> tuple[CommonAttentionMetadata, torch.Tensor]:
+    """A verify of four tokens of each of 64 requests, some of which end at the model's limit or are
+    padding; and how many of each were refused.
+    """
+    generator = torch.Generator().manual_seed(0)
+    lens = torch.randint(4, 161, (REQS,), generator=generator).tolist()
+    lens[:4] = [160, 159, 157, 4]
+    query_lens = [4] * REQS
+    for row in (REQS - 2, REQS - 1):
+        query_lens[row] = lens[row] = 0
+    table = 1 + torch.randperm(5 * REQS, generator=generator).view(REQS, 5).int()
+    batch = CommonAttentionMetadata.from_lengths(query_lens, lens, table, P)
+    rejected = torch.randint(0, 4, (REQS,), dtype=torch.int32, generator=generator)
+    rejected[:4] = torch.tensor([0, 1, 3, 3])
+    return batch, rejected
+
+
+def used(record: Any) -> Any:
+    """What a record says; of scratch, and of what the host only sizes by, nothing."""
+    kept = contents(record)
+    for name in ("query", "workspace", "counters"):
+        if isinstance(kept.get("decode"), dict):
+            kept["decode"].pop(name, None)
+    return kept
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.shape == other.shape and torch.equal(
+            one.flatten().view(torch.uint8), other.flatten().view(torch.uint8)
+        )
+    if isinstance(one, dict):
+        return set(one) == set(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("name", TRIPLES)
+def test_steps_equal_fresh_builds(name: str) -> None:
+    batch, rejected = verified()
+    draft = MultiStepDraft(builder_of(name), STEPS)
+    fresh_batch, addresses = batch, set()
+    for step in range(STEPS):
+        record = draft.begin(batch, rejected) if step == 0 else draft.next()
+        fresh_batch = advance(fresh_batch, P, 160, rejected if step == 0 else None)
+        fresh_batch = fresh_batch.replace(max_seq_len=160)
+        assert same(contents(draft.batch), contents(fresh_batch))
+        fresh = builder_of(name).build_for_drafting(fresh_batch, step)
+        assert same(used(record), used(fresh))
+        assert record.slot_mapping.tolist() == fresh.slot_mapping.tolist()
+        addresses.add(record.slot_mapping.data_ptr())
+    # A graph finds every step at one address.
+    assert len(addresses) == 1
+
+
+@pytest.mark.parametrize("name", TRIPLES)
+def test_a_second_draft_starts_anew_in_the_same_tensors(name: str) -> None:
+    batch, rejected = verified()
+    draft = MultiStepDraft(builder_of(name), 3)
+    first = draft.begin(batch, rejected)
+    address, kept = first.slot_mapping.data_ptr(), used(first)
+    draft.next()
+    draft.next()
+    again = draft.begin(batch, rejected)
+    assert again.slot_mapping.data_ptr() == address
+    assert same(used(again), kept)
+
+
+def test_a_tree_of_candidates_is_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match=r"topk must be 1, got 4: .* tree mask"):
+        MultiStepDraft(builder_of("TRITON_MLA"), 3, topk=4)
+
+
+def test_more_steps_than_declared_are_refused() -> None:
+    draft = MultiStepDraft(builder_of("TRITON_MLA"), 2)
+    with pytest.raises(ValueError, match="begin must be called before the first step"):
+        draft.next()
+    draft.begin(*verified())
+    draft.next()
+    with pytest.raises(ValueError, match=r"num_steps \(2\) draft steps were declared.*step 2"):
+        draft.next()
+    with pytest.raises(ValueError, match="num_steps must be at least 1, got 0"):
+        MultiStepDraft(builder_of("TRITON_MLA"), 0)
+
+
+def test_plans_of_the_host_are_refused_with_the_reason() -> None:
+    from builders.flashinfer_mla import FlashInferMlaMetadataBuilder
+
+    builder = FlashInferMlaMetadataBuilder(LATENT, ["layers.0"], CONFIG, "cpu")
+    with pytest.raises(NotImplementedError, match=r"cannot plan draft step 0.*not exact"):
+        MultiStepDraft(builder, 2).begin(*verified())
