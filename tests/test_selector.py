@@ -47,6 +47,7 @@ from specs.attention import (
 from specs.base import SpecError
 from specs.devices import KNOWN_DEVICES, ComputeCapability, Device, DeviceKind, kind_of
 from specs.dtypes import CacheDType, DType
+from specs.engine import MlaKernel
 from specs.kv_cache import FullAttentionSpec, MLAAttentionSpec
 from specs.layouts import KVPacking
 
@@ -96,6 +97,7 @@ OUR_CONFIG = [
     ("use_alibi", False),
     ("use_alibi_sqrt", False),
     ("use_chunked_local", False),
+    ("mla_kernel", MlaKernel.AUTO),
 ]
 # Ours fills in what vLLM's callers must say.
 OUR_DEFAULTS = {"kv_cache_dtype": "auto", "block_size": None}
@@ -354,7 +356,8 @@ def test_validate_configuration_takes_vllms_arguments_in_vllms_order() -> None:
     expected.insert(expected.index("attn_type"), "device_capability")
     assert list(parameters) == expected
     optional = [name for name in parameters if parameters[name].default is False]
-    assert optional == expected[expected.index("has_sliding_window") :]
+    assert optional == expected[expected.index("has_sliding_window") : -1]
+    assert parameters[expected[-1]].default is MlaKernel.AUTO
 
 
 # -- Reasons.
