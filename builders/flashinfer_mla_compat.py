@@ -12,13 +12,8 @@ from typing import Any
 
 import torch
 
-from builders.flashinfer_compat import (
-    RECENT,
-    CsrOnHost,
-    checked_modules,
-    complete,
-    numbers_of,
-)
+from builders.flashinfer_calls import RECENT, numbers_of
+from builders.flashinfer_compat import CsrOnHost, checked_modules, complete
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,8 @@ KV_TILE = 128
 """Keys of a tile: two blocks, one for each warp group."""
 NARROW_ROWS = 16
 """Of a tile whose products are by warp: over a cache of e4m3, or where there are no more."""
-PIECE = 64
-"""Keys of such a tile that are loaded together, eight for each warp; of e4m3 a tile is two."""
-NARROW_RING = 180 << 10
-"""Bytes of keys under way."""
+NARROW_BYTES = KV_TILE * 576
+"""Of such a tile's keys: 128 of e4m3, 64 of 16 bits."""
 COLUMNS = (576, 512)
 """Columns of a latent row, and of them those that are its value."""
 LEAST_TILES = 2
@@ -68,8 +66,15 @@ def latent_kernel_of(
         ValueError: the Hopper kernel is wanted by name and does not serve.
     """
     found = hopper_latent_tile(shape, kind, block_size, max_query_len, asks)
-    left = "has not been measured beside it"
+    left = None
+    if asks.batch_invariant and _needs_rows(shape, max_query_len) > NARROW_ROWS:
+        left = f"by tiles of {NARROW_ROWS} rows, which read a latent row more often"
     return chosen_kernel("decode_kernel", wanted, found, layer="latent layer", left=left)
+
+
+def _needs_rows(shape: DenseShape, max_query_len: int) -> int:
+    """Rows that share a walk over the keys where there is room: of e4m3 there is for no more."""
+    return NARROW_ROWS if shape.stored_bits == 8 else shape.num_heads * max_query_len
 
 
 def hopper_latent_tile(
@@ -106,12 +111,12 @@ def hopper_latent_tile(
     refused = refusal_of(asks)
     if refused is not None:
         return refused
-    is_e4m3 = shape.stored_bits == 8
-    is_narrow = is_e4m3 or shape.num_heads * max_query_len <= NARROW_ROWS
+    # Tiles of more rows are cut anywhere, where their batch leads: their bits are not their own.
+    is_narrow = asks.batch_invariant or _needs_rows(shape, max_query_len) <= NARROW_ROWS
     rows = NARROW_ROWS if is_narrow else ROWS
     head_tiles = cdiv(shape.num_heads, rows)
     tile_heads = cdiv(shape.num_heads, head_tiles)
-    kv_tile = KV_TILE if is_e4m3 or not is_narrow else PIECE
+    kv_tile = NARROW_BYTES * 8 // (shape.stored_bits * COLUMNS[0]) if is_narrow else KV_TILE
     split = SplitTile(
         rows=rows,
         tile_heads=tile_heads,
@@ -127,6 +132,5 @@ def hopper_latent_tile(
     run = block_size & -block_size
     # A state of 16 rows stays in registers from segment to segment.
     if is_narrow:
-        stage = PIECE * COLUMNS[0] * shape.stored_bits // 8
-        return HopperDecodeTile(split, min(run, PIECE), NARROW_RING // stage)
+        return HopperDecodeTile(split, min(run, kv_tile), 2)
     return HopperDecodeTile(split, min(run, KV_TILE // 2), 2, LEAST_TILES, ROW_COST)

@@ -96,7 +96,7 @@ def launch_latent_table(
     fill: int = SEQ_LEN_FILL,
 ) -> None:
     """:func:`write_latent_table` by one kernel."""
-    from builders.kernels import latent_table_kernel
+    from builders.page_kernels import latent_table_kernel
 
     reqs, width = pages.shape
     latent_table_kernel[(reqs, width // BURST)](

@@ -113,7 +113,7 @@ def launch_page_table(
     added: int = 0,
 ) -> None:
     """:func:`write_page_table` by one kernel."""
-    from builders.kernels import page_table_kernel
+    from builders.page_kernels import page_table_kernel
 
     reqs, width = table.pages.shape
     if reqs == 0:
@@ -199,7 +199,7 @@ def launch_page_list(
     max_num_seqs: int,
 ) -> torch.Tensor:
     """:func:`list_pages` by one kernel."""
-    from builders.kernels import page_list_kernel
+    from builders.page_kernels import page_list_kernel
 
     reqs, width = block_table.shape
     # A kernel may look a page ahead of the last one.

@@ -6,6 +6,7 @@ bounds; lengths stay on the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +33,7 @@ from builders.split_plan import (
 )
 from builders.tiles import (
     DenseShape,
+    HopperDecodeTile,
     SplitTile,
 )
 from builders.triton_attn import (
@@ -40,6 +42,7 @@ from builders.triton_attn import (
     TritonAttentionMetadata,
     check_dtypes,
     device_facts,
+    runs_gluon,
 )
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
@@ -257,11 +260,8 @@ def decode_planner(
         itemsize=spec.dtype.itemsize,
         stored_bits=spec.cache_dtype.element(spec.dtype).itemsize * 8,
     )
-    asks = LayerAsks(
-        is_local=limits.window is not None, query=spec.dtype, cache_dtype=spec.cache_dtype
-    )
     kind, multiprocessors = facts
-    tile, _ = latent_kernel_of(shape, kind, spec.block_size, tokens, asks, config.decode_kernel)
+    tile = _hopper_tile(shape, kind, spec, config, buffers.device)
     return SplitPlanner(
         shape,
         kind,
@@ -273,6 +273,28 @@ def decode_planner(
         hopper_decode=tile,
         requires_hopper_decode=config.decode_kernel is DecodeKernel.HOPPER,
     )
+
+
+def _hopper_tile(
+    shape: DenseShape,
+    kind: DeviceKind,
+    spec: _LatentSpec,
+    config: EngineConfig,
+    device: torch.device,
+) -> HopperDecodeTile | None:
+    """The tile of the decode kernel for Hopper, where the group's layers take it."""
+    wanted, tokens = config.decode_kernel, config.max_decode_query_len
+    if wanted is DecodeKernel.AUTO and not runs_gluon(device):
+        return None
+    asks = LayerAsks(
+        batch_invariant=config.batch_invariant,
+        is_local=isinstance(spec, SlidingWindowMLASpec),
+        query=spec.dtype,
+        cache_dtype=spec.cache_dtype,
+        # Of blocks; an engine's buffer is aligned.
+        alignments=(("key", math.gcd(16, spec.page_size_bytes)),),
+    )
+    return latent_kernel_of(shape, kind, spec.block_size, tokens, asks, wanted)[0]
 
 
 def _latent_tile(spec: _LatentSpec, kind: DeviceKind, heads: int, tokens: int) -> SplitTile:

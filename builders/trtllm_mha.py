@@ -20,10 +20,10 @@ from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch
 from builders.flashinfer_compat import DirectCalls
-from builders.flashinfer_lengths import skipped_pages
-from builders.page_tables import PageTableBuffers
-from builders.paging import compute_slot_mapping
+from builders.phase_tables import PhaseTable, StepRows, fill_tables
 from builders.trtllm_mha_choice import NAME, KernelRule, Phase, VendorKernel
+from builders.trtllm_mha_drafts import DraftBuffers, build_draft_steps
+from builders.trtllm_mha_split import StepSplit, causal_mask, ragged_mask, split_step
 from builders.window_pool import translate_blocks, translate_slots
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
@@ -37,7 +37,6 @@ WORKSPACE_BYTES = 136 << 20
 """
 MAX_MULTIPROCESSORS = 256
 """Of any GPU that trtllm-gen runs on: it has a counter for each."""
-MASK_BITS = 16
 
 
 @dataclass
@@ -68,7 +67,8 @@ class DecodeRows(CalledRows):
     """Requests of one or a few tokens each."""
 
     mask: torch.Tensor | None
-    """``[R, Tq, words]`` uint16: bits of the call's own keys that a row sees; XQA's verify."""
+    """``[R, Tq, words]`` uint16, or ``[T, words]`` with ``query_starts``: bits of the call's own
+    keys that a row sees; XQA's verify."""
     query_starts: torch.Tensor | None
     """``[R + 1]`` int32 where requests have different numbers of tokens, at most
     ``max_query_len``; None where each has exactly so many."""
@@ -82,21 +82,6 @@ class PrefillRows(CalledRows):
     """``[R + 1]`` int32, from 0."""
     kv_starts: torch.Tensor
     """``[R + 1]`` int32, from 0."""
-
-
-@dataclass(frozen=True)
-class StepSplit:
-    """How the requests of a step go to the two phases, from the host's query lengths."""
-
-    decode_rows: tuple[int, ...]
-    """Requests that the decode kernel takes; empty ones may lie between."""
-    num_decode_tokens: int
-    decode_query_len: int
-    """Tokens of every decode, or most of one where they are ragged; 0 without decodes."""
-    is_ragged: bool
-    num_tokens: int
-    max_prefill_len: int
-    """Most tokens of a request behind the decodes; 0 where none has any."""
 
 
 @dataclass
@@ -121,68 +106,22 @@ class TrtllmMhaMetadata(AttentionMetadata):
     there cannot be such rows."""
 
 
-def causal_mask(num_reqs: int, query_len: int) -> torch.Tensor:
-    """Which of a verify's own tokens each of its rows sees, as XQA reads it: bit j of row i is set
-    for j <= i.
-
-    Args:
-        num_reqs: requests.
-        query_len: tokens of each.
-
-    Returns:
-        ``[num_reqs, query_len, words]`` uint16, an even number of words a row.
-    """
-    words = cdiv(query_len, 2 * MASK_BITS) * 2
-    full = (1 << MASK_BITS) - 1
-    rows = [
-        [
-            (1 << min(max(row + 1 - word * MASK_BITS, 0), MASK_BITS)) - 1 & full
-            for word in range(words)
-        ]
-        for row in range(query_len)
-    ]
-    return torch.tensor([rows] * num_reqs, dtype=torch.uint16)
-
-
-def split_step(query_lens: Sequence[int], threshold: int, is_ragged: bool) -> StepSplit:
-    """Leading requests that the decode kernel takes in one call.
-
-    Args:
-        query_lens: tokens of each request.
-        threshold: most tokens of a decode; 0 leaves every request to the prefill kernel.
-        is_ragged: the kernel takes requests of different numbers of tokens. Another takes rows of
-            one token, or whole verifies: which kernel a request goes to, and the type of its query
-            with it, then hardly depends on the batch.
-    """
-    rows: list[int] = []
-    own: list[int] = []
-    for row, length in enumerate(query_lens):
-        if length == 0:
-            continue
-        fits = is_ragged or (length in (1, threshold) and own.count(length) == len(own))
-        if length > threshold or not fits:
-            break
-        rows.append(row)
-        own.append(length)
-    behind = rows[-1] + 1 if rows else 0
-    return StepSplit(
-        decode_rows=tuple(rows),
-        num_decode_tokens=sum(own),
-        decode_query_len=max(own, default=0),
-        is_ragged=len(set(own)) > 1,
-        num_tokens=sum(query_lens),
-        max_prefill_len=max(query_lens[behind:], default=0),
-    )
-
-
-class _PhaseBuffers:
+class PhaseBuffers:
     """What the calls of one phase keep from step to step."""
 
     def __init__(
         self, builder: TrtllmMhaMetadataBuilder, rule: KernelRule, max_query_len: int, fp8: bool
     ) -> None:
+        """
+        Args:
+            builder: whose limits and device they are made for.
+            rule: the phase's kernel.
+            max_query_len: most tokens of a request.
+            fp8: the cache is quantised.
+        """
         config, page = builder.vllm_config, builder.kv_cache_spec.block_size
         self.rule = rule
+        self.max_query_len = max_query_len
         self.max_kv_len = config.max_model_len
         window = builder.sliding_window
         if window is not None:
@@ -190,31 +129,21 @@ class _PhaseBuffers:
             pages = cdiv(window - 1 + max_query_len, page) + 1
             self.max_kv_len = min(cdiv(config.max_model_len, page), pages) * page
         device = builder.device
-        self.width = cdiv(self.max_kv_len, page)
-        self.tables = PageTableBuffers(config.max_num_seqs, self.max_kv_len, page, page, device)
-        self.columns = torch.arange(self.width, device=device)
-        self.lens = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=device)
+        self.table = PhaseTable(config.max_num_seqs, self.max_kv_len, page, device)
         # Zeroed once, and never given to another kernel: each leaves its counters at zero.
         self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         entries = max(config.max_num_seqs * builder.num_heads, MAX_MULTIPROCESSORS)
         self.counters = torch.zeros(cdiv(entries, 8) * 32, dtype=torch.uint8, device=device)
-        self.slots = self.keyless = torch.empty(0, device=device)
-        self.casts_query = fp8 and rule.query_is_fp8
         self.query_name: str | None = None
-        if self.casts_query:
+        if fp8 and rule.query_is_fp8:
             self.query_name = "fp8_query"
         elif rule.query_is_dense:
             self.query_name = "dense_query"
 
-    def for_a_step(self, builder: TrtllmMhaMetadataBuilder) -> _PhaseBuffers:
-        """The same calls with tables of their own: draft steps are there at once."""
+    def with_table(self, table: PhaseTable) -> PhaseBuffers:
+        """The same calls with a table of their own: draft steps are there at once."""
         own = copy.copy(self)
-        config, page = builder.vllm_config, builder.kv_cache_spec.block_size
-        reqs, device = config.max_num_seqs, builder.device
-        own.tables = PageTableBuffers(reqs, self.max_kv_len, page, page, device)
-        own.lens = torch.zeros_like(self.lens)
-        own.slots = torch.full((reqs,), PAD_SLOT_ID, dtype=torch.int64, device=device)
-        own.keyless = torch.zeros(reqs, 1, 1, dtype=torch.bool, device=device)
+        own.table = table
         return own
 
 
@@ -254,33 +183,25 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         self.calls = compat.load_calls()
         self._buffers = GraphBuffers(self.device)
         self._masks: dict[int, torch.Tensor] = {}
-        self._drafts: list[_PhaseBuffers] = []
-        self._block_map: torch.Tensor | None = None
+        self._drafts: list[DraftBuffers] = []
+        self.block_map: torch.Tensor | None = None
         self._captured = False
         rules = {phase: choice.rule_of(phase, capability) for phase in self.phases}
-        self._check_version(rules)
-        self._threshold = self._decode_threshold(rules.get(Phase.DECODE))
+        reason = choice.version_reason(self.phases, capability, spec.cache_dtype, self.calls)
+        if reason is not None:
+            raise ValueError(f"{NAME}: {reason}")
+        decode = rules.get(Phase.DECODE)
+        self._threshold = self._decode_threshold(decode)
+        self._takes_ragged = decode is not None and self._is_ragged(decode)
         longest = min(vllm_config.max_num_batched_tokens, vllm_config.max_model_len)
         limits = {Phase.PREFILL: longest, Phase.DECODE: self._threshold}
         self._phases = {
-            phase: _PhaseBuffers(self, rule, limits[phase], self._is_fp8)
+            phase: PhaseBuffers(self, rule, limits[phase], self._is_fp8)
             for phase, rule in rules.items()
             if rule is not None
         }
-        reqs = vllm_config.max_num_seqs + 1
-        self._one_each = torch.arange(reqs, dtype=torch.int32, device=self.device)
         self._declare()
         self._init_reorder_batch_threshold(self._threshold)
-
-    def _check_version(self, rules: dict[Phase, KernelRule | None]) -> None:
-        prefill = rules.get(Phase.PREFILL)
-        by_fmha_v2 = prefill is not None and prefill.kernel is VendorKernel.FMHA_V2
-        if by_fmha_v2 and self._is_fp8 and not self.calls.prefills_fp8:
-            raise ValueError(
-                f"{NAME}: kv_cache_dtype must not be quantised for prefill by fmha_v2 of "
-                f"flashinfer {self.calls.version}, which may hang, got fp8: install "
-                "flashinfer-python>=0.7, or choose another prefill backend"
-            )
 
     def _decode_threshold(self, rule: KernelRule | None) -> int:
         """Most tokens of a request that the decode kernel takes; 0 without one."""
@@ -293,6 +214,12 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         is_right &= self.calls.verifies_fp8 or not self._is_fp8
         return most if is_right else 1
 
+    def _is_ragged(self, rule: KernelRule) -> bool:
+        """One call takes requests of different numbers of tokens."""
+        if rule.kernel is VendorKernel.XQA:
+            return self._threshold > 1 and self.calls.verifies_ragged
+        return rule.ragged
+
     def _declare(self) -> None:
         config, spec = self.vllm_config, self.kv_cache_spec
         tokens, head_size = config.max_num_batched_tokens, getattr(spec, "head_size", 0)
@@ -301,12 +228,10 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
             assert name is not None
             shape = tokens, self.num_heads, head_size
             self._buffers.declare(name, shape, dtypes[name])
-        for name, extent in (
-            ("decode_starts", config.max_num_seqs + 1),
-            ("prefill_starts", config.max_num_seqs + 1),
-        ):
-            self._buffers.declare(name, (extent,), torch.int32)
         self._buffers.declare("keyless", (tokens, 1, 1), torch.bool)
+        words = cdiv(self._threshold, 32)
+        if words and self._takes_ragged:
+            self._buffers.declare("ragged_mask", (tokens, words), torch.int32)
 
     def use_pool(self, block_map: torch.Tensor) -> None:
         """Say that the group's layers have a pool of their own, before the first build.
@@ -317,7 +242,7 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         """
         tokens = self.vllm_config.max_num_batched_tokens
         self._buffers.declare("slots", (tokens,), torch.int64, fill=PAD_SLOT_ID)
-        self._block_map = block_map
+        self.block_map = block_map
 
     def build(
         self,
@@ -345,19 +270,19 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
             raise NotImplementedError(f"{NAME} does not support mm_req_doc_ranges")
         reqs = batch.num_reqs
         query_lens = batch.query_start_loc_cpu[: reqs + 1].diff()
-        split = self._split(query_lens.tolist())
+        split = self.split(query_lens.tolist())
         if split.num_tokens > batch.num_actual_tokens:
             raise ValueError(
                 f"query_start_loc_cpu must end at most at num_actual_tokens "
                 f"({batch.num_actual_tokens}), got {split.num_tokens}"
             )
         record = TrtllmMhaMetadata(
-            slot_mapping=self._slots(batch.slot_mapping),
+            slot_mapping=self.own_slots(batch.slot_mapping),
             num_actual_tokens=split.num_tokens,
             num_reqs=reqs,
             query_start_loc=batch.query_start_loc[: reqs + 1],
             seq_lens=batch.seq_lens[:reqs],
-            block_table=self._table(batch.block_table_tensor[:reqs]),
+            block_table=self.own_blocks(batch.block_table_tensor[:reqs]),
             sliding_window=self.sliding_window,
             split=split,
             decode=None,
@@ -415,67 +340,39 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
             common_attn_metadata: the batch, whose keys are all written.
             num_steps: of the draft model.
         """
-        batch, page = common_attn_metadata, self.kv_cache_spec.block_size
-        reqs, table = batch.num_reqs, batch.block_table_tensor[: batch.num_reqs]
-        room = min(self.vllm_config.max_model_len, table.shape[1] * page)
-        starts = self._one_each[: reqs + 1]
-        is_live = batch.query_start_loc[: reqs + 1].diff() > 0
-        own_table, records = self._table(table), []
-        for step in range(num_steps):
-            own = self._draft_buffers(step)
-            lens = batch.seq_lens[:reqs] + (step + 1)
-            lens = torch.where(is_live & (lens <= room) & (lens > step + 1), lens, 0)
-            slots = compute_slot_mapping(table, starts, lens, reqs, page)
-            if self._block_map is not None:
-                slots = translate_slots(slots, self._block_map, page)
-            own.slots[:reqs] = slots
-            torch.eq(lens[:, None, None], 0, out=own.keyless[:reqs])
-            record = TrtllmMhaMetadata(
-                slot_mapping=own.slots[:reqs],
-                num_actual_tokens=reqs,
-                num_reqs=reqs,
-                query_start_loc=starts,
-                seq_lens=lens.to(torch.int32),
-                block_table=own_table,
-                sliding_window=self.sliding_window,
-                split=split_step([1] * reqs, self._threshold, own.rule.ragged),
-                decode=None,
-                prefill=None,
-                keyless=own.keyless[:reqs],
-            )
-            record.decode = self._decode(record, own)
-            records.append(record)
-        return records
+        return build_draft_steps(self, common_attn_metadata, num_steps)
 
-    def _draft_buffers(self, step: int) -> _PhaseBuffers:
+    def draft_buffers(self, step: int) -> DraftBuffers:
+        """Of one draft step; made when first asked for."""
         while len(self._drafts) <= step:
-            self._drafts.append(self._phases[Phase.DECODE].for_a_step(self))
+            decode = self._phases[Phase.DECODE]
+            config, page = self.vllm_config, self.kv_cache_spec.block_size
+            table = PhaseTable(config.max_num_seqs, decode.max_kv_len, page, self.device)
+            self._drafts.append(DraftBuffers.of(decode.with_table(table)))
         return self._drafts[step]
 
-    def _table(self, block_table: torch.Tensor) -> torch.Tensor:
+    def own_blocks(self, block_table: torch.Tensor) -> torch.Tensor:
         """The batch's table, in blocks of the group's own pool where it has one."""
         return (
-            block_table
-            if self._block_map is None
-            else translate_blocks(block_table, self._block_map)
+            block_table if self.block_map is None else translate_blocks(block_table, self.block_map)
         )
 
-    def _slots(self, slot_mapping: torch.Tensor) -> torch.Tensor:
+    def own_slots(self, slot_mapping: torch.Tensor) -> torch.Tensor:
         """Likewise; in a buffer, since a graph writes the cache by it."""
-        if self._block_map is None:
+        if self.block_map is None:
             return slot_mapping
         page = self.kv_cache_spec.block_size
-        return self._buffers.write("slots", translate_slots(slot_mapping, self._block_map, page))
+        return self._buffers.write("slots", translate_slots(slot_mapping, self.block_map, page))
 
     def _set_block_table(self, metadata: TrtllmMhaMetadata, block_table: torch.Tensor) -> None:
-        metadata.block_table = self._table(block_table[: metadata.num_reqs])
-        metadata.slot_mapping = self._slots(metadata.slot_mapping)
+        metadata.block_table = self.own_blocks(block_table[: metadata.num_reqs])
+        metadata.slot_mapping = self.own_slots(metadata.slot_mapping)
         metadata.sliding_window = self.sliding_window
         self._fill(metadata)
 
-    def _split(self, query_lens: list[int]) -> StepSplit:
-        own = self._phases.get(Phase.DECODE)
-        return split_step(query_lens, self._threshold, own is not None and own.rule.ragged)
+    def split(self, query_lens: list[int]) -> StepSplit:
+        """The leading requests that the decode kernel takes."""
+        return split_step(query_lens, self._threshold, self._takes_ragged)
 
     # -- what a call is given
 
@@ -483,68 +380,77 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         """Put the calls of the step into its record, which no one else has yet."""
         split = record.split
         record.decode = record.prefill = None
-        if split.decode_rows or (self._captured and split.num_tokens == 0):
-            record.decode = self._decode(record, self._phases[Phase.DECODE])
+        # A graph's replay without any token is one of decodes.
+        decode = prefill = None
+        if split.num_decodes or (self._captured and split.num_tokens == 0):
+            decode = self._phases.get(Phase.DECODE)
         if split.max_prefill_len:
-            record.prefill = self._prefill(record)
+            prefill = self._phases.get(Phase.PREFILL)
+            if prefill is None:
+                raise ValueError(
+                    f"query_start_loc_cpu must give every request 1 to {self._threshold} tokens "
+                    f"where {NAME} takes decodes alone, got one of {split.max_prefill_len}"
+                )
+        self.fill(record, decode, prefill)
 
-    def _decode(self, record: TrtllmMhaMetadata, own: _PhaseBuffers) -> DecodeRows | None:
-        """Padding behind the decodes is written too: a graph's replay may count it among them."""
+    def fill(
+        self, record: TrtllmMhaMetadata, decode: PhaseBuffers | None, prefill: PhaseBuffers | None
+    ) -> None:
+        """Write the tables of the phases that a step has, by one launch, and their calls.
+
+        Padding behind the decodes is listed with them where there are no prefills: a graph's replay
+        may count it among them.
+        """
+        if decode is None and prefill is None:
+            return
         split = record.split
-        live, length = len(split.decode_rows), split.decode_query_len
-        listed = record.block_table, record.seq_lens, record.query_start_loc
-        if split.decode_rows == tuple(range(live)):
-            rows = record.num_reqs if split.max_prefill_len == 0 else live
-            listed = listed[0][:rows], listed[1][:rows], listed[2][: rows + 1]
-        else:
-            chosen = self._on_device(split.decode_rows)
-            ends = listed[2][1:][chosen]
-            starts = torch.cat([ends.new_zeros(1), ends])
-            listed = listed[0][chosen], listed[1][chosen], starts
-        filled = own.tables.fill(*self._visible(own, *listed))
-        lens = own.lens[: len(filled.kv_lens)]
-        query_starts = None
-        if split.is_ragged:
-            query_starts = self._buffers.write("decode_starts", listed[2])[: live + 1]
-            torch.maximum(filled.kv_lens, listed[2].diff(), out=lens)
-        else:
+        listed = split.num_listed if prefill is not None else record.num_reqs
+        step = StepRows(
+            record.block_table,
+            record.seq_lens,
+            record.query_start_loc,
+            num_decodes=listed if decode is not None else 0,
             # A row without keys reads some of page 0, and its result is dropped.
-            torch.clamp(filled.kv_lens, min=max(length, 1), out=lens)
-        if live == 0:
-            return None
-        needs_mask = own.rule.kernel is VendorKernel.XQA and length > 1
+            least_len=1 if split.is_ragged else split.decode_query_len or max(self._threshold, 1),
+        )
+        own, others = (None if phase is None else phase.table for phase in (decode, prefill))
+        fill_tables(step, own, others, self.sliding_window)
+        if decode is not None and split.num_decodes:
+            record.decode = self._decode(split, decode)
+        if prefill is not None:
+            record.prefill = self._prefill(record, prefill, record.num_reqs - step.num_decodes)
+
+    def _decode(self, split: StepSplit, own: PhaseBuffers) -> DecodeRows:
+        live, length, table = split.num_decodes, split.decode_query_len, own.table
+        query_starts = table.query_starts[: live + 1] if split.is_ragged else None
+        mask = None
+        if own.rule.kernel is VendorKernel.XQA and length > 1:
+            mask = self._mask(length)[:live]
+            if query_starts is not None:
+                bits = ragged_mask(self._mask(length)[0], query_starts, split.num_decode_tokens)
+                mask = self._buffers.write("ragged_mask", bits).view(torch.uint16)
         return DecodeRows(
             **self._common(own, 0, split.num_decode_tokens),
-            pages=filled.pages[:live],
-            kv_lens=lens[:live],
+            pages=table.pages[:live],
+            kv_lens=table.kv_lens[:live],
             max_query_len=length,
-            mask=self._mask(length)[:live] if needs_mask else None,
+            mask=mask,
             query_starts=query_starts,
         )
 
-    def _prefill(self, record: TrtllmMhaMetadata) -> PrefillRows:
-        split, own = record.split, self._phases.get(Phase.PREFILL)
-        if own is None:
-            raise ValueError(
-                f"query_start_loc_cpu must give every request 1 to {self._threshold} tokens where "
-                f"{NAME} takes decodes alone, got one of {split.max_prefill_len}"
-            )
+    def _prefill(self, record: TrtllmMhaMetadata, own: PhaseBuffers, reqs: int) -> PrefillRows:
+        split, table = record.split, own.table
         first = split.num_decode_tokens
-        behind = split.decode_rows[-1] + 1 if split.decode_rows else 0
-        table, kv_lens = record.block_table[behind:], record.seq_lens[behind:]
-        starts = self._buffers.view("prefill_starts", len(kv_lens) + 1)
-        torch.sub(record.query_start_loc[behind:], first, out=starts)
-        filled = own.tables.fill(*self._visible(own, table, kv_lens, starts))
         return PrefillRows(
             **self._common(own, first, split.num_tokens - first),
-            pages=filled.pages,
-            kv_lens=filled.kv_lens,
+            pages=table.pages[:reqs],
+            kv_lens=table.kv_lens[:reqs],
             max_query_len=split.max_prefill_len,
-            query_starts=starts,
-            kv_starts=filled.kv_starts,
+            query_starts=table.query_starts[: reqs + 1],
+            kv_starts=table.kv_starts[: reqs + 1],
         )
 
-    def _common(self, own: _PhaseBuffers, first_token: int, num_tokens: int) -> dict[str, Any]:
+    def _common(self, own: PhaseBuffers, first_token: int, num_tokens: int) -> dict[str, Any]:
         query = None
         if own.query_name is not None:
             query = self._buffers[own.query_name][first_token : first_token + num_tokens]
@@ -559,28 +465,6 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
             "query": query,
         }
 
-    def _visible(
-        self,
-        own: _PhaseBuffers,
-        table: torch.Tensor,
-        kv_lens: torch.Tensor,
-        query_starts: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Table and lengths of requests without the blocks before a window, which an engine may
-        have given to others: masks stay as they are, since they count from a row's end.
-        """
-        page = self.kv_cache_spec.block_size
-        skipped = skipped_pages(kv_lens, query_starts, self.sliding_window, page)
-        if skipped is None:
-            return table, kv_lens
-        columns = (skipped[:, None] + own.columns).clamp(max=table.shape[1] - 1)
-        return table.gather(1, columns), kv_lens - skipped * page
-
-    def _on_device(self, values: Sequence[int]) -> torch.Tensor:
-        """int64, without waiting for the device."""
-        host = torch.tensor(values, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        return host.to(self.device, non_blocking=True)
-
     def _mask(self, query_len: int) -> torch.Tensor:
         if query_len not in self._masks:
             mask = causal_mask(self.vllm_config.max_num_seqs, query_len)
@@ -594,7 +478,7 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         if self.vllm_config.speculative is not None:
             return True
         bound = getattr(batch, "seq_lens_cpu_upper_bound", None)
-        if bound is None:
+        if bound is None or len(query_lens) == 0 or int(bound[: len(query_lens)].min()) > 0:
             return False
         return bool(((bound[: len(query_lens)] <= 0) & (query_lens > 0)).any())
 

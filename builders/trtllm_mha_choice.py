@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from builders.flashinfer_calls import DirectCalls
 from builders.page_tables import PAGE_SIZES
 from specs.attention import ComputeCapabilityRange, HeadSizes
 from specs.devices import ComputeCapability
@@ -63,6 +64,9 @@ class KernelRule:
     """A cache of e4m3."""
     query_is_fp8: bool
     """Over such a cache the query is e4m3 too; else it keeps the model's type."""
+    computes_fp8: bool
+    """Over such a cache products are of e4m3: the kernel rounds weights to it, and a query that is
+    given in the model's type."""
     gives_lse: bool
     dense_pages: bool
     """Addresses pages by shapes: K and V of a block lie side by side, without gaps."""
@@ -82,7 +86,7 @@ _WARP_SPECIALISED = (32, 48, 64, 80, 96, 128, 160, 192, 256)
 _BF16 = (torch.bfloat16,)
 
 
-def _xqa(capabilities: ComputeCapabilityRange) -> KernelRule:
+def _xqa(capabilities: ComputeCapabilityRange, computes_fp8: bool) -> KernelRule:
     return KernelRule(
         kernel=VendorKernel.XQA,
         phase=Phase.DECODE,
@@ -91,6 +95,7 @@ def _xqa(capabilities: ComputeCapabilityRange) -> KernelRule:
         model_dtypes=MODEL_DTYPES,
         takes_fp8=True,
         query_is_fp8=False,
+        computes_fp8=computes_fp8,
         gives_lse=False,
         dense_pages=False,
         query_is_dense=True,
@@ -110,6 +115,7 @@ def _fmha_v2(
         model_dtypes=_BF16,
         takes_fp8=takes_fp8,
         query_is_fp8=True,
+        computes_fp8=True,
         gives_lse=False,
         dense_pages=True,
         query_is_dense=True,
@@ -126,6 +132,7 @@ def _trtllm_gen(phase: Phase) -> KernelRule:
         model_dtypes=MODEL_DTYPES,
         takes_fp8=True,
         query_is_fp8=True,
+        computes_fp8=True,
         gives_lse=True,
         dense_pages=False,
         query_is_dense=False,
@@ -134,8 +141,9 @@ def _trtllm_gen(phase: Phase) -> KernelRule:
 
 
 RULES: tuple[KernelRule, ...] = (
-    _xqa(SM90),
-    _xqa(SM120),
+    # Its kernel for Hopper; verifies may be another's, which computes in the model's type.
+    _xqa(SM90, computes_fp8=True),
+    _xqa(SM120, computes_fp8=False),
     _trtllm_gen(Phase.DECODE),
     _fmha_v2(SM90, _WARP_SPECIALISED, takes_fp8=True),
     _fmha_v2(SM120, (64, 128, 256), takes_fp8=False),
@@ -212,6 +220,25 @@ def phase_reasons(
         yield f"model dtype must be one of {names} {by}, got {model}"
     if cache.quant_mode is KVQuantMode.FP8_PER_TENSOR and not rule.takes_fp8:
         yield f"kv_cache_dtype must not be quantised {by}, got {cache.value!r}"
+
+
+def version_reason(
+    phases: tuple[Phase, ...],
+    capability: ComputeCapability | None,
+    cache: CacheDType,
+    calls: DirectCalls,
+) -> str | None:
+    """Why the phases' kernels of this FlashInfer do not serve such a cache; None where they do."""
+    rule = rule_of(Phase.PREFILL, capability) if Phase.PREFILL in phases else None
+    if rule is None or rule.kernel is not VendorKernel.FMHA_V2 or calls.prefills_fp8:
+        return None
+    if cache.quant_mode is not KVQuantMode.FP8_PER_TENSOR:
+        return None
+    return (
+        f"kv_cache_dtype must not be quantised for prefill by fmha_v2 of flashinfer "
+        f"{calls.version}, which may hang, got {cache.value!r}: install "
+        "flashinfer-python>=0.7, or choose another prefill backend"
+    )
 
 
 def mixed_dtypes_reason(model: torch.dtype, cache: CacheDType) -> str | None:

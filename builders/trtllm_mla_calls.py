@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from builders.flashinfer_compat import RECENT, checked_modules, complete, numbers_of
+from builders.flashinfer_calls import RECENT, numbers_of
+from builders.flashinfer_compat import checked_modules, complete
 
 NO_BLOCK_SCALE = -1.0
 """Of an output in fp4, which none is here."""

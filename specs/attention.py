@@ -167,6 +167,9 @@ class BackendCapabilities(Spec):
     non_causal_dcp: StrictBool = False
     per_head_quant_scales: StrictBool = False
     batch_invariance: StrictBool = False
+    row_bits: StrictBool = False
+    """A request has the same bits alone as in a batch, but for rows that a record says are cut
+    freely. Kernels of others split rows by their batch."""
     kv_connector: StrictBool = True
     pcp: StrictBool = False
     dcp: StrictBool = False

@@ -102,6 +102,9 @@ def lse_budget(expected: Tensor, low_precision: Tensor, soft_cap: float | None =
     return limit
 
 
+E4M3_MAX = 448.0
+
+
 def low_precision_attention(
     q: Tensor,
     k: Tensor,
@@ -110,6 +113,7 @@ def low_precision_attention(
     rules: Rules,
     dtype: torch.dtype,
     unit: float = 1.0,
+    fp8_weights: bool = False,
 ) -> State:
     """``oracle.attention`` as a careful kernel computes it: out in ``dtype``, lse fp32.
 
@@ -117,7 +121,8 @@ def low_precision_attention(
     unnormalised probabilities rounded to ``dtype`` before P.V; output rounded to ``dtype``. For MLA
     pass the concatenated query, the latent rows as one KV head, and their first L columns as v.
     Scores, maxima and the lse's parts are counted in units of ``unit``, log 2 where exponentials
-    are powers of 2: rounded once more, and elsewhere.
+    are powers of 2: rounded once more, and elsewhere. With ``fp8_weights`` probabilities are
+    rounded to e4m3, the largest of them to its largest number.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     q, k, v = (tensor.to(dtype).to(wide) for tensor in (q, k, v))
@@ -150,7 +155,10 @@ def low_precision_attention(
         total = p.sum(-1, keepdim=True)
         if rules.sinks is not None:
             total = total + torch.exp((sinks - top) * unit).masked_fill(empty, 0)
-        weighted = torch.einsum("gts,sd->gtd", p.to(dtype).to(wide), v[:, kv_head])
+        rounded = p.to(dtype).to(wide)
+        if fp8_weights:
+            rounded = (p * E4M3_MAX).to(torch.float8_e4m3fn).to(wide) / E4M3_MAX
+        weighted = torch.einsum("gts,sd->gtd", rounded, v[:, kv_head])
         outs.append((weighted / total.masked_fill(empty, 1)).to(dtype))
         lses.append((top * unit + total.log()).squeeze(-1))
     return torch.cat(outs).transpose(0, 1), torch.cat(lses).T

@@ -26,3 +26,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Failures go to the file that ``ATTN_TEST_FAILURES`` names as they happen: a run
+    with a limit of time may be cut off before its summary.
+    """
+    path = os.environ.get("ATTN_TEST_FAILURES")
+    # Workers hand their reports to the process that started them.
+    if path and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{report.nodeid} ({report.when})\n{report.longreprtext}\n\n")

@@ -82,15 +82,17 @@ SIGNATURES: dict[str, dict[tuple[str, str], str]] = {
     },
 }
 
-BATCH_DECODE, BATCH_CONTEXT, FMHA_V2 = (
+BATCH_DECODE, BATCH_CONTEXT, FMHA_V2, XQA_DECODE = (
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_context_with_kv_cache",
     "trtllm_fmha_v2_prefill",
+    "xqa_batch_decode_with_kv_cache",
 )
 FUNCTION_MODULES = {
     BATCH_DECODE: "decode.py",
     BATCH_CONTEXT: "prefill.py",
     FMHA_V2: "prefill.py",
+    XQA_DECODE: "decode.py",
 }
 _BATCH_DECODE = (
     "query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale=_, "
@@ -112,11 +114,17 @@ _FMHA_V2 = (
     "sinks=_, pos_encoding_mode=_, logits_soft_cap_scale=_, mask_mode=_, window_left=_, "
     "chunked_attention_size=_, save_softmax_stats=_, skip_softmax_threshold_scale_factor=_"
 )
+_XQA_DECODE = (
+    "query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale=_, "
+    "bmm2_scale=_, window_left=_, out=_, sinks=_, kv_layout=_, enable_pdl=_, q_len_per_req=_, "
+    "o_scale=_, mask=_, kv_cache_sf=_"
+)
 FUNCTIONS: dict[str, dict[str, str]] = {
     "0.6.14": {
         BATCH_DECODE: _BATCH_DECODE,
         BATCH_CONTEXT: _BATCH_CONTEXT,
         FMHA_V2: _FMHA_V2,
+        XQA_DECODE: _XQA_DECODE,
     },
     "0.7.2.post1": {
         BATCH_DECODE: (
@@ -129,6 +137,7 @@ FUNCTIONS: dict[str, dict[str, str]] = {
             "uses_spcompress=_, backend=_"
         ),
         FMHA_V2: _FMHA_V2,
+        XQA_DECODE: f"{_XQA_DECODE}, q_cu_seq_lens=_",
     },
 }
 

@@ -313,3 +313,15 @@ def test_budgets_that_would_accept_anything_are_refused() -> None:
             budget(expected, useless, torch.float16)
     with pytest.raises(ValueError, match="low_precision"):
         lse_budget(torch.zeros(2, 1), torch.full((2, 1), -math.inf))
+
+
+def test_weights_of_e4m3_are_rounded_to_it() -> None:
+    # Two keys, the second 0.3 times as likely as the first: 0.3 * 448 = 134.4 is 128 in e4m3.
+    q = torch.ones(1, 1, 1)
+    k = torch.tensor([0.0, math.log(0.3)]).view(2, 1, 1)
+    v = torch.tensor([0.0, 1.0]).view(2, 1, 1)
+    out, lse = budgets.low_precision_attention(
+        q, k, v, 1, Rules(1.0), torch.float32, fp8_weights=True
+    )
+    assert out.item() == pytest.approx(128 / 448 / 1.3, rel=1e-6)
+    assert lse.item() == pytest.approx(math.log(1.3), rel=1e-6)

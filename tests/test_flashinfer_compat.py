@@ -94,6 +94,29 @@ def test_known_versions_are_loaded(monkeypatch: pytest.MonkeyPatch, text: str) -
     assert (found.version, found.prefill_cls, found.decode_cls) == (text, "prefill", "decode")
 
 
+@pytest.mark.parametrize("has", [False, True])
+def test_ragged_verifies_are_known_by_the_functions_own_signature(
+    monkeypatch: pytest.MonkeyPatch, has: bool
+) -> None:
+    names = ("trtllm_batch_decode_with_kv_cache", "xqa_batch_decode_with_kv_cache")
+    given: dict[str, Any] = dict.fromkeys(names, lambda query: None)
+    if has:
+        given[names[1]] = lambda query, q_cu_seq_lens=None: None
+    of_prefill = ("trtllm_batch_context_with_kv_cache", "trtllm_fmha_v2_prefill")
+    install(
+        monkeypatch,
+        flashinfer=version("0.7.1"),
+        prefill=module("flashinfer.prefill", **dict.fromkeys(of_prefill, print)),
+        decode=module("flashinfer.decode", **given),
+    )
+    compat.load_calls.cache_clear()
+    found = compat.load_calls()
+    compat.load_calls.cache_clear()
+    assert found.verifies_ragged == has
+    assert found.ragged_xqa_function is (given[names[1]] if has else None)
+    assert found.verifies_windows
+
+
 @pytest.mark.parametrize(
     ("modules", "reason"),
     [

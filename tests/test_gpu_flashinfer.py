@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attn.backends.flashinfer import FlashInferBackend
+from attn.bench.timing import count_waits
 from attn.registry import AttentionBackendEnum
 from builders import flashinfer
 from builders.flashinfer_choice import KernelChoice, WrapperKernel
@@ -46,6 +47,14 @@ def test_build_and_forward_wait_for_nothing(case: Case) -> None:
         trial.attend(trial.build(builder), trial.inputs, cache)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_profile_of_a_build_shows_no_wait(name: str) -> None:
+    case = Case(FEATURES["causal"], BATCHES[name], dtype=DType.BFLOAT16)
+    trial = DenseTrial(FlashInferBackend, case, CUDA)
+    builder = trial.builder()
+    assert count_waits(lambda: trial.build(builder), CUDA) == 0
 
 
 @pytest.mark.parametrize("kernel", WrapperKernel)

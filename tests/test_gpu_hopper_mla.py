@@ -174,6 +174,13 @@ def test_rows_of_many_segments_are_right(
     check_case(TritonMLABackend, case, DEVICE)
 
 
+@pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.FP8_E4M3])
+@pytest.mark.parametrize("heads", [3, 7, 12, 20, 24, 40, 48, 96])
+def test_decodes_of_every_number_of_heads_are_right(heads: int, cache_dtype: CacheDType) -> None:
+    batch = BatchSpec("latent_short", (1, 1, 1, 1, 0), (1, 300, 70, 2000, 0))
+    check_case(TritonMLABackend, LatentCase(batch, heads, DType.BFLOAT16, cache_dtype), DEVICE)
+
+
 @pytest.mark.parametrize("shard", range(RANDOM_SHARDS))
 def test_300_random_steps_of_random_layers_are_right(shard: int) -> None:
     dice = random.Random(SEED + shard)

@@ -10,6 +10,7 @@ import torch
 from attn.backends.mixed import mix
 from attn.backends.triton_attn import TritonAttentionBackend
 from attn.backends.trtllm_mha import TrtllmMhaBackend
+from attn.bench.timing import count_waits
 from attn.registry import AttentionBackendEnum
 from specs.dtypes import CacheDType, DType
 from specs.layouts import KVOrder, KVPacking
@@ -51,6 +52,15 @@ def test_build_and_forward_wait_for_nothing(case: Case) -> None:
         trial.attend(trial.build(builder), trial.inputs, cache)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("feature", ["causal", "window"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_profile_of_a_build_shows_no_wait(name: str, feature: str) -> None:
+    case = Case(FEATURES[feature], BATCHES[name], dtype=DType.BFLOAT16)
+    trial = DenseTrial(TrtllmMhaBackend, case, CUDA)
+    builder = trial.builder()
+    assert count_waits(lambda: trial.build(builder), CUDA) == 0
 
 
 @pytest.mark.parametrize("packing", KVPacking)

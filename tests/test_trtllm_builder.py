@@ -19,7 +19,7 @@ from builders import flashinfer_compat as compat
 from builders.base import AttentionMetadataBuilder
 from builders.common import CommonAttentionMetadata
 from builders.drafting import advance
-from builders.trtllm_mha import TrtllmMhaMetadataBuilder, causal_mask, split_step
+from builders.trtllm_mha import TrtllmMhaMetadataBuilder
 from builders.trtllm_mha_choice import (
     Phase,
     VendorKernel,
@@ -28,6 +28,7 @@ from builders.trtllm_mha_choice import (
     phase_notes,
     rule_of,
 )
+from builders.trtllm_mha_split import causal_mask, ragged_mask, split_step
 from specs.attention import AttentionCGSupport, AttentionSelectorConfig
 from specs.devices import KNOWN_DEVICES, ComputeCapability, Device
 from specs.dtypes import CacheDType, DType
@@ -110,6 +111,23 @@ def test_it_is_chosen_by_name_alone() -> None:
     request = AttentionSelectorConfig(head_size=128, dtype=DType.BFLOAT16)
     for device in (H200, B200, PRO):
         assert select(request, device).get_name() == "TRITON_ATTN"
+
+
+@pytest.mark.parametrize("version", [OLD, NEW])
+@pytest.mark.parametrize("device", ["h200", "b200"])
+def test_the_selector_knows_what_the_installed_version_prefills(device: str, version: str) -> None:
+    found = KNOWN_DEVICES[device]
+    config = AttentionSelectorConfig(
+        head_size=128, dtype=DType.BFLOAT16, kv_cache_dtype=CacheDType.FP8
+    )
+    with emulated(found, version):
+        reasons = TrtllmMhaBackend.validate_configuration(
+            **{name: getattr(config, name) for name in type(config).model_fields},
+            device_capability=found.compute_capability,
+        )
+    refused = device == "h200" and version == OLD
+    assert any("install flashinfer-python>=0.7" in reason for reason in reasons) == refused
+    assert bool(reasons) == refused
 
 
 @pytest.mark.parametrize(
@@ -248,7 +266,10 @@ def test_a_missing_flashinfer_or_compiler_is_a_reason(monkeypatch: pytest.Monkey
         ([4, 4, 0, 0], 4, False, (0, 1), 4, 0),
         ([3, 3], 4, False, (), 0, 3),
         ([1, 4], 4, False, (0,), 1, 4),
-        ([1, 2, 3, 9], 4, True, (0, 1, 2), 3, 9),
+        ([1, 2, 3, 9], 4, True, (0, 1, 2), 4, 9),
+        ([1, 1, 0], 4, True, (0, 1), 1, 0),
+        ([4, 4, 9], 4, True, (0, 1), 4, 9),
+        ([3, 3], 4, True, (0, 1), 4, 0),
         ([9], 4, True, (), 0, 9),
         ([1, 1], 0, False, (), 0, 1),
         ([], 1, False, (), 0, 0),
@@ -264,7 +285,7 @@ def test_leading_requests_are_decodes(
     behind: int,
 ) -> None:
     split = split_step(lens, threshold, is_ragged)
-    assert split.decode_rows == rows
+    assert (split.num_decodes, split.num_listed) == (len(rows), max(rows, default=-1) + 1)
     assert split.num_decode_tokens == sum(lens[row] for row in rows)
     assert (split.decode_query_len, split.max_prefill_len) == (longest, behind)
     assert split.num_tokens == sum(lens)
@@ -296,6 +317,60 @@ def test_bits_of_the_mask_are_causal(length: int) -> None:
     expected = torch.zeros_like(bits)
     expected[:, :, :length] = torch.ones(length, length, dtype=bits.dtype).tril()
     assert torch.equal(bits, expected)
+
+
+def test_ragged_requests_have_the_rows_of_their_own_masks() -> None:
+    mask, lens = causal_mask(1, 40)[0], [3, 0, 40, 1, 0, 17]
+    starts = torch.tensor([0, *lens]).cumsum(0).int()
+    bits = ragged_mask(mask, starts, sum(lens))
+    assert torch.equal(
+        bits.view(torch.uint16).int(), torch.cat([mask[:length] for length in lens]).int()
+    )
+
+
+@pytest.mark.parametrize("lens", [[1, 4, 2], [3, 3], [1, 0, 4, 0, 3, 0]])
+def test_verifies_of_different_lengths_are_one_call_where_the_version_has_it(
+    lens: list[int],
+) -> None:
+    batch = batch_of(lens, [40 + length if length else 0 for length in lens])
+    seen: list[dict[str, Any]] = []
+
+    def look(kernel: str, given: dict[str, Any]) -> None:
+        seen.append({"kernel": kernel, **given})
+
+    with emulated(H200, NEW, look):
+        record = builder_of(speculative=VERIFY).build(0, batch)
+        attend(impl_of(), SPEC, (lens, batch.seq_lens.tolist()), record=record)
+    assert record.prefill is None
+    assert [one["kernel"] for one in seen] == ["ragged_xqa"]
+    live = [length for length in lens if length]
+    # One kernel is compiled for all of them.
+    assert seen[0]["q_len_per_req"] == 4
+    assert seen[0]["q_cu_seq_lens"].tolist() == [sum(live[:row]) for row in range(len(live) + 1)]
+    assert seen[0]["mask"].shape == (sum(lens), 2)
+    with emulated(H200, OLD):
+        record = builder_of(speculative=VERIFY).build(0, batch)
+    assert record.prefill is not None
+
+
+def test_a_ragged_batch_is_rewritten_in_place() -> None:
+    with emulated(H200, NEW):
+        builder = builder_of(speculative=VERIFY)
+        first = builder.build(0, batch_of([1, 4, 2], [40, 41, 42])).decode
+        second = builder.build(0, batch_of([2, 3, 2], [40, 41, 42])).decode
+    assert first is not None
+    assert second is not None
+    for name in ("pages", "kv_lens", "mask", "query_starts"):
+        assert getattr(first, name).data_ptr() == getattr(second, name).data_ptr(), name
+
+
+def test_padding_reads_as_many_keys_as_a_captured_verify_has_rows() -> None:
+    with emulated(H200):
+        builder = builder_of(speculative=VERIFY)
+        captured = builder.build_for_cudagraph_capture(batch_of([4, 4], [40, 40])).decode
+        assert captured is not None
+        builder.build(0, batch_of([0, 0], [0, 0]))
+    assert captured.kv_lens.tolist() == [4, 4]
 
 
 @pytest.mark.parametrize("page", [16, 32, 64, 128])

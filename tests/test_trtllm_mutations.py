@@ -17,7 +17,13 @@ from tests.conformance import check_case
 from tests.flashinfer_emulator import ContractError
 from tests.trtllm_emulator import NEW, OLD, Mutation, emulated
 
-DEVICES = {"xqa": "h200", "fmha_v2": "h200", "gen_decode": "b200", "gen_prefill": "b200"}
+DEVICES = {
+    "xqa": "h200",
+    "ragged_xqa": "h200",
+    "fmha_v2": "h200",
+    "gen_decode": "b200",
+    "gen_prefill": "b200",
+}
 OF_PREFILL = ("fmha_v2", "gen_prefill")
 Change = Callable[[dict[str, Any]], None]
 
@@ -42,6 +48,8 @@ def case_of(kernel: str, name: str) -> Case:
         "verify": ("speculative_verify", "speculative_verify"),
     }
     batch = BATCHES[batches[name][kernel not in OF_PREFILL]]
+    if kernel == "ragged_xqa":
+        batch = BATCHES["ragged_verify"]
     feature = FEATURES[name if name in ("window", "sinks") else "causal"]
     cache = CacheDType.FP8 if name == "fp8" else CacheDType.AUTO
     return Case(feature, batch, dtype=DType.BFLOAT16, cache_dtype=cache)
@@ -85,6 +93,13 @@ def other_rows(given: dict[str, Any]) -> None:
     starts = given["cum_seq_lens_q"].clone()
     starts[1] -= 1
     given["cum_seq_lens_q"] = starts
+
+
+def one_row_earlier(starts: torch.Tensor) -> torch.Tensor:
+    """The last request begins a token earlier."""
+    starts = starts.clone()
+    starts[-2] -= 1
+    return starts
 
 
 def dirty(workspace: torch.Tensor) -> torch.Tensor:
@@ -163,15 +178,22 @@ OF_SOME: dict[str, tuple[tuple[str, ...], str, Change]] = {
         "plain",
         put("backend", lambda _: "auto"),
     ),
-    "strided query": (("xqa", "fmha_v2"), "plain", strided_query),
+    "strided query": (("xqa", "ragged_xqa", "fmha_v2"), "plain", strided_query),
     "lengths of int32": (
-        ("xqa",),
+        ("xqa", "ragged_xqa"),
         "plain",
         put("seq_lens", lambda lens: lens.view(torch.int32)),
     ),
-    "everything in the mask": (("xqa",), "verify", put("mask", lambda mask: mask | 0xF)),
-    "nothing in the mask": (("xqa",), "verify", put("mask", torch.zeros_like)),
-    "no mask": (("xqa",), "verify", put("mask", lambda _: None)),
+    "everything in the mask": (
+        ("xqa", "ragged_xqa"),
+        "verify",
+        put("mask", lambda mask: mask | 0xF),
+    ),
+    "nothing in the mask": (("xqa", "ragged_xqa"), "verify", put("mask", torch.zeros_like)),
+    "no mask": (("xqa", "ragged_xqa"), "verify", put("mask", lambda _: None)),
+    "most rows": (("ragged_xqa",), "plain", put("q_len_per_req", lambda length: length // 2)),
+    "rows of the requests": (("ragged_xqa",), "plain", put("q_cu_seq_lens", one_row_earlier)),
+    "rows of int64": (("ragged_xqa",), "plain", put("q_cu_seq_lens", torch.Tensor.long)),
     "query length": (
         ("xqa", "gen_decode"),
         "verify",
@@ -198,8 +220,9 @@ MUTATIONS = [
 
 
 def versions_of(kernel: str, case: str) -> tuple[str, ...]:
-    """0.6 prefills no fp8 on Hopper, so that such a builder is refused."""
-    return (NEW,) if case == "fp8" and DEVICES[kernel] == "h200" else (OLD, NEW)
+    """0.6 prefills no fp8 on Hopper, so that its builder is refused, nor verifies ragged rows."""
+    only_new = kernel == "ragged_xqa" or (case == "fp8" and DEVICES[kernel] == "h200")
+    return (NEW,) if only_new else (OLD, NEW)
 
 
 def mutated(of: str, change: Change, seen: list[str]) -> Mutation:

@@ -542,31 +542,33 @@ class DenseTrial(Trial):
         for request, slots in zip(self.requests, self.written_slots(), strict=True):
             position, rules = request.first_position, request.rules
             expected.append(self._state(request))
-            query = self._read_query(request, record)
+            query, computes_fp8 = self._read_query(request, record)
             key, value = request.key, request.value
             if lossy:
                 key = stored_rows.quantized(key, cache_dtype, scales[0])
                 value = stored_rows.quantized(value, cache_dtype, scales[1])
-            low.append(low_precision(query, key, value, position, rules, self.dtype))
+            low.append(low_precision(query, key, value, position, rules, self.dtype, computes_fp8))
             if lossy and self.case.cache_dtype is not CacheDType.AUTO and result.cache_is_right:
                 key, value = (stored.real for stored in self._stored(slots))
                 held = (query, key, value, position, rules)
                 exact.append(oracle.attention(*held))
-                low_exact.append(low_precision(*held, self.dtype))
+                low_exact.append(low_precision(*held, self.dtype, computes_fp8))
         self._judge_states("output", "lse", results, expected, low, result)
         if exact:
             self._judge_states("stored", "stored", results, exact, low_exact, result)
 
-    def _read_query(self, request: Request, record: Any) -> Tensor:
-        """A request's query as its kernel reads it: some take fp8 beside an fp8 cache."""
+    def _read_query(self, request: Request, record: Any) -> tuple[Tensor, bool]:
+        """A request's query as its kernel reads it, and whether the kernel's products are of fp8:
+        some round queries and weights to it beside an fp8 cache.
+        """
         for part in (getattr(record, "decode", None), getattr(record, "prefill", None)):
-            scratch = getattr(part, "query", None)
-            if scratch is None or scratch.dtype is not torch.float8_e4m3fn:
+            rule = getattr(part, "rule", None)
+            if rule is None or not self.case.cache_dtype.value.startswith("fp8"):
                 continue
-            if 0 <= request.tokens.start - part.first_token < part.num_tokens:
-                scale = self.layer._q_scale.cpu()
-                return stored_rows.quantized(request.query, "fp8", scale)
-        return request.query
+            if rule.computes_fp8 and 0 <= request.tokens.start - part.first_token < part.num_tokens:
+                scale = self.layer._q_scale.cpu() if rule.query_is_fp8 else torch.ones(())
+                return stored_rows.quantized(request.query, "fp8", scale), True
+        return request.query, False
 
     def _judge_states(
         self,
@@ -593,7 +595,13 @@ class DenseTrial(Trial):
 
 
 def low_precision(
-    query: Tensor, key: Tensor, value: Tensor, first: int, rules: Rules, dtype: torch.dtype
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: int,
+    rules: Rules,
+    dtype: torch.dtype,
+    fp8_weights: bool = False,
 ) -> State:
     """The same maths in ``dtype``, products summed in other orders than the oracle's.
 
@@ -610,7 +618,9 @@ def low_precision(
     for unit in units:
         order = torch.randperm(query.shape[-1], generator=generator)
         turned = (query[..., order], key[..., order], value)
-        states.append(budget.low_precision_attention(*turned, first, rules, dtype, unit))
+        states.append(
+            budget.low_precision_attention(*turned, first, rules, dtype, unit, fp8_weights)
+        )
     if len(states) == 1:
         out, lse = states[0]
         return out, lse - lse.abs() * (query.shape[-1] / 16 * 2**-24 / 2)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from builders import flashinfer_compat, trtllm_mha, trtllm_mha_choice
-from builders.flashinfer_compat import DirectCalls
+from builders.flashinfer_calls import DirectCalls
 from specs.devices import Device
 from tests.flashinfer_emulator import ALIGNMENT, ContractError, need
 from tests.flashinfer_signatures import (
@@ -28,6 +28,7 @@ from tests.flashinfer_signatures import (
     BATCH_DECODE,
     FMHA_V2,
     FUNCTIONS,
+    XQA_DECODE,
     function_signature,
 )
 
@@ -62,7 +63,7 @@ class Scored:
     window_left: int
     sinks: Tensor | None
     draft_mask: Tensor | None = None
-    """bool ``[R, Tq, Tq]``: which of its last keys a row sees."""
+    """bool ``[T, Tq]``: which of its request's own tokens a row sees."""
 
     def attend(self, output: Tensor) -> Tensor:
         """Write ``output``, and return log2 of the sums."""
@@ -91,7 +92,7 @@ class Scored:
         visible = back >= 0
         if self.draft_mask is not None:
             visible[:, : count - length] = True
-            visible[:, count - length :] = self.draft_mask[row]
+            visible[:, count - length :] = self.draft_mask[start:stop, :length]
         if self.window_left >= 0:
             visible &= back <= self.window_left
         scores = scores.masked_fill(~visible, -math.inf)
@@ -140,7 +141,18 @@ class Emulator:
         need(backend in ("xqa", "trtllm-gen"), f"backend {backend}")
         return self._xqa(given) if backend == "xqa" else self._gen_decode(given)
 
-    def _xqa(self, given: dict[str, Any]) -> Tensor:
+    def ragged_xqa(self, *args: Any, **kwargs: Any) -> Tensor:
+        """``xqa_batch_decode_with_kv_cache``, called for requests of different lengths."""
+        given = self._given(XQA_DECODE, args, kwargs, "ragged_xqa")
+        query, lens = given["query"], given["seq_lens"]
+        need(given.get("q_cu_seq_lens") is not None, "requests of one length have the other call")
+        bounds = _starts("q_cu_seq_lens", given["q_cu_seq_lens"], len(lens), len(query))
+        longest = max(stop - start for start, stop in pairwise(bounds))
+        need(given["q_len_per_req"] > 1, "no drafts")
+        need(longest <= given["q_len_per_req"], f"q_len_per_req below {longest}")
+        return self._xqa(given, bounds)
+
+    def _xqa(self, given: dict[str, Any], bounds: list[int] | None = None) -> Tensor:
         need(self.major in (9, 10, 12), f"XQA on {self.device.name}")
         for name in ("max_q_len", "cum_seq_lens_q", "lse"):
             need(given.get(name) is None, f"XQA takes no {name}")
@@ -157,8 +169,10 @@ class Emulator:
         need(lens.dtype == torch.uint32, f"seq_lens of {lens.dtype}")
         lens = lens.view(torch.int32)
         self._check_tables(given["block_tables"], lens, key, given["max_seq_len"])
-        need(len(query) == length * len(lens), f"{len(query)} rows of {len(lens)} x {length}")
-        need(bool((lens >= length).all()), f"lengths {lens.tolist()} below {length}")
+        starts = bounds or [row * length for row in range(len(lens) + 1)]
+        need(len(query) == starts[-1], f"{len(query)} rows of {len(lens)} x {length}")
+        short = [n for n, (a, b) in zip(lens.tolist(), pairwise(starts), strict=True) if n < b - a]
+        need(not short, f"lengths {short} below their rows")
         window = given.get("window_left", -1)
         mask = given.get("mask")
         if length > 1:
@@ -166,11 +180,11 @@ class Emulator:
             need(window < 0 or not self.is_old, "0.6 puts one window over all rows")
             is_fp8 = key.dtype == E4M3
             need(not (is_fp8 and self.is_old and self.major == 9), "0.6 verifies fp8 wrong")
-            mask = _unpacked(mask, len(lens), length)
+            shape = (len(lens), length) if bounds is None else (len(query),)
+            mask = _unpacked(mask, shape, length).view(len(query), length)
         else:
             need(mask is None, "a mask without drafts")
         self._scratch("xqa", given["workspace_buffer"], keeps_head=True)
-        starts = [row * length for row in range(len(lens) + 1)]
         self._attend(given, key, value, lens.tolist(), starts, window, mask)
         return given["out"]
 
@@ -384,10 +398,10 @@ def _starts(name: str, starts: Tensor, num_reqs: int, end: int) -> list[int]:
     return values
 
 
-def _unpacked(mask: Tensor, num_reqs: int, length: int) -> Tensor:
+def _unpacked(mask: Tensor, shape: tuple[int, ...], length: int) -> Tensor:
     words = -(-length // 32) * 2
     need(mask.dtype == torch.uint16 and mask.is_contiguous(), f"mask of {mask.dtype}")
-    need(mask.shape == (num_reqs, length, words), f"mask {[*mask.shape]}")
+    need(mask.shape == (*shape, words), f"mask {[*mask.shape]}")
     bits = mask.to(torch.int32)[..., None] >> torch.arange(16) & 1
     flat = bits.flatten(-2).bool()
     need(not flat[..., length:].any(), "mask has bits past the drafts")
@@ -400,7 +414,11 @@ def emulated(
 ) -> Iterator[Emulator]:
     """The calls are this module's on ``device``; every one goes through ``mutation``."""
     emulator = Emulator(version, device, mutation)
-    calls = DirectCalls(version, emulator.decode, emulator.context, emulator.fmha_v2)
+    ragged = "q_cu_seq_lens" in function_signature(version, XQA_DECODE).parameters
+    calls = DirectCalls(
+        *(version, emulator.decode, emulator.context, emulator.fmha_v2),
+        emulator.ragged_xqa if ragged else None,
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flashinfer_compat, "load_calls", lambda: calls)
         patch.setattr(trtllm_mha, "WORKSPACE_BYTES", WORKSPACE_BYTES)

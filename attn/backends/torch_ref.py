@@ -46,6 +46,7 @@ class TorchRefBackend(AttentionBackend):
         head_size_v=True,
         lse=True,
         output_quant=True,
+        row_bits=True,
     )
 
     @classmethod

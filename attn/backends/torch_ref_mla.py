@@ -32,6 +32,7 @@ class TorchRefMLABackend(AttentionBackend):
         sliding_window=True,
         device_cpu_query_lens_mismatch=True,
         lse=True,
+        row_bits=True,
     )
 
     @staticmethod

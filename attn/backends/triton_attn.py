@@ -60,6 +60,7 @@ class TritonAttentionBackend(AttentionBackend):
         head_size_v=True,
         lse=True,
         output_quant=True,
+        row_bits=True,
     )
 
     @staticmethod

@@ -44,6 +44,7 @@ class TritonMLABackend(AttentionBackend):
         sliding_window=True,
         device_cpu_query_lens_mismatch=True,
         lse=True,
+        row_bits=True,
     )
 
     @staticmethod

@@ -19,6 +19,7 @@ from builders.trtllm_mha_choice import (
     layer_reasons,
     phase_notes,
     rule_of,
+    version_reason,
 )
 from specs.attention import AttentionCGSupport, BackendCapabilities
 from specs.devices import ComputeCapability, DeviceKind
@@ -106,7 +107,12 @@ class TrtllmMhaBackend(AttentionBackend):
             if cls.supports_compute_capability(capability):
                 phases = cls.phases
         reasons = layer_reasons(head_size, head_size, model, cache, capability, phases)
-        return "; ".join(reasons) or None
+        try:
+            missing = version_reason(phases, capability, cache, compat.load_calls())
+        except compat.FlashInferUnavailableError:
+            # A reason of its own: see `unavailable_reason`.
+            missing = None
+        return "; ".join([*reasons, *([] if missing is None else [missing])]) or None
 
     @classmethod
     def layout_reason(

@@ -42,21 +42,34 @@ class BenchTable(StrEnum):
     """Forward, and forward with the step's plan, against the fastest kernels for Hopper."""
     MLA = "mla"
     """Absorbed decode over a latent cache, likewise."""
+    FLASHINFER = "flashinfer"
+    """What our backends over FlashInfer's dense kernels add to its own calls."""
 
     @property
     def peers(self) -> tuple[str, ...]:
         """Kernels that it compares with."""
-        return {BenchTable.HOPPER: HOPPER_PEERS, BenchTable.MLA: MLA_PEERS}.get(self, PEERS)
+        named: dict[BenchTable, tuple[str, ...]] = {
+            BenchTable.HOPPER: HOPPER_PEERS,
+            BenchTable.MLA: MLA_PEERS,
+            BenchTable.FLASHINFER: (),
+        }
+        return named.get(self, PEERS)
 
     @property
     def times_plans(self) -> bool:
         """What each kernel needs once per step is timed too, and counted."""
-        return self is not BenchTable.DENSE
+        return self in (BenchTable.HOPPER, BenchTable.MLA)
 
     @property
     def backend(self) -> str:
         """Ours, where none is named."""
-        return "TRITON_MLA" if self is BenchTable.MLA else "TRITON_ATTN"
+        named = {BenchTable.MLA: "TRITON_MLA", BenchTable.FLASHINFER: "FLASHINFER"}
+        return named.get(self, "TRITON_ATTN")
+
+    @property
+    def also(self) -> tuple[str, ...]:
+        """Further ones of ours, where none is named."""
+        return ("TRTLLM_MHA",) if self is BenchTable.FLASHINFER else ()
 
     @property
     def prefill_kernel(self) -> PrefillKernel:
@@ -71,7 +84,12 @@ class BenchTable(StrEnum):
     @property
     def cases(self) -> tuple[KernelCase, ...]:
         """In the order of the table."""
-        return {BenchTable.HOPPER: HOPPER_CASES, BenchTable.MLA: MLA_CASES}.get(self, CASES)
+        named = {
+            BenchTable.HOPPER: HOPPER_CASES,
+            BenchTable.MLA: MLA_CASES,
+            BenchTable.FLASHINFER: VENDOR_CASES,
+        }
+        return named.get(self, CASES)
 
 
 @unique
@@ -488,6 +506,16 @@ HOPPER_CASES: Final[tuple[KernelCase, ...]] = (
     _fp8_twin("chunk_fp8_2k_of_16k", "chunk_2k_of_16k"),
 )
 """The cases of the Hopper table: the dense ones, ragged batches, fp8 caches."""
+
+VENDOR_CASES: Final = (
+    *(
+        case.replace(target=Target(), compare_free_partition=False)
+        for case in CASES
+        if case.name in ("dec_b1_8k", "dec_b128_8k", "dec_b32_4k")
+    ),
+    _decode("dec_b256_4k", _GQA, [(256, 4096)]).replace(target=Target()),
+)
+"""The cases of the table of backends over FlashInfer; see :mod:`attn.bench.vendor`."""
 
 SCRATCH_CASE: Final = _case("scratch", CaseKind.DECODE, _GQA, [(256, 1, 128)])
 """The shape whose scratch is bounded by ``MAX_SCRATCH_BYTES``; the lengths do not matter."""

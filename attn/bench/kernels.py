@@ -3,6 +3,7 @@
 ``--table hopper`` adds ragged batches and fp8 caches, times what each kernel needs once per step
 too, and judges ours against the fastest of FlashAttention-3, cuDNN, FlashInfer and XQA. ``--table
 mla`` does so with absorbed decode over latent caches, FlashMLA, FlashInfer and vLLM's Triton MLA.
+``--table flashinfer`` is of our backends over FlashInfer, beside the calls that they make.
 
 Also ``python -m attn.bench.kernels``, which needs nothing beyond the library itself.
 """
@@ -33,7 +34,8 @@ from attn.bench.cases import (
     KernelCase,
     select_cases,
 )
-from attn.bench.inputs import Expected, expected_rows, make_content
+from attn.bench.inputs import expected_rows, make_content
+from attn.bench.judge import check_run, judged, output_of
 from attn.bench.latent_peers import LATENT_ADAPTERS
 from attn.bench.ours import (
     Builder,
@@ -46,7 +48,8 @@ from attn.bench.ours import (
     our_run,
     plan_time,
 )
-from attn.bench.peers import KernelRun, Refusal, describe, prepare_peer
+from attn.bench.peers import KernelRun, Refusal, prepare_peer
+from attn.bench.reasons import describe
 from attn.bench.results import (
     BenchResults,
     CaseResult,
@@ -56,7 +59,7 @@ from attn.bench.results import (
     checks_of,
     verdict_of,
 )
-from attn.bench.tables import render_markdown
+from attn.bench.tables import line_text, render_markdown
 from attn.bench.timing import (
     Timing,
     count_allocations,
@@ -64,6 +67,7 @@ from attn.bench.timing import (
     make_clock,
     time_interleaved,
 )
+from attn.bench.vendor import Rounds, vendor_lines
 from attn.device import detect_device
 from attn.errors import MissingDependencyError
 from attn.registry import AttentionBackendEnum, RegisteredBackend
@@ -88,7 +92,7 @@ class KernelBench:
     backend: str = "TRITON_ATTN"
     cases: tuple[KernelCase, ...] = CASES
     peers: tuple[str, ...] = PEERS
-    rounds: int = 5
+    rounds: int = 6
     reps: int = 20
     """Most calls per kernel and round."""
     commit: str | None = None
@@ -97,6 +101,8 @@ class KernelBench:
     table: BenchTable = BenchTable.DENSE
     decode_kernel: DecodeKernel | None = None
     """Of ours; None is the table's."""
+    also: tuple[str, ...] = ()
+    """Further backends, in a table of several."""
 
     def __post_init__(self) -> None:
         for name in ("rounds", "reps"):
@@ -110,39 +116,17 @@ class KernelBench:
             raise ValueError(f"backend must be one of {known}, got {self.backend!r}")
 
     @property
+    def backends(self) -> tuple[str, ...]:
+        """All that are measured."""
+        return self.backend, *self.also
+
+    @property
     def member(self) -> RegisteredBackend:
         """The backend."""
         return AttentionBackendEnum[self.backend]
 
 
 # -- One case.
-
-
-def check_run(name: str, run: KernelRun, expected: Expected) -> Contender | float:
-    """Run once into an output of NaN: the error, or what is wrong with the kernel."""
-    run.output.fill_(float("nan"))
-    try:
-        run.call()
-        error = expected.error_of(_output_of(run))
-    except Exception as problem:
-        # Where, but not the message: a compiler's has thousands of lines.
-        traceback.print_tb(problem.__traceback__, limit=-4)
-        return Contender(name=name, status=Status.FAILED, reason=describe(problem))
-    return _judged(name, run, error)
-
-
-def _output_of(run: KernelRun) -> torch.Tensor:
-    """What the last call computed."""
-    if run.collect is not None:
-        run.collect()
-    return run.output
-
-
-def _judged(name: str, run: KernelRun, error: float) -> Contender | float:
-    if error < run.tolerance:
-        return error
-    reason = f"error {error:.1e}, allowed {run.tolerance:g}"
-    return Contender(name=name, status=Status.WRONG, error=error, reason=reason)
 
 
 def _our_runs(
@@ -261,7 +245,11 @@ def bench_case(bench: KernelBench, case: KernelCase, device: torch.device, log: 
     timings = time_interleaved(calls, clock, bench.rounds, bench.reps)
     for name, run in right.items():
         # A kernel that is wrong now and then shows itself after many launches.
-        outcomes[name] = _judged(name, run, expected.error_of(_output_of(run)))
+        errors = [expected.error_of(output_of(run))]
+        if _planned(name) in calls:
+            calls[_planned(name)]()
+            errors.append(expected.error_of(output_of(run)))
+        outcomes[name] = judged(name, run, max(errors))
     made = {name: _contender(name, outcome, timings) for name, outcome in outcomes.items()}
     decodes = case.kind is not CaseKind.PREFILL
     return CaseResult(
@@ -305,6 +293,8 @@ def bench_kernels(
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     results = BenchResults(environment=environment_of(bench))
+    if bench.table is BenchTable.FLASHINFER:
+        return _bench_lines(bench, device, results, log, on_result)
     scratch, reason = None, ""
     if bench.table is not BenchTable.MLA:
         scratch, reason = measure_scratch(bench.member, device, bench.seed)
@@ -320,6 +310,28 @@ def bench_kernels(
         if not _still_works(device, log):
             break
     release_memory(device)
+    return results
+
+
+def _bench_lines(
+    bench: KernelBench,
+    device: torch.device,
+    results: BenchResults,
+    log: Log,
+    on_result: Callable[[BenchResults], None] | None,
+) -> BenchResults:
+    """The table whose lines compare ours with the calls that it makes."""
+    rounds = Rounds(device, bench.rounds, bench.reps, bench.seed)
+    for case in bench.cases:
+        log(f"{case.name}: {case.what}")
+        for line in vendor_lines(case, bench.backends, rounds, log):
+            log(f"  {line_text(line)}")
+            results = results.replace(lines=(*results.lines, line))
+        release_memory(device)
+        if on_result is not None:
+            on_result(results)
+        if not _still_works(device, log):
+            break
     return results
 
 
@@ -378,7 +390,7 @@ def environment_of(bench: KernelBench) -> Environment:
         vllm=_version("vllm"),
         flashinfer=_version("flashinfer-python"),
         commit=bench.commit or os.environ.get(COMMIT_VARIABLE) or _git_commit(),
-        backend=bench.member.name,
+        backend=", ".join(bench.backends),
         rounds=bench.rounds,
         reps=bench.reps,
         table=bench.table,
@@ -479,13 +491,17 @@ def run_and_report(bench: KernelBench | None, report: Report, log: Log = print) 
     if report.out is None:
         log(render_markdown(whole))
     broken = (Status.WRONG, Status.FAILED)
-    return not any(result.ours.status in broken for result in whole.cases)
+    wrong = any(result.ours.status in broken for result in whole.cases)
+    return not wrong and not any(line.is_broken and not line.is_refused for line in whole.lines)
 
 
 _NAMES: Final = dict.fromkeys(case.name for table in BenchTable for case in table.cases)
 HELP: Final = {
     "backend": "Registry name of the backend; default: the table's.",
-    "table": "Which cases, peers and targets: dense, hopper or mla; these time each step's plan.",
+    "table": (
+        "Which cases, peers and targets: dense, hopper or mla; these time each step's plan. Or "
+        "flashinfer: what our backends over FlashInfer add to its own calls."
+    ),
     "case": f"Shell pattern of names, repeatable: {', '.join(_NAMES)}.",
     "peer": f"Peer to compare with, repeatable, default the table's: {', '.join(ALL_PEERS)}.",
     "decode_kernel": "Ours: triton, auto or hopper; default: the table's, auto but for dense.",
@@ -527,11 +543,12 @@ def make_bench(
         )
     decode = None if decode_kernel is None else DecodeKernel(decode_kernel)
     chosen = BenchTable(table)
+    also = chosen.also if backend is None else ()
     backend = backend or chosen.backend
     bench = KernelBench(backend=backend, rounds=rounds, reps=reps, commit=commit, table=chosen)
     peers = () if no_peers else tuple(dict.fromkeys(peer)) or chosen.peers
     cases = select_cases(case, chosen.cases)
-    return replace(bench, cases=cases, peers=peers, decode_kernel=decode)
+    return replace(bench, cases=cases, peers=peers, decode_kernel=decode, also=also)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

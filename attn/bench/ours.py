@@ -10,7 +10,8 @@ import torch
 
 from attn.bench.cases import MODEL_DTYPE, SCRATCH_CASE, KernelCase
 from attn.bench.inputs import Content, cache_slots, make_content, permuted_table
-from attn.bench.peers import KernelRun, describe
+from attn.bench.peers import KernelRun
+from attn.bench.reasons import describe
 from attn.bench.results import PlanTime
 from attn.bench.timing import graph_time_us, host_time_us
 from attn.device import detect_device

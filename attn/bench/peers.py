@@ -6,13 +6,9 @@ A peer is imported only when it is asked for, and plans its step outside the tim
 
 from __future__ import annotations
 
-import os
-import re
 import sys
-import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final
@@ -23,14 +19,17 @@ from attn.bench.cases import (
     CASES,
     HOPPER_CASES,
     MLA_CASES,
-    MODEL_DTYPE,
+    VENDOR_CASES,
     CaseKind,
     KernelCase,
     select_cases,
 )
+from attn.bench.flashinfer_jit import compile_flashinfer, wrapper_backend
 from attn.bench.inputs import Content
+from attn.bench.reasons import describe
 from attn.bench.results import Status
 from builders.paging import block_table_to_csr
+from specs.dtypes import CacheDType
 
 TOLERANCE: Final = 1e-2
 """Relative norm of a row's error; bf16 kernels have 2e-3 to 4e-3."""
@@ -38,10 +37,6 @@ FP8_QUERY_TOLERANCE: Final = 6e-2
 """Likewise where the kernel computes with queries and weights in fp8."""
 
 FLASHINFER_WORKSPACE_BYTES: Final = 512 << 20
-COMPILED_AT_ONCE: Final = 8
-"""Modules of FlashInfer, of five to ten files: 5 s to 60 s and up to 3.5 GB for each file."""
-FILES_AT_ONCE: Final = 4
-"""Per module, where ``MAX_JOBS`` does not say otherwise."""
 VLLM_SEGMENTS: Final = 16
 """Segments of vLLM's split decode."""
 VLLM_MIN_GRID: Final = 128
@@ -100,16 +95,6 @@ def prepare_peer(
         # Where, but not the message: a compiler's has thousands of lines.
         traceback.print_tb(error.__traceback__, limit=-4)
         return Refusal(Status.FAILED, describe(error))
-
-
-def describe(error: BaseException) -> str:
-    """Type and first line of an error, for a table, and a compiler's first complaint below it."""
-    lines = str(error).strip().splitlines()
-    if not lines:
-        return type(error).__name__
-    complaints = (re.search(r"\berror: .*", line) for line in lines[1:])
-    complaint = next((f" {found[0][:200]}" for found in complaints if found), "")
-    return f"{type(error).__name__}: {lines[0][:200]}{complaint}"
 
 
 def _output(content: Content) -> torch.Tensor:
@@ -263,10 +248,10 @@ def _flashinfer(module: Any, content: Content) -> KernelRun | Refusal:
     }
     if case.kind is CaseKind.DECODE:
         wrapper = module.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_tensor_cores=True, backend=_wrapper_backend(case)
+            workspace, "NHD", use_tensor_cores=True, backend=wrapper_backend(case)
         )
     else:
-        backend = _wrapper_backend(case)
+        backend = wrapper_backend(case)
         wrapper = module.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
         lengths = (_pinned(content.query_start_loc), *lengths)
         common["causal"] = True
@@ -289,15 +274,6 @@ def _flashinfer(module: Any, content: Content) -> KernelRun | Refusal:
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     """On the host, so that a copy back to the device waits for nothing."""
     return tensor.cpu().pin_memory() if tensor.is_cuda else tensor
-
-
-def _wrapper_backend(case: KernelCase) -> str:
-    """fa2 packs the query heads of a KV head into one tile, which short queries need.
-
-    It also takes a cache of another type than the query's, which fa3 does not.
-    """
-    mixes = case.kv_cache_dtype.is_quantized
-    return "fa2" if case.is_bandwidth_bound or mixes else "fa3"
 
 
 def _xqa(module: Any, content: Content) -> KernelRun | Refusal:
@@ -452,63 +428,15 @@ _ADAPTERS: Final[dict[str, tuple[str, Adapter]]] = {
 """Module to import, and what makes a run of it."""
 
 
-# -- FlashInfer's compilation.
-
-
-def compile_flashinfer(cases: Sequence[KernelCase], log: Callable[[str], None] = print) -> bool:
-    """Compile what FlashInfer needs for the cases, many modules at a time.
-
-    Its calls compile at first use, one module after another, and the GPU waits.
-
-    Args:
-        cases: those to compile for.
-        log: receives a line per module.
-
-    Returns:
-        False when a module does not compile; the others do all the same.
-    """
-    started = time.perf_counter()
-
-    def build(spec: Any) -> bool:
-        try:
-            spec.build(verbose=False)
-            outcome = "compiled"
-        except Exception as error:
-            outcome = describe(error)
-        log(f"  {time.perf_counter() - started:4.0f} s  {spec.name}: {outcome}")
-        return outcome == "compiled"
-
-    calls = dict.fromkeys(call for case in cases for call in _modules_of(case))
-    longest_first = sorted(calls, key=lambda call: "fa3" not in call)
-    made = [getattr(import_module(name), make)(*key) for name, make, *key in longest_first]
-    specs = [spec for spec in made if not spec.is_aot]
-    os.environ.setdefault("MAX_JOBS", str(FILES_AT_ONCE))
-    with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
-        return all(list(pool.map(build, specs)))
-
-
-def _modules_of(case: KernelCase) -> Iterator[tuple[Any, ...]]:
-    """What FlashInfer compiles for a case: module and name of the function, its arguments."""
-    query, cached = MODEL_DTYPE.torch, case.kv_cache_dtype.element(MODEL_DTYPE).torch
-    size, is_sliding = case.head_size, case.sliding_window is not None
-    if case.is_expanded:
-        return
-    if case.is_latent:
-        latent = ("fa3", query, cached, query, torch.int32, case.head_size_v, case.rope_size, False)
-        yield "flashinfer.jit", "gen_batch_mla_module", *latent
-        return
-    if not case.sinks:
-        make = ("flashinfer.jit", "gen_batch_prefill_module")
-        dtypes = (query, cached, query, torch.int32)
-        # The last ones: no position encoding, no soft cap, no fp16 scores.
-        variant = (size, size, 0, is_sliding, False, False)
-        yield (*make, _wrapper_backend(case), *dtypes, *variant)
-    if case.is_bandwidth_bound:
-        make = ("flashinfer.jit.xqa", "gen_xqa_module")
-        sizes = (case.block_size, size, case.num_heads // case.num_kv_heads)
-        yield (*make, query, cached, *sizes, is_sliding, query, case.query_lens[0])
+def compiled_cases() -> tuple[KernelCase, ...]:
+    """Cases of all tables, and the fp8 twins of those whose table makes them itself."""
+    cases = {case.name: case for case in (*CASES, *HOPPER_CASES, *MLA_CASES, *VENDOR_CASES)}
+    for case in VENDOR_CASES:
+        name = case.name.replace("dec_", "dec_fp8_")
+        cases.setdefault(name, case.replace(name=name, kv_cache_dtype=CacheDType.FP8_E4M3))
+    return tuple(cases.values())
 
 
 if __name__ == "__main__":
-    known = tuple({case.name: case for case in (*CASES, *HOPPER_CASES, *MLA_CASES)}.values())
-    sys.exit(0 if compile_flashinfer(select_cases(sys.argv[1:], known)) else 1)
+    chosen = select_cases(sys.argv[1:], compiled_cases())
+    sys.exit(0 if compile_flashinfer(chosen) else 1)

@@ -14,6 +14,7 @@ from attn.bench.cases import (
     BenchTable,
     KernelCase,
 )
+from attn.bench.lines import Line
 from specs.base import NonNegativeInt, PositiveInt, Spec
 
 
@@ -145,6 +146,8 @@ class BenchResults(Spec):
     """Device memory that a builder, a step and its forward take beyond inputs and output."""
     scratch_reason: str = ""
     """Why ``scratch_bytes`` is None."""
+    lines: tuple[Line, ...] = ()
+    """Of the table of backends over FlashInfer, in place of cases."""
 
     def merged(self, earlier: BenchResults, order: Sequence[str]) -> BenchResults:
         """These results, and of ``earlier`` the cases that are not among them.
@@ -166,7 +169,9 @@ class BenchResults(Spec):
         commits = [earlier.environment.commit, self.environment.commit]
         commit = ", ".join(dict.fromkeys(name for text in commits for name in text.split(", ")))
         measured = self if self.scratch_bytes is not None else earlier
+        lines = {line.key: line for line in (*earlier.lines, *self.lines)}
         return self.replace(
+            lines=tuple(sorted(lines.values(), key=lambda line: ranks.get(line.case, len(ranks)))),
             environment=self.environment.replace(commit=commit),
             cases=tuple(ranked),
             scratch_bytes=measured.scratch_bytes,
@@ -245,6 +250,14 @@ def verdict_of(checks: Iterable[Check]) -> Verdict | None:
         if verdict in verdicts:
             return verdict
     return None
+
+
+def line_check(line: Line) -> Check | None:
+    """A line against its target; None without one."""
+    if not line.target:
+        return None
+    verdicts = {None: Verdict.NOT_MEASURED, True: Verdict.MET, False: Verdict.NOT_MET}
+    return Check(line.target, verdicts[line.holds])
 
 
 def free_partition_check(result: CaseResult) -> Check:

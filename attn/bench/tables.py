@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from attn.bench.cases import PEERS, BenchTable
+from attn.bench.lines import Line, Part
 from attn.bench.results import (
     BenchResults,
     CaseResult,
@@ -17,6 +18,7 @@ from attn.bench.results import (
     checks_of,
     free_partition_check,
     host_check,
+    line_check,
     plain_check,
     scratch_check,
     verdict_of,
@@ -24,7 +26,7 @@ from attn.bench.results import (
 
 _HOW_CLOCK = (
     "Median of single calls ({reps} per round at most, {rounds} rounds, the kernels in turn within "
-    "a round), {clock}. "
+    "a round, backwards in every other), {clock}. "
 )
 _HOW_DENSE = (
     "`forward` only: a plan is made before, and those of decodes have a table of their own. "
@@ -63,8 +65,31 @@ _LEGEND_MLA = (
 _LEGEND = "Times in us. `-`: no such kernel; `n/a`: cannot run here; empty: not asked for."
 
 
+_HOW_LINES = (
+    "Each pair of times is taken in one process, in turn ({rounds} rounds), on the same tensors; "
+    "medians. `device` is the GPU's time alone: {clock}. `eager` is wall time of calls one after "
+    "the other until the last is done, divided by their number, the host's time included and the "
+    "L2 cache as it is. `graph` is a replay of a CUDA graph of one call, back to back. `host` is "
+    "the host's time in a call. `direct call` is the function or wrapper of FlashInfer that "
+    "`forward` calls, with the tensors and numbers that `forward` gave it. Lines of fp8 time the "
+    "cache write of the step's tokens and its decode, cast and scatter in one launch, over an "
+    "e4m3 cache beside a bf16 one. Builds are of vLLM's FLASHINFER on the same batch, which has "
+    "its lengths on the host too. `waits` are calls that return when the GPU is done, counted by "
+    "torch's profiler in a warm build, which also runs under "
+    '`torch.cuda.set_sync_debug_mode("error")`. Results are compared with float64 before they '
+    "are timed; `error` is the largest relative norm."
+)
+_PARTS = {
+    Part.OVERHEAD: "A forward beside the call that it makes",
+    Part.WRITE: "fp8 beside bf16, cache write included",
+    Part.BUILD: "A step's build beside vLLM's",
+}
+
+
 def render_markdown(results: BenchResults) -> str:
     """The tables; depends on nothing but ``results``."""
+    if results.environment.table is BenchTable.FLASHINFER:
+        return _render_lines(results)
     environment = results.environment
     is_planned = environment.table.times_plans
     sizes = sorted({result.case.block_size for result in results.cases})
@@ -74,9 +99,6 @@ def render_markdown(results: BenchResults) -> str:
         clock=_CPU_CLOCK if environment.device == "cpu" else _CUDA_CLOCK,
         block_sizes=" or ".join(str(size) for size in sizes) or "no",
     )
-    versions = ", ".join(
-        f"{name} {getattr(environment, name)}" for name in ("torch", "triton", "vllm", "flashinfer")
-    )
     title = f"# {environment.backend} on {environment.device}"
     legend = {BenchTable.HOPPER: _LEGEND_HOPPER, BenchTable.MLA: _LEGEND_MLA}
     cases = _case_table(results.cases)
@@ -85,7 +107,7 @@ def render_markdown(results: BenchResults) -> str:
     is_latent = environment.table is BenchTable.MLA
     parts = [
         f"{title}, against the fastest kernels for it" if is_planned else title,
-        f"{environment.date}, commit {environment.commit}; {versions}.",
+        _when(results),
         how,
         _summary(results),
         "## Cases",
@@ -100,6 +122,80 @@ def render_markdown(results: BenchResults) -> str:
         *_section("Not measured", _reasons(results)),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _when(results: BenchResults) -> str:
+    environment = results.environment
+    versions = ", ".join(
+        f"{name} {getattr(environment, name)}" for name in ("torch", "triton", "vllm", "flashinfer")
+    )
+    return f"{environment.date}, commit {environment.commit}; {versions}."
+
+
+def _render_lines(results: BenchResults) -> str:
+    environment = results.environment
+    clock = _CPU_CLOCK if environment.device == "cpu" else _CUDA_CLOCK
+    checks = [check for line in results.lines if (check := line_check(line)) is not None]
+    counts = Counter(check.verdict for check in checks)
+    parts = [
+        f"# {environment.backend} on {environment.device}, beside FlashInfer's own calls",
+        _when(results),
+        _HOW_LINES.format(rounds=environment.rounds, clock=clock),
+        "Targets: " + ", ".join(f"{counts[v]} {v.value}" for v in Verdict) + ".",
+    ]
+    for part, title in _PARTS.items():
+        lines = [line for line in results.lines if line.part is part]
+        parts += _section(title, _line_table(lines) if lines else "")
+    reasons: dict[str, list[str]] = {}
+    for line in results.lines:
+        if line.reason:
+            named = f"{line.backend} {line.case} {line.how.value}"
+            reasons.setdefault(line.reason, []).append(named)
+    missing = [f"- {reason} ({', '.join(names)})" for reason, names in reasons.items()]
+    parts += _section("Not measured", "\n".join(missing))
+    return "\n\n".join(parts) + "\n"
+
+
+def _line_table(lines: Sequence[Line]) -> str:
+    header = ["backend", "case", "what", "time of", "ours, us", "beside", "its, us", "ours / its"]
+    header += ["ours - its, us", "spread", "error", "waits", "target", "verdict"]
+    rows = []
+    for line in lines:
+        check, ours, its = line_check(line), line.ours_us, line.other_us
+        paired = ours is not None and its is not None
+        missing = "failed" if line.is_broken else "n/a"
+        rows.append(
+            [
+                line.backend,
+                line.case,
+                line.what,
+                line.how.value,
+                missing if ours is None else f"**{ours:.1f}**",
+                line.other,
+                "n/a" if its is None else f"{its:.1f}",
+                f"{(ours or 0.0) / (its or 1.0):.3f}" if paired else "",
+                f"{(ours or 0.0) - (its or 0.0):.1f}" if paired else "",
+                _percent(line.spread),
+                "" if line.error is None else f"{line.error:.1e}",
+                "" if line.waits is None else str(line.waits),
+                "" if check is None else check.text,
+                "" if check is None else check.verdict.value,
+            ]
+        )
+    return _table(header, rows)
+
+
+def line_text(line: Line) -> str:
+    """For a log."""
+    check = line_check(line)
+    times = [
+        f"{name} {time:.1f} us"
+        for name, time in ((line.backend, line.ours_us), (line.other, line.other_us))
+        if time is not None
+    ]
+    verdict = "" if check is None else f"{check.text}: {check.verdict.value}"
+    parts = [f"{line.part.value} {line.how.value}", *times, verdict, line.reason]
+    return ", ".join(filter(None, parts))
 
 
 def _section(title: str, body: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -117,7 +117,9 @@ def make_clock(device: torch.device, reps: int) -> Clock:
 def time_interleaved(
     calls: Mapping[str, Call], clock: Clock, rounds: int, reps: int
 ) -> dict[str, Timing]:
-    """Each call's median time; in every round each is timed in turn.
+    """Each call's median time; in every round each is timed in turn, every other round backwards.
+
+    Clocks follow what ran just before: nobody is always behind the one that draws the most power.
 
     Args:
         calls: what to time, by name.
@@ -130,9 +132,9 @@ def time_interleaved(
         enough = int(ROUND_BUDGET_US / max(clock.warm_up(call), 1.0))
         counts[name] = min(reps, max(MIN_REPS, enough))
     times: dict[str, list[list[float]]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            times[name].append(clock.measure(call, counts[name]))
+    for turn in range(rounds):
+        for name in [*calls][:: -1 if turn % 2 else 1]:
+            times[name].append(clock.measure(calls[name], counts[name]))
     return {name: _timing(turns) for name, turns in times.items()}
 
 
@@ -161,6 +163,43 @@ def host_time_us(call: Call, repeats: int = 50) -> float:
     return statistics.median(CpuClock().measure(call, repeats))
 
 
+def host_times_us(
+    calls: Mapping[str, Call], device: torch.device, rounds: int, reps: int
+) -> dict[str, Timing]:
+    """Time that the host spends in each call, in turn; a GPU is waited for before each turn."""
+
+    class Clock(CpuClock):
+        def measure(self, call: Call, reps: int) -> list[float]:
+            _wait(device)
+            return super().measure(call, reps)
+
+    return time_interleaved(calls, Clock(), rounds, reps)
+
+
+def eager_times_us(
+    calls: Mapping[str, Call], device: torch.device, rounds: int, reps: int
+) -> dict[str, Timing]:
+    """Time of each call among many of its own, in turn, until the last one is done: the host's
+    where that is longer than the GPU's, as of layers that are run one after the other.
+    """
+
+    class Clock(CpuClock):
+        def measure(self, call: Call, reps: int) -> list[float]:
+            _wait(device)
+            begin = time.perf_counter_ns()
+            for _ in range(reps):
+                call()
+            _wait(device)
+            return [(time.perf_counter_ns() - begin) / 1000 / reps]
+
+    return time_interleaved(calls, Clock(), rounds, reps)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def graph_time_us(call: Call, device: torch.device, rounds: int = 5) -> float | None:
     """GPU time of a call's kernels: captured in a CUDA graph, replayed back to back.
 
@@ -170,8 +209,25 @@ def graph_time_us(call: Call, device: torch.device, rounds: int = 5) -> float | 
     Raises:
         RuntimeError: the call cannot be captured.
     """
+    times = graph_times_us({"call": call}, device, rounds)
+    return None if times is None else times["call"].median_us
+
+
+def graph_times_us(
+    calls: Mapping[str, Call], device: torch.device, rounds: int
+) -> dict[str, Timing] | None:
+    """:func:`graph_time_us` of several calls, whose replays take turns."""
     if device.type != "cuda":
         return None
+    graphs = {name: _captured(call, device) for name, call in calls.items()}
+    times: dict[str, list[list[float]]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            times[name].append([_replay_us(graph, device)])
+    return {name: _timing(turns) for name, turns in times.items()}
+
+
+def _captured(call: Call, device: torch.device) -> Any:
     stream = _cuda.Stream(device)
     with torch.cuda.stream(stream):
         for _ in range(2):
@@ -184,15 +240,67 @@ def graph_time_us(call: Call, device: torch.device, rounds: int = 5) -> float | 
         with torch.cuda.graph(graph):
             call()
     graph.replay()
+    return graph
+
+
+def _replay_us(graph: Any, device: torch.device) -> float:
     begin, end = (_cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for _ in range(rounds):
+    torch.cuda.synchronize(device)
+    _cuda._sleep(LEAD_CYCLES_PER_SECOND // 1000)
+    begin.record()
+    for _ in range(GRAPH_REPLAYS):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize(device)
+    return float(begin.elapsed_time(end)) * 1000 / GRAPH_REPLAYS
+
+
+WAITS = (
+    "cudaDeviceSynchronize",
+    "cudaStreamSynchronize",
+    "cudaEventSynchronize",
+    "cudaMemcpy",
+    "cuCtxSynchronize",
+    "cuStreamSynchronize",
+    "cuEventSynchronize",
+)
+"""Calls of CUDA's runtime and driver that return when the GPU is done; names are whole."""
+_PROFILED = "attn.bench.profiled"
+
+
+def count_waits(call: Call, device: torch.device) -> int | None:
+    """Calls into CUDA that wait for the device, in one warm call, by torch's profiler.
+
+    Returns:
+        None on a CPU.
+
+    Raises:
+        RuntimeError: torch finds an operation that waits, or the profiler saw no launch.
+    """
+    if device.type != "cuda":
+        return None
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    call()
+    torch.cuda.synchronize(device)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        with record_function(_PROFILED):
+            call()
         torch.cuda.synchronize(device)
-        _cuda._sleep(LEAD_CYCLES_PER_SECOND // 1000)
-        begin.record()
-        for _ in range(GRAPH_REPLAYS):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize(device)
-        times.append(float(begin.elapsed_time(end)) * 1000 / GRAPH_REPLAYS)
-    return statistics.median(times)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return waits_of(profiler.events() or [])
+
+
+def waits_of(events: Sequence[Any]) -> int:
+    """Of the profiled range of a profiler's events, those that wait."""
+    # The range stands on the GPU's side too, later.
+    ranges = [event.time_range for event in events if event.name == _PROFILED]
+    own = min(ranges, key=lambda one: one.start)
+    names = [event.name for event in events if own.start <= event.time_range.start <= own.end]
+    if not any("Launch" in name for name in names):
+        raise RuntimeError("the profiler saw no launch")
+    return sum(name in WAITS for name in names)

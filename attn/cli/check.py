@@ -39,6 +39,9 @@ class TokenCheck:
     stored_key: torch.Tensor | None = None
     """``key`` as it comes back from the cache, float32; None when nothing is lost."""
     stored_value: torch.Tensor | None = None
+    read_query: torch.Tensor | None = None
+    """``query`` as a kernel reads it that computes in fp8, float32, and rounds its weights too;
+    None where it does not."""
     project: torch.Tensor | None = None
     """``[Dv, H, V]``: latent outputs are projected to values (W_UV)."""
 
@@ -113,7 +116,10 @@ def _attend(
     if low_precision is not None:
         key = key if check.stored_key is None else check.stored_key
         value = value if check.stored_value is None else check.stored_value
-    query, key, value = check.query.to(dtype), key.to(dtype), value.to(dtype)
+    query, is_fp8 = check.query, False
+    if low_precision is not None and check.read_query is not None:
+        query, is_fp8 = check.read_query, True
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     # [H, D] -> [Hk, G, D]: head h uses KV head h // G.
     num_heads, num_kv_heads = query.shape[0], key.shape[1]
     grouped = query.view(num_kv_heads, num_heads // num_kv_heads, -1)
@@ -127,6 +133,9 @@ def _attend(
         logits = torch.cat([scores, check.sinks.to(dtype)[:, None]], dim=1)
     weights = torch.exp(scores - logits.amax(1, keepdim=True))
     total = torch.exp(logits - logits.amax(1, keepdim=True)).sum(1, keepdim=True)
+    if is_fp8:
+        # The largest of them is the largest number of e4m3.
+        weights = (_E4M3.round(weights.double() * _E4M3.largest) / _E4M3.largest).to(dtype)
     weights = rounded(weights)
     shares = weights.view(*grouped.shape[:2], -1)
     out = rounded(torch.einsum("kgs,skd->kgd", shares, value).flatten(0, 1) / total)
@@ -151,6 +160,11 @@ def dense_cache_rounding(cache_dtype: CacheDType, scale: torch.Tensor) -> Stored
 
         return per_token_head
     return lambda x: (grid.round(x.double() / scale.double()) * scale.double()).float()
+
+
+def fp8_query(query: torch.Tensor, scale: float) -> torch.Tensor:
+    """What a kernel that computes in fp8 makes of a query: float32 of the same shape."""
+    return (_E4M3.round(query.double() / scale) * scale).float()
 
 
 def latent_cache_rounding(

@@ -13,6 +13,7 @@ from attn.backends.base import AttentionBackend
 from attn.cli.check import (
     TokenCheck,
     dense_cache_rounding,
+    fp8_query,
     latent_cache_rounding,
     visible_positions,
 )
@@ -21,6 +22,7 @@ from attn.impls.base import LayerScales
 from attn.ops.mla import mla_attention
 from attn.reference.indexer import causal_topk, index_logits, read_index_keys, write_index_keys
 from specs.attention import AttentionType
+from specs.dtypes import KVQuantMode
 from specs.kv_cache import AnyKVCacheSpec, IndexerSpec
 from specs.model import LayerGeometry
 
@@ -47,6 +49,8 @@ class StepInputs:
     """``[T, H, D]``."""
     tensors: list[LayerTensors] = field(default_factory=list)
     """Per row."""
+    read_query: torch.Tensor | None = None
+    """``[T, H, D]`` as kernels read it, where some compute in fp8."""
     index: tuple[torch.Tensor, torch.Tensor] | None = None
     """Indexer queries ``[T, Hi, Di]`` and head weights ``[T, Hi]`` of a sparse layer."""
 
@@ -119,7 +123,7 @@ class ReplayLayer(ABC):
             tensors.append(kept)
             queries.append(self.source.queries(self.geometry, kept, row.positions, generator))
         index = self._index_inputs(sum(len(q) for q in queries), generator)
-        return StepInputs(rows, torch.cat(queries), tensors, index)
+        return StepInputs(rows, torch.cat(queries), tensors, index=index)
 
     def _index_inputs(
         self, num_tokens: int, generator: torch.Generator
@@ -179,9 +183,25 @@ class DenseReplayLayer(ReplayLayer):
         key, value = inputs.new("key"), inputs.new("value")
         self.impl.do_kv_cache_update(self.scales, key, value, self.cache, metadata.slot_mapping)
         self.impl.forward(self.scales, inputs.query, key, value, self.cache, metadata, output)
+        if self.spec.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR:
+            inputs.read_query = self._read_query(inputs.query, metadata)
+
+    def _read_query(self, query: torch.Tensor, metadata: Any) -> torch.Tensor:
+        """The query with the rows rounded that a kernel computes with in fp8; NaN elsewhere."""
+        read = torch.full(query.shape, float("nan"), device=query.device)
+        for part in (getattr(metadata, "decode", None), getattr(metadata, "prefill", None)):
+            rule = getattr(part, "rule", None)
+            if part is None or rule is None or not rule.computes_fp8:
+                continue
+            tokens = slice(part.first_token, part.first_token + part.num_tokens)
+            scale = float(self.scales._q_scale) if rule.query_is_fp8 else 1.0
+            read[tokens] = fp8_query(query[tokens], scale)
+        return read
 
     def token_check(self, inputs: StepInputs, row: int, offset: int) -> TokenCheck:
         """What is needed to judge token ``offset`` of a row."""
+        read = inputs.read_query
+        read = None if read is None else read[inputs.rows[row].tokens][offset]
         position = int(inputs.rows[row].positions[offset])
         first, last = visible_positions(self.geometry, position)
         key = inputs.tensors[row].key[first : last + 1]
@@ -198,6 +218,7 @@ class DenseReplayLayer(ReplayLayer):
             soft_cap=self.geometry.logits_soft_cap,
             sinks=self.sinks,
             alibi_slopes=self.alibi_slopes() if self.geometry.use_alibi else None,
+            read_query=None if read is None or bool(read.isnan().any()) else read,
             stored_key=None if key_rounding is None else key_rounding(key),
             stored_value=None if value_rounding is None else value_rounding(value),
         )

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attn.impls.base import AttentionLayer
-from attn.impls.dense import DenseImpl
-from attn.ops.cache import rope_and_write_kv, write_kv
+from attn.impls.cached import CachedImpl
 from attn.ops.merge import merge_states
-from builders.debug import debug_enabled, debug_read
-from builders.paging import check_slots
+from builders.debug import debug_read
 from builders.triton_attn import check_dtypes, check_head_sizes
 from specs.layouts import KVViews
 
 if TYPE_CHECKING:
-    from attn.kernels.dense import DenseLauncher, DenseTensors, KeyRows
+    from attn.kernels.dense import DenseLauncher, DenseTensors
     from builders.triton_attn import (
         SharedPrefix,
         TritonAttentionMetadata,
@@ -26,7 +23,7 @@ if TYPE_CHECKING:
     )
 
 
-class TritonAttentionImpl(DenseImpl):
+class TritonAttentionImpl(CachedImpl):
     """Split-KV kernel for few query tokens, tiled kernel for many, on every GPU."""
 
     supports_dcp = True
@@ -42,9 +39,6 @@ class TritonAttentionImpl(DenseImpl):
         super().__init__(*args, **kwargs)
         check_head_sizes(self.head_size, self.head_size_v)
         check_dtypes(None, self.cache_dtype)
-        self._is_cached = self.attn_type.is_cached
-        # Reading the environment costs a call as much as its tensors do.
-        self._debugs = debug_enabled()
         rules = self.rules
         self._is_plainly_causal = rules.causal and (
             rules.alibi_slopes is None
@@ -54,7 +48,6 @@ class TritonAttentionImpl(DenseImpl):
         """The mask is causality alone, so that a prefix is seen whole and positions may shift."""
         self._on_device: dict[torch.device, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
         self._launchers: dict[bool, DenseLauncher] = {}
-        self._viewed: _ViewedCache | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Check the model dtype.
@@ -63,50 +56,6 @@ class TritonAttentionImpl(DenseImpl):
             ValueError: no kernel takes it.
         """
         check_dtypes(act_dtype, self.cache_dtype)
-
-    def do_kv_cache_update(
-        self,
-        layer: AttentionLayer,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        """Write this step's keys and values in one launch; see the base class."""
-        if not self.attn_type.is_cached:
-            return
-        views = self._views(kv_cache, key.dtype)
-        _debug_slots(slot_mapping, views)
-        write_kv(key, value, views, slot_mapping, layer._k_scale, layer._v_scale, self.cache_dtype)
-
-    def do_rope_and_kv_cache_update(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        positions: torch.Tensor,
-        cos_sin_cache: torch.Tensor,
-        is_neox: bool,
-        kv_cache: torch.Tensor,
-        layer_slot_mapping: torch.Tensor,
-    ) -> None:
-        """Rotate query and key in place and write the cache, in one launch; see the base class."""
-        views = self._views(kv_cache, key.dtype)
-        _debug_slots(layer_slot_mapping, views)
-        rope_and_write_kv(
-            query,
-            key,
-            value,
-            positions,
-            cos_sin_cache,
-            is_neox,
-            views,
-            layer_slot_mapping,
-            layer._k_scale,
-            layer._v_scale,
-            self.cache_dtype,
-        )
 
     def forward(
         self,
@@ -153,7 +102,7 @@ class TritonAttentionImpl(DenseImpl):
             output_scale=output_scale,
             sinks=sinks,
             alibi_slopes=slopes,
-            rows=viewed.rows if viewed is not None and viewed.views is keys else None,
+            rows=viewed.made if viewed is not None and viewed.views is keys else None,
         )
         launcher = self._launcher(layer, attn_metadata)
         shared = attn_metadata.shared
@@ -162,7 +111,7 @@ class TritonAttentionImpl(DenseImpl):
         else:
             launcher.attend(attn_metadata, tensors)
         if viewed is not None and viewed.views is keys:
-            viewed.rows = tensors.rows
+            viewed.made = tensors.rows
         return output
 
     def warm_up(
@@ -251,15 +200,6 @@ class TritonAttentionImpl(DenseImpl):
             debug_read(step.block_table, step.seq_lens, kv_cache.shape[0], span)
         return self._views(kv_cache, query.dtype)
 
-    def _views(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews:
-        """Those of the last cache are kept for as long as it lives: a layer has but one."""
-        viewed = self._viewed
-        views = None if viewed is None else viewed.views_of(kv_cache, model_dtype)
-        if views is None:
-            views = _detached(super()._views(kv_cache, model_dtype))
-            self._viewed = _ViewedCache(kv_cache, model_dtype, views)
-        return views
-
     def _launcher(self, layer: AttentionLayer, step: TritonAttentionMetadata) -> DenseLauncher:
         """The layer's launches; multimodal ranges obey the window only where the layer says so."""
         clamps = step.mm_ranges is not None and bool(
@@ -303,39 +243,6 @@ class TritonAttentionImpl(DenseImpl):
             sinks, slopes = (None if x is None else x.to(device) for x in given)
             constants = self._on_device[device] = (sinks, slopes)
         return constants
-
-
-class _ViewedCache:
-    """K and V of a cache tensor, let go when the engine drops the tensor."""
-
-    def __init__(self, kv_cache: torch.Tensor, model_dtype: torch.dtype, views: KVViews) -> None:
-        self.views: KVViews | None = views
-        self.rows: KeyRows | None = None
-        """What a forward made of them."""
-        self._model_dtype = model_dtype
-        self._address = kv_cache.data_ptr()
-        self._kv_cache = weakref.ref(kv_cache, self._forget)
-
-    def _forget(self, _: object) -> None:
-        self.views = self.rows = None
-
-    def views_of(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews | None:
-        """The views if they are those of this tensor, where it lies now; else None."""
-        same = self._kv_cache() is kv_cache and self._address == kv_cache.data_ptr()
-        return self.views if same and self._model_dtype is model_dtype else None
-
-
-def _debug_slots(slot_mapping: torch.Tensor, views: KVViews) -> None:
-    """Every slot lies in the cache; nothing unless debugging."""
-    if debug_enabled():
-        num_blocks, block_size = views.key.shape[:2]
-        check_slots(slot_mapping, block_size, num_blocks)
-
-
-def _detached(views: KVViews) -> KVViews:
-    """The same views, which no longer keep the tensor that they were made of alive."""
-    key_scale, value_scale = (None if x is None else x.detach() for x in views[2:])
-    return KVViews(views.key.detach(), views.value.detach(), key_scale, value_scale)
 
 
 def _attend_shared(launcher: DenseLauncher, shared: SharedPrefix, tensors: DenseTensors) -> None:

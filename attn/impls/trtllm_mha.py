@@ -8,11 +8,8 @@ from typing import Any
 import torch
 
 from attn.impls.base import AttentionLayer
-from attn.impls.dense import DenseImpl
-from attn.impls.host_scales import HostScales
-from attn.ops.cache import rope_and_write_kv, write_kv
+from attn.impls.vendor import VendorImpl, rows_of
 from attn.ops.quant import quantize_into
-from builders.debug import debug_read
 from builders.flashinfer_compat import LSE_UNIT, PagedCall, canonical_strides
 from builders.trtllm_mha import CalledRows, DecodeRows, PrefillRows, TrtllmMhaMetadata
 from builders.trtllm_mha_choice import (
@@ -23,13 +20,14 @@ from builders.trtllm_mha_choice import (
     VendorKernel,
     mixed_dtypes_reason,
 )
-from specs.attention import AttentionType
-from specs.dtypes import KVQuantMode
 from specs.layouts import KVViews
 
 
-class TrtllmMhaImpl(DenseImpl):
+class TrtllmMhaImpl(VendorImpl):
     """Causal decoders over 16-bit caches, or e4m3 ones with a scale per tensor."""
+
+    backend_name = NAME
+    unsupported = ("logits_soft_cap", "alibi_slopes")
 
     can_return_lse_for_decode = False
 
@@ -56,19 +54,6 @@ class TrtllmMhaImpl(DenseImpl):
             raise ValueError(
                 f"kv_cache_dtype must be one of {names} for {NAME}, got {self.cache_dtype.value!r}"
             )
-        for name, value in (
-            ("logits_soft_cap", self.logits_soft_cap),
-            ("alibi_slopes", self.alibi_slopes),
-            ("attention_chunk_size", self.rules.attention_chunk_size),
-        ):
-            if value is not None:
-                raise NotImplementedError(f"{name} is not supported by {NAME}, got {value}")
-        if self.attn_type is not AttentionType.DECODER:
-            raise NotImplementedError(
-                f"attn_type must be decoder for {NAME}, got {self.attn_type.value!r}"
-            )
-        self._is_fp8 = self.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR
-        self._scales = HostScales(NAME)
         self._wide_sinks: torch.Tensor | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -85,89 +70,28 @@ class TrtllmMhaImpl(DenseImpl):
             raise ValueError(reason)
         self._wide_sinks = None if self.sinks is None else self.sinks.float().contiguous()
 
-    def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Never: outputs have the model's dtype here."""
-        return False
+    def _split(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews:
+        """With the strides that descriptors of the hardware take."""
+        views = super()._split(kv_cache, model_dtype)
+        return KVViews(canonical_strides(views.key), canonical_strides(views.value))
 
-    def do_kv_cache_update(
+    def _attend_step(
         self,
-        layer: AttentionLayer,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        """Cast and write this step's keys and values in one launch; see the base class."""
-        views = self._views(kv_cache, key.dtype)
-        write_kv(key, value, views, slot_mapping, layer._k_scale, layer._v_scale, self.cache_dtype)
-
-    def do_rope_and_kv_cache_update(
-        self,
+        step: TrtllmMhaMetadata,
         layer: AttentionLayer,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        positions: torch.Tensor,
-        cos_sin_cache: torch.Tensor,
-        is_neox: bool,
-        kv_cache: torch.Tensor,
-        layer_slot_mapping: torch.Tensor,
-    ) -> None:
-        """Rotate query and key in place and write the cache, in one launch; see the base class."""
-        scales = layer._k_scale, layer._v_scale
-        rotated = query, key, value, positions, cos_sin_cache, is_neox
-        views = self._views(kv_cache, key.dtype)
-        rope_and_write_kv(*rotated, views, layer_slot_mapping, *scales, self.cache_dtype)
-
-    def forward(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
-        attn_metadata: TrtllmMhaMetadata | None,
+        views: KVViews,
         output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-        *,
-        output_lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See the base class.
-
-        The scales of an fp8 cache, and of a query that goes with it in fp8, are read once a layer,
-        at its first call, unless the layer has them on the host (``_k_scale_float`` and so on).
-
-        Raises:
-            NotImplementedError: with ``output_scale`` or ``output_block_scale``, or ``output_lse``
-                where a kernel of the step has none.
-            ValueError: tensors that do not fit the layer or the step; a cache whose layout a kernel
-                of the step does not take.
-        """
-        if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError(f"output_scale and output_block_scale: {NAME} has none")
-        if attn_metadata is None:
-            return output.zero_()
-        step = attn_metadata
-        if step.sliding_window not in (None, self.sliding_window):
-            raise ValueError(
-                f"sliding_window of the layer must be what the step's pages were cut to "
-                f"({step.sliding_window}), got {self.sliding_window}"
-            )
-        rows = output.view(output.shape[0], self.num_heads, self.head_size)
-        self._check_rows(step, query, rows, output_lse)
-        views = self._views(kv_cache, query.dtype)
-        debug_read(step.block_table, step.seq_lens, kv_cache.shape[0], views.key.shape[1])
-        pages = KVViews(canonical_strides(views.key), canonical_strides(views.value))
+        lse: torch.Tensor | None,
+    ) -> None:
         for part in (step.decode, step.prefill):
             if part is not None:
-                self._attend(part, layer, query, pages, rows, output_lse)
+                self._attend(part, layer, query, views, output, lse)
         if step.keyless is not None:
             tokens = step.num_actual_tokens
-            rows[:tokens].masked_fill_(step.keyless, 0)
-            if output_lse is not None:
-                output_lse[:tokens].masked_fill_(step.keyless[:, 0], -math.inf)
-        return output
+            output[:tokens].masked_fill_(step.keyless, 0)
+            if lse is not None:
+                lse[:tokens].masked_fill_(step.keyless[:, 0], -math.inf)
 
     def _attend(
         self,
@@ -179,14 +103,13 @@ class TrtllmMhaImpl(DenseImpl):
         lse: torch.Tensor | None,
     ) -> None:
         """One call over its rows; the log-sum-exp becomes a natural one."""
-        tokens = slice(part.first_token, part.first_token + part.num_tokens)
-        own_lse = None if lse is None else lse[tokens]
-        rows, qk_scale = self._query(part, layer, query[tokens])
+        own_lse = None if lse is None else rows_of(lse, part)
+        rows, qk_scale = self._query(part, layer, rows_of(query, part))
         call = PagedCall(
             query=rows,
             key=pages.key,
             value=pages.value,
-            output=output[tokens],
+            output=rows_of(output, part),
             pages=part.pages,
             kv_lens=part.kv_lens,
             max_kv_len=part.max_kv_len,
@@ -219,8 +142,11 @@ class TrtllmMhaImpl(DenseImpl):
                 f"not placed row by row by xqa of flashinfer {calls.version}: give the layer a "
                 "KV cache group with a window, or install flashinfer-python>=0.7"
             )
-        else:
+        elif part.query_starts is None:
             calls.xqa(call, part.max_query_len, part.mask)
+        else:
+            assert part.mask is not None
+            calls.ragged_xqa(call, part.max_query_len, part.mask, part.query_starts)
 
     def _query(
         self, part: CalledRows, layer: AttentionLayer, rows: torch.Tensor
@@ -243,34 +169,23 @@ class TrtllmMhaImpl(DenseImpl):
             self._wide_sinks = self.sinks.float().contiguous()
         return self._wide_sinks
 
-    def _check_rows(
+    def _check_step(
         self,
         step: TrtllmMhaMetadata,
         query: torch.Tensor,
         rows: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
-        """Every tensor has a row for each token of the step, as the kernels address them."""
-        tokens = step.num_actual_tokens
+        if step.sliding_window not in (None, self.sliding_window):
+            raise ValueError(
+                f"sliding_window of the layer must be what the step's pages were cut to "
+                f"({step.sliding_window}), got {self.sliding_window}"
+            )
         if query.dtype not in MODEL_DTYPES or rows.dtype != query.dtype:
             names = ", ".join(str(dtype) for dtype in MODEL_DTYPES)
             raise ValueError(
                 f"query and output must be of one type of {names}, got {query.dtype} and "
                 f"{rows.dtype}"
-            )
-        for name, tensor in (("query", query), ("output", rows), ("output_lse", lse)):
-            if tensor is not None and len(tensor) < tokens:
-                raise ValueError(
-                    f"{name} must have at least num_actual_tokens ({tokens}) rows, got "
-                    f"{len(tensor)}"
-                )
-        for name, tensor in (("output", rows), ("output_lse", lse)):
-            if tensor is not None and not tensor.is_contiguous():
-                raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
-        if query.stride(-1) != 1:
-            raise ValueError(
-                "query must be contiguous in its last dimension, got strides "
-                f"{tuple(query.stride())}"
             )
         if lse is None:
             return

@@ -11,13 +11,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from attn.bench import kernels, peers
+from attn.bench import flashinfer_jit, kernels, peers
 from attn.bench.cases import ALL_PEERS, CASES, HOPPER_CASES, PEERS, BenchTable, KernelCase, Target
 from attn.bench.inputs import expected_rows, make_content, permuted_table, sampled_tokens
 from attn.bench.kernels import KernelBench, Report, bench_kernels, main, run_and_report
 from attn.bench.latent_peers import LATENT_ADAPTERS
 from attn.bench.ours import engine_config, make_layer
-from attn.bench.peers import KernelRun, Refusal, prepare_peer
+from attn.bench.peers import KernelRun, Refusal, compiled_cases, prepare_peer
+from attn.bench.reasons import describe
 from attn.bench.results import BenchResults, Status
 from attn.bench.timing import (
     CpuClock,
@@ -289,8 +290,9 @@ def test_the_hopper_table_times_plans_and_the_host_too(monkeypatch):
     assert result.ours.status is Status.MEASURED, result.ours
     assert result.ours.planned_us > 0
     assert result.host_us > 0
-    # Once for the plain calls, then with every planned call: one to warm up, two in two rounds.
-    assert len(built) == 1 + 1 + 2 * 2
+    # Once for the plain calls, then with every planned call: one to warm up, two in two rounds,
+    # and one whose result is judged.
+    assert len(built) == 1 + 1 + 2 * 2 + 1
     (dense,) = bench_kernels(bench_of("prefill"), quiet).cases
     assert (dense.ours.planned_us, dense.host_us) == (None, None)
 
@@ -315,7 +317,7 @@ def test_calls_are_timed_in_turn():
     order = []
     calls = {name: lambda name=name: order.append(name) for name in "ab"}
     timings = time_interleaved(calls, CpuClock(), rounds=3, reps=2)
-    assert "".join(order) == "ab" + "aabb" * 3
+    assert "".join(order) == "ab" + "aabb" + "bbaa" + "aabb"
     assert timings["a"].calls == 6
     assert timings["a"].spread >= 0
 
@@ -409,9 +411,9 @@ def test_a_compiler_s_complaint_stands_in_the_reason():
     output = "[1/2] nvcc --expt-error-free a.cu\n/x/a.cu(79): error: too much\nb.cu: error: too"
     error = RuntimeError(f"Ninja build failed. Ninja output:\n{output}")
     expected = "RuntimeError: Ninja build failed. Ninja output: error: too much"
-    assert peers.describe(error) == expected
-    assert peers.describe(ValueError("one\ntwo")) == "ValueError: one"
-    assert peers.describe(KeyError()) == "KeyError"
+    assert describe(error) == expected
+    assert describe(ValueError("one\ntwo")) == "ValueError: one"
+    assert describe(KeyError()) == "KeyError"
 
 
 def test_flash_attention_is_called_as_vllm_calls_it():
@@ -551,13 +553,15 @@ def test_flashinfer_s_modules_are_those_that_its_calls_compile():
     bf16, fp8, index = torch.bfloat16, torch.float8_e4m3fn, torch.int32
     prefill = ("flashinfer.jit", "gen_batch_prefill_module")
     xqa = ("flashinfer.jit.xqa", "gen_xqa_module")
-    assert list(peers._modules_of(TINY["fp8"])) == [
+    assert list(flashinfer_jit.modules_of(TINY["fp8"])) == [
         (*prefill, "fa2", bf16, fp8, bf16, index, 16, 16, 0, False, False, False),
         (*xqa, bf16, fp8, 4, 16, 2, False, bf16, 1),
     ]
-    assert list(peers._modules_of(TINY["window"])) == [(*xqa, bf16, bf16, 4, 16, 2, True, bf16, 1)]
-    assert list(peers._modules_of(TINY["verify"]))[1][-1] == 4
-    (mixed,) = peers._modules_of(TINY["mixed"])
+    assert list(flashinfer_jit.modules_of(TINY["window"])) == [
+        (*xqa, bf16, bf16, 4, 16, 2, True, bf16, 1)
+    ]
+    assert list(flashinfer_jit.modules_of(TINY["verify"]))[1][-1] == 4
+    (mixed,) = flashinfer_jit.modules_of(TINY["mixed"])
     assert mixed[:3] == (*prefill, "fa3")
 
 
@@ -570,19 +574,45 @@ def test_flashinfer_s_modules_are_compiled_once_longest_first_whatever_fails(mon
             if 4 in key[-1:]:
                 raise RuntimeError("too many tokens")
 
-        return SimpleNamespace(name=f"module {key[-1]}", build=build, is_aot=False)
+        name = f"{key[0]} module {key[-1]}"
+        return SimpleNamespace(name=name, build=build, is_aot=False)
 
     functions = SimpleNamespace(gen_batch_prefill_module=make, gen_xqa_module=make)
-    monkeypatch.setattr(peers, "import_module", lambda name: functions)
+    monkeypatch.setattr(flashinfer_jit, "import_module", lambda name: functions)
     monkeypatch.setenv("MAX_JOBS", "1")
-    monkeypatch.setattr(peers, "COMPILED_AT_ONCE", 1)
+    monkeypatch.setattr(flashinfer_jit, "modules_at_once", lambda *_: 1)
     cases = [TINY[name] for name in ("decode", "mixed", "decode", "prefill")]
-    assert peers.compile_flashinfer(cases, lines.append)
+    assert flashinfer_jit.compile_flashinfer(cases, lines.append)
     assert [key[0] for key in built] == ["fa3", "fa2", torch.bfloat16]
     assert len(lines) == 3
-    assert not peers.compile_flashinfer([TINY["verify"], TINY["decode"]], lines.append)
+    assert not flashinfer_jit.compile_flashinfer([TINY["verify"], TINY["decode"]], lines.append)
     assert len(built) == 6
-    assert sum("module 4: RuntimeError: too many tokens" in line for line in lines) == 1
+    assert sum(" module 4: RuntimeError: too many tokens" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "memory_gib", "cores", "modules"),
+    [(4, 128, 16, 4), (4, 28, 64, 1), (1, 28, 64, 6), (8, 1024, 64, 8), (4, 1, 1, 1)],
+)
+def test_compilers_fit_into_memory_and_cores(files, memory_gib, cores, modules):
+    found = flashinfer_jit.modules_at_once(files, memory_gib << 30, cores)
+    assert found == modules
+    if found > 1:
+        assert found * files * 3.5 <= 0.8 * memory_gib
+        assert found * files <= cores
+    assert flashinfer_jit.free_memory() > 0
+
+
+def test_cases_of_every_table_are_compiled_by_name():
+    names = [case.name for case in compiled_cases()]
+    assert {case.name for table in BenchTable for case in table.cases} <= set(names)
+    assert len(set(names)) == len(names)
+    (twin,) = (case for case in compiled_cases() if case.name == "dec_fp8_b32_4k")
+    assert twin.kv_cache_dtype is CacheDType.FP8_E4M3
+    assert {module[1] for module in flashinfer_jit.modules_of(twin)} == {
+        "gen_batch_prefill_module",
+        "gen_xqa_module",
+    }
 
 
 # -- Command lines.
@@ -629,7 +659,7 @@ def test_a_wrong_kernel_of_ours_fails_the_command(tmp_path, monkeypatch):
         (["--backend", "FA9"], "backend must be one of TRITON_ATTN, TRITON_MLA, FLASHINFER"),
         (["--peer", "fa9"], "peer must be one of fa3"),
         (["--peer", "fa3", "--no-peers"], "not both"),
-        (["--table", "blackwell"], "table must be one of dense, hopper, mla, got 'blackwell'"),
+        (["--table", "blackwell"], "table must be one of dense, hopper, mla, flashinfer, got"),
         (["--case", "rag6_d64"], "case must match one of dec_b1_8k"),
         (["--merge", "nowhere.json"], "nowhere.json"),
         (["--render"], "merge must name results"),

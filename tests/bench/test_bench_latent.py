@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from attn.bench.cases import MLA_CASES, MLA_PEERS, BenchTable, KernelCase
+from attn.bench.flashinfer_jit import modules_of
 from attn.bench.inputs import expected_rows, make_content
-from attn.bench.kernels import KernelBench, bench_kernels, check_run, environment_of, make_bench
+from attn.bench.judge import check_run
+from attn.bench.kernels import KernelBench, bench_kernels, environment_of, make_bench
 from attn.bench.latent_peers import LATENT_ADAPTERS
 from attn.bench.ours import make_builder, make_layer, our_run
-from attn.bench.peers import KernelRun, Refusal, _modules_of
+from attn.bench.peers import KernelRun, Refusal
 from attn.bench.results import (
     BenchResults,
     CaseResult,
@@ -159,7 +161,7 @@ def test_peers_refuse_what_they_cannot_run(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_flashinfer_compiles_its_latent_module_ahead() -> None:
-    ((module, make, backend, *rest),) = _modules_of(TINY[2])
+    ((module, make, backend, *rest),) = modules_of(TINY[2])
     assert (module, make, backend) == ("flashinfer.jit", "gen_batch_mla_module", "fa3")
     assert rest[1] == torch.float8_e4m3fn
     assert rest[4:] == [512, 64, False]

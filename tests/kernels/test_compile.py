@@ -20,6 +20,7 @@ from tests.kernels.compile_matrix import (
     idle_barriers,
     limit_of,
     misses_of,
+    packed_additions,
     read_log,
     table_of,
 )
@@ -161,3 +162,14 @@ def test_a_barrier_that_is_made_and_not_used_is_found() -> None:
     ttg.warp_specialize(%rows, %used) loc("%idle")
     """
     assert idle_barriers(ttgir) == ["%idle", "%idle_2"]
+
+
+def test_additions_in_pairs_of_16_bits_are_found() -> None:
+    ptx = """
+    add.s16x2 	%r1132, %r1130, %r1131;
+    add.s32 	%r1, %r2, %r3;
+    cvt.rn.bf16x2.f32 	%r4, %r5, %r6;
+    add.bf16x2 	%r4, %r5, %r6;
+    add.u16x2 	%r2, %r1, %r1;
+    """
+    assert packed_additions(ptx) == 2

@@ -83,11 +83,27 @@ def test_what_it_does_not_take_is_refused_with_both_values(
         assert latent_kernel_of(shape, kind, block_size, 1, asks, wanted)[0] is None
 
 
-def test_it_is_taken_by_name_only() -> None:
+def test_it_is_taken_unless_the_plain_one_is_wanted() -> None:
     for wanted in DecodeKernel:
         tile, why = latent_kernel_of(SHAPE, HOPPER, 64, 1, LayerAsks(), wanted)
-        assert (tile is not None) == (wanted is DecodeKernel.HOPPER)
-        assert "it serves" in why or "not been measured" in why or "'triton'" in why
+        assert (tile is None) == (wanted is DecodeKernel.TRITON)
+        assert "it serves" in why or "'triton'" in why
+
+
+@pytest.mark.parametrize("heads", [16, 17, 128])
+@pytest.mark.parametrize("stored_bits", [8, 16])
+def test_bits_of_a_row_alone_are_those_of_tiles_of_16_rows(heads: int, stored_bits: int) -> None:
+    shape = replace(SHAPE, num_heads=heads, stored_bits=stored_bits)
+    asks = LayerAsks(batch_invariant=True)
+    tile, _ = latent_kernel_of(shape, HOPPER, 64, 1, asks, DecodeKernel.HOPPER)
+    assert tile is not None
+    assert (tile.split.rows, tile.least_tiles) == (16, None)
+    chosen, why = latent_kernel_of(shape, HOPPER, 64, 1, asks, DecodeKernel.AUTO)
+    if heads > 16 and stored_bits == 16:
+        assert chosen is None
+        assert "read a latent row more often" in why
+    else:
+        assert chosen == tile
 
 
 def test_any_number_of_heads_and_tokens_fits_a_tile_and_pages_are_whole_boxes() -> None:
@@ -118,10 +134,10 @@ def test_any_number_of_heads_and_tokens_fits_a_tile_and_pages_are_whole_boxes() 
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_tiles_over_e4m3_have_16_rows(heads: int, tokens: int) -> None:
     shape, asks = replace(SHAPE, num_heads=heads, stored_bits=8), LayerAsks()
-    for block_size, run in ((16, 16), (48, 16), (128, 64), (256, 64)):
+    for block_size, run in ((16, 16), (48, 16), (128, 128), (256, 128)):
         tile = hopper_latent_tile(shape, HOPPER, block_size, tokens, asks)
         assert isinstance(tile, HopperDecodeTile)
-        assert (tile.run, tile.least_tiles, tile.split.rows, tile.num_stages) == (run, None, 16, 5)
+        assert (tile.run, tile.least_tiles, tile.split.rows, tile.num_stages) == (run, None, 16, 2)
         assert tile.split.tile_heads * tile.split.query_tokens <= 16
         assert tile.split.tile_heads * tile.split.head_tiles >= heads
 

@@ -17,7 +17,7 @@ from attn.kernels.expand import expand_call
 from attn.kernels.gather import pack_query_call, unpack_state_call
 from attn.kernels.launch import KernelCall
 from attn.kernels.rope_quant import rope_quantize_call
-from builders import kernels as metadata_kernels
+from builders import page_kernels
 from builders.latent_prefill import PagedRows
 from builders.latent_tables import BURST
 from tests.kernels.compile_matrix import _Device, limit_of
@@ -80,7 +80,7 @@ def calls(target: int) -> Iterator[KernelCall]:
         "PAGE_SIZE": 64,
         "BURST": BURST,
     }
-    yield KernelCall(metadata_kernels.latent_table_kernel, (2, 1), arguments, num_warps=4)
+    yield KernelCall(page_kernels.latent_table_kernel, (2, 1), arguments, num_warps=4)
 
 
 def compile_all(targets: Iterable[int]) -> None:

@@ -345,7 +345,7 @@ def test_views_of_a_cache_are_made_once_and_let_go_with_it(
     del first, second, other
     bench.cache = torch.empty(0)
     assert viewed.views is None
-    assert viewed.rows is None
+    assert viewed.made is None
 
 
 # -- What does not fit.

@@ -52,7 +52,7 @@ def _a_small_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return facts(device)[0], GROUPS
 
     monkeypatch.setattr(triton_attn, "device_facts", small)
-    monkeypatch.setattr("attn.impls.triton_attn.write_kv", reference.write_kv)
+    monkeypatch.setattr("attn.impls.cached.write_kv", reference.write_kv)
 
 
 @pytest.fixture(autouse=True, params=[BUNDLE, 2])

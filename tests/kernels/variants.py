@@ -429,6 +429,7 @@ HOPPER_VARIANTS: Final = (
     _only(_HL, "16 heads", 90, speed=True, heads=(16, 1, 576), block_size=64),
     _only(_HL, "128 heads", 90, speed=True, heads=(128, 1, 576), block_size=64),
     _only(_HL, "64 heads pages of 16", heads=(64, 1, 576)),
+    _only(_HL, "20 heads", heads=(20, 1, 576)),
     _only(_HL, "20 heads verify 4", heads=(20, 1, 576), drafts=3),
     _only(_HL, "128 heads fp16", heads=(128, 1, 576), block_size=64, dtype=DType.FLOAT16),
     _only(Kernel.HOPPER_MLA_FOLD, "128 heads", 90, speed=True, heads=(128, 1, 576), block_size=64),

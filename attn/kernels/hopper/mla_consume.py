@@ -82,7 +82,7 @@ def _all_scores(
     s = warpgroup_mma_wait(0, deps=[s])
     if tile * _TILE + (W + 1) * BLOCK > all_high:
         key = tile * _TILE + W * BLOCK + gl.arange(0, 64, layout=gl.SliceLayout(0, SCORES))
-        s = gl.where(key[None, :] < limit[:, None], s, float("-inf"))
+        s = gl.where(key[None, :] <= limit[:, None], s, float("-inf"))
     return s
 
 
@@ -291,7 +291,8 @@ def consume_latents(
         end, _, kv_len, first, high = cut_at(r, mine, fields, begin)
         in_group = ((r % HEAD_LOOPS) * HEADS + gl.program_id(0) % HEADS) * TILE_HEADS
         row = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-        limit = gl.minimum(first + row // TILE_HEADS + 1, kv_len)
+        # Not one behind it: LLVM adds that one in pairs of 16 bits, which ptxas 12.8 gets wrong.
+        limit = gl.minimum(first + row // TILE_HEADS, kv_len - 1)
         all_high = gl.minimum(first + 1, kv_len)
         m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         l = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))

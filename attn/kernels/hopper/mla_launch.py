@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attn.kernels.hopper.launch import COLUMNS, HopperForms, asked, is_planned
@@ -36,13 +37,15 @@ _WIDTH = 512
 def check_serves(
     layer: DenseLayer, plan: SplitPlan, step: TritonAttentionMetadata, tensors: DenseTensors
 ) -> None:
-    """The kernel serves a step of a layer as it was planned: it is planned by name only.
+    """The kernel serves a step of a layer as it was planned: no other takes over such a plan.
 
     Raises:
         ValueError: it does not.
     """
     assert plan.hopper is not None
     shape, block_size, asks = asked(layer, step, tensors)
+    # Where few rows would be enough, this changes nothing.
+    asks = replace(asks, batch_invariant=not plan.is_free)
     # A tile has all the tokens that it was asked for, or as many as there is room for.
     tokens, wanted = plan.tile.query_tokens, DecodeKernel.HOPPER
     tile, _ = latent_kernel_of(shape, DeviceKind.SM90, block_size, tokens, asks, wanted)

@@ -11,9 +11,8 @@ scores, once along keys for output. In shared memory, where operands of products
 to be, widening them would cost more of its bandwidth than products leave. The scale of the cache is
 a factor of scores and of the output.
 
-A tile is 64 keys, of e4m3 128 in two pieces. A piece of 64 keys is loaded, and given back, on its
-own: shared memory has room for two tiles of e4m3 and a half, which is on its way meanwhile. Tiles
-of 64 took longer: queries are read, and warps exchange what they have, once a tile.
+A tile is 64 keys, of e4m3 128, as many bytes. Half of that took a fifth longer: shared memory is
+what limits e4m3, and queries are read from it once a tile.
 """
 
 from __future__ import annotations
@@ -37,38 +36,37 @@ _REGISTERS = tl.constexpr(40)
 def produce_narrow(
     k_desc, rope_desc, left_boxes, right_boxes, rope_boxes, full, empty, table_ptr, rows_ptr,
     shares_ptr, table_row, HEADS: gl.constexpr, HEAD_LOOPS: gl.constexpr,
-    SEGMENT_UNIT: gl.constexpr, PIECE: gl.constexpr, PIECES: gl.constexpr, RUN: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, E4M3: gl.constexpr,
+    SEGMENT_UNIT: gl.constexpr, KV_TILE: gl.constexpr, RUN: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    STAGES: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
-    """A warp: latent rows of all parts that the program takes, piece after piece."""
+    """A warp: latent rows of all parts that the program takes, tile after tile."""
     # Of half a latent row; of 64 columns, which are elements or words of two.
     BOXES: gl.constexpr = 2 if E4M3 else 4
     ROW_BYTES: gl.constexpr = 576 if E4M3 else 1152
-    RUNS: gl.constexpr = PIECE // RUN
+    RUNS: gl.constexpr = KV_TILE // RUN
     run = gl.arange(0, RUNS, layout=gl.BlockedLayout([RUNS], [32], [1], [0]))
     first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
     turn = 0
     for r in range(first_row, past_row):
         _, req, kv_len, _, _, _, start, low, high = part_at(
-            r, mine, fields, begin, table_ptr, table_ptr, 0, 0, 1, 0, PIECE * PIECES,
-            SEGMENT_UNIT, 1, False, False, False, False,
+            r, mine, fields, begin, table_ptr, table_ptr, 0, 0, 1, 0, KV_TILE, SEGMENT_UNIT, 1,
+            False, False, False, False,
         )  # fmt: skip
         # A table has fewer than 2^31 entries.
         table = table_ptr + req * table_row
-        low, high = low * PIECES, high * PIECES
-        pages = pages_of(table, low, start, kv_len, PIECE, RUN, BLOCK_SIZE)
-        for piece in range(low, high):
+        pages = pages_of(table, low, start, kv_len, KV_TILE, RUN, BLOCK_SIZE)
+        for tile in range(low, high):
             stage = turn % STAGES
-            # A piece ahead; past the last of the part it is not used.
-            after = gl.minimum(piece + 1, high - 1)
-            ahead = pages_of(table, after, start, kv_len, PIECE, RUN, BLOCK_SIZE)
+            # A tile ahead; past the last of the part it is not used.
+            after = gl.minimum(tile + 1, high - 1)
+            ahead = pages_of(table, after, start, kv_len, KV_TILE, RUN, BLOCK_SIZE)
             # A fresh barrier lets parity 1 pass at once.
             mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), PIECE * ROW_BYTES)
+            mbarrier.expect(full.index(stage), KV_TILE * ROW_BYTES)
             for i in range(RUNS):
                 # Outside the cache a box is zeros.
                 page = gl.max(gl.where(run == i, pages, -1), 0)
-                within = (piece * PIECE + i * RUN) % BLOCK_SIZE
+                within = (tile * KV_TILE + i * RUN) % BLOCK_SIZE
                 async_load(
                     rope_desc, [page, within, 2 * BOXES * 64], full.index(stage),
                     rope_boxes.index(stage * RUNS + i),
@@ -141,9 +139,7 @@ def hopper_mla_narrow_kernel(
     ``[T, H, 512]``, LSE ``[T, H]``, ``k_scale`` a scalar; the rest as in
     :func:`attn.kernels.decode.decode_kernel`.
     """
-    PIECE: gl.constexpr = 64
-    PIECES: gl.constexpr = KV_TILE // PIECE
-    RUNS: gl.constexpr = PIECE // RUN
+    RUNS: gl.constexpr = KV_TILE // RUN
     BOXES: gl.constexpr = 2 if E4M3 else 4
     # Of keys as they are multiplied, and of values as they are loaded.
     KEY: gl.constexpr = gl.float8e4nv if E4M3 else k_desc.dtype
@@ -162,13 +158,14 @@ def hopper_mla_narrow_kernel(
     right_boxes = gl.allocate_shared_memory(WORD, [STAGES * BOXES * RUNS, 1, RUN, 64], WIDE)
     rope_boxes = gl.allocate_shared_memory(WORD, [STAGES * RUNS, 1, RUN, ROPE // 2], THIN)
     KEYS: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
-    k_left = reinterpret(left_boxes, KEY, [STAGES, PIECE, 256], KEYS)
-    k_right = reinterpret(right_boxes, KEY, [STAGES, PIECE, 256], KEYS)
-    k_rope = reinterpret(rope_boxes, KEY, [STAGES, PIECE, 64], gl.NVMMASharedLayout(ROPE, BITS, 2))
-    v_left = reinterpret(left_boxes, WORD, [STAGES, PIECE, COLUMNS], VALUES)
-    v_right = reinterpret(right_boxes, WORD, [STAGES, PIECE, COLUMNS], VALUES)
-    left_rows = reinterpret(left_boxes, gl.int32, [STAGES * BOXES * PIECE, 32], FLAT)
-    right_rows = reinterpret(right_boxes, gl.int32, [STAGES * BOXES * PIECE, 32], FLAT)
+    k_left = reinterpret(left_boxes, KEY, [STAGES, KV_TILE, 256], KEYS)
+    k_right = reinterpret(right_boxes, KEY, [STAGES, KV_TILE, 256], KEYS)
+    ROPE_KEYS: gl.constexpr = gl.NVMMASharedLayout(ROPE, BITS, 2)
+    k_rope = reinterpret(rope_boxes, KEY, [STAGES, KV_TILE, 64], ROPE_KEYS)
+    v_left = reinterpret(left_boxes, WORD, [STAGES, KV_TILE, COLUMNS], VALUES)
+    v_right = reinterpret(right_boxes, WORD, [STAGES, KV_TILE, COLUMNS], VALUES)
+    left_rows = reinterpret(left_boxes, gl.int32, [STAGES * BOXES * KV_TILE, 32], FLAT)
+    right_rows = reinterpret(right_boxes, gl.int32, [STAGES * BOXES * KV_TILE, 32], FLAT)
     QUERY: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     q_left = gl.allocate_shared_memory(COMPUTE, [16, 256], QUERY)
     q_right = gl.allocate_shared_memory(COMPUTE, [16, 256], QUERY)
@@ -178,10 +175,7 @@ def hopper_mla_narrow_kernel(
         gl.float32, [16, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
     TURNED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    turned = gl.allocate_shared_memory(COMPUTE, [16, PIECE], TURNED)
-    turned_too = turned
-    if PIECES == 2:
-        turned_too = gl.allocate_shared_memory(COMPUTE, [16, PIECE], TURNED)
+    turned = gl.allocate_shared_memory(COMPUTE, [16, KV_TILE], TURNED)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for s in gl.static_range(STAGES):
@@ -193,15 +187,15 @@ def hopper_mla_narrow_kernel(
     gl.warp_specialize(
         [
             (consume_narrow, (query_ptr, q_left, q_right, q_rope, k_left, k_right, k_rope, v_left,
-                v_right, left_rows, right_rows, exchange, turned, turned_too, full, empty, out_ptr,
-                lse_ptr, k_scale_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr, counters_ptr,
-                states_ptr, sums_ptr, scale * _LOG2E, groups, HEADS, HEAD_LOOPS, GROUP, TILE_HEADS,
-                QUERY_TOKENS, SLOTS, BUNDLES, AREA, SEGMENT_UNIT, PIECE, PIECES, RUN, STAGES,
+                v_right, left_rows, right_rows, exchange, turned, full, empty, out_ptr, lse_ptr,
+                k_scale_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr, counters_ptr, states_ptr,
+                sums_ptr, scale * _LOG2E, groups, HEADS, HEAD_LOOPS, GROUP, TILE_HEADS,
+                QUERY_TOKENS, SLOTS, BUNDLES, AREA, SEGMENT_UNIT, KV_TILE, RUN, STAGES,
                 QUERY_TOKEN, QUERY_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, FINISH_ROWS, FINISH_WIDTH,
                 LSE, E4M3)),
             (produce_narrow, (k_desc, rope_desc, left_boxes, right_boxes, rope_boxes, full, empty,
                 table_ptr, rows_ptr, shares_ptr, table_row, HEADS, HEAD_LOOPS, SEGMENT_UNIT,
-                PIECE, PIECES, RUN, BLOCK_SIZE, STAGES, E4M3)),
+                KV_TILE, RUN, BLOCK_SIZE, STAGES, E4M3)),
         ],
         [1],
         [_REGISTERS],

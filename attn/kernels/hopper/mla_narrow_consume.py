@@ -21,6 +21,8 @@ from builders.kernels import segment_of, segment_start
 
 _WARPS = tl.constexpr(8)
 _WIDTH = tl.constexpr(512)
+_KEPT = tl.constexpr(128)
+"""Columns of the left half of the queries that stay in registers, beside the rotary ones."""
 
 
 @gluon.jit
@@ -87,8 +89,9 @@ def _query_of(q, OUTPUT: gl.constexpr, E4M3: gl.constexpr):
 
 
 @gluon.jit
-def _scored(left, keys, scores, K_WIDTH: gl.constexpr):
+def _scored(left, keys, scores, E4M3: gl.constexpr):
     """Scores, and those of some more columns: bytes become fp16 on their way."""
+    K_WIDTH: gl.constexpr = 4 if E4M3 else 2
     SCORES: gl.constexpr = scores.type.layout
     keys = keys.permute((1, 0)).load(gl.DotOperandLayout(1, SCORES, K_WIDTH)).to(left.dtype)
     return mma_v2(left, keys, scores)
@@ -107,101 +110,59 @@ def _values(v, HALF: gl.constexpr, RIGHT: gl.constexpr, E4M3: gl.constexpr):
 
 @gluon.jit
 def _scores_of(
-    n, q_left, q_right, q_rope, k_left, k_right, k_rope, OUTPUT: gl.constexpr, PIECE: gl.constexpr,
-    PIECES: gl.constexpr, STAGES: gl.constexpr, E4M3: gl.constexpr,
+    stage, kept_left, kept_rope, q_left, q_right, k_left, k_right, k_rope, OUTPUT: gl.constexpr,
+    E4M3: gl.constexpr,
 ):  # fmt: skip
-    """Scores of the ``n``-th piece of keys that the program sees, and of the next one.
+    """Scores of a tile, in sums of few columns: every product of one sum waits for that before it.
 
-    Queries are read once for both: they are more bytes than keys. Sums of few columns each, since
-    every product of one sum waits for the one before it.
+    Every warp reads queries for its keys, more bytes than keys are. Shared memory is what limits a
+    cache of e4m3, so a third of them stay in registers: all that are free.
     """
-    K_WIDTH: gl.constexpr = 4 if E4M3 else 2
-    first = n % STAGES
-    second = (n + 1) % STAGES
-    nothing = gl.zeros([16, PIECE], gl.float32, OUTPUT)
-    q = _query_of(q_rope, OUTPUT, E4M3)
-    scores = _scored(q, k_rope.index(first), nothing, K_WIDTH)
-    others = nothing
-    if PIECES == 2:
-        others = _scored(q, k_rope.index(second), nothing, K_WIDTH)
-    q = _query_of(q_left, OUTPUT, E4M3)
-    scores = _scored(q, k_left.index(first), scores, K_WIDTH)
-    if PIECES == 2:
-        others = _scored(q, k_left.index(second), others, K_WIDTH)
+    KEPT: gl.constexpr = kept_left.shape[1]
+    KV_TILE: gl.constexpr = k_left.shape[1]
+    keys = k_left.index(stage)
+    nothing = gl.zeros([16, KV_TILE], gl.float32, OUTPUT)
+    scores = _scored(kept_rope, k_rope.index(stage), nothing, E4M3)
+    scores = _scored(kept_left, keys.slice(0, KEPT, dim=1), scores, E4M3)
+    q = _query_of(q_left.slice(KEPT, 256 - KEPT, dim=1), OUTPUT, E4M3)
+    scores = _scored(q, keys.slice(KEPT, 256 - KEPT, dim=1), scores, E4M3)
     q = _query_of(q_right, OUTPUT, E4M3)
-    scores += _scored(q, k_right.index(first), nothing, K_WIDTH)
-    if PIECES == 2:
-        others += _scored(q, k_right.index(second), nothing, K_WIDTH)
-    return scores, others
+    return scores + _scored(q, k_right.index(stage), nothing, E4M3)
 
 
 @gluon.jit
-def _seen(scores, piece, limit, all_high, PIECE: gl.constexpr):
-    """Scores of a piece, without those of keys that a row does not see."""
-    if (piece + 1) * PIECE > all_high:
+def _seen(scores, tile, limit, all_high):
+    """Scores of a tile, without those of keys that a row does not see."""
+    KV_TILE: gl.constexpr = scores.shape[1]
+    if (tile + 1) * KV_TILE > all_high:
         KEYS: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
-        key = piece * PIECE + gl.arange(0, PIECE, layout=KEYS)
-        scores = gl.where(key[None, :] < limit[:, None], scores, float("-inf"))
+        key = tile * KV_TILE + gl.arange(0, KV_TILE, layout=KEYS)
+        scores = gl.where(key[None, :] <= limit[:, None], scores, float("-inf"))
     return scores
 
 
 @gluon.jit
-def _add_values(
-    piece, n, left, shrink, even0, odd0, even1, odd1, v_left, v_right, left_rows, right_rows, empty,
-    kv_len, PIECE: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr, E4M3: gl.constexpr,
-):  # fmt: skip
-    """The output with a piece's values, weighted; the piece is given back."""
-    HALF: gl.constexpr = even0.shape[1]
-    BOXES: gl.constexpr = 2 if E4M3 else 4
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, even0.type.layout, 2)
-    stage = n % STAGES
-    live = kv_len - piece * PIECE
-    # A piece behind the last key is zeros.
-    if (live > 0) & (live < PIECE) & (live % RUN != 0):
-        _clear_tail(left_rows, stage, live, BOXES, PIECE, RUN)
-        _clear_tail(right_rows, stage, live, BOXES, PIECE, RUN)
-        # Before other threads read them, and TMA overwrites them.
-        fence_async_shared()
-        thread_barrier()
-    low, high = _values(v_left.index(stage), HALF, RIGHT, E4M3)
-    even0 = mma_v2(left, low, even0 * shrink)
-    odd0 = mma_v2(left, high, odd0 * shrink)
-    low, high = _values(v_right.index(stage), HALF, RIGHT, E4M3)
-    # All warps have read the piece.
-    thread_barrier()
-    mbarrier.arrive(empty.index(stage), count=1)
-    even1 = mma_v2(left, low, even1 * shrink)
-    odd1 = mma_v2(left, high, odd1 * shrink)
-    return even0, odd0, even1, odd1
-
-
-@gluon.jit
 def _narrow_tile(
-    tile, turn, m, l, even0, odd0, even1, odd1, q_left, q_right, q_rope, k_left, k_right, k_rope,
-    v_left, v_right, left_rows, right_rows, exchange, turned, turned_too, full, empty, factor,
-    limit, all_high, kv_len, PIECE: gl.constexpr, PIECES: gl.constexpr, RUN: gl.constexpr,
-    STAGES: gl.constexpr, E4M3: gl.constexpr,
+    tile, turn, m, l, even0, odd0, even1, odd1, kept_left, kept_rope, q_left, q_right, k_left,
+    k_right, k_rope, v_left, v_right, left_rows, right_rows, exchange, turned, full, empty, factor,
+    limit, all_high, kv_len, RUN: gl.constexpr, STAGES: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
-    """One tile of keys, in one piece or two: scores, online softmax, output. ``l`` is summed up by
-    thread; of either half of the output, even and odd columns are apart, or of 16 bits one and the
-    other half.
+    """One tile of keys: scores, online softmax, output. ``l`` is summed up by thread; of either
+    half of the output, even and odd columns are apart, or of 16 bits one and the other half.
     """
     OUTPUT: gl.constexpr = even0.type.layout
+    HALF: gl.constexpr = even0.shape[1]
+    KV_TILE: gl.constexpr = turned.shape[1]
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
-    piece = tile * PIECES
-    n = turn * PIECES
-    mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1)
-    if PIECES == 2:
-        mbarrier.wait(full.index((n + 1) % STAGES), ((n + 1) // STAGES) & 1)
-    scores, others = _scores_of(
-        n, q_left, q_right, q_rope, k_left, k_right, k_rope, OUTPUT, PIECE, PIECES, STAGES, E4M3
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, OUTPUT, 2)
+    BOXES: gl.constexpr = 2 if E4M3 else 4
+    stage = turn % STAGES
+    mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+    scores = _scores_of(
+        stage, kept_left, kept_rope, q_left, q_right, k_left, k_right, k_rope, OUTPUT, E4M3
     )
-    scores = _seen(scores, piece, limit, all_high, PIECE)
-    highest = scores
-    if PIECES == 2:
-        others = _seen(others, piece + 1, limit, all_high, PIECE)
-        highest = gl.maximum(scores, others)
-    top = gl.maximum(m, _row_maximum(highest, exchange))
+    scores = _seen(scores, tile, limit, all_high)
+    top = gl.maximum(m, _row_maximum(scores, exchange))
     # A row may see nothing so far.
     base = gl.where(top == float("-inf"), 0.0, top)
     # Not the difference of products, whose rounding error is large where scores are.
@@ -211,21 +172,24 @@ def _narrow_tile(
     own = own[:, None].broadcast_to(16, l.shape[1])
     l = gl.fma(l, own, _sum_of_own(weights))
     turned.store(weights.to(turned.dtype))
-    if PIECES == 2:
-        weights = gl.exp2((others - base[:, None]) * factor[:, None])
-        l += _sum_of_own(weights)
-        turned_too.store(weights.to(turned.dtype))
     left = turned.load(LEFT)
     shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
-    even0, odd0, even1, odd1 = _add_values(
-        piece, n, left, shrink, even0, odd0, even1, odd1, v_left, v_right, left_rows, right_rows,
-        empty, kv_len, PIECE, RUN, STAGES, E4M3,
-    )  # fmt: skip
-    if PIECES == 2:
-        even0, odd0, even1, odd1 = _add_values(
-            piece + 1, n + 1, turned_too.load(LEFT), 1.0, even0, odd0, even1, odd1, v_left, v_right,
-            left_rows, right_rows, empty, kv_len, PIECE, RUN, STAGES, E4M3,
-        )  # fmt: skip
+    live = kv_len - tile * KV_TILE
+    if (live < KV_TILE) & (live % RUN != 0):
+        _clear_tail(left_rows, stage, live, BOXES, KV_TILE, RUN)
+        _clear_tail(right_rows, stage, live, BOXES, KV_TILE, RUN)
+        # Before other threads read them, and TMA overwrites them.
+        fence_async_shared()
+        thread_barrier()
+    low, high = _values(v_left.index(stage), HALF, RIGHT, E4M3)
+    even0 = mma_v2(left, low, even0 * shrink)
+    odd0 = mma_v2(left, high, odd0 * shrink)
+    low, high = _values(v_right.index(stage), HALF, RIGHT, E4M3)
+    # All warps have read the tile.
+    thread_barrier()
+    mbarrier.arrive(empty.index(stage), count=1)
+    even1 = mma_v2(left, low, even1 * shrink)
+    odd1 = mma_v2(left, high, odd1 * shrink)
     return top, l, even0, odd0, even1, odd1
 
 
@@ -313,14 +277,14 @@ def _joined(even0, odd0, even1, odd1, E4M3: gl.constexpr):
 @gluon.jit
 def consume_narrow(
     query_ptr, q_left, q_right, q_rope, k_left, k_right, k_rope, v_left, v_right, left_rows,
-    right_rows, exchange, turned, turned_too, full, empty, out_ptr, lse_ptr, k_scale_ptr, rows_ptr,
+    right_rows, exchange, turned, full, empty, out_ptr, lse_ptr, k_scale_ptr, rows_ptr,
     total_ptr, starts_ptr, shares_ptr, counters_ptr, states_ptr, sums_ptr, factor, groups,
     HEADS: gl.constexpr, HEAD_LOOPS: gl.constexpr, GROUP: gl.constexpr, TILE_HEADS: gl.constexpr,
     QUERY_TOKENS: gl.constexpr, SLOTS: gl.constexpr, BUNDLES: gl.constexpr, AREA: gl.constexpr,
-    SEGMENT_UNIT: gl.constexpr, PIECE: gl.constexpr, PIECES: gl.constexpr, RUN: gl.constexpr,
-    STAGES: gl.constexpr, QUERY_TOKEN: gl.constexpr, QUERY_HEAD: gl.constexpr,
-    OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr,
-    FINISH_ROWS: gl.constexpr, FINISH_WIDTH: gl.constexpr, LSE: gl.constexpr, E4M3: gl.constexpr,
+    SEGMENT_UNIT: gl.constexpr, KV_TILE: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr,
+    QUERY_TOKEN: gl.constexpr, QUERY_HEAD: gl.constexpr, OUT_TOKEN: gl.constexpr,
+    OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr, FINISH_ROWS: gl.constexpr,
+    FINISH_WIDTH: gl.constexpr, LSE: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
     """All parts that the program takes."""
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, _WARPS], [16, 8])
@@ -331,7 +295,7 @@ def consume_narrow(
     turn = 0
     for r in range(first_row, past_row):
         end, _, kv_len, first, _, _, _, low, high = part_at(
-            r, mine, fields, begin, rows_ptr, rows_ptr, 0, 0, 1, 0, PIECE * PIECES, SEGMENT_UNIT, 1,
+            r, mine, fields, begin, rows_ptr, rows_ptr, 0, 0, 1, 0, KV_TILE, SEGMENT_UNIT, 1,
             False, False, False, False,
         )  # fmt: skip
         if end > begin:
@@ -344,9 +308,12 @@ def consume_narrow(
                 query_ptr, gl.load(fields + 1), gl.load(fields + 2), in_group, q_left, q_right,
                 q_rope, SUMS, GROUP, TILE_HEADS, QUERY_TOKEN, QUERY_HEAD, E4M3,
             )  # fmt: skip
+            kept_left = _query_of(q_left.slice(0, _KEPT, dim=1), OUTPUT, E4M3)
+            kept_rope = _query_of(q_rope, OUTPUT, E4M3)
             natural = up * (factor * v_factor)
             row = gl.arange(0, 16, layout=SUMS)
-            limit = gl.minimum(first + row // TILE_HEADS + 1, kv_len)
+            # Not one behind it: LLVM adds the one in pairs of 16 bits, which ptxas 12.8 gets wrong.
+            limit = gl.minimum(first + row // TILE_HEADS, kv_len - 1)
             all_high = gl.minimum(first + 1, kv_len)
             zero = gl.zeros([16, _WIDTH // 4], gl.float32, OUTPUT)
             A = _joined(zero, zero, zero, zero, E4M3)
@@ -366,7 +333,7 @@ def consume_narrow(
             unseen = gl.where(high > low, unseen, seen)
             for s in range(seen, unseen):
                 m = gl.full([16], float("-inf"), gl.float32, SUMS)
-                l = _sum_of_own(gl.zeros([16, PIECE], gl.float32, OUTPUT))
+                l = _sum_of_own(gl.zeros([16, KV_TILE], gl.float32, OUTPUT))
                 even0 = zero
                 odd0 = zero
                 even1 = zero
@@ -375,10 +342,10 @@ def consume_narrow(
                 to_tile = gl.minimum(segment_start(s + 1) // SEGMENT_UNIT, high)
                 for tile in range(from_tile, to_tile):
                     m, l, even0, odd0, even1, odd1 = _narrow_tile(
-                        tile, turn, m, l, even0, odd0, even1, odd1, q_left, q_right, q_rope, k_left,
-                        k_right, k_rope, v_left, v_right, left_rows, right_rows, exchange, turned,
-                        turned_too, full, empty, natural, limit, all_high, kv_len, PIECE, PIECES,
-                        RUN, STAGES, E4M3,
+                        tile, turn, m, l, even0, odd0, even1, odd1, kept_left, kept_rope, q_left,
+                        q_right, k_left, k_right, k_rope, v_left, v_right, left_rows, right_rows,
+                        exchange, turned, full, empty, natural, limit, all_high, kv_len, RUN,
+                        STAGES, E4M3,
                     )  # fmt: skip
                     turn += 1
                 m = gl.convert_layout(m * natural, gl.SliceLayout(1, STATE))

@@ -37,9 +37,9 @@ def _place_of(work, num_tiles, programs, HEADS: gl.constexpr, SHARED: gl.constex
         head = work % HEADS
         tile = num_tiles - 1 - work // HEADS
     else:
-        # Four tiles for each program: those of the last heads take about as long as the longest.
+        # Two tiles for each program: those of the last heads take about as long as the longest.
         num_tiles = gl.maximum(num_tiles, 1)
-        group = gl.maximum((4 * programs) // num_tiles, _LEAST)
+        group = gl.maximum((2 * programs) // num_tiles, _LEAST // 2)
         group = gl.minimum((group + SHARED - 1) // SHARED * SHARED, HEADS)
         first = work // (group * num_tiles) * group
         rest = work - first * num_tiles

@@ -1,0 +1,15 @@
+"""An error in the words of a table."""
+
+from __future__ import annotations
+
+import re
+
+
+def describe(error: BaseException) -> str:
+    """Type and first line of an error, for a table, and a compiler's first complaint below it."""
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return type(error).__name__
+    complaints = (re.search(r"\berror: .*", line) for line in lines[1:])
+    complaint = next((f" {found[0][:200]}" for found in complaints if found), "")
+    return f"{type(error).__name__}: {lines[0][:200]}{complaint}"

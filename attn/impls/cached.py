@@ -1,0 +1,112 @@
+"""What dense impls over our own cache write share: one launch a step, one split of the cache."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from attn.impls.base import AttentionLayer
+from attn.impls.dense import DenseImpl
+from attn.ops.cache import rope_and_write_kv, write_kv
+from builders.debug import debug_enabled
+from builders.paging import check_slots
+from specs.layouts import KVViews
+
+
+class CachedImpl(DenseImpl):
+    """Writes by one launch, and keeps the views of its layer's cache."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """See :class:`attn.impls.dense.DenseImpl`."""
+        super().__init__(*args, **kwargs)
+        self._is_cached = self.attn_type.is_cached
+        # Reading the environment costs a call as much as its tensors do.
+        self._debugs = debug_enabled()
+        self._viewed: ViewedCache | None = None
+
+    def do_kv_cache_update(
+        self,
+        layer: AttentionLayer,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Cast and write this step's keys and values in one launch; see the base class."""
+        if not self._is_cached:
+            return
+        views = self._views(kv_cache, key.dtype)
+        self._debug_slots(slot_mapping, views)
+        write_kv(key, value, views, slot_mapping, layer._k_scale, layer._v_scale, self.cache_dtype)
+
+    def do_rope_and_kv_cache_update(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool,
+        kv_cache: torch.Tensor,
+        layer_slot_mapping: torch.Tensor,
+    ) -> None:
+        """Rotate query and key in place and write the cache, in one launch; see the base class."""
+        views = self._views(kv_cache, key.dtype)
+        self._debug_slots(layer_slot_mapping, views)
+        rotated = query, key, value, positions, cos_sin_cache, is_neox
+        scales = layer._k_scale, layer._v_scale
+        rope_and_write_kv(*rotated, views, layer_slot_mapping, *scales, self.cache_dtype)
+
+    def _views(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews:
+        """Those of the last cache are kept for as long as it lives: a layer has but one."""
+        viewed = self._viewed
+        views = None if viewed is None else viewed.views_of(kv_cache, model_dtype)
+        if views is None:
+            views = self._split(kv_cache, model_dtype)
+            self._viewed = ViewedCache(kv_cache, model_dtype, views)
+        return views
+
+    def _split(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews:
+        """The views of a cache that is new; they do not keep it alive."""
+        return detached(super()._views(kv_cache, model_dtype))
+
+    def _debug_slots(self, slot_mapping: torch.Tensor, views: KVViews) -> None:
+        """Every slot lies in the cache; nothing unless debugging."""
+        if self._debugs:
+            num_blocks, block_size = views.key.shape[:2]
+            check_slots(slot_mapping, block_size, num_blocks)
+
+
+class ViewedCache:
+    """K and V of a cache tensor, let go when the engine drops the tensor."""
+
+    def __init__(self, kv_cache: torch.Tensor, model_dtype: torch.dtype, views: KVViews) -> None:
+        """
+        Args:
+            kv_cache: the engine's.
+            model_dtype: that the views were made for.
+            views: of it, detached from it.
+        """
+        self.views: KVViews | None = views
+        self.made: Any = None
+        """What a forward made of them, to keep with them."""
+        self._model_dtype = model_dtype
+        self._address = kv_cache.data_ptr()
+        self._kv_cache = weakref.ref(kv_cache, self._forget)
+
+    def _forget(self, _: object) -> None:
+        self.views = self.made = None
+
+    def views_of(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews | None:
+        """The views if they are those of this tensor, where it lies now; else None."""
+        same = self._kv_cache() is kv_cache and self._address == kv_cache.data_ptr()
+        return self.views if same and self._model_dtype is model_dtype else None
+
+
+def detached(views: KVViews) -> KVViews:
+    """The same views, which no longer keep the tensor that they were made of alive."""
+    key_scale, value_scale = (None if x is None else x.detach() for x in views[2:])
+    return KVViews(views.key.detach(), views.value.detach(), key_scale, value_scale)

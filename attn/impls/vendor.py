@@ -1,0 +1,151 @@
+"""What impls over FlashInfer's dense kernels share: causal decoders, rows of the model's dtype."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from attn.impls.base import AttentionLayer
+from attn.impls.cached import CachedImpl
+from attn.impls.host_scales import HostScales
+from builders.debug import debug_read
+from specs.attention import AttentionType
+from specs.dtypes import KVQuantMode
+from specs.layouts import KVViews
+
+
+class VendorStep(Protocol):
+    """What every step record has."""
+
+    num_actual_tokens: int
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+class VendorRows(Protocol):
+    """Consecutive rows of the query that one call takes."""
+
+    first_token: int
+    num_tokens: int
+
+
+class VendorImpl(CachedImpl):
+    """Checks what every call needs, then runs what the metadata says."""
+
+    backend_name: ClassVar[str]
+    unsupported: ClassVar[tuple[str, ...]]
+    """Of sinks, logits_soft_cap, alibi_slopes: features that no kernel has."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """See :class:`attn.impls.dense.DenseImpl`.
+
+        Raises:
+            NotImplementedError: a feature that the kernels do not have; the message names it.
+        """
+        super().__init__(*args, **kwargs)
+        refused = {name: getattr(self, name) for name in self.unsupported}
+        refused["attention_chunk_size"] = self.rules.attention_chunk_size
+        for name, value in refused.items():
+            if value is not None:
+                raise NotImplementedError(
+                    f"{name} is not supported by {self.backend_name}, got {value}"
+                )
+        if self.attn_type is not AttentionType.DECODER:
+            raise NotImplementedError(
+                f"attn_type must be decoder for {self.backend_name}, got {self.attn_type.value!r}"
+            )
+        self._is_fp8 = self.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR
+        self._scales = HostScales(self.backend_name)
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Never: outputs have the model's dtype here."""
+        return False
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+        *,
+        output_lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See the base class.
+
+        The scales of an fp8 cache, and of a query that goes with it in fp8, are read once a layer,
+        at its first call, unless the layer has them on the host (``_k_scale_float`` and so on, as
+        vLLM's layers do).
+
+        Raises:
+            NotImplementedError: with ``output_scale`` or ``output_block_scale``, or ``output_lse``
+                where a kernel of the step has none.
+            ValueError: tensors that do not fit the layer or the step, or a step of another layer;
+                a cache whose layout a kernel of the step does not take.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError(
+                f"output_scale and output_block_scale: {self.backend_name} has none"
+            )
+        if attn_metadata is None:
+            return output.zero_()
+        rows = output
+        if output.dim() == 2:
+            rows = output.view(output.shape[0], self.num_heads, self.head_size)
+        self._check_step(attn_metadata, query, rows, output_lse)
+        _check_rows(attn_metadata.num_actual_tokens, query, rows, output_lse)
+        views = self._views(kv_cache, query.dtype)
+        if self._debugs:
+            step: VendorStep = attn_metadata
+            debug_read(step.block_table, step.seq_lens, kv_cache.shape[0], views.key.shape[1])
+        self._attend_step(attn_metadata, layer, query, views, rows, output_lse)
+        return output
+
+    @abstractmethod
+    def _check_step(
+        self, step: Any, query: torch.Tensor, rows: torch.Tensor, lse: torch.Tensor | None
+    ) -> None:
+        """The step is one of such a layer, and its kernels take these types."""
+
+    @abstractmethod
+    def _attend_step(
+        self,
+        step: Any,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        views: KVViews,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """Every call of the step. ``output`` and ``lse`` have the query's rows."""
+
+
+def rows_of(tensor: torch.Tensor, part: VendorRows) -> torch.Tensor:
+    """The part's rows; the tensor itself where they are all of its."""
+    if part.num_tokens == len(tensor):
+        return tensor
+    return tensor[part.first_token : part.first_token + part.num_tokens]
+
+
+def _check_rows(
+    tokens: int, query: torch.Tensor, rows: torch.Tensor, lse: torch.Tensor | None
+) -> None:
+    """Every tensor has a row for each token of the step, as the kernels address them."""
+    for name, tensor in (("query", query), ("output", rows), ("output_lse", lse)):
+        if tensor is not None and len(tensor) < tokens:
+            raise ValueError(
+                f"{name} must have at least num_actual_tokens ({tokens}) rows, got {len(tensor)}"
+            )
+    for name, tensor in (("output", rows), ("output_lse", lse)):
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+    if query.stride(-1) != 1:
+        raise ValueError(
+            f"query must be contiguous in its last dimension, got strides {tuple(query.stride())}"
+        )

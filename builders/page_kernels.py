@@ -1,0 +1,174 @@
+"""Triton kernels that write tables and lists of pages. Imported lazily; twins in torch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_reqs", "added", "table_width", "width"])
+def page_table_kernel(
+    block_table_ptr,
+    seq_lens_ptr,
+    page_table_ptr,
+    kv_lens_ptr,
+    kv_starts_ptr,
+    num_reqs,
+    added,
+    table_width,
+    width,
+    table_stride: tl.int64,
+    PAGES_PER_BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    REQS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """See :func:`builders.page_tables.write_page_table`; a program is a tile of one row."""
+    req = tl.program_id(0).to(tl.int64)
+    page = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    i = tl.arange(0, REQS)
+    seq_lens = tl.load(seq_lens_ptr + i, mask=i < num_reqs, other=0)
+    kv_lens = tl.where(seq_lens > 0, seq_lens + added, 0)
+    kv_len = tl.sum(tl.where(i == req, kv_lens, 0), 0)
+    used = tl.minimum(tl.cdiv(kv_len, PAGE_SIZE), table_width * PAGES_PER_BLOCK)
+    row_ptr = block_table_ptr + req * table_stride
+    block = tl.load(row_ptr + page // PAGES_PER_BLOCK, mask=page < used, other=0)
+    entry = tl.where(page < used, block * PAGES_PER_BLOCK + page % PAGES_PER_BLOCK, 0)
+    tl.store(page_table_ptr + req * width + page, entry, mask=page < width)
+    is_first = tl.program_id(1) == 0
+    tl.store(kv_lens_ptr + req, kv_len, mask=is_first)
+    tl.store(kv_starts_ptr + req + 1, tl.sum(tl.where(i <= req, kv_lens, 0), 0), mask=is_first)
+    tl.store(kv_starts_ptr, 0, mask=is_first & (req == 0))
+
+
+@triton.jit(do_not_specialize=["num_reqs", "table_width"])
+def page_list_kernel(
+    block_table_ptr,
+    seq_lens_ptr,
+    skipped_ptr,
+    indices_ptr,
+    num_reqs,
+    table_width,
+    table_stride: tl.int64,
+    PAGE_SIZE: tl.constexpr,
+    REQS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """See :func:`builders.page_tables.list_pages`; a program is a tile of one row of the table."""
+    req = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    i = tl.arange(0, REQS)
+    seq_lens = tl.load(seq_lens_ptr + i, mask=i < num_reqs, other=0)
+    pages = tl.minimum(tl.cdiv(seq_lens, PAGE_SIZE), table_width)
+    skipped = i * 0
+    if skipped_ptr is not None:
+        skipped = tl.load(skipped_ptr + i, mask=i < num_reqs, other=0).to(tl.int32)
+    before = tl.sum(tl.where(i < req, pages - skipped, 0), 0)
+    first = tl.sum(tl.where(i == req, skipped, 0), 0)
+    listed = (column >= first) & (column < tl.sum(tl.where(i == req, pages, 0), 0))
+    block = tl.load(block_table_ptr + req * table_stride + column, mask=listed)
+    tl.store(indices_ptr + before + column - first, block, mask=listed)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_reqs", "num_decodes", "least_len", "window", "table_width", "decode_width",
+        "prefill_width",
+    ],
+    do_not_specialize_on_alignment=["block_table_ptr", "seq_lens_ptr", "query_start_ptr"],
+)  # fmt: skip
+def phase_tables_kernel(
+    block_table_ptr,
+    seq_lens_ptr,
+    query_start_ptr,
+    decode_pages_ptr,
+    decode_lens_ptr,
+    decode_starts_ptr,
+    prefill_pages_ptr,
+    prefill_lens_ptr,
+    prefill_starts_ptr,
+    prefill_kv_starts_ptr,
+    num_reqs,
+    num_decodes,
+    least_len,
+    window,
+    table_width,
+    decode_width,
+    prefill_width,
+    table_stride: tl.int64,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    REQS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """See :func:`builders.phase_tables.fill_tables`; a program is a tile of one row."""
+    req = tl.program_id(0)
+    page = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    i = tl.arange(0, REQS)
+    real, is_own = i < num_reqs, i == req
+    begins = tl.load(query_start_ptr + i, mask=real, other=0)
+    counts = tl.load(query_start_ptr + 1 + i, mask=real, other=0) - begins
+    kv_lens = tl.load(seq_lens_ptr + i, mask=real, other=0)
+    skipped = i * 0
+    if WINDOW:
+        skipped = tl.maximum(kv_lens - counts - (window - 1), 0) // PAGE_SIZE
+        kv_lens -= skipped * PAGE_SIZE
+    kv_len = tl.sum(tl.where(is_own, kv_lens, 0), 0)
+    count = tl.sum(tl.where(is_own, counts, 0), 0)
+    first_page = tl.sum(tl.where(is_own, skipped, 0), 0)
+    # Decodes with tokens before those without.
+    is_live = (i < num_decodes) & (counts > 0)
+    before = tl.sum((is_live & (i < req)).to(tl.int32), 0)
+    idle_place = tl.sum(is_live.to(tl.int32), 0) + req - before
+    is_decode = req < num_decodes
+    place = tl.where(is_decode, tl.where(count > 0, before, idle_place), req - num_decodes)
+
+    used = tl.minimum(tl.cdiv(kv_len, PAGE_SIZE), table_width - first_page)
+    row_ptr = block_table_ptr + req * table_stride + first_page
+    entry = tl.load(row_ptr + page, mask=page < used, other=0)
+    at = place.to(tl.int64)
+    decode_row = decode_pages_ptr + at * decode_width
+    tl.store(decode_row + page, entry, mask=(page < decode_width) & is_decode)
+    prefill_row = prefill_pages_ptr + at * prefill_width
+    tl.store(prefill_row + page, entry, mask=(page < prefill_width) & (is_decode == 0))
+
+    is_first = tl.program_id(1) == 0
+    decodes, prefills = is_first & is_decode, is_first & (is_decode == 0)
+    first_token = tl.load(query_start_ptr + num_decodes)
+    end = tl.load(query_start_ptr + 1 + req)
+    tl.store(decode_lens_ptr + place, tl.maximum(tl.maximum(kv_len, least_len), count), decodes)
+    tl.store(decode_starts_ptr + 1 + place, tl.where(count > 0, end, first_token), decodes)
+    tl.store(decode_starts_ptr, 0, decodes & (place == 0))
+    keys = tl.sum(tl.where((i >= num_decodes) & (i <= req), kv_lens, 0), 0)
+    tl.store(prefill_lens_ptr + place, kv_len, prefills)
+    tl.store(prefill_starts_ptr + 1 + place, end - first_token, prefills)
+    tl.store(prefill_kv_starts_ptr + 1 + place, keys, prefills)
+    tl.store(prefill_starts_ptr, 0, prefills & (place == 0))
+    tl.store(prefill_kv_starts_ptr, 0, prefills & (place == 0))
+
+
+@triton.jit(do_not_specialize=["table_width", "width", "fill"])
+def latent_table_kernel(
+    block_table_ptr,
+    query_lens_ptr,
+    seq_lens_ptr,
+    pages_ptr,
+    kv_lens_ptr,
+    table_width,
+    width,
+    fill,
+    table_stride: tl.int64,
+    PAGE_SIZE: tl.constexpr,
+    BURST: tl.constexpr,
+):
+    """See :func:`builders.latent_tables.write_latent_table`; a program is a burst of one row."""
+    req = tl.program_id(0).to(tl.int64)
+    page = tl.program_id(1) * BURST + tl.arange(0, BURST)
+    seq_len = tl.load(seq_lens_ptr + req)
+    live = (tl.load(query_lens_ptr + req) > 0) & (seq_len > 0)
+    kv_len = tl.where(live, seq_len, fill)
+    used = tl.minimum(tl.cdiv(kv_len, PAGE_SIZE), table_width)
+    listed = page < used
+    block = tl.load(block_table_ptr + req * table_stride + page, mask=listed & live, other=0)
+    tl.store(pages_ptr + req * width + page, tl.where(listed, block, -1))
+    tl.store(kv_lens_ptr + req, kv_len, mask=tl.program_id(1) == 0)
