@@ -64,6 +64,10 @@ def test_modules_are_those_that_the_suite_calls(version: str, name: str, feature
 def test_modules_have_names_that_patterns_choose_from(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    every = flashinfer_modules.groups
+    # A few cases of each: all of them take a minute.
+    few = [(name, backend, cases[:15]) for name, backend, cases in every()]
+    monkeypatch.setattr(flashinfer_modules, "groups", lambda: iter(few))
     modules = all_modules(OLD)
     assert {name.rsplit("/", 1)[0] for name in modules} == {
         "conformance/FLASHINFER",
