@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from attn.backends.base import AttentionBackend
 from attn.impls.trtllm_mha import TrtllmMhaImpl
 from builders import flashinfer_compat as compat
+from builders.flashinfer_calls import DirectCalls
 from builders.page_tables import PAGE_SIZES
 from builders.trtllm_mha import TrtllmMhaMetadataBuilder
 from builders.trtllm_mha_choice import (
@@ -25,6 +28,15 @@ from specs.attention import AttentionCGSupport, BackendCapabilities
 from specs.devices import ComputeCapability, DeviceKind
 from specs.dtypes import CacheDType, DType
 from specs.layouts import KVPacking
+
+
+@functools.cache
+def _calls_of(loader: Callable[[], DirectCalls]) -> DirectCalls | None:
+    """What is loaded; None where it cannot be, a reason of its own. A failed import takes long."""
+    try:
+        return loader()
+    except compat.FlashInferUnavailableError:
+        return None
 
 
 class TrtllmMhaBackend(AttentionBackend):
@@ -107,12 +119,11 @@ class TrtllmMhaBackend(AttentionBackend):
             if cls.supports_compute_capability(capability):
                 phases = cls.phases
         reasons = layer_reasons(head_size, head_size, model, cache, capability, phases)
-        try:
-            missing = version_reason(phases, capability, cache, compat.load_calls())
-        except compat.FlashInferUnavailableError:
-            # A reason of its own: see `unavailable_reason`.
-            missing = None
-        return "; ".join([*reasons, *([] if missing is None else [missing])]) or None
+        calls = _calls_of(compat.load_calls)
+        if calls is not None:
+            missing = version_reason(phases, capability, cache, calls)
+            reasons += [] if missing is None else [missing]
+        return "; ".join(reasons) or None
 
     @classmethod
     def layout_reason(
