@@ -54,7 +54,7 @@ class PrefillKernel(StrEnum):
     AUTO = "auto"
     """The one for Hopper wherever it serves, layer by layer, else plain Triton."""
     TRITON = "triton"
-    """Plain Triton, everywhere: the default, until all of the other has run on a GPU as it is."""
+    """Plain Triton, everywhere."""
     HOPPER = "hopper"
     """The one for compute capability 9.0, in Gluon; a layer that it does not serve is refused.
     Shared prefixes are the plain one's all the same."""
@@ -69,7 +69,7 @@ class DecodeKernel(StrEnum):
     whole, tiles of up to 16 rows, head size 256, or 128 with at most 2 KV heads; and for latent
     rows, but those of more than 16 heads whose bits are to be their own. Else plain Triton."""
     TRITON = "triton"
-    """Plain Triton, everywhere: the default, as for prefills."""
+    """Plain Triton, everywhere."""
     HOPPER = "hopper"
     """The one for compute capability 9.0, in Gluon; a layer that it does not serve is refused."""
 
@@ -93,9 +93,9 @@ class EngineConfig(Spec):
     """Same bits for a request whatever shares its batch and however its prefill is chunked."""
     rswa_window: PositiveInt | None = None
     """Window of reference sliding-window attention (R-SWA): the prefix stays visible."""
-    prefill_kernel: PrefillKernel = PrefillKernel.TRITON
+    prefill_kernel: PrefillKernel = PrefillKernel.AUTO
     """Which kernel takes the requests with many new tokens."""
-    decode_kernel: DecodeKernel = DecodeKernel.TRITON
+    decode_kernel: DecodeKernel = DecodeKernel.AUTO
     """Which kernel takes the rows with few new tokens."""
     logits_soft_cap: PositiveFloat | None = None
     """Soft cap of the group's layers, for builders whose plan depends on it; None is off."""

@@ -266,8 +266,8 @@ def test_every_setting_arrives(make_config: Callable[..., Any]) -> None:
     assert not mine.batch_invariant
     assert mine.rswa_window is None
     assert mine.index_topk is None
-    assert mine.prefill_kernel is PrefillKernel.TRITON
-    assert mine.decode_kernel is DecodeKernel.TRITON
+    assert mine.prefill_kernel is PrefillKernel.AUTO
+    assert mine.decode_kernel is DecodeKernel.AUTO
 
 
 @pytest.mark.parametrize("kernels", [PrefillKernel, DecodeKernel])

@@ -236,8 +236,8 @@ def engine_config(
         rswa_window=compat.rswa_window(vllm_config, spec),
         exact_host_lengths=is_exact,
         index_topk=compat.index_topk(vllm_config),
-        prefill_kernel=_named(PREFILL_VARIABLE, PrefillKernel.TRITON),
-        decode_kernel=_named(DECODE_VARIABLE, DecodeKernel.TRITON),
+        prefill_kernel=_named(PREFILL_VARIABLE, PrefillKernel.AUTO),
+        decode_kernel=_named(DECODE_VARIABLE, DecodeKernel.AUTO),
     )
 
 
