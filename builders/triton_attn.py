@@ -80,7 +80,7 @@ class TritonAttentionMetadata(AttentionMetadata):
     block_table: torch.Tensor
     """``[R, max_blocks]`` int32, device."""
     split: SplitPlan | None
-    """Rows with few query tokens; None for encoders."""
+    """Rows with few query tokens; None where the host knows of none, and for encoders."""
     prefill: PrefillPlan | None
     """Rows with many; None where the host knows that there are none."""
     causal: bool | torch.Tensor = True
@@ -347,9 +347,9 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             raise ValueError(
                 f"causal must be a bool or have shape [{batch.num_reqs}], got {[*causal.shape]}"
             )
-        tiles = 0
+        tiles, has_short = 0, True
         if batch.max_query_len > self.planner.short_query:
-            tiles = self._prefill_tiles(batch)
+            tiles, has_short = self._kinds_of_rows(batch)
         prefixes = batch.rswa_prefix_lens
         ranges = _range_tensor(batch, self.device)
         record = TritonAttentionMetadata(
@@ -359,7 +359,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             query_start_loc=_leading(batch.query_start_loc, batch.num_reqs + 1),
             seq_lens=_leading(seq_lens, batch.num_reqs),
             block_table=batch.block_table_tensor,
-            split=None if self.is_encoder else self.planner.split(),
+            split=self.planner.split() if has_short and not self.is_encoder else None,
             prefill=self.planner.prefill_plan(batch.num_reqs, tiles, 1 << 30),
             causal=causal,
             mm_ranges=ranges,
@@ -424,6 +424,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         record = self.build(0, batch)
         programs = 2 * self.planner.num_multiprocessors
         record.prefill = self.planner.prefill_plan(batch.num_reqs, tiles, programs)
+        record.split = None if self.is_encoder else self.planner.split()
         return record
 
     def warm_up_batches(
@@ -472,12 +473,17 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
                 for kind in kinds[:1] if prefix else kinds:
                     yield prefix, batch.replace(**kind)
 
-    def _prefill_tiles(self, batch: CommonAttentionMetadata) -> int:
-        """The host's estimate of the step's prefill tiles; at least one."""
+    def _kinds_of_rows(self, batch: CommonAttentionMetadata) -> tuple[int, bool]:
+        """The host's estimate of the step's prefill tiles, at least one; and whether rows may be
+        the split-KV kernel's: unless the host's lengths are exact, they may.
+        """
         lens = batch.query_start_loc_cpu.diff()
-        long = lens[lens > self.planner.short_query]
+        short = self.planner.short_query
+        long = lens[lens > short]
         size = self.planner.prefill.query_tile
-        return max(1, int(((long + (size - 1)) // size).sum()))
+        tiles = max(1, int(((long + (size - 1)) // size).sum()))
+        is_exact = self.vllm_config.exact_host_lengths
+        return tiles, not is_exact or len(long) != int((lens > 0).sum())
 
     def _shared_prefix(
         self, record: TritonAttentionMetadata, batch: CommonAttentionMetadata, length: int
