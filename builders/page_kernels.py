@@ -172,3 +172,47 @@ def latent_table_kernel(
     block = tl.load(block_table_ptr + req * table_stride + page, mask=listed & live, other=0)
     tl.store(pages_ptr + req * width + page, tl.where(listed, block, -1))
     tl.store(kv_lens_ptr + req, kv_len, mask=tl.program_id(1) == 0)
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs", "short_query", "window", "width", "capacity"],
+    do_not_specialize_on_alignment=["query_start_ptr", "seq_lens_ptr"],
+)
+def widened_pages_kernel(
+    query_start_ptr,
+    seq_lens_ptr,
+    table_ptr,
+    sources_ptr,
+    total_ptr,
+    num_reqs,
+    short_query,
+    window,
+    width,
+    capacity,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    REQS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """See :func:`builders.widened.write_widened_pages`; a program is a tile of one row."""
+    req = tl.program_id(0)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    i = tl.arange(0, REQS)
+    real, is_own = i < num_reqs, i == req
+    begins = tl.load(query_start_ptr + i, mask=real, other=0)
+    counts = tl.load(query_start_ptr + 1 + i, mask=real, other=0) - begins
+    kv_lens = tl.load(seq_lens_ptr + i, mask=real, other=0)
+    first = i * 0
+    if WINDOW:
+        first = tl.maximum(kv_lens - counts - (window - 1), 0) // PAGE_SIZE
+    stop = tl.minimum(tl.cdiv(kv_lens, PAGE_SIZE), width)
+    pages = tl.where(counts > short_query, tl.maximum(stop - first, 0), 0)
+    own_first = tl.sum(tl.where(is_own, first, 0), 0)
+    own_pages = tl.sum(tl.where(is_own, pages, 0), 0)
+    place = tl.sum(tl.where(i < req, pages, 0), 0) + column - own_first
+    there = (column >= own_first) & (column < own_first + own_pages) & (place < capacity)
+    tl.store(table_ptr + req.to(tl.int64) * width + column, place, mask=there)
+    tl.store(sources_ptr + 2 * place, req, mask=there)
+    tl.store(sources_ptr + 2 * place + 1, column, mask=there)
+    is_first = (req == 0) & (tl.program_id(1) == 0)
+    tl.store(total_ptr, tl.minimum(tl.sum(pages, 0), capacity), mask=is_first)

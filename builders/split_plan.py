@@ -158,6 +158,28 @@ class SplitPlan:
 
 
 @dataclass(frozen=True)
+class WidenedKeys:
+    """Keys and values of a step's prefills as elements of the model: see :mod:`builders.widened`.
+
+    Every layer writes its own there before it reads them.
+    """
+
+    key: torch.Tensor
+    """``[W, P, Hk, D]``: a workspace of W pages of P tokens."""
+    value: torch.Tensor
+    """``[W, P, Hk, Dv]``."""
+    table: torch.Tensor
+    """``[R, max_pages]`` int32: the workspace's pages of each request with a long query, from the
+    first that a window leaves; others may be anything."""
+    sources: torch.Tensor
+    """``[W, 2]`` int32: request, and which of its pages, of each page of the workspace."""
+    total: torch.Tensor
+    """``[1]`` int32: pages in use."""
+    pages: int
+    """The same as the host knows it: programs to launch."""
+
+
+@dataclass(frozen=True)
 class HopperPlan:
     """The step's plan for the prefill kernel on Hopper, in layers whose tiles have those tokens."""
 
@@ -173,6 +195,8 @@ class HopperPlan:
     """Programs to launch; any number is right, they share the tiles."""
     is_required: bool = False
     """A layer that the kernel does not serve is an error; else the plain kernel's."""
+    widened: WidenedKeys | None = None
+    """Where keys and values of a quantised cache are put first; None where tiles convert theirs."""
 
 
 @dataclass(frozen=True)

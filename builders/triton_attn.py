@@ -15,6 +15,7 @@ from builders.debug import debug_batch, debug_enabled
 from builders.hopper_dense import (
     LayerAsks,
     decode_kernel_of,
+    hopper_tile,
     prefill_kernel_of,
 )
 from builders.paging import Stripe
@@ -27,12 +28,14 @@ from builders.split_plan import (
     SplitLimits,
     SplitPlan,
     VisibleKeys,
+    WidenedKeys,
 )
 from builders.tiles import (
     DenseShape,
     HopperDecodeTile,
     HopperTile,
 )
+from builders.widened import LEAST_ROWS, PAGE, WidenedPages
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
 from specs.devices import ComputeCapability, DeviceKind, kind_of
@@ -229,6 +232,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         )
         self._multiprocessors = multiprocessors
         self.planner = self._new_planner(self.buffers)
+        self._widened = self._widened_pages()
         self._shared: _SharedBuffers | None = None
         self.shares_prefix = (
             isinstance(kv_cache_spec, FullAttentionSpec)
@@ -303,6 +307,27 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         asks = replace(self._asks(), rswa=config.rswa_window is not None)
         return decode_kernel_of(self.shape, self.kind, self._page, tokens, asks, wanted)[0]
 
+    def _widened_pages(self) -> WidenedPages | None:
+        """Where prefills of this group may have a quantised cache widened; None where they do not.
+
+        Both ways have to take tiles of the same tokens, for which the plan is.
+        """
+        config, spec, visible = self.vllm_config, cast(Any, self.kv_cache_spec), self.visible
+        of_cache = self.planner.hopper
+        if of_cache is None or self.shape.stored_bits != 8 or config.prefill_workspace_bytes == 0:
+            return None
+        if self.is_cross or visible.chunk is not None or config.rswa_window is not None:
+            return None
+        if not config.exact_host_lengths:
+            return None
+        asks = replace(self._asks(), cache_dtype=CacheDType.AUTO)
+        tile = hopper_tile(replace(self.shape, stored_bits=16), self.kind, PAGE, asks)
+        if isinstance(tile, str) or tile.query_tile != of_cache.query_tile:
+            return None
+        short, most = self.planner.short_query, config.prefill_workspace_bytes
+        sizes = self.shape, spec.dtype.torch, self._limits
+        return WidenedPages(*sizes, short, visible.window, most, self.device)
+
     def build(
         self,
         common_prefix_len: int,
@@ -369,6 +394,10 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         )
         self.update_draft_decode_metadata(record)
         record.shared = self._shared_prefix(record, batch, common_prefix_len)
+        # Ranges reach further back than a window.
+        sees_more = ranges is not None and self.visible.window is not None
+        if self._widened is not None and tiles and record.shared is None and not sees_more:
+            record.prefill = _over(record.prefill, self._widened.plan(batch))
         return record
 
     def update_draft_decode_metadata(self, metadata: TritonAttentionMetadata) -> None:
@@ -377,6 +406,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         Args:
             metadata: a record of this builder.
         """
+        metadata.prefill = _over(metadata.prefill, None)
         self.planner.fill(
             metadata.query_start_loc,
             metadata.seq_lens,
@@ -395,7 +425,8 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         A graph that was captured with this builder reads this builder's buffers.
         """
         updated = super().update_block_table(metadata, block_table, slot_mapping)
-        split, prefill = metadata.split, metadata.prefill
+        split, prefill = metadata.split, _over(metadata.prefill, None)
+        updated.prefill = prefill
         starts = self.planner.buffers.view("tile_starts", metadata.num_reqs + 1)
         has_own_rows = split is None or split.rows is self.planner.buffers["rows"]
         has_own_tiles = prefill is None or prefill.tile_starts.data_ptr() == starts.data_ptr()
@@ -461,7 +492,10 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         width = cdiv(config.max_model_len, block_size)
         table = torch.zeros((1, width), dtype=torch.int32, device=device)
         most = min(config.max_num_batched_tokens, config.max_model_len)
-        for tokens in dict.fromkeys((1, min(self.planner.short_query + 1, most))):
+        counts = [1, min(self.planner.short_query + 1, most)]
+        if self._widened is not None:
+            counts.append(min(cdiv(LEAST_ROWS, self.shape.group), most))
+        for tokens in dict.fromkeys(counts):
             for prefix in (0, block_size) if shared_prefix else (0,):
                 if prefix + tokens > config.max_model_len:
                     continue
@@ -535,6 +569,13 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
                 f"common_prefix_len must be within block_table_tensor's {block_table.shape[1]} "
                 f"blocks of {block_size}, got {length}"
             )
+
+
+def _over(plan: PrefillPlan | None, widened: WidenedKeys | None) -> PrefillPlan | None:
+    """A step's prefills over widened keys, or over the cache itself."""
+    if plan is None or plan.hopper is None or plan.hopper.widened is widened:
+        return plan
+    return replace(plan, hopper=replace(plan.hopper, widened=widened))
 
 
 def _leading(tensor: torch.Tensor, count: int) -> torch.Tensor:

@@ -115,6 +115,10 @@ class EngineConfig(Spec):
     """Most bytes of cached context that an MLA prefill holds expanded at a time; None leaves the
     bound to the backend."""
 
+    prefill_workspace_bytes: NonNegativeInt | None = None
+    """Most bytes of keys and values that prefills over a quantised cache hold widened at a time,
+    where a kernel has use for it; 0 for none, None leaves the bound to the backend."""
+
     @property
     def max_decode_query_len(self) -> int:
         """Longest query of a decode row: 1, or 1 + k with speculation."""

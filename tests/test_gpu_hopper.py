@@ -12,11 +12,15 @@ import torch
 from attn.backends.triton_attn import TritonAttentionBackend
 from attn.backends.triton_mla import TritonMLABackend
 from attn.device import detect_device
+from builders import widened
+from builders.common import CommonAttentionMetadata
+from builders.split_plan import WidenedKeys
+from builders.widened import WidenedPages
 from specs.devices import DeviceKind, kind_of
 from specs.dtypes import CacheDType, DType
 from specs.engine import PrefillKernel
 from tests import test_random_attention, trials
-from tests.cases import Case, LatentCase, cases_for
+from tests.cases import FEATURES, Case, LatentCase, cases_for
 from tests.conformance import check_case
 from tests.hopper_cases import is_served
 from tests.test_gpu_triton_attn import (
@@ -52,6 +56,16 @@ SETUPS = {
     )
     for size in (64, 128, 256)
 }
+WIDENED_CASES = [
+    replace(case, feature=feature)
+    for case in cases_for(TritonAttentionBackend)
+    if isinstance(case, Case)
+    and case.cache_dtype in (CacheDType.FP8, CacheDType.FP8_E4M3, CacheDType.FP8_E5M2)
+    and max(case.batch.query_lens) > 16
+    and case.feature.name in ("causal", "soft_cap", "sinks", "fp8_output")
+    and is_served(case)
+    for feature in (case.feature, FEATURES["window"])[: 2 if case.feature.name == "causal" else 1]
+]
 LATENT_CASES = [
     replace(case, dtype=DType.BFLOAT16) if case.dtype is DType.FLOAT32 else case
     for case in cases_for(TritonMLABackend)
@@ -72,6 +86,27 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials.Trial, "prefill_kernel", PrefillKernel.HOPPER)
+
+
+@pytest.mark.parametrize("size", [128, 256])
+@pytest.mark.parametrize("case", WIDENED_CASES, ids=str)
+def test_quantised_cases_are_right_over_widened_keys(
+    case: Case, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = replace(case, heads=replace(case.heads, head_size=size, head_size_v=None))
+    assert is_served(case)
+    monkeypatch.setattr(widened, "LEAST_ROWS", 0)
+    made: list[bool] = []
+    plan = WidenedPages.plan
+
+    def noted(self: WidenedPages, batch: CommonAttentionMetadata) -> WidenedKeys | None:
+        pages = plan(self, batch)
+        made.append(pages is not None)
+        return pages
+
+    monkeypatch.setattr(WidenedPages, "plan", noted)
+    check_case(TritonAttentionBackend, case, DEVICE)
+    assert any(made)
 
 
 @pytest.mark.parametrize("kernel", [PrefillKernel.HOPPER, PrefillKernel.TRITON], ids=str)

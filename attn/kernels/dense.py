@@ -34,6 +34,7 @@ from specs.layouts import KVViews
 if TYPE_CHECKING:
     from attn.kernels.hopper.decode_launch import HopperDecodeLauncher
     from attn.kernels.hopper.launch import HopperLauncher
+    from attn.kernels.hopper.widened import WidenedLauncher
 
 FINISH_CELLS = 1024
 """Cells of a state that the program which finishes a row folds at a time."""
@@ -175,8 +176,9 @@ class DenseLauncher:
         """
         self.layer = layer
         self._stored = _stored(layer.cache_dtype)
-        self._splits, self._prefills = Forms(), Forms()
+        self._splits, self._tiled = Forms(), Forms()
         self._hopper: HopperLauncher | None = None
+        self._widened: WidenedLauncher | None = None
         self._hopper_decode: HopperDecodeLauncher | None = None
 
     def attend(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> None:
@@ -196,15 +198,18 @@ class DenseLauncher:
         if step.split is not None:
             self._split(step, tensors, varying, likeness).launch()
         if step.prefill is not None:
-            self._prefill(step, tensors, varying, likeness).launch()
+            for call in self._prefills(step, tensors, varying, likeness):
+                call.launch()
 
     def split(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> KernelCall:
         """The launch that serves the step's rows with few query tokens."""
         return self._split(step, tensors, *self._shared(step, tensors)).record
 
     def prefill(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> KernelCall:
-        """The launch that serves the step's rows with many query tokens."""
-        return self._prefill(step, tensors, *self._shared(step, tensors)).record
+        """The launch that serves the step's rows with many query tokens, after that which widens
+        their keys, if any does.
+        """
+        return self._prefills(step, tensors, *self._shared(step, tensors))[-1].record
 
     def _split(
         self,
@@ -252,17 +257,36 @@ class DenseLauncher:
                 return call
         varying["first_ptr"] = step.first_positions
         key = (plan.tile, likeness)
-        if not self._prefills.has(key):
+        if not self._tiled.has(key):
             fixed = self._fixed(step, tensors, varying)
             tile, own = _prefill_constants(plan.tile, fixed)
             fixed |= own
             fixed["HEADS"] = self.layer.num_heads
             launch = (tile.num_warps, tile.num_stages)
             names = varying.keys() & set(prefill_kernel.arg_names)
-            self._prefills.keep(key, KernelForm(prefill_kernel, fixed, names, *launch))
-        form = self._prefills.latest
+            self._tiled.keep(key, KernelForm(prefill_kernel, fixed, names, *launch))
+        form = self._tiled.latest
         assert form is not None
         return form.call((plan.programs,), varying)
+
+    def _prefills(
+        self,
+        step: TritonAttentionMetadata,
+        tensors: DenseTensors,
+        varying: dict[str, Any],
+        likeness: tuple[Any, ...],
+    ) -> tuple[FormCall, ...]:
+        """The launches that serve rows with many query tokens: over keys widened first, or one."""
+        plan = step.prefill
+        if plan is not None and plan.hopper is not None and plan.hopper.widened is not None:
+            if self._widened is None:
+                from attn.kernels.hopper.widened import WidenedLauncher
+
+                self._widened = WidenedLauncher(self.layer, self._stored.kind)
+            calls = self._widened.calls(plan.hopper, step, tensors, varying, likeness)
+            if calls is not None:
+                return calls
+        return (self._prefill(step, tensors, varying, likeness),)
 
     def _on_hopper(
         self,

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 
 NATIVE, E4M3, E5M2, INT8, INT4 = range(5)
+WIDENED = -1
+"""Elements of the model that were a quantised cache's, whose scales they still need."""
 _E4M3, _E5M2, _INT8, _INT4 = (tl.constexpr(kind) for kind in (E4M3, E5M2, INT8, INT4))
 
 # How they are decoded: in plain Triton, in PTX for any NVIDIA GPU, or by sm_89's conversions.

@@ -248,7 +248,7 @@ class Compiler:
         ptx = compiled.asm["ptx"]
         return Facts(
             **read,
-            undefined=_undefined(compiled.asm["cubin"]) if variant.kernel.is_gluon else 0,
+            undefined=_undefined(compiled.asm["cubin"]) if variant.kernel.is_of_hopper else 0,
             idle_barriers=len(idle_barriers(compiled.asm["ttgir"])),
             packed_additions=packed_additions(ptx),
             shared=compiled.metadata.shared,

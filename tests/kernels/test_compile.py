@@ -61,7 +61,7 @@ def test_variants_are_named_and_few_enough_for_every_run() -> None:
     assert len(TESTED) <= MOST_COMPILES
     assert {target for _, target in TESTED} == set(TARGETS)
     # Those for Hopper are compiled by tests of their own.
-    kernels = {kernel for kernel in Kernel if not kernel.is_gluon}
+    kernels = {kernel for kernel in Kernel if not kernel.is_of_hopper}
     assert {variant.kernel for variant, _ in TESTED} == kernels
     assert sorted(target for targets in PROCESSES for target in targets) == sorted(TARGETS)
 

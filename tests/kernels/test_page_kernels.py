@@ -26,6 +26,7 @@ VARIANTS = {{
     "page_table_kernel": [SIZES | {{"PAGES_PER_BLOCK": 2}}],
     "page_list_kernel": [SIZES, SIZES | {{"skipped_ptr": None}}],
     "phase_tables_kernel": [SIZES | {{"WINDOW": False}}, SIZES | {{"WINDOW": True}}],
+    "widened_pages_kernel": [SIZES | {{"WINDOW": False}}, SIZES | {{"WINDOW": True}}],
 }}
 found = []
 for name, variants in VARIANTS.items():

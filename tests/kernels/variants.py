@@ -6,6 +6,7 @@ the target; they are recorded in place of being made. Nothing here knows a kerne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ import builders.kernels
 import builders.split_kv
 import builders.triton_attn
 import builders.triton_mla
+import builders.widened
 from attn.impls.base import LayerScales
 from attn.impls.triton_attn import TritonAttentionImpl
 from attn.impls.triton_mla import TritonMLAImpl
@@ -74,6 +76,7 @@ class Kernel(StrEnum):
     MLA_PREFILL = "mla_prefill"
     MLA_EXPAND = "mla_expand"
     MERGE = "merge"
+    WIDEN = "widen"
 
     @property
     def decodes(self) -> bool:
@@ -86,9 +89,9 @@ class Kernel(StrEnum):
         return self in (Kernel.DECODE, Kernel.PREFILL, Kernel.MLA_DECODE, Kernel.MLA_PREFILL)
 
     @property
-    def is_gluon(self) -> bool:
-        """It is written for Hopper."""
-        return self.startswith("hopper")
+    def is_of_hopper(self) -> bool:
+        """It is written for Hopper, or for what is."""
+        return self.startswith("hopper") or self is Kernel.WIDEN
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,8 @@ class Layer:
     per_head_scales: bool = False
     lse: bool = False
     fp8_output: bool = False
+    widened: bool = False
+    """Prefills over a quantised cache have it widened first."""
     neox: bool = True
     left_to_itself: bool = False
     """The engine chooses kernels."""
@@ -379,6 +384,19 @@ HOPPER_VARIANTS: Final = (
     # Caches of 8 bits.
     _only(_H, "fp8 32/8/128", 90, cache=_FP8, speed=True),
     _only(_H, "fp8 64/8/64", cache=_FP8, heads=(64, 8, 64)),
+    _only(_H, "fp8 widened", 90, cache=_FP8, speed=True, widened=True),
+    _only(
+        _H, "fp8 widened 16/8/256 sinks", cache=_FP8, heads=(16, 8, 256), sinks=True, widened=True
+    ),
+    _only(Kernel.WIDEN, "fp8", 90, cache=_FP8, speed=True, widened=True),
+    _only(
+        Kernel.WIDEN,
+        "e5m2 16/2/80 fp16",
+        cache=CacheDType.FP8_E5M2,
+        heads=(16, 2, 80),
+        dtype=DType.FLOAT16,
+        widened=True,
+    ),
     _only(_H, "fp8 16/8/256", cache=_FP8, heads=(16, 8, 256)),
     _only(_H, "fp8 fp16", cache=_FP8, dtype=DType.FLOAT16),
     _only(_H, "e5m2 window", cache=_E5M2, window=1024),
@@ -493,7 +511,8 @@ def _batch(layer: Layer, query_len: int, kv_len: int = 41) -> CommonAttentionMet
 
 def _attention_call(layer: Layer, kernel: Kernel) -> KernelCall:
     query_len = 1 + layer.drafts if kernel.decodes else 41
-    prefill = PrefillKernel.HOPPER if kernel is Kernel.HOPPER_PREFILL else PrefillKernel.TRITON
+    is_hopper = kernel in (Kernel.HOPPER_PREFILL, Kernel.WIDEN)
+    prefill = PrefillKernel.HOPPER if is_hopper else PrefillKernel.TRITON
     decode = DecodeKernel.HOPPER if kernel is Kernel.HOPPER_DECODE else DecodeKernel.TRITON
     if layer.left_to_itself:
         prefill, decode = PrefillKernel.AUTO, DecodeKernel.AUTO
@@ -527,7 +546,8 @@ def attention_calls(
     spec, dtype = layer.spec(), layer.dtype.torch
     batch, engine = _batch(layer, query_len, prefix + 41), layer.engine(prefill, decode)
     builder = TritonAttentionMetadataBuilder(spec, ["layer"], engine, "cpu")
-    record = builder.build(prefix, batch)
+    with mock.patch.object(builders.widened, "LEAST_ROWS", 0 if layer.widened else math.inf):
+        record = builder.build(prefix, batch)
     tokens = batch.num_actual_tokens
     output = torch.zeros(tokens, heads, layer.v_size, dtype=output_dtype or dtype)
     if query is None:

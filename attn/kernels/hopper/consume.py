@@ -383,7 +383,7 @@ def consume(
         PART, q_tiles, q_more, k_tiles, k_more, k_full, done, high > 0, KV_TILE, EXTRA, STAGES
     )
     factor, v_factor = _factors(
-        scale, head, k_scale_ptr, v_scale_ptr, scale_head, PACKED, GROUP, KIND > 0
+        scale, head, k_scale_ptr, v_scale_ptr, scale_head, PACKED, GROUP, KIND != 0
     )
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k_empty.index(0), count=1, pred=high > 0)
@@ -410,7 +410,7 @@ def consume(
             outer = gl.maximum(high - (all_low + KV_TILE - 1) // KV_TILE, inner)
             outer = gl.minimum(outer, count)
         live = kv_len - (high - 1) * KV_TILE
-        has_tail = (KIND == 0) & (live < KV_TILE) & (live % RUN != 0)
+        has_tail = (KIND <= 0) & (live < KV_TILE) & (live % RUN != 0)
         if has_tail:
             if PART == WARP_GROUPS - 1:
                 mbarrier.wait(v_full.index(done % STAGES), (done // STAGES) & 1)
@@ -473,7 +473,7 @@ def consume(
             SOFT_CAP, SINKS, FP8_OUT, LSE,
         )  # fmt: skip
         factor, v_factor = _factors(
-            scale, head, k_scale_ptr, v_scale_ptr, scale_head, PACKED, GROUP, KIND > 0
+            scale, head, k_scale_ptr, v_scale_ptr, scale_head, PACKED, GROUP, KIND != 0
         )
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_empty.index(done % STAGES), count=1, pred=high > 0)

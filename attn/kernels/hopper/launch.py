@@ -233,6 +233,16 @@ class HopperForms(ABC, Generic[Plan]):
 class HopperLauncher(HopperForms[HopperPlan]):
     """The prefill launches of one layer."""
 
+    def __init__(self, layer: DenseLayer, kind: int | None = None) -> None:
+        """
+        Args:
+            layer: what never changes.
+            kind: how elements are stored, as in :mod:`attn.kernels.stored`; None as the layer's
+                cache does.
+        """
+        super().__init__(layer)
+        self._kind = _kind_of(layer.cache_dtype) if kind is None else kind
+
     def _static(self, plan: HopperPlan) -> tuple[Any, ...]:
         return plan.query_tile, plan.is_required
 
@@ -291,7 +301,7 @@ class HopperLauncher(HopperForms[HopperPlan]):
             "RUN": tile.run,
             "Q_STAGES": tile.query_stages,
             "STAGES": tile.num_stages,
-            "KIND": _kind_of(layer.cache_dtype),
+            "KIND": self._kind,
             "REGISTERS": tile.registers,
             "CAUSAL": 0 if not layer.causal or causal is False else 1 if causal is True else 2,
             "WINDOW": layer.sliding_window is not None,

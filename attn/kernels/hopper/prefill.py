@@ -182,7 +182,7 @@ def hopper_prefill_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    if KIND == 0:
+    if KIND <= 0:
         # Of 8 bits nobody clears: see :func:`attn.kernels.hopper.decode.hopper_decode_kernel`.
         mbarrier.init(cleared, count=WARP_GROUPS)
     for s in gl.static_range(Q_STAGES):
