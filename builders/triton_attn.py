@@ -425,8 +425,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         A graph that was captured with this builder reads this builder's buffers.
         """
         updated = super().update_block_table(metadata, block_table, slot_mapping)
-        split, prefill = metadata.split, _over(metadata.prefill, None)
-        updated.prefill = prefill
+        split, prefill = metadata.split, metadata.prefill
         starts = self.planner.buffers.view("tile_starts", metadata.num_reqs + 1)
         has_own_rows = split is None or split.rows is self.planner.buffers["rows"]
         has_own_tiles = prefill is None or prefill.tile_starts.data_ptr() == starts.data_ptr()
@@ -435,6 +434,11 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             updated.split = None if split is None else self.planner.split()
             if prefill is not None:
                 updated.prefill = self.planner.own_prefill(prefill, metadata.num_reqs)
+                pages = None if prefill.hopper is None else prefill.hopper.widened
+                if pages is not None and self._widened is not None:
+                    # Its own workspace; which pages there are does not depend on the blocks.
+                    lens = metadata.query_start_loc, metadata.seq_lens
+                    updated.prefill = _over(updated.prefill, self._widened.of(*lens, pages.pages))
         return updated
 
     def build_for_cudagraph_capture(

@@ -113,17 +113,32 @@ class WidenedPages:
         if lens is None or self.capacity == 0:
             return None
         rows = self.host_rows(batch.query_start_loc_cpu.diff()[:reqs], lens[:reqs])
-        if not 0 < rows.pages <= self.capacity or rows.rows_per_key < LEAST_ROWS:
+        if rows.pages == 0 or rows.rows_per_key < LEAST_ROWS:
             return None
-        buffers = self.buffers
+        starts, seq_lens = batch.query_start_loc[: reqs + 1], batch.seq_lens[:reqs]
+        return self.of(starts, seq_lens, rows.pages)
+
+    def of(
+        self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, pages: int
+    ) -> WidenedKeys | None:
+        """The pages of such a step; None where the workspace is too small.
+
+        Args:
+            query_start_loc: ``[R + 1]`` int32, device.
+            seq_lens: ``[R]`` int32, device.
+            pages: of the workspace, as the host counts them.
+        """
+        if pages > self.capacity:
+            return None
+        buffers, reqs = self.buffers, len(seq_lens)
         table = buffers.view("table", reqs, buffers["table"].shape[1])
         key, value = (buffers[name].transpose(1, 2) for name in ("key", "value"))
-        pages = WidenedKeys(key, value, table, buffers["sources"], buffers["total"], rows.pages)
-        starts, seq_lens = batch.query_start_loc[: reqs + 1], batch.seq_lens[:reqs]
+        made = WidenedKeys(key, value, table, buffers["sources"], buffers["total"], pages)
         launched = buffers.device.type == "cuda" or interprets()
         write = launch_widened_pages if launched else write_widened_pages
-        write(starts, seq_lens, pages, self.short_query, self.window, self._limits.max_num_seqs)
-        return pages
+        most = self._limits.max_num_seqs
+        write(query_start_loc, seq_lens, made, self.short_query, self.window, most)
+        return made
 
 
 def launch_widened_pages(

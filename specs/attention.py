@@ -170,6 +170,9 @@ class BackendCapabilities(Spec):
     row_bits: StrictBool = False
     """A request has the same bits alone as in a batch, but for rows that a record says are cut
     freely. Kernels of others split rows by their batch."""
+    clears_tails: StrictBool = False
+    """``forward`` may zero the slots behind a request's last key, in the page of that key: a kernel
+    multiplies what they hold by a weight of zero, and they may hold NaN."""
     kv_connector: StrictBool = True
     pcp: StrictBool = False
     dcp: StrictBool = False

@@ -11,7 +11,8 @@ Cases come from ``tests.cases``, what happens in one is in ``tests.trials``. Che
   what ``forward_mqa`` returns and ``output`` is the layer's;
 - ``stored``: within the much smaller budget of the oracle on what the cache holds;
 - ``padding``: rows past the last request keep their bytes;
-- ``unchanged``: batch, inputs and cache are as before ``build`` and ``forward``;
+- ``unchanged``: batch, inputs and cache are as before ``build`` and ``forward``, but for zeros
+  behind the last key where ``clears_tails`` is declared;
 - ``rebuild``: a second ``build`` gives the same record;
 - ``same_bits``: a request alone gives the bits it has in the batch, where that is promised;
 - ``block_table``: ``update_block_table`` equals a fresh build, and keeps a wrapper's attributes;
@@ -55,7 +56,10 @@ def run_case(
     record = trial.build(builder)
     rebuilt = contents(record), contents(trial.build(builder))
     result.note("rebuild", _difference(*rebuilt))
+    kept = trial.buffer.clone()
     results = trial.attend(record, trial.inputs, trial.cache())
+    if backend.capabilities.clears_tails:
+        trial.restore_tails(kept)
     if backend.forward_includes_kv_cache_update:
         before["cache"] = contents(trial.buffer)
     result.note("unchanged", _difference(before, contents(_touchable(trial))))

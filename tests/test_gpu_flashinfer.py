@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attn.backends.flashinfer import FlashInferBackend
-from attn.bench.timing import count_waits
+from attn.bench.timing import count_waits, waits_are_errors
 from attn.registry import AttentionBackendEnum
 from builders import flashinfer
 from builders.flashinfer_choice import KernelChoice, WrapperKernel
@@ -42,11 +42,8 @@ def test_build_and_forward_wait_for_nothing(case: Case) -> None:
     # Kernels are compiled, and scales read, by the first call.
     trial.attend(trial.build(builder), trial.inputs, cache)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         trial.attend(trial.build(builder), trial.inputs, cache)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from attn.backends.flashinfer_mla import FlashInferMlaBackend
+from attn.bench.timing import waits_are_errors
 from attn.registry import AttentionBackendEnum
 from specs.dtypes import CacheDType, DType
 from tests.batches import BATCHES, BatchSpec
@@ -49,11 +50,8 @@ def test_build_and_forward_wait_for_nothing(name: str, cache: CacheDType) -> Non
     # Kernels are compiled, and scales read, by the first call.
     trial.attend(trial.build(builder), trial.inputs, kept)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         trial.attend(trial.build(builder), trial.inputs, kept)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("cache", CACHES)

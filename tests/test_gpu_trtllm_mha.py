@@ -10,7 +10,7 @@ import torch
 from attn.backends.mixed import mix
 from attn.backends.triton_attn import TritonAttentionBackend
 from attn.backends.trtllm_mha import TrtllmMhaBackend
-from attn.bench.timing import count_waits
+from attn.bench.timing import count_waits, waits_are_errors
 from attn.registry import AttentionBackendEnum
 from specs.dtypes import CacheDType, DType
 from specs.layouts import KVOrder, KVPacking
@@ -47,11 +47,8 @@ def test_build_and_forward_wait_for_nothing(case: Case) -> None:
     # Kernels are compiled, and scales read, by the first call.
     trial.attend(trial.build(builder), trial.inputs, cache)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         trial.attend(trial.build(builder), trial.inputs, cache)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("feature", ["causal", "window"])

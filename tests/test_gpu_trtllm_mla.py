@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attn.backends.trtllm_mla import TrtllmMlaBackend
+from attn.bench.timing import waits_are_errors
 from attn.registry import AttentionBackendEnum
 from specs.attention import MlaKernel
 from specs.dtypes import CacheDType, DType
@@ -57,11 +58,8 @@ def test_build_and_forward_wait_for_nothing(case: LatentCase) -> None:
     # Kernels are compiled by the first call.
     trial.attend(trial.build(builder), trial.inputs, cache)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         trial.attend(trial.build(builder), trial.inputs, cache)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

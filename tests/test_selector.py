@@ -507,7 +507,7 @@ FEATURES: dict[str, tuple[dict[str, Any], str]] = {
 # Structure, a pair of features, and what an impl offers without being asked at selection.
 NO_FEATURES = {
     *("is_mla", "is_sparse", "non_causal_dcp", "lse", "output_quant"),
-    *("head_size_v", "needs_host_lengths", "row_bits"),
+    *("head_size_v", "needs_host_lengths", "row_bits", "clears_tails"),
 }
 
 

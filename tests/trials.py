@@ -169,6 +169,12 @@ class Trial(ABC):
     def write(self) -> None:
         """Context first, as earlier steps did, then this step's tokens."""
 
+    def restore_tails(self, kept: Tensor) -> None:
+        """Slots behind the last key of each request, in its page, as they were in ``kept``, where
+        zeros are all that came there.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def check_cache(self, result: CaseResult) -> None:
         """Every byte of the cache."""
@@ -481,6 +487,19 @@ class DenseTrial(Trial):
             stored_rows.decode_side(key, cache_dtype, self.dtype, self.layer._k_scale.cpu()),
             stored_rows.decode_side(value, cache_dtype, self.dtype, self.layer._v_scale.cpu()),
         )
+
+    def restore_tails(self, kept: Tensor) -> None:
+        if not self.has_cache:
+            return
+        size, tails = self.case.block_size, []
+        for request in self.requests:
+            keys = len(request.key)
+            tails.append(self.full_paging.slots(request.row, keys, -(-keys // size) * size))
+        places = self._pages().rows(torch.arange(self.buffer.numel())).flatten(0, 1)
+        here = places[torch.cat(tails)].flatten().to(self.device)
+        flat = self.buffer.view(-1)
+        if bool(((flat[here] == 0) | (flat[here] == batches.POISON_BYTE)).all()):
+            flat[here] = kept.view(-1)[here]
 
     def check_cache(self, result: CaseResult) -> None:
         if not self.has_cache:

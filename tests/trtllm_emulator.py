@@ -253,6 +253,7 @@ class Emulator:
         lens = given["seq_lens"]
         need(lens.dtype == torch.int32, f"seq_lens of {lens.dtype}")
         self._check_tables(given["block_tables"], lens, key, given["max_kv_len"])
+        _check_tails(key, value, given["block_tables"], lens)
         bounds = self._check_ragged(given, lens, len(query))
         need(given["max_kv_len"] >= given["max_q_len"], "max_kv_len below max_q_len")
         self._scratch("fmha_v2", given["workspace_buffer"], keeps_head=False)
@@ -375,6 +376,17 @@ class Emulator:
             *(given["bmm1_scale"], given["bmm2_scale"], window, sinks, mask),
         )
         return scored.attend(given["out"])
+
+
+def _check_tails(key: Tensor, value: Tensor, tables: Tensor, lens: Tensor) -> None:
+    """Behind a request's last key, fmha_v2 multiplies what the page holds by a weight of zero."""
+    page_size = key.shape[1]
+    for row, kv_len in zip(tables.tolist(), lens.tolist(), strict=True):
+        if kv_len % page_size:
+            page = row[kv_len // page_size]
+            for rows in (key, value):
+                tail = rows[page, kv_len % page_size :].float()
+                need(bool(tail.isfinite().all()), "NaN behind the last key")
 
 
 def _nhd(given: dict[str, Any]) -> tuple[Tensor, Tensor]:

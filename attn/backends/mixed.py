@@ -19,7 +19,7 @@ from specs.attention import (
 from specs.layouts import KVPacking
 
 PHASES = ("prefill", "decode")
-_EITHER = ("needs_host_lengths",)
+_EITHER = ("needs_host_lengths", "clears_tails")
 _NEITHER = ("device_cpu_query_lens_mismatch", "dcp", "pcp", "batch_invariance")
 """The split is by the host's lengths, and a row's kernel follows from its batch."""
 

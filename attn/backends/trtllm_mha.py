@@ -53,6 +53,7 @@ class TrtllmMhaBackend(AttentionBackend):
         cudagraph_support=AttentionCGSupport.UNIFORM_BATCH,
         sink=True,
         sliding_window=True,
+        clears_tails=True,
     )
     phases: ClassVar[tuple[Phase, ...]] = (Phase.PREFILL, Phase.DECODE)
 

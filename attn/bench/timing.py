@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -283,16 +284,27 @@ def count_waits(call: Call, device: torch.device) -> int | None:
 
     call()
     torch.cuda.synchronize(device)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities, acc_events=True) as profiler:
         with record_function(_PROFILED):
             call()
         torch.cuda.synchronize(device)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         call()
+    return waits_of(profiler.events() or [])
+
+
+@contextmanager
+def waits_are_errors() -> Iterator[None]:
+    """What waits for a GPU raises ``RuntimeError``, as far as torch knows of it."""
+    with warnings.catch_warnings():
+        # That it knows not of all.
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    return waits_of(profiler.events() or [])
 
 
 def waits_of(events: Sequence[Any]) -> int:

@@ -9,6 +9,7 @@ import torch
 
 from attn.impls.base import AttentionLayer
 from attn.impls.vendor import VendorImpl, rows_of
+from attn.ops.clear import clear_tails
 from attn.ops.quant import quantize_into
 from builders.flashinfer_compat import LSE_UNIT, PagedCall, canonical_strides
 from builders.trtllm_mha import CalledRows, DecodeRows, PrefillRows, TrtllmMhaMetadata
@@ -128,7 +129,11 @@ class TrtllmMhaImpl(VendorImpl):
     def _call(self, part: DecodeRows | PrefillRows, call: PagedCall) -> None:
         calls, kernel = part.calls, part.rule.kernel
         if isinstance(part, PrefillRows):
-            prefill = calls.fmha_v2 if kernel is VendorKernel.FMHA_V2 else calls.gen_prefill
+            prefill = calls.gen_prefill
+            if kernel is VendorKernel.FMHA_V2:
+                prefill = calls.fmha_v2
+                # It multiplies values that no query sees by zero, whatever slots hold there.
+                clear_tails(call.key, call.value, call.pages, call.kv_lens)
             prefill(call, part.query_starts, part.kv_starts, part.max_query_len)
         elif kernel is VendorKernel.TRTLLM_GEN:
             calls.gen_decode(call, part.max_query_len, part.query_starts)

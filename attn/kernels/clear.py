@@ -1,4 +1,4 @@
-"""Rows without keys made neutral: zero, and a log-sum-exp of -inf."""
+"""Rows without keys made neutral: zero, a log-sum-exp of -inf. Slots without tokens: zero."""
 
 from __future__ import annotations
 
@@ -35,6 +35,72 @@ def clear_kernel(
         head = tl.arange(0, HEAD_WIDTH)
         empty = tl.full([HEAD_WIDTH], float("-inf"), tl.float32)
         tl.store(lse_ptr + row * lse_row + head, empty, mask=head < HEADS)
+
+
+@triton.jit(
+    do_not_specialize=["page_row"], do_not_specialize_on_alignment=["pages_ptr", "kv_lens_ptr"]
+)
+def clear_tails_kernel(
+    key_ptr,
+    value_ptr,
+    pages_ptr,
+    kv_lens_ptr,
+    page_row,
+    k_block: tl.int64,
+    k_token: tl.int64,
+    k_head: tl.int64,
+    v_block: tl.int64,
+    v_token: tl.int64,
+    v_head: tl.int64,
+    PAGE_SIZE: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Slots behind a request's last key, in the page of that key, of one head; grid ``(R, Hk)``.
+
+    No other slot is written. A request without keys has no page.
+    """
+    req = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    kv_len = tl.load(kv_lens_ptr + req)
+    first = kv_len % PAGE_SIZE
+    if first != 0:
+        page = tl.load(pages_ptr + req * page_row + kv_len // PAGE_SIZE).to(tl.int64)
+        column = tl.arange(0, WIDTH)
+        zero = tl.zeros([TOKENS, WIDTH], tl.int16)
+        for skipped in range(0, PAGE_SIZE, TOKENS):
+            slot = skipped + tl.arange(0, TOKENS)
+            there = ((slot >= first) & (slot < PAGE_SIZE))[:, None] & (column < SIZE)[None, :]
+            slot = slot.to(tl.int64)
+            at = page * k_block + slot * k_token + head * k_head
+            tl.store(key_ptr + at[:, None] + column[None, :], zero, mask=there)
+            at = page * v_block + slot * v_token + head * v_head
+            tl.store(value_ptr + at[:, None] + column[None, :], zero, mask=there)
+
+
+def clear_tails_call(
+    key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, kv_lens: torch.Tensor
+) -> KernelCall:
+    """The launch of :func:`attn.ops.clear.clear_tails`, with its arguments."""
+    # Zeros are zeros: of words, whatever the elements are.
+    words = key.view(torch.int16), value.view(torch.int16)
+    page_size, heads, size = words[0].shape[1:]
+    arguments = {
+        "key_ptr": words[0],
+        "value_ptr": words[1],
+        "pages_ptr": pages,
+        "kv_lens_ptr": kv_lens,
+        "page_row": pages.stride(0),
+        "PAGE_SIZE": page_size,
+        "SIZE": size,
+        "WIDTH": triton.next_power_of_2(size),
+        "TOKENS": min(triton.next_power_of_2(page_size), _TILE // 64),
+    }
+    for name, rows in zip("kv", words, strict=True):
+        axes = zip(("block", "token", "head"), rows.stride()[:3], strict=True)
+        arguments |= {f"{name}_{axis}": stride for axis, stride in axes}
+    return KernelCall(clear_tails_kernel, (len(kv_lens), heads), arguments, num_warps=4)
 
 
 def clear_call(out: torch.Tensor, lse: torch.Tensor, flags: torch.Tensor) -> KernelCall:

@@ -1,4 +1,9 @@
-"""Attention states of rows without keys: zero, and a log-sum-exp of -inf."""
+"""What kernels read or leave where there is nothing, made neutral.
+
+Attention states of rows without keys: zero, and a log-sum-exp of -inf. Slots behind the last key of
+a request: zero, for kernels that multiply what they hold by a weight of zero, and zero times NaN is
+NaN.
+"""
 
 from __future__ import annotations
 
@@ -24,3 +29,31 @@ def clear_rows(out: torch.Tensor, lse: torch.Tensor, flags: torch.Tensor) -> Non
     from attn.kernels.clear import clear_call
 
     clear_call(out, lse, flags).launch()
+
+
+def clear_tails(
+    key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, kv_lens: torch.Tensor
+) -> None:
+    """Zero the slots behind each request's last key, in the page of that key; one launch.
+
+    No token lives there: a request's last page is its own, and the next tokens are still to come.
+
+    Args:
+        key: ``[N, P, Hk, D]`` pages of 8-bit or 16-bit elements, the last axis dense, written.
+        value: ``[N, P, Hk, D]`` likewise.
+        pages: ``[R, max_pages]`` int32, the last axis dense.
+        kv_lens: ``[R]`` int32, in tokens of those pages.
+    """
+    if len(kv_lens) == 0:
+        return
+    if has_kernel(key):
+        from attn.kernels.clear import clear_tails_call
+
+        clear_tails_call(key, value, pages, kv_lens).launch()
+        return
+    page_size = key.shape[1]
+    for row, kv_len in zip(pages.tolist(), kv_lens.tolist(), strict=True):
+        first = kv_len % page_size
+        if first:
+            for rows in (key, value):
+                rows.view(torch.int16)[row[kv_len // page_size], first:] = 0

@@ -146,13 +146,25 @@ def test_prompts_long_enough_are_widened(monkeypatch: pytest.MonkeyPatch) -> Non
     assert widened_of(builder.build(0, batch)) is None
 
 
-def test_records_that_change_afterwards_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    builder, batch = builder_of(monkeypatch), batch_of([600], [800])
+def test_other_blocks_are_widened_and_other_lengths_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    builder, batch = builder_of(monkeypatch), batch_of([600, 20, 3], [800, 300, 4])
     assert widened_of(builder.build_for_cudagraph_capture(batch)) is None
     record = builder.build(0, batch)
-    slots = record.slot_mapping
-    assert widened_of(builder.update_block_table(record, record.block_table, slots)) is None
-    assert widened_of(record) is not None
+    table, slots = record.block_table + 1, record.slot_mapping
+    pages = widened_of(record)
+    assert pages is not None
+    assert widened_of(builder.update_block_table(record, table, slots)) is pages
+    # Of another group.
+    other = builder_of(monkeypatch)
+    own = widened_of(other.update_block_table(record, table, slots))
+    assert own is not None
+    assert own.key.data_ptr() != pages.key.data_ptr()
+    for name in ("table", "sources", "total"):
+        assert torch.equal(getattr(own, name), getattr(pages, name)), name
+    small = builder_of(monkeypatch, prefill_workspace_bytes=1 << 17)
+    assert widened_of(small.update_block_table(record, table, slots)) is None
     builder.update_draft_decode_metadata(record)
     assert widened_of(record) is None
 

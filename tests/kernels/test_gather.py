@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attn.ops import clear, gather
-from attn.ops.clear import clear_rows
+from attn.ops.clear import clear_rows, clear_tails
 from attn.ops.gather import pack_query, unpack_state
 
 H, RANK, ROPE = 3, 96, 32
@@ -79,6 +79,26 @@ def test_flagged_rows_are_cleared_and_others_left_alone() -> None:
     kept = [0, 2, 3]
     assert torch.equal(out[kept], before[kept])
     assert torch.equal(lse[kept], before_lse[kept])
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_slots_behind_the_last_key_are_cleared_and_others_left_alone(
+    dtype: torch.dtype, heads_first: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    stacked = torch.randn(6, 2, 16, H, 80, generator=generator).to(dtype)
+    if heads_first:
+        stacked = torch.randn(6, 2, H, 16, 80, generator=generator).to(dtype).transpose(2, 3)
+    bytes_ = stacked.view(torch.uint8)
+    before = bytes_.clone()
+    # Of no token, of whole pages, of three, of all but one; unused entries lead nowhere.
+    pages = torch.tensor([[9999, 9999], [1, 9999], [2, 9999], [0, 5]], dtype=torch.int32)
+    lens = torch.tensor([0, 16, 3, 31], dtype=torch.int32)
+    clear_tails(stacked[:, 0], stacked[:, 1], pages, lens)
+    before[2, :, 3:], before[5, :, 15:] = 0, 0
+    assert torch.equal(bytes_, before)
 
 
 def test_rows_that_do_not_fit_are_refused() -> None:

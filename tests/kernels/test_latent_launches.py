@@ -1,4 +1,4 @@
-"""The small kernels of latent steps compile for GPUs that are not there."""
+"""The small kernels of steps compile for GPUs that are not there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import triton
 
-from attn.kernels.clear import clear_call
+from attn.kernels.clear import clear_call, clear_tails_call
 from attn.kernels.expand import expand_call
 from attn.kernels.gather import pack_query_call, unpack_state_call
 from attn.kernels.launch import KernelCall
@@ -35,6 +35,9 @@ def calls(target: int) -> Iterator[KernelCall]:
     out, lse = torch.zeros(T, H, RANK, **bf16), torch.zeros(T, H)
     packed = torch.zeros(T, H, RANK + ROPE).to(E4M3)
     yield clear_call(out, lse, flags)
+    for dtype in (torch.bfloat16, E4M3):
+        pages = torch.zeros(3, 2, 64, 8, 128).to(dtype)
+        yield clear_tails_call(pages[:, 0], pages[:, 1], index[None], index[:1])
     for given in (index, None):
         for into in (packed, packed.bfloat16()):
             yield pack_query_call(nope, rope, given, 1.0, into, hardware_e4m3=hardware)

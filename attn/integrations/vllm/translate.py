@@ -210,7 +210,10 @@ def engine_config(
         max_reqs = 2 * max_reqs + cdiv(max_tokens, spec.attention_chunk_size)
     drafts = None if speculative is None else speculative.num_speculative_tokens
     # Rejected drafts are known to the device alone then; sinks are added there.
-    is_optimistic = bool(drafts) and bool(getattr(scheduler, "async_scheduling", False))
+    trims = getattr(scheduler, "async_scheduling", False) or getattr(
+        speculative, "enable_adaptive_verification", False
+    )
+    is_optimistic = bool(drafts) and bool(trims)
     is_exact = not is_optimistic and not isinstance(spec, vllm_specs.SinkFullAttentionSpec)
     return EngineConfig(
         max_model_len=max_len,
