@@ -246,6 +246,9 @@ def test_host_lengths_are_exact_but_for_asynchronous_drafts_and_sinks(
         config.speculative_config = SimpleNamespace(num_speculative_tokens=drafts)
     mine = translate.engine_config(config, their_spec(kind), 8)
     assert mine.exact_host_lengths is expected
+    if drafts is not None:
+        config.speculative_config.enable_adaptive_verification = True
+        assert not translate.engine_config(config, their_spec(kind), 8).exact_host_lengths
 
 
 def test_every_setting_arrives(make_config: Callable[..., Any]) -> None:
