@@ -44,6 +44,8 @@ NARROW, WIDE, FOLD = "hopper_mla_narrow_kernel", "hopper_mla_kernel", "fold_cuts
 EXPAND, MERGE = "expand_kernel", "merge_kernel"
 KERNELS = {DECODE, PREFILL, LATENT_DECODE, NARROW, WIDE, FOLD, EXPAND, MERGE}
 HOPPER = {"ATTN_VLLM_DECODE_KERNEL": "hopper"}
+PLAIN = {"ATTN_VLLM_DECODE_KERNEL": "triton", "ATTN_VLLM_PREFILL_KERNEL": "triton"}
+"""Where nothing is said, an engine takes those for Hopper on Hopper."""
 VLLM_KERNELS = (
     "kernel_unified_attention",
     "reduce_segments",
@@ -109,11 +111,13 @@ NGRAMS: dict[str, Any] = {
 def _latent(*kernels: str, shared: dict[str, Any] | None = None, **given: Any) -> Case:
     """Latent layers in blocks that all of vLLM's backends take; prefill expands them."""
     options = {"block_size": 64, **(shared or {})}
+    given["environment"] = {**PLAIN, **given.get("environment", {})}
     return Case(LATENT, shared_options=options, kernels=(*kernels, EXPAND, PREFILL), **given)
 
 
 CASES = {
     "llama": Case(),
+    "llama, plain kernels": Case(environment=PLAIN),
     "llama, first model runner": Case(environment={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
     "fp8 KV": Case(shared_options={"kv_cache_dtype": "fp8"}),
     "chunked prefill": Case(options={"max_num_batched_tokens": 64}),
@@ -137,7 +141,7 @@ CASES = {
     ),
     "MLA, chunked prefill": _latent(LATENT_DECODE, MERGE, options={"max_num_batched_tokens": 64}),
     "MLA, FULL graphs": _latent(LATENT_DECODE, options=_graphs("FULL", mode=0)),
-    "MLA, Hopper": _latent(NARROW, environment=HOPPER),
+    "MLA, Hopper": _latent(NARROW, environment={**HOPPER, "ATTN_VLLM_PREFILL_KERNEL": "auto"}),
     "MLA, Hopper, FULL graphs": _latent(
         NARROW, options=_graphs("FULL", mode=0), environment=HOPPER
     ),
