@@ -76,6 +76,8 @@ class RaggedChunks:
     """Prefill rows for the vendor's kernel, which wants keys one request behind another."""
 
     calls: LatentCalls
+    dtype: torch.dtype
+    """Of queries, keys and values as the kernel reads them: the model's, or e4m3."""
     workspace: torch.Tensor
     """uint8, zeroed when made, of the prefill kernel alone."""
     starts: torch.Tensor | None
@@ -404,4 +406,7 @@ class TrtllmMlaMetadataBuilder(AttentionMetadataBuilder[TrtllmMlaMetadata]):
             places = torch.arange(prefill.num_tokens, dtype=torch.int32, device=self.device)
             rows = torch.searchsorted(ends, places, right=True).clamp_(max=reqs - 1)
             keyless = context.lens[:, rows] == 0
-        record.ragged = RaggedChunks(self.calls, self.prefill_workspace, starts, keyless)
+        spec: Any = self.kv_cache_spec
+        is_fp8 = self.vllm_config.fp8_mla_prefill
+        dtype = torch.float8_e4m3fn if is_fp8 else spec.dtype.torch
+        record.ragged = RaggedChunks(self.calls, dtype, self.prefill_workspace, starts, keyless)

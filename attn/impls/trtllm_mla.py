@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from attn.impls.latent import LatentImpl
 from attn.ops.clear import clear_rows
 from attn.ops.gather import pack_query, unpack_state
 from attn.ops.merge import merge_states
+from attn.ops.quant import quantize_into
 from attn.ops.rope_quant import rope_quantize
 from builders.debug import debug_enabled, debug_read
 from builders.flashinfer_compat import LSE_UNIT
@@ -298,21 +300,28 @@ class TrtllmMlaImpl(LatentImpl):
         k_scale: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
-        """New tokens among themselves, then over each chunk of context; states are merged."""
-        count = prefill.num_tokens
+        """New tokens among themselves, then over each chunk of context; states are merged.
+
+        In e4m3, queries are stored as they are, keys and values with the scale of the cache's rows,
+        or with 1 where that is smaller: it fits latents, whose products may be larger.
+        """
+        count, scale = prefill.num_tokens, 1.0
         q, new, k_pe = q[:count], kv_c_normed[:count], k_pe[:count].reshape(count, -1)
         own = self._workspace(q, count)
         self._expand(new, k_pe, own)
+        if ragged.dtype != q.dtype:
+            scale = max(self._scales.value_of("_k_scale", k_scale), 1.0)
+        query = _stored(q, 1.0, ragged.dtype)
+        attend = partial(self._ragged, ragged, prefill, query, scale)
         context, first = prefill.context, prefill.own
-        most = prefill.max_query_len
-        starts = first.query_start_loc
-        lengths = starts, starts, first.seq_lens, most
+        starts, most = first.query_start_loc, prefill.max_query_len
+        lengths = starts, first.seq_lens, most
         if context is None:
-            self._ragged(ragged, prefill, q, own, lengths, True, (output[:count], None))
+            attend(own, lengths, True, (output[:count], None))
             return
         states = q.new_empty((2, count, *output.shape[1:]))
         lses = q.new_empty((2, count, self.num_heads), dtype=torch.float32)
-        self._ragged(ragged, prefill, q, own, lengths, True, (states[0], lses[0]))
+        attend(own, lengths, True, (states[0], lses[0]))
         assert ragged.starts is not None
         assert ragged.keyless is not None
         keys = self._workspace(q, context.lens.shape[1] * context.span)
@@ -322,12 +331,11 @@ class TrtllmMlaImpl(LatentImpl):
         # A kernel may load a tile past the last key, and multiply it by zero.
         keys.value.zero_()
         for chunk in range(chunks):
-            lens, packed = context.lens[chunk], ragged.starts[chunk]
+            packed = ragged.starts[chunk]
             paged = replace(context.rows(chunk), packed=packed)
             self._expand(*fields, keys, paged=paged, scale=factor)
-            lengths = starts, packed, lens, context.span
             state = states[1], lses[1]
-            self._ragged(ragged, prefill, q, keys, lengths, False, state)
+            attend(keys, (packed, context.lens[chunk], context.span), False, state)
             clear_rows(*state, ragged.keyless[chunk])
             into = output[:count] if chunk + 1 == chunks else states[0]
             merge_states(states, lses, into, output_lse=lses[0], num_tokens=count)
@@ -336,29 +344,30 @@ class TrtllmMlaImpl(LatentImpl):
         self,
         ragged: RaggedChunks,
         prefill: LatentPrefill,
-        q: torch.Tensor,
+        query: torch.Tensor,
+        scale: float,
         keys: KVViews,
-        lengths: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int],
+        lengths: tuple[torch.Tensor, torch.Tensor, int],
         causal: bool,
         state: tuple[torch.Tensor, torch.Tensor | None],
     ) -> None:
         """One call; the log-sum-exp becomes a natural one."""
-        query_starts, kv_starts, kv_lens, max_kv_len = lengths
+        kv_starts, kv_lens, max_kv_len = lengths
         ragged.calls.ragged(
             RaggedCall(
-                query=q,
-                key=keys.key,
-                value=keys.value,
+                query=query,
+                key=_stored(keys.key, scale, ragged.dtype),
+                value=_stored(keys.value, scale, ragged.dtype),
                 output=state[0],
                 lse=state[1],
-                query_starts=query_starts,
+                query_starts=prefill.own.query_start_loc,
                 kv_starts=kv_starts,
                 kv_lens=kv_lens,
                 max_query_len=prefill.max_query_len,
                 max_kv_len=max_kv_len,
                 workspace=ragged.workspace,
-                qk_scale=self.scale,
-                v_scale=1.0,
+                qk_scale=scale * self.scale,
+                v_scale=scale,
                 causal=causal,
             )
         )
@@ -404,3 +413,12 @@ class TrtllmMlaImpl(LatentImpl):
                 )
             )
         return self._latent
+
+
+def _stored(rows: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """``[T, H, D]`` rows as a kernel reads them: in e4m3, real = stored * scale."""
+    if rows.dtype == dtype:
+        return rows
+    stored = torch.empty(rows.shape, dtype=dtype, device=rows.device)
+    quantize_into(rows, scale, stored)
+    return stored
