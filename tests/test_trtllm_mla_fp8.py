@@ -64,9 +64,7 @@ def test_prefills_conform(batch: str, version: str) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_what_is_stored_and_what_multiplies_it(
-    trial: type[LatentTrial], version: str
-) -> None:
+def test_what_is_stored_and_what_multiplies_it(trial: type[LatentTrial], version: str) -> None:
     given: list[dict[str, Any]] = []
     with emulated(version, lambda name, call: given.append(call) if name == "ragged" else None):
         own = trial(BACKEND, PREFILL, CPU)

@@ -237,13 +237,11 @@ class TrtllmMlaImpl(LatentImpl):
     ) -> None:
         from attn.kernels.mla_launch import LatentTensors
 
-        if query[0].dtype == torch.float8_e4m3fn:
-            raise ValueError(
-                f"query must be {self._model_dtype} for the triton kernel of {NAME}, got "
-                f"{query[0].dtype}"
-            )
-        if step.padded is not None:
-            pack_query(*query, step.padded, 1.0, step.query)
+        is_fp8 = query[0].dtype == torch.float8_e4m3fn
+        if step.padded is not None or is_fp8:
+            # Where queries came quantised, the kernel reads what they stand for.
+            q_scale = self._scale_of(layer, "_q_scale") if is_fp8 else 1.0
+            pack_query(*query, step.padded, q_scale, step.query)
             query = step.query[..., : self.kv_lora_rank], step.query[..., self.kv_lora_rank :]
         fields = self._fields(kv_cache, self.cache_dtype, query[0].dtype)
         scale = getattr(layer, "_k_scale", None)
