@@ -16,14 +16,15 @@ from attn.ops.clear import clear_rows
 from attn.ops.gather import pack_query, unpack_state
 from attn.ops.merge import merge_states
 from attn.ops.quant import quantize_into
-from attn.ops.rope_quant import rope_quantize
+from attn.ops.rope_quant import rope_quantize, rope_quantize_by_flashinfer
+from builders import flashinfer_rope
 from builders.debug import debug_enabled, debug_read
 from builders.flashinfer_compat import LSE_UNIT
 from builders.latent_prefill import LatentPrefill
 from builders.trtllm_mla import LatentRows, RaggedChunks, TrtllmMlaMetadata
 from builders.trtllm_mla_calls import LatentDecodeCall, RaggedCall
 from builders.trtllm_mla_choice import EXPANDED_SIZES, NAME, dtypes_reason
-from specs.attention import MlaKernel
+from specs.attention import MlaKernel, RopeKernel
 from specs.layouts import KVViews
 
 if TYPE_CHECKING:
@@ -37,14 +38,23 @@ class TrtllmMlaImpl(LatentImpl):
     supports_quant_query_input = True
     """Of an fp8 cache, as :meth:`do_rope_quantize_and_kv_cache_update` leaves it."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """The arguments of :class:`attn.impls.base.MLAAttentionImpl`.
+    def __init__(self, *args: Any, rope_kernel: str = RopeKernel.TRITON, **kwargs: Any) -> None:
+        """
+        Args:
+            args: of :class:`attn.impls.base.MLAAttentionImpl`.
+            rope_kernel: of :meth:`do_rope_quantize_and_kv_cache_update`, a ``RopeKernel`` string.
+            kwargs: as ``args``.
 
         Raises:
             NotImplementedError: a KV cache dtype without latent rows.
             ValueError: a pair of head sizes that no kernel takes.
+            FlashInferUnavailableError: FlashInfer's ``rope_kernel``, which cannot be used here.
         """
         super().__init__(*args, **kwargs)
+        self._rotates_by = RopeKernel(rope_kernel)
+        if self._rotates_by is RopeKernel.FLASHINFER:
+            # Where it is missing, now is the time to say so.
+            flashinfer_rope.load_rope()
         self._scales = HostScales(NAME)
         self._latent: LatentLauncher | None = None
         self._model_dtype = torch.bfloat16
@@ -75,7 +85,8 @@ class TrtllmMlaImpl(LatentImpl):
         slot_mapping: torch.Tensor,
         q_out: torch.Tensor,
     ) -> None:
-        """Rotate and quantise absorbed queries and latent rows, and write the rows, in one launch.
+        """Rotate and quantise absorbed queries and latent rows, and write the rows, in one launch;
+        in two by FlashInfer.
 
         Args:
             layer: scales of the layer.
@@ -83,7 +94,7 @@ class TrtllmMlaImpl(LatentImpl):
             q_pe: ``[T, H, r]``, not rotated.
             kv_c_normed: ``[T, L]``.
             k_pe: ``[T, 1, r]`` or ``[T, r]``, not rotated.
-            positions: ``[T]`` integer.
+            positions: ``[T]`` integer; by FlashInfer each inside the table.
             cos_sin_cache: ``[max_position, r]`` fp32: cosines, then sines.
             is_neox: rotate halves (True) or interleaved pairs (False).
             kv_cache: ``[N, block_size, row]`` e4m3.
@@ -99,16 +110,18 @@ class TrtllmMlaImpl(LatentImpl):
                 f"kv_cache_dtype must be fp8 to quantise queries for {NAME}, got "
                 f"{self.cache_dtype.value!r}"
             )
-        one = torch.ones((), device=q_nope.device)
-        given = (getattr(layer, name, None) for name in ("_q_scale", "_k_scale"))
-        q_scale, k_scale = (one if scale is None else scale for scale in given)
+        given = q_nope, q_pe, kv_c_normed, k_pe, positions, cos_sin_cache, is_neox
         cache = self._fields(kv_cache, self.cache_dtype, q_nope.dtype)
-        rope_quantize(
-            *(q_nope, q_pe, kv_c_normed, k_pe, positions, cos_sin_cache, is_neox),
-            *(q_scale, k_scale, q_out),
-            cache=cache,
-            slot_mapping=slot_mapping,
-        )
+        written: Any = {"cache": cache, "slot_mapping": slot_mapping}
+        names = "_q_scale", "_k_scale"
+        if self._rotates_by is RopeKernel.FLASHINFER:
+            q_factor, k_factor = (self._scale_of(layer, name) for name in names)
+            rope_quantize_by_flashinfer(*given, q_factor, k_factor, q_out, **written)
+            return
+        one = torch.ones((), device=q_nope.device)
+        found = (getattr(layer, name, None) for name in names)
+        q_scale, k_scale = (one if scale is None else scale for scale in found)
+        rope_quantize(*given, q_scale, k_scale, q_out, **written)
 
     def forward_mqa(
         self,
