@@ -18,7 +18,13 @@ from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch, debug_enabled
-from builders.flashinfer_lengths import HostLengths, csr_on_host, debug_lengths, host_lengths
+from builders.flashinfer_lengths import (
+    HostLengths,
+    csr_on_host,
+    debug_lengths,
+    host_drafts_reason,
+    host_lengths,
+)
 from builders.flashinfer_mla_choice import (
     NAME,
     LatentKernelChoice,
@@ -101,6 +107,7 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
     """Rows of up to a verify's tokens to the wrapper, those behind them to expanded prefill."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    plans_on_host = True
 
     def __init__(
         self,
@@ -251,12 +258,10 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
         """Refused.
 
         Raises:
-            NotImplementedError: always; the host does not know the lengths of draft steps.
+            NotImplementedError: always; an engine's host does not know the lengths of draft steps.
+                Where it does, ``MultiStepDraft`` plans them by :meth:`build`.
         """
-        raise NotImplementedError(
-            f"{NAME} cannot plan draft step {draft_index}: its host lengths are not exact, since "
-            "rejected drafts are known to the device alone"
-        )
+        raise NotImplementedError(host_drafts_reason(NAME, draft_index))
 
     def _set_block_table(self, metadata: FlashInferMlaMetadata, block_table: torch.Tensor) -> None:
         reqs, first = len(metadata.seq_lens), metadata.num_decodes
