@@ -24,6 +24,7 @@ import torch
 from attn.bench.cases import ALL_PEERS, BenchTable, KernelCase, select_cases
 from attn.bench.measure import OURS, Log, bench_case
 from attn.bench.ours import measure_scratch
+from attn.bench.pairs import Rounds
 from attn.bench.reasons import describe
 from attn.bench.report import Report
 from attn.bench.results import (
@@ -36,7 +37,7 @@ from attn.bench.results import (
 )
 from attn.bench.settings import COMMIT_VARIABLE, KernelBench, environment_of
 from attn.bench.tables import line_text, render_markdown
-from attn.bench.vendor import Rounds, vendor_lines
+from attn.bench.vendor import vendor_lines
 from attn.errors import MissingDependencyError
 from specs.engine import DecodeKernel
 
