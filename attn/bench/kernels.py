@@ -3,7 +3,8 @@
 ``--table hopper`` adds ragged batches and fp8 caches, times what each kernel needs once per step
 too, and judges ours against the fastest of FlashAttention-3, cuDNN, FlashInfer and XQA. ``--table
 mla`` does so with absorbed decode over latent caches, FlashMLA, FlashInfer and vLLM's Triton MLA.
-``--table flashinfer`` is of our backends over FlashInfer, beside the calls that they make.
+``--table flashinfer`` is of our backends over FlashInfer, beside the calls that they make, and
+``--table trtllm_mla`` of those of latent attention.
 
 Also ``python -m attn.bench.kernels``, which needs nothing beyond the library itself.
 """
@@ -22,6 +23,7 @@ from typing import Final
 import torch
 
 from attn.bench.cases import ALL_PEERS, BenchTable, KernelCase, select_cases
+from attn.bench.latent_lines import latent_lines
 from attn.bench.measure import OURS, Log, bench_case
 from attn.bench.ours import measure_scratch
 from attn.bench.pairs import Rounds
@@ -58,7 +60,7 @@ def bench_kernels(
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     results = BenchResults(environment=environment_of(bench))
-    if bench.table is BenchTable.FLASHINFER:
+    if bench.table.has_lines:
         return _bench_lines(bench, device, results, log, on_result)
     scratch, reason = None, ""
     if bench.table is not BenchTable.MLA:
@@ -85,11 +87,12 @@ def _bench_lines(
     log: Log,
     on_result: Callable[[BenchResults], None] | None,
 ) -> BenchResults:
-    """The table whose lines compare ours with the calls that it makes."""
+    """A table whose lines compare ours with the calls that it makes."""
     rounds = Rounds(device, bench.rounds, bench.reps, bench.seed)
+    lines_of = latent_lines if bench.table is BenchTable.TRTLLM_MLA else vendor_lines
     for case in bench.cases:
         log(f"{case.name}: {case.what}")
-        for line in vendor_lines(case, bench.backends, rounds, log):
+        for line in lines_of(case, bench.backends, rounds, log):
             log(f"  {line_text(line)}")
             results = results.replace(lines=(*results.lines, line))
         release_memory(device)
@@ -177,7 +180,7 @@ HELP: Final = {
     "backend": "Registry name of the backend; default: the table's.",
     "table": (
         "Which cases, peers and targets: dense, hopper or mla; these time each step's plan. Or "
-        "flashinfer: what our backends over FlashInfer add to its own calls."
+        "flashinfer or trtllm_mla: what our backends over FlashInfer add to its own calls."
     ),
     "case": f"Shell pattern of names, repeatable: {', '.join(_NAMES)}.",
     "peer": f"Peer to compare with, repeatable, default the table's: {', '.join(ALL_PEERS)}.",
