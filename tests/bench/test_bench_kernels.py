@@ -661,7 +661,10 @@ def test_a_wrong_kernel_of_ours_fails_the_command(tmp_path, monkeypatch):
         (["--backend", "FA9"], "backend must be one of TRITON_ATTN, TRITON_MLA, FLASHINFER"),
         (["--peer", "fa9"], "peer must be one of fa3"),
         (["--peer", "fa3", "--no-peers"], "not both"),
-        (["--table", "blackwell"], "table must be one of dense, hopper, mla, flashinfer, got"),
+        (
+            ["--table", "blackwell"],
+            "table must be one of dense, hopper, mla, flashinfer, trtllm_mla, got",
+        ),
         (["--case", "rag6_d64"], "case must match one of dec_b1_8k"),
         (["--merge", "nowhere.json"], "nowhere.json"),
         (["--render"], "merge must name results"),
