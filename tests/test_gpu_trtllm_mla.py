@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attn.backends.trtllm_mla import TrtllmMlaBackend
+from attn.ops.rope_quant import rope_quantize
 from attn.registry import AttentionBackendEnum
 from builders.flashinfer_compat import unavailable_reason
 from builders.flashinfer_rope import load_rope
@@ -98,6 +99,25 @@ def test_queries_that_came_quantised_are_attended(name: str, kernel: RopeKernel)
     read = (q_out.float() * trial.layer._q_scale).to(trial.dtype)
     wanted = trial.impl.forward_mqa(read, trial.cache(), record, trial.layer)
     assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.037, 0.3, 7.7e-4, 123.4])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_quotients_have_the_bits_of_divisions(dtype: torch.dtype, scale: float) -> None:
+    """The kernel multiplies by a reciprocal and corrects; every 16-bit number is tried."""
+    every = torch.arange(-(2**15), 2**15, device=CUDA).to(torch.int16).view(dtype)
+    rows = every.where(every.isfinite(), 0).view(128, 512)
+    given = rows[:, None], torch.zeros(128, 1, 64, device=CUDA, dtype=dtype)
+    # Rotary parts of zeros stay so.
+    table, positions = torch.ones(1, 64, device=CUDA), torch.zeros(128, device=CUDA).long()
+    q_out = torch.zeros(128, 1, 576, device=CUDA).to(torch.float8_e4m3fn)
+    k_out, factor = q_out[:, 0].clone(), torch.tensor(scale, device=CUDA)
+    rope_quantize(
+        *(*given, rows, given[1][:, 0], positions, table, False, factor, factor, q_out, k_out)
+    )
+    wanted = (rows.float() / factor).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    for found in (q_out[:, 0, :512], k_out[:, :512]):
+        assert torch.equal(found.contiguous().view(torch.uint8), wanted)
 
 
 class InFp8(LatentTrial):

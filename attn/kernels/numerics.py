@@ -82,9 +82,10 @@ def divide_for_e4m3(x, y):
         x = clamp_to(x, tl.abs(y) * 512.0)
         reciprocal = tl.div_rn(tl.full([], 1.0, tl.float32), y)
         quotient = x * reciprocal
-        # Once to a neighbour of the quotient, once to the nearest.
-        quotient = tl.fma(tl.fma(quotient, -y, x), reciprocal, quotient)
-        quotient = tl.fma(tl.fma(quotient, -y, x), reciprocal, quotient)
+        # Once to a neighbour of the quotient, once to the nearest; signs are those that leave -0.
+        opposite = -x
+        quotient = tl.fma(tl.fma(quotient, y, opposite), -reciprocal, quotient)
+        quotient = tl.fma(tl.fma(quotient, y, opposite), -reciprocal, quotient)
     return quotient
 
 
