@@ -43,6 +43,9 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     supports_update_block_table: bool = True
     shares_prefix: bool = False
     """A common prefix saves reads: worth asking for where many requests have a long one."""
+    plans_on_host: bool = False
+    """Every step is planned from host lengths, which must be the device's: not inside a graph, and
+    draft steps only where :class:`builders.multi_step_draft.MultiStepDraft` knows them."""
     supports_draft_decode_metadata_update: bool = False
     """True when :meth:`update_draft_decode_metadata` may be called."""
 

@@ -13,6 +13,7 @@ def advance(
     block_size: int,
     max_model_len: int,
     num_rejected_tokens: torch.Tensor | None = None,
+    num_rejected_tokens_cpu: torch.Tensor | None = None,
 ) -> CommonAttentionMetadata:
     """The next draft step: one new token per request, one token further; ``batch`` is not written.
 
@@ -23,6 +24,8 @@ def advance(
             rows, so no slot outside the table is ever computed.
         num_rejected_tokens: ``[R]`` int32: drafts refused in the last step, subtracted from the
             padded batch's lengths; None for none.
+        num_rejected_tokens_cpu: the same on the host, for a batch whose host lengths are the
+            device's: the result's are too. None leaves them a bound.
 
     Returns:
         A batch of R rows with one token each; padding rows (no token, or KV length 0) have KV
@@ -32,13 +35,19 @@ def advance(
     num_reqs = batch.num_reqs
     kept = batch.seq_lens if num_rejected_tokens is None else batch.seq_lens - num_rejected_tokens
     room = min(max_model_len, batch.block_table_tensor.shape[1] * block_size)
-    # An engine's padding rows have no tokens, but may have a KV length of 1.
-    fits = (batch.query_start_loc.diff() > 0) & (kept > 0) & (kept < room)
-    seq_lens = torch.where(fits, kept + 1, 0).to(torch.int32)
+    seq_lens = _lengthened(kept, batch.query_start_loc.diff() > 0, room)
     starts_cpu = torch.arange(num_reqs + 1, dtype=torch.int32)
     starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device)
     slots = compute_slot_mapping(batch.block_table_tensor, starts, seq_lens, num_reqs, block_size)
     bound = batch.seq_lens_cpu_upper_bound
+    if bound is not None and num_rejected_tokens_cpu is not None:
+        bound = _lengthened(
+            bound[:num_reqs] - num_rejected_tokens_cpu,
+            batch.query_start_loc_cpu[: num_reqs + 1].diff() > 0,
+            room,
+        )
+    elif bound is not None:
+        bound = (bound + 1).clamp(max=max_model_len)
     return replace_known(
         batch,
         query_start_loc=starts,
@@ -50,7 +59,7 @@ def advance(
         slot_mapping=slots,
         causal=True,
         positions=(seq_lens - 1).clamp(min=0).long(),
-        seq_lens_cpu_upper_bound=None if bound is None else (bound + 1).clamp(max=max_model_len),
+        seq_lens_cpu_upper_bound=bound,
         # Per-rank lengths follow from the global ones; the caller's are of the step before.
         dcp_local_seq_lens=None,
         dcp_local_seq_lens_cpu_upper_bound=None,
@@ -60,3 +69,12 @@ def advance(
         is_prefilling=None,
         **dict.fromkeys(VLLM_CACHES),
     )
+
+
+def _lengthened(kept: torch.Tensor, has_tokens: torch.Tensor, room: int) -> torch.Tensor:
+    """``[R]`` int32: one token more, or 0 for padding and for rows without room.
+
+    An engine's padding rows have no tokens, but may have a KV length of 1.
+    """
+    fits = has_tokens & (kept > 0) & (kept < room)
+    return torch.where(fits, kept + 1, 0).to(torch.int32)

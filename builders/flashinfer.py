@@ -30,6 +30,7 @@ from builders.flashinfer_lengths import (
     HostLengths,
     csr_on_host,
     debug_lengths,
+    host_drafts_reason,
     host_lengths,
     keyless_tokens,
     num_pages,
@@ -131,6 +132,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     """Rows of one token to the decode wrapper, those behind them to the prefill wrapper."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    plans_on_host = True
 
     def __init__(
         self,
@@ -263,12 +265,10 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         """Refused.
 
         Raises:
-            NotImplementedError: always; the host does not know the lengths of draft steps.
+            NotImplementedError: always; an engine's host does not know the lengths of draft steps.
+                Where it does, ``MultiStepDraft`` plans them by :meth:`build`.
         """
-        raise NotImplementedError(
-            f"{NAME} cannot plan draft step {draft_index}: its host lengths are not exact, since "
-            "rejected drafts are known to the device alone"
-        )
+        raise NotImplementedError(host_drafts_reason(NAME, draft_index))
 
     def _set_block_table(self, metadata: FlashInferMetadata, block_table: torch.Tensor) -> None:
         metadata.block_table = block_table

@@ -154,6 +154,15 @@ def skipped_pages(
     return first // page_size
 
 
+def host_drafts_reason(name: str, draft_index: int) -> str:
+    """Why a draft step is not planned from a batch alone."""
+    return (
+        f"{name} cannot plan draft step {draft_index}: its host lengths are not exact, since "
+        "rejected drafts are known to the device alone; MultiStepDraft plans it where the host is "
+        "told of them"
+    )
+
+
 def debug_lengths(batch: CommonAttentionMetadata, lengths: HostLengths, name: str = NAME) -> None:
     """What the host believes is what the device has; reads device values."""
     for field, host, device in (

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from builders import flashinfer_mla_compat as compat
-from builders.base import AttentionMetadata, AttentionMetadataBuilder
+from builders.base import AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
-from builders.common import CommonAttentionMetadata, refuse_fields
-from builders.debug import debug_batch, debug_enabled
-from builders.flashinfer_lengths import HostLengths, csr_on_host, debug_lengths, host_lengths
+from builders.common import CommonAttentionMetadata
+from builders.debug import debug_enabled
+from builders.flashinfer_lengths import (
+    HostLengths,
+    csr_on_host,
+    debug_lengths,
+    host_drafts_reason,
+    host_lengths,
+)
 from builders.flashinfer_mla_choice import (
     NAME,
     LatentKernelChoice,
@@ -27,10 +32,10 @@ from builders.flashinfer_mla_choice import (
     padded_heads,
 )
 from builders.flashinfer_mla_compat import FlashInferLatent, LatentCsrBuffers, LatentSizes
-from builders.latent_prefill import ExpandedPrefill, LatentPrefill, with_block_table
+from builders.latent_prefill import ExpandedPrefill, with_block_table
 from builders.latent_rows import flag_keyless
+from builders.latent_step import LatentStep, captured_query_len, split_step
 from builders.page_tables import list_pages
-from builders.split import split_decodes_and_prefills
 from builders.triton_attn import device_facts
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
@@ -58,29 +63,13 @@ class PlannedLatentRows:
 
 
 @dataclass
-class FlashInferMlaMetadata(AttentionMetadata):
-    """A step of latent attention: decode rows first. None means that a phase has no rows."""
+class FlashInferMlaMetadata(LatentStep):
+    """A step, planned for one kind of layer."""
 
-    num_actual_tokens: int
-    num_decodes: int
-    num_prefills: int
-    num_decode_tokens: int
-    """Padding included, where the batch counts it."""
-    num_prefill_tokens: int
-    query_start_loc: torch.Tensor
-    """``[R + 1]`` int32, device."""
-    seq_lens: torch.Tensor
-    """``[R]`` int32, device."""
-    block_table: torch.Tensor
-    """``[R, max_blocks]`` int32, device."""
     lengths: HostLengths
     sizes: LatentSizes
     """The layer that the plans are for."""
     decode: PlannedLatentRows | None
-    prefill: LatentPrefill | None
-    keyless: torch.Tensor | None
-    """``[num_decode_tokens]`` bool, device: rows that no request owns, or one without keys; None
-    where every row has keys."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +90,7 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
     """Rows of up to a verify's tokens to the wrapper, those behind them to expanded prefill."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    plans_on_host = True
 
     def __init__(
         self,
@@ -182,11 +172,7 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
             NotImplementedError: a batch that is not plainly causal.
         """
         batch = common_attn_metadata
-        debug_batch(batch, self.kv_cache_spec)
-        ignored = ("dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
-        refuse_fields(batch, NAME, *ignored)
-        if batch.causal is not True:
-            raise NotImplementedError(f"{NAME} plans causal batches, got causal={batch.causal!r}")
+        fields = split_step(batch, self.kv_cache_spec, self.reorder_batch_threshold or 1, NAME)
         reqs = batch.num_reqs
         if reqs > self.vllm_config.max_num_seqs:
             raise ValueError(
@@ -196,25 +182,9 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
         lengths = host_lengths(batch, 0, self.sizes.page_size, NAME)
         if debug_enabled():
             debug_lengths(batch, lengths, NAME)
-        found = split_decodes_and_prefills(batch, self.reorder_batch_threshold or 1)
-        record = FlashInferMlaMetadata(
-            slot_mapping=batch.slot_mapping,
-            num_actual_tokens=batch.num_actual_tokens,
-            num_decodes=found.num_decodes,
-            num_prefills=found.num_prefills,
-            num_decode_tokens=found.num_decode_tokens,
-            num_prefill_tokens=found.num_prefill_tokens,
-            query_start_loc=batch.query_start_loc[: reqs + 1],
-            seq_lens=batch.seq_lens[:reqs],
-            block_table=batch.block_table_tensor[:reqs],
-            lengths=lengths,
-            sizes=self.sizes,
-            decode=None,
-            prefill=None,
-            keyless=None,
-        )
-        if found.num_prefills:
-            record.prefill = self.expanded.plan(batch, found.num_decodes)
+        record = FlashInferMlaMetadata(**fields, lengths=lengths, sizes=self.sizes, decode=None)
+        if record.num_prefills:
+            record.prefill = self.expanded.plan(batch, record.num_decodes)
         self._plan_decodes(record)
         return record
 
@@ -231,17 +201,10 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
             ValueError: requests of several query lengths.
         """
         batch = common_attn_metadata
-        starts: list[int] = batch.query_start_loc_cpu[: batch.num_reqs + 1].tolist()
-        lens = [stop - start for start, stop in pairwise(starts)]
-        length = lens[0] if lens else 0
-        if length == 0 or any(one not in (0, length) for one in lens):
-            raise ValueError(
-                "query_start_loc_cpu must give every request of a captured batch the same number "
-                f"of tokens, got {lens}"
-            )
-        key = len(lens), length
+        length = captured_query_len(batch)
+        key = batch.num_reqs, length
         if length <= (self.reorder_batch_threshold or 1) and key not in self._graphs:
-            self._graphs[key] = self._graph_wrapper(len(lens))
+            self._graphs[key] = self._graph_wrapper(batch.num_reqs)
         # By way of build, which a wrapper may have replaced.
         return self.build(0, batch)
 
@@ -251,12 +214,10 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
         """Refused.
 
         Raises:
-            NotImplementedError: always; the host does not know the lengths of draft steps.
+            NotImplementedError: always; an engine's host does not know the lengths of draft steps.
+                Where it does, ``MultiStepDraft`` plans them by :meth:`build`.
         """
-        raise NotImplementedError(
-            f"{NAME} cannot plan draft step {draft_index}: its host lengths are not exact, since "
-            "rejected drafts are known to the device alone"
-        )
+        raise NotImplementedError(host_drafts_reason(NAME, draft_index))
 
     def _set_block_table(self, metadata: FlashInferMlaMetadata, block_table: torch.Tensor) -> None:
         reqs, first = len(metadata.seq_lens), metadata.num_decodes

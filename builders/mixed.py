@@ -87,6 +87,7 @@ class MixedMetadataBuilder(AttentionMetadataBuilder[MixedMetadata]):
         given = kv_cache_spec, layer_names, vllm_config, device
         self.prefill = self.prefill_cls(*given)
         self.decode = self.decode_cls(*given)
+        self.plans_on_host = self.decode.plans_on_host
         threshold = self.decode.reorder_batch_threshold
         self._init_reorder_batch_threshold(1 if threshold is None else threshold)
 

@@ -15,14 +15,13 @@ import torch
 
 from builders import trtllm_mha_choice
 from builders import trtllm_mla_calls as compat
-from builders.base import AttentionMetadata, AttentionMetadataBuilder
+from builders.base import AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
-from builders.common import CommonAttentionMetadata, refuse_fields
-from builders.debug import debug_batch
-from builders.latent_prefill import ExpandedPrefill, LatentPrefill, with_block_table
+from builders.common import CommonAttentionMetadata
+from builders.latent_prefill import ExpandedPrefill, with_block_table
 from builders.latent_rows import flag_keyless, pad_rows, unpad_rows
+from builders.latent_step import LatentStep, captured_query_len, split_step
 from builders.latent_tables import LatentTables
-from builders.split import split_decodes_and_prefills
 from builders.split_kv import SplitPlanner
 from builders.split_plan import SplitLimits, VisibleKeys
 from builders.triton_attn import TritonAttentionMetadata, device_facts
@@ -76,6 +75,8 @@ class RaggedChunks:
     """Prefill rows for the vendor's kernel, which wants keys one request behind another."""
 
     calls: LatentCalls
+    dtype: torch.dtype
+    """Of queries, keys and values as the kernel reads them: the model's, or e4m3."""
     workspace: torch.Tensor
     """uint8, zeroed when made, of the prefill kernel alone."""
     starts: torch.Tensor | None
@@ -86,30 +87,14 @@ class RaggedChunks:
 
 
 @dataclass
-class TrtllmMlaMetadata(AttentionMetadata):
-    """A step of latent attention: decode rows first. None means that a phase has no rows."""
+class TrtllmMlaMetadata(LatentStep):
+    """A step, whose rows the host's query lengths alone have split."""
 
-    num_actual_tokens: int
-    num_decodes: int
-    num_prefills: int
-    num_decode_tokens: int
-    """Padding included, where the batch counts it."""
-    num_prefill_tokens: int
-    query_start_loc: torch.Tensor
-    """``[R + 1]`` int32, device."""
-    seq_lens: torch.Tensor
-    """``[R]`` int32, device."""
-    block_table: torch.Tensor
-    """``[R, max_blocks]`` int32, device."""
     query_lens: tuple[int, ...]
     """Of the decodes, host."""
     decode: LatentRows | None
-    prefill: LatentPrefill | None
     ragged: RaggedChunks | None
     """Beside ``prefill``, where the vendor's kernel takes it."""
-    keyless: torch.Tensor | None
-    """``[num_decode_tokens]`` bool, device: rows that no request owns, or one without keys; None
-    where there cannot be such rows."""
 
 
 class TrtllmMlaMetadataBuilder(AttentionMetadataBuilder[TrtllmMlaMetadata]):
@@ -202,37 +187,19 @@ class TrtllmMlaMetadataBuilder(AttentionMetadataBuilder[TrtllmMlaMetadata]):
             NotImplementedError: a batch that is not plainly causal.
         """
         batch = common_attn_metadata
-        debug_batch(batch, self.kv_cache_spec)
-        ignored = ("dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
-        refuse_fields(batch, NAME, *ignored)
-        if batch.causal is not True:
-            raise NotImplementedError(f"{NAME} takes causal batches, got causal={batch.causal!r}")
+        fields = split_step(batch, self.kv_cache_spec, self.threshold, NAME)
         self._check_limits(batch)
-        reqs = batch.num_reqs
-        found = split_decodes_and_prefills(batch, self.threshold)
-        lens = batch.query_start_loc_cpu[: found.num_decodes + 1].diff()
+        decodes = fields["num_decodes"]
+        lens = batch.query_start_loc_cpu[: decodes + 1].diff()
         record = TrtllmMlaMetadata(
-            slot_mapping=batch.slot_mapping,
-            num_actual_tokens=batch.num_actual_tokens,
-            num_decodes=found.num_decodes,
-            num_prefills=found.num_prefills,
-            num_decode_tokens=found.num_decode_tokens,
-            num_prefill_tokens=found.num_prefill_tokens,
-            query_start_loc=batch.query_start_loc[: reqs + 1],
-            seq_lens=batch.seq_lens[:reqs],
-            block_table=batch.block_table_tensor[:reqs],
-            query_lens=tuple(lens.tolist()),
-            decode=None,
-            prefill=None,
-            ragged=None,
-            keyless=None,
+            **fields, query_lens=tuple(lens.tolist()), decode=None, ragged=None
         )
         if self._may_lack_keys(batch, record):
             flags = self.buffers.view("keyless", record.num_decode_tokens)
-            starts = record.query_start_loc[: found.num_decodes + 1]
-            record.keyless = flag_keyless(starts, record.seq_lens[: found.num_decodes], flags)
+            starts = record.query_start_loc[: decodes + 1]
+            record.keyless = flag_keyless(starts, record.seq_lens[:decodes], flags)
         self._fill(record)
-        if found.num_prefills:
+        if record.num_prefills:
             self._plan_prefill(record, batch)
         return record
 
@@ -258,12 +225,7 @@ class TrtllmMlaMetadataBuilder(AttentionMetadataBuilder[TrtllmMlaMetadata]):
             ValueError: requests of several query lengths.
         """
         batch = common_attn_metadata
-        lens = batch.query_start_loc_cpu[: batch.num_reqs + 1].diff().tolist()
-        if not lens or lens[0] == 0 or any(one not in (0, lens[0]) for one in lens):
-            raise ValueError(
-                "query_start_loc_cpu must give every request of a captured batch the same number "
-                f"of tokens, got {lens}"
-            )
+        captured_query_len(batch)
         self._has_padding = True
         # By way of build, which a wrapper may have replaced.
         return self.build(0, batch)
@@ -404,4 +366,7 @@ class TrtllmMlaMetadataBuilder(AttentionMetadataBuilder[TrtllmMlaMetadata]):
             places = torch.arange(prefill.num_tokens, dtype=torch.int32, device=self.device)
             rows = torch.searchsorted(ends, places, right=True).clamp_(max=reqs - 1)
             keyless = context.lens[:, rows] == 0
-        record.ragged = RaggedChunks(self.calls, self.prefill_workspace, starts, keyless)
+        spec: Any = self.kv_cache_spec
+        is_fp8 = self.vllm_config.fp8_mla_prefill
+        dtype = torch.float8_e4m3fn if is_fp8 else spec.dtype.torch
+        record.ragged = RaggedChunks(self.calls, dtype, self.prefill_workspace, starts, keyless)

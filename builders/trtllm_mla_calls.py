@@ -51,13 +51,13 @@ class RaggedCall:
     """Expanded rows of consecutive requests."""
 
     query: torch.Tensor
-    """``[T, H, D]``."""
+    """``[T, H, D]``, of a 16-bit type or e4m3, and so are keys and values."""
     key: torch.Tensor
     """``[S, H, D]``."""
     value: torch.Tensor
     """``[S, H, Dv]``."""
     output: torch.Tensor
-    """``[T, H, Dv]``, written."""
+    """``[T, H, Dv]`` of the model's type, written."""
     lse: torch.Tensor | None
     """``[T, H]`` fp32, written in base 2."""
     query_starts: torch.Tensor
@@ -71,7 +71,9 @@ class RaggedCall:
     workspace: torch.Tensor
     """uint8, zeroed when made, of this kernel alone."""
     qk_scale: float
+    """Multiplies the products of stored queries and keys."""
     v_scale: float
+    """Multiplies the sums of stored values."""
     causal: bool
 
 

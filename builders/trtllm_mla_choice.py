@@ -86,6 +86,7 @@ def check_support(spec: Any, config: EngineConfig, capability: ComputeCapability
     if spec.block_size not in PAGE_SIZES:
         sizes = " or ".join(map(str, PAGE_SIZES))
         reasons.append(f"block_size must be {sizes}, got {spec.block_size}")
+    reasons += fp8_prefill_reasons(config, spec.cache_dtype)
     if spec.topk is not None:
         reasons.append(f"topk must be None, got {spec.topk}")
     size = config.parallel.decode_context_parallel_size
@@ -96,6 +97,20 @@ def check_support(spec: Any, config: EngineConfig, capability: ComputeCapability
     if reasons:
         raise ValueError(f"{NAME}: {'; '.join(reasons)}")
     return heads
+
+
+def fp8_prefill_reasons(config: EngineConfig, cache: CacheDType) -> list[str]:
+    """Why prefill in e4m3, where it is asked for, is not served."""
+    if not config.fp8_mla_prefill:
+        return []
+    reasons = []
+    if config.mla_kernel is MlaKernel.TRITON:
+        reasons.append("vllm_config.fp8_mla_prefill must be False with kernel triton, got True")
+    if not cache.is_quantized:
+        reasons.append(f"vllm_config.fp8_mla_prefill needs an fp8 cache, got {cache.value!r}")
+    if config.skip_prefill:
+        reasons.append("vllm_config.fp8_mla_prefill must be False with skip_prefill, got True")
+    return reasons
 
 
 def row_reason(kernel: MlaKernel, rank: int, rope_size: int) -> str | None:

@@ -51,6 +51,16 @@ class MlaKernel(StrEnum):
     """TRITON_MLA's, on every GPU, behind the same builder and metadata."""
 
 
+@unique
+class RopeKernel(StrEnum):
+    """What rotates and quantises absorbed queries and latent rows of an fp8 cache."""
+
+    TRITON = "triton"
+    """The library's own: the cache's write is in its one launch."""
+    FLASHINFER = "flashinfer"
+    """FlashInfer's ``mla_rope_quantize_fp8``, and a launch behind it that writes the rows."""
+
+
 class MultipleOf(Spec):
     """In a list of block sizes: any multiple of ``base``."""
 

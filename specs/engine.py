@@ -111,6 +111,9 @@ class EngineConfig(Spec):
     skip_prefill: StrictBool = False
     """The layers are a draft model's that only decodes: builders make no room for prefill, and
     refuse it."""
+    fp8_mla_prefill: StrictBool = False
+    """Prefill over an fp8 latent cache rounds queries, keys and values to e4m3 too, for kernels
+    that multiply it faster: TRTLLM_MLA's. It costs accuracy, so that it is to be asked for."""
     mla_workspace_bytes: PositiveInt | None = None
     """Most bytes of cached context that an MLA prefill holds expanded at a time; None leaves the
     bound to the backend."""

@@ -1,10 +1,11 @@
-"""FlashInfer's kernels that the GPU tests of FLASHINFER and TRTLLM_MHA ask for, compiled ahead.
+"""FlashInfer's kernels that GPU tests and the benchmark of latent calls ask for, compiled ahead.
 
     python -m tests.flashinfer_modules --list
     python -m tests.flashinfer_modules 'conformance/FLASHINFER/*' 'gpu/TRTLLM_MHA/*-p16-*'
 
 Without it every test waits for nvcc. What a test asks for is found by building its steps on the
-CPU, over an emulated FlashInfer of the installed version.
+CPU, over an emulated FlashInfer of the installed version. TRTLLM_MLA asks for none on Hopper: its
+rows are Triton's there, and what rotates them is that of ``gpu/rope``.
 """
 
 from __future__ import annotations
@@ -21,38 +22,52 @@ import torch
 
 from attn.backends.base import AttentionBackend
 from attn.backends.flashinfer import FlashInferBackend
+from attn.backends.flashinfer_mla import FlashInferMlaBackend
 from attn.backends.trtllm_mha import TrtllmMhaBackend
+from attn.bench.cases import LATENT_VENDOR_CASES
 from attn.bench.flashinfer_jit import (
+    ROPE_MODULE,
     Module,
     compile_modules,
     decode_module,
     fmha_v2_module,
+    latent_module,
     prefill_module,
     xqa_module,
 )
-from builders import flashinfer
+from attn.bench.flashinfer_jit import modules_of as modules_of_bench
+from builders import flashinfer, flashinfer_mla
 from builders.trtllm_mha_choice import VendorKernel
 from specs.devices import KNOWN_DEVICES, DeviceKind
 from specs.layouts import KVOrder
-from tests import cases, flashinfer_emulator, test_gpu_flashinfer, test_gpu_trtllm_mha
+from tests import (
+    cases,
+    flashinfer_emulator,
+    flashinfer_mla_emulator,
+    test_gpu_flashinfer,
+    test_gpu_flashinfer_mla,
+    test_gpu_trtllm_mha,
+)
 from tests import trtllm_emulator as trtllm
 from tests.batches import BATCHES
-from tests.cases import FEATURES, HEADS, Case, cases_for
+from tests.cases import FEATURES, HEADS, Case, LatentCase, cases_for
 from tests.flashinfer_signatures import installed_version
-from tests.trials import DenseTrial
+from tests.trials import DenseTrial, LatentTrial
 
 DEVICE = KNOWN_DEVICES["h200"]
 
 
 @contextmanager
 def emulated(version: str) -> Iterator[None]:
-    """Both backends build here as on a Hopper GPU."""
+    """All backends build here as on a Hopper GPU."""
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         stack.enter_context(flashinfer_emulator.emulated(version))
         stack.enter_context(trtllm.emulated(DEVICE, version))
+        stack.enter_context(flashinfer_mla_emulator.emulated(version))
         facts = flashinfer.device_facts(torch.device("cpu"))
-        patch.setattr(flashinfer, "device_facts", lambda _: (DeviceKind.SM90, *facts[1:]))
+        for module in (flashinfer, flashinfer_mla):
+            patch.setattr(module, "device_facts", lambda _: (DeviceKind.SM90, *facts[1:]))
         patch.setattr(cases, "detect_device", lambda: DEVICE)
         yield
 
@@ -149,6 +164,24 @@ def of_both_kernels() -> Iterator[Module]:
             yield prefill_module(kernel, dtype, dtype, size, *variant)
 
 
+def of_latent(case: LatentCase) -> Module:
+    """What FLASHINFER_MLA's wrapper compiles for a case: types and widths decide."""
+    builder = LatentTrial(FlashInferMlaBackend, case, torch.device("cpu")).builder()
+    sizes, kernel = builder.sizes, builder._choice.kernel.value
+    given = sizes.query_dtype, sizes.kv_dtype, sizes.rank, sizes.rope_size
+    return latent_module(kernel, *given)
+
+
+def latent_groups() -> Iterator[tuple[str, list[LatentCase]]]:
+    """Tests of FLASHINFER_MLA by name, with their cases, one of each types and widths."""
+    own = [case for case in cases_for(FlashInferMlaBackend) if isinstance(case, LatentCase)]
+    gpu = test_gpu_flashinfer_mla
+    others = [gpu.case_of(BATCHES[name], cache) for name in gpu.NAMES for cache in gpu.CACHES]
+    for name, listed in (("conformance", own), ("gpu", others)):
+        kept = {(case.dtype, case.cache_dtype, case.rank, case.rope_size): case for case in listed}
+        yield f"{name}/FLASHINFER_MLA", list(kept.values())
+
+
 def all_modules(version: str) -> dict[str, Module]:
     """Every module, by group and name."""
     found: dict[str, Module] = {}
@@ -157,6 +190,14 @@ def all_modules(version: str) -> dict[str, Module]:
             for case in own:
                 for module in modules_of(backend, case):
                     found[f"{group}/{named(module)}"] = module
+        for group, latents in latent_groups():
+            for one in latents:
+                module = of_latent(one)
+                found[f"{group}/{named(module)}"] = module
+    found[f"gpu/rope/{named(ROPE_MODULE)}"] = ROPE_MODULE
+    for bench_case in LATENT_VENDOR_CASES:
+        for module in modules_of_bench(bench_case):
+            found[f"bench/trtllm_mla/{named(module)}"] = module
     for module in beside_other_prefills():
         found[f"gpu/TRTLLM_MHA/mixed/{named(module)}"] = module
     for module in of_both_kernels():

@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 import torch
 
+from attn.backends.flashinfer_mla import FlashInferMlaBackend
 from attn.backends.trtllm_mha import TrtllmMhaBackend
 from attn.bench.flashinfer_jit import xqa_module
 from specs.dtypes import CacheDType, DType
 from tests import flashinfer_modules
 from tests.batches import BATCHES
-from tests.cases import FEATURES, Case
+from tests.cases import FEATURES, Case, LatentCase
 from tests.conformance import check_case
 from tests.flashinfer_modules import DEVICE, all_modules, emulated, main, modules_of, named
+from tests.trials import LatentTrial
 from tests.trtllm_emulator import NEW, OLD
 from tests.trtllm_emulator import emulated as emulated_calls
 
@@ -61,6 +63,23 @@ def test_modules_are_those_that_the_suite_calls(version: str, name: str, feature
         assert asked_for(case, version) <= own
 
 
+@pytest.mark.parametrize("version", [OLD, NEW])
+@pytest.mark.parametrize("cache", [CacheDType.AUTO, CacheDType.FP8])
+def test_latent_modules_are_those_that_the_suite_calls(version: str, cache: CacheDType) -> None:
+    case = LatentCase(
+        BATCHES["ragged_verify"], dtype=DType.BFLOAT16, cache_dtype=cache, rank=512, rope_size=64
+    )
+    with emulated(version):
+        module = flashinfer_modules.of_latent(case)
+        trial = LatentTrial(FlashInferMlaBackend, case, torch.device("cpu"))
+        record = trial.build(trial.builder())
+    wrapper = record.decode.wrapper
+    planned = wrapper.planned
+    assert wrapper.backend == "fa3"
+    assert module[2:5] == ("fa3", planned["q_data_type"], planned["kv_data_type"])
+    assert module[7:9] == (planned["head_dim_ckv"], planned["head_dim_kpe"])
+
+
 def test_modules_have_names_that_patterns_choose_from(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,7 +94,19 @@ def test_modules_have_names_that_patterns_choose_from(
         "gpu/FLASHINFER",
         "gpu/TRTLLM_MHA",
         "gpu/TRTLLM_MHA/mixed",
+        "conformance/FLASHINFER_MLA",
+        "gpu/FLASHINFER_MLA",
+        "gpu/rope",
+        "bench/trtllm_mla",
     }
+    latent = {name for name in modules if name.startswith(("gpu/FLASHINFER_MLA", "bench"))}
+    batch_mla = "batch_mla-fa3-bfloat16-{}-bfloat16-int32-512-64-False"
+    assert latent == {
+        *(f"gpu/FLASHINFER_MLA/{batch_mla.format(kv)}" for kv in ("bfloat16", "float8_e4m3fn")),
+        *(f"bench/trtllm_mla/{batch_mla.format(kv)}" for kv in ("bfloat16", "float8_e4m3fn")),
+        "bench/trtllm_mla/rope",
+    }
+    assert {name for name in modules if name.startswith("gpu/rope")} == {"gpu/rope/rope"}
     assert "gpu/TRTLLM_MHA/xqa-bfloat16-bfloat16-p16-d64-g4-q1" in modules
     compiled: list[Any] = []
     monkeypatch.setattr(flashinfer_modules, "all_modules", lambda version: modules)

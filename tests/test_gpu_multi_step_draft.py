@@ -1,4 +1,6 @@
-"""A draft loop of five steps, captured once and replayed, against eager steps built anew."""
+"""A draft loop of five steps, captured once and replayed, against eager steps built anew; planned
+on the host, each step's forward is a graph of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn.backends.base import AttentionBackend
+from attn.backends.flashinfer_mla import FlashInferMlaBackend
 from attn.backends.triton_mla import TritonMLABackend
 from attn.backends.trtllm_mla import TrtllmMlaBackend
+from attn.registry import AttentionBackendEnum
 from builders.common import CommonAttentionMetadata
 from builders.drafting import advance
 from builders.multi_step_draft import MultiStepDraft
@@ -19,6 +24,7 @@ from specs.engine import EngineConfig
 from specs.kv_cache import MLAAttentionSpec
 from tests import budget, oracle
 from tests.batches import Layer, Projection
+from tests.cases import device_for
 from tests.oracle import Rules
 from tests.trials import low_precision
 
@@ -26,9 +32,12 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 STEPS, REQS, HEADS, P, LONGEST = 5, 64, 16, 64, 1024
 SCALE = 192**-0.5
-TRIPLES = {
+TRIPLES: dict[str, tuple[type[AttentionBackend], MlaKernel]] = {
     "TRITON_MLA": (TritonMLABackend, MlaKernel.AUTO),
     "TRTLLM_MLA": (TrtllmMlaBackend, MlaKernel.TRITON),
+}
+ON_HOST: dict[str, tuple[type[AttentionBackend], MlaKernel]] = {
+    "FLASHINFER_MLA": (FlashInferMlaBackend, MlaKernel.AUTO)
 }
 
 
@@ -36,13 +45,14 @@ class Drafting:
     """A layer over a cache that holds every token that a draft may come to."""
 
     def __init__(self, name: str, cache_dtype: CacheDType) -> None:
-        backend, kernel = TRIPLES[name]
+        backend, kernel = (TRIPLES | ON_HOST)[name]
         self.spec = MLAAttentionSpec(block_size=P, dtype=DType.BFLOAT16, cache_dtype=cache_dtype)
         self.config = EngineConfig(
             max_model_len=LONGEST,
             max_num_seqs=REQS,
             max_num_batched_tokens=4 * REQS,
             num_heads=HEADS,
+            softmax_scale=SCALE,
             mla_kernel=kernel,
             skip_prefill=True,
         )
@@ -129,6 +139,43 @@ def test_a_replayed_loop_equals_eager_steps(name: str, cache_dtype: CacheDType) 
                 assert torch.equal(one[live], other[live])
             row = live[(7 * seed + step) % len(live)]
             _check_row(layer, captured[step][0][row], lens[row], row, step, cache_dtype)
+
+
+@pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.FP8])
+def test_steps_planned_on_the_host_replay_their_forwards(cache_dtype: CacheDType) -> None:
+    if device_for(AttentionBackendEnum["FLASHINFER_MLA"]) is None:
+        pytest.skip(FlashInferMlaBackend.unavailable_reason() or "flashinfer is not installed")
+    if cache_dtype is CacheDType.FP8 and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("rows of e4m3 need sm90")
+    layer = Drafting("FLASHINFER_MLA", cache_dtype)
+    builder = layer.builder()
+    draft = MultiStepDraft(builder, STEPS)
+    batch, rejected = layer.verified(0)
+    draft.begin(batch, rejected, rejected.cpu())
+    record = builder.build_for_cudagraph_capture(draft.batch)
+    # Kernels are compiled, and scales read, outside the graph.
+    layer.forward(record, 0)
+    torch.cuda.synchronize()
+    graphs: list[tuple[Any, tuple[Tensor, Tensor]]] = []
+    for step in range(STEPS):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = layer.forward(record, step)
+        graphs.append((graph, captured))
+    for seed in (1, 2):
+        batch, rejected = layer.verified(seed)
+        counts = rejected.cpu()
+        for step, (graph, captured) in enumerate(graphs):
+            planned = draft.begin(batch, rejected, counts) if step == 0 else draft.next()
+            assert planned.decode.wrapper is record.decode.wrapper
+            graph.replay()
+            torch.cuda.synchronize()
+            lens = draft.batch.seq_lens.tolist()
+            assert draft.batch.seq_lens_cpu_upper_bound.tolist() == lens
+            live = [row for row, length in enumerate(lens) if length]
+            for row in live[(7 * seed + step) % 8 :: 8]:
+                _check_row(layer, captured[0][row], lens[row], row, step, cache_dtype)
+            assert not captured[0][[row for row, length in enumerate(lens) if not length]].any()
 
 
 def _check_row(

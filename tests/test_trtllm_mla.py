@@ -146,6 +146,34 @@ def test_a_fused_rotation_gives_what_its_steps_give(batch: str, version: str) ->
     assert torch.equal(lse, expected_lse)
 
 
+@pytest.mark.skipif(not INTERPRETED.value, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("batch", ["ragged_decode", "ragged_verify", "padding_tokens_counted"])
+def test_triton_s_kernel_takes_a_fused_rotation_s_queries(batch: str) -> None:
+    (case,) = (
+        case for case in BY_TRITON if (case.batch.name, case.cache_dtype.value) == (batch, "fp8")
+    )
+    trial = ByTriton(BACKEND, replace(case, block_size=32), CPU)
+    trial.write()
+    record = trial.build(trial.builder())
+    query = trial._absorbed(trial.inputs.query)
+    nope, rope = query[..., :64], query[..., 64:]
+    kv_c, k_pe = trial._parts(trial.inputs.key)
+    # At position 0 nothing turns.
+    table = torch.cat([torch.ones(1, 16), torch.zeros(1, 16)], -1)
+    positions = torch.zeros(len(query), dtype=torch.int64)
+    q_out = torch.zeros(query.shape).to(torch.float8_e4m3fn)
+    rows, before = trial.inputs.batch.slot_mapping, trial.buffer.clone()
+    trial.impl.do_rope_quantize_and_kv_cache_update(
+        *(trial.layer, nope, rope, kv_c, k_pe, positions, table, False, trial.cache(), rows, q_out)
+    )
+    assert torch.equal(trial.buffer.view(torch.uint8), before.view(torch.uint8))
+    found = trial.impl.forward_mqa(q_out, trial.cache(), record, trial.layer)
+    read = (q_out.float() * trial.layer._q_scale).to(trial.dtype)
+    wanted = trial.impl.forward_mqa(read, trial.cache(), record, trial.layer)
+    assert found[0].dtype == trial.dtype
+    assert all(map(torch.equal, found, wanted))
+
+
 def test_pieces_that_an_fp8_cache_needs_are_named() -> None:
     with emulated():
         trial = LatentTrial(BACKEND, FP8, CPU)

@@ -102,6 +102,7 @@ class Trial(ABC):
     prefill_kernel = PrefillKernel.TRITON
     decode_kernel = DecodeKernel.TRITON
     mla_kernel = MlaKernel.AUTO
+    fp8_mla_prefill = False
 
     def __init__(
         self, backend: type[AttentionBackend], case: AnyCase, device: torch.device
@@ -132,6 +133,7 @@ class Trial(ABC):
             prefill_kernel=self.prefill_kernel,
             decode_kernel=self.decode_kernel,
             mla_kernel=self.mla_kernel,
+            fp8_mla_prefill=self.fp8_mla_prefill,
             **settings,
         )
 
@@ -714,6 +716,7 @@ def low_latent_output(
     request: Request,
     stored: Tensor,
     attend: Callable[[Tensor, Tensor], Tensor] | None = None,
+    fp8_scale: Tensor | None = None,
 ) -> Tensor:
     """The same in the model's precision.
 
@@ -723,6 +726,8 @@ def low_latent_output(
         stored: latent rows ``[Tk, L + r]`` as the cache has them.
         attend: latent output of absorbed queries over rows, as decodes are computed; None computes
             it expanded, as prefills are: those take the new tokens as they came.
+        fp8_scale: of expanded keys and values where the kernel reads e4m3, and queries with 1; None
+            where it reads the model's type.
     """
     dtype, rank, nope = request.query.dtype, weights.rank, weights.nope_size
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -738,8 +743,15 @@ def low_latent_output(
     k_nope = torch.einsum("sl,lhp->shp", rows[:, :rank], w_uk)
     value = torch.einsum("sl,lhv->shv", rows[:, :rank], w_uv)
     key = torch.cat([k_nope, rows[:, None, rank:].expand(-1, weights.num_heads, -1)], -1)
+    given = request.query, key, value
+    if fp8_scale is not None:
+        scales = torch.ones(()), fp8_scale, fp8_scale
+        given = tuple(
+            stored_rows.quantized(rows.to(dtype), "fp8", scale)
+            for rows, scale in zip(given, scales, strict=True)
+        )
     position, rules = request.first_position, request.rules
-    return low_precision(request.query, key, value, position, rules, dtype)[0]
+    return low_precision(*given, position, rules, dtype, fp8_scale is not None)[0]
 
 
 class LatentTrial(Trial):
@@ -747,6 +759,7 @@ class LatentTrial(Trial):
 
     case: LatentCase
     TOPK = 32
+    fp8_k_scale = 0.037
 
     def __init__(
         self, backend: type[AttentionBackend], case: LatentCase, device: torch.device
@@ -780,7 +793,7 @@ class LatentTrial(Trial):
         self.buffer = self.allocate()
         is_scaled = case.cache_dtype in (CacheDType.FP8, CacheDType.FP8_E4M3)
         one = torch.ones((), device=device)
-        k_scale = torch.tensor(0.037, device=device) if is_scaled else one
+        k_scale = torch.tensor(self.fp8_k_scale, device=device) if is_scaled else one
         # Read where queries are quantised beside such a cache.
         q_scale = torch.tensor(0.25, device=device) if is_scaled else one
         self.layer = Layer(q_scale, k_scale, k_scale)
@@ -1106,8 +1119,11 @@ class LatentTrial(Trial):
         def attend(query: Tensor, rows: Tensor) -> Tensor:
             return self._low_latent_state(request, self._read_query(query, record), rows)[0]
 
-        stored = self._low_rows(request)
-        return low_latent_output(self.weights, request, stored, attend if is_decode else None)
+        stored, scale = self._low_rows(request), None
+        if getattr(getattr(record, "ragged", None), "dtype", None) is torch.float8_e4m3fn:
+            scale = self.layer._k_scale.cpu().clamp(min=1)
+        given = self.weights, request, stored, attend if is_decode else None
+        return low_latent_output(*given, scale)
 
     def alone(self, row: int, tokens: slice) -> Inputs:
         if self.impl.indexer is not None:

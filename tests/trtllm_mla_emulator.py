@@ -204,8 +204,12 @@ class Emulator:
         known = ((192, 192, 128), (128, 128, 128), (256, 256, 256))
         need(sizes in known, f"heads of {sizes}")
         need(query.dtype == key.dtype == value.dtype, "types")
-        need(query.dtype in (torch.bfloat16, torch.float16), f"query of {query.dtype}")
-        need(out.shape == (*query.shape[:2], sizes[2]) and out.dtype == query.dtype, "output")
+        need(query.dtype in (torch.bfloat16, torch.float16, E4M3), f"query of {query.dtype}")
+        made = torch.bfloat16 if query.dtype == E4M3 else query.dtype
+        need(out.shape == (*query.shape[:2], sizes[2]) and out.dtype == made, "output")
+        for tensor in (query, key, value, out):
+            need(tensor.stride(-1) == 1, "rows are strided")
+            need(tensor.data_ptr() % 16 == 0, "rows are not aligned")
         need(given["window_left"] == -1 and given["o_sf_scale"] == -1, "window or block scale")
         need(given["batch_size"] == len(lens), f"batch_size {given['batch_size']}")
         need(bool(given["return_lse"]) == (lse is not None), "lse as asked for")

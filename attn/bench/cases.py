@@ -44,6 +44,8 @@ class BenchTable(StrEnum):
     """Absorbed decode over a latent cache, likewise."""
     FLASHINFER = "flashinfer"
     """What our backends over FlashInfer's dense kernels add to its own calls."""
+    TRTLLM_MLA = "trtllm_mla"
+    """Likewise of its latent kernels, and rotation, e4m3 and cache write in one launch."""
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -52,8 +54,14 @@ class BenchTable(StrEnum):
             BenchTable.HOPPER: HOPPER_PEERS,
             BenchTable.MLA: MLA_PEERS,
             BenchTable.FLASHINFER: (),
+            BenchTable.TRTLLM_MLA: (),
         }
         return named.get(self, PEERS)
+
+    @property
+    def has_lines(self) -> bool:
+        """It compares pairs of times, in place of kernels with peers."""
+        return self in (BenchTable.FLASHINFER, BenchTable.TRTLLM_MLA)
 
     @property
     def times_plans(self) -> bool:
@@ -63,13 +71,18 @@ class BenchTable(StrEnum):
     @property
     def backend(self) -> str:
         """Ours, where none is named."""
-        named = {BenchTable.MLA: "TRITON_MLA", BenchTable.FLASHINFER: "FLASHINFER"}
+        named = {
+            BenchTable.MLA: "TRITON_MLA",
+            BenchTable.FLASHINFER: "FLASHINFER",
+            BenchTable.TRTLLM_MLA: "FLASHINFER_MLA",
+        }
         return named.get(self, "TRITON_ATTN")
 
     @property
     def also(self) -> tuple[str, ...]:
         """Further ones of ours, where none is named."""
-        return ("TRTLLM_MHA",) if self is BenchTable.FLASHINFER else ()
+        named = {BenchTable.FLASHINFER: "TRTLLM_MHA", BenchTable.TRTLLM_MLA: "TRTLLM_MLA"}
+        return (named[self],) if self in named else ()
 
     @property
     def prefill_kernel(self) -> PrefillKernel:
@@ -88,6 +101,7 @@ class BenchTable(StrEnum):
             BenchTable.HOPPER: HOPPER_CASES,
             BenchTable.MLA: MLA_CASES,
             BenchTable.FLASHINFER: VENDOR_CASES,
+            BenchTable.TRTLLM_MLA: LATENT_VENDOR_CASES,
         }
         return named.get(self, CASES)
 
@@ -516,6 +530,19 @@ VENDOR_CASES: Final = (
     _decode("dec_b256_4k", _GQA, [(256, 4096)]).replace(target=Target()),
 )
 """The cases of the table of backends over FlashInfer; see :mod:`attn.bench.vendor`."""
+
+ROPE_CASE: Final = "mla_rope_h128_t128"
+"""Rotated and written, not attended."""
+LATENT_VENDOR_CASES: Final = (
+    *(
+        case.replace(target=Target())
+        for case in MLA_CASES
+        if case.name in ("mla_h128_b128_4k", "mla_h16_b128_4k", "mla_fp8_h16_b128_4k")
+    ),
+    _latent(ROPE_CASE, 128, (128, 64), target=Target(), kv_cache_dtype=CacheDType.FP8_E4M3),
+)
+"""The cases of the table of backends over FlashInfer's latent kernels; see
+:mod:`attn.bench.latent_lines`."""
 
 SCRATCH_CASE: Final = _case("scratch", CaseKind.DECODE, _GQA, [(256, 1, 128)])
 """The shape whose scratch is bounded by ``MAX_SCRATCH_BYTES``; the lengths do not matter."""

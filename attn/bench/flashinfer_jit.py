@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from attn.bench.cases import MODEL_DTYPE, KernelCase
+from attn.bench.cases import MODEL_DTYPE, ROPE_CASE, KernelCase
 from attn.bench.reasons import describe
 
 FILES_AT_ONCE: Final = 4
@@ -133,15 +133,30 @@ def fmha_v2_module(layout: str, query: torch.dtype, output: torch.dtype) -> Modu
     return ("flashinfer.jit", "gen_fmha_v2_module", f"Q_PAGED_KV_{layout}", query, named)
 
 
+def latent_module(
+    kernel: str, query: torch.dtype, cached: torch.dtype, rank: int, rope_size: int
+) -> Module:
+    """Of the wrapper of absorbed latent attention."""
+    # No profiler.
+    sizes = (query, torch.int32, rank, rope_size, False)
+    return ("flashinfer.jit", "gen_batch_mla_module", kernel, query, cached, *sizes)
+
+
+ROPE_MODULE: Final[Module] = ("flashinfer.jit.rope", "gen_rope_module")
+"""Of ``mla_rope_quantize_fp8``, whatever the shapes."""
+
+
 def modules_of(case: KernelCase) -> Iterator[Module]:
     """What FlashInfer compiles for a case of the benchmark: its wrappers, and XQA."""
     query, cached = MODEL_DTYPE.torch, case.kv_cache_dtype.element(MODEL_DTYPE).torch
     size, has_window = case.head_size, case.sliding_window is not None
     if case.is_expanded:
         return
+    if case.name == ROPE_CASE:
+        yield ROPE_MODULE
+        return
     if case.is_latent:
-        latent = ("fa3", query, cached, query, torch.int32, case.head_size_v, case.rope_size, False)
-        yield "flashinfer.jit", "gen_batch_mla_module", *latent
+        yield latent_module("fa3", query, cached, case.head_size_v, case.rope_size)
         return
     if not case.sinks:
         yield prefill_module(wrapper_backend(case), query, cached, size, has_window)

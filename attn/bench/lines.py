@@ -1,4 +1,4 @@
-"""Lines of the table of backends over FlashInfer: two times, and how far apart they may be."""
+"""Lines of the tables of backends over FlashInfer: two times, and how far apart they may be."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ class Part(StrEnum):
     """Cache write and decode over fp8 with the same over bf16."""
     BUILD = "build"
     """A step's build with vLLM's FlashInfer builder."""
+    ROPE = "rope"
+    """Rotation, e4m3 and cache write in one launch, with FlashInfer's function and a write."""
+    KERNEL = "kernel"
+    """One backend by another's kernel, with that backend."""
 
 
 @unique
@@ -59,6 +63,8 @@ class Line(Spec):
     """Below it, not at it."""
     max_more_us: float | None = Field(default=None, ge=0)
     """Of ours beyond the other, at most."""
+    max_us: float | None = Field(default=None, gt=0)
+    """Of ours, at most."""
     waits: NonNegativeInt | None = None
     """Calls that wait for the device, where that is asked; the target is none."""
     asks_waits: StrictBool = False
@@ -89,6 +95,8 @@ class Line(Spec):
             parts.append(f"{'<' if self.is_strict else '<='} {self.max_ratio:g} x {self.other}")
         if self.max_more_us is not None:
             parts.append(f"<= {self.other} + {self.max_more_us:g} us")
+        if self.max_us is not None:
+            parts.append(f"<= {self.max_us:g} us")
         if self.asks_waits:
             parts.append("0 waits")
         return ", ".join(parts)
@@ -111,6 +119,8 @@ class Line(Spec):
         if self.max_more_us is not None:
             known = ours is not None and other is not None
             found.append((ours or 0.0) - (other or 0.0) <= self.max_more_us if known else None)
+        if self.max_us is not None:
+            found.append(None if ours is None else ours <= self.max_us)
         if False in found:
             return False
         return None if None in found else True

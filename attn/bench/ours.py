@@ -21,7 +21,7 @@ from attn.registry import RegisteredBackend
 from attn.selector import refusals
 from builders.base import AttentionMetadataBuilder
 from builders.common import CommonAttentionMetadata
-from specs.attention import AttentionCGSupport, AttentionSelectorConfig
+from specs.attention import AttentionCGSupport, AttentionSelectorConfig, MlaKernel
 from specs.engine import DecodeKernel, EngineConfig, PrefillKernel, SpeculativeConfig
 from specs.kv_cache import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 from specs.layouts import KVViews
@@ -46,6 +46,7 @@ def engine_config(
     batch_invariant: bool = False,
     prefill_kernel: PrefillKernel = PrefillKernel.TRITON,
     decode_kernel: DecodeKernel = DecodeKernel.TRITON,
+    mla_kernel: MlaKernel = MlaKernel.AUTO,
 ) -> EngineConfig:
     """Limits of an engine that serves the case."""
     drafts = case.num_speculative_tokens
@@ -58,6 +59,8 @@ def engine_config(
         batch_invariant=batch_invariant,
         prefill_kernel=prefill_kernel,
         decode_kernel=decode_kernel,
+        mla_kernel=mla_kernel,
+        softmax_scale=case.scale,
     )
 
 
@@ -145,19 +148,7 @@ def _latent_layer(
 ) -> OurLayer:
     """The same of a latent layer; its up-projections are those of no model, and not used."""
     case, device, rank = content.case, content.device, _rank_of(content.case)
-    make: Callable[..., Any] = member.get_class().get_impl_cls()
-    impl = make(
-        *(case.num_heads, rank + case.rope_size, case.scale, 1, None, None),
-        *(case.kv_cache_dtype.value, None, "decoder", None),
-        kv_lora_rank=rank,
-        qk_nope_head_dim=NOPE_SIZE,
-        qk_rope_head_dim=case.rope_size,
-        qk_head_dim=NOPE_SIZE + case.rope_size,
-        v_head_dim=NOPE_SIZE,
-        kv_b_proj=torch.nn.Identity(),
-    )
-    if not isinstance(impl, MLAAttentionImpl):
-        raise ValueError(f"backend must serve latent layers, got {member.name}")
+    impl = latent_impl(member, case)
     table, num_blocks = permuted_table(case, generator)
     block_table = table.to(device)
     kv_cache = kv_cache_spec(case).layout().allocate(num_blocks, device, fill_byte=0xFF)
@@ -179,6 +170,36 @@ def _latent_layer(
     return OurLayer(content, impl, scales, kv_cache, batch)
 
 
+def latent_impl(member: RegisteredBackend, case: KernelCase, **options: Any) -> MLAAttentionImpl:
+    """The backend's impl of a latent layer, without values in its up-projections.
+
+    Args:
+        member: the backend.
+        case: with a rotary part.
+        options: further keyword arguments of the impl.
+    """
+    rank, make = _rank_of(case), member.get_class().get_impl_cls()
+    width = case.num_heads * 2 * NOPE_SIZE
+    given: dict[str, Any] = {
+        "kv_lora_rank": rank,
+        "qk_nope_head_dim": NOPE_SIZE,
+        "qk_rope_head_dim": case.rope_size,
+        "qk_head_dim": NOPE_SIZE + case.rope_size,
+        "v_head_dim": NOPE_SIZE,
+        "kv_b_proj": torch.nn.Linear(rank, width, bias=False, device="meta"),
+        **options,
+    }
+    impl = make(
+        *(case.num_heads, rank + case.rope_size, case.scale, 1, None, None),
+        *(case.kv_cache_dtype.value, None, "decoder", None),
+        **given,
+    )
+    if not isinstance(impl, MLAAttentionImpl):
+        raise ValueError(f"backend must serve latent layers, got {member.name}")
+    impl.process_weights_after_loading(MODEL_DTYPE.torch)
+    return impl
+
+
 def make_builder(
     member: RegisteredBackend,
     layer: OurLayer,
@@ -186,6 +207,7 @@ def make_builder(
     free: bool = False,
     prefill_kernel: PrefillKernel = PrefillKernel.TRITON,
     decode_kernel: DecodeKernel = DecodeKernel.TRITON,
+    mla_kernel: MlaKernel = MlaKernel.AUTO,
 ) -> Builder:
     """The backend's builder for the case.
 
@@ -196,12 +218,13 @@ def make_builder(
         free: the one that partitions keys with a view on the whole batch.
         prefill_kernel: the engine setting of that name.
         decode_kernel: likewise.
+        mla_kernel: likewise.
     """
     case = layer.content.case
     make: MakeBuilder = member.get_class().get_builder_cls()
     if free:
         make = free_partition_of(member) or make
-    config = engine_config(case, batch_invariant, prefill_kernel, decode_kernel)
+    config = engine_config(case, batch_invariant, prefill_kernel, decode_kernel, mla_kernel)
     return make(kv_cache_spec(case), ["layers.0"], config, layer.content.device)
 
 
@@ -269,7 +292,9 @@ def _rank_of(case: KernelCase) -> int:
     return case.head_size_v if case.is_latent else EXPANDED_RANK
 
 
-def backend_refusals(case: KernelCase, member: RegisteredBackend) -> list[str]:
+def backend_refusals(
+    case: KernelCase, member: RegisteredBackend, mla_kernel: MlaKernel = MlaKernel.AUTO
+) -> list[str]:
     """Every reason why the backend cannot serve the case here."""
     request = AttentionSelectorConfig(
         head_size=_rank_of(case) + case.rope_size if case.rope_size else case.head_size,
@@ -279,6 +304,7 @@ def backend_refusals(case: KernelCase, member: RegisteredBackend) -> list[str]:
         has_sink=case.sinks,
         has_sliding_window=case.sliding_window is not None,
         use_mla=case.rope_size > 0,
+        mla_kernel=mla_kernel,
     )
     return refusals(member, request, detect_device())
 

@@ -18,6 +18,7 @@ import torch
 from attn.bench.cases import (
     CASES,
     HOPPER_CASES,
+    LATENT_VENDOR_CASES,
     MLA_CASES,
     VENDOR_CASES,
     CaseKind,
@@ -430,7 +431,8 @@ _ADAPTERS: Final[dict[str, tuple[str, Adapter]]] = {
 
 def compiled_cases() -> tuple[KernelCase, ...]:
     """Cases of all tables, and the fp8 twins of those whose table makes them itself."""
-    cases = {case.name: case for case in (*CASES, *HOPPER_CASES, *MLA_CASES, *VENDOR_CASES)}
+    tables = (CASES, HOPPER_CASES, MLA_CASES, VENDOR_CASES, LATENT_VENDOR_CASES)
+    cases = {case.name: case for table in tables for case in table}
     for case in VENDOR_CASES:
         name = case.name.replace("dec_", "dec_fp8_")
         cases.setdefault(name, case.replace(name=name, kv_cache_dtype=CacheDType.FP8_E4M3))

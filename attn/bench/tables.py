@@ -79,16 +79,32 @@ _HOW_LINES = (
     '`torch.cuda.set_sync_debug_mode("error")`. Results are compared with float64 before they '
     "are timed; `error` is the largest relative norm."
 )
+_HOW_LATENT = (
+    "Each pair of times is taken in one process, in turn ({rounds} rounds), on the same tensors; "
+    "medians. `device` is the GPU's time alone: {clock}. `eager` is wall time of calls one after "
+    "the other until the last is done, divided by their number, the host's time included and the "
+    "L2 cache as it is. `graph` is a replay of a CUDA graph of one call, back to back. `direct "
+    "call` is `run` of the `BatchMLAPagedAttentionWrapper` that `forward_mqa` calls, planned for "
+    "the step, with the tensors that it gave it. Lines of RoPE time one call of "
+    "`do_rope_quantize_and_kv_cache_update`, which rotates and rounds to e4m3 the absorbed queries "
+    "and latent rows of the step's tokens, and writes the rows: in one launch, or by FlashInfer's "
+    "`mla_rope_quantize_fp8` and a launch that writes its rows. TRTLLM_MLA by TRITON_MLA's plain "
+    "kernel stands beside TRITON_MLA for information. Results are compared with float64 before "
+    "they are timed and again after; `error` is the largest relative norm, where e4m3 is stored "
+    "its rounding included, which is to the nearest in every element."
+)
 _PARTS = {
     Part.OVERHEAD: "A forward beside the call that it makes",
     Part.WRITE: "fp8 beside bf16, cache write included",
     Part.BUILD: "A step's build beside vLLM's",
+    Part.ROPE: "RoPE, e4m3 and the cache write",
+    Part.KERNEL: "By another backend's kernel",
 }
 
 
 def render_markdown(results: BenchResults) -> str:
     """The tables; depends on nothing but ``results``."""
-    if results.environment.table is BenchTable.FLASHINFER:
+    if results.environment.table.has_lines:
         return _render_lines(results)
     environment = results.environment
     is_planned = environment.table.times_plans
@@ -137,10 +153,11 @@ def _render_lines(results: BenchResults) -> str:
     clock = _CPU_CLOCK if environment.device == "cpu" else _CUDA_CLOCK
     checks = [check for line in results.lines if (check := line_check(line)) is not None]
     counts = Counter(check.verdict for check in checks)
+    how = _HOW_LATENT if environment.table is BenchTable.TRTLLM_MLA else _HOW_LINES
     parts = [
         f"# {environment.backend} on {environment.device}, beside FlashInfer's own calls",
         _when(results),
-        _HOW_LINES.format(rounds=environment.rounds, clock=clock),
+        how.format(rounds=environment.rounds, clock=clock),
         "Targets: " + ", ".join(f"{counts[v]} {v.value}" for v in Verdict) + ".",
     ]
     for part, title in _PARTS.items():

@@ -7,10 +7,7 @@ beside the call into FlashInfer that it makes, cache write and decode over fp8 b
 
 from __future__ import annotations
 
-import copy
-import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Final
 
@@ -18,7 +15,6 @@ import torch
 
 from attn.bench.cases import KernelCase
 from attn.bench.inputs import Expected, expected_rows, make_content, permuted_table
-from attn.bench.judge import check_run
 from attn.bench.lines import How, Line, Part
 from attn.bench.ours import (
     OurLayer,
@@ -27,19 +23,17 @@ from attn.bench.ours import (
     kv_cache_spec,
     make_layer,
 )
-from attn.bench.peers import FP8_QUERY_TOLERANCE, TOLERANCE, KernelRun, Refusal
-from attn.bench.reasons import describe
-from attn.bench.results import Contender
-from attn.bench.timing import (
-    Call,
-    Timing,
-    count_waits,
-    eager_times_us,
-    graph_times_us,
-    host_times_us,
-    make_clock,
-    time_interleaved,
+from attn.bench.pairs import (
+    BrokenError,
+    Log,
+    Rounds,
+    checked,
+    direct_call,
+    lines_or_reason,
+    timed,
 )
+from attn.bench.peers import FP8_QUERY_TOLERANCE, TOLERANCE, KernelRun, Refusal
+from attn.bench.timing import Call, count_waits, host_times_us
 from attn.bench.vllm_builder import vllm_build
 from attn.registry import AttentionBackendEnum, RegisteredBackend
 from builders.common import CommonAttentionMetadata
@@ -55,22 +49,6 @@ DIRECT: Final = "direct call"
 BF16: Final = "bf16"
 NATIVE, XQA = "vLLM, planned decode", "vLLM, XQA decode"
 
-Log = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """How often things are timed."""
-
-    device: torch.device
-    rounds: int
-    reps: int
-    seed: int
-
-
-class _BrokenError(Exception):
-    """Ours cannot be timed; the message says why."""
-
 
 def vendor_lines(
     case: KernelCase, backends: tuple[str, ...], rounds: Rounds, log: Log
@@ -80,19 +58,9 @@ def vendor_lines(
     for name in backends:
         member = AttentionBackendEnum[name]
         reasons = backend_refusals(case, member)
-        if reasons:
-            refused = {"is_broken": True, "is_refused": True, "reason": "; ".join(reasons)}
-            yield from (line.replace(**refused) for line in _asked(member, case))
-            continue
-        try:
-            yield from measure(member, case, rounds)
-        except Exception as error:
-            if not isinstance(error, _BrokenError):
-                log(traceback.format_exc(limit=-4))
-            reason = str(error) if isinstance(error, _BrokenError) else describe(error)
-            yield from (
-                line.replace(is_broken=True, reason=reason) for line in _asked(member, case)
-            )
+        yield from lines_or_reason(
+            [*_asked(member, case)], reasons, partial(measure, member, case, rounds), log
+        )
 
 
 def _asked(member: RegisteredBackend, case: KernelCase) -> Iterator[Line]:
@@ -127,11 +95,12 @@ def _overheads(member: RegisteredBackend, case: KernelCase, rounds: Rounds) -> I
     layer, expected = _layer_of(member, case, rounds)
     record = decode_record(member, layer)
     ours, output = _forward_of(layer, record), torch.empty_like(layer.content.query)
-    direct = direct_calls(layer, record, output)
-    error = _checked(KernelRun(ours.call, ours.output), expected)
-    _checked(KernelRun(direct, output), expected)
-    yield from _paired(member, case, {"ours": ours.call, DIRECT: direct}, rounds, error)
-    _checked(KernelRun(ours.call, ours.output), expected)
+    direct = direct_call(record, lambda step: _forward_of(layer, step, output).call())
+    error = checked(KernelRun(ours.call, ours.output), expected)
+    checked(KernelRun(direct, output), expected)
+    calls: dict[str, Call] = {"ours": ours.call, DIRECT: direct}
+    yield from timed(_asked(member, case), calls, rounds, error)
+    checked(KernelRun(ours.call, ours.output), expected)
 
 
 def decode_record(member: RegisteredBackend, layer: OurLayer) -> Any:
@@ -143,47 +112,6 @@ def decode_record(member: RegisteredBackend, layer: OurLayer) -> Any:
     case = layer.content.case
     builder = make(kv_cache_spec(case), ["layers.0"], engine_config(case), layer.content.device)
     return builder.build(0, layer.batch)
-
-
-def direct_calls(layer: OurLayer, record: Any, output: torch.Tensor) -> Call:
-    """The calls into FlashInfer of one forward, on the tensors that it prepared for them.
-
-    Args:
-        layer: the layer.
-        record: a step of decodes.
-        output: where they write.
-    """
-    found: list[Callable[[], object]] = []
-
-    def kept(function: Any) -> Any:
-        def keep(*args: Any, **kwargs: Any) -> Any:
-            found.append(partial(function, *args, **kwargs))
-            return function(*args, **kwargs)
-
-        return keep
-
-    step, part = copy.copy(record), copy.copy(record.decode)
-    step.decode = part
-    if hasattr(part, "wrapper"):
-        part.wrapper = _Wrapper(kept(part.wrapper.run))
-    else:
-        functions = {
-            item.name: kept(getattr(part.calls, item.name))
-            for item in fields(part.calls)
-            if item.name.endswith("_function") and getattr(part.calls, item.name) is not None
-        }
-        part.calls = replace(part.calls, **functions)
-    _forward_of(layer, step, output).call()
-    if len(found) != 1:
-        raise _BrokenError(f"a step of decodes must make one call, got {len(found)}")
-    return found[0]
-
-
-@dataclass(frozen=True)
-class _Wrapper:
-    """Stands for a wrapper of FlashInfer's."""
-
-    run: Any
 
 
 def _layer_of(
@@ -205,40 +133,6 @@ def _forward_of(layer: OurLayer, record: Any, output: torch.Tensor | None = None
     return KernelRun(call, out)
 
 
-def _checked(run: KernelRun, expected: Expected) -> float:
-    """The error of a kernel that is right."""
-    found = check_run("ours", run, expected)
-    if isinstance(found, Contender):
-        raise _BrokenError(f"{found.status.value}: {found.reason}")
-    return found
-
-
-def _paired(
-    member: RegisteredBackend,
-    case: KernelCase,
-    calls: dict[str, Call],
-    rounds: Rounds,
-    error: float,
-) -> Iterator[Line]:
-    """The lines of two calls, ``ours`` and another, in every way of timing."""
-    device, turns, reps = rounds.device, rounds.rounds, rounds.reps
-    for line in _asked(member, case):
-        times: dict[str, Timing] | None
-        if line.how is How.DEVICE:
-            times = time_interleaved(calls, make_clock(device, reps), turns, reps)
-        elif line.how is How.EAGER:
-            times = eager_times_us(calls, device, turns, reps)
-        else:
-            times = graph_times_us(calls, device, turns)
-        if times is None:
-            yield line.replace(error=error, reason="needs a CUDA device")
-            continue
-        ours, other = times["ours"], times[line.other]
-        yield line.replace(
-            ours_us=ours.median_us, other_us=other.median_us, spread=ours.spread, error=error
-        )
-
-
 # -- fp8 beside bf16, cache writes included.
 
 
@@ -249,12 +143,12 @@ def _writes(member: RegisteredBackend, case: KernelCase, rounds: Rounds) -> Iter
         own = case.replace(kv_cache_dtype=cache)
         reasons = backend_refusals(own, member)
         if reasons:
-            raise _BrokenError("; ".join(reasons))
+            raise BrokenError("; ".join(reasons))
         layer, expected = _layer_of(member, own, rounds)
         run = written_step(member, layer)
-        errors[name] = _checked(run, expected)
+        errors[name] = checked(run, expected)
         calls[name] = run.call
-    yield from _paired(member, case, calls, rounds, errors["ours"])
+    yield from timed(_asked(member, case), calls, rounds, errors["ours"])
 
 
 def written_step(member: RegisteredBackend, layer: OurLayer) -> KernelRun:

@@ -53,7 +53,7 @@ from attn.bench.engine import (
     require_varied,
     value_of,
 )
-from attn.bench.kernels import KernelBench, environment_of
+from attn.bench.settings import KernelBench, environment_of
 from specs.base import PositiveInt, Spec, parse_spec
 
 # -- One engine, in a process of its own.

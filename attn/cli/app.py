@@ -21,7 +21,9 @@ from rich.progress import (
 )
 
 from attn.bench.build import bench_build
-from attn.bench.kernels import HELP, KernelBench, Report, make_bench, run_and_report
+from attn.bench.kernels import HELP, make_bench, run_and_report
+from attn.bench.report import Report
+from attn.bench.settings import KernelBench
 from attn.cli.corrupt import Fault
 from attn.cli.explain import feature_table, print_backends, print_decisions
 from attn.cli.replay import Replay, RunSettings

@@ -34,6 +34,10 @@ class HostScales:
         scale = getattr(layer, name, None)
         if scale is None:
             raise ValueError(f"{name} of the layer is needed by {self._backend}, got None")
+        return self.value_of(name, scale)
+
+    def value_of(self, name: str, scale: torch.Tensor) -> float:
+        """The scale ``name``, where its tensor is all that is known; as of :meth:`of`."""
         kept = self._kept.get(name)
         if kept is None or not kept.is_of(scale):
             kept = self._kept[name] = _ScaleOnHost(name, scale, self._backend)

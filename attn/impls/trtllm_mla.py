@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,14 +15,16 @@ from attn.impls.latent import LatentImpl
 from attn.ops.clear import clear_rows
 from attn.ops.gather import pack_query, unpack_state
 from attn.ops.merge import merge_states
-from attn.ops.rope_quant import rope_quantize
+from attn.ops.quant import quantize_into
+from attn.ops.rope_quant import rope_quantize, rope_quantize_by_flashinfer
+from builders import flashinfer_rope
 from builders.debug import debug_enabled, debug_read
 from builders.flashinfer_compat import LSE_UNIT
 from builders.latent_prefill import LatentPrefill
 from builders.trtllm_mla import LatentRows, RaggedChunks, TrtllmMlaMetadata
 from builders.trtllm_mla_calls import LatentDecodeCall, RaggedCall
 from builders.trtllm_mla_choice import EXPANDED_SIZES, NAME, dtypes_reason
-from specs.attention import MlaKernel
+from specs.attention import MlaKernel, RopeKernel
 from specs.layouts import KVViews
 
 if TYPE_CHECKING:
@@ -35,14 +38,23 @@ class TrtllmMlaImpl(LatentImpl):
     supports_quant_query_input = True
     """Of an fp8 cache, as :meth:`do_rope_quantize_and_kv_cache_update` leaves it."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """The arguments of :class:`attn.impls.base.MLAAttentionImpl`.
+    def __init__(self, *args: Any, rope_kernel: str = RopeKernel.TRITON, **kwargs: Any) -> None:
+        """
+        Args:
+            args: of :class:`attn.impls.base.MLAAttentionImpl`.
+            rope_kernel: of :meth:`do_rope_quantize_and_kv_cache_update`, a ``RopeKernel`` string.
+            kwargs: as ``args``.
 
         Raises:
             NotImplementedError: a KV cache dtype without latent rows.
             ValueError: a pair of head sizes that no kernel takes.
+            FlashInferUnavailableError: FlashInfer's ``rope_kernel``, which cannot be used here.
         """
         super().__init__(*args, **kwargs)
+        self._rotates_by = RopeKernel(rope_kernel)
+        if self._rotates_by is RopeKernel.FLASHINFER:
+            # Where it is missing, now is the time to say so.
+            flashinfer_rope.load_rope()
         self._scales = HostScales(NAME)
         self._latent: LatentLauncher | None = None
         self._model_dtype = torch.bfloat16
@@ -73,7 +85,8 @@ class TrtllmMlaImpl(LatentImpl):
         slot_mapping: torch.Tensor,
         q_out: torch.Tensor,
     ) -> None:
-        """Rotate and quantise absorbed queries and latent rows, and write the rows, in one launch.
+        """Rotate and quantise absorbed queries and latent rows, and write the rows, in one launch;
+        in two by FlashInfer.
 
         Args:
             layer: scales of the layer.
@@ -81,7 +94,7 @@ class TrtllmMlaImpl(LatentImpl):
             q_pe: ``[T, H, r]``, not rotated.
             kv_c_normed: ``[T, L]``.
             k_pe: ``[T, 1, r]`` or ``[T, r]``, not rotated.
-            positions: ``[T]`` integer.
+            positions: ``[T]`` integer; by FlashInfer each inside the table.
             cos_sin_cache: ``[max_position, r]`` fp32: cosines, then sines.
             is_neox: rotate halves (True) or interleaved pairs (False).
             kv_cache: ``[N, block_size, row]`` e4m3.
@@ -97,16 +110,18 @@ class TrtllmMlaImpl(LatentImpl):
                 f"kv_cache_dtype must be fp8 to quantise queries for {NAME}, got "
                 f"{self.cache_dtype.value!r}"
             )
-        one = torch.ones((), device=q_nope.device)
-        given = (getattr(layer, name, None) for name in ("_q_scale", "_k_scale"))
-        q_scale, k_scale = (one if scale is None else scale for scale in given)
+        given = q_nope, q_pe, kv_c_normed, k_pe, positions, cos_sin_cache, is_neox
         cache = self._fields(kv_cache, self.cache_dtype, q_nope.dtype)
-        rope_quantize(
-            *(q_nope, q_pe, kv_c_normed, k_pe, positions, cos_sin_cache, is_neox),
-            *(q_scale, k_scale, q_out),
-            cache=cache,
-            slot_mapping=slot_mapping,
-        )
+        written: Any = {"cache": cache, "slot_mapping": slot_mapping}
+        names = "_q_scale", "_k_scale"
+        if self._rotates_by is RopeKernel.FLASHINFER:
+            q_factor, k_factor = (self._scale_of(layer, name) for name in names)
+            rope_quantize_by_flashinfer(*given, q_factor, k_factor, q_out, **written)
+            return
+        one = torch.ones((), device=q_nope.device)
+        found = (getattr(layer, name, None) for name in names)
+        q_scale, k_scale = (one if scale is None else scale for scale in found)
+        rope_quantize(*given, q_scale, k_scale, q_out, **written)
 
     def forward_mqa(
         self,
@@ -235,13 +250,11 @@ class TrtllmMlaImpl(LatentImpl):
     ) -> None:
         from attn.kernels.mla_launch import LatentTensors
 
-        if query[0].dtype == torch.float8_e4m3fn:
-            raise ValueError(
-                f"query must be {self._model_dtype} for the triton kernel of {NAME}, got "
-                f"{query[0].dtype}"
-            )
-        if step.padded is not None:
-            pack_query(*query, step.padded, 1.0, step.query)
+        is_fp8 = query[0].dtype == torch.float8_e4m3fn
+        if step.padded is not None or is_fp8:
+            # Where queries came quantised, the kernel reads what they stand for.
+            q_scale = self._scale_of(layer, "_q_scale") if is_fp8 else 1.0
+            pack_query(*query, step.padded, q_scale, step.query)
             query = step.query[..., : self.kv_lora_rank], step.query[..., self.kv_lora_rank :]
         fields = self._fields(kv_cache, self.cache_dtype, query[0].dtype)
         scale = getattr(layer, "_k_scale", None)
@@ -298,21 +311,28 @@ class TrtllmMlaImpl(LatentImpl):
         k_scale: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
-        """New tokens among themselves, then over each chunk of context; states are merged."""
-        count = prefill.num_tokens
+        """New tokens among themselves, then over each chunk of context; states are merged.
+
+        In e4m3, queries are stored as they are, keys and values with the scale of the cache's rows,
+        or with 1 where that is smaller: it fits latents, whose products may be larger.
+        """
+        count, scale = prefill.num_tokens, 1.0
         q, new, k_pe = q[:count], kv_c_normed[:count], k_pe[:count].reshape(count, -1)
         own = self._workspace(q, count)
         self._expand(new, k_pe, own)
+        if ragged.dtype != q.dtype:
+            scale = max(self._scales.value_of("_k_scale", k_scale), 1.0)
+        query = _stored(q, 1.0, ragged.dtype)
+        attend = partial(self._ragged, ragged, prefill, query, scale)
         context, first = prefill.context, prefill.own
-        most = prefill.max_query_len
-        starts = first.query_start_loc
-        lengths = starts, starts, first.seq_lens, most
+        starts, most = first.query_start_loc, prefill.max_query_len
+        lengths = starts, first.seq_lens, most
         if context is None:
-            self._ragged(ragged, prefill, q, own, lengths, True, (output[:count], None))
+            attend(own, lengths, True, (output[:count], None))
             return
         states = q.new_empty((2, count, *output.shape[1:]))
         lses = q.new_empty((2, count, self.num_heads), dtype=torch.float32)
-        self._ragged(ragged, prefill, q, own, lengths, True, (states[0], lses[0]))
+        attend(own, lengths, True, (states[0], lses[0]))
         assert ragged.starts is not None
         assert ragged.keyless is not None
         keys = self._workspace(q, context.lens.shape[1] * context.span)
@@ -322,12 +342,11 @@ class TrtllmMlaImpl(LatentImpl):
         # A kernel may load a tile past the last key, and multiply it by zero.
         keys.value.zero_()
         for chunk in range(chunks):
-            lens, packed = context.lens[chunk], ragged.starts[chunk]
+            packed = ragged.starts[chunk]
             paged = replace(context.rows(chunk), packed=packed)
             self._expand(*fields, keys, paged=paged, scale=factor)
-            lengths = starts, packed, lens, context.span
             state = states[1], lses[1]
-            self._ragged(ragged, prefill, q, keys, lengths, False, state)
+            attend(keys, (packed, context.lens[chunk], context.span), False, state)
             clear_rows(*state, ragged.keyless[chunk])
             into = output[:count] if chunk + 1 == chunks else states[0]
             merge_states(states, lses, into, output_lse=lses[0], num_tokens=count)
@@ -336,29 +355,30 @@ class TrtllmMlaImpl(LatentImpl):
         self,
         ragged: RaggedChunks,
         prefill: LatentPrefill,
-        q: torch.Tensor,
+        query: torch.Tensor,
+        scale: float,
         keys: KVViews,
-        lengths: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int],
+        lengths: tuple[torch.Tensor, torch.Tensor, int],
         causal: bool,
         state: tuple[torch.Tensor, torch.Tensor | None],
     ) -> None:
         """One call; the log-sum-exp becomes a natural one."""
-        query_starts, kv_starts, kv_lens, max_kv_len = lengths
+        kv_starts, kv_lens, max_kv_len = lengths
         ragged.calls.ragged(
             RaggedCall(
-                query=q,
-                key=keys.key,
-                value=keys.value,
+                query=query,
+                key=_stored(keys.key, scale, ragged.dtype),
+                value=_stored(keys.value, scale, ragged.dtype),
                 output=state[0],
                 lse=state[1],
-                query_starts=query_starts,
+                query_starts=prefill.own.query_start_loc,
                 kv_starts=kv_starts,
                 kv_lens=kv_lens,
                 max_query_len=prefill.max_query_len,
                 max_kv_len=max_kv_len,
                 workspace=ragged.workspace,
-                qk_scale=self.scale,
-                v_scale=1.0,
+                qk_scale=scale * self.scale,
+                v_scale=scale,
                 causal=causal,
             )
         )
@@ -404,3 +424,12 @@ class TrtllmMlaImpl(LatentImpl):
                 )
             )
         return self._latent
+
+
+def _stored(rows: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """``[T, H, D]`` rows as a kernel reads them: in e4m3, real = stored * scale."""
+    if rows.dtype == dtype:
+        return rows
+    stored = torch.empty(rows.shape, dtype=dtype, device=rows.device)
+    quantize_into(rows, scale, stored)
+    return stored

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from attn.kernels.launch import KernelCall
-from attn.kernels.numerics import divide, encode_e4m3, to_float32
+from attn.kernels.numerics import decode_e4m3, divide, encode_e4m3, round_to, to_float32
 
 _TILE = 512
 _VARYING = ["scale"]
@@ -30,11 +30,12 @@ def pack_query_kernel(
     ROPE: tl.constexpr,
     INDEXED: tl.constexpr,
     E4M3: tl.constexpr,
+    FROM_E4M3: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Row i of ``[S, HEADS, RANK + ROPE]`` is token ``index[i]``, or zero where that is -1; grid
-    ``(S, HEADS)``. With E4M3, ``x / scale`` as patterns.
+    ``(S, HEADS)``. With E4M3, ``x / scale`` as patterns; with FROM_E4M3, patterns times the scale.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -51,17 +52,21 @@ def pack_query_kernel(
         x = tl.load(
             nope_ptr + token * nope_token + head * nope_head + here,
             mask=there & is_nope,
-            other=0.0,
+            other=0,
         )
         y = tl.load(
             rope_ptr + token * rope_token + head * rope_head + here - RANK,
             mask=there & is_rope,
-            other=0.0,
+            other=0,
         )
         x = tl.where(is_nope, x, y)
         if E4M3:
             code = encode_e4m3(divide(to_float32(x), scale), HARDWARE_E4M3)
             tl.store(out + here, code, mask=is_nope | is_rope)
+        elif FROM_E4M3:
+            real = decode_e4m3(x, HARDWARE_E4M3).to(tl.float32) * scale
+            real = round_to(real, out_ptr.dtype.element_ty)
+            tl.store(out + here, real, mask=is_nope | is_rope)
         else:
             tl.store(out + here, x, mask=is_nope | is_rope)
 
@@ -112,10 +117,10 @@ def pack_query_call(
 ) -> KernelCall:
     """The launch of :func:`attn.ops.gather.pack_query`, with its arguments."""
     rank, width = nope.shape[2], rope.shape[2]
-    is_e4m3 = out.dtype == torch.float8_e4m3fn
+    is_e4m3, was_e4m3 = (one.dtype == torch.float8_e4m3fn for one in (out, nope))
     arguments = {
-        "nope_ptr": nope,
-        "rope_ptr": rope,
+        "nope_ptr": nope.view(torch.uint8) if was_e4m3 else nope,
+        "rope_ptr": rope.view(torch.uint8) if was_e4m3 else rope,
         "index_ptr": index,
         "out_ptr": out.view(torch.uint8) if is_e4m3 else out,
         "scale": scale,
@@ -128,6 +133,7 @@ def pack_query_call(
         "ROPE": width,
         "INDEXED": index is not None,
         "E4M3": is_e4m3,
+        "FROM_E4M3": was_e4m3,
         "HARDWARE_E4M3": hardware_e4m3,
         "TILE": _TILE,
     }

@@ -70,6 +70,26 @@ def divide(x, y):
 
 
 @triton.jit
+def divide_for_e4m3(x, y):
+    """The bits of :func:`divide` of many ``x`` by one scalar ``y``, or of the same sign and beyond
+    e4m3's range where they are; one reciprocal for all, where each division has one of its own.
+    """
+    if INTERPRETED:
+        # There a fused product and sum are rounded twice.
+        quotient = divide(x, y)
+    else:
+        # Finite, that remainders are.
+        x = clamp_to(x, tl.abs(y) * 512.0)
+        reciprocal = tl.div_rn(tl.full([], 1.0, tl.float32), y)
+        quotient = x * reciprocal
+        # Once to a neighbour of the quotient, once to the nearest; signs are those that leave -0.
+        opposite = -x
+        quotient = tl.fma(tl.fma(quotient, y, opposite), -reciprocal, quotient)
+        quotient = tl.fma(tl.fma(quotient, y, opposite), -reciprocal, quotient)
+    return quotient
+
+
+@triton.jit
 def encode_e4m3(x, HARDWARE_E4M3: tl.constexpr):
     """uint8 e4m3 pattern of fp32 ``x``, saturated."""
     x = clamp_to(x, E4M3_MAX)

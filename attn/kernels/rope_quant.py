@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from attn.kernels.launch import KernelCall
-from attn.kernels.numerics import divide, encode_e4m3, to_float32
+from attn.kernels.numerics import divide_for_e4m3, encode_e4m3, to_float32
 from attn.kernels.write_kv import rows_of_table
 
 _ANYWHERE = ["positions_ptr", "slots_ptr", "q_scale_ptr", "k_scale_ptr"]
@@ -70,10 +70,12 @@ def rope_quantize_kernel(
         mask = real & (column < RANK)[None, :]
         out = q_out_ptr + (token * HEADS + head) * row_width
         x = to_float32(tl.load(at, mask=mask, other=0.0))
-        tl.store(out + column[None, :], encode_e4m3(divide(x, scale), HARDWARE_E4M3), mask=mask)
+        tl.store(
+            out + column[None, :], encode_e4m3(divide_for_e4m3(x, scale), HARDWARE_E4M3), mask=mask
+        )
         rows = q_pe_ptr + token * q_pe_token + head * q_pe_head
         x = _turned_rows(rows, real, table, turned, ROPE, ROPE_WIDTH, IS_NEOX)
-        code = encode_e4m3(divide(x, scale), HARDWARE_E4M3)
+        code = encode_e4m3(divide_for_e4m3(x, scale), HARDWARE_E4M3)
         tl.store(out + RANK + rotary[None, :], code, mask=real & (rotary < ROPE)[None, :])
     else:
         scale = tl.load(k_scale_ptr)
@@ -83,10 +85,10 @@ def rope_quantize_kernel(
         k_x = to_float32(
             tl.load(kv_c_ptr + token * kv_c_token + one + column[None, :], mask=k_mask, other=0.0)
         )
-        nope = encode_e4m3(divide(k_x, scale), HARDWARE_E4M3)
+        nope = encode_e4m3(divide_for_e4m3(k_x, scale), HARDWARE_E4M3)
         k_rows = k_pe_ptr + token * k_pe_token + one
         k_x = _turned_rows(k_rows, all_rows, table, turned, ROPE, ROPE_WIDTH, IS_NEOX)
-        rope = encode_e4m3(divide(k_x, scale), HARDWARE_E4M3)
+        rope = encode_e4m3(divide_for_e4m3(k_x, scale), HARDWARE_E4M3)
         inside = all_rows & (rotary < ROPE)[None, :]
         if KEEPS_ROWS:
             k_to = k_out_ptr + token * row_width + one

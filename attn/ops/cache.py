@@ -44,6 +44,25 @@ def write_kv(
     write_again(*arguments, hardware_e4m3=converts_float8(key.device)).launch()
 
 
+def write_stored_rows(
+    rows: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], slot_mapping: torch.Tensor
+) -> None:
+    """Write latent rows that have the cache's 8-bit type already, as they are; one launch.
+
+    Args:
+        rows: ``[T, L + r]``, even widths, dense.
+        cache: ``[N, P, L]`` and ``[N, P, r]`` of the cache, in even strides.
+        slot_mapping: ``[<= T]`` int64; -1 skips.
+    """
+    # Two elements to a 16-bit number, which is copied by its bits.
+    pairs = rows.view(torch.float16)[:, None]
+    latent, rope = (part.view(torch.float16)[:, :, None] for part in cache)
+    width = latent.shape[-1]
+    one = torch.ones((), device=rows.device)
+    given = pairs[..., width:], pairs[..., :width], KVViews(rope, latent), slot_mapping
+    write_kv(*given, one, one, CacheDType.AUTO)
+
+
 def rope_and_write_kv(
     query: torch.Tensor,
     key: torch.Tensor,

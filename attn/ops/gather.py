@@ -21,9 +21,9 @@ def pack_query(
         nope: ``[T, H, L]``, any strides with dense rows.
         rope: ``[T, H, r]``, likewise.
         index: ``[S]`` int32 token of each row, -1 for a row of zeros; None for row i being token i.
-        scale: real = stored * scale, of an e4m3 ``out``; others are copied.
+        scale: real = stored * scale, of an e4m3 ``out``, or of an e4m3 query; others are copied.
         out: ``[S, H, L + r]`` in the query's type or e4m3, contiguous, written; values beyond
-            e4m3's range become its largest.
+            e4m3's range become its largest. Of an e4m3 query, in any 16- or 32-bit type.
 
     Raises:
         ValueError: tensors that do not fit together.
@@ -37,6 +37,8 @@ def pack_query(
     if (index is None and len(nope) < len(out)) or (index is not None and len(index) != len(out)):
         listed = len(nope) if index is None else len(index)
         raise ValueError(f"out must have a row for each of {listed}, got {len(out)}")
+    if nope.dtype == out.dtype == torch.float8_e4m3fn:
+        raise ValueError("a query that is e4m3 already must be given as bytes to be packed as such")
     if len(out) == 0:
         return
     if has_kernel(nope):
@@ -46,6 +48,8 @@ def pack_query(
         pack_query_call(nope, rope, index, scale, out, hardware_e4m3=hardware).launch()
         return
     rows = torch.cat([nope, rope], -1)
+    if nope.dtype == torch.float8_e4m3fn:
+        rows = (rows.float() * scale).to(out.dtype)
     if index is not None:
         chosen = rows[index.clamp(min=0).long()]
         rows = chosen.masked_fill(index[:, None, None] < 0, 0)

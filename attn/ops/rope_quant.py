@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from attn.ops.cache import write_stored_rows
 from attn.ops.dispatch import converts_float8, has_kernel
 from attn.reference.quant import saturate
 from attn.reference.rope import apply_rope
+from builders import flashinfer_rope
+from builders.flashinfer_rope import RopeQuantizeCall
 
 E4M3 = torch.float8_e4m3fn
 
@@ -48,11 +51,7 @@ def rope_quantize(
     Raises:
         ValueError: a piece is missing, or tensors do not fit together; the message names it.
     """
-    if k_pe is None:
-        raise ValueError("k_pe is needed to rotate keys of an fp8 latent cache, got None")
-    if cos_sin_cache is None:
-        raise ValueError("cos_sin_cache is needed to rotate for an fp8 latent cache, got None")
-    k_pe = k_pe.reshape(len(k_pe), -1)
+    k_pe, cos_sin_cache = _present(k_pe, cos_sin_cache)
     _check(q_nope, q_pe, kv_c, k_pe, positions, cos_sin_cache)
     _check_outputs(q_nope, q_pe, q_out, k_out, cache, slot_mapping)
     for name, scale in (("q_scale", q_scale), ("k_scale", k_scale)):
@@ -91,6 +90,80 @@ def rope_quantize(
         rank = q_nope.shape[2]
         for view, part in zip(cache, (new[:, :rank], new[:, rank:]), strict=True):
             view.view(torch.uint8)[block, offset] = part.contiguous().view(torch.uint8)
+
+
+def rope_quantize_by_flashinfer(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor | None,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor | None,
+    is_neox: bool,
+    q_scale: float,
+    k_scale: float,
+    q_out: torch.Tensor,
+    k_out: torch.Tensor | None = None,
+    cache: tuple[torch.Tensor, torch.Tensor] | None = None,
+    slot_mapping: torch.Tensor | None = None,
+) -> None:
+    """:func:`rope_quantize` by FlashInfer's function, and a write of its rows behind it. Bits are
+    the same but where fp32 is undecided between two neighbours.
+
+    Args:
+        q_nope: as there, fp16 or bf16, and so are all that are not named here.
+        q_pe: as there.
+        kv_c: as there.
+        k_pe: as there.
+        positions: ``[T]`` int32 or int64, each inside the table: FlashInfer does not check it.
+        cos_sin_cache: as there, contiguous.
+        is_neox: as there.
+        q_scale: number of the host.
+        k_scale: likewise.
+        q_out: as there.
+        k_out: as there; None takes memory of its own.
+        cache: as there.
+        slot_mapping: as there.
+
+    Raises:
+        ValueError: as there, and what FlashInfer does not take.
+        FlashInferUnavailableError: FlashInfer cannot be used here; with the reason.
+    """
+    k_pe, cos_sin_cache = _present(k_pe, cos_sin_cache)
+    _check(q_nope, q_pe, kv_c, k_pe, positions, cos_sin_cache)
+    _check_outputs(q_nope, q_pe, q_out, k_out, cache, slot_mapping)
+    flashinfer = flashinfer_rope.load_rope()
+    if len(q_nope) == 0:
+        return
+    if k_out is None:
+        k_out = torch.empty((len(kv_c), q_out.shape[-1]), dtype=E4M3, device=kv_c.device)
+    flashinfer.run(
+        RopeQuantizeCall(
+            q_nope=q_nope,
+            q_pe=q_pe,
+            kv_c=kv_c,
+            k_pe=k_pe,
+            positions=positions,
+            cos_sin_cache=cos_sin_cache,
+            is_neox=is_neox,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            q_out=q_out,
+            k_out=k_out,
+        )
+    )
+    if cache is not None and slot_mapping is not None:
+        write_stored_rows(k_out, cache, slot_mapping)
+
+
+def _present(
+    k_pe: torch.Tensor | None, cos_sin_cache: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if k_pe is None:
+        raise ValueError("k_pe is needed to rotate keys of an fp8 latent cache, got None")
+    if cos_sin_cache is None:
+        raise ValueError("cos_sin_cache is needed to rotate for an fp8 latent cache, got None")
+    return k_pe.reshape(len(k_pe), -1), cos_sin_cache
 
 
 def _check(

@@ -11,15 +11,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from attn.bench import flashinfer_jit, kernels, peers
+from attn.bench import flashinfer_jit, kernels, measure, peers, settings
 from attn.bench.cases import ALL_PEERS, CASES, HOPPER_CASES, PEERS, BenchTable, KernelCase, Target
 from attn.bench.inputs import expected_rows, make_content, permuted_table, sampled_tokens
-from attn.bench.kernels import KernelBench, Report, bench_kernels, main, run_and_report
+from attn.bench.kernels import bench_kernels, main, run_and_report
 from attn.bench.latent_peers import LATENT_ADAPTERS
 from attn.bench.ours import engine_config, make_layer
 from attn.bench.peers import KernelRun, Refusal, compiled_cases, prepare_peer
 from attn.bench.reasons import describe
+from attn.bench.report import Report
 from attn.bench.results import BenchResults, Status
+from attn.bench.settings import KernelBench, environment_of
 from attn.bench.timing import (
     CpuClock,
     CudaClock,
@@ -261,7 +263,7 @@ def test_peers_are_checked_and_timed_beside_ours(monkeypatch):
         arguments = (layer.scales, content.query, None, None, layer.kv_cache, record, output)
         return KernelRun(lambda: layer.impl.forward(*arguments), output)
 
-    monkeypatch.setattr(kernels, "prepare_peer", fake)
+    monkeypatch.setattr(measure, "prepare_peer", fake)
     (result,) = bench_kernels(bench_of("decode", peers=PEERS), quiet).cases
     assert [peer.status.value for peer in result.peers] == [
         "measured",
@@ -659,7 +661,10 @@ def test_a_wrong_kernel_of_ours_fails_the_command(tmp_path, monkeypatch):
         (["--backend", "FA9"], "backend must be one of TRITON_ATTN, TRITON_MLA, FLASHINFER"),
         (["--peer", "fa9"], "peer must be one of fa3"),
         (["--peer", "fa3", "--no-peers"], "not both"),
-        (["--table", "blackwell"], "table must be one of dense, hopper, mla, flashinfer, got"),
+        (
+            ["--table", "blackwell"],
+            "table must be one of dense, hopper, mla, flashinfer, trtllm_mla, got",
+        ),
         (["--case", "rag6_d64"], "case must match one of dec_b1_8k"),
         (["--merge", "nowhere.json"], "nowhere.json"),
         (["--render"], "merge must name results"),
@@ -712,13 +717,13 @@ def test_settings_out_of_range_are_refused():
 
 def test_the_commit_comes_from_the_option_the_environment_or_git(monkeypatch):
     monkeypatch.setenv("ATTN_COMMIT", "from_env")
-    assert kernels.environment_of(bench_of()).commit == "abc"
-    assert kernels.environment_of(bench_of(commit=None)).commit == "from_env"
+    assert environment_of(bench_of()).commit == "abc"
+    assert environment_of(bench_of(commit=None)).commit == "from_env"
     monkeypatch.delenv("ATTN_COMMIT")
     monkeypatch.setattr(
-        kernels.subprocess, "run", lambda *arguments, **options: SimpleNamespace(stdout="")
+        settings.subprocess, "run", lambda *arguments, **options: SimpleNamespace(stdout="")
     )
-    assert kernels.environment_of(bench_of(commit=None)).commit == "unknown"
+    assert environment_of(bench_of(commit=None)).commit == "unknown"
 
 
 def test_a_case_that_fails_as_a_whole_is_an_entry_and_the_next_one_runs(monkeypatch):
@@ -727,7 +732,7 @@ def test_a_case_that_fails_as_a_whole_is_an_entry_and_the_next_one_runs(monkeypa
             raise RuntimeError("no memory left")
         return make_content(case, *args)
 
-    monkeypatch.setattr(kernels, "make_content", broken)
+    monkeypatch.setattr(measure, "make_content", broken)
     first, second = bench_kernels(bench_of("decode", "fp8"), quiet).cases
     assert first.ours.status is Status.FAILED
     assert "no memory left" in first.ours.reason

@@ -13,7 +13,7 @@ from attn.bench.cases import MLA_CASES, MLA_PEERS, BenchTable, KernelCase
 from attn.bench.flashinfer_jit import modules_of
 from attn.bench.inputs import expected_rows, make_content
 from attn.bench.judge import check_run
-from attn.bench.kernels import KernelBench, bench_kernels, environment_of, make_bench
+from attn.bench.kernels import bench_kernels, make_bench
 from attn.bench.latent_peers import LATENT_ADAPTERS
 from attn.bench.ours import make_builder, make_layer, our_run
 from attn.bench.peers import KernelRun, Refusal
@@ -26,6 +26,7 @@ from attn.bench.results import (
     checks_of,
     plain_check,
 )
+from attn.bench.settings import KernelBench, environment_of
 from attn.bench.tables import render_markdown
 from attn.registry import AttentionBackendEnum
 

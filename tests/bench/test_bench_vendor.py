@@ -15,14 +15,17 @@ from pydantic import ValidationError
 from attn.bench import kernels, vendor, vllm_builder
 from attn.bench.cases import VENDOR_CASES, BenchTable, KernelCase
 from attn.bench.inputs import make_content
-from attn.bench.kernels import Report, main, make_bench, run_and_report
+from attn.bench.kernels import main, make_bench, run_and_report
 from attn.bench.lines import How, Line, Part
 from attn.bench.ours import make_layer
+from attn.bench.pairs import Rounds, direct_call
 from attn.bench.peers import Refusal
+from attn.bench.report import Report
 from attn.bench.results import BenchResults, Verdict, line_check
+from attn.bench.settings import environment_of
 from attn.bench.tables import line_text, render_markdown
 from attn.bench.timing import count_waits, eager_times_us, graph_times_us, host_times_us, waits_of
-from attn.bench.vendor import Rounds, direct_calls, vendor_lines, written_step
+from attn.bench.vendor import vendor_lines, written_step
 from attn.bench.vllm_builder import vllm_build
 from attn.impls.flashinfer import FlashInferImpl
 from attn.impls.vendor import VendorImpl
@@ -92,9 +95,14 @@ def test_the_direct_call_is_the_forward_s_own(backend: str) -> None:
         layer = make_layer(member, make_content(case, CPU, generator), generator)
         record = vendor.decode_record(member, layer)
         query, output = layer.content.query, torch.full_like(layer.content.query, float("nan"))
-        direct = direct_calls(layer, record, output)
         expected, impl = torch.empty_like(query), layer.impl
         assert isinstance(impl, VendorImpl)
+        direct = direct_call(
+            record,
+            lambda step: impl.forward(
+                layer.scales, query, None, None, layer.kv_cache, step, output
+            ),
+        )
         impl.forward(layer.scales, query, None, None, layer.kv_cache, record, expected)
         output.fill_(float("nan"))
         direct()
@@ -354,7 +362,7 @@ def test_the_table_has_a_row_per_line(tmp_path: Any, monkeypatch: pytest.MonkeyP
 
 def test_lines_replace_earlier_ones_of_the_same_kind() -> None:
     results = BenchResults(
-        environment=kernels.environment_of(
+        environment=environment_of(
             make_bench(None, [], [], False, 1, 1, "abc", BenchTable.FLASHINFER)
         ),
         lines=(line(ours_us=1.0, other_us=1.0), line(how=How.EAGER, ours_us=2.0)),

@@ -85,6 +85,22 @@ def test_steps_are_those_of_a_loop_over_requests(
         check_invariants(batch, block_size=block_size, num_blocks=table.numel() + 1)
 
 
+@given(requests=requests_of, block_size=st.integers(1, 5), steps=st.integers(1, 3))
+def test_lengths_of_the_host_stay_exact_where_it_is_told(
+    requests: list[tuple[int, int, int]], block_size: int, steps: int
+) -> None:
+    batch = batch_with_room(requests, block_size)
+    batch = batch.replace(seq_lens_cpu_upper_bound=batch.seq_lens.clone())
+    rejected = torch.tensor([row[2] for row in requests], dtype=torch.int32)
+    for step in range(steps):
+        counts = torch.zeros_like(rejected) if step else rejected
+        given = None if step else rejected
+        batch = advance(batch, block_size, MAX_MODEL_LEN, given, counts)
+        assert batch.seq_lens_cpu_upper_bound is not None
+        assert batch.seq_lens_cpu_upper_bound.dtype == torch.int32
+        assert batch.seq_lens_cpu_upper_bound.tolist() == batch.seq_lens.tolist()
+
+
 def test_rejected_tokens_make_room_below_the_limit() -> None:
     batch = batch_with_room([(4, 10, 0), (4, 10, 3)], 4)
     rejected = torch.tensor([0, 3], dtype=torch.int32)

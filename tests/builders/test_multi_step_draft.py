@@ -9,11 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+from attn.registry import AttentionBackendEnum
 from builders.common import CommonAttentionMetadata
 from builders.drafting import advance
+from builders.flashinfer import FlashInferMetadataBuilder
+from builders.flashinfer_mla import FlashInferMlaMetadataBuilder
+from builders.mixed import MixedMetadataBuilder
 from builders.multi_step_draft import MultiStepDraft
 from builders.torch_ref import TorchRefMetadataBuilder
-from builders.torch_ref_mla import TorchRefMLAMetadataBuilder
+from builders.torch_ref_mla import (
+    TorchRefMLAMetadataBuilder,
+    TorchRefSparseMLAMetadataBuilder,
+)
 from builders.triton_attn import TritonAttentionMetadataBuilder
 from builders.triton_mla import TritonMLAMetadataBuilder
 from builders.trtllm_mha import TrtllmMhaMetadataBuilder
@@ -23,7 +30,12 @@ from specs.devices import KNOWN_DEVICES
 from specs.dtypes import DType
 from specs.engine import EngineConfig
 from specs.kv_cache import FullAttentionSpec, MLAAttentionSpec
-from tests import flashinfer_mla_emulator, trtllm_emulator, trtllm_mla_emulator
+from tests import (
+    flashinfer_emulator,
+    flashinfer_mla_emulator,
+    trtllm_emulator,
+    trtllm_mla_emulator,
+)
 from tests.conformance import contents
 
 P, STEPS, REQS = 32, 5, 64
@@ -45,7 +57,24 @@ TRIPLES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "TRTLLM_MLA": (TrtllmMlaMetadataBuilder, LATENT, {}),
     "TRTLLM_MLA_triton": (TrtllmMlaMetadataBuilder, LATENT, {"mla_kernel": MlaKernel.TRITON}),
     "TORCH_REF_MLA": (TorchRefMLAMetadataBuilder, LATENT, {}),
+    "TORCH_REF_SPARSE_MLA": (
+        TorchRefSparseMLAMetadataBuilder,
+        LATENT.replace(topk=8),
+        {"index_topk": 8},
+    ),
+    "FLASHINFER": (FlashInferMetadataBuilder, DENSE, {}),
+    "FLASHINFER_MLA": (FlashInferMlaMetadataBuilder, LATENT, {}),
 }
+HOST = ("FLASHINFER", "FLASHINFER_MLA", "TRITON_FLASHINFER")
+"""They plan on the host."""
+
+
+class Mixed(MixedMetadataBuilder):
+    prefill_cls = TritonAttentionMetadataBuilder
+    decode_cls = FlashInferMetadataBuilder
+
+
+TRIPLES["TRITON_FLASHINFER"] = (Mixed, DENSE, {})
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +83,7 @@ def flashinfer() -> Iterator[None]:
         stack.enter_context(trtllm_emulator.emulated(KNOWN_DEVICES["b200"], "0.7.2.post1"))
         stack.enter_context(trtllm_mla_emulator.emulated("0.7.2.post1"))
         stack.enter_context(flashinfer_mla_emulator.emulated("0.7.2.post1"))
+        stack.enter_context(flashinfer_emulator.emulated("0.7.2.post1"))
         yield
 
 
@@ -62,9 +92,9 @@ def builder_of(name: str) -> Any:
     return cls(spec, ["layers.0"], CONFIG.replace(**settings), "cpu")
 
 
-def verified() -> tuple[CommonAttentionMetadata, torch.Tensor]:
+def verified() -> tuple[CommonAttentionMetadata, torch.Tensor, torch.Tensor]:
     """A verify of four tokens of each of 64 requests, some of which end at the model's limit or are
-    padding; and how many of each were refused.
+    padding; and how many of each were refused, on the device and on the host.
     """
     generator = torch.Generator().manual_seed(0)
     lens = torch.randint(4, 161, (REQS,), generator=generator).tolist()
@@ -76,16 +106,25 @@ def verified() -> tuple[CommonAttentionMetadata, torch.Tensor]:
     batch = CommonAttentionMetadata.from_lengths(query_lens, lens, table, P)
     rejected = torch.randint(0, 4, (REQS,), dtype=torch.int32, generator=generator)
     rejected[:4] = torch.tensor([0, 1, 3, 3])
-    return batch, rejected
+    return batch, rejected, rejected.clone()
 
 
 def used(record: Any) -> Any:
     """What a record says; of scratch, and of what the host only sizes by, nothing."""
     kept = contents(record)
+    kept["planned"] = contents(planned_of(record))
     for name in ("query", "workspace", "counters"):
         if isinstance(kept.get("decode"), dict):
             kept["decode"].pop(name, None)
     return kept
+
+
+def planned_of(record: Any) -> Any:
+    """What FlashInfer was told of a step, where it was."""
+    decode = getattr(record, "decode", None)
+    parts = decode, getattr(record, "prefill", None), getattr(decode, "decode", None)
+    wrappers = [getattr(part, "wrapper", None) for part in parts]
+    return [wrapper.planned for wrapper in wrappers if wrapper is not None]
 
 
 def same(one: Any, other: Any) -> bool:
@@ -102,15 +141,22 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("name", TRIPLES)
 def test_steps_equal_fresh_builds(name: str) -> None:
-    batch, rejected = verified()
+    batch, *rejected = verified()
     draft = MultiStepDraft(builder_of(name), STEPS)
     fresh_batch, addresses = batch, set()
+    none = torch.zeros_like(rejected[1])
     for step in range(STEPS):
-        record = draft.begin(batch, rejected) if step == 0 else draft.next()
-        fresh_batch = advance(fresh_batch, P, 160, rejected if step == 0 else None)
+        record = draft.begin(batch, *rejected) if step == 0 else draft.next()
+        counts = (rejected[1] if step == 0 else none) if name in HOST else None
+        fresh_batch = advance(fresh_batch, P, 160, None if step else rejected[0], counts)
         fresh_batch = fresh_batch.replace(max_seq_len=160)
         assert same(contents(draft.batch), contents(fresh_batch))
-        fresh = builder_of(name).build_for_drafting(fresh_batch, step)
+        if name in HOST:
+            assert same(draft.batch.seq_lens_cpu_upper_bound, draft.batch.seq_lens)
+            fresh = builder_of(name).build(0, fresh_batch)
+            assert len(used(fresh)["planned"]) == 1
+        else:
+            fresh = builder_of(name).build_for_drafting(fresh_batch, step)
         assert same(used(record), used(fresh))
         assert record.slot_mapping.tolist() == fresh.slot_mapping.tolist()
         addresses.add(record.slot_mapping.data_ptr())
@@ -120,13 +166,13 @@ def test_steps_equal_fresh_builds(name: str) -> None:
 
 @pytest.mark.parametrize("name", TRIPLES)
 def test_a_second_draft_starts_anew_in_the_same_tensors(name: str) -> None:
-    batch, rejected = verified()
+    given = verified()
     draft = MultiStepDraft(builder_of(name), 3)
-    first = draft.begin(batch, rejected)
+    first = draft.begin(*given)
     address, kept = first.slot_mapping.data_ptr(), used(first)
     draft.next()
     draft.next()
-    again = draft.begin(batch, rejected)
+    again = draft.begin(*given)
     assert again.slot_mapping.data_ptr() == address
     assert same(used(again), kept)
 
@@ -148,9 +194,49 @@ def test_more_steps_than_declared_are_refused() -> None:
         MultiStepDraft(builder_of("TRITON_MLA"), 0)
 
 
-def test_plans_of_the_host_are_refused_with_the_reason() -> None:
-    from builders.flashinfer_mla import FlashInferMlaMetadataBuilder
+def test_every_registered_triple_is_among_them() -> None:
+    found = {row.get_class().get_builder_cls() for row in AttentionBackendEnum}
+    assert found == {cls for cls, _, _ in TRIPLES.values() if cls is not Mixed}
+    hosts = {TRIPLES[name][0] for name in HOST} - {Mixed}
+    assert {cls for cls in found if cls.plans_on_host} == hosts
 
-    builder = FlashInferMlaMetadataBuilder(LATENT, ["layers.0"], CONFIG, "cpu")
-    with pytest.raises(NotImplementedError, match=r"cannot plan draft step 0.*not exact"):
-        MultiStepDraft(builder, 2).begin(*verified())
+
+@pytest.mark.parametrize("name", HOST)
+def test_what_the_host_is_not_told_is_refused_with_the_reason(name: str) -> None:
+    batch, rejected, counts = verified()
+    draft = MultiStepDraft(builder_of(name), 2)
+    with pytest.raises(NotImplementedError, match=r"not exact.*give num_rejected_tokens_cpu"):
+        draft.begin(batch, rejected)
+    with pytest.raises(ValueError, match=r"seq_lens_cpu_upper_bound is needed by .*got None"):
+        draft.begin(batch.replace(seq_lens_cpu_upper_bound=None), rejected, counts)
+    with pytest.raises(ValueError, match="of 64 requests on the host, got 63 beside 64"):
+        draft.begin(batch, rejected, counts[1:])
+    with pytest.raises(ValueError, match="of 64 requests on the host, got 64 beside none"):
+        draft.begin(batch, None, counts)
+    # An engine's own draft steps come without them.
+    with pytest.raises(NotImplementedError, match=r"cannot plan draft step 1.*MultiStepDraft"):
+        builder_of(name).build_for_drafting(batch, 1)
+
+
+@pytest.mark.parametrize("name", HOST)
+def test_drafts_that_are_all_accepted_need_no_counts(name: str) -> None:
+    batch, _, _ = verified()
+    draft = MultiStepDraft(builder_of(name), 2)
+    draft.begin(batch)
+    record = draft.next()
+    lens = [length + 2 if 0 < length < 159 else 0 for length in batch.seq_lens.tolist()]
+    assert draft.batch.seq_lens.tolist() == lens
+    assert draft.batch.seq_lens_cpu_upper_bound.tolist() == lens
+    assert record.slot_mapping.tolist() == draft.batch.slot_mapping.tolist()
+
+
+@pytest.mark.parametrize("name", HOST)
+def test_plans_of_the_host_are_not_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = verified()
+    draft = MultiStepDraft(builder_of(name), 3)
+    draft.begin(*given)
+    monkeypatch.setattr(draft.builder, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for capture in (lambda: draft.begin(*given), draft.next):
+        with pytest.raises(NotImplementedError, match="plans on the host, which a graph does not"):
+            capture()

@@ -47,6 +47,25 @@ def test_queries_are_packed(dtype: torch.dtype, quantised: bool, indexed: bool) 
 
 
 @pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("indexed", [False, True])
+def test_quantised_queries_are_read_in_the_model_s_type(dtype: torch.dtype, indexed: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    stored = torch.randint(0, 256, (5, H, RANK + ROPE), generator=generator).byte()
+    stored[(stored & 0x7F) == 0x7F] = 0
+    query = stored.view(torch.float8_e4m3fn)
+    index = torch.tensor([4, -1, 0, 1, -1, 2, 3], dtype=torch.int32) if indexed else None
+    rows = 5 if index is None else len(index)
+    out = torch.full((rows, H, RANK + ROPE), float("nan")).to(dtype)
+    pack_query(query[..., :RANK], query[..., RANK:], index, 0.037, out)
+    wanted = (query.float() * 0.037).to(dtype)
+    if index is not None:
+        wanted = wanted[index.clamp(min=0).long()]
+        wanted[index < 0] = 0
+    assert torch.equal(out, wanted)
+
+
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("flagged", [False, True])
 def test_states_are_unpacked_and_uncovered_rows_are_neutral(flagged: bool) -> None:
     padded, padded_lse = torch.randn(6, H, RANK).half(), torch.randn(6, H)
@@ -108,3 +127,6 @@ def test_rows_that_do_not_fit_are_refused() -> None:
     index = torch.zeros(3, dtype=torch.int32)
     with pytest.raises(ValueError, match="a row for each of 3, got 5"):
         pack_query(nope, rope, index, 1.0, torch.zeros(5, H, RANK + ROPE))
+    stored = (part.to(torch.float8_e4m3fn) for part in (nope, rope))
+    with pytest.raises(ValueError, match="must be given as bytes"):
+        pack_query(*stored, None, 1.0, torch.zeros(2, H, RANK + ROPE).to(torch.float8_e4m3fn))

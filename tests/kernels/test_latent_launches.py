@@ -41,6 +41,8 @@ def calls(target: int) -> Iterator[KernelCall]:
     for given in (index, None):
         for into in (packed, packed.bfloat16()):
             yield pack_query_call(nope, rope, given, 1.0, into, hardware_e4m3=hardware)
+    parts = packed[..., :RANK], packed[..., RANK:]
+    yield pack_query_call(*parts, index, 0.5, packed.bfloat16(), hardware_e4m3=hardware)
     yield pack_query_call(
         *(packed[..., :RANK].view(torch.uint8), packed[..., RANK:].view(torch.uint8), index, 1.0),
         packed.view(torch.uint8),

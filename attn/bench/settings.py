@@ -1,0 +1,103 @@
+"""What a kernel benchmark is asked to measure, and where it does so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from attn.bench.cases import ALL_PEERS, CASES, PEERS, BenchTable, KernelCase
+from attn.bench.results import Environment
+from attn.device import detect_device
+from attn.registry import AttentionBackendEnum, RegisteredBackend
+from specs.engine import DecodeKernel
+
+COMMIT_VARIABLE: Final = "ATTN_COMMIT"
+
+
+@dataclass(frozen=True)
+class KernelBench:
+    """What to measure."""
+
+    backend: str = "TRITON_ATTN"
+    cases: tuple[KernelCase, ...] = CASES
+    peers: tuple[str, ...] = PEERS
+    rounds: int = 6
+    reps: int = 20
+    """Most calls per kernel and round."""
+    commit: str | None = None
+    """Of the code that is measured; None asks the environment, then git."""
+    seed: int = 0
+    table: BenchTable = BenchTable.DENSE
+    decode_kernel: DecodeKernel | None = None
+    """Of ours; None is the table's."""
+    also: tuple[str, ...] = ()
+    """Further backends, in a table of several."""
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "reps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for peer in self.peers:
+            if peer not in ALL_PEERS:
+                raise ValueError(f"peer must be one of {', '.join(ALL_PEERS)}, got {peer!r}")
+        if self.backend not in AttentionBackendEnum:
+            known = ", ".join(member.name for member in AttentionBackendEnum)
+            raise ValueError(f"backend must be one of {known}, got {self.backend!r}")
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """All that are measured."""
+        return self.backend, *self.also
+
+    @property
+    def member(self) -> RegisteredBackend:
+        """The backend."""
+        return AttentionBackendEnum[self.backend]
+
+
+def environment_of(bench: KernelBench) -> Environment:
+    """Machine, versions and commit of a run that starts now."""
+    return Environment(
+        date=datetime.now(UTC).strftime("%Y-%m-%d"),
+        device=detect_device().name,
+        torch=str(torch.__version__),
+        triton=_version("triton"),
+        vllm=_version("vllm"),
+        flashinfer=_version("flashinfer-python"),
+        commit=bench.commit or os.environ.get(COMMIT_VARIABLE) or _git_commit(),
+        backend=", ".join(bench.backends),
+        rounds=bench.rounds,
+        reps=bench.reps,
+        table=bench.table,
+    )
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _git_commit() -> str:
+    """Of this file's working tree, marked when it has changes; "unknown" without git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() or "unknown"
