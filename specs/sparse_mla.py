@@ -236,7 +236,7 @@ def _gpus(minimum: str, maximum: str) -> ComputeCapabilityRange:
 
 
 SM90, SM100 = _gpus("9.0", "9.0"), _gpus("10.0", "10.3")
-_FLASHMLA: Final = ("flash_mla", "vllm._flashmla_C")
+_FLASHMLA: Final = ("flash_mla", "vllm.third_party.flashmla.flash_mla_interface")
 _K = SparseKernel
 
 SPARSE_KERNELS: Final = (

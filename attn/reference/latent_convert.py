@@ -60,11 +60,9 @@ def convert_fields(
     model = target["nope"].dtype.torch
     if formats[1] is LatentFormat.BF16:
         real = latent_values(dict(fields), k_scale, source, torch.float32)
-        parts = real.split([target["nope"].count, real.shape[-1] - target["nope"].count], -1)
-        return {
-            field.name: saturate(part, model)
-            for field, part in zip(target.fields, parts, strict=False)
-        }
+        rank = target["nope"].count
+        parts = {"nope": real[:, :rank], "rope": real[:, rank:]}
+        return {field.name: saturate(parts[field.name], model) for field in target.fields}
     rope = fields.get("rope")
     if formats[0] is LatentFormat.BF16:
         nope, scale = quantize_blocks(fields["nope"])
