@@ -10,7 +10,7 @@ import triton.language as tl
 
 from attn.kernels.launch import KernelCall
 
-_VARYING: Final = ["first_row", "table_width"]
+_VARYING: Final = ["table_width"]
 _ANYWHERE: Final = [
     *("ids_ptr", "visible_ptr", "reqs_ptr", "block_table_ptr", "offsets_ptr"),
     *("out_ptr", "slots_ptr", "counts_ptr"),

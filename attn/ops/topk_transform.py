@@ -44,7 +44,7 @@ def transform_topk(
 
     Raises:
         ValueError: tensors that do not fit together, or the kind; when debugging, an id that a row
-            does not see.
+            with keys does not see (lists of padding rows are stale).
     """
     _check(ids, visible_lens, reqs, kind, out, block_table, offsets, slots, counts)
     if debug_enabled():
@@ -114,7 +114,7 @@ def _check(
 
 def _check_ids(ids: torch.Tensor, visible_lens: torch.Tensor) -> None:
     """Reads device values: for debugging."""
-    wrong = (ids < -1) | (ids >= visible_lens[:, None])
+    wrong = ((ids < -1) | (ids >= visible_lens[:, None])) & (visible_lens[:, None] > 0)
     if bool(wrong.any()):
         row, column = (int(index) for index in torch.nonzero(wrong)[0])
         raise ValueError(

@@ -30,6 +30,7 @@ from attn.kernels.merge import merge_call
 from attn.kernels.mla_launch import LatentLauncher, LatentLayer, LatentTensors
 from attn.kernels.stored import PTX, PTX_SM89
 from attn.ops.latent_convert import convert_blocks, convert_rows, write_latent_rows
+from attn.ops.topk_transform import transform_topk
 from builders.common import CommonAttentionMetadata
 from builders.triton_attn import TritonAttentionMetadataBuilder
 from builders.triton_mla import TritonMLAMetadataBuilder
@@ -49,6 +50,7 @@ from specs.kv_cache import (
 )
 from specs.layouts import KVOrder, KVPacking, KVViews, LatentKVLayout, latent_views
 from specs.rows import RowFormat, latent_format_of
+from specs.sparse_mla import IndexKind
 
 TARGETS: Final = {80: "a100", 90: "h100", 100: "b200", 120: "rtx-pro-6000"}
 """Compute capabilities to compile for, each with a device that has it."""
@@ -76,6 +78,7 @@ class Kernel(StrEnum):
     MLA_EXPAND = "mla_expand"
     LATENT_CONVERT = "latent_convert"
     LATENT_WRITE = "latent_write"
+    TOPK_TRANSFORM = "topk_transform"
     MERGE = "merge"
 
     @property
@@ -132,6 +135,10 @@ class Layer:
     """A whole cache is converted, not listed rows."""
     snaps: bool = False
     """Block scales become powers of two."""
+    index_kind: IndexKind = IndexKind.PAGED
+    """What top-k lists become."""
+    counts: bool = False
+    """Their entries come to the front."""
 
     @property
     def v_size(self) -> int:
@@ -365,6 +372,11 @@ MLA_VARIANTS: Final = (
     _of_latents(Kernel.LATENT_CONVERT, "bf16 to 656", speed=True, target=_DS_MLA),
     _of_latents(Kernel.LATENT_CONVERT, "bf16 to bf16", speed=True),
     _of_latents(Kernel.LATENT_CONVERT, "656 to 656", cache=_DS_MLA, target=_DS_MLA),
+    # Lists of 2048 tokens.
+    _of_latents(Kernel.TOPK_TRANSFORM, "slots", 90, speed=True),
+    _of_latents(Kernel.TOPK_TRANSFORM, "slots to the front", 80, speed=True, counts=True),
+    _of_latents(Kernel.TOPK_TRANSFORM, "contexts", index_kind=IndexKind.RAGGED),
+    _of_latents(Kernel.TOPK_TRANSFORM, "gathered", speed=True, index_kind=IndexKind.GATHERED),
 )
 
 _H, _HD, _HL = Kernel.HOPPER_PREFILL, Kernel.HOPPER_DECODE, Kernel.HOPPER_MLA
@@ -471,6 +483,8 @@ def call_of(variant: Variant, target: int) -> KernelCall:
         return _merge_call(layer, target >= 89)
     if variant.kernel in (Kernel.LATENT_CONVERT, Kernel.LATENT_WRITE):
         return _latent_convert_call(layer, variant.kernel, target >= 89)
+    if variant.kernel is Kernel.TOPK_TRANSFORM:
+        return _topk_call(layer)
     with _pretending(target):
         if variant.kernel is Kernel.PLAN:
             return _plan_call(layer)
@@ -786,6 +800,25 @@ def _latent_rows(layer: Layer, cache: CacheDType) -> tuple[torch.Tensor, RowForm
     latent = latent_format_of(cache)
     layout = LatentKVLayout(block_size=layer.block_size, format=latent, model_dtype=layer.dtype)
     return layout.allocate(4), layout.row
+
+
+def _topk_call(layer: Layer) -> KernelCall:
+    """Lists of two rows."""
+    ids, lens = torch.zeros(2, 2048, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    with (
+        mock.patch("attn.ops.topk_transform.has_kernel", return_value=True),
+        collected_calls() as calls,
+    ):
+        transform_topk(
+            *(ids, lens, lens, layer.index_kind, torch.empty_like(ids)),
+            block_table=ids,
+            block_size=layer.block_size,
+            offsets=lens,
+            slots=torch.empty_like(ids),
+            counts=torch.empty_like(lens) if layer.counts else None,
+        )
+    (call,) = calls
+    return call
 
 
 def _merge_call(layer: Layer, hardware_e4m3: bool) -> KernelCall:
