@@ -64,8 +64,10 @@ class SparseRows:
     """The rows of one phase: one query token each."""
 
     plan: PhasePlan
-    first_token: int
+    first_req: int
     """Of the phase, in the batch."""
+    first_token: int
+    """Likewise."""
     num_rows: int
     """Query rows, padding included, where the batch counts it."""
     query_start_loc: torch.Tensor
@@ -93,14 +95,21 @@ class SparseRows:
 
 @dataclass
 class SparseMLAMetadata(AttentionMetadata):
-    """A step of sparse latent attention: decodes first. None means that a phase has no rows."""
+    """A step of sparse latent attention: decodes first. None means that a phase has no rows.
+
+    All rows are ``forward_mqa``'s, and count as decodes where an engine asks for numbers: which
+    kernel takes them is said by ``decode`` and ``prefill``.
+    """
 
     num_actual_tokens: int
     num_decodes: int
+    """All requests."""
     num_prefills: int
+    """0."""
     num_decode_tokens: int
-    """Padding included, where the batch counts it."""
+    """All tokens, padding included, where the batch counts it."""
     num_prefill_tokens: int
+    """0."""
     plan: SparsePlan
     decode: SparseRows | None
     prefill: SparseRows | None
@@ -264,10 +273,10 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         return SparseMLAMetadata(
             slot_mapping=batch.slot_mapping,
             num_actual_tokens=batch.num_actual_tokens,
-            num_decodes=found.num_decodes,
-            num_prefills=found.num_prefills,
-            num_decode_tokens=found.num_decode_tokens,
-            num_prefill_tokens=found.num_prefill_tokens,
+            num_decodes=batch.num_reqs,
+            num_prefills=0,
+            num_decode_tokens=batch.num_actual_tokens,
+            num_prefill_tokens=0,
             plan=plan,
             decode=decode,
             prefill=prefill,
@@ -314,6 +323,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             converted = flat if is_bytes else flat.view(row["nope"].dtype.torch)
         rows = SparseRows(
             plan=plan,
+            first_req=first,
             first_token=first_token,
             num_rows=count,
             query_start_loc=batch.query_start_loc[first : stop + 1],
@@ -391,11 +401,12 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         return context_slots(table, ends, count, rows.block_size, self.vllm_config.max_num_seqs)
 
     def _set_block_table(self, metadata: SparseMLAMetadata, block_table: torch.Tensor) -> None:
-        for name, first in (("decode", 0), ("prefill", metadata.num_decodes)):
+        for name in ("decode", "prefill"):
             rows: SparseRows | None = getattr(metadata, name)
             if rows is None:
                 continue
-            moved = replace(rows, block_table=block_table[first : first + len(rows.seq_lens)])
+            stop = rows.first_req + len(rows.seq_lens)
+            moved = replace(rows, block_table=block_table[rows.first_req : stop])
             if moved.plan.index_kind is IndexKind.RAGGED:
                 moved.chunks = tuple(
                     replace(

@@ -34,6 +34,8 @@ from specs.sparse_mla import (
 )
 
 NAME = "SPARSE_MLA"
+CALLED = (SparseKernel.TRITON_SPARSE,)
+"""Kernels that the impl calls; plans for others are made, and refused, as if they were there."""
 AUTO_KEYS_PER_TOKEN = 512
 """Of ``flashmla_auto``: over quantised rows prefill converts the context up to so many cached
 tokens for each new one."""
@@ -139,12 +141,14 @@ def find_module(name: str) -> bool:
 
 
 def unavailable_kernels() -> dict[SparseKernel, str]:
-    """Kernels that cannot be imported here, with the reason; others are left out."""
+    """Kernels that cannot be called here, with the reason; others are left out."""
     missing = {}
     for rule in SPARSE_KERNELS:
         if not any(find_module(name) for name in rule.modules):
             names = " or ".join(rule.modules)
             missing[rule.kernel] = f"{rule.kernel.value} is not available: no {names} is installed"
+        elif rule.kernel not in CALLED:
+            missing[rule.kernel] = f"{rule.kernel.value} is installed, but not called by {NAME} yet"
     return missing
 
 
@@ -247,7 +251,7 @@ def check_setup(setup: SparseSetup, unavailable: Mapping[SparseKernel, str] | No
 
     Args:
         setup: what is configured.
-        unavailable: kernels that cannot be imported, with reasons; None looks.
+        unavailable: kernels that cannot be called, with reasons; None looks.
 
     Raises:
         ValueError: it has not; with every reason, and the nearest choice that works.

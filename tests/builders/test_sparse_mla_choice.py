@@ -15,6 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from builders.sparse_mla_choice import (
+    CALLED,
     BatchStats,
     PhasePlan,
     SparseSetup,
@@ -401,6 +402,16 @@ def test_a_kernel_that_cannot_be_imported_is_refused_by_name(
         with pytest.raises(ValueError, match=r"no flash_mla or .* is installed: use triton_sparse"):
             check_setup(setup_of(SCALED, decode=chosen))
     check_setup(setup_of(SCALED))
+
+
+def test_a_kernel_that_is_there_and_not_called_is_no_choice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("builders.sparse_mla_choice.find_module", lambda name: True)
+    assert set(unavailable_kernels()) == set(HEADS) - set(CALLED)
+    with pytest.raises(ValueError, match="fa3 is installed, but not called by SPARSE_MLA yet"):
+        check_setup(setup_of(decode=K.FA3))
+    check_setup(setup_of())
 
 
 def test_modules_are_found_without_importing_their_packages(
