@@ -263,6 +263,27 @@ def test_a_layer_runs_from_projections_to_values(device: str) -> None:
     assert bool((values != 0).any(-1).sum() >= step.tokens - 1)
 
 
+def test_rows_past_the_step_s_are_neutral(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step("mixed", BF16)
+    impl, scales = impl_of(BF16, step.lists), scales_of()
+    step.write_context(impl, scales)
+    record = works(step, K.TRITON_SPARSE, K.TRITON_SPARSE).build(0, step.batch)
+    new_empty = torch.Tensor.new_empty
+
+    def full_of_nan(x: Tensor, *shape: Any, **fields: Any) -> Tensor:
+        """Room with what was there before."""
+        room = new_empty(x, *shape, **fields)
+        return room.fill_(torch.nan) if room.dtype in (torch.bfloat16, torch.float32) else room
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", full_of_nan)
+    longer = torch.cat([step.query, step.query[:3]])
+    out, lse = impl.forward_mqa(longer, step.cache, record, scales)
+    assert lse is not None
+    assert bool(out[: step.tokens].isfinite().all())
+    assert not out[step.tokens :].any()
+    assert bool((lse[step.tokens :] == -torch.inf).all())
+
+
 def test_a_captured_step_reads_what_a_rebuilt_one_says(device: str) -> None:
     for layout, decode in ((RAW, K.FLASHMLA_KV), (SCALED, K.TRITON_SPARSE)):
         step = Step("padding", layout)

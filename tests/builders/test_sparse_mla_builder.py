@@ -334,6 +334,17 @@ def test_another_group_s_table_changes_what_is_read_and_nothing_else(
     assert updated.plan is record.plan
 
 
+def test_rooms_of_the_two_phases_do_not_overlap() -> None:
+    builder = builder_of(RAW, K.FLASHMLA_SPARSE, K.FLASHMLA_KV)
+    record = builder.build(0, STEPS["mixed"][0])
+    places: list[int] = []
+    for rows in (record.decode, record.prefill):
+        assert rows is not None
+        first = rows.indices.data_ptr()
+        places += [first, first + rows.indices.numel() * 4]
+    assert places == sorted(places)
+
+
 def test_the_sequence_that_failed_elsewhere() -> None:
     """Prefill by the bf16 kernel over quantised rows, a decode, another prefill; and a batch of
     both, whose prefill rows were handed over as they were.
