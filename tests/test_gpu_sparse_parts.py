@@ -1,4 +1,4 @@
-"""What surrounds sparse latent attention, on a real GPU: kernels against their twins, bit for bit."""
+"""What surrounds sparse latent attention, on a real GPU: kernels against twins, bit for bit."""
 
 from __future__ import annotations
 
