@@ -216,3 +216,78 @@ def widened_pages_kernel(
     tl.store(sources_ptr + 2 * place + 1, column, mask=there)
     is_first = (req == 0) & (tl.program_id(1) == 0)
     tl.store(total_ptr, tl.minimum(tl.sum(pages, 0), capacity), mask=is_first)
+
+
+@triton.jit
+def _request_of(ends_ptr, place, num_reqs, STEPS: tl.constexpr):
+    """How many of the ascending ``ends`` are not above ``place``: the request that owns it."""
+    low = place * 0
+    high = low + num_reqs
+    for _ in tl.static_range(STEPS):
+        middle = (low + high) // 2
+        is_open = low < high
+        end = tl.load(ends_ptr + middle, mask=is_open, other=0)
+        above = is_open & (end <= place)
+        high = tl.where(is_open & (end > place), middle, high)
+        low = tl.where(above, middle + 1, low)
+    return low
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs", "first_token", "num_tokens", "topk"],
+    do_not_specialize_on_alignment=["query_start_ptr", "seq_lens_ptr"],
+)
+def sparse_rows_kernel(
+    query_start_ptr,
+    seq_lens_ptr,
+    reqs_ptr,
+    visible_ptr,
+    topk_lens_ptr,
+    num_reqs,
+    first_token,
+    num_tokens,
+    topk,
+    STEPS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """See :func:`builders.sparse_rows.expand_rows`; a program is a tile of the rows."""
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    token = first_token + row
+    req = _request_of(query_start_ptr + 1, token, num_reqs, STEPS)
+    owned = (row < num_tokens) & (req < num_reqs)
+    end = tl.load(query_start_ptr + 1 + req, mask=owned, other=0)
+    seq_len = tl.load(seq_lens_ptr + req, mask=owned, other=0)
+    visible = tl.where(seq_len > 0, tl.maximum(seq_len - (end - 1 - token), 0), 0)
+    inside = row < num_tokens
+    tl.store(reqs_ptr + row, tl.minimum(req, num_reqs - 1), mask=inside)
+    tl.store(visible_ptr + row, visible, mask=inside)
+    tl.store(topk_lens_ptr + row, tl.minimum(visible, topk), mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_rows", "table_width"],
+    do_not_specialize_on_alignment=["block_table_ptr", "ends_ptr", "slots_ptr"],
+)
+def context_slots_kernel(
+    block_table_ptr,
+    ends_ptr,
+    slots_ptr,
+    num_reqs,
+    num_rows,
+    table_width,
+    table_stride: tl.int64,
+    PAGE_SIZE: tl.constexpr,
+    STEPS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """See :func:`builders.sparse_rows.list_context`; a program is a tile of the list."""
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    req = _request_of(ends_ptr, row, num_reqs, STEPS)
+    start = tl.load(ends_ptr + req - 1, mask=(req > 0) & (req < num_reqs), other=0)
+    position = row - start
+    page = position // PAGE_SIZE
+    owned = (row < num_rows) & (req < num_reqs) & (page < table_width)
+    entry = block_table_ptr + req.to(tl.int64) * table_stride + page
+    block = tl.load(entry, mask=owned, other=0)
+    slot = tl.where(owned, block * PAGE_SIZE + position % PAGE_SIZE, -1)
+    tl.store(slots_ptr + row, slot, mask=row < num_rows)

@@ -9,6 +9,7 @@ from pydantic import StrictBool, model_validator
 
 from specs.attention import MlaKernel
 from specs.base import NonNegativeInt, PositiveFloat, PositiveInt, Spec
+from specs.sparse_mla import SparseKernel
 
 
 class ParallelConfig(Spec):
@@ -108,6 +109,10 @@ class EngineConfig(Spec):
     """Tokens that a sparse MLA layer attends."""
     mla_kernel: MlaKernel = MlaKernel.AUTO
     """Which kernel of TRTLLM_MLA takes a step's rows."""
+    sparse_prefill_kernel: SparseKernel = SparseKernel.TRITON_SPARSE
+    """Which kernel of SPARSE_MLA takes the requests with many new tokens."""
+    sparse_decode_kernel: SparseKernel = SparseKernel.TRITON_SPARSE
+    """Which kernel of SPARSE_MLA takes the rows with few new tokens."""
     skip_prefill: StrictBool = False
     """The layers are a draft model's that only decodes: builders make no room for prefill, and
     refuse it."""
@@ -115,8 +120,8 @@ class EngineConfig(Spec):
     """Prefill over an fp8 latent cache rounds queries, keys and values to e4m3 too, for kernels
     that multiply it faster: TRTLLM_MLA's. It costs accuracy, so that it is to be asked for."""
     mla_workspace_bytes: PositiveInt | None = None
-    """Most bytes of cached context that an MLA prefill holds expanded at a time; None leaves the
-    bound to the backend."""
+    """Most bytes of cached context that an MLA step holds expanded, or converted for a sparse
+    kernel, at a time; None leaves the bound to the backend."""
 
     prefill_workspace_bytes: NonNegativeInt | None = None
     """Most bytes of keys and values that prefills over a quantised cache hold widened at a time,

@@ -14,7 +14,13 @@ from pydantic import Field, field_validator, model_validator
 from specs.base import NonNegativeInt, PositiveInt, Spec, SpecError, cdiv, spec_errors
 from specs.dtypes import CacheDType, CacheDTypeField, DType, DTypeField, KVQuantMode
 from specs.layouts import DenseKVLayout, KVOrder, KVPacking, LatentKVLayout
-from specs.rows import INDEXER_PAGE, LatentFormat, dense_row_format, latent_format_of
+from specs.rows import (
+    INDEXER_PAGE,
+    LatentFormat,
+    cache_dtype_of,
+    dense_row_format,
+    latent_format_of,
+)
 
 
 class _KVCacheSpec(Spec):
@@ -374,6 +380,31 @@ class IndexerSpec(_KVCacheSpec):
     def num_blocks_for(self, num_tokens: int, num_inflight_tokens: int = 0) -> int:
         """Blocks for ``num_tokens``."""
         return cdiv(num_tokens, self.block_size)
+
+
+def latent_spec(
+    latent: LatentFormat,
+    block_size: int = INDEXER_PAGE,
+    dtype: DType = DType.BFLOAT16,
+    topk: int | None = None,
+) -> MLAAttentionSpec | IndexerSpec:
+    """The spec of a layer that keeps such rows, of DeepSeek's widths.
+
+    Args:
+        latent: what its rows hold.
+        block_size: tokens per block; 64 for the indexer's.
+        dtype: of the model.
+        topk: tokens that a sparse layer attends; the indexer's cache has none.
+    """
+    if latent is LatentFormat.INDEXER_FP8:
+        return IndexerSpec(block_size=block_size, dtype=dtype)
+    return MLAAttentionSpec(
+        block_size=block_size,
+        dtype=dtype,
+        cache_dtype=cache_dtype_of(latent),
+        format=latent,
+        topk=topk,
+    )
 
 
 def _span_blocks(span: int, block_size: int, num_tokens: int, num_inflight_tokens: int) -> int:

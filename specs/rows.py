@@ -127,9 +127,12 @@ class LatentFormat(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> LatentFormat | None:
-        # SGLang's name for FlashMLA's rows.
-        alias = "fp8_nope_with_block_scale_bf16_rope"
-        return cls.FP8_NOPE_BLOCK_SCALE_BF16_ROPE if value == alias else None
+        """Other engines' names, in any case."""
+        if not isinstance(value, str):
+            return None
+        name = value.lower()
+        name = _LATENT_ALIASES.get(name, name)
+        return next((member for member in cls if member.value == name), None)
 
     def row(
         self,
@@ -170,6 +173,34 @@ class LatentFormat(StrEnum):
                 scaled.append(("rope", DType.BFLOAT16, qk_rope_head_dim))
             return row_format(self.value, *scaled)
         return row_format(self.value, ("data", e4m3, kv_lora_rank), ("scale", fp32, 1), planar=True)
+
+
+_LATENT_ALIASES: Final = {
+    "bfloat16": LatentFormat.BF16.value,
+    # SGLang's name of FlashMLA's rows, and vLLM's.
+    "fp8_nope_with_block_scale_bf16_rope": LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE.value,
+    "fp8_ds_mla": LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE.value,
+}
+
+_CACHE_DTYPES: Final = {
+    LatentFormat.BF16: CacheDType.AUTO,
+    LatentFormat.FP8_NOPE_FP8_ROPE: CacheDType.FP8_E4M3,
+    LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE: CacheDType.FP8_DS_MLA,
+}
+
+
+def cache_dtype_of(latent: LatentFormat) -> CacheDType:
+    """The ``kv_cache_dtype`` that stores such rows: what :func:`latent_format_of` reads back.
+
+    Raises:
+        ValueError: rows that no attention reads.
+    """
+    if latent not in _CACHE_DTYPES:
+        raise ValueError(
+            f"format must be one of attended rows ({', '.join(_CACHE_DTYPES)}), "
+            f"got {latent.value!r}: the indexer's have a spec of their own"
+        )
+    return _CACHE_DTYPES[latent]
 
 
 def latent_format_of(cache_dtype: CacheDType) -> LatentFormat:

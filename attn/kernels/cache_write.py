@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 import torch
 import triton
 
-from attn.kernels.launch import FormCall, KernelCall, KernelForm, alignment
+from attn.kernels.launch import FormCall, KernelCall, KernelForm, alignment, as_bytes
 from attn.kernels.write_kv import write_kv_kernel
 from builders.triton_attn import HEAD_SIZES, MODEL_DTYPES
 from specs.dtypes import CacheDType
@@ -101,8 +101,8 @@ def write_again(
     varying = {
         "key": key,
         "value": value,
-        "key_cache": _as_bytes(views.key),
-        "value_cache": _as_bytes(views.value),
+        "key_cache": as_bytes(views.key),
+        "value_cache": as_bytes(views.value),
         "key_scales": views.key_scale,
         "value_scales": views.value_scale,
         "slot_mapping": slot_mapping,
@@ -263,7 +263,7 @@ def _write_arguments(
         arguments[f"{name}_stride_t"], arguments[f"{name}_stride_h"], _ = rows.stride()
         arguments[f"{name.upper()}_ALIGN"] = alignment(rows)
     for name, stored in (("key_cache", views.key), ("value_cache", views.value)):
-        arguments[name] = _as_bytes(stored)
+        arguments[name] = as_bytes(stored)
         arguments |= _strides(name, stored)
         arguments[f"{name.upper()}_ALIGN"] = alignment(stored)
     for name, inline in (("key_scales", views.key_scale), ("value_scales", views.value_scale)):
@@ -286,13 +286,6 @@ def _write_arguments(
         "FORMAT": form,
         "ROWS": write_config(key.shape[2], value.shape[2], itemsize).rows,
     }
-
-
-def _as_bytes(stored: torch.Tensor) -> torch.Tensor:
-    """8-bit floats as bytes, so that GPUs without such a type compile the kernel."""
-    dtype = stored.dtype
-    is_float8 = dtype.itemsize == 1 and dtype.is_floating_point
-    return stored.view(torch.uint8) if is_float8 else stored
 
 
 def _strides(name: str, x: torch.Tensor | None) -> dict[str, int]:

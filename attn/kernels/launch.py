@@ -55,6 +55,13 @@ def alignment(x: torch.Tensor) -> int:
     return math.gcd(16, x.data_ptr(), *used)
 
 
+def as_bytes(stored: torch.Tensor) -> torch.Tensor:
+    """8-bit floats as bytes, so that GPUs without such a type compile the kernel."""
+    dtype = stored.dtype
+    is_float8 = dtype.itemsize == 1 and dtype.is_floating_point
+    return stored.view(torch.uint8) if is_float8 else stored
+
+
 @dataclass(frozen=True)
 class KernelCall:
     """One launch of one Triton kernel."""

@@ -190,5 +190,20 @@ def row_absmax(x):
     return tl.max(bits, axis=1).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def power_of_two_above(x):
+    """Smallest power of two that is not below fp32 ``x``; 1 where that is 0, infinite or NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = tl.maximum((bits + 0x7FFFFF) >> 23, 1)
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    return tl.where((bits > 0) & (bits < 0x7F800000), scale, 1.0)
+
+
+@triton.jit
+def block_scale(absmax):
+    """Power-of-two scale that brings ``absmax`` into the range of e4m3; 1 for none."""
+    return power_of_two_above(divide(absmax, E4M3_MAX))
+
+
 INTERPRETED = tl.constexpr(not isinstance(to_float32, triton.JITFunction))
 """Kernels run in Triton's interpreter, on CPU tensors."""

@@ -29,7 +29,7 @@ from attn.kernels.numerics import (
 
 
 @triton.jit
-def _row_pointers(base, offsets, ALIGN: tl.constexpr):
+def row_pointers(base, offsets, ALIGN: tl.constexpr):
     """``[ROWS, 1]`` pointers to rows, all multiples of ``ALIGN`` bytes."""
     return tl.multiple_of((base + offsets)[:, None], [ALIGN, ALIGN])
 
@@ -43,7 +43,7 @@ def rows_of_table(
     # A padding token's position may be anything.
     turned = (position >= 0) & (position < max_position)
     position = tl.where(turned, position, 0)
-    return _row_pointers(cos_sin, position * cos_sin_stride, ALIGN), turned[:, None]
+    return row_pointers(cos_sin, position * cos_sin_stride, ALIGN), turned[:, None]
 
 
 @triton.jit
@@ -227,7 +227,7 @@ def _turn_queries(
         *(positions, token, num_query_tokens),
         *(cos_sin, cos_sin_stride, max_position, TABLE_ALIGN),
     )
-    rows = _row_pointers(query, token * query_stride_t + head * query_stride_h, QUERY_ALIGN)
+    rows = row_pointers(query, token * query_stride_t + head * query_stride_h, QUERY_ALIGN)
     TILE: tl.constexpr = triton.next_power_of_2(ROTARY_DIM)
     cols = tl.arange(0, TILE)[None, :]
     mask = turned & (cols < ROTARY_DIM)
@@ -346,18 +346,18 @@ def write_kv_kernel(
             key_factor = tl.load(k_scale + head * k_scale_stride)
             value_factor = tl.load(v_scale + head * v_scale_stride)
 
-        rows = _row_pointers(key, token * key_stride_t + head * key_stride_h, KEY_ALIGN)
+        rows = row_pointers(key, token * key_stride_t + head * key_stride_h, KEY_ALIGN)
         offsets = block * key_cache_stride_n + place * key_cache_stride_p
         offsets += head * key_cache_stride_h
-        target = _row_pointers(key_cache, offsets, KEY_CACHE_ALIGN)
+        target = row_pointers(key_cache, offsets, KEY_CACHE_ALIGN)
         _write_side(
             *(rows, target, key_inline, key_factor, written, table_rows, turned),
             *(HEAD_SIZE, ROTARY_DIM, IS_NEOX, FORMAT, HARDWARE_E4M3),
         )
-        rows = _row_pointers(value, token * value_stride_t + head * value_stride_h, VALUE_ALIGN)
+        rows = row_pointers(value, token * value_stride_t + head * value_stride_h, VALUE_ALIGN)
         offsets = block * value_cache_stride_n + place * value_cache_stride_p
         offsets += head * value_cache_stride_h
-        target = _row_pointers(value_cache, offsets, VALUE_CACHE_ALIGN)
+        target = row_pointers(value_cache, offsets, VALUE_CACHE_ALIGN)
         _write_side(
             *(rows, target, value_inline, value_factor, written, None, None),
             *(HEAD_SIZE_V, 0, IS_NEOX, FORMAT, HARDWARE_E4M3),

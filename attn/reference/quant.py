@@ -95,14 +95,23 @@ def dequantize(
 
 
 def power_of_two_scale(absmax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Smallest power of two that brings ``absmax`` into the range of ``dtype``; 1 for zero.
+    """Smallest power of two that brings ``absmax`` into the range of ``dtype``; 1 for zero, and
+    where it is infinite or no number.
 
     Powers of two make a later conversion to other formats exact; FlashMLA's SM90 kernel rounds
     block scales to bf16, which leaves them unchanged too.
     """
-    mantissa, exponent = torch.frexp(absmax.float() / torch.finfo(dtype).max)
+    return power_of_two_above(absmax.float() / torch.finfo(dtype).max)
+
+
+def power_of_two_above(x: torch.Tensor) -> torch.Tensor:
+    """fp32: the smallest power of two that is not below ``x``, but a subnormal one; 1 where ``x``
+    is 0, infinite or no number.
+    """
+    mantissa, exponent = torch.frexp(x.float())
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(min=-126)
-    return torch.where(absmax > 0, torch.ldexp(torch.ones_like(mantissa), exponent), 1.0)
+    power = torch.ldexp(torch.ones_like(mantissa), exponent)
+    return torch.where((x > 0) & x.isfinite(), power, 1.0)
 
 
 def _blocks(x: torch.Tensor) -> torch.Tensor:

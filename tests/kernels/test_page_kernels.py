@@ -27,6 +27,8 @@ VARIANTS = {{
     "page_list_kernel": [SIZES, SIZES | {{"skipped_ptr": None}}],
     "phase_tables_kernel": [SIZES | {{"WINDOW": False}}, SIZES | {{"WINDOW": True}}],
     "widened_pages_kernel": [SIZES | {{"WINDOW": False}}, SIZES | {{"WINDOW": True}}],
+    "sparse_rows_kernel": [{{"STEPS": 9, "TILE": 256}}],
+    "context_slots_kernel": [{{"PAGE_SIZE": 64, "STEPS": 9, "TILE": 256}}],
 }}
 found = []
 for name, variants in VARIANTS.items():
@@ -65,7 +67,13 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, int, i
     return [tuple(row) for row in json.loads(done.stdout.splitlines()[-1])]
 
 
-@pytest.mark.parametrize("kernel", ["page_table_kernel", "page_list_kernel", "phase_tables_kernel"])
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        *("page_table_kernel", "page_list_kernel", "phase_tables_kernel"),
+        *("sparse_rows_kernel", "context_slots_kernel"),
+    ],
+)
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_compiles_and_fits(
     compiled: list[tuple[str, int, int, int]], kernel: str, target: int

@@ -31,6 +31,8 @@ from attn.kernels.launch import KernelCall, collected_calls
 from attn.kernels.merge import merge_call
 from attn.kernels.mla_launch import LatentLauncher, LatentLayer, LatentTensors
 from attn.kernels.stored import PTX, PTX_SM89
+from attn.ops.latent_convert import convert_blocks, convert_rows, write_latent_rows
+from attn.ops.topk_transform import transform_topk
 from builders.common import CommonAttentionMetadata
 from builders.triton_attn import TritonAttentionMetadataBuilder
 from builders.triton_mla import TritonMLAMetadataBuilder
@@ -48,8 +50,9 @@ from specs.kv_cache import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
-from specs.layouts import KVOrder, KVPacking, KVViews, latent_views
-from specs.rows import latent_format_of
+from specs.layouts import KVOrder, KVPacking, KVViews, LatentKVLayout, latent_views
+from specs.rows import RowFormat, latent_format_of
+from specs.sparse_mla import IndexKind
 
 TARGETS: Final = {80: "a100", 90: "h100", 100: "b200", 120: "rtx-pro-6000"}
 """Compute capabilities to compile for, each with a device that has it."""
@@ -75,6 +78,9 @@ class Kernel(StrEnum):
     MLA_ROPE_WRITE = "mla_rope_write"
     MLA_PREFILL = "mla_prefill"
     MLA_EXPAND = "mla_expand"
+    LATENT_CONVERT = "latent_convert"
+    LATENT_WRITE = "latent_write"
+    TOPK_TRANSFORM = "topk_transform"
     MERGE = "merge"
     WIDEN = "widen"
 
@@ -128,6 +134,16 @@ class Layer:
     neox: bool = True
     left_to_itself: bool = False
     """The engine chooses kernels."""
+    target: CacheDType = CacheDType.AUTO
+    """What latent rows are converted to."""
+    whole: bool = False
+    """A whole cache is converted, not listed rows."""
+    snaps: bool = False
+    """Block scales become powers of two."""
+    index_kind: IndexKind = IndexKind.PAGED
+    """What top-k lists become."""
+    counts: bool = False
+    """Their entries come to the front."""
 
     @property
     def v_size(self) -> int:
@@ -250,6 +266,7 @@ _D, _P = Kernel.DECODE, Kernel.PREFILL
 _FP8, _E5M2 = CacheDType.FP8_E4M3, CacheDType.FP8_E5M2
 _INT8, _INT4 = CacheDType.INT8_PER_TOKEN_HEAD, CacheDType.INT4_PER_TOKEN_HEAD
 _FP8_INLINE = CacheDType.FP8_PER_TOKEN_HEAD
+_DS_MLA = CacheDType.FP8_DS_MLA
 _ENCODER, _CROSS = AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER
 
 VARIANTS: Final = (
@@ -348,6 +365,23 @@ MLA_VARIANTS: Final = (
     _of_latents(Kernel.MLA_PREFILL, "context window", 90, causal=False, window=1024),
     _of_latents(Kernel.MLA_EXPAND, "context", 90, causal=False),
     _of_latents(Kernel.MLA_EXPAND, "context fp8", causal=False, cache=_FP8),
+    # Rows of one format and place to another.
+    _of_latents(Kernel.LATENT_WRITE, "656", 80, 90, speed=True, cache=_DS_MLA),
+    _of_latents(
+        *(Kernel.LATENT_CONVERT, "576 to 656 whole", 90),
+        **{"speed": True, "cache": _FP8, "target": _DS_MLA, "whole": True},
+    ),
+    _of_latents(Kernel.LATENT_CONVERT, "576 to 656 snaps", cache=_FP8, target=_DS_MLA, snaps=True),
+    _of_latents(Kernel.LATENT_CONVERT, "576 to bf16", speed=True, cache=_FP8),
+    _of_latents(Kernel.LATENT_CONVERT, "656 to bf16", 80, 90, 100, 120, speed=True, cache=_DS_MLA),
+    _of_latents(Kernel.LATENT_CONVERT, "bf16 to 656", speed=True, target=_DS_MLA),
+    _of_latents(Kernel.LATENT_CONVERT, "bf16 to bf16", speed=True),
+    _of_latents(Kernel.LATENT_CONVERT, "656 to 656", cache=_DS_MLA, target=_DS_MLA),
+    # Lists of 2048 tokens.
+    _of_latents(Kernel.TOPK_TRANSFORM, "slots", 90, speed=True),
+    _of_latents(Kernel.TOPK_TRANSFORM, "slots to the front", 80, speed=True, counts=True),
+    _of_latents(Kernel.TOPK_TRANSFORM, "contexts", index_kind=IndexKind.RAGGED),
+    _of_latents(Kernel.TOPK_TRANSFORM, "gathered", speed=True, index_kind=IndexKind.GATHERED),
 )
 
 _H, _HD, _HL = Kernel.HOPPER_PREFILL, Kernel.HOPPER_DECODE, Kernel.HOPPER_MLA
@@ -465,6 +499,10 @@ def call_of(variant: Variant, target: int) -> KernelCall:
         return _latent_write_call(layer, target >= 89)
     if variant.kernel is Kernel.MERGE:
         return _merge_call(layer, target >= 89)
+    if variant.kernel in (Kernel.LATENT_CONVERT, Kernel.LATENT_WRITE):
+        return _latent_convert_call(layer, variant.kernel, target >= 89)
+    if variant.kernel is Kernel.TOPK_TRANSFORM:
+        return _topk_call(layer)
     with _pretending(target):
         if variant.kernel is Kernel.PLAN:
             return _plan_call(layer)
@@ -750,6 +788,57 @@ def _latent_write_call(layer: Layer, hardware_e4m3: bool) -> KernelCall:
         *(torch.ones(()), torch.ones(()), layer.cache),
         hardware_e4m3=hardware_e4m3,
     )
+
+
+def _latent_convert_call(layer: Layer, kernel: Kernel, hardware_e4m3: bool) -> KernelCall:
+    """Rows of a step written, listed rows gathered and converted, or a whole cache converted."""
+    rank, tokens, dtype = layer.v_size, 64, layer.dtype.torch
+    fields, row = _latent_rows(layer, layer.cache)
+    slots = torch.arange(tokens)
+    with (
+        mock.patch("attn.ops.latent_convert.has_kernel", return_value=True),
+        mock.patch("attn.ops.latent_convert.converts_float8", return_value=hardware_e4m3),
+        collected_calls() as calls,
+    ):
+        one = torch.ones(())
+        if kernel is Kernel.LATENT_WRITE:
+            new = torch.zeros(tokens, layer.heads[2], dtype=dtype)
+            write_latent_rows(new[:, :rank], new[:, rank:], fields, slots, one, row)
+        else:
+            out, to = _latent_rows(layer, layer.target)
+            if layer.whole:
+                convert_blocks(fields, row, out, to, one, snap_scales=layer.snaps)
+            else:
+                flat = out.view(-1, out.shape[-1])
+                convert_rows(fields, row, slots, flat, to, one, snap_scales=layer.snaps)
+    (call,) = calls
+    return call
+
+
+def _latent_rows(layer: Layer, cache: CacheDType) -> tuple[torch.Tensor, RowFormat]:
+    """``[N, P, row]`` of a latent cache, and what its rows are."""
+    latent = latent_format_of(cache)
+    layout = LatentKVLayout(block_size=layer.block_size, format=latent, model_dtype=layer.dtype)
+    return layout.allocate(4), layout.row
+
+
+def _topk_call(layer: Layer) -> KernelCall:
+    """Lists of two rows."""
+    ids, lens = torch.zeros(2, 2048, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    with (
+        mock.patch("attn.ops.topk_transform.has_kernel", return_value=True),
+        collected_calls() as calls,
+    ):
+        transform_topk(
+            *(ids, lens, lens, layer.index_kind, torch.empty_like(ids)),
+            block_table=ids,
+            block_size=layer.block_size,
+            offsets=lens,
+            slots=torch.empty_like(ids),
+            counts=torch.empty_like(lens) if layer.counts else None,
+        )
+    (call,) = calls
+    return call
 
 
 def _merge_call(layer: Layer, hardware_e4m3: bool) -> KernelCall:

@@ -27,6 +27,7 @@ from specs.kv_cache import (
     SinkFullAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
+    latent_spec,
 )
 from specs.layouts import DenseKVLayout, KVOrder, KVPacking, LatentKVLayout
 from specs.rows import LatentFormat
@@ -662,3 +663,22 @@ def test_the_spec_base_leaves_layout_and_blocks_to_its_leaves() -> None:
         base.layout()
     with pytest.raises(NotImplementedError):
         base.num_blocks_for(1)
+
+
+@pytest.mark.parametrize(
+    ("latent", "row_bytes"),
+    [
+        (LatentFormat.BF16, 1152),
+        (LatentFormat.FP8_NOPE_FP8_ROPE, 576),
+        (LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE, 656),
+        (LatentFormat.INDEXER_FP8, 132),
+    ],
+)
+def test_every_latent_format_has_a_spec(latent: LatentFormat, row_bytes: int) -> None:
+    spec = latent_spec(latent, topk=2048)
+    layout = spec.layout()
+    assert isinstance(layout, LatentKVLayout)
+    assert (layout.format, layout.row.nbytes) == (latent, row_bytes)
+    assert spec.page_size_bytes == 64 * row_bytes
+    assert isinstance(spec, IndexerSpec) == (latent is LatentFormat.INDEXER_FP8)
+    assert getattr(spec, "topk", 2048) == 2048

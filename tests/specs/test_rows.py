@@ -9,6 +9,7 @@ from specs.rows import (
     LatentFormat,
     RowField,
     RowFormat,
+    cache_dtype_of,
     dense_row_format,
     latent_format_of,
     row_format,
@@ -117,6 +118,39 @@ def test_plain_latent_rows_follow_the_model_dtype() -> None:
 def test_block_scaled_latents_need_whole_blocks_of_128() -> None:
     with pytest.raises(ValueError, match=r"kv_lora_rank must be a multiple of 128.*got 500"):
         LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE.row(500)
+
+
+@pytest.mark.parametrize(
+    ("name", "latent"),
+    [
+        ("BF16", LatentFormat.BF16),
+        ("bfloat16", LatentFormat.BF16),
+        ("FP8_NOPE_FP8_ROPE", LatentFormat.FP8_NOPE_FP8_ROPE),
+        (
+            "FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE",
+            LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE,
+        ),
+        ("fp8_ds_mla", LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE),
+    ],
+)
+def test_other_engines_names_are_known_in_any_case(name: str, latent: LatentFormat) -> None:
+    assert LatentFormat(name) is latent
+    assert LatentFormat(name.lower()) is latent
+
+
+@pytest.mark.parametrize("name", ["fp8", "656", 656, None])
+def test_a_width_is_no_name_of_a_format(name: object) -> None:
+    with pytest.raises(ValueError, match="is not a valid LatentFormat"):
+        LatentFormat(name)
+
+
+def test_every_attended_format_has_a_cache_dtype() -> None:
+    for latent in LatentFormat:
+        if latent is LatentFormat.INDEXER_FP8:
+            with pytest.raises(ValueError, match="got 'indexer_fp8': the indexer's have a spec"):
+                cache_dtype_of(latent)
+        else:
+            assert latent_format_of(cache_dtype_of(latent)) is latent
 
 
 def test_sglangs_name_of_the_block_scaled_format_is_an_alias() -> None:

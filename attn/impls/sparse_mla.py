@@ -1,0 +1,231 @@
+"""SPARSE_MLA: top-k sparse latent attention; launches what the metadata says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Final
+
+import torch
+
+from attn.impls.base import AttentionLayer, MLAAttentionImpl, check_scale
+from attn.ops.latent_convert import convert_rows, write_latent_rows
+from attn.ops.topk_transform import transform_topk
+from attn.reference.cache import latent_values
+from attn.reference.latent_convert import gather_fields
+from attn.reference.mla import attend_topk
+from builders.sparse_mla import RowChunk, SparseMLAMetadata, SparseRows
+from specs.dtypes import CacheDType, DType
+from specs.layouts import latent_views
+from specs.rows import RowFormat, latent_format_of
+from specs.sparse_mla import IndexKind, SparseKernel
+
+
+@dataclass(frozen=True)
+class SparseCall:
+    """One call of a kernel: query rows, and the rows that they list."""
+
+    query: torch.Tensor
+    """``[T, H, L]``, absorbed."""
+    rotary: torch.Tensor
+    """``[T, H, r]``."""
+    rows: torch.Tensor
+    """``[N, P, row]``: the cache, or converted rows as one block."""
+    row: RowFormat
+    """What they are."""
+    indices: torch.Tensor
+    """``[T, width]`` int32 ``block * P + offset``; -1 for none."""
+    lens: torch.Tensor | None
+    """``[T]`` int32: entries at the front of a list that count; None for all but -1."""
+    scale: float
+    k_scale: torch.Tensor
+    """fp32 scalar, of rows with one scale per tensor."""
+    out: torch.Tensor
+    """``[T, H, L]``, written."""
+    lse: torch.Tensor
+    """``[T, H]`` fp32, natural log, written; -inf, and zeros in ``out``, for an empty list."""
+
+
+def attend_by_reference(call: SparseCall) -> None:
+    """In plain torch, row by row."""
+    if len(call.query) == 0:
+        return
+    compute = torch.float64 if call.query.dtype == torch.float64 else torch.float32
+    fields = latent_views(call.rows, call.row)
+
+    def read(slots: torch.Tensor) -> torch.Tensor:
+        return latent_values(gather_fields(fields, slots), call.k_scale, call.row, compute)
+
+    indices = call.indices
+    if call.lens is not None:
+        columns = torch.arange(indices.shape[1], device=indices.device)
+        indices = torch.where(columns < call.lens[:, None], indices, -1)
+    query = torch.cat([call.query, call.rotary], -1).to(compute)
+    out, lse = attend_topk(query, indices, read, call.query.shape[-1], call.scale)
+    call.out.copy_(out)
+    call.lse.copy_(lse)
+
+
+ATTENDERS: Final[dict[SparseKernel, Callable[[SparseCall], None]]] = {
+    SparseKernel.TRITON_SPARSE: attend_by_reference,
+}
+"""What calls each kernel; ``builders.sparse_mla_choice.CALLED`` names the same."""
+
+
+class SparseMLAImpl(MLAAttentionImpl):
+    """Every row, of prefill and of decode, attends the positions that the indexer listed for it."""
+
+    is_sparse: ClassVar[bool] = True
+    can_return_lse_for_decode = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """The arguments of :class:`MLAAttentionImpl`; ``indexer`` is needed.
+
+        Raises:
+            ValueError: no indexer, or one without ``topk_indices_buffer [max_tokens, K]``.
+            NotImplementedError: a KV cache dtype without latent rows.
+        """
+        super().__init__(*args, **kwargs)
+        latent_format_of(self.cache_dtype)
+        if getattr(self.indexer, "topk_indices_buffer", None) is None:
+            raise ValueError("indexer must have a topk_indices_buffer [max_tokens, K], got none")
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Write this step's latent rows in one launch; see the base class."""
+        cache_dtype = CacheDType.parse(kv_cache_dtype)
+        check_scale(k_scale, cache_dtype)
+        scale = torch.ones_like(k_scale) if skip_scale else k_scale
+        row = self._row(cache_dtype, kv_c_normed.dtype)
+        rope = k_pe.reshape(len(k_pe), self.qk_rope_head_dim)
+        write_latent_rows(kv_c_normed, rope, kv_cache, slot_mapping, scale, row)
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: SparseMLAMetadata,
+        layer: AttentionLayer,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """All rows of the step, decodes first; see the base class."""
+        if isinstance(q, tuple):
+            query, rotary = q
+        else:
+            query, rotary = q[..., : self.kv_lora_rank], q[..., self.kv_lora_rank :]
+        check_scale(layer._k_scale, self.cache_dtype)
+        out = query.new_empty((*query.shape[:2], self.kv_lora_rank))
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        covered = 0
+        for rows in (attn_metadata.decode, attn_metadata.prefill):
+            if rows is not None:
+                tensors = (query, rotary, out, lse)
+                self._attend(rows, kv_c_and_k_pe_cache, tensors, layer._k_scale)
+                covered = rows.first_token + rows.num_rows
+        # Rows past the step's go through the projection that follows.
+        out[covered:] = 0
+        lse[covered:] = float("-inf")
+        return out, lse
+
+    def forward_mha(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: SparseMLAMetadata,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> None:
+        """Never needed: this triple's builder sends every row to :meth:`forward_mqa`."""
+        raise NotImplementedError("sparse rows, prefill included, run in forward_mqa")
+
+    def _row(self, cache_dtype: CacheDType, model_dtype: torch.dtype) -> RowFormat:
+        """The format of the cache's rows."""
+        model = DType.parse(model_dtype)
+        element = model if cache_dtype.is_quantized else cache_dtype.element(model)
+        return latent_format_of(cache_dtype).row(self.kv_lora_rank, self.qk_rope_head_dim, element)
+
+    def _attend(
+        self,
+        rows: SparseRows,
+        kv_cache: torch.Tensor,
+        tensors: tuple[torch.Tensor, ...],
+        k_scale: torch.Tensor,
+    ) -> None:
+        """The rows of one phase; ``tensors`` are query, rotary part, output and LSE of all."""
+        kernel = rows.plan.kernel
+        attend = ATTENDERS.get(kernel)
+        if attend is None:
+            raise NotImplementedError(f"{kernel.value} is not called by SPARSE_MLA yet")
+        stored = self._row(self.cache_dtype, tensors[0].dtype)
+        run = partial(self._call, rows, tensors, k_scale, attend)
+        if rows.converted is None or rows.converted_row is None:
+            run(slice(0, rows.num_rows), kv_cache, stored, None)
+            return
+        for chunk in rows.chunks:
+            part = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
+            convert = partial(self._convert, rows, chunk, kv_cache, stored, k_scale)
+            run(part, rows.converted[None], rows.converted_row, (chunk, convert))
+
+    def _convert(
+        self,
+        rows: SparseRows,
+        chunk: RowChunk,
+        kv_cache: torch.Tensor,
+        stored: RowFormat,
+        k_scale: torch.Tensor,
+    ) -> None:
+        assert rows.converted is not None
+        assert rows.converted_row is not None
+        snap = rows.plan.snaps_scales
+        convert_rows(
+            kv_cache, stored, chunk.slots, rows.converted, rows.converted_row, k_scale, snap
+        )
+
+    def _call(
+        self,
+        rows: SparseRows,
+        tensors: tuple[torch.Tensor, ...],
+        k_scale: torch.Tensor,
+        attend: Callable[[SparseCall], None],
+        part: slice,
+        source: torch.Tensor,
+        row: RowFormat,
+        conversion: tuple[RowChunk, Callable[[], None]] | None,
+    ) -> None:
+        """Some rows of a phase, over the cache or over rows that are converted first."""
+        first = rows.first_token
+        tokens = slice(first + part.start, first + part.stop)
+        indices = rows.indices[part]
+        lens = None if rows.counts is None else rows.counts[part]
+        slots = None
+        if conversion is not None and rows.plan.index_kind is IndexKind.GATHERED:
+            slots = conversion[0].slots.view_as(indices)
+        transform_topk(
+            self.indexer.topk_indices_buffer[tokens],
+            rows.lengths.visible_lens[part],
+            rows.lengths.reqs[part],
+            rows.plan.index_kind,
+            indices,
+            block_table=rows.block_table,
+            block_size=rows.block_size,
+            offsets=rows.offsets,
+            slots=slots,
+            counts=lens,
+        )
+        if conversion is not None:
+            conversion[1]()
+        query, rotary, out, lse = (tensor[tokens] for tensor in tensors)
+        attend(
+            SparseCall(*(query, rotary, source, row, indices, lens, self.scale, k_scale, out, lse))
+        )

@@ -1,0 +1,501 @@
+"""Metadata of SPARSE_MLA: one query token per row, a plan for each phase, rows to be converted.
+
+Nothing is read back from the device, and nothing but the step decides: which kernel, what the
+entries of top-k lists count, and which cached rows are converted for it, stand in the record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from builders.base import AttentionMetadata, AttentionMetadataBuilder
+from builders.buffers import GraphBuffers
+from builders.common import CommonAttentionMetadata, refuse_fields
+from builders.debug import debug_batch
+from builders.sparse_mla_choice import (
+    NAME,
+    BatchStats,
+    PhasePlan,
+    SparsePlan,
+    SparseSetup,
+    check_setup,
+    reachable_plans,
+    resolve,
+)
+from builders.sparse_rows import RowLengths, context_slots, fill_rows
+from builders.split import BatchSplit, split_decodes_and_prefills
+from builders.trtllm_mha_choice import capability_of
+from specs.attention import AttentionCGSupport
+from specs.base import cdiv
+from specs.engine import EngineConfig
+from specs.kv_cache import AnyKVCacheSpec, MLAAttentionSpec
+from specs.rows import INDEXER_PAGE, LatentFormat, RowFormat
+from specs.sparse_mla import ForwardMode, IndexKind, SparseKernel, SparsePhase
+
+WORKSPACE_BYTES = 256 << 20
+"""Of converted rows, unless one request needs more."""
+ROW_WIDTHS = (512, 64)
+"""Latent and rotary part of a row, for every kernel but the library's own."""
+
+
+@dataclass
+class RowChunk:
+    """Query rows whose converted rows are in the buffer at one time."""
+
+    first_row: int
+    """Counted from the phase's first."""
+    num_rows: int
+    slots: torch.Tensor
+    """``[S]`` int32 slots that are converted to rows 0 to S - 1 of the buffer, -1 for none: written
+    already for ``RAGGED``; for ``GATHERED`` the room, ``num_rows * index_width``, for what the
+    transform of the chunk's lists gives."""
+    first_req: int = 0
+    """Of ``RAGGED``, counted from the phase's first."""
+    ends: torch.Tensor | None = None
+    """``[R'']`` int32: last row, exclusive, of each of the chunk's requests, likewise."""
+
+
+@dataclass
+class SparseRows:
+    """The rows of one phase: one query token each."""
+
+    plan: PhasePlan
+    first_req: int
+    """Of the phase, in the batch."""
+    first_token: int
+    """Likewise."""
+    num_rows: int
+    """Query rows, padding included, where the batch counts it."""
+    query_start_loc: torch.Tensor
+    """``[R' + 1]`` int32, device, counted in the batch's tokens."""
+    seq_lens: torch.Tensor
+    """``[R']`` int32, device."""
+    block_table: torch.Tensor
+    """``[R', max_blocks]`` int32, device."""
+    block_size: int
+    lengths: RowLengths
+    """What belongs to each row, ``[num_rows]``."""
+    indices: torch.Tensor
+    """``[num_rows, index_width]`` int32 room for the lists as the kernel reads them."""
+    counts: torch.Tensor | None
+    """``[num_rows]`` int32 room for the entries of each, where the kernel passes over none."""
+    offsets: torch.Tensor | None
+    """``[R']`` int32: of ``RAGGED``, first row of each request's context in its chunk."""
+    chunks: tuple[RowChunk, ...]
+    """In order, all rows; empty where nothing is converted."""
+    converted: torch.Tensor | None
+    """``[rows, row]`` room for converted rows, whole pages of 64, in the type that they have."""
+    converted_row: RowFormat | None
+    """What they are."""
+
+
+@dataclass
+class SparseMLAMetadata(AttentionMetadata):
+    """A step of sparse latent attention: decodes first. None means that a phase has no rows.
+
+    All rows are ``forward_mqa``'s, and count as decodes where an engine asks for numbers: which
+    kernel takes them is said by ``decode`` and ``prefill``.
+    """
+
+    num_actual_tokens: int
+    num_decodes: int
+    """All requests."""
+    num_prefills: int
+    """0."""
+    num_decode_tokens: int
+    """All tokens, padding included, where the batch counts it."""
+    num_prefill_tokens: int
+    """0."""
+    plan: SparsePlan
+    decode: SparseRows | None
+    prefill: SparseRows | None
+
+
+class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
+    """Rows of up to a verify's tokens to the decode kernel, those behind them to prefill's."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    supports_draft_decode_metadata_update = True
+
+    def __init__(
+        self,
+        kv_cache_spec: AnyKVCacheSpec,
+        layer_names: Sequence[str],
+        vllm_config: EngineConfig,
+        device: torch.device | str,
+    ) -> None:
+        """
+        Args:
+            kv_cache_spec: the group's spec, :class:`specs.kv_cache.MLAAttentionSpec`.
+            layer_names: layers of the group.
+            vllm_config: engine limits; ``num_heads`` is needed, and ``index_topk`` where the spec
+                has no ``topk``.
+            device: where the records' tensors live.
+
+        Raises:
+            ValueError: a spec or setting that is not served; a pair of kernels that cannot work,
+                with every reason and the nearest choice that works; a bound of the workspace that
+                is smaller than what one request needs.
+        """
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.setup = setup_of(kv_cache_spec, vllm_config, self.device)
+        check_setup(self.setup)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self.threshold = self.reorder_batch_threshold or 1
+        config = vllm_config
+        self._most_rows = max(config.max_num_batched_tokens, config.max_num_seqs * self.threshold)
+        self._plans = [plan for phase in SparsePhase for plan in reachable_plans(self.setup, phase)]
+        self._width = max(plan.index_width for plan in self._plans)
+        self.buffers = GraphBuffers(self.device)
+        self._declare()
+
+    def _declare(self) -> None:
+        buffers, rows = self.buffers, self._most_rows
+        for name in ("reqs", "visible_lens", "topk_lens"):
+            buffers.declare(name, (rows,), torch.int32)
+        buffers.declare("indices", (rows * self._width,), torch.int32, fill=-1)
+        if not all(plan.skips_minus_one for plan in self._plans):
+            buffers.declare("counts", (rows,), torch.int32)
+        room = max((self._bytes_for(plan) for plan in self._plans), default=0)
+        if room:
+            buffers.declare("converted", (room,), torch.uint8)
+            gathers = max(self._room(plan) for plan in self._plans if plan.conversion is not None)
+            buffers.declare("slots", (gathers,), torch.int32, fill=-1)
+
+    def _bytes_for(self, plan: PhasePlan) -> int:
+        """Bytes of the rows that are converted at one time for a plan."""
+        if plan.conversion is None:
+            return 0
+        config, row = self.vllm_config, self._row(plan).nbytes
+        is_prefill = plan.phase is SparsePhase.PREFILL
+        least = max(config.max_model_len, plan.index_width) if is_prefill else plan.index_width
+        most = self._most_rows if is_prefill else config.max_num_seqs * self.threshold
+        most *= plan.index_width
+        asked = config.mla_workspace_bytes
+        fits = (WORKSPACE_BYTES if asked is None else asked) // row
+        if asked is not None and fits < _pages(least):
+            raise ValueError(
+                f"mla_workspace_bytes must be at least {_pages(least) * row} for {least} rows of "
+                f"{row} bytes that {plan.kernel.value} needs converted at one time, got {asked}"
+            )
+        return _pages(min(max(fits // INDEXER_PAGE * INDEXER_PAGE, least), max(most, least))) * row
+
+    def _room(self, plan: PhasePlan) -> int:
+        """Converted rows that there is room for: whole pages."""
+        row = self._row(plan).nbytes
+        return len(self.buffers["converted"]) // row // INDEXER_PAGE * INDEXER_PAGE
+
+    def _row(self, plan: PhasePlan) -> RowFormat:
+        """The format of the rows that a kernel is given."""
+        spec: Any = self.kv_cache_spec
+        return plan.reads.row(spec.kv_lora_rank, spec.qk_rope_head_dim, spec.dtype)
+
+    # -- Steps.
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> SparseMLAMetadata:
+        """The step's record; the batch, ours or vLLM's own, is not written.
+
+        Args:
+            common_prefix_len: makes no difference: every row reads its own list.
+            common_attn_metadata: the batch.
+            fast_build: makes no difference.
+
+        Raises:
+            NotImplementedError: a batch that is not plainly causal.
+            ValueError: a batch beyond the engine's limits.
+        """
+        return self._build(common_attn_metadata, is_draft=False)
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> SparseMLAMetadata:
+        """The record to capture with: any batch of as many requests and tokens can be replayed
+        after a build, each request with as many tokens as a verify has, or fewer, or none.
+
+        Raises:
+            ValueError: a request of more tokens.
+        """
+        longest = common_attn_metadata.max_query_len
+        if longest > self.threshold:
+            raise ValueError(
+                f"max_query_len of a captured batch must be at most {self.threshold} for {NAME}, "
+                f"got {longest}"
+            )
+        # By way of build, which a wrapper may have replaced.
+        return self.build(0, common_attn_metadata)
+
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+    ) -> SparseMLAMetadata:
+        """See the base class: the first draft step takes what a verify accepted."""
+        return self._build(common_attn_metadata, is_draft=draft_index == 0)
+
+    def update_draft_decode_metadata(self, metadata: SparseMLAMetadata) -> None:
+        """Write what rows see anew, from the record's own lengths as they are now; safe to capture.
+
+        Args:
+            metadata: a record of this builder whose rows are all decodes.
+        """
+        if metadata.decode is not None:
+            self._fill(metadata.decode)
+
+    def _build(self, batch: CommonAttentionMetadata, *, is_draft: bool) -> SparseMLAMetadata:
+        debug_batch(batch, self.kv_cache_spec)
+        ignored = ("dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
+        refuse_fields(batch, NAME, *ignored)
+        if batch.causal is not True:
+            raise NotImplementedError(f"{NAME} takes causal batches, got causal={batch.causal!r}")
+        limits = (
+            ("num_reqs", batch.num_reqs, self.vllm_config.max_num_seqs),
+            ("num_actual_tokens", batch.num_actual_tokens, self._most_rows),
+        )
+        for name, count, most in limits:
+            if count > most:
+                raise ValueError(f"{name} must be at most {most} for {NAME}, got {count}")
+        found = split_decodes_and_prefills(batch, self.threshold)
+        bounds = self._key_bounds(batch, found.num_decodes)
+        stats = BatchStats(found.num_prefill_tokens, sum(bounds))
+        plan = resolve(self.setup, forward_mode(batch, found, is_draft=is_draft), stats)
+        decode = prefill = None
+        if plan.decode is not None:
+            decode = self._rows(plan.decode, batch, 0, found.num_decodes, [])
+        if plan.prefill is not None:
+            prefill = self._rows(plan.prefill, batch, found.num_decodes, batch.num_reqs, bounds)
+        return SparseMLAMetadata(
+            slot_mapping=batch.slot_mapping,
+            num_actual_tokens=batch.num_actual_tokens,
+            num_decodes=batch.num_reqs,
+            num_prefills=0,
+            num_decode_tokens=batch.num_actual_tokens,
+            num_prefill_tokens=0,
+            plan=plan,
+            decode=decode,
+            prefill=prefill,
+        )
+
+    def _key_bounds(self, batch: CommonAttentionMetadata, first: int) -> list[int]:
+        """Host bounds of the keys of the requests from ``first`` on."""
+        if first == batch.num_reqs:
+            return []
+        most = min(batch.max_seq_len, self.vllm_config.max_model_len)
+        bound = getattr(batch, "seq_lens_cpu_upper_bound", None)
+        if bound is None:
+            return [most] * (batch.num_reqs - first)
+        return [min(int(one), most) for one in bound[first : batch.num_reqs].tolist()]
+
+    def _rows(
+        self,
+        plan: PhasePlan,
+        batch: CommonAttentionMetadata,
+        first: int,
+        stop: int,
+        bounds: list[int],
+    ) -> SparseRows:
+        """The rows of requests ``first`` to ``stop``."""
+        starts: list[int] = batch.query_start_loc_cpu[first : stop + 1].tolist()
+        first_token = starts[0]
+        # Padding tokens follow the last request's.
+        last_token = batch.num_actual_tokens if stop == batch.num_reqs else starts[-1]
+        count, width = last_token - first_token, plan.index_width
+        lengths = (
+            self.buffers[name][first_token:last_token]
+            for name in ("reqs", "visible_lens", "topk_lens")
+        )
+        begin = first_token * self._width
+        indices = self.buffers["indices"][begin : begin + count * width].view(count, width)
+        counts = None
+        if not plan.skips_minus_one:
+            counts = self.buffers["counts"][first_token:last_token]
+        converted = row = None
+        if plan.conversion is not None:
+            row, room = self._row(plan), self._room(plan)
+            flat = self.buffers["converted"][: room * row.nbytes].view(room, row.nbytes)
+            is_bytes = plan.reads is not LatentFormat.BF16
+            converted = flat if is_bytes else flat.view(row["nope"].dtype.torch)
+        rows = SparseRows(
+            plan=plan,
+            first_req=first,
+            first_token=first_token,
+            num_rows=count,
+            query_start_loc=batch.query_start_loc[first : stop + 1],
+            seq_lens=batch.seq_lens[first:stop],
+            block_table=batch.block_table_tensor[first:stop],
+            block_size=self.kv_cache_spec.block_size,
+            lengths=RowLengths(*lengths),
+            indices=indices,
+            counts=counts,
+            offsets=None,
+            chunks=(),
+            converted=converted,
+            converted_row=row,
+        )
+        self._fill(rows)
+        if plan.index_kind is IndexKind.GATHERED:
+            rows.chunks = self._gathered(rows)
+        elif plan.index_kind is IndexKind.RAGGED:
+            rows.chunks, rows.offsets = self._ragged(
+                rows, [one - first_token for one in starts], bounds
+            )
+        return rows
+
+    def _fill(self, rows: SparseRows) -> None:
+        fill_rows(
+            rows.query_start_loc,
+            rows.seq_lens,
+            rows.first_token,
+            rows.plan.topk,
+            rows.lengths,
+            self.vllm_config.max_num_seqs,
+        )
+
+    def _gathered(self, rows: SparseRows) -> tuple[RowChunk, ...]:
+        """As many query rows at a time as there is room for what they list."""
+        width = rows.plan.index_width
+        step = self._room(rows.plan) // width
+        chunks = []
+        for first in range(0, rows.num_rows, step):
+            count = min(step, rows.num_rows - first)
+            chunks.append(RowChunk(first, count, self.buffers.view("slots", count * width)))
+        return tuple(chunks)
+
+    def _ragged(
+        self, rows: SparseRows, starts: list[int], bounds: list[int]
+    ) -> tuple[tuple[RowChunk, ...], torch.Tensor]:
+        """As many requests at a time as there is room for the contexts of.
+
+        Args:
+            rows: of the phase.
+            starts: ``[R' + 1]`` host: first query row of each request.
+            bounds: ``[R']`` host: at least its keys.
+        """
+        room, groups, used = self._room(rows.plan), [0], 0
+        for req, bound in enumerate(bounds):
+            if used and used + bound > room:
+                groups.append(req)
+                used = 0
+            used += bound
+        chunks, offsets = [], []
+        for first, stop in zip(groups, [*groups[1:], len(bounds)], strict=True):
+            lens = rows.seq_lens[first:stop]
+            ends = torch.cumsum(lens, 0, dtype=torch.int32)
+            offsets.append(ends - lens)
+            # Padding tokens follow the last request's.
+            last = rows.num_rows if stop == len(bounds) else starts[stop]
+            slots = self._context(rows, first, ends, sum(bounds[first:stop]))
+            chunks.append(RowChunk(starts[first], last - starts[first], slots, first, ends))
+        return tuple(chunks), torch.cat(offsets)
+
+    def _context(
+        self, rows: SparseRows, first: int, ends: torch.Tensor, count: int
+    ) -> torch.Tensor:
+        table = rows.block_table[first : first + len(ends)]
+        return context_slots(table, ends, count, rows.block_size, self.vllm_config.max_num_seqs)
+
+    def _set_block_table(self, metadata: SparseMLAMetadata, block_table: torch.Tensor) -> None:
+        for name in ("decode", "prefill"):
+            rows: SparseRows | None = getattr(metadata, name)
+            if rows is None:
+                continue
+            stop = rows.first_req + len(rows.seq_lens)
+            moved = replace(rows, block_table=block_table[rows.first_req : stop])
+            if moved.plan.index_kind is IndexKind.RAGGED:
+                moved.chunks = tuple(
+                    replace(
+                        chunk,
+                        slots=self._context(moved, chunk.first_req, chunk.ends, len(chunk.slots)),
+                    )
+                    for chunk in rows.chunks
+                    if chunk.ends is not None
+                )
+            setattr(metadata, name, moved)
+
+
+def forward_mode(
+    batch: CommonAttentionMetadata, found: BatchSplit, *, is_draft: bool
+) -> ForwardMode:
+    """What a batch computes.
+
+    Args:
+        batch: decode-first.
+        found: where its decodes end.
+        is_draft: its decodes are the first step of a draft model behind a verify.
+    """
+    if found.num_prefill_tokens:
+        has_decodes = found.num_decode_tokens > 0
+        return ForwardMode.MIXED if has_decodes else ForwardMode.EXTEND
+    if batch.num_actual_tokens == 0:
+        return ForwardMode.IDLE
+    if is_draft:
+        return ForwardMode.DRAFT_EXTEND
+    return ForwardMode.TARGET_VERIFY if batch.max_query_len > 1 else ForwardMode.DECODE
+
+
+def setup_of(spec: AnyKVCacheSpec, config: EngineConfig, device: torch.device) -> SparseSetup:
+    """What does not change from step to step, of a group's layers.
+
+    Raises:
+        ValueError: a spec or setting that is not served; with every reason.
+    """
+    if not isinstance(spec, MLAAttentionSpec):
+        raise ValueError(
+            f"kv_cache_spec must be MLAAttentionSpec for {NAME}, got {type(spec).__name__}"
+        )
+    heads, topk = config.num_heads, spec.topk or config.index_topk
+    reasons = []
+    if heads is None:
+        reasons.append(f"vllm_config.num_heads is needed by {NAME}, got None")
+    if topk is None:
+        reasons.append(f"topk of the spec, or vllm_config.index_topk, is needed by {NAME}")
+    if config.index_topk not in (None, topk):
+        reasons.append(f"index_topk must be the spec's topk ({topk}), got {config.index_topk}")
+    size = config.parallel.decode_context_parallel_size
+    if size > 1:
+        reasons.append(f"decode_context_parallel_size must be 1, got {size}")
+    if not spec.cache_dtype.is_quantized and spec.cache_dtype.element(spec.dtype) is not spec.dtype:
+        reasons.append(
+            f"kv_cache_dtype must be quantised or the model's {spec.dtype.value}, got "
+            f"{spec.cache_dtype.value!r}"
+        )
+    kernels = config.sparse_prefill_kernel, config.sparse_decode_kernel
+    others = [one.value for one in kernels if one is not SparseKernel.TRITON_SPARSE]
+    widths = spec.kv_lora_rank, spec.qk_rope_head_dim
+    if others and widths != ROW_WIDTHS:
+        reasons.append(
+            f"rows must be {ROW_WIDTHS[0]} + {ROW_WIDTHS[1]} wide for {others[0]}, got "
+            f"{widths[0]} + {widths[1]}: use triton_sparse"
+        )
+    if others and config.batch_invariant:
+        reasons.append(
+            f"batch_invariant must be False for {others[0]}, got True: use triton_sparse"
+        )
+    if reasons:
+        raise ValueError(f"{NAME}: {'; '.join(reasons)}")
+    assert heads is not None
+    assert topk is not None
+    layout = spec.layout()
+    return SparseSetup(
+        layout=spec.latent_format,
+        prefill=kernels[0],
+        decode=kernels[1],
+        num_heads=heads,
+        topk=topk,
+        block_size=spec.block_size,
+        dtype=spec.dtype,
+        capability=capability_of(device),
+        has_padded_pages=layout.page_size_bytes != layout.content_bytes,
+        exact_host_lengths=config.exact_host_lengths,
+    )
+
+
+def _pages(rows: int) -> int:
+    """Rows of whole pages."""
+    return cdiv(rows, INDEXER_PAGE) * INDEXER_PAGE
