@@ -77,8 +77,9 @@ def sparse_calls(
     segments, programs = tile.segments(topk), tile.programs(topk)
     head_tiles = tile.head_tiles(layer.num_heads)
     is_scaled = layer.layout is LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE
+    has_factor = layer.layout is LatentFormat.FP8_NOPE_FP8_ROPE
     shared: dict[str, Any] = {
-        "factor_ptr": tensors.k_scale,
+        "factor_ptr": tensors.k_scale if has_factor else None,
         "sinks_ptr": tensors.sinks,
         "lens_ptr": tensors.topk_lens,
         "out_ptr": tensors.output,
@@ -95,7 +96,6 @@ def sparse_calls(
         "SEGMENT": tile.segment,
         "SEGMENTS": segments,
         "WIDTH": layer.rank,
-        "KIND": NATIVE if layer.layout is LatentFormat.BF16 else E4M3,
         "SINKS": tensors.sinks is not None,
         "LSE": tensors.lse is not None,
     }
@@ -116,6 +116,7 @@ def sparse_calls(
         "SPAN": tile.span,
         "FOLDS": tile.folds,
         "ROPE": layer.rope_size,
+        "KIND": NATIVE if layer.layout is LatentFormat.BF16 else E4M3,
         "SCALED": is_scaled,
         "COMPUTE": _TYPES[tensors.query.dtype],
         "HARDWARE_E4M3": hardware_e4m3,
@@ -217,9 +218,9 @@ def _check(layer: SparseLayer, tile: SparseTile, tensors: SparseTensors) -> None
     for name, scratch, count in zip(
         ("states", "sums"), (tensors.states, tensors.sums), needed, strict=True
     ):
-        found = 0 if scratch is None else scratch.numel()
-        if found < count:
-            raise ValueError(f"{name} must hold {count} fp32 elements for this tile, got {found}")
+        held = 0 if scratch is None else scratch.numel()
+        if held < count:
+            raise ValueError(f"{name} must hold {count} fp32 elements for this tile, got {held}")
 
 
 def _check_lists(tensors: SparseTensors, rows: int, topk: int) -> None:

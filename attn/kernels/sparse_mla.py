@@ -69,7 +69,7 @@ def _elements(stored, factors, KIND: tl.constexpr, SCALED: tl.constexpr, COMPUTE
     WIDTH: tl.constexpr = stored.shape[1]
     if KIND == 0:
         elements = stored.to(COMPUTE)
-    elif COMPUTE == tl.bfloat16 and not INTERPRETED:
+    elif tl.bfloat16 == COMPUTE and not INTERPRETED:
         if SCALED:
             narrow = factors.to(tl.bfloat16)
             wide = tl.broadcast_to(narrow[:, :, None], [stored.shape[0], WIDTH // _BLOCK, _BLOCK])
@@ -125,7 +125,7 @@ def _attend_listed(
     SWAPPED: tl.constexpr, HIDES_SCORES: tl.constexpr, HOLDS_NEXT: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over one step's listed rows; those of -1 are neither read nor counted."""
-    IEEE: tl.constexpr = COMPUTE == tl.float32
+    IEEE: tl.constexpr = tl.float32 == COMPUTE
     there = ids >= 0
     offset = _row_offsets(ids, block, stride, BLOCK_SIZE)
     rotary = tl.arange(0, ROPE)
@@ -144,7 +144,7 @@ def _attend_listed(
     k = _elements(latent, factors, KIND, SCALED, COMPUTE, HARDWARE_E4M3)
     if KIND == 0 or not SCALED:
         p = _elements(rope, 0.0, KIND, False, COMPUTE, HARDWARE_E4M3)
-    elif COMPUTE == tl.bfloat16:
+    elif tl.bfloat16 == COMPUTE:
         p = rope
     else:
         p = saturate_to(to_float32(rope), COMPUTE)
@@ -183,7 +183,7 @@ def _attend_listed(
 
 @triton.jit
 def _folded(m, l, acc, m_new, l_new, acc_new, SWAPPED: tl.constexpr):
-    """As :func:`attn.kernels.tile.fold`, of sums that may lie with their heads along the columns."""
+    """As :func:`attn.kernels.tile.fold`; SWAPPED: of sums whose heads are columns."""
     if SWAPPED:
         top = tl.maximum(m, m_new)
         base = tl.where(top == float("-inf"), 0.0, top)
@@ -281,7 +281,7 @@ def sparse_mla_kernel(
         offset = token * rotary_token + head * rotary_head
         r = load_query(rotary_ptr, offset, wanted, 0, ROPE, ROPE, ROPE, 0).to(COMPUTE)
         factor = 1.0
-        if KIND > 0 and not SCALED:
+        if factor_ptr is not None:
             factor = tl.load(factor_ptr)
         logits_scale = scale * factor * _LOG2E
         mine = ids_ptr + token * ids_row
@@ -306,9 +306,9 @@ def sparse_mla_kernel(
                     ahead, latent_ptr, block, stride, BLOCK_SIZE, LATENT_UNIT, WIDTH
                 )
             m, l, acc = _attend_listed(
-                m, l, acc, ids, latent, high - tile, q, r, logits_scale, latent_ptr, rope_ptr, scales_ptr,
-                block, stride, BLOCK_SIZE, LATENT_UNIT, ROPE_UNIT, SCALE_UNIT, WIDTH, ROPE, KIND,
-                SCALED, COMPUTE, HARDWARE_E4M3, SWAPPED, HIDES_SCORES, HOLDS_NEXT,
+                m, l, acc, ids, latent, high - tile, q, r, logits_scale, latent_ptr, rope_ptr,
+                scales_ptr, block, stride, BLOCK_SIZE, LATENT_UNIT, ROPE_UNIT, SCALE_UNIT, WIDTH,
+                ROPE, KIND, SCALED, COMPUTE, HARDWARE_E4M3, SWAPPED, HIDES_SCORES, HOLDS_NEXT,
             )  # fmt: skip
             if HOLDS_NEXT:
                 latent = coming
@@ -370,7 +370,6 @@ def fold_states_kernel(
     SEGMENT: tl.constexpr,
     SEGMENTS: tl.constexpr,
     WIDTH: tl.constexpr,
-    KIND: tl.constexpr,
     SINKS: tl.constexpr,
     LSE: tl.constexpr,
     FINISH_ROWS: tl.constexpr,
@@ -406,7 +405,7 @@ def fold_states_kernel(
         )
         m, l, acc = fold(m, l, acc, n, k, b)
     factor = 1.0
-    if KIND > 0 and factor_ptr is not None:
+    if factor_ptr is not None:
         factor = tl.load(factor_ptr)
     at = row * 0 + token
     write_rows(
