@@ -165,3 +165,25 @@ def _tile_of(shape: SparseShape, kind: DeviceKind) -> SparseTile:
         return SparseTile(2 * FEWEST_ROWS, 32, WIDE_SEGMENT, 1, num_warps=8, num_stages=3)
     # Products by warp group.
     return SparseTile(MOST_ROWS, 64, WIDE_SEGMENT, 1, 8, 3, carries_ids=False, hides_scores=True)
+
+
+@dataclass(frozen=True)
+class IndexTile:
+    """How launches of the indexer cut their work; all are alternatives to be measured."""
+
+    pages: int = 2
+    """Pages of one step over a row's keys."""
+    steps: int = 4
+    """Steps of a program, over a row's own pages."""
+    keys: int = 128
+    """Compact keys of a program."""
+    rows: int = 32
+    """Rows of queries that a program takes over these."""
+    num_warps: int = 4
+    num_stages: int = 3
+    fp8_products: bool = False
+    """e4m3 queries and keys are multiplied as they are, with sums of less than fp32's precision;
+    else as fp16, exactly."""
+    select: int = 4096
+    """Logits of one step of the selection."""
+    select_warps: int = 8
