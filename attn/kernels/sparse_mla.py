@@ -182,6 +182,19 @@ def _attend_listed(
 
 
 @triton.jit
+def _write(
+    m, l, acc, token, head, wanted, out_ptr, lse_ptr, sinks_ptr, factor, out_token, out_head,
+    lse_token, SINKS: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Result of some heads of one row, ``[ROWS, WIDTH]``."""
+    columns = tl.arange(0, acc.shape[1])
+    write_rows(
+        m, l, acc, head * 0 + token, head, wanted, columns, columns >= 0, out_ptr, lse_ptr,
+        sinks_ptr, factor, None, out_token, out_head, lse_token, SINKS, False, LSE, False,
+    )  # fmt: skip
+
+
+@triton.jit
 def _folded(m, l, acc, m_new, l_new, acc_new, SWAPPED: tl.constexpr):
     """As :func:`attn.kernels.tile.fold`; SWAPPED: of sums whose heads are columns."""
     if SWAPPED:
@@ -272,10 +285,11 @@ def sparse_mla_kernel(
         length = tl.minimum(tl.load(lens_ptr + token), topk)
     low = part * (SPAN * TILES)
     high = tl.minimum(low + SPAN * TILES, tl.cdiv(length, KV_TILE))
-    if WHOLE or high > low:
-        row = tl.arange(0, ROWS)
-        head = in_group + row
-        wanted = head < NUM_HEADS
+    row = tl.arange(0, ROWS)
+    head = in_group + row
+    wanted = head < NUM_HEADS
+    # Known to run at least once, the loop keeps the products by warp group of Triton 3.6 apart.
+    if high > low:
         offset = token * query_token + head * query_head
         q = load_query(query_ptr, offset, wanted, 0, WIDTH, WIDTH, WIDTH, 0).to(COMPUTE)
         offset = token * rotary_token + head * rotary_head
@@ -335,17 +349,22 @@ def sparse_mla_kernel(
                 A = acc
             if SWAPPED:
                 A = tl.trans(A)
-            at = row * 0 + token
-            columns = tl.arange(0, WIDTH)
-            write_rows(
-                M, L, A, at, head, wanted, columns, columns >= 0, out_ptr, lse_ptr, sinks_ptr,
-                factor, None, out_token, out_head, lse_token, SINKS, False, LSE, False,
+            _write(
+                M, L, A, token, head, wanted, out_ptr, lse_ptr, sinks_ptr, factor, out_token,
+                out_head, lse_token, SINKS, LSE,
             )  # fmt: skip
         elif not (FOLDS and SPAN > 1):
             store_state(
                 states_ptr, sums_ptr, slot + part, m, l, tl.trans(acc) if SWAPPED else acc, None,
                 None, None, ROWS, WIDTH, 1,
             )  # fmt: skip
+    elif WHOLE:
+        nothing = tl.zeros([ROWS, WIDTH], tl.float32)
+        _write(
+            tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32), nothing,
+            token, head, wanted, out_ptr, lse_ptr, sinks_ptr, 1.0, out_token, out_head, lse_token,
+            SINKS, LSE,
+        )  # fmt: skip
 
 
 @triton.jit(
