@@ -160,7 +160,7 @@ def _tile_of(shape: SparseShape, kind: DeviceKind) -> SparseTile:
             return SparseTile(FEWEST_ROWS, 16, SEGMENT, 1, num_warps=8, num_stages=2)
         if is_native:
             return SparseTile(FEWEST_ROWS, 32, SEGMENT, 1, num_warps=8, num_stages=3)
-        return SparseTile(FEWEST_ROWS, 32, SEGMENT, 1, 8, 2, holds_next=True)
+        return SparseTile(FEWEST_ROWS, 32, SEGMENT, 1, 8, 3, holds_next=True)
     if is_native and heads <= 2 * FEWEST_ROWS:
         return SparseTile(2 * FEWEST_ROWS, 32, WIDE_SEGMENT, 1, num_warps=8, num_stages=3)
     # Products by warp group.

@@ -89,7 +89,13 @@ def test_other_types_sinks_and_padded_blocks(
 
 FEW = ({"carries_ids": False, "holds_next": False}, {"kv_tile": 64})
 SWAPPED = ({"swapped": True, "kv_tile": 64, "carries_ids": False, "holds_next": False},)
-MANY = ({"hides_scores": False}, {"kv_tile": 32})
+MANY = (
+    {"hides_scores": False},
+    {"kv_tile": 32},
+    {"kv_tile": 32, "num_stages": 5},
+    {"carries_ids": True, "num_stages": 2},
+    {"carries_ids": True, "kv_tile": 32},
+)
 
 
 @pytest.mark.parametrize("heads", [16, 128])

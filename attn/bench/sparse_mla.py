@@ -35,6 +35,7 @@ JUDGED: Final = 3
 FEW: Final[dict[str, dict[str, Any]]] = {
     "ids by the compiler": {"carries_ids": False, "holds_next": False},
     "64 keys": {"kv_tile": 64},
+    "2 stages": {"num_stages": 2},
     "swapped": {"kv_tile": 64, "swapped": True, "carries_ids": False, "holds_next": False},
     "split": {"span": 1},
     "segments of 256": {"segment": 256},
@@ -43,7 +44,9 @@ FEW: Final[dict[str, dict[str, Any]]] = {
 MANY: Final[dict[str, dict[str, Any]]] = {
     "all scores in all groups": {"hides_scores": False},
     "32 keys": {"kv_tile": 32},
-    "32 keys, 4 stages": {"kv_tile": 32, "num_stages": 4},
+    "32 keys, 5 stages": {"kv_tile": 32, "num_stages": 5},
+    "ids carried": {"carries_ids": True, "num_stages": 2},
+    "ids carried, 32 keys": {"carries_ids": True, "kv_tile": 32},
 }
 
 Call = Callable[[], object]

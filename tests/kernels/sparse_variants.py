@@ -43,7 +43,13 @@ FEW: Final = {
     "wide keys": {"kv_tile": 64},
 }
 SWAPPED: Final = {"swapped": True, "kv_tile": 64, "carries_ids": False}
-MANY: Final = {"every group all scores": {"hides_scores": False}, "narrow keys": {"kv_tile": 32}}
+MANY: Final = {
+    "every group all scores": {"hides_scores": False},
+    "narrow keys": {"kv_tile": 32},
+    "narrow keys 5 stages": {"kv_tile": 32, "num_stages": 5},
+    "ids carried": {"carries_ids": True, "num_stages": 2},
+    "ids carried, narrow keys": {"carries_ids": True, "kv_tile": 32},
+}
 
 
 def calls_of(
