@@ -123,7 +123,7 @@ def fold_parts(
         column = c0 + tl.arange(0, FINISH_WIDTH)
         cells = row[:, None] * CELLS + column[None, :]
         mask = mine[:, None] & (column >= 0)[None, :]
-        m, l, acc = _load_state(states_ptr, sums_ptr, slot, row, cells, mine, mask, USED, CELLS)
+        m, l, acc = load_state(states_ptr, sums_ptr, slot, row, cells, mine, mask, USED, CELLS)
         m0, l0, a0, m1, l1, a1, m2, l2, a2, m3, l3, a3 = _load_parts(
             states_ptr, sums_ptr, slot, first, parts, row, cells, mine, mask, USED, CELLS
         )
@@ -186,13 +186,13 @@ def _load_part(
 ):  # fmt: skip
     """State of segment ``part``; past the last one the empty state, which folds as the identity."""
     real = part < parts
-    return _load_state(
+    return load_state(
         states_ptr, sums_ptr, slot + part, row, cells, mine & real, mask & real, USED, CELLS
     )
 
 
 @triton.jit
-def _load_state(
+def load_state(
     states_ptr, sums_ptr, slot, row, cells, mine, mask, USED: tl.constexpr, CELLS: tl.constexpr
 ):
     """m, l and acc of one stored state; empty where masked."""

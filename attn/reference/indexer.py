@@ -75,3 +75,75 @@ def causal_topk(logits: torch.Tensor, first_position: int, topk: int) -> torch.T
     listed = torch.where(torch.gather(seen, 1, order), order, -1).to(torch.int32)
     padding = listed.new_full((num_tokens, max(0, topk - num_keys)), -1)
     return torch.cat([listed, padding], dim=-1)
+
+
+def paged_index_logits(
+    q_index: torch.Tensor,
+    weights: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    requests: torch.Tensor | None,
+    kv_lens: torch.Tensor,
+    logits: torch.Tensor,
+) -> None:
+    """Logits of each row over its request's keys; arguments as in ``attn.ops.indexer``."""
+    dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
+    most = min(logits.shape[1], block_table.shape[1] * kv_cache.shape[1])
+    for token, (query, weight) in enumerate(zip(q_index, weights, strict=True)):
+        request = token if requests is None else int(requests[token])
+        count = min(int(kv_lens[token]), most)
+        keys = read_index_keys(kv_cache, block_table[request], count, dtype)
+        found = index_logits(query[None].to(dtype), keys, weight[None].to(dtype))
+        logits[token, :count] = found[0].to(logits.dtype)
+
+
+def ragged_index_logits(
+    q_index: torch.Tensor,
+    weights: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    logits: torch.Tensor,
+) -> None:
+    """Logits of each row over its range of compact keys; arguments as in ``attn.ops.indexer``."""
+    dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
+    for token, (query, weight) in enumerate(zip(q_index, weights, strict=True)):
+        first, last = int(starts[token]), min(int(ends[token]), len(data))
+        if last <= first:
+            continue
+        keys = data[first:last].to(dtype) * scale[first:last, None].to(dtype)
+        found = index_logits(query[None].to(dtype), keys, weight[None].to(dtype))
+        logits[token, : last - first] = found[0].to(logits.dtype)
+
+
+def select_topk(
+    logits: torch.Tensor,
+    lens: torch.Tensor,
+    out: torch.Tensor,
+    out_lens: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    block_size: int,
+    requests: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+) -> None:
+    """The largest logits of each row by rising position; arguments as in ``attn.ops.indexer``."""
+    topk = out.shape[1]
+    out.fill_(-1)
+    for token, row in enumerate(logits):
+        length = max(int(lens[token]), 0)
+        seen = row[:length]
+        seen = torch.where(seen.isnan(), torch.full_like(seen, float("-inf")), seen)
+        # NaN after all numbers, even -inf.
+        order = torch.sort(seen, descending=True, stable=True).indices
+        order = torch.cat([order[~row[order].isnan()], order[row[order].isnan()]])
+        listed = order[:topk].sort().values
+        if block_table is not None:
+            request = token if requests is None else int(requests[token])
+            pages = block_table[request, listed // block_size].long()
+            listed = pages * block_size + listed % block_size
+        if offsets is not None:
+            listed = listed + offsets[token]
+        out[token, : len(listed)] = listed.to(out.dtype)
+        if out_lens is not None:
+            out_lens[token] = len(listed)

@@ -18,12 +18,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from attn.kernels.launch import KernelCall
 from builders.hopper_latent import NARROW_ROWS
 from builders.tiles import (
     SHARED_MEMORY,
@@ -225,16 +226,17 @@ class Compiler:
         triton.runtime.driver.set_active(_Device(target))
         return {variant.name: self._compile(variant, target) for variant in variants}
 
+    def compile_calls(self, target: int, calls: Mapping[str, KernelCall]) -> dict[str, Facts]:
+        """Facts of launches on the target, by name."""
+        import triton
+
+        triton.runtime.driver.set_active(_Device(target))
+        return {name: self._facts(call, target) for name, call in calls.items()}
+
     def _compile(self, variant: Variant, target: int) -> Facts:
         """As a launch on the target would."""
-        log = io.StringIO()
         try:
             call = call_of(variant, target)
-            with contextlib.redirect_stdout(log):
-                compiled = call.kernel.warmup(grid=call.grid, **call.arguments, **call.options)
-            if compiled.metadata.target.arch != target:
-                raise RuntimeError(f"compiled for {compiled.metadata.target}")
-            read = read_log(self._logs.setdefault(compiled.hash, log.getvalue()))
         except Exception as error:
             return Facts(error=_first_line(error))
         pipeline = 0
@@ -245,10 +247,24 @@ class Compiler:
             else:
                 words, rows = given["K_USED"] + given["V_USED"], given["key_ptr"]
             pipeline = (call.num_stages - 1) * given["KV_TILE"] * words * rows.element_size()
+        return self._facts(call, target, pipeline, variant.kernel.is_of_hopper)
+
+    def _facts(
+        self, call: KernelCall, target: int, pipeline: int = 0, is_gluon: bool = False
+    ) -> Facts:
+        log = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(log):
+                compiled = call.kernel.warmup(grid=call.grid, **call.arguments, **call.options)
+            if compiled.metadata.target.arch != target:
+                raise RuntimeError(f"compiled for {compiled.metadata.target}")
+            read = read_log(self._logs.setdefault(compiled.hash, log.getvalue()))
+        except Exception as error:
+            return Facts(error=_first_line(error))
         ptx = compiled.asm["ptx"]
         return Facts(
             **read,
-            undefined=_undefined(compiled.asm["cubin"]) if variant.kernel.is_of_hopper else 0,
+            undefined=_undefined(compiled.asm["cubin"]) if is_gluon else 0,
             idle_barriers=len(idle_barriers(compiled.asm["ttgir"])),
             packed_additions=packed_additions(ptx),
             shared=compiled.metadata.shared,

@@ -1,0 +1,223 @@
+"""The indexer of sparse attention, by kernels on a GPU, by the reference elsewhere."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from attn.ops.dispatch import converts_float8, has_kernel
+from attn.reference import indexer as reference
+from builders.sparse_tiles import IndexTile
+from specs.rows import INDEXER_PAGE, SCALE_BYTES
+
+_E4M3: Final = torch.float8_e4m3fn
+_QUERIES: Final = (_E4M3, torch.float16, torch.bfloat16, torch.float32)
+
+
+def write_index_keys(k_index: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Quantise keys and write them: e4m3, saturated, with one fp32 power of two for each.
+
+    Args:
+        k_index: ``[T, Di]``; rows past ``len(slots)`` are padding.
+        kv_cache: ``[N, 64, Di + 4]`` uint8; in a block all keys come first, then all scales.
+        slots: ``[<= T]`` integer, ``block * 64 + offset``; -1 skips.
+
+    Raises:
+        ValueError: tensors that do not fit together, or blocks of another size.
+    """
+    _check_pages(kv_cache, k_index.shape[-1])
+    if k_index.dim() != 2 or k_index.stride(-1) != 1 or len(slots) > len(k_index):
+        raise ValueError(
+            f"k_index must be [>= {len(slots)}, Di] with dense rows, got {list(k_index.shape)} in "
+            f"strides {k_index.stride()}"
+        )
+    if len(slots) == 0:
+        return
+    if not has_kernel(k_index):
+        reference.write_index_keys(k_index, kv_cache, slots.long())
+        return
+    from attn.kernels.indexer_launch import write_keys_call
+
+    hardware = converts_float8(k_index.device)
+    write_keys_call(k_index, kv_cache, slots.contiguous(), hardware_e4m3=hardware).launch()
+
+
+def paged_index_logits(
+    q_index: torch.Tensor,
+    weights: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    requests: torch.Tensor | None,
+    kv_lens: torch.Tensor,
+    logits: torch.Tensor,
+    tile: IndexTile | None = None,
+) -> None:
+    """``logits[t, s] = k_scale[s] * sum over heads of weights[t, h] * relu(q[t, h] . k[s])``.
+
+    Args:
+        q_index: ``[T, Hi, Di]``, e4m3 (its scale is part of the weights) or a model dtype.
+        weights: ``[T, Hi]`` fp32.
+        kv_cache: ``[N, 64, Di + 4]`` uint8, planar blocks.
+        block_table: ``[R, blocks]`` int32; entries past a row's last key are not looked at.
+        requests: ``[T]`` int32, the table's row of each; None: row t of row t.
+        kv_lens: ``[T]`` int32, keys that each row sees.
+        logits: ``[T, M]`` fp32, written below ``kv_lens``; M bounds these, as the table does.
+        tile: the launch record; None for the usual one.
+
+    Raises:
+        ValueError: tensors that do not fit together, or blocks of another size.
+    """
+    _check_pages(kv_cache, q_index.shape[-1])
+    _check_queries(q_index, weights, logits)
+    if len(q_index) == 0:
+        return
+    if not has_kernel(logits):
+        reference.paged_index_logits(
+            q_index, weights, kv_cache, block_table, requests, kv_lens, logits
+        )
+        return
+    from attn.kernels.indexer_launch import paged_logits_call
+
+    paged_logits_call(
+        *(q_index, weights, kv_cache, block_table, requests, kv_lens, logits),
+        tile or IndexTile(),
+        hardware_e4m3=converts_float8(q_index.device),
+    ).launch()
+
+
+def ragged_index_logits(
+    q_index: torch.Tensor,
+    weights: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    logits: torch.Tensor,
+    tile: IndexTile | None = None,
+) -> None:
+    """As :func:`paged_index_logits`, over compact keys: column i of row t is key ``starts[t] + i``.
+
+    Args:
+        q_index: ``[T, Hi, Di]``.
+        weights: ``[T, Hi]`` fp32.
+        data: ``[S, Di]`` e4m3 keys.
+        scale: ``[S]`` fp32.
+        starts: ``[T]`` int32, first key of each row's request.
+        ends: ``[T]`` int32, past the last key that the row sees: causality is in it.
+        logits: ``[T, M]`` fp32 with M at least every ``ends - starts``; written below that.
+        tile: the launch record; None for the usual one.
+
+    Raises:
+        ValueError: tensors that do not fit together.
+    """
+    _check_queries(q_index, weights, logits)
+    if data.dtype != _E4M3 or data.shape[1:] != q_index.shape[2:] or data.stride(-1) != 1:
+        raise ValueError(
+            f"data must be float8_e4m3fn [S, {q_index.shape[2]}] with dense rows, got "
+            f"{list(data.shape)} of {data.dtype} in strides {data.stride()}"
+        )
+    if scale.shape != data.shape[:1] or scale.dtype != torch.float32 or not scale.is_contiguous():
+        raise ValueError(
+            f"scale must be contiguous float32 [{len(data)}], got {list(scale.shape)} of "
+            f"{scale.dtype}"
+        )
+    if len(q_index) == 0:
+        return
+    if not has_kernel(logits):
+        reference.ragged_index_logits(q_index, weights, data, scale, starts, ends, logits)
+        return
+    from attn.kernels.indexer_launch import ragged_logits_call
+
+    ragged_logits_call(
+        *(q_index, weights, data, scale, starts, ends, logits),
+        tile or IndexTile(),
+        hardware_e4m3=converts_float8(q_index.device),
+    ).launch()
+
+
+def select_topk(
+    logits: torch.Tensor,
+    lens: torch.Tensor,
+    out: torch.Tensor,
+    out_lens: torch.Tensor | None = None,
+    *,
+    block_table: torch.Tensor | None = None,
+    block_size: int = INDEXER_PAGE,
+    requests: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+    tile: IndexTile | None = None,
+) -> None:
+    """Positions of each row's largest logits, by rising position, then -1.
+
+    Among equal logits the lower positions are taken; NaN is below all numbers. A row of no more
+    logits than entries lists all its positions.
+
+    Args:
+        logits: ``[T, M]`` fp32, of which the first ``lens[t]`` are looked at.
+        lens: ``[T]`` int32.
+        out: ``[T, topk]`` int32, written.
+        out_lens: ``[T]`` int32, written: entries that are not -1.
+        block_table: ``[R, blocks]`` int32: slots are written in place of positions; entries past a
+            row's last position are not looked at.
+        block_size: of it.
+        requests: ``[T]`` int32, the table's row of each; None: row t of row t.
+        offsets: ``[T]`` int32, added to each row's positions.
+        tile: the launch record; None for the usual one.
+
+    Raises:
+        ValueError: tensors that do not fit together.
+    """
+    if logits.dtype != torch.float32 or logits.stride(-1) != 1 or len(logits) != len(out):
+        raise ValueError(
+            f"logits must be float32 [{len(out)}, M] with dense rows, got {list(logits.shape)} of "
+            f"{logits.dtype} in strides {logits.stride()}"
+        )
+    if out.dtype != torch.int32 or out.stride(-1) != 1:
+        raise ValueError(
+            f"out must be int32 with dense rows, got {out.dtype} in strides {out.stride()}"
+        )
+    if block_table is not None and offsets is not None:
+        raise ValueError("block_table and offsets must not both be given, got both")
+    if len(out) == 0:
+        return
+    given = (logits, lens, out, out_lens, block_table, block_size, requests, offsets)
+    if not has_kernel(logits):
+        reference.select_topk(*given)
+        return
+    from attn.kernels.indexer_launch import select_topk_call
+
+    select_topk_call(*given, tile or IndexTile()).launch()
+
+
+def _check_pages(kv_cache: torch.Tensor, width: int) -> None:
+    row = width + SCALE_BYTES
+    if kv_cache.dim() != 3 or kv_cache.shape[1] != INDEXER_PAGE:
+        raise ValueError(
+            f"kv_cache of the indexer must be [N, {INDEXER_PAGE}, {row}]: its pages are planar, of "
+            f"{INDEXER_PAGE} tokens, got {list(kv_cache.shape)}"
+        )
+    if kv_cache.shape[2] != row or kv_cache.dtype != torch.uint8 or width & (width - 1):
+        raise ValueError(
+            f"kv_cache of the indexer must be uint8 with rows of {row} bytes, a power of two and "
+            f"{SCALE_BYTES}, got {list(kv_cache.shape)} of {kv_cache.dtype}"
+        )
+
+
+def _check_queries(q_index: torch.Tensor, weights: torch.Tensor, logits: torch.Tensor) -> None:
+    if q_index.dim() != 3 or q_index.stride(-1) != 1 or q_index.dtype not in _QUERIES:
+        names = ", ".join(str(dtype) for dtype in _QUERIES)
+        raise ValueError(
+            f"q_index must be [T, Hi, Di] with dense rows, of {names}, got {list(q_index.shape)} "
+            f"of {q_index.dtype} in strides {q_index.stride()}"
+        )
+    if weights.shape != q_index.shape[:2] or weights.stride(-1) != 1:
+        raise ValueError(
+            f"weights must be {list(q_index.shape[:2])} with dense rows, got "
+            f"{list(weights.shape)} in strides {weights.stride()}"
+        )
+    if len(logits) != len(q_index) or logits.stride(-1) != 1:
+        raise ValueError(
+            f"logits must be [{len(q_index)}, M] with dense rows, got {list(logits.shape)} in "
+            f"strides {logits.stride()}"
+        )

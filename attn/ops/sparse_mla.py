@@ -1,0 +1,125 @@
+"""Sparse latent attention, by kernels on a GPU, by the reference elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attn.ops.dispatch import converts_float8, has_kernel
+from attn.reference import sparse_mla as reference
+from builders.sparse_tiles import SparseShape, SparseTile, sparse_tile
+from builders.triton_attn import device_facts
+from specs.rows import LatentFormat
+
+
+@dataclass(frozen=True, eq=False)
+class SparseWorkspace:
+    """Scratch of split rows, any content; graphs need it to stay where it is."""
+
+    states: torch.Tensor
+    sums: torch.Tensor
+
+
+def tile_for(
+    query: torch.Tensor,
+    indices: torch.Tensor,
+    layout: LatentFormat,
+    batch_invariant: bool = False,
+) -> SparseTile:
+    """The launch record for these rows on their device: a function of shapes alone.
+
+    Args:
+        query: ``[T, H, L]``.
+        indices: ``[T, topk]``.
+        layout: of the cache.
+        batch_invariant: a row's bits depend on the row alone with any number of heads.
+    """
+    kind, multiprocessors = device_facts(query.device)
+    shape = SparseShape(
+        query.shape[1], indices.shape[1], layout, query.element_size(), query.shape[2]
+    )
+    return sparse_tile(shape, kind, multiprocessors, len(indices), batch_invariant)
+
+
+def workspace_for(
+    tile: SparseTile, num_rows: int, num_heads: int, topk: int, rank: int, device: torch.device
+) -> SparseWorkspace:
+    """Scratch for up to ``num_rows`` rows of a launch."""
+    states, sums = tile.state_floats(num_rows, num_heads, topk, rank)
+    return SparseWorkspace(
+        torch.empty(states, dtype=torch.float32, device=device),
+        torch.empty(sums, dtype=torch.float32, device=device),
+    )
+
+
+def sparse_mla(
+    query: torch.Tensor,
+    rotary: torch.Tensor,
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor,
+    topk_lens: torch.Tensor | None,
+    layout: LatentFormat,
+    scale: float,
+    output: torch.Tensor,
+    lse: torch.Tensor | None = None,
+    *,
+    k_scale: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    tile: SparseTile | None = None,
+    workspace: SparseWorkspace | None = None,
+) -> None:
+    """Each query row attends the cache's rows that it lists; one listed twice counts twice.
+
+    Args:
+        query: ``[T, H, L]``, absorbed.
+        rotary: ``[T, H, r]``.
+        kv_cache: ``[N, P, row]`` of the layout; compact rows are one block ``[1, S, row]``.
+        indices: ``[T, topk]`` int32, ``block * P + offset``; -1 for none, anywhere.
+        topk_lens: ``[T]`` int32: entries of each list that count, others are not looked at; None
+            for all.
+        layout: of the cache's rows.
+        scale: multiplies q.k; positive.
+        output: ``[T, H, L]`` in the query's type, written; zero for a row that lists nothing.
+        lse: ``[T, H]`` fp32, natural log, written; -inf for such a row.
+        k_scale: fp32 scalar of ``FP8_NOPE_FP8_ROPE`` rows: real = stored * scale.
+        sinks: ``[H]`` logits that only the denominator has; the LSE has them too.
+        tile: from :func:`tile_for`, for graphs and to measure others; None makes it.
+        workspace: from :func:`workspace_for`; None allocates it where the tile splits rows.
+
+    Raises:
+        ValueError: tensors that do not fit together.
+        NotImplementedError: sizes that no kernel takes.
+    """
+    if not has_kernel(query):
+        out, found = reference.sparse_mla(
+            query, rotary, kv_cache, indices, topk_lens, layout, scale, k_scale, sinks
+        )
+        output.copy_(out)
+        if lse is not None:
+            lse.copy_(found)
+        return
+    from attn.kernels.sparse_launch import SparseLayer, SparseTensors, sparse_calls
+
+    tile = tile or tile_for(query, indices, layout)
+    heads, rank = query.shape[1:]
+    if workspace is None:
+        rows, topk = indices.shape
+        workspace = workspace_for(tile, rows, heads, topk, rank, query.device)
+    layer = SparseLayer(heads, scale, layout, rank, rotary.shape[-1])
+    tensors = SparseTensors(
+        query,
+        rotary,
+        kv_cache,
+        indices,
+        topk_lens,
+        output,
+        lse,
+        k_scale,
+        sinks,
+        workspace.states,
+        workspace.sums,
+    )
+    hardware = converts_float8(query.device)
+    for call in sparse_calls(layer, tile, tensors, hardware_e4m3=hardware):
+        call.launch()

@@ -1,0 +1,189 @@
+"""Tiles of sparse latent attention, as data: how heads and listed keys are cut for a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from specs.base import cdiv
+from specs.devices import DeviceKind
+from specs.rows import LatentFormat
+
+FEWEST_ROWS: Final = 16
+"""Rows of the smallest product on tensor cores; a tile of fewer heads leaves the others empty."""
+MOST_ROWS: Final = 64
+"""64 rows of 512 fp32 sums are half a multiprocessor's registers."""
+MOST_FOLDED_ROWS: Final = 16
+"""Rows up to which a program holds the sums of two states in registers: of what is folded so far,
+and of a segment."""
+SEGMENT: Final = 128
+"""Listed keys of a segment where rows are few: a multiple of every key tile there."""
+WIDE_SEGMENT: Final = 256
+"""Likewise where the states are large."""
+
+
+@dataclass(frozen=True)
+class SparseShape:
+    """What the tile depends on besides the device; no length is among it."""
+
+    num_heads: int
+    topk: int
+    """Listed keys of a row."""
+    layout: LatentFormat = LatentFormat.BF16
+    element_bytes: int = 2
+    """Of the query."""
+    rank: int = 512
+    rope_size: int = 64
+
+
+@dataclass(frozen=True)
+class SparseTile:
+    """How a launch of the kernel cuts its work, and what it asks of the compiler.
+
+    The last five are alternatives to be measured: results differ at most in rounding.
+    """
+
+    rows: int
+    """Heads of a program."""
+    kv_tile: int
+    """Listed keys of one step."""
+    segment: int
+    """Listed keys that one state is of; boundaries are a function of the position in the list."""
+    span: int
+    """Segments of a program; when all are, it writes the result itself."""
+    num_warps: int
+    num_stages: int
+    carries_ids: bool = True
+    """Indices are handed on from step to step in registers; else the compiler's pipeline copies
+    them to shared memory first."""
+    holds_next: bool = False
+    """The next step's latents wait in registers: where the compiler does not copy them ahead."""
+    hides_scores: bool = False
+    """Each warp group computes its own share of the scores; else all compute all."""
+    swapped: bool = False
+    """Keys are the rows of both products, heads their columns: products by warp group of few heads.
+    """
+    max_registers: int | None = None
+    """Per thread."""
+    finish_rows: int = 4
+    """Heads of a program that folds stored states."""
+    finish_width: int = 128
+    """Columns of it."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no launch can be.
+
+        Raises:
+            ValueError: segments that are no whole steps, several of a program without registers to
+                fold them in, or latents asked for before their indices.
+        """
+        if self.segment % self.kv_tile:
+            raise ValueError(
+                f"segment must be a multiple of kv_tile ({self.kv_tile}), got {self.segment}"
+            )
+        if self.holds_next and not self.carries_ids:
+            raise ValueError(
+                "holds_next needs carries_ids: the next step's indices, got holds_next alone"
+            )
+        if self.span > 1 and not self.folds:
+            raise ValueError(
+                f"span must be 1 for tiles of more than {MOST_FOLDED_ROWS} rows, got {self.span}"
+            )
+
+    @property
+    def folds(self) -> bool:
+        """A program can fold its segments one after another, to the bits of stored ones."""
+        return self.rows <= MOST_FOLDED_ROWS
+
+    def head_tiles(self, num_heads: int) -> int:
+        """Programs that share a row's heads."""
+        return cdiv(num_heads, self.rows)
+
+    def segments(self, topk: int) -> int:
+        """Segments of a row whose list is full."""
+        return max(cdiv(topk, self.segment), 1)
+
+    def programs(self, topk: int) -> int:
+        """Programs that share a row's keys."""
+        return cdiv(self.segments(topk), self.span)
+
+    def state_floats(
+        self, num_rows: int, num_heads: int, topk: int, rank: int = 512
+    ) -> tuple[int, int]:
+        """fp32 elements of stored states, and of their maxima and sums; 0 where none is stored."""
+        if self.programs(topk) == 1:
+            return 0, 0
+        slots = num_rows * self.head_tiles(num_heads) * self.segments(topk)
+        return slots * self.rows * rank, slots * self.rows * 2
+
+
+def sparse_tile(
+    shape: SparseShape,
+    kind: DeviceKind,
+    multiprocessors: int,
+    num_rows: int,
+    batch_invariant: bool = False,
+) -> SparseTile:
+    """The launch record for rows of queries.
+
+    Where tiles fold (up to 16 heads, and everywhere but on Hopper), a row's bits depend on the row
+    alone, whatever the number of rows. Elsewhere they do when ``batch_invariant``; otherwise rows
+    that are many are not split.
+
+    Args:
+        shape: of the layer.
+        kind: of the device.
+        multiprocessors: of it.
+        num_rows: of the launch, padding included.
+        batch_invariant: as above.
+    """
+    tile = _tile_of(shape, kind)
+    segments = tile.segments(shape.topk)
+    programs = max(num_rows, 1) * tile.head_tiles(shape.num_heads)
+    if tile.folds:
+        # A program that has a row alone stores nothing: as soon as those fill half the device.
+        return replace(tile, span=segments if 2 * programs > multiprocessors else 1)
+    if batch_invariant:
+        return tile
+    # One segment for each program, as many as fill the device once.
+    parts = max(1, min(segments, multiprocessors // programs))
+    return replace(tile, segment=cdiv(segments, parts) * tile.segment)
+
+
+def _tile_of(shape: SparseShape, kind: DeviceKind) -> SparseTile:
+    """Sizes by heads and layout: what compiles without spills, by the compile tests."""
+    is_wide = shape.element_bytes > 2
+    is_native = shape.layout is LatentFormat.BF16
+    heads = shape.num_heads
+    if kind is not DeviceKind.SM90 or is_wide or heads <= FEWEST_ROWS:
+        if is_wide:
+            return SparseTile(FEWEST_ROWS, 16, SEGMENT, 1, num_warps=8, num_stages=2)
+        if is_native:
+            return SparseTile(FEWEST_ROWS, 32, SEGMENT, 1, num_warps=8, num_stages=3)
+        return SparseTile(FEWEST_ROWS, 32, SEGMENT, 1, 8, 3, holds_next=True)
+    if is_native and heads <= 2 * FEWEST_ROWS:
+        return SparseTile(2 * FEWEST_ROWS, 32, WIDE_SEGMENT, 1, num_warps=8, num_stages=3)
+    # Products by warp group.
+    return SparseTile(MOST_ROWS, 64, WIDE_SEGMENT, 1, 8, 3, carries_ids=False, hides_scores=True)
+
+
+@dataclass(frozen=True)
+class IndexTile:
+    """How launches of the indexer cut their work; all are alternatives to be measured."""
+
+    pages: int = 2
+    """Pages of one step over a row's keys."""
+    steps: int = 4
+    """Steps of a program, over a row's own pages."""
+    keys: int = 128
+    """Compact keys of a program."""
+    rows: int = 32
+    """Rows of queries that a program takes over these."""
+    num_warps: int = 4
+    num_stages: int = 3
+    fp8_products: bool = False
+    """e4m3 queries and keys are multiplied as they are, with sums of less than fp32's precision;
+    else as fp16, exactly."""
+    select: int = 4096
+    """Logits of one step of the selection."""
+    select_warps: int = 8
