@@ -259,10 +259,13 @@ class Wrapper:
             first, end = plan["kv_indptr"][row : row + 2].tolist()
             count, pages = int(plan["kv_len_arr"][row]), plan["kv_indices"][first:end].long()
             need(bool(((pages >= 0) & (pages < len(cache[0]))).all()), f"pages {pages.tolist()}")
+            # Scale and rows are the query's type before they are multiplied, and after.
+            model = query[0].dtype
             latent, rope = (
-                part[pages].flatten(0, 1)[:count].double() * scale
+                (part[pages].flatten(0, 1)[:count].to(model) * torch.tensor(scale, dtype=model))
                 for part, scale in zip(cache, scales, strict=True)
             )
+            latent, rope = latent.double(), rope.double()
             q_nope, q_pe = (part[start:stop].double() for part in query)
             scores = torch.einsum("qhl,kl->hqk", q_nope, latent)
             scores = (scores + torch.einsum("qhr,kr->hqk", q_pe, rope)) * plan["sm_scale"]

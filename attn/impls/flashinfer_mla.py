@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -119,12 +120,16 @@ class FlashInferMlaImpl(LatentImpl):
             lens = metadata.seq_lens[decodes].cpu()
             debug_read(metadata.block_table[decodes], lens, num_blocks, block_size)
         q_nope, q_pe = (part[:count] for part in query)
+        scale, rest = None, 1.0
+        if metadata.sizes.is_fp8:
+            scale, rest = _exact_part(self._scales.of(layer, "_k_scale"))
         if step.query is not None:
             for wide, part in zip(step.query, (q_nope, q_pe), strict=True):
-                wide[:, : self.num_heads] = part
+                torch.mul(part, rest, out=wide[:, : self.num_heads])
             q_nope, q_pe = step.query
+        elif rest != 1.0:
+            q_nope, q_pe = q_nope * rest, q_pe * rest
         latent, rope = self._fields(kv_cache, self.cache_dtype, query[0].dtype)
-        scale = self._scales.of(layer, "_k_scale") if metadata.sizes.is_fp8 else None
         call = LatentCall(
             q_nope=q_nope,
             q_pe=q_pe,
@@ -135,6 +140,8 @@ class FlashInferMlaImpl(LatentImpl):
             scale=scale,
         )
         step.flashinfer.run(step.wrapper, call)
+        if rest != 1.0:
+            call.output.mul_(rest)
 
     def _check_rows(
         self, sizes: LatentSizes, query: torch.Tensor, kv_cache: torch.Tensor, count: int
@@ -169,3 +176,14 @@ class FlashInferMlaImpl(LatentImpl):
                     f"got {own}"
                 )
         self._planned = sizes
+
+
+def _exact_part(scale: float) -> tuple[float, float]:
+    """A scale as a power of two, and the rest of it, from 1 to 2.
+
+    The kernel rounds the scale and then every stored number times it to the model's type, which
+    powers of two leave as they are. The rest multiplies queries and outputs, which are rounded
+    once more for it.
+    """
+    fraction, exponent = math.frexp(scale)
+    return math.ldexp(1.0, exponent - 1), 2 * fraction
