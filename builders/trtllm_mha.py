@@ -188,9 +188,10 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         self._captured = False
         rules = {phase: choice.rule_of(phase, capability) for phase in self.phases}
         reason = choice.version_reason(self.phases, capability, spec.cache_dtype, self.calls)
+        decode = rules.get(Phase.DECODE)
+        reason = reason or choice.stride_reason(decode, spec)
         if reason is not None:
             raise ValueError(f"{NAME}: {reason}")
-        decode = rules.get(Phase.DECODE)
         self._threshold = self._decode_threshold(decode)
         self._takes_ragged = decode is not None and self._is_ragged(decode)
         longest = min(vllm_config.max_num_batched_tokens, vllm_config.max_model_len)

@@ -222,6 +222,22 @@ def phase_reasons(
         yield f"kv_cache_dtype must not be quantised {by}, got {cache.value!r}"
 
 
+def stride_reason(rule: KernelRule | None, spec: Any) -> str | None:
+    """Why the decode kernel cannot find the pages of a cache; None where it can.
+
+    Args:
+        rule: of the phase; None without one.
+        spec: the group's.
+    """
+    row = spec.head_size * spec.cache_dtype.element(spec.dtype).itemsize
+    if rule is None or rule.kernel is not VendorKernel.XQA or spec.page_size_bytes % row == 0:
+        return None
+    return (
+        f"page_size_padded must leave pages of whole rows for xqa, which counts strides in rows of "
+        f"head_size elements ({row} bytes), got {spec.page_size_bytes} bytes"
+    )
+
+
 def version_reason(
     phases: tuple[Phase, ...],
     capability: ComputeCapability | None,

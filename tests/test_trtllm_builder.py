@@ -27,6 +27,7 @@ from builders.trtllm_mha_choice import (
     missing_reason,
     phase_notes,
     rule_of,
+    stride_reason,
 )
 from builders.trtllm_mha_split import causal_mask, ragged_mask, split_step
 from specs.attention import AttentionCGSupport, AttentionSelectorConfig
@@ -226,6 +227,20 @@ def test_what_no_kernel_serves_is_refused_at_construction(
 ) -> None:
     with emulated(device), pytest.raises(ValueError, match=reason):
         builder_of(spec, **settings)
+
+
+def test_xqa_finds_pages_of_whole_rows_only() -> None:
+    rule = rule_of(Phase.DECODE, ComputeCapability(major=9, minor=0))
+    spec = SPEC.replace(head_size=80)
+    assert stride_reason(rule, spec) is None
+    row = 80 * spec.dtype.itemsize
+    padded = spec.replace(page_size_padded=spec.page_size_bytes + 2 * row)
+    assert stride_reason(rule, padded) is None
+    padded = spec.replace(page_size_padded=spec.page_size_bytes + 256)
+    said = stride_reason(rule, padded)
+    assert said is not None
+    assert f"({row} bytes), got {spec.page_size_bytes + 256} bytes" in said
+    assert stride_reason(None, padded) is None
 
 
 def test_old_versions_prefill_no_fp8_on_hopper() -> None:

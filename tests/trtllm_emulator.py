@@ -163,6 +163,8 @@ class Emulator:
         need(key.dtype in (query.dtype, E4M3), f"cache of {key.dtype} for {query.dtype}")
         need(query.is_contiguous(), "XQA ignores the query's strides")
         need(16 <= key.shape[-1] <= 256 and key.shape[-1] % 16 == 0, "head size")
+        whole = all(stride % key.shape[-1] == 0 for stride in key.stride()[:-1])
+        need(whole, f"strides {key.stride()}: XQA counts them in rows")
         self._check_cache(key, value, query)
         _check_output(given["out"], query, query.dtype)
         lens = given["seq_lens"]
