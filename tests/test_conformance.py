@@ -38,7 +38,8 @@ def stores(backend: type[AttentionBackend], cache: CacheDType) -> bool:
     make = LatentCase if backend.is_mla() else Case
     dtypes = backend.capabilities.dtypes
     asked = (make(dtype=dtype, cache_dtype=cache).selector_config() for dtype in dtypes)
-    return not all(refusals(backend, config) for config in asked)
+    reasons = (" ".join(refusals(backend, config)) for config in asked)
+    return not all("kv_cache_dtype" in said for said in reasons)
 
 
 def backends_here() -> list[str]:

@@ -178,7 +178,7 @@ def test_an_engine_left_to_itself_takes_it_with_the_same_bits() -> None:
         (launcher,) = serving.impl._launchers.values()
         # Only the kernel of the short rows has a form besides.
         assert len(launcher._splits) == 1
-        assert len(launcher._prefills) == 0
+        assert len(launcher._tiled) == 0
     assert same(*results)
 
 

@@ -356,7 +356,7 @@ def warmed_up(
 
 def num_forms(impl: TritonAttentionImpl) -> int:
     launchers = impl._launchers.values()
-    return sum(len(launcher._splits) + len(launcher._prefills) for launcher in launchers)
+    return sum(len(launcher._splits) + len(launcher._tiled) for launcher in launchers)
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8", "int8_per_token_head"])

@@ -386,6 +386,7 @@ def _check_tails(key: Tensor, value: Tensor, tables: Tensor, lens: Tensor) -> No
     for row, kv_len in zip(tables.tolist(), lens.tolist(), strict=True):
         if kv_len % page_size:
             page = row[kv_len // page_size]
+            need(0 <= page < len(key), f"page {page} of {len(key)}")
             for rows in (key, value):
                 tail = rows[page, kv_len % page_size :].float()
                 need(bool(tail.isfinite().all()), "NaN behind the last key")

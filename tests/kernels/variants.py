@@ -186,6 +186,8 @@ class Layer:
             speculative=SpeculativeConfig(num_speculative_tokens=drafts) if drafts else None,
             batch_invariant=self.batch_invariant,
             rswa_window=self.rswa,
+            # Otherwise steps of long rows alone would not show the split-KV kernel's launch.
+            exact_host_lengths=self.widened,
         )
 
     def impl(self) -> TritonAttentionImpl:
