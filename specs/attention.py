@@ -188,7 +188,8 @@ class BackendCapabilities(Spec):
     dcp: StrictBool = False
     """Decode context parallelism: needs LSE of decode rows."""
     device_cpu_query_lens_mismatch: StrictBool = False
-    """Right when device and host query lengths disagree: nothing is decided from host lengths."""
+    """Right when device and host query lengths disagree: nothing is decided from host lengths
+    where ``EngineConfig.exact_host_lengths`` is not set."""
     head_size_v: StrictBool = False
     """Values may have another head size than keys; the builder refuses it otherwise."""
     needs_host_lengths: StrictBool = False

@@ -28,10 +28,6 @@ P, RANK, ROPE, T = 16, 128, 64, 7
 SCALES = 0.037, 0.25
 
 
-LOAD_ROPE = flashinfer_rope.load_rope
-"""As it is, whatever a test before has put in its place."""
-
-
 def inputs(heads: int, dtype: torch.dtype, rope: int = ROPE) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(heads)
 
@@ -185,8 +181,7 @@ def test_where_it_is_absent_the_impl_says_why(monkeypatch: pytest.MonkeyPatch) -
         raise FlashInferUnavailableError("flashinfer is not installed: pip install it")
 
     monkeypatch.setattr(flashinfer_rope, "checked_modules", absent)
-    monkeypatch.setattr(flashinfer_rope, "load_rope", LOAD_ROPE)
-    LOAD_ROPE.cache_clear()
+    flashinfer_rope.load_rope.cache_clear()
     with trtllm_mla_emulator.emulated():
         with pytest.raises(FlashInferUnavailableError, match="is not installed"):
             ByFlashInfer(BACKEND, FP8, CPU)
@@ -202,8 +197,7 @@ def test_where_it_is_absent_the_impl_says_why(monkeypatch: pytest.MonkeyPatch) -
 def test_a_flashinfer_without_the_function_is_incomplete(monkeypatch: pytest.MonkeyPatch) -> None:
     module = type("rope", (), {})
     monkeypatch.setattr(flashinfer_rope, "checked_modules", lambda *_: (OLD, [module]))
-    monkeypatch.setattr(flashinfer_rope, "load_rope", LOAD_ROPE)
-    LOAD_ROPE.cache_clear()
+    flashinfer_rope.load_rope.cache_clear()
     with pytest.raises(FlashInferUnavailableError, match=r"0\.6\.14 is incomplete"):
         flashinfer_rope.load_rope()
 

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from attn.impls import sparse_mla as impl_module
 from attn.impls.base import LayerScales
-from attn.impls.sparse_mla import ATTENDERS, SparseCall, SparseMLAImpl, attend_by_reference
+from attn.impls.sparse_mla import ATTENDERS, SparseCall, SparseMLAImpl
+from attn.ops import sparse_mla as sparse_op
 from attn.ops.mla import mla_attention
+from attn.reference import sparse_mla as reference
 from attn.reference.mla import absorb_query, project_latent_output
 from builders import sparse_mla, sparse_mla_choice
 from builders.common import CommonAttentionMetadata
@@ -69,6 +71,16 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
+def by_reference(call: SparseCall) -> None:
+    """In torch, whatever kernel is asked for."""
+    out, lse = reference.sparse_mla(
+        *(call.query, call.rotary, call.rows, call.indices, call.lens),
+        *(LatentFormat(call.row.name), call.scale, call.k_scale),
+    )
+    call.out.copy_(out)
+    call.lse.copy_(lse)
+
+
 def checked(kernel: SparseKernel) -> Any:
     """The reference, behind what a kernel's record says that it is given."""
     rule = rule_of(kernel)
@@ -79,7 +91,7 @@ def checked(kernel: SparseKernel) -> Any:
         assert not rule.block_sizes or call.rows.shape[1] % rule.block_sizes[0] == 0
         assert call.indices.is_contiguous()
         assert int(call.indices.max()) < call.rows.shape[0] * call.rows.shape[1]
-        attend_by_reference(call)
+        by_reference(call)
 
     return attend
 
@@ -305,6 +317,26 @@ def test_a_captured_step_reads_what_a_rebuilt_one_says(device: str) -> None:
         assert lse is not None
         assert float(row_errors(out, wanted).max()) <= budget(wanted, low, torch.bfloat16)
         assert float(lse_errors(lse, wanted_lse).max()) <= lse_budget(wanted_lse, low_lse)
+
+
+@pytest.mark.parametrize("layout", [BF16, RAW, SCALED])
+@pytest.mark.parametrize("name", STEPS)
+def test_the_library_s_own_kernel_is_its_operation(
+    name: str, layout: LatentFormat, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert device
+    step = Step(name, layout)
+    impl, scales = impl_of(layout, step.lists), scales_of()
+    step.write_context(impl, scales)
+    record = works(step, K.TRITON_SPARSE, K.TRITON_SPARSE).build(0, step.batch)
+    monkeypatch.setattr(impl_module, "ATTENDERS", ATTENDERS)
+    # The interpreter has no product of bf16; the kernel is judged by tests of its own.
+    monkeypatch.setattr(sparse_op, "has_kernel", lambda rows: False)
+    out, lse = impl.forward_mqa(step.query, step.cache, record, scales)
+    assert lse is not None
+    wanted, wanted_lse, low, low_lse = step.expected({False: False, True: False})
+    assert float(row_errors(out, wanted).max()) <= budget(wanted, low, torch.bfloat16)
+    assert float(lse_errors(lse, wanted_lse).max()) <= lse_budget(wanted_lse, low_lse)
 
 
 def test_kernels_that_are_called_are_those_that_can_be_chosen() -> None:

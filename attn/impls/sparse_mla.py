@@ -11,14 +11,11 @@ import torch
 
 from attn.impls.base import AttentionLayer, MLAAttentionImpl, check_scale
 from attn.ops.latent_convert import convert_rows, write_latent_rows
+from attn.ops.sparse_mla import sparse_mla
 from attn.ops.topk_transform import transform_topk
-from attn.reference.cache import latent_values
-from attn.reference.latent_convert import gather_fields
-from attn.reference.mla import attend_topk
 from builders.sparse_mla import RowChunk, SparseMLAMetadata, SparseRows
 from specs.dtypes import CacheDType, DType
-from specs.layouts import latent_views
-from specs.rows import RowFormat, latent_format_of
+from specs.rows import LatentFormat, RowFormat, latent_format_of
 from specs.sparse_mla import IndexKind, SparseKernel
 
 
@@ -47,28 +44,17 @@ class SparseCall:
     """``[T, H]`` fp32, natural log, written; -inf, and zeros in ``out``, for an empty list."""
 
 
-def attend_by_reference(call: SparseCall) -> None:
-    """In plain torch, row by row."""
-    if len(call.query) == 0:
-        return
-    compute = torch.float64 if call.query.dtype == torch.float64 else torch.float32
-    fields = latent_views(call.rows, call.row)
-
-    def read(slots: torch.Tensor) -> torch.Tensor:
-        return latent_values(gather_fields(fields, slots), call.k_scale, call.row, compute)
-
-    indices = call.indices
-    if call.lens is not None:
-        columns = torch.arange(indices.shape[1], device=indices.device)
-        indices = torch.where(columns < call.lens[:, None], indices, -1)
-    query = torch.cat([call.query, call.rotary], -1).to(compute)
-    out, lse = attend_topk(query, indices, read, call.query.shape[-1], call.scale)
-    call.out.copy_(out)
-    call.lse.copy_(lse)
+def attend_by_triton(call: SparseCall) -> None:
+    """The library's own kernel, which reads rows of every layout."""
+    sparse_mla(
+        *(call.query, call.rotary, call.rows, call.indices, call.lens),
+        *(LatentFormat(call.row.name), call.scale, call.out, call.lse),
+        k_scale=call.k_scale,
+    )
 
 
 ATTENDERS: Final[dict[SparseKernel, Callable[[SparseCall], None]]] = {
-    SparseKernel.TRITON_SPARSE: attend_by_reference,
+    SparseKernel.TRITON_SPARSE: attend_by_triton,
 }
 """What calls each kernel; ``builders.sparse_mla_choice.CALLED`` names the same."""
 

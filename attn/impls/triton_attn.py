@@ -16,11 +16,8 @@ from specs.layouts import KVViews
 
 if TYPE_CHECKING:
     from attn.kernels.dense import DenseLauncher, DenseTensors
-    from builders.triton_attn import (
-        SharedPrefix,
-        TritonAttentionMetadata,
-        TritonAttentionMetadataBuilder,
-    )
+    from builders.shared_prefix import SharedPrefix
+    from builders.triton_attn import TritonAttentionMetadata, TritonAttentionMetadataBuilder
 
 
 class TritonAttentionImpl(CachedImpl):

@@ -71,7 +71,12 @@ def read_as_mqa(rows: torch.Tensor, kv_lora_rank: int) -> tuple[torch.Tensor, to
 
 
 def attend_topk(
-    query: torch.Tensor, topk: torch.Tensor, read_rows: ReadRows, kv_lora_rank: int, scale: float
+    query: torch.Tensor,
+    topk: torch.Tensor,
+    read_rows: ReadRows,
+    kv_lora_rank: int,
+    scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each query attends exactly the positions listed for it; a duplicate counts twice.
 
@@ -81,11 +86,12 @@ def attend_topk(
         read_rows: latent rows ``[S, L + r]`` of a ``[S]`` tensor of positions.
         kv_lora_rank: L.
         scale: multiplies q.k.
+        sinks: ``[H]`` logits that only the denominator has; the LSE has them too.
 
     Returns:
         ``[T, H, L]`` and LSE ``[T, H]``; zero and -inf for a query with an empty list.
     """
-    rules = AttentionRules(scale=scale, causal=False)
+    rules = AttentionRules(scale=scale, causal=False, sinks=sinks)
     outs, lses = [], []
     for row, listed in zip(query, topk, strict=True):
         key, value = read_as_mqa(read_rows(listed[listed >= 0].long()), kv_lora_rank)

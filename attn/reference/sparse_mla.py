@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from attn.reference.quant import dequantize_blocks
+from attn.reference.cache import latent_values
+from attn.reference.latent_convert import gather_fields
+from attn.reference.mla import attend_topk
 from specs.dtypes import DType
 from specs.layouts import latent_views
 from specs.rows import LatentFormat
@@ -33,16 +35,9 @@ def read_listed(
         dtype: float32 or float64.
     """
     row = layout.row(rank, rope_size, DType.parse(model_dtype))
-    block, offset = slots // kv_cache.shape[1], slots % kv_cache.shape[1]
-    views = latent_views(kv_cache, row)
-    fields = {name: view[block, offset] for name, view in views.items()}
-    rope = fields["rope"].to(dtype)
-    if layout is LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE:
-        return torch.cat([dequantize_blocks(fields["nope"], fields["scale"], dtype), rope], -1)
-    rows = torch.cat([fields["nope"].to(dtype), rope], -1)
-    if layout is LatentFormat.FP8_NOPE_FP8_ROPE and k_scale is not None:
-        rows = rows * k_scale.to(dtype)
-    return rows
+    fields = gather_fields(latent_views(kv_cache, row), slots)
+    one = torch.ones((), device=kv_cache.device)
+    return latent_values(fields, one if k_scale is None else k_scale, row, dtype)
 
 
 def sparse_mla(
@@ -64,20 +59,13 @@ def sparse_mla(
     """
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     rank, rope_size = query.shape[-1], rotary.shape[-1]
+    listed = indices
+    if topk_lens is not None:
+        columns = torch.arange(indices.shape[1], device=indices.device)
+        listed = torch.where(columns < topk_lens[:, None], indices, -1)
+
+    def read(slots: torch.Tensor) -> torch.Tensor:
+        return read_listed(kv_cache, slots, layout, rank, rope_size, k_scale, query.dtype, dtype)
+
     whole = torch.cat([query, rotary], -1).to(dtype)
-    out = whole.new_zeros((*query.shape[:2], rank))
-    lse = whole.new_full(query.shape[:2], float("-inf"))
-    for token, listed in enumerate(indices):
-        if topk_lens is not None:
-            listed = listed[: max(int(topk_lens[token]), 0)]
-        slots = listed[listed >= 0].long()
-        if len(slots) == 0:
-            continue
-        rows = read_listed(kv_cache, slots, layout, rank, rope_size, k_scale, query.dtype, dtype)
-        scores = whole[token] @ rows.T * scale
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.to(dtype)[:, None]], -1)
-        lse[token] = scores.logsumexp(-1)
-        weights = (scores - lse[token][:, None]).exp()[:, : len(slots)]
-        out[token] = weights @ rows[:, :rank]
-    return out, lse
+    return attend_topk(whole, listed, read, rank, scale, sinks)

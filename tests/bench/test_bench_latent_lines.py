@@ -131,12 +131,13 @@ def test_one_launch_is_timed_beside_flashinfer_s_and_a_write(version: str) -> No
     assert "3 tokens, 4 heads of 512 + 64" in lines[0].what
 
 
-def test_without_flashinfer_ours_is_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_flashinfer_ours_is_timed_alone() -> None:
     def absent() -> None:
         raise FlashInferUnavailableError("flashinfer is not installed")
 
-    with emulated():
-        monkeypatch.setattr("builders.flashinfer_rope.load_rope", absent)
+    # Undone before the emulator is, which would otherwise come back behind it.
+    with emulated(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("builders.flashinfer_rope.load_rope", absent)
         lines = list(latent_lines.latent_lines(tiny(ROPE_CASE), BACKENDS, ROUNDS, print))
     assert all(line.reason.startswith("flashinfer is not installed") for line in lines)
     assert lines[0].ours_us is not None
