@@ -425,14 +425,7 @@ HOPPER_VARIANTS: Final = (
         _H, "fp8 widened 16/8/256 sinks", cache=_FP8, heads=(16, 8, 256), sinks=True, widened=True
     ),
     _only(Kernel.WIDEN, "fp8", 90, cache=_FP8, speed=True, widened=True),
-    _only(
-        Kernel.WIDEN,
-        "e5m2 16/2/80 fp16",
-        cache=CacheDType.FP8_E5M2,
-        heads=(16, 2, 80),
-        dtype=DType.FLOAT16,
-        widened=True,
-    ),
+    _only(Kernel.WIDEN, "e5m2 16/2/80", cache=CacheDType.FP8_E5M2, heads=(16, 2, 80), widened=True),
     _only(_H, "fp8 16/8/256", cache=_FP8, heads=(16, 8, 256)),
     _only(_H, "fp8 fp16", cache=_FP8, dtype=DType.FLOAT16),
     _only(_H, "e5m2 window", cache=_E5M2, window=1024),
