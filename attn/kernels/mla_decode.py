@@ -66,6 +66,28 @@ def _elements(words, PLANE: tl.constexpr, KIND: tl.constexpr, DECODE: tl.constex
 
 
 @triton.jit
+def _weights_of(
+    scores, m, token, query, limit, scale, window, SIMPLE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """New maxima, what to multiply old sums by, and weights, of ``[ROWS, KV_TILE]`` scores."""
+    if not SIMPLE:
+        scores = scores * scale
+    seen = token[None, :] <= limit[:, None]
+    if WINDOW:
+        seen = seen & (query[:, None] - token[None, :] < window)
+    scores = tl.where(seen, scores, float("-inf"))
+    top = tl.maximum(m, tl.max(scores, 1))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    weights = scores - base[:, None]
+    alpha = m - base
+    if SIMPLE:
+        # Not fma(scores, scale, -base * scale), as in the dense kernels: that rounds apart.
+        weights = weights * scale
+        alpha = alpha * scale
+    return top, tl.exp2(alpha), tl.exp2(weights)
+
+
+@triton.jit
 def _attend_tile(
     m, sums, acc0, acc1, pages, ahead, tile, q0, q1, r0, r1, query, limit, scale, latent_ptr,
     rope_ptr, table_ptr, block, stride, kv_len, floor, window, KV_TILE: tl.constexpr,
@@ -83,6 +105,7 @@ def _attend_tile(
     PAGES: tl.constexpr = KV_TILE // SUB
     PARTS: tl.constexpr = BLOCK_SIZE // SUB
     IEEE: tl.constexpr = tl.float32 == COMPUTE
+    HIDES_SCORES: tl.constexpr = m.shape[0] >= 64 and not IEEE
     column = tl.arange(0, WIDTH)
     rotary = tl.arange(0, ROPE_WIDTH)
     token = tile * KV_TILE + tl.arange(0, KV_TILE)
@@ -107,30 +130,32 @@ def _attend_tile(
     ahead = page_ids(table_ptr, tile + 2, floor, kv_len, 0, SUB, PARTS, PAGES, WINDOW, False)
 
     k0 = _elements(latent, 0, KIND, DECODE, COMPUTE)
-    scores = tl.zeros([m.shape[0], KV_TILE], tl.float32)
-    scores = scores_of(q0, k0, scores, IEEE)
+    zero = tl.zeros([m.shape[0], KV_TILE], tl.float32)
+    scores = zero
+    if not HIDES_SCORES:
+        scores = scores_of(q0, k0, scores, IEEE)
     scores = scores_of(r0, _elements(rope, 0, KIND, DECODE, COMPUTE), scores, IEEE)
     k1 = k0
     if PLANES > 1:
         k1 = _elements(latent, 1, KIND, DECODE, COMPUTE)
         scores = scores_of(q1, k1, scores, IEEE)
         scores = scores_of(r1, _elements(rope, 1, KIND, DECODE, COMPUTE), scores, IEEE)
-    if not SIMPLE:
-        scores = scores * scale
-    seen = token[None, :] <= limit[:, None]
-    if WINDOW:
-        seen = seen & (query[:, None] - token[None, :] < window)
-    scores = tl.where(seen, scores, float("-inf"))
-    top = tl.maximum(m, tl.max(scores, 1))
-    base = tl.where(top == float("-inf"), 0.0, top)
-    weights = scores - base[:, None]
-    alpha = m - base
-    if SIMPLE:
-        # Not fma(scores, scale, -base * scale), as in the dense kernels: that rounds apart.
-        weights = weights * scale
-        alpha = alpha * scale
-    weights = tl.exp2(weights)
-    alpha = tl.exp2(alpha)
+    if HIDES_SCORES:
+        # Where it sees that a product leads to another one, Triton has both warp groups compute all
+        # of it. So it is added up afterwards, and what follows hides behind a branch. The sum also
+        # has the product waited for, which Triton forgets where a branch is what comes next.
+        scores += scores_of(q0, k0, zero, IEEE)
+        top = m
+        alpha = m
+        weights = scores
+        if kv_len > 0:
+            top, alpha, weights = _weights_of(
+                scores, m, token, query, limit, scale, window, SIMPLE, WINDOW
+            )
+    else:
+        top, alpha, weights = _weights_of(
+            scores, m, token, query, limit, scale, window, SIMPLE, WINDOW
+        )
     if len(sums.shape) == 1:
         sums = sums * alpha + tl.sum(weights, 1)
     else:
