@@ -16,13 +16,13 @@ from specs.rows import LatentFormat
 from tests import oracle
 from tests.budget import (
     budget,
-    low_precision_attention,
     lse_budget,
     lse_errors,
     peaked_queries,
     row_errors,
 )
 from tests.oracle import Rules
+from tests.trials import low_precision
 
 E4M3 = torch.float8_e4m3fn
 LAYOUTS = (
@@ -180,7 +180,7 @@ class SparseTrial:
         for row, length in enumerate(case.lens):
             listed = self.indices[row, :length]
             keys = self.real[listed[listed >= 0].long()][:, None]
-            low, low_lse = low_precision_attention(
+            low, low_lse = low_precision(
                 self.query[row : row + 1], keys, keys[..., : case.rank], 0, rules, case.dtype
             )
             lows.append(low)

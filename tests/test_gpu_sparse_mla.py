@@ -274,7 +274,8 @@ def test_paged_logits_of_fp8_products() -> None:
 @pytest.mark.parametrize("dtype", [E4M3, torch.bfloat16])
 def test_ragged_logits(dtype: torch.dtype) -> None:
     generator = torch.Generator(DEVICE).manual_seed(1)
-    data = (100 * torch.randn(3000, 128, device=DEVICE, generator=generator)).to(E4M3)
+    data = 100 * torch.randn(3000, 128, device=DEVICE, generator=generator)
+    data = data.clamp(-448, 448).to(E4M3)
     scale = torch.exp2(torch.randint(-3, 3, (3000,), device=DEVICE, generator=generator).float())
     rows = 700
     starts = torch.where(torch.arange(rows, device=DEVICE) < 400, 0, 1234).int()
@@ -290,7 +291,8 @@ def test_ragged_logits(dtype: torch.dtype) -> None:
         wanted = weights[row].double() @ (query[row].double() @ keys.T).relu()
         sizes = weights[row].double().abs() @ (query[row].double().abs() @ keys.abs().T)
         found = logits[row, : len(keys)].double()
-        assert bool(((found - wanted).abs() <= 2.0**-20 * sizes).all())
+        errors = (found - wanted).abs() / sizes
+        assert float(errors.max()) <= 2.0**-20, (row, int(errors.argmax()))
         assert bool(logits[row, len(keys) :].isnan().all())
 
 

@@ -23,6 +23,7 @@ from attn.bench.results import (
     scratch_check,
     verdict_of,
 )
+from attn.bench.timing import GRAPH_CALLS
 
 _HOW_CLOCK = (
     "Median of single calls ({reps} per round at most, {rounds} rounds, the kernels in turn within "
@@ -69,7 +70,7 @@ _HOW_LINES = (
     "Each pair of times is taken in one process, in turn ({rounds} rounds), on the same tensors; "
     "medians. `device` is the GPU's time alone: {clock}. `eager` is wall time of calls one after "
     "the other until the last is done, divided by their number, the host's time included and the "
-    "L2 cache as it is. `graph` is a replay of a CUDA graph of one call, back to back. `host` is "
+    "L2 cache as it is. `graph` is that of one of {calls} calls in a CUDA graph. `host` is "
     "the host's time in a call. `direct call` is the function or wrapper of FlashInfer that "
     "`forward` calls, with the tensors and numbers that `forward` gave it. Lines of fp8 time the "
     "cache write of the step's tokens and its decode, cast and scatter in one launch, over an "
@@ -83,7 +84,7 @@ _HOW_LATENT = (
     "Each pair of times is taken in one process, in turn ({rounds} rounds), on the same tensors; "
     "medians. `device` is the GPU's time alone: {clock}. `eager` is wall time of calls one after "
     "the other until the last is done, divided by their number, the host's time included and the "
-    "L2 cache as it is. `graph` is a replay of a CUDA graph of one call, back to back. `direct "
+    "L2 cache as it is. `graph` is that of one of {calls} calls in a CUDA graph. `direct "
     "call` is `run` of the `BatchMLAPagedAttentionWrapper` that `forward_mqa` calls, planned for "
     "the step, with the tensors that it gave it. Lines of RoPE time one call of "
     "`do_rope_quantize_and_kv_cache_update`, which rotates and rounds to e4m3 the absorbed queries "
@@ -157,7 +158,7 @@ def _render_lines(results: BenchResults) -> str:
     parts = [
         f"# {environment.backend} on {environment.device}, beside FlashInfer's own calls",
         _when(results),
-        how.format(rounds=environment.rounds, clock=clock),
+        how.format(rounds=environment.rounds, clock=clock, calls=GRAPH_CALLS),
         "Targets: " + ", ".join(f"{counts[v]} {v.value}" for v in Verdict) + ".",
     ]
     for part, title in _PARTS.items():

@@ -20,7 +20,8 @@ MIN_REPS = 3
 LEAD_CYCLES_PER_SECOND = 2_000_000_000
 """Of the wait that keeps the host ahead of the GPU: at least any GPU's clock."""
 MAX_LEAD_SECONDS = 0.1
-GRAPH_REPLAYS = 20
+GRAPH_CALLS = 20
+"""Of a captured graph: a step's graph is launched once for all of its layers."""
 
 Call = Callable[[], object]
 _cuda: Any = torch.cuda
@@ -202,10 +203,10 @@ def _wait(device: torch.device) -> None:
 
 
 def graph_time_us(call: Call, device: torch.device, rounds: int = 5) -> float | None:
-    """GPU time of a call's kernels: captured in a CUDA graph, replayed back to back.
+    """GPU time of a call's kernels, captured many times over in one CUDA graph.
 
     Returns:
-        Microseconds per replay, median over ``rounds``; None on a CPU.
+        Microseconds per call, median over ``rounds``; None on a CPU.
 
     Raises:
         RuntimeError: the call cannot be captured.
@@ -239,7 +240,8 @@ def _captured(call: Call, device: torch.device) -> Any:
         # A call that launches nothing makes an empty graph, and torch warns of it.
         warnings.simplefilter("ignore")
         with torch.cuda.graph(graph):
-            call()
+            for _ in range(GRAPH_CALLS):
+                call()
     graph.replay()
     return graph
 
@@ -249,11 +251,10 @@ def _replay_us(graph: Any, device: torch.device) -> float:
     torch.cuda.synchronize(device)
     _cuda._sleep(LEAD_CYCLES_PER_SECOND // 1000)
     begin.record()
-    for _ in range(GRAPH_REPLAYS):
-        graph.replay()
+    graph.replay()
     end.record()
     torch.cuda.synchronize(device)
-    return float(begin.elapsed_time(end)) * 1000 / GRAPH_REPLAYS
+    return float(begin.elapsed_time(end)) * 1000 / GRAPH_CALLS
 
 
 WAITS = (
