@@ -68,10 +68,11 @@ _LEGEND = "Times in us. `-`: no such kernel; `n/a`: cannot run here; empty: not 
 
 _HOW_LINES = (
     "Each pair of times is taken in one process, in turn ({rounds} rounds), on the same tensors; "
-    "medians. `device` is the GPU's time alone: {clock}. `eager` is wall time of calls one after "
-    "the other until the last is done, divided by their number, the host's time included and the "
-    "L2 cache as it is. `graph` is that of one of {calls} calls in a CUDA graph. `host` is "
-    "the host's time in a call. `direct call` is the function or wrapper of FlashInfer that "
+    "medians. `device` is the GPU's time alone: {clock}. `eager` is that of calls one after the "
+    "other, from the end of a first one to that of the last, divided by their number, the host's "
+    "time included and the L2 cache as it is. `graph` is that of one of {calls} calls in a CUDA "
+    "graph. `host` is the host's time in a call. `direct call` is the function or wrapper of "
+    "FlashInfer that "
     "`forward` calls, with the tensors and numbers that `forward` gave it. Lines of fp8 time the "
     "cache write of the step's tokens and its decode, cast and scatter in one launch, over an "
     "e4m3 cache beside a bf16 one. Builds are of vLLM's FLASHINFER on the same batch, which has "
@@ -82,10 +83,11 @@ _HOW_LINES = (
 )
 _HOW_LATENT = (
     "Each pair of times is taken in one process, in turn ({rounds} rounds), on the same tensors; "
-    "medians. `device` is the GPU's time alone: {clock}. `eager` is wall time of calls one after "
-    "the other until the last is done, divided by their number, the host's time included and the "
-    "L2 cache as it is. `graph` is that of one of {calls} calls in a CUDA graph. `direct "
-    "call` is `run` of the `BatchMLAPagedAttentionWrapper` that `forward_mqa` calls, planned for "
+    "medians. `device` is the GPU's time alone: {clock}. `eager` is that of calls one after the "
+    "other, from the end of a first one to that of the last, divided by their number, the host's "
+    "time included and the L2 cache as it is. `graph` is that of one of {calls} calls in a CUDA "
+    "graph. `direct call` is `run` of the `BatchMLAPagedAttentionWrapper` that `forward_mqa` "
+    "calls, planned for "
     "the step, with the tensors that it gave it. Lines of RoPE time one call of "
     "`do_rope_quantize_and_kv_cache_update`, which rotates and rounds to e4m3 the absorbed queries "
     "and latent rows of the step's tokens, and writes the rows: in one launch, or by FlashInfer's "

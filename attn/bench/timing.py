@@ -181,18 +181,27 @@ def host_times_us(
 def eager_times_us(
     calls: Mapping[str, Call], device: torch.device, rounds: int, reps: int
 ) -> dict[str, Timing]:
-    """Time of each call among many of its own, in turn, until the last one is done: the host's
-    where that is longer than the GPU's, as of layers that are run one after the other.
+    """Time of each call among many of its own, in turn, from the end of a first one to that of the
+    last: the host's where that is longer than the GPU's, as of layers that are run one after the
+    other, none of which the GPU waits for alone.
     """
 
     class Clock(CpuClock):
         def measure(self, call: Call, reps: int) -> list[float]:
-            _wait(device)
-            begin = time.perf_counter_ns()
+            if device.type != "cuda":
+                begin = time.perf_counter_ns()
+                for _ in range(reps):
+                    call()
+                return [(time.perf_counter_ns() - begin) / 1000 / reps]
+            first, last = (_cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize(device)
+            call()
+            first.record()
             for _ in range(reps):
                 call()
-            _wait(device)
-            return [(time.perf_counter_ns() - begin) / 1000 / reps]
+            last.record()
+            torch.cuda.synchronize(device)
+            return [float(first.elapsed_time(last)) * 1000 / reps]
 
     return time_interleaved(calls, Clock(), rounds, reps)
 

@@ -14,6 +14,8 @@ from attn.kernels.launch import KernelCall
 from attn.kernels.numerics import divide_for_e4m3, encode_e4m3, to_float32
 from attn.kernels.write_kv import rows_of_table
 
+TILE_HEADS, NUM_WARPS = 2, 1
+"""Many small programs: all there is to it is bytes in flight."""
 _ANYWHERE = ["positions_ptr", "slots_ptr", "q_scale_ptr", "k_scale_ptr"]
 
 
@@ -126,7 +128,7 @@ def rope_quantize_call(
     """
     tokens, heads, rank = q_nope.shape
     rope = q_pe.shape[2]
-    tile = min(triton.next_power_of_2(heads), 8)
+    tile = min(triton.next_power_of_2(heads), TILE_HEADS)
     latent, rotary = (None, None) if cache is None else cache
     strides: tuple[int, ...] = (0, 0, 0, 0)
     if latent is not None and rotary is not None:
@@ -172,4 +174,4 @@ def rope_quantize_call(
         "HARDWARE_E4M3": hardware_e4m3,
     }
     grid = (tokens, triton.cdiv(heads, tile) + 1)
-    return KernelCall(rope_quantize_kernel, grid, arguments, num_warps=4)
+    return KernelCall(rope_quantize_kernel, grid, arguments, num_warps=NUM_WARPS)
