@@ -50,6 +50,13 @@ class KernelChoice:
     use_tensor_cores: bool
     reason: str
 
+    @property
+    def rounds_sums(self) -> bool:
+        """Weights are summed as rounded to the model's type, which they are multiplied in. Outputs
+        lose nothing by it; the LSE is off by up to that type's rounding, 2^-9 of bf16.
+        """
+        return self.kernel is WrapperKernel.FA2 and self.use_tensor_cores
+
 
 def prefill_kernel_of(
     shape: DenseShape, kind: DeviceKind, num_tokens: int, num_reqs: int

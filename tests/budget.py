@@ -103,6 +103,23 @@ def lse_budget(expected: Tensor, low_precision: Tensor, soft_cap: float | None =
 
 
 E4M3_MAX = 448.0
+TANH_ERROR = 2.0**-11
+"""Largest relative error of PTX's ``tanh.approx.f32``, by its documentation."""
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What a kernel does on purpose, where a careful one would not."""
+
+    fp8_weights: bool = False
+    """Probabilities are rounded to e4m3, the largest of them to its largest number."""
+    rounds_sums: bool = False
+    """Their sum is that of the rounded ones."""
+    approximates_tanh: bool = False
+    """A soft cap is by the hardware's tanh."""
+
+
+CAREFUL = Habits()
 
 
 def low_precision_attention(
@@ -113,7 +130,7 @@ def low_precision_attention(
     rules: Rules,
     dtype: torch.dtype,
     unit: float = 1.0,
-    fp8_weights: bool = False,
+    habits: Habits = CAREFUL,
 ) -> State:
     """``oracle.attention`` as a careful kernel computes it: out in ``dtype``, lse fp32.
 
@@ -121,8 +138,7 @@ def low_precision_attention(
     unnormalised probabilities rounded to ``dtype`` before P.V; output rounded to ``dtype``. For MLA
     pass the concatenated query, the latent rows as one KV head, and their first L columns as v.
     Scores, maxima and the lse's parts are counted in units of ``unit``, log 2 where exponentials
-    are powers of 2: rounded once more, and elsewhere. With ``fp8_weights`` probabilities are
-    rounded to e4m3, the largest of them to its largest number.
+    are powers of 2: rounded once more, and elsewhere. ``habits`` are those of a less careful one.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     q, k, v = (tensor.to(dtype).to(wide) for tensor in (q, k, v))
@@ -140,6 +156,8 @@ def low_precision_attention(
         s = torch.einsum("tgd,sd->gts", q[:, heads], k[:, kv_head]) * rules.scale
         if rules.logits_soft_cap is not None:
             s = torch.tanh(s / rules.logits_soft_cap) * rules.logits_soft_cap
+            if habits.approximates_tanh:
+                s = s * (1 - TANH_ERROR)
         if rules.alibi_slopes is not None:
             slopes = rules.alibi_slopes[heads].to(q.device, wide)[:, None, None]
             away = (-key_minus_query).clamp_min(0).sqrt().neg()
@@ -152,11 +170,11 @@ def low_precision_attention(
             sinks = (rules.sinks[heads].to(q.device, wide) / unit)[:, None, None].expand_as(top)
             top = torch.where(empty, top, torch.maximum(top, sinks))
         p = torch.exp((s - top) * unit)
-        total = p.sum(-1, keepdim=True)
+        rounded = p.to(dtype).to(wide)
+        total = (rounded if habits.rounds_sums else p).sum(-1, keepdim=True)
         if rules.sinks is not None:
             total = total + torch.exp((sinks - top) * unit).masked_fill(empty, 0)
-        rounded = p.to(dtype).to(wide)
-        if fp8_weights:
+        if habits.fp8_weights:
             rounded = (p * E4M3_MAX).to(torch.float8_e4m3fn).to(wide) / E4M3_MAX
         weighted = torch.einsum("gts,sd->gtd", rounded, v[:, kv_head])
         outs.append((weighted / total.masked_fill(empty, 1)).to(dtype))

@@ -18,7 +18,8 @@ Cases come from ``tests.cases``, what happens in one is in ``tests.trials``. Che
 - ``block_table``: ``update_block_table`` equals a fresh build, and keeps a wrapper's attributes;
 - ``profile``: without metadata the output is zeros;
 - ``capture``: where the builder supports CUDA graphs, the record made for capture, after a build in
-  place, gives what an eager step gives (a real graph on a GPU).
+  place, gives what an eager step gives (a real graph on a GPU), bit for bit where a row's bits are
+  promised.
 """
 
 from __future__ import annotations
@@ -195,6 +196,10 @@ def _check_capture(trial: Trial, result: CaseResult) -> None:
     _refill(static, batch)
     trial.build(builder, static)
     replayed = replay()
+    if not trial.backend.capabilities.row_bits:
+        # What is captured may be cut elsewhere.
+        trial.judge(replayed, record, result)
+        return
     real = slice(0, spec.num_tokens)
     for name, rows in trial.own_bits(eager, eager_record).items():
         difference = _difference(contents(rows[real]), contents(replayed[name][real]))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests import budget as budgets
 from tests import oracle
-from tests.budget import Shape, budget, lse_budget, lse_errors, row_errors
+from tests.budget import Habits, Shape, budget, lse_budget, lse_errors, row_errors
 from tests.oracle import Rules, State
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -321,7 +321,33 @@ def test_weights_of_e4m3_are_rounded_to_it() -> None:
     k = torch.tensor([0.0, math.log(0.3)]).view(2, 1, 1)
     v = torch.tensor([0.0, 1.0]).view(2, 1, 1)
     out, lse = budgets.low_precision_attention(
-        q, k, v, 1, Rules(1.0), torch.float32, fp8_weights=True
+        q, k, v, 1, Rules(1.0), torch.float32, habits=Habits(fp8_weights=True)
     )
     assert out.item() == pytest.approx(128 / 448 / 1.3, rel=1e-6)
     assert lse.item() == pytest.approx(math.log(1.3), rel=1e-6)
+
+
+def test_sums_of_rounded_weights_are_in_the_lse_and_not_in_the_output() -> None:
+    # Two keys, the second 0.3 times as likely as the first: 0.30078125 in bf16.
+    q = torch.ones(1, 1, 1)
+    k = torch.tensor([0.0, 1.0]).view(2, 1, 1)
+    scale = math.log(0.3)
+    v = torch.tensor([0.0, 1.0]).view(2, 1, 1)
+    given = (q, k, v, 1, Rules(scale), torch.bfloat16)
+    out, lse = budgets.low_precision_attention(*given, habits=Habits(rounds_sums=True))
+    assert lse.item() == pytest.approx(math.log(1.30078125), rel=1e-6)
+    assert out.item() == pytest.approx(0.30078125 / 1.30078125, rel=2**-8)
+    assert budgets.low_precision_attention(*given)[1].item() == pytest.approx(
+        math.log(1.3), rel=1e-6
+    )
+
+
+def test_an_approximate_tanh_is_off_by_its_documented_error() -> None:
+    q = k = v = torch.ones(1, 1, 1)
+    given = (q, k, v, 0, Rules(1.0, logits_soft_cap=2.0), torch.float32)
+    exact, off = (
+        budgets.low_precision_attention(*given, habits=habits)[1].item()
+        for habits in (budgets.CAREFUL, Habits(approximates_tanh=True))
+    )
+    assert exact == pytest.approx(2 * math.tanh(0.5), rel=1e-6)
+    assert off == pytest.approx(exact * (1 - 2**-11), rel=1e-6)

@@ -563,33 +563,42 @@ class DenseTrial(Trial):
         for request, slots in zip(self.requests, self.written_slots(), strict=True):
             position, rules = request.first_position, request.rules
             expected.append(self._state(request))
-            query, computes_fp8 = self._read_query(request, record)
+            query, habits = self._read_query(request, record)
             key, value = request.key, request.value
             if lossy:
                 key = stored_rows.quantized(key, cache_dtype, scales[0])
                 value = stored_rows.quantized(value, cache_dtype, scales[1])
-            low.append(low_precision(query, key, value, position, rules, self.dtype, computes_fp8))
+            low.append(low_precision(query, key, value, position, rules, self.dtype, habits))
             if lossy and self.case.cache_dtype is not CacheDType.AUTO and result.cache_is_right:
                 key, value = (stored.real for stored in self._stored(slots))
                 held = (query, key, value, position, rules)
                 exact.append(oracle.attention(*held))
-                low_exact.append(low_precision(*held, self.dtype, computes_fp8))
+                low_exact.append(low_precision(*held, self.dtype, habits))
         self._judge_states("output", "lse", results, expected, low, result)
         if exact:
             self._judge_states("stored", "stored", results, exact, low_exact, result)
 
-    def _read_query(self, request: Request, record: Any) -> tuple[Tensor, bool]:
-        """A request's query as its kernel reads it, and whether the kernel's products are of fp8:
-        some round queries and weights to it beside an fp8 cache.
+    def _read_query(self, request: Request, record: Any) -> tuple[Tensor, budget.Habits]:
+        """A request's query as its kernel reads it, and what the kernel is known to round: some
+        round queries and weights to fp8 beside an fp8 cache.
         """
-        for part in (getattr(record, "decode", None), getattr(record, "prefill", None)):
+        parts = [getattr(record, name, None) for name in ("decode", "prefill")]
+        for part in parts:
             rule = getattr(part, "rule", None)
             if rule is None or not self.case.cache_dtype.value.startswith("fp8"):
                 continue
             if rule.computes_fp8 and 0 <= request.tokens.start - part.first_token < part.num_tokens:
                 scale = self.layer._q_scale.cpu() if rule.query_is_fp8 else torch.ones(())
-                return stored_rows.quantized(request.query, "fp8", scale), True
-        return request.query, False
+                query = stored_rows.quantized(request.query, "fp8", scale)
+                return query, budget.Habits(fp8_weights=True)
+        shared = getattr(record, "shared", None)
+        parts += [getattr(shared, name, None) for name in ("prefix", "own")]
+        choices = [part.choice for part in parts if hasattr(part, "choice")]
+        habits = budget.Habits(
+            rounds_sums=any(choice.rounds_sums for choice in choices),
+            approximates_tanh=bool(choices),
+        )
+        return request.query, habits
 
     def _judge_states(
         self,
@@ -622,7 +631,7 @@ def low_precision(
     first: int,
     rules: Rules,
     dtype: torch.dtype,
-    fp8_weights: bool = False,
+    habits: budget.Habits = budget.CAREFUL,
 ) -> State:
     """The same maths in ``dtype``, products summed in other orders than the oracle's.
 
@@ -639,9 +648,7 @@ def low_precision(
     for unit in units:
         order = torch.randperm(query.shape[-1], generator=generator)
         turned = (query[..., order], key[..., order], value)
-        states.append(
-            budget.low_precision_attention(*turned, first, rules, dtype, unit, fp8_weights)
-        )
+        states.append(budget.low_precision_attention(*turned, first, rules, dtype, unit, habits))
     if len(states) == 1:
         out, lse = states[0]
         return out, lse - lse.abs() * (query.shape[-1] / 16 * 2**-24 / 2)
@@ -751,7 +758,8 @@ def low_latent_output(
             for rows, scale in zip(given, scales, strict=True)
         )
     position, rules = request.first_position, request.rules
-    return low_precision(*given, position, rules, dtype, fp8_scale is not None)[0]
+    habits = budget.Habits(fp8_weights=fp8_scale is not None)
+    return low_precision(*given, position, rules, dtype, habits)[0]
 
 
 class LatentTrial(Trial):
