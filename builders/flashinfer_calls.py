@@ -38,7 +38,7 @@ class PagedCall:
     pages: torch.Tensor
     """``[R, width]`` int32, contiguous."""
     kv_lens: torch.Tensor
-    """``[R]`` int32, the call's own tokens included."""
+    """``[R]`` int32, of XQA uint32, the call's own tokens included."""
     max_kv_len: int
     """Bound of ``kv_lens`` that no step changes: kernels choose their tiles by it."""
     workspace: torch.Tensor
@@ -107,9 +107,20 @@ class DirectCalls:
             mask: ``[R, query_len, words]`` uint16 with more than one; see
                 :func:`builders.trtllm_mha_split.causal_mask`.
         """
+        # In one piece: at batch 1 the host's time is all that a layer waits for.
         self.decode_function(
-            *self._cached(call, call.kv_lens.view(torch.uint32)),
-            **self._common(call),
+            call.query,
+            (call.key, call.value),
+            call.workspace,
+            call.pages,
+            call.kv_lens,
+            call.max_kv_len,
+            bmm1_scale=call.qk_scale,
+            bmm2_scale=call.v_scale,
+            window_left=call.window_left,
+            out=call.output,
+            sinks=call.sinks,
+            kv_layout=KV_LAYOUT,
             backend="xqa",
             q_len_per_req=query_len,
             mask=mask,
@@ -127,7 +138,7 @@ class DirectCalls:
             query_starts: ``[R + 1]`` int32.
         """
         self.ragged_xqa_function(
-            *self._cached(call, call.kv_lens.view(torch.uint32)),
+            *self._cached(call),
             **self._common(call),
             q_len_per_req=query_len,
             mask=mask,
@@ -148,7 +159,7 @@ class DirectCalls:
         if query_starts is not None:
             given = {"q_len_per_req": None, "max_q_len": query_len, "cum_seq_lens_q": query_starts}
         self.decode_function(
-            *self._cached(call, call.kv_lens),
+            *self._cached(call),
             **self._common(call),
             backend="trtllm-gen",
             lse=call.lse,
@@ -226,10 +237,10 @@ class DirectCalls:
             window_left=call.window_left,
         )
 
-    def _cached(self, call: PagedCall, kv_lens: torch.Tensor) -> tuple[Any, ...]:
+    def _cached(self, call: PagedCall) -> tuple[Any, ...]:
         """What decodes are given by position."""
         cache = call.key, call.value
-        return call.query, cache, call.workspace, call.pages, kv_lens, call.max_kv_len
+        return call.query, cache, call.workspace, call.pages, call.kv_lens, call.max_kv_len
 
     def _common(self, call: PagedCall) -> dict[str, Any]:
         """What decodes are given by name."""

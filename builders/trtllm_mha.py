@@ -50,7 +50,7 @@ class CalledRows:
     pages: torch.Tensor
     """``[R, width]`` int32, contiguous: the first page holds the first key of ``kv_lens``."""
     kv_lens: torch.Tensor
-    """``[R]`` int32: keys that the table lists."""
+    """``[R]`` int32, of XQA uint32, which reads it so: keys that the table lists."""
     max_kv_len: int
     """Static bound of ``kv_lens``."""
     max_query_len: int
@@ -430,10 +430,11 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
             if query_starts is not None:
                 bits = ragged_mask(self._mask(length)[0], query_starts, split.num_decode_tokens)
                 mask = self._buffers.write("ragged_mask", bits).view(torch.uint16)
+        kv_lens = table.kv_lens[:live]
         return DecodeRows(
             **self._common(own, 0, split.num_decode_tokens),
             pages=table.pages[:live],
-            kv_lens=table.kv_lens[:live],
+            kv_lens=kv_lens.view(torch.uint32) if own.rule.kernel is VendorKernel.XQA else kv_lens,
             max_query_len=length,
             mask=mask,
             query_starts=query_starts,
