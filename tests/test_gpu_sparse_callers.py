@@ -129,9 +129,7 @@ def call_of(trial: SparseTrial, calls: Calls) -> SparseCall:
 @pytest.mark.parametrize("phase", SparsePhase)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize(("kernel", "layout"), DIRECT, ids=IDS)
-def test_states(
-    kernel: SparseKernel, layout: LatentFormat, heads: int, phase: SparsePhase
-) -> None:
+def test_states(kernel: SparseKernel, layout: LatentFormat, heads: int, phase: SparsePhase) -> None:
     calls = calls_of(kernel, layout, heads, phase)
     for seed in range(3):
         trial = rounded(SparseTrial(case_of(layout, heads), seed), calls.plan)
