@@ -16,6 +16,7 @@ from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch
+from builders.sparse_calls import CallPlanner, PlannedCalls
 from builders.sparse_mla_choice import (
     NAME,
     BatchStats,
@@ -91,6 +92,8 @@ class SparseRows:
     """``[rows, row]`` room for converted rows, whole pages of 64, in the type that they have."""
     converted_row: RowFormat | None
     """What they are."""
+    planned: PlannedCalls | None = None
+    """Of a kernel of others: what its calls of the step share."""
 
 
 @dataclass
@@ -152,6 +155,10 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         self._width = max(plan.index_width for plan in self._plans)
         self.buffers = GraphBuffers(self.device)
         self._declare()
+        self._calls = CallPlanner(
+            *(self._plans, self._most_rows, self.device, self.setup.dtype.torch),
+            config.softmax_scale,
+        )
 
     def _declare(self) -> None:
         buffers, rows = self.buffers, self._most_rows
@@ -230,6 +237,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
                 f"max_query_len of a captured batch must be at most {self.threshold} for {NAME}, "
                 f"got {longest}"
             )
+        self._calls.capture(common_attn_metadata.num_actual_tokens)
         # By way of build, which a wrapper may have replaced.
         return self.build(0, common_attn_metadata)
 
@@ -337,6 +345,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             chunks=(),
             converted=converted,
             converted_row=row,
+            planned=self._calls.plan(plan, indices),
         )
         self._fill(rows)
         if plan.index_kind is IndexKind.GATHERED:
@@ -492,7 +501,6 @@ def setup_of(spec: AnyKVCacheSpec, config: EngineConfig, device: torch.device) -
         dtype=spec.dtype,
         capability=capability_of(device),
         has_padded_pages=layout.page_size_bytes != layout.content_bytes,
-        exact_host_lengths=config.exact_host_lengths,
     )
 
 

@@ -34,7 +34,7 @@ from specs.sparse_mla import (
 )
 
 NAME = "SPARSE_MLA"
-CALLED = (SparseKernel.TRITON_SPARSE,)
+CALLED = tuple(rule.kernel for rule in SPARSE_KERNELS)
 """Kernels that the impl calls; plans for others are made, and refused, as if they were there."""
 AUTO_KEYS_PER_TOKEN = 512
 """Of ``flashmla_auto``: over quantised rows prefill converts the context up to so many cached
@@ -60,8 +60,6 @@ class SparseSetup:
     """None is no GPU."""
     has_padded_pages: bool = False
     """Blocks of the cache are farther apart than their rows need."""
-    exact_host_lengths: bool = True
-    """Host lengths of a step equal the device's."""
 
     def chosen(self, phase: SparsePhase) -> SparseKernel:
         """The kernel that is configured for a phase."""
@@ -182,8 +180,6 @@ def _kernel_reasons(
         yield f"{name} reads blocks of {sizes} tokens, got block_size {setup.block_size}"
     if is_direct and rule.dense_pages and setup.has_padded_pages:
         yield f"{name} reads a cache as one array of rows, got pages with padding"
-    if rule.needs_host_lengths and not setup.exact_host_lengths:
-        yield f"{name} plans on the host, whose lengths are not exact here"
 
 
 def _layout_reason(rule: SparseKernelRule, layout: LatentFormat, phase: SparsePhase) -> str:

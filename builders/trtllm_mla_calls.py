@@ -40,10 +40,12 @@ class LatentDecodeCall:
     nope_size: int
     """Of a head's query before absorption."""
     rank: int
-    qk_scale: float
-    """Multiplies the products of stored queries and keys."""
-    v_scale: float
-    """Multiplies the sums of stored latents."""
+    qk_scale: float | torch.Tensor
+    """Multiplies the products of stored queries and keys; a number, or an fp32 scalar."""
+    v_scale: float | torch.Tensor
+    """Multiplies the sums of stored latents, likewise."""
+    topk: int = 0
+    """Of lists in place of pages, ``[R, Tq, topk]`` int32 slots; 0 for pages."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ class LatentCalls:
         if self.is_recent:
             # 0.6 keeps its counters in the workspace's head.
             given["multi_ctas_kv_counter_buffer"] = call.counters
+        if call.topk:
+            given["sparse_mla_top_k"] = call.topk
         self.decode_function(
             call.query,
             call.cache.unsqueeze(1),

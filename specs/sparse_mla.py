@@ -197,8 +197,6 @@ class SparseKernelRule(Spec):
     """Entries of -1 are passed over wherever they stand; else a length says how many are read."""
     block_sizes: tuple[PositiveInt, ...] = ()
     """Tokens per block of the rows it reads; empty for any."""
-    needs_host_lengths: StrictBool = False
-    """Its plan is made on the host, from exact lengths."""
     modules: tuple[str, ...]
     """Where it can be imported from; one is enough."""
     variants: tuple[KernelVariant, ...]
@@ -278,6 +276,8 @@ SPARSE_KERNELS: Final = (
         kernel=_K.TRTLLM,
         reads=(_BF16, _RAW),
         fp8_query=True,
+        dense_pages=True,
+        skips_minus_one=False,
         block_sizes=(64,),
         modules=("flashinfer",),
         variants=(
@@ -289,8 +289,8 @@ SPARSE_KERNELS: Final = (
     SparseKernelRule(
         kernel=_K.FLASHINFER_MLA,
         reads=(_RAW,),
+        dense_pages=True,
         skips_minus_one=False,
-        needs_host_lengths=True,
         modules=("flashinfer",),
         variants=(KernelVariant(capabilities=SM90, head_counts=(1, 2, 4, 8, 16, 32, 64, 128)),),
         instead=(_K.TRTLLM, _K.FLASHMLA_KV, _K.FLASHMLA_SPARSE),
@@ -298,6 +298,7 @@ SPARSE_KERNELS: Final = (
     SparseKernelRule(
         kernel=_K.FA3,
         reads=(_BF16,),
+        dense_pages=True,
         skips_minus_one=False,
         modules=("flash_attn_interface", "vllm.vllm_flash_attn._vllm_fa3_C"),
         variants=(KernelVariant(capabilities=SM90),),

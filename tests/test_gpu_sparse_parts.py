@@ -13,7 +13,7 @@ from torch import Tensor
 from attn.ops import latent_convert, topk_transform
 from attn.ops.latent_convert import convert_blocks, convert_rows, write_latent_rows
 from attn.ops.topk_transform import transform_topk
-from builders import sparse_mla_choice
+from builders import sparse_calls, sparse_mla_choice
 from builders.common import CommonAttentionMetadata
 from builders.sparse_mla import SparseMLAMetadataBuilder
 from builders.sparse_rows import RowLengths, context_slots, expand_rows, fill_rows, list_context
@@ -205,6 +205,7 @@ def test_a_step_is_built_without_waiting_and_replayed(
         pytest.skip("FlashMLA's plans here are for compute capability 9.0")
     # Plans alone are made: no kernel of others is called.
     monkeypatch.setattr(sparse_mla_choice, "unavailable_kernels", dict)
+    monkeypatch.setattr(sparse_calls, "LOADERS", {})
     spec = latent_spec(STORED_FORMATS[1], P, topk=64)
     assert isinstance(spec, MLAAttentionSpec)
     config = EngineConfig(

@@ -22,7 +22,7 @@ from attn.ops import sparse_mla as sparse_op
 from attn.ops.mla import mla_attention
 from attn.reference import sparse_mla as reference
 from attn.reference.mla import absorb_query, project_latent_output
-from builders import sparse_mla, sparse_mla_choice
+from builders import sparse_calls, sparse_mla, sparse_mla_choice
 from builders.common import CommonAttentionMetadata
 from builders.sparse_mla import SparseMLAMetadataBuilder
 from builders.sparse_mla_choice import CALLED, SparsePlan
@@ -47,6 +47,7 @@ CONFIG = EngineConfig(
     max_num_batched_tokens=64,
     num_heads=H,
     index_topk=TOPK,
+    softmax_scale=SCALE,
     speculative=SpeculativeConfig(num_speculative_tokens=3),
 )
 STEPS = {
@@ -66,6 +67,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     capability = KNOWN_DEVICES[request.param].compute_capability
     monkeypatch.setattr(sparse_mla, "capability_of", lambda device: capability)
     monkeypatch.setattr(sparse_mla_choice, "unavailable_kernels", dict)
+    monkeypatch.setattr(sparse_calls, "LOADERS", {})
     calls = {kernel: checked(kernel) for kernel in K if kernel is not K.FLASHMLA_AUTO}
     monkeypatch.setattr(impl_module, "ATTENDERS", calls)
     return str(request.param)

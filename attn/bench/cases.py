@@ -14,6 +14,7 @@ from pydantic import Field, StrictBool, model_validator
 from specs.base import NonNegativeInt, PositiveInt, Spec
 from specs.dtypes import CacheDType, CacheDTypeField, DType
 from specs.engine import DecodeKernel, PrefillKernel
+from specs.rows import LatentFormat, RowFormat, latent_format_of
 
 PEERS: Final = ("fa3", "flashinfer", "xqa", "vllm_triton")
 """Kernels of other projects that the dense table compares with."""
@@ -22,6 +23,9 @@ HOPPER_PEERS: Final = ("fa3", "cudnn", "flashinfer", "xqa")
 MLA_PEERS: Final = ("flashmla", "flashinfer_mla", "vllm_triton_mla", "fa3")
 """Likewise of the table of latent attention; the last one where it is expanded."""
 ALL_PEERS: Final = tuple(dict.fromkeys((*PEERS, *HOPPER_PEERS, *MLA_PEERS)))
+
+TILES: Final = "tiles"
+"""In place of a peer, of the table of sparse attention: other tiles of our own kernel."""
 
 MODEL_DTYPE: Final = DType.BFLOAT16
 """Of query, output and an ``auto`` cache, in every case."""
@@ -46,6 +50,8 @@ class BenchTable(StrEnum):
     """What our backends over FlashInfer's dense kernels add to its own calls."""
     TRTLLM_MLA = "trtllm_mla"
     """Likewise of its latent kernels, and rotation, e4m3 and cache write in one launch."""
+    SPARSE_MLA = "sparse_mla"
+    """Latent attention over lists beside FlashMLA, a cache's conversion, the indexer."""
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -55,13 +61,14 @@ class BenchTable(StrEnum):
             BenchTable.MLA: MLA_PEERS,
             BenchTable.FLASHINFER: (),
             BenchTable.TRTLLM_MLA: (),
+            BenchTable.SPARSE_MLA: ("flashmla",),
         }
         return named.get(self, PEERS)
 
     @property
     def has_lines(self) -> bool:
         """It compares pairs of times, in place of kernels with peers."""
-        return self in (BenchTable.FLASHINFER, BenchTable.TRTLLM_MLA)
+        return self in (BenchTable.FLASHINFER, BenchTable.TRTLLM_MLA, BenchTable.SPARSE_MLA)
 
     @property
     def times_plans(self) -> bool:
@@ -75,6 +82,7 @@ class BenchTable(StrEnum):
             BenchTable.MLA: "TRITON_MLA",
             BenchTable.FLASHINFER: "FLASHINFER",
             BenchTable.TRTLLM_MLA: "FLASHINFER_MLA",
+            BenchTable.SPARSE_MLA: "SPARSE_MLA",
         }
         return named.get(self, "TRITON_ATTN")
 
@@ -102,6 +110,7 @@ class BenchTable(StrEnum):
             BenchTable.MLA: MLA_CASES,
             BenchTable.FLASHINFER: VENDOR_CASES,
             BenchTable.TRTLLM_MLA: LATENT_VENDOR_CASES,
+            BenchTable.SPARSE_MLA: SPARSE_CASES,
         }
         return named.get(self, CASES)
 
@@ -168,6 +177,8 @@ class KernelCase(Spec):
     kv_cache_dtype: CacheDTypeField = CacheDType.AUTO
     sliding_window: PositiveInt | None = None
     """Visible keys, the token itself included."""
+    topk: NonNegativeInt = 0
+    """Keys that each new token lists; 0 is all that it sees."""
     sinks: StrictBool = False
     """One sink logit per query head in the softmax denominator."""
     num_speculative_tokens: NonNegativeInt = 0
@@ -238,6 +249,16 @@ class KernelCase(Spec):
         return self.head_size - self.rope_size
 
     @property
+    def latent_format(self) -> LatentFormat:
+        """Of a latent cache's rows."""
+        return latent_format_of(self.kv_cache_dtype)
+
+    @property
+    def latent_row(self) -> RowFormat:
+        """Likewise."""
+        return self.latent_format.row(self.head_size_v, self.rope_size, MODEL_DTYPE)
+
+    @property
     def unit(self) -> str:
         """Of :meth:`rate`; many heads over one latent row are bound by their products."""
         is_computed = self.is_latent and self.num_heads * max(self.query_lens) >= 64
@@ -245,7 +266,11 @@ class KernelCase(Spec):
 
     @property
     def nbytes(self) -> int:
-        """Each live key and value once (what some new token sees), plus query and output."""
+        """Each live key and value once (what some new token sees), plus query and output; of lists
+        the rows that they name, for each token anew.
+        """
+        if self.topk:
+            return self.num_tokens * self.topk * self.latent_row.nbytes
         live = 0
         for query_len, seq_len in zip(self.query_lens, self.seq_lens, strict=True):
             seen = seq_len if self.sliding_window is None else self.sliding_window + query_len - 1
@@ -261,7 +286,10 @@ class KernelCase(Spec):
         """2 * (head size + that of values) per query head and visible (query, key) pair."""
         pairs = 0
         for query_len, seq_len in zip(self.query_lens, self.seq_lens, strict=True):
-            pairs += _visible_pairs(query_len, seq_len, self.sliding_window)
+            if self.topk:
+                pairs += query_len * self.topk
+            else:
+                pairs += _visible_pairs(query_len, seq_len, self.sliding_window)
         return 2 * (self.head_size + self.head_size_v) * self.num_heads * pairs
 
     def rate(self, time_us: float) -> float:
@@ -286,6 +314,8 @@ class KernelCase(Spec):
             parts.append(f"{min(self.query_lens)}..{max(self.query_lens)} new")
         if self.sliding_window is not None:
             parts.append(f"window {self.sliding_window}")
+        if self.topk:
+            parts.append(f"top-k {self.topk}")
         if self.sinks:
             parts.append("sinks")
         if self.kv_cache_dtype.is_quantized:
@@ -543,6 +573,40 @@ LATENT_VENDOR_CASES: Final = (
 )
 """The cases of the table of backends over FlashInfer's latent kernels; see
 :mod:`attn.bench.latent_lines`."""
+
+CONVERSION_CASE: Final = "convert_576_656"
+"""A whole cache converted, not attended."""
+INDEX_CASE: Final = "index_b64_32k"
+"""The indexer's logits."""
+SPARSE_CONTEXT: Final = 32768
+
+
+def _sparse(name: str, heads: int, rows: int, cache: str, prefills: bool = False) -> KernelCase:
+    """Decodes of so many requests, or one request's new tokens; lists of 2048."""
+    requests = [(1, rows, SPARSE_CONTEXT)] if prefills else [(rows, 1, SPARSE_CONTEXT)]
+    kind = CaseKind.PREFILL if prefills else CaseKind.DECODE
+    latent = {"rope_size": 64, "block_size": 64, "topk": 2048, "kv_cache_dtype": cache}
+    return _case(name, kind, (heads, 1, 576), requests, **latent)
+
+
+SPARSE_CASES: Final = (
+    _sparse("dec_656_h128_b128", 128, 128, "fp8_ds_mla"),
+    _sparse("dec_656_h64_b128", 64, 128, "fp8_ds_mla"),
+    _sparse("dec_656_h16_b128", 16, 128, "fp8_ds_mla"),
+    _sparse("dec_656_h8_b128", 8, 128, "fp8_ds_mla"),
+    _sparse("dec_656_h16_b32", 16, 32, "fp8_ds_mla"),
+    _sparse("dec_656_h16_b1", 16, 1, "fp8_ds_mla"),
+    _sparse("dec_656_h128_b1", 128, 1, "fp8_ds_mla"),
+    _sparse("dec_576_h16_b128", 16, 128, "fp8_e4m3"),
+    _sparse("dec_bf16_h16_b128", 16, 128, "auto"),
+    _sparse("dec_bf16_h16_b1", 16, 1, "auto"),
+    _sparse("pre_bf16_h128_4k", 128, 4096, "auto", prefills=True),
+    _sparse("pre_bf16_h16_4k", 16, 4096, "auto", prefills=True),
+    _sparse("pre_656_h128_4k", 128, 4096, "fp8_ds_mla", prefills=True),
+    _sparse(CONVERSION_CASE, 1, 64, "fp8_e4m3"),
+    _sparse(INDEX_CASE, 64, 64, "fp8_e4m3"),
+)
+"""The cases of the table of sparse attention; see :mod:`attn.bench.sparse_mla`."""
 
 SCRATCH_CASE: Final = _case("scratch", CaseKind.DECODE, _GQA, [(256, 1, 128)])
 """The shape whose scratch is bounded by ``MAX_SCRATCH_BYTES``; the lengths do not matter."""

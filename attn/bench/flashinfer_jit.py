@@ -148,6 +148,9 @@ ROPE_MODULE: Final[Module] = ("flashinfer.jit.rope", "gen_rope_module")
 
 def modules_of(case: KernelCase) -> Iterator[Module]:
     """What FlashInfer compiles for a case of the benchmark: its wrappers, and XQA."""
+    if case.topk:
+        # Beside FlashMLA alone.
+        return
     query, cached = MODEL_DTYPE.torch, case.kv_cache_dtype.element(MODEL_DTYPE).torch
     size, has_window = case.head_size, case.sliding_window is not None
     if case.is_expanded:

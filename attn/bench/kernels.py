@@ -4,7 +4,8 @@
 too, and judges ours against the fastest of FlashAttention-3, cuDNN, FlashInfer and XQA. ``--table
 mla`` does so with absorbed decode over latent caches, FlashMLA, FlashInfer and vLLM's Triton MLA.
 ``--table flashinfer`` is of our backends over FlashInfer, beside the calls that they make, and
-``--table trtllm_mla`` of those of latent attention.
+``--table trtllm_mla`` of those of latent attention. ``--table sparse_mla`` is of latent attention
+over lists beside FlashMLA, of a cache's conversion and of the indexer.
 
 Also ``python -m attn.bench.kernels``, which needs nothing beyond the library itself.
 """
@@ -17,12 +18,13 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import torch
 
-from attn.bench.cases import ALL_PEERS, BenchTable, KernelCase, select_cases
+from attn.bench.cases import ALL_PEERS, TILES, BenchTable, KernelCase, select_cases
 from attn.bench.latent_lines import latent_lines
 from attn.bench.measure import OURS, Log, bench_case
 from attn.bench.ours import measure_scratch
@@ -38,6 +40,7 @@ from attn.bench.results import (
     verdict_of,
 )
 from attn.bench.settings import COMMIT_VARIABLE, KernelBench, environment_of
+from attn.bench.sparse_mla import sparse_lines
 from attn.bench.tables import line_text, render_markdown
 from attn.bench.vendor import vendor_lines
 from attn.errors import MissingDependencyError
@@ -90,6 +93,9 @@ def _bench_lines(
     """A table whose lines compare ours with the calls that it makes."""
     rounds = Rounds(device, bench.rounds, bench.reps, bench.seed)
     lines_of = latent_lines if bench.table is BenchTable.TRTLLM_MLA else vendor_lines
+    if bench.table is BenchTable.SPARSE_MLA:
+        kernel = bench.decode_kernel or bench.table.decode_kernel
+        lines_of = partial(sparse_lines, kernel=kernel, peers=bench.peers)
     for case in bench.cases:
         log(f"{case.name}: {case.what}")
         for line in lines_of(case, bench.backends, rounds, log):
@@ -180,10 +186,14 @@ HELP: Final = {
     "backend": "Registry name of the backend; default: the table's.",
     "table": (
         "Which cases, peers and targets: dense, hopper or mla; these time each step's plan. Or "
-        "flashinfer or trtllm_mla: what our backends over FlashInfer add to its own calls."
+        "flashinfer or trtllm_mla: what our backends over FlashInfer add to its own calls. Or "
+        "sparse_mla: latent attention over lists, beside FlashMLA."
     ),
     "case": f"Shell pattern of names, repeatable: {', '.join(_NAMES)}.",
-    "peer": f"Peer to compare with, repeatable, default the table's: {', '.join(ALL_PEERS)}.",
+    "peer": (
+        f"Peer to compare with, repeatable, default the table's: {', '.join(ALL_PEERS)}; of "
+        f"sparse_mla also {TILES}, other tiles of ours."
+    ),
     "decode_kernel": "Ours: triton, auto or hopper; default: the table's, auto but for dense.",
     "no_peers": "Compare with no peer.",
     "rounds": "Turns of every kernel.",

@@ -24,6 +24,10 @@ class Part(StrEnum):
     """Rotation, e4m3 and cache write in one launch, with FlashInfer's function and a write."""
     KERNEL = "kernel"
     """One backend by another's kernel, with that backend."""
+    LISTS = "lists"
+    """Latent attention over lists, with FlashMLA."""
+    STREAM = "stream"
+    """Operations that move bytes, against a rate."""
 
 
 @unique
@@ -65,6 +69,12 @@ class Line(Spec):
     """Of ours beyond the other, at most."""
     max_us: float | None = Field(default=None, gt=0)
     """Of ours, at most."""
+    amount: float | None = Field(default=None, gt=0)
+    """Operations or bytes of a call, in millions of ``unit`` times a second."""
+    unit: str = ""
+    """Of the rate: TF or TB/s."""
+    min_rate: float | None = Field(default=None, gt=0)
+    """Of ours, at least."""
     waits: NonNegativeInt | None = None
     """Calls that wait for the device, where that is asked; the target is none."""
     asks_waits: StrictBool = False
@@ -88,6 +98,13 @@ class Line(Spec):
         return self.part.value, self.case, self.backend, self.how.value, self.other
 
     @property
+    def rate(self) -> float | None:
+        """Of ours."""
+        if self.amount is None or self.ours_us is None:
+            return None
+        return self.amount / self.ours_us
+
+    @property
     def target(self) -> str:
         """In words; empty without one."""
         parts = []
@@ -97,6 +114,8 @@ class Line(Spec):
             parts.append(f"<= {self.other} + {self.max_more_us:g} us")
         if self.max_us is not None:
             parts.append(f"<= {self.max_us:g} us")
+        if self.min_rate is not None:
+            parts.append(f">= {self.min_rate:g} {self.unit}")
         if self.asks_waits:
             parts.append("0 waits")
         return ", ".join(parts)
@@ -121,6 +140,8 @@ class Line(Spec):
             found.append((ours or 0.0) - (other or 0.0) <= self.max_more_us if known else None)
         if self.max_us is not None:
             found.append(None if ours is None else ours <= self.max_us)
+        if self.min_rate is not None:
+            found.append(None if self.rate is None else self.rate >= self.min_rate)
         if False in found:
             return False
         return None if None in found else True

@@ -16,11 +16,8 @@ from typing import Any, Final
 import torch
 
 from attn.bench.cases import (
-    CASES,
-    HOPPER_CASES,
-    LATENT_VENDOR_CASES,
-    MLA_CASES,
     VENDOR_CASES,
+    BenchTable,
     CaseKind,
     KernelCase,
     select_cases,
@@ -431,7 +428,7 @@ _ADAPTERS: Final[dict[str, tuple[str, Adapter]]] = {
 
 def compiled_cases() -> tuple[KernelCase, ...]:
     """Cases of all tables, and the fp8 twins of those whose table makes them itself."""
-    tables = (CASES, HOPPER_CASES, MLA_CASES, VENDOR_CASES, LATENT_VENDOR_CASES)
+    tables = (table.cases for table in BenchTable)
     cases = {case.name: case for table in tables for case in table}
     for case in VENDOR_CASES:
         name = case.name.replace("dec_", "dec_fp8_")

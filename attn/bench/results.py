@@ -147,7 +147,7 @@ class BenchResults(Spec):
     scratch_reason: str = ""
     """Why ``scratch_bytes`` is None."""
     lines: tuple[Line, ...] = ()
-    """Of the table of backends over FlashInfer, in place of cases."""
+    """Of a table of pairs of times, in place of cases."""
 
     def merged(self, earlier: BenchResults, order: Sequence[str]) -> BenchResults:
         """These results, and of ``earlier`` the cases that are not among them.

@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from attn.bench.cases import ALL_PEERS, CASES, PEERS, BenchTable, KernelCase
+from attn.bench.cases import ALL_PEERS, CASES, PEERS, TILES, BenchTable, KernelCase
 from attn.bench.results import Environment
 from attn.device import detect_device
 from attn.registry import AttentionBackendEnum, RegisteredBackend
@@ -45,9 +45,11 @@ class KernelBench:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         for peer in self.peers:
-            if peer not in ALL_PEERS:
+            is_tiles = peer == TILES and self.table is BenchTable.SPARSE_MLA
+            if peer not in ALL_PEERS and not is_tiles:
                 raise ValueError(f"peer must be one of {', '.join(ALL_PEERS)}, got {peer!r}")
-        if self.backend not in AttentionBackendEnum:
+        is_of_lists = self.table is BenchTable.SPARSE_MLA and self.backend == self.table.backend
+        if self.backend not in AttentionBackendEnum and not is_of_lists:
             known = ", ".join(member.name for member in AttentionBackendEnum)
             raise ValueError(f"backend must be one of {known}, got {self.backend!r}")
 

@@ -1,37 +1,61 @@
-"""``python -m attn.bench.sparse_mla``: sparse latent attention and its indexer, beside FlashMLA.
+"""``attn bench kernels --table sparse_mla``: latent attention over lists, beside FlashMLA.
 
-Prints a table in Markdown. Calls take turns, each with a cold L2 cache; graphs are replayed back to
-back. FlashMLA's kernels, as vLLM ships them, have at least 64 heads: fewer are padded.
+Ours reads what the cache holds, with as many heads as there are; FlashMLA's kernels have at least
+64, and fewer are padded before they are timed. A cache's conversion and the indexer's logits stand
+against the rate at which they move bytes.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final
 
 import torch
 
-from attn.bench.timing import graph_times_us, make_clock, time_interleaved
-from attn.ops.indexer import paged_index_logits, ragged_index_logits, select_topk
+from attn.bench.cases import CONVERSION_CASE, INDEX_CASE, MODEL_DTYPE, TILES, KernelCase
+from attn.bench.inputs import Expected
+from attn.bench.judge import check_run
+from attn.bench.lines import How, Line, Part
+from attn.bench.pairs import Log, Rounds, checked, lines_or_reason, timed
+from attn.bench.peers import TOLERANCE, KernelRun
+from attn.bench.results import Contender
+from attn.bench.timing import Call
+from attn.ops.indexer import paged_index_logits
+from attn.ops.latent_convert import convert_blocks
 from attn.ops.sparse_mla import sparse_mla, tile_for, workspace_for
+from attn.reference import indexer as index_reference
 from attn.reference import sparse_mla as reference
-from builders.sparse_tiles import IndexTile, SparseTile
+from builders.sparse_calls import load_flashmla
+from builders.sparse_tiles import SparseTile
 from specs.base import cdiv
 from specs.dtypes import DType
+from specs.engine import DecodeKernel
 from specs.layouts import latent_views
-from specs.rows import INDEXER_PAGE, LatentFormat
+from specs.rows import INDEXER_PAGE, LatentFormat, RowFormat
+from specs.sparse_mla import SparseKernel, rule_of
 
-FLASHMLA: Final = "vllm.third_party.flashmla.flash_mla_interface"
-RANK, ROPE, PAGE = 512, 64, 64
-SCALE: Final = 192**-0.5
-BLOCK_SCALED: Final = LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE
+OURS: Final = "SPARSE_MLA"
+FLASHMLA: Final = "flashmla"
+ALONE: Final = "nothing"
+RAW, BLOCK_SCALED = LatentFormat.FP8_NOPE_FP8_ROPE, LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE
 JUDGED: Final = 3
-"""Rows that are compared with the definition in float64."""
+"""Rows that are compared with float64."""
+K_SCALE: Final = 0.5
+MIN_PADDED_SPEEDUP: Final = {"max_ratio": 0.5}
+"""Over FlashMLA where it has to pad heads."""
+TARGETS: Final[dict[tuple[str, How], dict[str, float]]] = {
+    ("dec_656_h128_b128", How.DEVICE): {"min_rate": 250.0},
+    ("dec_656_h16_b128", How.DEVICE): MIN_PADDED_SPEEDUP,
+    ("dec_656_h8_b128", How.DEVICE): MIN_PADDED_SPEEDUP,
+    ("dec_656_h16_b1", How.GRAPH): {"max_us": 12.0},
+    ("pre_bf16_h128_4k", How.DEVICE): {"min_rate": 350.0},
+    ("pre_bf16_h16_4k", How.DEVICE): MIN_PADDED_SPEEDUP,
+    (CONVERSION_CASE, How.DEVICE): {"min_rate": 3.5},
+    (INDEX_CASE, How.DEVICE): {"min_rate": 2.5},
+}
+HOWS: Final = (How.DEVICE, How.GRAPH)
 FEW: Final[dict[str, dict[str, Any]]] = {
     "ids by the compiler": {"carries_ids": False, "holds_next": False},
     "64 keys": {"kv_tile": 64},
@@ -41,6 +65,7 @@ FEW: Final[dict[str, dict[str, Any]]] = {
     "segments of 256": {"segment": 256},
     "segments of 512": {"segment": 512},
 }
+"""Changes of a tile that folds heads into rows."""
 MANY: Final[dict[str, dict[str, Any]]] = {
     "all scores in all groups": {"hides_scores": False},
     "32 keys": {"kv_tile": 32},
@@ -48,272 +73,347 @@ MANY: Final[dict[str, dict[str, Any]]] = {
     "ids carried": {"carries_ids": True, "num_stages": 2},
     "ids carried, 32 keys": {"carries_ids": True, "kv_tile": 32},
 }
+"""Of others."""
 
-Call = Callable[[], object]
+
+def sparse_lines(
+    case: KernelCase,
+    backends: tuple[str, ...],
+    rounds: Rounds,
+    log: Log,
+    *,
+    kernel: DecodeKernel = DecodeKernel.TRITON,
+    peers: tuple[str, ...] = (FLASHMLA,),
+) -> Iterator[Line]:
+    """What is asked of a case; what fails is a line with its reason.
+
+    Args:
+        case: of :data:`attn.bench.cases.SPARSE_CASES`.
+        backends: ours, for the lines' names.
+        rounds: how often things are timed.
+        log: receives an error's place.
+        kernel: of ours.
+        peers: FlashMLA, and ``tiles`` for other tiles of ours.
+    """
+    (name,) = backends
+    measure = {CONVERSION_CASE: _conversions, INDEX_CASE: _logits}.get(case.name)
+    if measure is not None:
+        asked = _asked(case, name, ALONE)
+        yield from lines_or_reason(asked, [], partial(measure, case, asked, rounds), log)
+        return
+    asked = _asked(case, name, FLASHMLA if FLASHMLA in peers else ALONE)
+    if kernel not in OWN_KERNELS:
+        reason = f"{name} has no {kernel.value} kernel"
+        yield from lines_or_reason(asked, [reason], lambda: [], log)
+        return
+    content = make_sparse_content(case, rounds)
+    given = partial(_attended, content, asked, rounds, OWN_KERNELS[kernel])
+    yield from lines_or_reason(asked, [], given, log)
+    if TILES in peers and kernel is DecodeKernel.TRITON:
+        for label, tile in alternatives(content).items():
+            asked = _asked(case, f"{name}, {label}", ALONE, judges=False)
+            given = partial(_attended, content, asked, rounds, partial(ours, tile=tile))
+            yield from lines_or_reason(asked, [], given, log)
+
+
+def _asked(case: KernelCase, name: str, other: str, judges: bool = True) -> list[Line]:
+    """The lines of a case, without numbers."""
+    part, what, unit, amount = Part.LISTS, case.what, "TF", case.flops * 1e-6
+    if case.name == CONVERSION_CASE:
+        part, unit, amount = Part.STREAM, "TB/s", _converted_bytes(case) * 1e-6
+        what = f"whole cache, 576 to 656 bytes, {case.num_reqs} x {case.seq_lens[0]} tokens"
+    elif case.name == INDEX_CASE:
+        part, unit, amount = Part.STREAM, "TB/s", _index_bytes(case) * 1e-6
+        what = f"indexer's logits, {case.num_heads} heads, {case.num_reqs} x {case.seq_lens[0]}"
+    return [
+        Line(
+            part=part,
+            case=case.name,
+            what=what,
+            backend=name,
+            how=how,
+            other=other,
+            unit=unit,
+            amount=amount,
+            **(TARGETS.get((case.name, how), {}) if judges else {}),
+        )
+        for how in HOWS
+    ]
+
+
+# -- Attention.
 
 
 @dataclass(frozen=True)
-class SparseBench:
-    """One row of the table."""
+class SparseContent:
+    """Tensors of a case."""
 
-    name: str
-    layout: LatentFormat
-    num_heads: int
-    rows: int
-    requests: int
-    """Caches that the rows are spread over: as many for decode, one for prefill."""
-    context: int = 32768
-    topk: int = 2048
+    case: KernelCase
+    cache: torch.Tensor
+    """``[N, P, row]`` bytes."""
+    query: torch.Tensor
+    """``[T, H, L + r]``."""
+    indices: torch.Tensor
+    """``[T, topk]`` int32 slots, none twice."""
+    k_scale: torch.Tensor
 
-
-CASES: Final = (
-    SparseBench("dec_656_h128_b128", BLOCK_SCALED, 128, 128, 128),
-    SparseBench("dec_656_h64_b128", BLOCK_SCALED, 64, 128, 128),
-    SparseBench("dec_656_h16_b128", BLOCK_SCALED, 16, 128, 128),
-    SparseBench("dec_656_h16_b32", BLOCK_SCALED, 16, 32, 32),
-    SparseBench("dec_656_h8_b128", BLOCK_SCALED, 8, 128, 128),
-    SparseBench("dec_656_h16_b1", BLOCK_SCALED, 16, 1, 1),
-    SparseBench("dec_656_h128_b1", BLOCK_SCALED, 128, 1, 1),
-    SparseBench("dec_bf16_h16_b1", LatentFormat.BF16, 16, 1, 1),
-    SparseBench("dec_bf16_h16_b128", LatentFormat.BF16, 16, 128, 64),
-    SparseBench("dec_576_h16_b128", LatentFormat.FP8_NOPE_FP8_ROPE, 16, 128, 128),
-    SparseBench("pre_bf16_h128_4k", LatentFormat.BF16, 128, 4096, 1),
-    SparseBench("pre_bf16_h16_4k", LatentFormat.BF16, 16, 4096, 1),
-    SparseBench("pre_656_h128_4k", BLOCK_SCALED, 128, 4096, 1),
-)
-
-
-class Content:
-    """Random tensors of a case."""
-
-    def __init__(self, case: SparseBench, device: torch.device) -> None:
-        self.case = case
-        generator = torch.Generator(device).manual_seed(0)
-
-        def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, device=device, generator=generator)
-
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
-        blocks = case.requests * cdiv(case.context, PAGE)
-        row = case.layout.row(RANK, ROPE, DType.parse(dtype))
-        self.cache = torch.empty(blocks, PAGE, row.nbytes, dtype=torch.uint8, device=device)
-        for name, view in latent_views(self.cache, row).items():
-            for start in range(0, len(view), 4096):
-                part = view[start : start + 4096]
-                values = normal(*part.shape)
-                part.copy_(torch.exp2(values.round()) if name == "scale" else values)
-        self.query = (3 * normal(case.rows, case.num_heads, RANK + ROPE)).to(dtype)
-        own = torch.arange(case.rows, device=device) * case.requests // case.rows
-        at = [
-            torch.randperm(case.context, device=device, generator=generator)[: case.topk]
-            for _ in range(case.rows)
-        ]
-        self.indices = (torch.stack(at) + (own * case.context)[:, None]).int()
-        self.lens = torch.full((case.rows,), self.indices.shape[1], device=device).int()
-        self.k_scale = torch.ones((), device=device)
-
-    @property
-    def flops(self) -> float:
-        """Of both products."""
-        listed = self.indices.numel()
-        return 2.0 * listed * self.case.num_heads * (2 * RANK + ROPE)
-
-    @property
-    def nbytes(self) -> float:
-        """Of the listed rows, each read once for its query."""
-        return float(self.indices.numel()) * self.cache.shape[2]
+    @cached_property
+    def expected(self) -> Expected:
+        """Sampled rows in float64."""
+        case, device = self.case, self.query.device
+        rank, rows = case.head_size_v, range(min(JUDGED, len(self.query)))
+        heads = sorted({0, case.num_heads // 2, case.num_heads - 1})
+        # A reference in float64 must not take the cache's rows for float64 too.
+        read = partial(
+            reference.read_listed,
+            layout=case.latent_format,
+            rank=rank,
+            rope_size=case.rope_size,
+            k_scale=self.k_scale,
+            model_dtype=self.query.dtype,
+            dtype=torch.float64,
+        )
+        wanted = []
+        for row in rows:
+            keys = read(self.cache, self.indices[row].long())
+            scores = self.query[row, heads].double() @ keys.T * case.scale
+            wanted.append(scores.softmax(-1) @ keys[:, :rank])
+        places = torch.tensor([*rows], device=device), torch.tensor(heads, device=device)
+        return Expected(*places, torch.stack(wanted))
 
 
-def ours(content: Content, tile: SparseTile) -> tuple[Call, torch.Tensor]:
-    """A call with everything prepared, and where it writes."""
-    case, query = content.case, content.query
-    out = torch.empty_like(query[..., :RANK], memory_format=torch.contiguous_format)
+def filled_cache(row: RowFormat, blocks: int, rounds: Rounds, scales: bool) -> torch.Tensor:
+    """``[N, 64, row]`` bytes of normal values; of scales, powers of two, or ones."""
+    generator = torch.Generator(rounds.device).manual_seed(rounds.seed)
+    cache = torch.empty(blocks, INDEXER_PAGE, row.nbytes, dtype=torch.uint8, device=rounds.device)
+    for name, view in latent_views(cache, row).items():
+        # In parts: what is drawn is fp32.
+        for start in range(0, len(view), 4096):
+            part = view[start : start + 4096]
+            values = torch.randn(*part.shape, device=rounds.device, generator=generator)
+            if name == "scale":
+                values = torch.exp2(values.round()) if scales else torch.ones_like(values)
+            part.copy_(values)
+    return cache
+
+
+def make_sparse_content(case: KernelCase, rounds: Rounds) -> SparseContent:
+    """Random tensors of a case: every request has its own cache."""
+    device, pages = rounds.device, cdiv(case.seq_lens[0], INDEXER_PAGE)
+    generator = torch.Generator(device).manual_seed(rounds.seed + 1)
+    cache = filled_cache(case.latent_row, case.num_reqs * pages, rounds, scales=True)
+    shape = case.num_tokens, case.num_heads, case.head_size
+    query = 3 * torch.randn(*shape, device=device, generator=generator)
+    lists = []
+    for req, new in enumerate(case.query_lens):
+        first = req * pages * INDEXER_PAGE
+        for _ in range(new):
+            at = torch.randperm(case.seq_lens[req], device=device, generator=generator)
+            lists.append((at[: case.topk] + first).int())
+    k_scale = torch.tensor(K_SCALE, device=device)
+    return SparseContent(case, cache, query.to(MODEL_DTYPE.torch), torch.stack(lists), k_scale)
+
+
+def _usual_tile(content: SparseContent) -> SparseTile:
+    rank = content.case.head_size_v
+    return tile_for(content.query[..., :rank], content.indices, content.case.latent_format)
+
+
+def alternatives(content: SparseContent) -> Mapping[str, SparseTile]:
+    """Other tiles of the plain kernel for a case, by name."""
+    usual, found = _usual_tile(content), {}
+    for name, changes in (FEW if usual.folds else MANY).items():
+        is_served = not changes.get("swapped") or content.case.latent_format is LatentFormat.BF16
+        if is_served:
+            found[name] = replace(usual, **changes)
+    return found
+
+
+def ours(content: SparseContent, tile: SparseTile | None = None) -> KernelRun:
+    """The plain kernel, with everything prepared."""
+    case, query, rank = content.case, content.query, content.case.head_size_v
+    chosen = tile or _usual_tile(content)
+    out = query.new_empty((*query.shape[:2], rank))
     lse = torch.empty(query.shape[:2], device=query.device)
-    scratch = workspace_for(tile, case.rows, case.num_heads, case.topk, RANK, query.device)
+    sizes = case.num_tokens, case.num_heads, case.topk, rank
+    scratch = workspace_for(chosen, *sizes, query.device)
 
     def call() -> None:
         sparse_mla(
-            *(query[..., :RANK], query[..., RANK:], content.cache, content.indices, content.lens),
-            *(case.layout, SCALE, out, lse),
+            *(query[..., :rank], query[..., rank:], content.cache, content.indices, None),
+            *(case.latent_format, case.scale, out, lse),
             k_scale=content.k_scale,
-            tile=tile,
+            tile=chosen,
             workspace=scratch,
         )
 
-    return call, out
+    return KernelRun(call, out)
 
 
-def flashmla(content: Content) -> tuple[Call, list[torch.Tensor]] | str:
-    """FlashMLA's call, its result's place, or why there is none."""
-    case = content.case
+OWN_KERNELS: Final[dict[DecodeKernel, Callable[[SparseContent], KernelRun]]] = {
+    DecodeKernel.TRITON: ours
+}
+"""Ours, by the name that chooses them."""
+
+
+def flashmla(content: SparseContent) -> KernelRun | str:
+    """FlashMLA's call with its queries padded; or why there is none."""
+    case, query = content.case, content.query
+    layout, heads = case.latent_format, 64 if case.num_heads <= 64 else 128
+    kernel = SparseKernel.FLASHMLA_KV
+    if layout is LatentFormat.BF16:
+        kernel = SparseKernel.FLASHMLA_SPARSE
+    if layout not in rule_of(kernel).reads:
+        return f"FlashMLA reads no {layout.value} rows"
     try:
-        module: Any = importlib.import_module(FLASHMLA)
-    except (ImportError, AttributeError, OSError) as error:
-        return f"not importable: {error}"
-    heads = 64 if case.num_heads <= 64 else 128
-    query = content.query.new_zeros(case.rows, heads, RANK + ROPE)
-    query[:, : case.num_heads] = content.query
-    results: list[torch.Tensor] = []
-    if case.layout is LatentFormat.BF16:
-        rows = content.cache.view(content.query.dtype).view(-1, 1, RANK + ROPE)
+        functions = load_flashmla()
+    except RuntimeError as error:
+        return str(error)
+    padded = query.new_zeros(len(query), heads, case.head_size)
+    padded[:, : case.num_heads] = query
+    out = query.new_empty((*query.shape[:2], case.head_size_v))
+    found: list[torch.Tensor] = []
 
-        def prefill() -> None:
-            out = module.flash_mla_sparse_fwd(query, rows, content.indices[:, None], SCALE)[0]
-            results[:] = [out[:, : case.num_heads]]
+    def prefill() -> None:
+        rows = content.cache.view(query.dtype).view(-1, 1, case.head_size)
+        found[:] = functions.prefill(padded, rows, content.indices[:, None], case.scale)[:1]
 
-        return prefill, results
-    if case.layout is not BLOCK_SCALED:
-        return "reads no rows of this layout"
-    schedule = module.get_mla_metadata()[0]
-    cache = content.cache.view(torch.float8_e4m3fn)[:, :, None]
+    # Decodes as requests, prefills as rows of one: what suits each.
+    axis = 0 if case.num_reqs == 1 and case.num_tokens > 1 else 1
+    schedule = functions.new_schedule()
 
-    def decode() -> None:
-        out, _ = module.flash_mla_with_kvcache(
-            *(query[:, None], cache, None, None, RANK, schedule),
-            softmax_scale=SCALE,
+    def with_cache() -> None:
+        result = functions.with_cache(
+            *(padded.unsqueeze(axis), content.cache[:, :, None], None, None),
+            *(case.head_size_v, schedule),
+            softmax_scale=case.scale,
             is_fp8_kvcache=True,
-            indices=content.indices[:, None],
+            indices=content.indices.unsqueeze(axis),
         )
-        results[:] = [out[:, 0, : case.num_heads]]
+        found[:] = [result[0].flatten(0, 1)]
 
-    return decode, results
+    def collect() -> None:
+        out.copy_(found[0][:, : case.num_heads])
 
-
-def error_of(content: Content, out: torch.Tensor) -> float:
-    """Largest relative error of a head of some rows."""
-    case, some = content.case, slice(0, JUDGED)
-    query = content.query[some].double()
-    # A reference in float64 must not take the cache's rows for float64 too.
-    fields = [
-        reference.read_listed(
-            *(content.cache, ids.long(), case.layout, RANK, ROPE, content.k_scale),
-            *(content.query.dtype, torch.float64),
-        )
-        for ids in content.indices[some]
-    ]
-    worst = 0.0
-    for row, (one, keys) in enumerate(zip(query, fields, strict=True)):
-        wanted = (one @ keys.T * SCALE).softmax(-1) @ keys[:, :RANK]
-        errors = (out[row].double() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-        worst = max(worst, float(errors.max()))
-    return worst
+    call = prefill if kernel is SparseKernel.FLASHMLA_SPARSE else with_cache
+    return KernelRun(call, out, collect=collect)
 
 
-def measure(case: SparseBench, device: torch.device, all_tiles: bool, rounds: int) -> list[str]:
-    """Lines of the table."""
-    content = Content(case, device)
-    usual = tile_for(content.query[..., :RANK], content.indices, case.layout)
-    tiles = {"ours": usual}
-    if all_tiles:
-        for name, changes in (FEW if usual.folds else MANY).items():
-            if not (changes.get("swapped") and case.layout is not LatentFormat.BF16):
-                tiles[f"ours, {name}"] = replace(usual, **changes)
-    calls: dict[str, Call] = {}
-    errors: dict[str, str] = {}
-    for name, tile in tiles.items():
-        call, out = ours(content, tile)
-        call()
-        errors[name], calls[name] = f"{error_of(content, out):.1e}", call
-    lines = []
-    peer = flashmla(content)
-    if isinstance(peer, str):
-        lines.append(f"| {case.name} | FlashMLA | {peer} | | | | |")
-    else:
-        try:
-            peer[0]()
-            errors["FlashMLA"] = f"{error_of(content, peer[1][0]):.1e}"
-            calls["FlashMLA"] = peer[0]
-        except (RuntimeError, AssertionError) as error:
-            lines.append(f"| {case.name} | FlashMLA | {str(error).splitlines()[0]} | | | | |")
-    times = time_interleaved(calls, make_clock(device, 30), rounds, 30)
-    graphs = graph_times_us(calls, device, rounds) or {}
-    for name, timing in times.items():
-        seconds = timing.median_us * 1e-6
-        replay = graphs[name].median_us if name in graphs else math.nan
-        lines.append(
-            f"| {case.name} | {name} | {timing.median_us:.1f} | {replay:.1f} | "
-            f"{content.flops / seconds / 1e12:.0f} | {content.nbytes / seconds / 1e9:.0f} | "
-            f"{errors[name]} |"
-        )
-    return lines
+def _attended(
+    content: SparseContent,
+    asked: list[Line],
+    rounds: Rounds,
+    own: Callable[[SparseContent], KernelRun],
+) -> Iterator[Line]:
+    """Ours, beside FlashMLA where that is asked for and there."""
+    runs = {"ours": own(content)}
+    if asked[0].other == FLASHMLA:
+        peer = flashmla(content)
+        if isinstance(peer, str):
+            asked = [line.replace(reason=peer) for line in asked]
+        else:
+            runs[FLASHMLA] = peer
+    error = checked(runs["ours"], content.expected)
+    if FLASHMLA in runs:
+        found = check_run(FLASHMLA, runs[FLASHMLA], content.expected)
+        if isinstance(found, Contender):
+            # Ours is timed without it.
+            asked = [line.replace(reason=f"{FLASHMLA}: {found.reason}") for line in asked]
+            del runs[FLASHMLA]
+    calls: dict[str, Call] = {name: run.call for name, run in runs.items()}
+    yield from timed(asked, calls, rounds, error)
+    # A kernel that is wrong now and then shows itself after many launches.
+    for run in runs.values():
+        checked(run, content.expected)
 
 
-def measure_indexer(device: torch.device, rows: int, context: int, rounds: int) -> list[str]:
-    """Lines of the indexer: logits over pages and over compact rows, and the selection."""
-    blocks = rows * cdiv(context, INDEXER_PAGE)
-    row = LatentFormat.INDEXER_FP8.row(128)
-    cache = torch.empty(blocks, INDEXER_PAGE, row.nbytes, dtype=torch.uint8, device=device)
-    for name, view in latent_views(cache, row).items():
-        for start in range(0, len(view), 4096):
-            part = view[start : start + 4096]
-            part.copy_(torch.ones_like(part) if name == "scale" else torch.randn_like(part.float()))
-    table = torch.randperm(blocks, device=device).view(rows, -1).int()
-    query = torch.randn(rows, 64, 128, device=device).to(torch.float8_e4m3fn)
-    weights = torch.randn(rows, 64, device=device)
-    lens = torch.full((rows,), context, device=device).int()
-    logits = torch.zeros(rows, context, device=device)
-    listed = torch.zeros(rows, min(2048, context), device=device).int()
-    data = torch.randn(context, 128, device=device).to(torch.float8_e4m3fn)
-    scale, starts = torch.ones(context, device=device), torch.zeros_like(lens)
-    tiles = {
-        "": IndexTile(),
-        ", fp8 products": IndexTile(fp8_products=True),
-        ", 8 warps": IndexTile(num_warps=8),
-        ", 8 steps": IndexTile(steps=8),
-        ", 16 steps of 64 keys": IndexTile(pages=1, steps=16, num_stages=4),
-    }
-    calls: dict[str, Call] = {}
-    for name, tile in tiles.items():
-        calls[f"logits{name}"] = partial(
-            paged_index_logits, query, weights, cache, table, None, lens, logits, tile
-        )
-    ragged = (query, weights, data, scale, starts, lens, logits)
-    calls["ragged logits"] = partial(ragged_index_logits, *ragged)
-    for select in (2048, 4096, 8192):
-        tile = IndexTile(select=select)
-        calls[f"selection, {select} at a time"] = partial(
-            select_topk, logits, lens, listed, tile=tile
-        )
-    times = time_interleaved(calls, make_clock(device, 30), rounds, 30)
-    flops, nbytes = 2.0 * rows * context * 64 * 128, float(cache.numel())
-    title, lines = f"index_{rows}x{context}", []
-    for name, timing in times.items():
-        seconds = timing.median_us * 1e-6
-        speed = f"{flops / seconds / 1e12:.0f}" if "logits" in name else "-"
-        read = {"l": nbytes, "r": float(data.numel())}.get(name[0], float(logits.nbytes))
-        lines.append(
-            f"| {title} | {name} | {timing.median_us:.1f} | | {speed} | "
-            f"{read / seconds / 1e9:.0f} | |"
-        )
-    return lines
+# -- Bytes.
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="*", default=[], help="parts of cases' names")
-    parser.add_argument("--all-tiles", action="store_true", help="alternatives too")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--small", action="store_true", help="sizes that any device has room for")
-    given = parser.parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    print("| case | kernel | us | us in a graph | TFLOP/s | GB/s | error |")
-    print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
-    for case in CASES:
-        if given.only and not any(part in case.name for part in given.only):
-            continue
-        if given.small:
-            case = replace(case, rows=min(case.rows, 3), requests=1, context=256, topk=128)
-        for line in measure(case, device, given.all_tiles, given.rounds):
-            print(line, flush=True)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    if not given.only or "index" in given.only:
-        sizes = (2, 128) if given.small else (64, 32768)
-        for line in measure_indexer(device, *sizes, given.rounds):
-            print(line, flush=True)
-    return 0
+def _tokens(case: KernelCase) -> int:
+    return sum(cdiv(length, INDEXER_PAGE) * INDEXER_PAGE for length in case.seq_lens)
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def _rows_of(layout: LatentFormat, case: KernelCase) -> RowFormat:
+    return layout.row(case.head_size_v, case.rope_size, MODEL_DTYPE)
+
+
+def _converted_bytes(case: KernelCase) -> float:
+    sizes = (_rows_of(layout, case).nbytes for layout in (RAW, BLOCK_SCALED))
+    return float(_tokens(case) * sum(sizes))
+
+
+def _conversions(case: KernelCase, asked: list[Line], rounds: Rounds) -> Iterator[Line]:
+    """A whole cache of 576-byte rows to one of 656-byte rows."""
+    source, target = (_rows_of(layout, case) for layout in (RAW, BLOCK_SCALED))
+    blocks = _tokens(case) // INDEXER_PAGE
+    cache = filled_cache(source, blocks, rounds, scales=False)
+    out = cache.new_full((blocks, INDEXER_PAGE, target.nbytes), 0xFF)
+    scale = torch.tensor(K_SCALE, device=rounds.device)
+    some = torch.linspace(0, blocks - 1, 9, device=rounds.device).long()
+    read = partial(
+        reference.read_listed,
+        rank=case.head_size_v,
+        rope_size=case.rope_size,
+        k_scale=scale,
+        model_dtype=MODEL_DTYPE.torch,
+        dtype=torch.float64,
+    )
+    slots = (
+        some[:, None] * INDEXER_PAGE + torch.arange(INDEXER_PAGE, device=some.device)
+    ).flatten()
+    real = read(cache, slots, layout=RAW)[:, None]
+    result = torch.empty_like(real)
+
+    def call() -> None:
+        convert_blocks(cache, source, out, target, scale)
+
+    def collect() -> None:
+        result.copy_(read(out, slots, layout=BLOCK_SCALED)[:, None])
+
+    places = torch.arange(len(slots), device=some.device), torch.zeros_like(some[:1])
+    # The scale is a power of two: exact.
+    run = KernelRun(call, result, tolerance=1e-30, collect=collect)
+    yield from _streamed(run, Expected(*places, real), asked, rounds)
+
+
+def _index_bytes(case: KernelCase) -> float:
+    return float(_tokens(case) * LatentFormat.INDEXER_FP8.row(INDEX_SIZE).nbytes)
+
+
+INDEX_SIZE: Final = 128
+
+
+def _logits(case: KernelCase, asked: list[Line], rounds: Rounds) -> Iterator[Line]:
+    """Logits of one row per request over the indexer's whole cache."""
+    device, rows, length = rounds.device, case.num_reqs, case.seq_lens[0]
+    generator = torch.Generator(device).manual_seed(rounds.seed)
+    blocks = _tokens(case) // INDEXER_PAGE
+    cache = filled_cache(LatentFormat.INDEXER_FP8.row(INDEX_SIZE), blocks, rounds, scales=True)
+    table = torch.randperm(blocks, device=device, generator=generator).view(rows, -1).int()
+    query = torch.randn(rows, case.num_heads, INDEX_SIZE, device=device, generator=generator)
+    query = query.to(DType.FLOAT8_E4M3FN.torch)
+    weights = torch.randn(rows, case.num_heads, device=device, generator=generator).abs()
+    lens = torch.full((rows,), length, dtype=torch.int32, device=device)
+    logits = torch.empty(rows, length, device=device)
+
+    def call() -> None:
+        paged_index_logits(query, weights, cache, table, None, lens, logits)
+
+    some = torch.tensor(sorted({0, rows // 2, rows - 1}), device=device)
+    wanted = []
+    for row in some.tolist():
+        keys = index_reference.read_index_keys(cache, table[row], length, torch.float64)
+        scores = (query[row].double() @ keys.T).relu()
+        wanted.append((weights[row].double()[:, None] * scores).sum(0)[None])
+    places = some, torch.zeros_like(some[:1])
+    run = KernelRun(call, logits[:, None], tolerance=TOLERANCE)
+    yield from _streamed(run, Expected(*places, torch.stack(wanted)), asked, rounds)
+
+
+def _streamed(
+    run: KernelRun, expected: Expected, asked: list[Line], rounds: Rounds
+) -> Iterator[Line]:
+    error = checked(run, expected)
+    yield from timed(asked, {"ours": run.call}, rounds, error)
+    checked(run, expected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from attn.bench.cases import PEERS, BenchTable
+from attn.bench.cases import PEERS, SPARSE_CASES, SPARSE_CONTEXT, BenchTable
 from attn.bench.lines import Line, Part
 from attn.bench.results import (
     BenchResults,
@@ -96,12 +96,23 @@ _HOW_LATENT = (
     "they are timed and again after; `error` is the largest relative norm, where e4m3 is stored "
     "its rounding included, which is to the nearest in every element."
 )
+_HOW_SPARSE = (
+    "Times are taken in one process, in turn ({rounds} rounds), on the same tensors; medians. "
+    "`device` is the GPU's time alone: {clock}. `graph` is a replay of a CUDA graph of one call, "
+    "back to back. Rows of queries list {topk} tokens each of contexts of {context}, drawn at "
+    "random. TF counts 2 x (576 + 512) flops per listed row and head; TB/s the bytes that are read "
+    "and written. FlashMLA is vLLM's or its own package's, with queries padded to its 64 or 128 "
+    "heads before they are timed, and with its schedule made. Sampled rows are compared with "
+    "float64 before they are timed and again after; `error` is the largest relative norm."
+)
 _PARTS = {
     Part.OVERHEAD: "A forward beside the call that it makes",
     Part.WRITE: "fp8 beside bf16, cache write included",
     Part.BUILD: "A step's build beside vLLM's",
     Part.ROPE: "RoPE, e4m3 and the cache write",
     Part.KERNEL: "By another backend's kernel",
+    Part.LISTS: "Latent attention over lists, beside FlashMLA",
+    Part.STREAM: "Bytes of the cache",
 }
 
 
@@ -156,11 +167,15 @@ def _render_lines(results: BenchResults) -> str:
     clock = _CPU_CLOCK if environment.device == "cpu" else _CUDA_CLOCK
     checks = [check for line in results.lines if (check := line_check(line)) is not None]
     counts = Counter(check.verdict for check in checks)
-    how = _HOW_LATENT if environment.table is BenchTable.TRTLLM_MLA else _HOW_LINES
+    own = {BenchTable.TRTLLM_MLA: _HOW_LATENT, BenchTable.SPARSE_MLA: _HOW_SPARSE}
+    how = own.get(environment.table, _HOW_LINES)
+    is_sparse = environment.table is BenchTable.SPARSE_MLA
+    beside = "FlashMLA" if is_sparse else "FlashInfer's own calls"
+    lists = {"topk": SPARSE_CASES[0].topk, "context": SPARSE_CONTEXT}
     parts = [
-        f"# {environment.backend} on {environment.device}, beside FlashInfer's own calls",
+        f"# {environment.backend} on {environment.device}, beside {beside}",
         _when(results),
-        how.format(rounds=environment.rounds, clock=clock, calls=GRAPH_CALLS),
+how.format(rounds=environment.rounds, clock=clock, calls=GRAPH_CALLS, **lists),
         "Targets: " + ", ".join(f"{counts[v]} {v.value}" for v in Verdict) + ".",
     ]
     for part, title in _PARTS.items():
@@ -179,6 +194,9 @@ def _render_lines(results: BenchResults) -> str:
 def _line_table(lines: Sequence[Line]) -> str:
     header = ["backend", "case", "what", "time of", "ours, us", "beside", "its, us", "ours / its"]
     header += ["ours - its, us", "spread", "error", "waits", "target", "verdict"]
+    # Of tables without rates a column less.
+    has_rates = any(line.amount is not None for line in lines)
+    header[5:5] = ["rate"] * has_rates
     rows = []
     for line in lines:
         check, ours, its = line_check(line), line.ours_us, line.other_us
@@ -191,6 +209,7 @@ def _line_table(lines: Sequence[Line]) -> str:
                 line.what,
                 line.how.value,
                 missing if ours is None else f"**{ours:.1f}**",
+                *[_line_rate(line)] * has_rates,
                 line.other,
                 "n/a" if its is None else f"{its:.1f}",
                 f"{(ours or 0.0) / (its or 1.0):.3f}" if paired else "",
@@ -205,6 +224,12 @@ def _line_table(lines: Sequence[Line]) -> str:
     return _table(header, rows)
 
 
+def _line_rate(line: Line) -> str:
+    if line.rate is None:
+        return ""
+    return f"{line.rate:.0f} {line.unit}" if line.rate >= 10 else f"{line.rate:.2f} {line.unit}"
+
+
 def line_text(line: Line) -> str:
     """For a log."""
     check = line_check(line)
@@ -213,6 +238,7 @@ def line_text(line: Line) -> str:
         for name, time in ((line.backend, line.ours_us), (line.other, line.other_us))
         if time is not None
     ]
+    times += filter(None, [_line_rate(line)])
     verdict = "" if check is None else f"{check.text}: {check.verdict.value}"
     parts = [f"{line.part.value} {line.how.value}", *times, verdict, line.reason]
     return ", ".join(filter(None, parts))

@@ -10,9 +10,17 @@ from typing import Any, ClassVar, Final
 import torch
 
 from attn.impls.base import AttentionLayer, MLAAttentionImpl, check_scale
+from attn.impls.sparse_callers import (
+    attend_by_fa3,
+    attend_by_flashinfer_mla,
+    attend_by_flashmla_kv,
+    attend_by_flashmla_sparse,
+    attend_by_trtllm,
+)
 from attn.ops.latent_convert import convert_rows, write_latent_rows
 from attn.ops.sparse_mla import sparse_mla
 from attn.ops.topk_transform import transform_topk
+from builders.sparse_calls import PlannedCalls
 from builders.sparse_mla import RowChunk, SparseMLAMetadata, SparseRows
 from specs.dtypes import CacheDType, DType
 from specs.rows import LatentFormat, RowFormat, latent_format_of
@@ -42,6 +50,10 @@ class SparseCall:
     """``[T, H, L]``, written."""
     lse: torch.Tensor
     """``[T, H]`` fp32, natural log, written; -inf, and zeros in ``out``, for an empty list."""
+    planned: PlannedCalls | None = None
+    """Of a kernel of others: what its calls of the step share."""
+    q_scale: torch.Tensor | None = None
+    """fp32 scalar, of a query in e4m3: real = stored * scale. None is 1."""
 
 
 def attend_by_triton(call: SparseCall) -> None:
@@ -55,6 +67,11 @@ def attend_by_triton(call: SparseCall) -> None:
 
 ATTENDERS: Final[dict[SparseKernel, Callable[[SparseCall], None]]] = {
     SparseKernel.TRITON_SPARSE: attend_by_triton,
+    SparseKernel.FLASHMLA_SPARSE: attend_by_flashmla_sparse,
+    SparseKernel.FLASHMLA_KV: attend_by_flashmla_kv,
+    SparseKernel.FA3: attend_by_fa3,
+    SparseKernel.FLASHINFER_MLA: attend_by_flashinfer_mla,
+    SparseKernel.TRTLLM: attend_by_trtllm,
 }
 """What calls each kernel; ``builders.sparse_mla_choice.CALLED`` names the same."""
 
@@ -114,7 +131,7 @@ class SparseMLAImpl(MLAAttentionImpl):
         for rows in (attn_metadata.decode, attn_metadata.prefill):
             if rows is not None:
                 tensors = (query, rotary, out, lse)
-                self._attend(rows, kv_c_and_k_pe_cache, tensors, layer._k_scale)
+                self._attend(rows, kv_c_and_k_pe_cache, tensors, layer)
                 covered = rows.first_token + rows.num_rows
         # Rows past the step's go through the projection that follows.
         out[covered:] = 0
@@ -146,15 +163,15 @@ class SparseMLAImpl(MLAAttentionImpl):
         rows: SparseRows,
         kv_cache: torch.Tensor,
         tensors: tuple[torch.Tensor, ...],
-        k_scale: torch.Tensor,
+        layer: AttentionLayer,
     ) -> None:
         """The rows of one phase; ``tensors`` are query, rotary part, output and LSE of all."""
         kernel = rows.plan.kernel
         attend = ATTENDERS.get(kernel)
         if attend is None:
             raise NotImplementedError(f"{kernel.value} is not called by SPARSE_MLA yet")
-        stored = self._row(self.cache_dtype, tensors[0].dtype)
-        run = partial(self._call, rows, tensors, k_scale, attend)
+        k_scale, stored = layer._k_scale, self._row(self.cache_dtype, tensors[0].dtype)
+        run = partial(self._call, rows, tensors, layer, attend)
         if rows.converted is None or rows.converted_row is None:
             run(slice(0, rows.num_rows), kv_cache, stored, None)
             return
@@ -182,7 +199,7 @@ class SparseMLAImpl(MLAAttentionImpl):
         self,
         rows: SparseRows,
         tensors: tuple[torch.Tensor, ...],
-        k_scale: torch.Tensor,
+        layer: AttentionLayer,
         attend: Callable[[SparseCall], None],
         part: slice,
         source: torch.Tensor,
@@ -213,5 +230,9 @@ class SparseMLAImpl(MLAAttentionImpl):
             conversion[1]()
         query, rotary, out, lse = (tensor[tokens] for tensor in tensors)
         attend(
-            SparseCall(*(query, rotary, source, row, indices, lens, self.scale, k_scale, out, lse))
+            SparseCall(
+                *(query, rotary, source, row, indices, lens, self.scale, layer._k_scale, out, lse),
+                planned=rows.planned,
+                q_scale=getattr(layer, "_q_scale", None),
+            )
         )

@@ -663,7 +663,7 @@ def test_a_wrong_kernel_of_ours_fails_the_command(tmp_path, monkeypatch):
         (["--peer", "fa3", "--no-peers"], "not both"),
         (
             ["--table", "blackwell"],
-            "table must be one of dense, hopper, mla, flashinfer, trtllm_mla, got",
+            "table must be one of dense, hopper, mla, flashinfer, trtllm_mla, sparse_mla, got",
         ),
         (["--case", "rag6_d64"], "case must match one of dec_b1_8k"),
         (["--merge", "nowhere.json"], "nowhere.json"),

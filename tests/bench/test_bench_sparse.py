@@ -1,39 +1,222 @@
-"""The table of sparse latent attention: every call runs, and right results are told from wrong."""
+"""The table of sparse latent attention without a GPU: calls run, and right is told from wrong."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from attn.bench import cases, kernels
 from attn.bench import sparse_mla as bench
-from attn.bench.sparse_mla import CASES, Content, error_of, main, ours
-from attn.ops.dispatch import has_kernel
-from attn.ops.sparse_mla import tile_for
-
-
-@pytest.mark.skipif(
-    torch.cuda.is_available() or not has_kernel(torch.ones(1)), reason="needs the interpreter"
+from attn.bench.cases import (
+    CONVERSION_CASE,
+    INDEX_CASE,
+    SPARSE_CASES,
+    TILES,
+    BenchTable,
+    KernelCase,
 )
-def test_all_calls_run_and_are_judged(capsys: pytest.CaptureFixture[str]) -> None:
-    one = ["--small", "--rounds", "1", "--all-tiles", "--only", "dec_bf16_h16_b1", "index"]
-    assert main(one) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("| case | kernel |")
-    assert {line.count("|") for line in lines} == {8}
-    named = [line for line in lines if line.startswith("| dec_bf16_h16_b1 | ours")]
-    assert len(named) == 1 + len(bench.FEW)
-    assert all(float(line.split("|")[-2]) < 2e-3 for line in named)
-    assert sum("selection" in line for line in lines) == 3
-    assert any("| FlashMLA | not importable" in line for line in lines)
+from attn.bench.kernels import main, make_bench, run_and_report
+from attn.bench.lines import How, Line, Part
+from attn.bench.pairs import Rounds
+from attn.bench.peers import KernelRun
+from attn.bench.report import Report
+from attn.bench.results import BenchResults, Verdict, line_check
+from attn.bench.sparse_mla import ALONE, FEW, FLASHMLA, sparse_lines
+from attn.kernels.numerics import INTERPRETED
+from builders import sparse_calls
+from specs.dtypes import DType
+from specs.engine import DecodeKernel
+from specs.rows import LatentFormat
+from specs.sparse_mla import SparseKernel
+from tests.sparse_calls_emulator import emulated
+
+ROUNDS = Rounds(torch.device("cpu"), 1, 1, 0)
+BY_NAME = {case.name: case for case in SPARSE_CASES}
+NAMES = ("dec_656_h16_b1", "dec_576_h16_b128", "pre_bf16_h16_4k", CONVERSION_CASE, INDEX_CASE)
+BACKENDS = ("SPARSE_MLA",)
 
 
-def test_wrong_results_show() -> None:
-    (case,) = [case for case in CASES if case.name == "dec_656_h16_b1"]
-    case = replace(case, context=256, topk=64)
-    content = Content(case, torch.device("cpu"))
-    _, out = ours(content, tile_for(content.query[..., :512], content.indices, case.layout))
-    assert error_of(content, out.zero_()) == 1.0
-    assert content.nbytes == 64 * 656
-    assert content.flops == 2.0 * 64 * 16 * (576 + 512)
+def tiny(name: str) -> KernelCase:
+    case = BY_NAME[name]
+    rows = min(case.num_reqs, 3)
+    new = (1,) * rows if case.query_lens[0] == 1 else (4,)
+    lens = (256,) * rows
+    return case.replace(query_lens=new, seq_lens=lens, topk=128, num_heads=min(case.num_heads, 16))
+
+
+@pytest.fixture
+def in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter multiplies bf16 by its bits."""
+    if torch.cuda.is_available() or not INTERPRETED.value:
+        pytest.skip("needs Triton's interpreter")
+    for module in (cases, bench):
+        monkeypatch.setattr(module, "MODEL_DTYPE", DType.FLOAT16)
+
+
+def lines_of(name: str, **options: Any) -> list[Line]:
+    return list(sparse_lines(tiny(name), BACKENDS, ROUNDS, print, **options))
+
+
+@pytest.mark.usefixtures("in_halves")
+@pytest.mark.parametrize("name", NAMES)
+def test_every_case_is_timed_and_right(name: str) -> None:
+    lines = lines_of(name)
+    assert [line.how for line in lines] == [How.DEVICE, How.GRAPH]
+    for line in lines:
+        assert not line.is_broken, line.reason
+        assert line.error is not None
+        assert line.error < (1e-30 if name == CONVERSION_CASE else 5e-3)
+        assert line.part is (Part.STREAM if name in (CONVERSION_CASE, INDEX_CASE) else Part.LISTS)
+        assert line.unit == ("TB/s" if line.part is Part.STREAM else "TF")
+    device, graph = lines
+    assert device.ours_us is not None
+    assert device.amount is not None
+    assert device.rate == device.amount / device.ours_us
+    assert graph.reason.endswith("needs a CUDA device")
+
+
+def test_the_cases_and_targets_are_those_of_the_issue() -> None:
+    table = BenchTable.SPARSE_MLA
+    assert (table.backend, table.peers, table.cases) == ("SPARSE_MLA", (FLASHMLA,), SPARSE_CASES)
+    assert table.has_lines
+    assert not table.times_plans
+    assert table.decode_kernel is DecodeKernel.TRITON
+    targets = {
+        (case.name, line.how.value): line.target
+        for case in SPARSE_CASES
+        for line in bench._asked(case, "SPARSE_MLA", FLASHMLA)
+        if line.target
+    }
+    assert targets == {
+        ("dec_656_h128_b128", "device"): ">= 250 TF",
+        ("dec_656_h16_b128", "device"): "<= 0.5 x flashmla",
+        ("dec_656_h8_b128", "device"): "<= 0.5 x flashmla",
+        ("dec_656_h16_b1", "graph"): "<= 12 us",
+        ("pre_bf16_h128_4k", "device"): ">= 350 TF",
+        ("pre_bf16_h16_4k", "device"): "<= 0.5 x flashmla",
+        (CONVERSION_CASE, "device"): ">= 3.5 TB/s",
+        (INDEX_CASE, "device"): ">= 2.5 TB/s",
+    }
+    case = BY_NAME["dec_656_h128_b128"]
+    assert case.flops == 2 * 128 * 2048 * 128 * (576 + 512)
+    assert case.nbytes == 128 * 2048 * 656
+    assert case.what == "decode 128/1/576, 128 x 32768, top-k 2048, fp8_ds_mla KV"
+    assert BY_NAME["pre_bf16_h128_4k"].flops == 2 * 4096 * 2048 * 128 * (576 + 512)
+    for name, layout in (
+        ("dec_656_h16_b1", LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE),
+        ("dec_576_h16_b128", LatentFormat.FP8_NOPE_FP8_ROPE),
+        ("dec_bf16_h16_b1", LatentFormat.BF16),
+    ):
+        assert BY_NAME[name].latent_format is layout
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "ours_us", "other_us", "verdict"),
+    [
+        # 73.0 GF: 292 us are 250 TF.
+        ("dec_656_h128_b128", How.DEVICE, 290.0, None, Verdict.MET),
+        ("dec_656_h128_b128", How.DEVICE, 295.0, 900.0, Verdict.NOT_MET),
+        ("dec_656_h8_b128", How.DEVICE, 100.0, 201.0, Verdict.MET),
+        ("dec_656_h8_b128", How.DEVICE, 100.0, 199.0, Verdict.NOT_MET),
+        ("dec_656_h8_b128", How.DEVICE, 100.0, None, Verdict.NOT_MEASURED),
+        ("dec_656_h16_b1", How.GRAPH, 12.1, None, Verdict.NOT_MET),
+        ("dec_656_h16_b1", How.GRAPH, None, None, Verdict.NOT_MEASURED),
+        # 2.58 GB, and 277 MB.
+        (CONVERSION_CASE, How.DEVICE, 730.0, None, Verdict.MET),
+        (CONVERSION_CASE, How.DEVICE, 740.0, None, Verdict.NOT_MET),
+        (INDEX_CASE, How.DEVICE, 110.0, None, Verdict.MET),
+        (INDEX_CASE, How.DEVICE, 111.0, None, Verdict.NOT_MET),
+    ],
+)
+def test_times_are_judged(
+    name: str, how: How, ours_us: float | None, other_us: float | None, verdict: Verdict
+) -> None:
+    (line,) = (one for one in bench._asked(BY_NAME[name], "SPARSE_MLA", FLASHMLA) if one.how is how)
+    check = line_check(line.replace(ours_us=ours_us, other_us=other_us))
+    assert check is not None
+    assert check.verdict is verdict
+
+
+@pytest.mark.usefixtures("in_halves")
+@pytest.mark.parametrize("name", ["dec_656_h16_b1", CONVERSION_CASE, INDEX_CASE])
+def test_wrong_results_are_lines_without_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def off(*given: Any, **named: Any) -> None:
+        """Writes nothing."""
+
+    for function in ("sparse_mla", "convert_blocks", "paged_index_logits"):
+        monkeypatch.setattr(bench, function, off)
+    lines = lines_of(name)
+    assert len(lines) == 2
+    assert all(line.is_broken and line.ours_us is None for line in lines)
+    targets = [line.holds for line in lines if line.target]
+    assert targets == [False]
+
+
+@pytest.mark.usefixtures("in_halves")
+def test_other_tiles_are_lines_of_their_own() -> None:
+    lines = lines_of("dec_656_h16_b1", peers=(TILES,))
+    names = {line.backend for line in lines}
+    # Only bf16 rows are taken swapped.
+    assert len(names) == len(FEW)
+    assert "SPARSE_MLA, 64 keys" in names
+    assert all(line.other == ALONE and not line.is_broken for line in lines), lines
+    assert len({line.key for line in lines}) == len(lines)
+    assert not any(line.target for line in lines if line.backend != "SPARSE_MLA")
+
+
+def test_a_kernel_that_is_not_there_is_a_refusal() -> None:
+    for line in lines_of("dec_656_h16_b1", kernel=DecodeKernel.HOPPER):
+        assert line.is_refused
+        assert line.reason == "SPARSE_MLA has no hopper kernel"
+
+
+@pytest.mark.parametrize("name", ["dec_656_h16_b1", "dec_656_h128_b128", "pre_bf16_h16_4k"])
+def test_flashmla_is_called_as_its_interface_has_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = bench.make_sparse_content(tiny(name), ROUNDS)
+    raw = bench.make_sparse_content(tiny("dec_576_h16_b128"), ROUNDS)
+    assert "reads no fp8_nope_fp8_rope rows" in str(bench.flashmla(raw))
+    with emulated() as found:
+        load = sparse_calls.LOADERS[SparseKernel.FLASHMLA_KV]
+        monkeypatch.setattr(bench, "load_flashmla", load)
+        run = bench.flashmla(content)
+        assert isinstance(run, KernelRun)
+        run.call()
+        assert run.collect is not None
+        run.collect()
+    assert content.expected.error_of(run.output) < 5e-3
+    assert len(found.called) == 1
+
+
+@pytest.mark.usefixtures("in_halves")
+def test_the_table_has_a_row_per_line(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = [tiny(name) for name in ("dec_656_h16_b1", CONVERSION_CASE)]
+    monkeypatch.setattr(kernels, "select_cases", lambda patterns, cases: tuple(chosen))
+    out, data = tmp_path / "table.md", tmp_path / "table.json"
+    made = make_bench(None, [], [], False, 1, 1, "abc", BenchTable.SPARSE_MLA)
+    assert made.backends == BACKENDS
+    assert run_and_report(made, Report(out=out, json=data), lambda _: None)
+    text = out.read_text()
+    assert "# SPARSE_MLA on cpu, beside FlashMLA" in text
+    results = BenchResults.model_validate_json(data.read_text())
+    assert len(results.lines) == 4
+    rows = [row for row in text.splitlines() if row.startswith("| SPARSE_MLA")]
+    assert len(rows) == 4
+    for title in ("Latent attention over lists, beside FlashMLA", "Bytes of the cache"):
+        assert f"## {title}" in text
+    assert "| ours, us | rate | beside |" in text
+    assert "<= 12 us" in text
+    again = tmp_path / "again.md"
+    options = ["--render", "--merge", str(data), "--merge", str(data), "--out", str(again)]
+    assert main(["--table", "sparse_mla", *options]) == 0
+    assert again.read_text() == text
+
+
+def test_tiles_are_a_peer_of_this_table_alone() -> None:
+    made = make_bench(None, [], [TILES], False, 1, 1, "abc", BenchTable.SPARSE_MLA)
+    assert made.peers == (TILES,)
+    with pytest.raises(ValueError, match="peer must be one of fa3"):
+        make_bench(None, [], [TILES], False, 1, 1, "abc", BenchTable.MLA)

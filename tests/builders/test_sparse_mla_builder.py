@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attn.ops.topk_transform import transform_topk
-from builders import sparse_mla, sparse_mla_choice
+from builders import sparse_calls, sparse_mla, sparse_mla_choice
 from builders.common import CommonAttentionMetadata
 from builders.sparse_mla import SparseMLAMetadata, SparseMLAMetadataBuilder, SparseRows
 from specs.devices import KNOWN_DEVICES
@@ -39,6 +39,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     capability = KNOWN_DEVICES["h200"].compute_capability
     monkeypatch.setattr(sparse_mla, "capability_of", lambda device: capability)
     monkeypatch.setattr(sparse_mla_choice, "unavailable_kernels", dict)
+    monkeypatch.setattr(sparse_calls, "LOADERS", {})
 
 
 def spec_of(layout: LatentFormat = BF16, **fields: Any) -> MLAAttentionSpec:

@@ -15,7 +15,6 @@ import pytest
 from pydantic import ValidationError
 
 from builders.sparse_mla_choice import (
-    CALLED,
     BatchStats,
     PhasePlan,
     SparseSetup,
@@ -171,7 +170,7 @@ def holds(plan: PhasePlan, device: str, chosen: SparseKernel, given: str) -> Non
     is_fp8 = wanted is K.TRTLLM and plan.stored is RAW
     assert plan.query_dtype is (DType.FLOAT8_E4M3FN if is_fp8 else DType.BFLOAT16)
     assert plan.snaps_scales == (given == TO_656 and wanted is K.FLASHMLA_KV and device == "b200")
-    assert plan.skips_minus_one == (wanted not in (K.FLASHINFER_MLA, K.FA3))
+    assert plan.skips_minus_one == (wanted not in (K.FLASHINFER_MLA, K.FA3, K.TRTLLM))
     assert plan.index_width == plan.topk == 2048
 
 
@@ -353,8 +352,9 @@ def test_lists_are_padded_to_what_a_kernel_takes(
             "use flashmla_kv",
         ),
         (
-            {"layout": RAW, "decode": K.FLASHINFER_MLA, "exact_host_lengths": False},
-            "flashinfer_mla plans on the host, whose lengths are not exact here: use flashmla_kv",
+            {"layout": RAW, "decode": K.FLASHINFER_MLA, "has_padded_pages": True},
+            "flashinfer_mla reads a cache as one array of rows, got pages with padding: "
+            "use flashmla_kv",
         ),
         (
             {"capability": None, "decode": K.FLASHMLA_KV},
@@ -408,7 +408,9 @@ def test_a_kernel_that_is_there_and_not_called_is_no_choice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("builders.sparse_mla_choice.find_module", lambda name: True)
-    assert set(unavailable_kernels()) == set(HEADS) - set(CALLED)
+    assert unavailable_kernels() == {}
+    monkeypatch.setattr("builders.sparse_mla_choice.CALLED", (K.TRITON_SPARSE,))
+    assert set(unavailable_kernels()) == set(HEADS) - {K.TRITON_SPARSE}
     with pytest.raises(ValueError, match="fa3 is installed, but not called by SPARSE_MLA yet"):
         check_setup(setup_of(decode=K.FA3))
     check_setup(setup_of())

@@ -1,0 +1,254 @@
+"""Calls of others' kernels of sparse latent attention; each writes its call's output and LSE.
+
+Lists, lengths and rows are the kernel's already, as its plan says. Here heads are padded, scales
+applied, log-sum-exps made natural, and rows that list nothing made neutral. Nothing is read back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attn.ops.clear import clear_rows
+from attn.ops.sparse_mla import sparse_mla
+from attn.reference.quant import saturate
+from builders.flashinfer_compat import LSE_UNIT
+from builders.flashinfer_mla_compat import LatentCall
+from builders.sparse_calls import PlannedCalls
+from builders.trtllm_mla_calls import LatentDecodeCall
+from specs.dtypes import DType
+from specs.layouts import latent_views
+from specs.rows import INDEXER_PAGE, LatentFormat
+
+if TYPE_CHECKING:
+    from attn.impls.sparse_mla import SparseCall
+
+MOST_SPLIT_ROWS = 512
+"""Rows that FlashMLA is given as requests, whose lists it may cut; more fill the GPU as they are,
+and its schedule has room for no end of requests."""
+
+
+def attend_by_flashmla_sparse(call: SparseCall) -> None:
+    """FlashMLA's prefill: bf16 rows of one array."""
+    planned = _planned(call)
+    functions, query = planned.functions, _whole_query(call, planned.plan.padded_heads)
+    rows = call.rows.view(-1, 1, call.rows.shape[-1])
+    given = _written(call, query, functions.writes(functions.prefill))
+    listed = call.indices[:, None]
+    out, _, lse = functions.prefill(query, rows, listed, call.scale, **given)
+    _finish_flashmla(call, out, lse, planned)
+
+
+def attend_by_flashmla_kv(call: SparseCall) -> None:
+    """FlashMLA over block-scaled rows, in pages of 64."""
+    planned = _planned(call)
+    functions, query = planned.functions, _whole_query(call, planned.plan.padded_heads)
+    pages = call.rows.view(torch.uint8)
+    if pages.shape[1] != INDEXER_PAGE:
+        # Converted rows are one block of whole pages.
+        pages = pages.view(-1, INDEXER_PAGE, pages.shape[-1])
+    # Rows of one request, or requests of one row.
+    axis = 1 if len(query) <= MOST_SPLIT_ROWS else 0
+    given = _written(call, query, functions.writes(functions.with_cache))
+    if given:
+        given["out"] = given["out"].unsqueeze(axis)
+    shape = axis, *query.shape[:2], pages.shape[1], call.indices.shape[1]
+    schedule = planned.once(shape, functions.new_schedule)
+    out, lse = functions.with_cache(
+        *(query.unsqueeze(axis), pages[:, :, None], None, None, call.query.shape[-1], schedule),
+        softmax_scale=call.scale,
+        is_fp8_kvcache=True,
+        indices=call.indices.unsqueeze(axis),
+        **given,
+    )
+    # [b, s, H, L] and [b, H, s].
+    _finish_flashmla(call, out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1), planned)
+
+
+def attend_by_fa3(call: SparseCall) -> None:
+    """FlashAttention 3: every row is a request, every token a page."""
+    functions, lens = _planned(call).functions, _lens(call)
+    rank, width = call.query.shape[-1], call.indices.shape[1]
+    pages = call.rows.view(-1, 1, 1, call.rows.shape[-1])
+    latent, rope = pages[..., :rank], pages[..., rank:]
+    common: dict[str, Any] = {"softmax_scale": call.scale, "causal": False}
+    if functions.is_vllm:
+        count, device = len(call.query), call.query.device
+
+        def counted() -> torch.Tensor:
+            return torch.arange(count + 1, dtype=torch.int32, device=device)
+
+        starts = _planned(call).once(count, counted)
+        out, lse = functions.function(
+            q=call.rotary,
+            k=rope,
+            v=latent,
+            max_seqlen_q=1,
+            cu_seqlens_q=starts,
+            max_seqlen_k=width,
+            seqused_k=lens,
+            q_v=call.query,
+            block_table=call.indices,
+            return_softmax_lse=True,
+            out=call.out,
+            fa_version=3,
+            **common,
+        )
+        _finish(call, out, lse.T, lens == 0)
+        return
+    out, lse, *_ = functions.function(
+        call.rotary[:, None],
+        rope,
+        latent,
+        qv=call.query[:, None],
+        cache_seqlens=lens,
+        page_table=call.indices,
+        return_softmax_lse=True,
+        **common,
+    )
+    _finish(call, out[:, 0], lse[..., 0], lens == 0)
+
+
+def attend_by_flashinfer_mla(call: SparseCall) -> None:
+    """FlashInfer's wrapper: pages of one token, as many for each row as a list has room for.
+
+    Lengths of a plan are the host's. A list that turns out shorter is the library's own kernel's.
+
+    Raises:
+        ValueError: the step was planned with another scale than the layer's.
+    """
+    planned, lens = _planned(call), _lens(call)
+    rank, heads = call.query.shape[-1], planned.plan.padded_heads
+    is_full = lens >= call.indices.shape[1]
+    _attend_rest(call, torch.where(is_full, 0, lens))
+    # Of those some page must be there to be read.
+    call.indices.clamp_(min=0)
+    if planned.scale != call.scale:
+        raise ValueError(
+            f"scale of the layer must be what the step was planned with ({planned.scale}), got "
+            f"{call.scale}"
+        )
+    # Rows are read as they are stored: their scale is not on the host. Powers of two are exact.
+    query = _whole_query(call, heads)
+    query = (query.float() * call.k_scale).to(query.dtype)
+    fields = latent_views(call.rows.view(-1, 1, call.rows.shape[-1]), call.row)
+    out = call.out.new_empty((len(query), heads, rank))
+    lse = torch.empty((len(query), heads), dtype=torch.float32, device=out.device)
+    planned.functions.run(
+        planned.wrapper,
+        LatentCall(
+            q_nope=query[..., :rank],
+            q_pe=query[..., rank:],
+            latent=fields["nope"],
+            rope=fields["rope"],
+            output=out,
+            lse=lse,
+            scale=1.0,
+        ),
+    )
+    own = slice(0, call.query.shape[1])
+    real = (out[:, own].float() * call.k_scale).to(out.dtype)
+    call.out.copy_(torch.where(is_full[:, None, None], real, call.out))
+    call.lse.copy_(torch.where(is_full[:, None], lse[:, own], call.lse))
+
+
+def _attend_rest(call: SparseCall, lens: torch.Tensor) -> None:
+    """Lists of these lengths by the library's own kernel."""
+    sparse_mla(
+        *(call.query, call.rotary, call.rows, call.indices, lens),
+        *(LatentFormat(call.row.name), call.scale, call.out, call.lse),
+        k_scale=call.k_scale,
+    )
+
+
+def attend_by_trtllm(call: SparseCall) -> None:
+    """trtllm-gen: a row is a request, and its list stands in place of a block table."""
+    planned, lens = _planned(call), _lens(call)
+    assert planned.workspace is not None
+    assert planned.counters is not None
+    rank, heads = call.query.shape[-1], planned.plan.padded_heads
+    query = _whole_query(call, heads)
+    qk_scale: float | torch.Tensor = call.scale
+    v_scale: float | torch.Tensor = 1.0
+    rows = call.rows
+    if planned.plan.query_dtype is DType.FLOAT8_E4M3FN:
+        e4m3 = planned.plan.query_dtype.torch
+        q_scale = torch.ones_like(call.k_scale) if call.q_scale is None else call.q_scale
+        query = saturate(query.float() / q_scale, e4m3)
+        qk_scale, v_scale = call.scale * q_scale * call.k_scale, call.k_scale
+        rows = rows.view(e4m3)
+    out = torch.empty((len(query), 1, heads, rank), dtype=torch.bfloat16, device=query.device)
+    lse = torch.empty((len(query), heads), dtype=torch.float32, device=query.device)
+    # A row without keys is given one, and cleared.
+    call.indices.clamp_(min=0)
+    width = call.indices.shape[1]
+    planned.functions.decode(
+        LatentDecodeCall(
+            query=query[:, None],
+            cache=rows,
+            output=out,
+            lse=lse,
+            pages=call.indices[:, None],
+            kv_lens=lens.clamp(min=1),
+            max_kv_len=width,
+            workspace=planned.workspace,
+            counters=planned.counters,
+            nope_size=NOPE_SIZE,
+            rank=rank,
+            qk_scale=qk_scale,
+            v_scale=v_scale,
+            topk=width,
+        )
+    )
+    _finish(call, out[:, 0], lse * LSE_UNIT, lens == 0)
+
+
+NOPE_SIZE = 128
+"""Of a head's query before absorption; no kernel of absorbed rows reads it."""
+
+
+def _planned(call: SparseCall) -> PlannedCalls:
+    assert call.planned is not None, "of a kernel of others the step's builder plans the calls"
+    return call.planned
+
+
+def _lens(call: SparseCall) -> torch.Tensor:
+    assert call.lens is not None, "the kernel needs the number of entries at a list's front"
+    return call.lens
+
+
+def _whole_query(call: SparseCall, heads: int) -> torch.Tensor:
+    """``[T, heads, L + r]``, contiguous; zeros in heads that the layer has not."""
+    query, rotary = call.query, call.rotary
+    count, own, rank = query.shape
+    size = count, heads, rank + rotary.shape[-1]
+    whole = query.new_empty(size)
+    whole[:, :own, :rank] = query
+    whole[:, :own, rank:] = rotary
+    if heads > own:
+        whole[:, own:] = 0
+    return whole
+
+
+def _written(call: SparseCall, query: torch.Tensor, takes_out: bool) -> dict[str, Any]:
+    """What a function writes into: the call's own output, where no head is padded."""
+    fits = takes_out and call.out.shape[:2] == query.shape[:2] and call.out.is_contiguous()
+    return {"out": call.out} if fits else {}
+
+
+def _finish_flashmla(
+    call: SparseCall, out: torch.Tensor, lse: torch.Tensor, planned: PlannedCalls
+) -> None:
+    """FlashMLA's log-sum-exp of nothing is infinite."""
+    assert planned.lse_unit is not None
+    _finish(call, out, lse * planned.lse_unit, lse[:, 0].isinf())
+
+
+def _finish(call: SparseCall, out: torch.Tensor, lse: torch.Tensor, is_empty: torch.Tensor) -> None:
+    """The layer's own heads; rows that list nothing are neutral."""
+    heads = call.query.shape[1]
+    if out.data_ptr() != call.out.data_ptr():
+        call.out.copy_(out[:, :heads])
+    call.lse.copy_(lse[:, :heads])
+    clear_rows(call.out, call.lse, is_empty)
