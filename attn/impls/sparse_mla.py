@@ -13,7 +13,8 @@ from attn.impls.base import AttentionLayer, MLAAttentionImpl, check_scale
 from attn.ops.latent_convert import convert_rows, write_latent_rows
 from attn.ops.sparse_mla import sparse_mla
 from attn.ops.topk_transform import transform_topk
-from builders.sparse_mla import RowChunk, SparseMLAMetadata, SparseRows
+from builders.sparse_launches import SparseLaunch
+from builders.sparse_records import RowChunk, SparseMLAMetadata, SparseRows
 from specs.dtypes import CacheDType, DType
 from specs.rows import LatentFormat, RowFormat, latent_format_of
 from specs.sparse_mla import IndexKind, SparseKernel
@@ -42,15 +43,28 @@ class SparseCall:
     """``[T, H, L]``, written."""
     lse: torch.Tensor
     """``[T, H]`` fp32, natural log, written; -inf, and zeros in ``out``, for an empty list."""
+    launch: SparseLaunch | None = None
+    """Of the library's own kernel."""
 
 
 def attend_by_triton(call: SparseCall) -> None:
     """The library's own kernel, which reads rows of every layout."""
-    sparse_mla(
-        *(call.query, call.rotary, call.rows, call.indices, call.lens),
-        *(LatentFormat(call.row.name), call.scale, call.out, call.lse),
-        k_scale=call.k_scale,
-    )
+    launch = call.launch
+    if launch is None:
+        raise ValueError("launch of the library's own kernel must be the builder's, got None")
+    for first in range(0, len(call.query), launch.rows):
+        part = slice(first, first + launch.rows)
+        sparse_mla(
+            *(call.query[part], call.rotary[part], call.rows, call.indices[part]),
+            topk_lens=None if call.lens is None else call.lens[part],
+            layout=LatentFormat(call.row.name),
+            scale=call.scale,
+            output=call.out[part],
+            lse=call.lse[part],
+            k_scale=call.k_scale,
+            tile=launch.tile,
+            workspace=launch.workspace,
+        )
 
 
 ATTENDERS: Final[dict[SparseKernel, Callable[[SparseCall], None]]] = {
@@ -212,6 +226,5 @@ class SparseMLAImpl(MLAAttentionImpl):
         if conversion is not None:
             conversion[1]()
         query, rotary, out, lse = (tensor[tokens] for tensor in tensors)
-        attend(
-            SparseCall(*(query, rotary, source, row, indices, lens, self.scale, k_scale, out, lse))
-        )
+        given = (query, rotary, source, row, indices, lens, self.scale, k_scale, out, lse)
+        attend(SparseCall(*given, launch=rows.launch))

@@ -10,7 +10,8 @@ import torch
 from attn.ops.topk_transform import transform_topk
 from builders import sparse_mla, sparse_mla_choice
 from builders.common import CommonAttentionMetadata
-from builders.sparse_mla import SparseMLAMetadata, SparseMLAMetadataBuilder, SparseRows
+from builders.sparse_mla import SparseMLAMetadataBuilder
+from builders.sparse_records import SparseMLAMetadata, SparseRows
 from specs.devices import KNOWN_DEVICES
 from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig, ParallelConfig, SpeculativeConfig
