@@ -6,7 +6,7 @@ entries of top-k lists count, and which cached rows are converted for it, stand 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from builders.base import AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch
+from builders.latent_step import captured_query_len
 from builders.sparse_launches import SparseLaunch, SparseLaunches
 from builders.sparse_mla_choice import (
     NAME,
@@ -41,7 +42,9 @@ from specs.sparse_mla import ForwardMode, IndexKind, SparseKernel, SparsePhase
 WORKSPACE_BYTES = 256 << 20
 """Of converted rows, unless one request needs more."""
 ROW_WIDTHS = (512, 64)
-"""Latent and rotary part of a row, for every kernel but the library's own."""
+"""Latent and rotary part of a row, for every kernel but the library's own; the widest of its."""
+LEAST_WIDTH = 32
+"""Of either part: the narrowest that is written."""
 
 
 class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
@@ -166,19 +169,28 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> SparseMLAMetadata:
         """The record to capture with: any batch of as many requests and tokens can be replayed
-        after a build, each request with as many tokens as a verify has, or fewer, or none.
+        after a build, each request with as many tokens as a verify has, or fewer, or none. Requests
+        of more tokens, all of them of as many, can where prefill reads cached rows as they are.
 
         Raises:
-            ValueError: a request of more tokens.
+            ValueError: requests of several query lengths beyond a verify's, or such with a prefill
+                kernel whose rows are converted: how many those are, the host decides step by step.
         """
-        longest = common_attn_metadata.max_query_len
-        if longest > self.threshold:
-            raise ValueError(
-                f"max_query_len of a captured batch must be at most {self.threshold} for {NAME}, "
-                f"got {longest}"
-            )
+        batch = common_attn_metadata
+        if batch.max_query_len > self.threshold:
+            self._check_captured_prompts(batch)
         # By way of build, which a wrapper may have replaced.
-        return self.build(0, common_attn_metadata)
+        return self.build(0, batch)
+
+    def _check_captured_prompts(self, batch: CommonAttentionMetadata) -> None:
+        captured_query_len(batch)
+        for plan in self._plans:
+            if plan.phase is SparsePhase.PREFILL and plan.conversion is not None:
+                raise ValueError(
+                    f"max_query_len of a captured batch must be at most {self.threshold} for "
+                    f"{NAME} with {plan.kernel.value} over {plan.stored.value} rows, got "
+                    f"{batch.max_query_len}"
+                )
 
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
@@ -418,6 +430,7 @@ def setup_of(spec: AnyKVCacheSpec, config: EngineConfig, device: torch.device) -
             f"kv_cache_dtype must be quantised or the model's {spec.dtype.value}, got "
             f"{spec.cache_dtype.value!r}"
         )
+    reasons += _width_reasons(spec)
     kernels = config.sparse_prefill_kernel, config.sparse_decode_kernel
     others = [one.value for one in kernels if one is not SparseKernel.TRITON_SPARSE]
     widths = spec.kv_lora_rank, spec.qk_rope_head_dim
@@ -447,6 +460,16 @@ def setup_of(spec: AnyKVCacheSpec, config: EngineConfig, device: torch.device) -
         has_padded_pages=layout.page_size_bytes != layout.content_bytes,
         exact_host_lengths=config.exact_host_lengths,
     )
+
+
+def _width_reasons(spec: MLAAttentionSpec) -> Iterator[str]:
+    """Why the library's own kernel has no tile for such rows."""
+    parts = {"kv_lora_rank": spec.kv_lora_rank, "qk_rope_head_dim": spec.qk_rope_head_dim}
+    for name, width in parts.items():
+        if width < LEAST_WIDTH or width & (width - 1):
+            yield f"{name} must be a power of two from {LEAST_WIDTH} on, got {width}"
+    if sum(parts.values()) > sum(ROW_WIDTHS):
+        yield f"rows must be at most {sum(ROW_WIDTHS)} wide, got {sum(parts.values())}"
 
 
 def _pages(rows: int) -> int:

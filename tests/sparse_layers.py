@@ -1,0 +1,284 @@
+"""A sparse layer with its indexer at work: steps over requests that keep their caches.
+
+Unused slots hold NaN, tables wild blocks, lists what a step before left. Index queries and keys are
+small integers, so that logits are exact, whatever the order of their sums, and full of ties: lists
+are compared entry by entry. States come from ``tests.oracle``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn.impls.base import LayerScales
+from attn.impls.indexer import IndexInputs, SparseIndexer
+from attn.ops.mla import mla_attention
+from attn.reference.mla import absorb_query, project_latent_output
+from attn.registry import AttentionBackendEnum
+from builders.common import CommonAttentionMetadata
+from builders.indexer import IndexerMetadata, IndexerMetadataBuilder
+from builders.sparse_records import SparseMLAMetadata
+from specs.dtypes import DType
+from specs.engine import EngineConfig, SpeculativeConfig
+from specs.kv_cache import IndexerSpec, MLAAttentionSpec
+from specs.rows import LatentFormat, cache_dtype_of
+from specs.sparse_mla import SparseKernel
+from tests import oracle, stored_rows
+from tests.batches import POISON_BYTE, WILD_BLOCK
+from tests.budget import budget, low_precision_attention, lse_budget, lse_errors, row_errors
+
+BLOCK = 64
+K_SCALE = 0.25
+NAMES = {
+    LatentFormat.BF16: "auto",
+    LatentFormat.FP8_NOPE_FP8_ROPE: "fp8_e4m3",
+    LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE: "fp8_ds_mla",
+}
+Part = tuple[int, int, int]
+"""Request, tokens that are cached, new tokens."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a layer, and of what is cached."""
+
+    num_heads: int = 4
+    rank: int = 512
+    rope: int = 64
+    nope: int = 32
+    v: int = 16
+    topk: int = 24
+    index_heads: int = 2
+    index_dim: int = 32
+    requests: int = 4
+    longest: int = 256
+    most_tokens: int = 160
+    drafts: int = 3
+    dtype: DType = DType.BFLOAT16
+
+
+@dataclass(eq=False)
+class Step:
+    """What a step is given."""
+
+    parts: Sequence[Part]
+    batch: CommonAttentionMetadata
+    query: Tensor
+    """``[T, H, P + r]``."""
+    new: Tensor
+    """``[T, L + r]``."""
+    index_query: Tensor
+    index_key: Tensor
+    weights: Tensor
+    lists: list[Tensor] = field(default_factory=list)
+    """By the oracle: of each part, ``[new, topk]`` by rising position, then -1."""
+
+
+class SparseLayer:
+    """The triple, its indexer, both caches, and random requests."""
+
+    def __init__(
+        self,
+        layout: LatentFormat,
+        device: str = "cpu",
+        prefill: SparseKernel = SparseKernel.TRITON_SPARSE,
+        decode: SparseKernel = SparseKernel.TRITON_SPARSE,
+        sizes: Sizes = Sizes(),
+        **settings: Any,
+    ) -> None:
+        """Refusals of the builder pass through."""
+        self.layout, self.device, self.sizes = layout, torch.device(device), sizes
+        self.random = torch.Generator().manual_seed(7)
+        backend = AttentionBackendEnum["SPARSE_MLA"].get_class()
+        self.cache_dtype = cache_dtype_of(layout)
+        self.spec = MLAAttentionSpec(
+            block_size=BLOCK,
+            dtype=sizes.dtype,
+            cache_dtype=self.cache_dtype,
+            kv_lora_rank=sizes.rank,
+            qk_rope_head_dim=sizes.rope,
+            topk=sizes.topk,
+        )
+        self.config = EngineConfig(
+            max_model_len=sizes.longest,
+            max_num_seqs=sizes.requests,
+            max_num_batched_tokens=sizes.most_tokens,
+            num_heads=sizes.num_heads,
+            index_topk=sizes.topk,
+            speculative=SpeculativeConfig(num_speculative_tokens=sizes.drafts),
+            sparse_prefill_kernel=prefill,
+            sparse_decode_kernel=decode,
+        ).replace(**settings)
+        self.builder: Any = backend.get_builder_cls()(self.spec, ["0"], self.config, self.device)
+        index_spec = IndexerSpec(dtype=sizes.dtype, index_head_dim=sizes.index_dim)
+        self.index_builder = IndexerMetadataBuilder(index_spec, ["0"], self.config, self.device)
+        per = sizes.longest // BLOCK
+        ids = 1 + torch.randperm(sizes.requests * per, generator=self.random).int()
+        self.table = torch.full((sizes.requests, per + 1), WILD_BLOCK // BLOCK, dtype=torch.int32)
+        self.table[:, :per] = ids.view(-1, per)
+        blocks = len(ids) + 1
+        self.cache = self.spec.layout().allocate(blocks, self.device, POISON_BYTE)
+        self.index_cache = index_spec.layout().allocate(blocks, self.device, POISON_BYTE)
+        shape = (sizes.requests, sizes.longest)
+        self.keys = self.normal(*shape, sizes.rank + sizes.rope)
+        self.index_keys = self.integers(-4, 5, *shape, sizes.index_dim)
+        lists = torch.full((sizes.most_tokens, sizes.topk), WILD_BLOCK, dtype=torch.int32)
+        self.indexer = SparseIndexer(lists.to(self.device))
+        self.scales = LayerScales.of(device=self.device)
+        self.scales._k_scale = torch.tensor(K_SCALE, device=self.device)
+        self.impl: Any = self._impl(backend)
+
+    def _impl(self, backend: Any) -> Any:
+        sizes = self.sizes
+        weight = self.normal(sizes.num_heads * (sizes.nope + sizes.v), sizes.rank)
+        impl = backend.get_impl_cls()(
+            *(sizes.num_heads, sizes.rank + sizes.rope, self.scale, 1, None, None),
+            self.cache_dtype.value,
+            kv_lora_rank=sizes.rank,
+            qk_nope_head_dim=sizes.nope,
+            qk_rope_head_dim=sizes.rope,
+            qk_head_dim=sizes.nope + sizes.rope,
+            v_head_dim=sizes.v,
+            kv_b_proj=SimpleNamespace(weight=(weight * sizes.rank**-0.5).to(self.device)),
+            indexer=self.indexer,
+        )
+        impl.process_weights_after_loading(sizes.dtype.torch)
+        return impl
+
+    @property
+    def scale(self) -> float:
+        return float((self.sizes.nope + self.sizes.rope) ** -0.5)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.random).to(self.sizes.dtype.torch)
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        found = torch.randint(low, high, shape, generator=self.random)
+        return found.to(self.sizes.dtype.torch)
+
+    def step(self, parts: Sequence[Part], padding: int = 0) -> Step:
+        """Inputs of a step; with padding, as many more tokens that no request has."""
+        sizes, reqs = self.sizes, [req for req, _, _ in parts]
+        batch = CommonAttentionMetadata.from_lengths(
+            [new for _, _, new in parts],
+            [done + new for _, done, new in parts],
+            self.table[reqs].to(self.device),
+            BLOCK,
+        )
+        tokens = batch.num_actual_tokens
+        if padding:
+            gone = torch.full((padding,), -1, dtype=torch.int64, device=self.device)
+            slots = torch.cat([batch.slot_mapping, gone])
+            batch = batch.replace(slot_mapping=slots, num_actual_tokens=tokens + padding)
+        rows = tokens + padding
+
+        def new(kept: Tensor) -> Tensor:
+            own = [kept[req, done : done + count] for req, done, count in parts]
+            return torch.cat([*own, kept.new_zeros(padding, kept.shape[-1])]).to(self.device)
+
+        step = Step(
+            parts,
+            batch,
+            self.normal(rows, sizes.num_heads, sizes.nope + sizes.rope).to(self.device),
+            new(self.keys),
+            self.integers(-2, 3, rows, sizes.index_heads, sizes.index_dim).to(self.device),
+            new(self.index_keys),
+            self.integers(1, 4, rows, sizes.index_heads).float().to(self.device),
+        )
+        at = 0
+        for req, done, count in parts:
+            own = slice(at, at + count)
+            keys = self.index_keys[req, : done + count].double()
+            query, weights = step.index_query[own].cpu().double(), step.weights[own].cpu().double()
+            lists = oracle.index_topk(query, keys, weights, done, sizes.topk)
+            lists = lists.where(lists >= 0, 2**30).sort(-1).values
+            step.lists.append(lists.where(lists < 2**30, -1))
+            at += count
+        return step
+
+    def records(self, step: Step) -> tuple[SparseMLAMetadata, IndexerMetadata]:
+        return self.builder.build(0, step.batch), self.index_builder.build(0, step.batch)
+
+    def forward(
+        self, step: Step, records: tuple[SparseMLAMetadata, IndexerMetadata], output: Tensor
+    ) -> None:
+        """The whole layer, from projections to values."""
+        record, index = records
+        rank = self.sizes.rank
+        inputs = IndexInputs(
+            step.index_query, step.index_key, step.weights, self.index_cache, index
+        )
+        kv_c, k_pe = step.new[:, :rank], step.new[:, rank:]
+        name, scale = self.cache_dtype.value, self.scales._k_scale
+        self.impl.do_kv_cache_update(kv_c, k_pe, self.cache, record.slot_mapping, name, scale)
+        mla_attention(
+            *(self.impl, self.scales, step.query, kv_c, k_pe, self.cache, record, output), inputs
+        )
+
+    def blank(self, step: Step) -> Tensor:
+        width = self.sizes.num_heads * self.sizes.v
+        shape = (len(step.query), width)
+        return torch.full(shape, float("nan"), dtype=self.sizes.dtype.torch, device=self.device)
+
+    def run(self, step: Step) -> Tensor:
+        """Build and forward."""
+        output = self.blank(step)
+        self.forward(step, self.records(step), output)
+        return output
+
+    def check(self, step: Step, output: Tensor) -> None:
+        """Lists are the oracle's, states are its too, within their budget, and so are values."""
+        sizes, record = self.sizes, self.builder.build(0, step.batch)
+        absorbed = absorb_query(step.query[..., : sizes.nope], self.impl.W_UK)
+        query = torch.cat([absorbed, step.query[..., sizes.nope :]], -1)
+        latent, lse = self.impl.forward_mqa(query, self.cache, record, self.scales)
+        values = project_latent_output(latent, self.impl.W_UV).flatten(1)
+        count = record.num_actual_tokens
+        assert torch.equal(output[:count], values[:count])
+        at, states, lows = 0, [], []
+        for (req, done, new), lists in zip(step.parts, step.lists, strict=True):
+            own = slice(at, at + new)
+            assert torch.equal(self.indexer.topk_indices_buffer[own].cpu(), lists)
+            is_prefill = record.decode is None or at >= record.decode.num_rows
+            rows = record.prefill if is_prefill else record.decode
+            assert rows is not None
+            real = self._real(req, done + new, rows.plan.reads)
+            one = query[own].cpu().double()
+            keys = real[:, : sizes.rank], real[:, sizes.rank :]
+            states.append(
+                oracle.sparse_mla(
+                    one[..., : sizes.rank], one[..., sizes.rank :], *keys, lists, self.scale
+                )
+            )
+            lows += [self._low(one[t : t + 1], real[row[row >= 0].long()]) for t, row in
+                     enumerate(lists)]  # fmt: skip
+            at += new
+        if not states:
+            return
+        wanted, wanted_lse = (torch.cat([state[side] for state in states]) for side in (0, 1))
+        low, low_lse = (torch.cat([state[side] for state in lows]) for side in (0, 1))
+        found, found_lse = latent[:at].cpu(), lse[:at].cpu()
+        limit = budget(wanted, low, sizes.dtype.torch)
+        assert float(row_errors(found, wanted).max()) <= limit
+        assert float(lse_errors(found_lse, wanted_lse).max()) <= lse_budget(wanted_lse, low_lse)
+
+    def _real(self, req: int, count: int, reads: LatentFormat) -> Tensor:
+        """Rows as the kernel is given them, float64."""
+        scaled = LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE
+        # What is read is as fine as what is stored, but for blocks that are scaled for a kernel.
+        name = NAMES[
+            scaled if self.layout is LatentFormat.BF16 and reads is scaled else self.layout
+        ]
+        rows, scale = self.keys[req, :count], torch.tensor(K_SCALE)
+        return stored_rows.quantized_latent(rows, name, scale, self.sizes.rank).double()
+
+    def _low(self, query: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        rules = oracle.Rules(scale=self.scale, causal=False)
+        keys = rows[:, None]
+        values = keys[..., : self.sizes.rank]
+        return low_precision_attention(query, keys, values, 0, rules, self.sizes.dtype.torch)
