@@ -13,6 +13,7 @@ from attn.impls.base import AttentionLayer, MLAAttentionImpl, check_scale
 from attn.ops.latent_convert import convert_rows, write_latent_rows
 from attn.ops.sparse_mla import sparse_mla
 from attn.ops.topk_transform import transform_topk
+from builders.debug import debug_enabled, debug_read
 from builders.sparse_launches import SparseLaunch
 from builders.sparse_records import RowChunk, SparseMLAMetadata, SparseRows
 from specs.dtypes import CacheDType, DType
@@ -127,6 +128,9 @@ class SparseMLAImpl(MLAAttentionImpl):
         covered = 0
         for rows in (attn_metadata.decode, attn_metadata.prefill):
             if rows is not None:
+                if debug_enabled():
+                    num_blocks, block_size = kv_c_and_k_pe_cache.shape[:2]
+                    debug_read(rows.block_table, rows.seq_lens.cpu(), num_blocks, block_size)
                 tensors = (query, rotary, out, lse)
                 self._attend(rows, kv_c_and_k_pe_cache, tensors, layer._k_scale)
                 covered = rows.first_token + rows.num_rows
