@@ -8,7 +8,7 @@ are compared entry by entry. States come from ``tests.oracle``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +39,9 @@ NAMES = {
     LatentFormat.FP8_NOPE_FP8_ROPE: "fp8_e4m3",
     LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE: "fp8_ds_mla",
 }
+STATIC = ("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound",
+          "block_table_tensor", "slot_mapping")  # fmt: skip
+"""Tensors of a batch that a captured step reads, and what builds in place read on the host."""
 Part = tuple[int, int, int]
 """Request, tokens that are cached, new tokens."""
 
@@ -220,6 +223,10 @@ class SparseLayer:
             *(self.impl, self.scales, step.query, kv_c, k_pe, self.cache, record, output), inputs
         )
 
+    def capture(self, step: Step) -> Captured:
+        """A step of this size and padding to be replayed with others."""
+        return Captured(self, step)
+
     def blank(self, step: Step) -> Tensor:
         width = self.sizes.num_heads * self.sizes.v
         shape = (len(step.query), width)
@@ -231,12 +238,23 @@ class SparseLayer:
         self.forward(step, self.records(step), output)
         return output
 
+    def absorbed(self, step: Step) -> Tensor:
+        """``[T, H, L + r]``."""
+        nope = self.sizes.nope
+        absorbed = absorb_query(step.query[..., :nope], self.impl.W_UK)
+        return torch.cat([absorbed, step.query[..., nope:]], -1)
+
+    def latents(self, step: Step, query: Tensor) -> tuple[Tensor, Tensor]:
+        """States of absorbed queries, by the lists that are there."""
+        record = self.builder.build(0, step.batch)
+        latent, lse = self.impl.forward_mqa(query, self.cache, record, self.scales)
+        return latent, lse
+
     def check(self, step: Step, output: Tensor) -> None:
         """Lists are the oracle's, states are its too, within their budget, and so are values."""
         sizes, record = self.sizes, self.builder.build(0, step.batch)
-        absorbed = absorb_query(step.query[..., : sizes.nope], self.impl.W_UK)
-        query = torch.cat([absorbed, step.query[..., sizes.nope :]], -1)
-        latent, lse = self.impl.forward_mqa(query, self.cache, record, self.scales)
+        query = self.absorbed(step)
+        latent, lse = self.latents(step, query)
         values = project_latent_output(latent, self.impl.W_UV).flatten(1)
         count = record.num_actual_tokens
         assert torch.equal(output[:count], values[:count])
@@ -282,3 +300,52 @@ class SparseLayer:
         keys = rows[:, None]
         values = keys[..., : self.sizes.rank]
         return low_precision_attention(query, keys, values, 0, rules, self.sizes.dtype.torch)
+
+
+class Captured:
+    """The whole layer in one CUDA graph; without a GPU, called over the captured records."""
+
+    def __init__(self, layer: SparseLayer, step: Step) -> None:
+        self.layer = layer
+        own = {name: getattr(step.batch, name).clone() for name in STATIC}
+        tensors = ("query", "new", "index_query", "index_key", "weights")
+        given = {name: getattr(step, name).clone() for name in tensors}
+        self.step = replace(step, batch=step.batch.replace(**own), **given)
+        # A captured batch has written nothing.
+        self.step.batch.slot_mapping.fill_(-1)
+        self.records = (
+            layer.builder.build_for_cudagraph_capture(self.step.batch),
+            layer.index_builder.build_for_cudagraph_capture(self.step.batch),
+        )
+        self.output = layer.blank(step)
+        self.graph: Any = None
+        self.call()
+        if layer.device.type == "cuda":
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.call()
+
+    def call(self) -> None:
+        self.layer.forward(self.step, self.records, self.output)
+
+    def replay(self, step: Step) -> Tensor:
+        """Another step of as many requests and tokens, in the captured one's tensors."""
+        layer, static = self.layer, self.step
+        for name in STATIC:
+            getattr(static.batch, name).copy_(getattr(step.batch, name))
+        for name in ("query", "new", "index_query", "index_key", "weights"):
+            getattr(static, name).copy_(getattr(step, name))
+        batch = static.batch.replace(
+            max_query_len=step.batch.max_query_len, max_seq_len=step.batch.max_seq_len
+        )
+        layer.builder.build(0, batch)
+        layer.index_builder.build(0, batch)
+        self.output.fill_(float("nan"))
+        layer.indexer.topk_indices_buffer.fill_(WILD_BLOCK)
+        if self.graph is None:
+            self.call()
+        else:
+            self.graph.replay()
+            torch.cuda.synchronize()
+        return self.output.clone()
