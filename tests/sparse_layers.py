@@ -21,7 +21,9 @@ from attn.ops.mla import mla_attention
 from attn.reference.mla import absorb_query, project_latent_output
 from attn.registry import AttentionBackendEnum
 from builders.common import CommonAttentionMetadata
+from builders.drafting import advance
 from builders.indexer import IndexerMetadata, IndexerMetadataBuilder
+from builders.multi_step_draft import MultiStepDraft
 from builders.sparse_records import SparseMLAMetadata
 from specs.dtypes import DType
 from specs.engine import EngineConfig, SpeculativeConfig
@@ -223,6 +225,17 @@ class SparseLayer:
             *(self.impl, self.scales, step.query, kv_c, k_pe, self.cache, record, output), inputs
         )
 
+    def fill(self) -> None:
+        """Every token of every request is cached."""
+        page = self.table[:, : self.sizes.longest // BLOCK].long()
+        slots = (page[..., None] * BLOCK + torch.arange(BLOCK)).flatten().to(self.device)
+        rows = self.keys.flatten(0, 1).to(self.device)
+        parts = rows[:, : self.sizes.rank], rows[:, self.sizes.rank :]
+        name, scale = self.cache_dtype.value, self.scales._k_scale
+        self.impl.do_kv_cache_update(*parts, self.cache, slots, name, scale)
+        keys = self.index_keys.flatten(0, 1).to(self.device)
+        self.indexer.do_kv_cache_update(keys, self.index_cache, slots)
+
     def capture(self, step: Step) -> Captured:
         """A step of this size and padding to be replayed with others."""
         return Captured(self, step)
@@ -349,3 +362,86 @@ class Captured:
             self.graph.replay()
             torch.cuda.synchronize()
         return self.output.clone()
+
+
+class Drafts:
+    """Consecutive draft steps of the layer and its indexer, in one CUDA graph where there is a GPU.
+
+    Tokens drafted are as random as all others: what counts is that a replay over another verified
+    batch gives what steps that are built one by one give.
+    """
+
+    def __init__(self, layer: SparseLayer, num_steps: int) -> None:
+        self.layer, self.num_steps = layer, num_steps
+        builders = (layer.builder, layer.index_builder)
+        self.drafts = [MultiStepDraft(builder, num_steps) for builder in builders]
+        every = [(req, 0, 1) for req in range(layer.sizes.requests)]
+        self.steps = [layer.step(every) for _ in range(num_steps)]
+        self.graph: Any = None
+
+    def verified(self, lens: Sequence[int]) -> CommonAttentionMetadata:
+        """A verify of every request; none of those of no length."""
+        most = self.layer.sizes.drafts + 1
+        new = [min(most, length) for length in lens]
+        return CommonAttentionMetadata.from_lengths(
+            new, list(lens), self.layer.table.to(self.layer.device), BLOCK
+        )
+
+    def begin(self, batch: CommonAttentionMetadata, rejected: Tensor) -> Any:
+        return tuple(draft.begin(batch, rejected) for draft in self.drafts)
+
+    def loop(self, records: Any) -> list[tuple[Tensor, Tensor]]:
+        """Outputs and lists of all steps."""
+        found = []
+        for at, step in enumerate(self.steps):
+            if at:
+                records = tuple(draft.next() for draft in self.drafts)
+            found.append(self._forward(step, records))
+        return found
+
+    def _forward(self, step: Step, records: Any) -> tuple[Tensor, Tensor]:
+        output = self.layer.blank(step)
+        self.layer.forward(step, records, output)
+        return output, self.layer.indexer.topk_indices_buffer[: len(output)].clone()
+
+    def one_by_one(
+        self, batch: CommonAttentionMetadata, rejected: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The same by records of their own."""
+        layer, found = self.layer, []
+        for at, step in enumerate(self.steps):
+            batch = advance(batch, BLOCK, layer.sizes.longest, None if at else rejected)
+            builders = (layer.builder, layer.index_builder)
+            records = tuple(builder.build_for_drafting(batch, at) for builder in builders)
+            found.append(self._forward(step, records))
+        return found
+
+    def check(self, lens: Sequence[Sequence[int]]) -> None:
+        """Replays over verified batches of such lengths; the first is captured."""
+        layer = self.layer
+        rejected = torch.zeros(layer.sizes.requests, dtype=torch.int32, device=layer.device)
+        batch = self.verified(lens[0])
+        captured = self.loop(self.begin(batch, rejected))
+        records = self.begin(batch, rejected)
+        if layer.device.type == "cuda":
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                captured = self.loop(records)
+        for place, chosen in enumerate(lens):
+            batch = self.verified(chosen)
+            refused = (torch.arange(len(chosen)) + place) % (layer.sizes.drafts + 1)
+            refused = torch.minimum(refused, torch.tensor(chosen) - 1).clamp(min=0)
+            refused = refused.int().to(layer.device)
+            records = self.begin(batch, refused)
+            if self.graph is None:
+                captured = self.loop(records)
+            else:
+                self.graph.replay()
+                torch.cuda.synchronize()
+            wanted = self.one_by_one(batch, refused)
+            live = [req for req, length in enumerate(chosen) if length]
+            for (output, lists), (one, own) in zip(captured, wanted, strict=True):
+                assert torch.equal(lists[live], own[live])
+                assert torch.equal(output[live], one[live])
+                assert bool(output[live].isfinite().all())

@@ -9,7 +9,7 @@ import torch
 
 from specs.rows import LatentFormat
 from specs.sparse_mla import STORED_FORMATS
-from tests.sparse_layers import Sizes, SparseLayer
+from tests.sparse_layers import Drafts, Sizes, SparseLayer
 
 pytestmark = pytest.mark.gpu
 
@@ -59,6 +59,15 @@ def test_a_graph_replays_other_batches(layout: LatentFormat, heads: int) -> None
         output = captured.replay(step)
         layer.check(step, output)
         assert torch.equal(output[: 12 - padding], layer.run(step)[: 12 - padding])
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("layout", STORED_FORMATS)
+def test_draft_steps_are_one_graph(layout: LatentFormat, heads: int) -> None:
+    layer = layer_of(layout, heads)
+    layer.fill()
+    lens = [[700, 9, 3000, 1], [2048, 0, 64, 63], [1, 128, 6000, 2046], [5000, 4500, 3, 70]]
+    Drafts(layer, 4).check(lens)
 
 
 @pytest.mark.parametrize("layout", STORED_FORMATS)

@@ -17,7 +17,7 @@ from specs.engine import EngineConfig, ParallelConfig
 from specs.kv_cache import FullAttentionSpec, IndexerSpec
 from specs.sparse_mla import STORED_FORMATS
 from tests.flashinfer_emulator import MadeOnDevice, OnDevice, on_device
-from tests.sparse_layers import Sizes, SparseLayer
+from tests.sparse_layers import Drafts, Sizes, SparseLayer
 
 BF16, RAW, SCALED = STORED_FORMATS
 SMALL = Sizes(rank=128, rope=32, nope=16, v=16)
@@ -133,6 +133,13 @@ def test_a_captured_layer_replays_other_batches(layout: Any) -> None:
         layer.check(step, output)
         # Bits too, of what is known: rows of padding are any.
         assert torch.equal(output[: 12 - padding], layer.run(step)[: 12 - padding])
+
+
+@pytest.mark.parametrize("layout", STORED_FORMATS)
+def test_draft_steps_follow_one_another_in_place(layout: Any) -> None:
+    layer = SparseLayer(layout, sizes=SMALL)
+    layer.fill()
+    Drafts(layer, 3).check([[70, 9, 30, 1], [200, 0, 64, 63], [1, 128, 250, 12]])
 
 
 def test_another_table_moves_what_is_read() -> None:
