@@ -62,6 +62,12 @@ ROWS: tuple[BackendRow, ...] = (
         "attn.backends.trtllm_mla:TrtllmMlaBackend",
         requires=("flashinfer", "triton"),
     ),
+    BackendRow(
+        "SPARSE_MLA",
+        "attn.backends.sparse_mla:SparseMLABackend",
+        aliases=("NSA", "DSA"),
+        requires=("triton",),
+    ),
     BackendRow("TORCH_REF", "attn.backends.torch_ref:TorchRefBackend"),
     BackendRow("TORCH_REF_MLA", "attn.backends.torch_ref_mla:TorchRefMLABackend"),
     BackendRow(

@@ -14,7 +14,7 @@ from specs.base import Spec, parse_spec
 from specs.devices import Device, DeviceKind
 
 _REFERENCE: Final = ("TORCH_REF", "TORCH_REF_MLA", "TORCH_REF_SPARSE_MLA")
-_GPU: Final = ("TRITON_ATTN", "TRITON_MLA", *_REFERENCE)
+_GPU: Final = ("TRITON_ATTN", "TRITON_MLA", "SPARSE_MLA", *_REFERENCE)
 
 PRIORITIES: Final[dict[DeviceKind, tuple[str, ...]]] = {
     DeviceKind.CPU: _REFERENCE,

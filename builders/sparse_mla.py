@@ -6,28 +6,31 @@ entries of top-k lists count, and which cached rows are converted for it, stand 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from builders.base import AttentionMetadata, AttentionMetadataBuilder
+from builders.base import AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch
-from builders.sparse_calls import CallPlanner, PlannedCalls
+from builders.latent_step import captured_query_len
+from builders.sparse_calls import CallPlanner
+from builders.sparse_launches import SparseLaunch, SparseLaunches
 from builders.sparse_mla_choice import (
     NAME,
     BatchStats,
     PhasePlan,
-    SparsePlan,
     SparseSetup,
     check_setup,
     reachable_plans,
     resolve,
 )
+from builders.sparse_records import RowChunk, SparseMLAMetadata, SparseRows
 from builders.sparse_rows import RowLengths, context_slots, fill_rows
+from builders.sparse_tiles import SparseShape
 from builders.split import BatchSplit, split_decodes_and_prefills
 from builders.trtllm_mha_choice import capability_of
 from specs.attention import AttentionCGSupport
@@ -40,82 +43,9 @@ from specs.sparse_mla import ForwardMode, IndexKind, SparseKernel, SparsePhase
 WORKSPACE_BYTES = 256 << 20
 """Of converted rows, unless one request needs more."""
 ROW_WIDTHS = (512, 64)
-"""Latent and rotary part of a row, for every kernel but the library's own."""
-
-
-@dataclass
-class RowChunk:
-    """Query rows whose converted rows are in the buffer at one time."""
-
-    first_row: int
-    """Counted from the phase's first."""
-    num_rows: int
-    slots: torch.Tensor
-    """``[S]`` int32 slots that are converted to rows 0 to S - 1 of the buffer, -1 for none: written
-    already for ``RAGGED``; for ``GATHERED`` the room, ``num_rows * index_width``, for what the
-    transform of the chunk's lists gives."""
-    first_req: int = 0
-    """Of ``RAGGED``, counted from the phase's first."""
-    ends: torch.Tensor | None = None
-    """``[R'']`` int32: last row, exclusive, of each of the chunk's requests, likewise."""
-
-
-@dataclass
-class SparseRows:
-    """The rows of one phase: one query token each."""
-
-    plan: PhasePlan
-    first_req: int
-    """Of the phase, in the batch."""
-    first_token: int
-    """Likewise."""
-    num_rows: int
-    """Query rows, padding included, where the batch counts it."""
-    query_start_loc: torch.Tensor
-    """``[R' + 1]`` int32, device, counted in the batch's tokens."""
-    seq_lens: torch.Tensor
-    """``[R']`` int32, device."""
-    block_table: torch.Tensor
-    """``[R', max_blocks]`` int32, device."""
-    block_size: int
-    lengths: RowLengths
-    """What belongs to each row, ``[num_rows]``."""
-    indices: torch.Tensor
-    """``[num_rows, index_width]`` int32 room for the lists as the kernel reads them."""
-    counts: torch.Tensor | None
-    """``[num_rows]`` int32 room for the entries of each, where the kernel passes over none."""
-    offsets: torch.Tensor | None
-    """``[R']`` int32: of ``RAGGED``, first row of each request's context in its chunk."""
-    chunks: tuple[RowChunk, ...]
-    """In order, all rows; empty where nothing is converted."""
-    converted: torch.Tensor | None
-    """``[rows, row]`` room for converted rows, whole pages of 64, in the type that they have."""
-    converted_row: RowFormat | None
-    """What they are."""
-    planned: PlannedCalls | None = None
-    """Of a kernel of others: what its calls of the step share."""
-
-
-@dataclass
-class SparseMLAMetadata(AttentionMetadata):
-    """A step of sparse latent attention: decodes first. None means that a phase has no rows.
-
-    All rows are ``forward_mqa``'s, and count as decodes where an engine asks for numbers: which
-    kernel takes them is said by ``decode`` and ``prefill``.
-    """
-
-    num_actual_tokens: int
-    num_decodes: int
-    """All requests."""
-    num_prefills: int
-    """0."""
-    num_decode_tokens: int
-    """All tokens, padding included, where the batch counts it."""
-    num_prefill_tokens: int
-    """0."""
-    plan: SparsePlan
-    decode: SparseRows | None
-    prefill: SparseRows | None
+"""Latent and rotary part of a row, for every kernel but the library's own; the widest of its."""
+LEAST_WIDTH = 32
+"""Of either part: the narrowest that is written."""
 
 
 class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
@@ -159,6 +89,24 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             *(self._plans, self._most_rows, self.device, self.setup.dtype.torch),
             config.softmax_scale,
         )
+        # Of the library's own kernel, where a phase comes to it.
+        self._launches: SparseLaunches | None = None
+        if any(plan.kernel is SparseKernel.TRITON_SPARSE for plan in self._plans):
+            self._launches = self._own_launches()
+
+    def _own_launches(self) -> SparseLaunches:
+        spec: Any = self.kv_cache_spec
+        setup, own = self.setup, SparseKernel.TRITON_SPARSE
+        decodes = self.vllm_config.max_num_seqs * self.threshold
+        shape = SparseShape(
+            *(setup.num_heads, setup.topk, setup.layout, setup.dtype.itemsize),
+            *(spec.kv_lora_rank, spec.qk_rope_head_dim),
+        )
+        is_prefills = any(
+            plan.kernel is own for plan in self._plans if plan.phase is SparsePhase.PREFILL
+        )
+        most = self._most_rows if is_prefills else decodes
+        return SparseLaunches(shape, most, self.vllm_config.batch_invariant, self.buffers)
 
     def _declare(self) -> None:
         buffers, rows = self.buffers, self._most_rows
@@ -226,20 +174,29 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> SparseMLAMetadata:
         """The record to capture with: any batch of as many requests and tokens can be replayed
-        after a build, each request with as many tokens as a verify has, or fewer, or none.
+        after a build, each request with as many tokens as a verify has, or fewer, or none. Requests
+        of more tokens, all of them of as many, can where prefill reads cached rows as they are.
 
         Raises:
-            ValueError: a request of more tokens.
+            ValueError: requests of several query lengths beyond a verify's, or such with a prefill
+                kernel whose rows are converted: how many those are, the host decides step by step.
         """
-        longest = common_attn_metadata.max_query_len
-        if longest > self.threshold:
-            raise ValueError(
-                f"max_query_len of a captured batch must be at most {self.threshold} for {NAME}, "
-                f"got {longest}"
-            )
-        self._calls.capture(common_attn_metadata.num_actual_tokens)
+        batch = common_attn_metadata
+        if batch.max_query_len > self.threshold:
+            self._check_captured_prompts(batch)
+        self._calls.capture(batch.num_actual_tokens)
         # By way of build, which a wrapper may have replaced.
-        return self.build(0, common_attn_metadata)
+        return self.build(0, batch)
+
+    def _check_captured_prompts(self, batch: CommonAttentionMetadata) -> None:
+        captured_query_len(batch)
+        for plan in self._plans:
+            if plan.phase is SparsePhase.PREFILL and plan.conversion is not None:
+                raise ValueError(
+                    f"max_query_len of a captured batch must be at most {self.threshold} for "
+                    f"{NAME} with {plan.kernel.value} over {plan.stored.value} rows, got "
+                    f"{batch.max_query_len}"
+                )
 
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
@@ -346,6 +303,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             converted=converted,
             converted_row=row,
             planned=self._calls.plan(plan, indices),
+            launch=self._launch(plan, count),
         )
         self._fill(rows)
         if plan.index_kind is IndexKind.GATHERED:
@@ -355,6 +313,11 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
                 rows, [one - first_token for one in starts], bounds
             )
         return rows
+
+    def _launch(self, plan: PhasePlan, count: int) -> SparseLaunch | None:
+        if plan.kernel is not SparseKernel.TRITON_SPARSE or self._launches is None:
+            return None
+        return self._launches.of(count)
 
     def _fill(self, rows: SparseRows) -> None:
         fill_rows(
@@ -474,6 +437,7 @@ def setup_of(spec: AnyKVCacheSpec, config: EngineConfig, device: torch.device) -
             f"kv_cache_dtype must be quantised or the model's {spec.dtype.value}, got "
             f"{spec.cache_dtype.value!r}"
         )
+    reasons += _width_reasons(spec)
     kernels = config.sparse_prefill_kernel, config.sparse_decode_kernel
     others = [one.value for one in kernels if one is not SparseKernel.TRITON_SPARSE]
     widths = spec.kv_lora_rank, spec.qk_rope_head_dim
@@ -502,6 +466,16 @@ def setup_of(spec: AnyKVCacheSpec, config: EngineConfig, device: torch.device) -
         capability=capability_of(device),
         has_padded_pages=layout.page_size_bytes != layout.content_bytes,
     )
+
+
+def _width_reasons(spec: MLAAttentionSpec) -> Iterator[str]:
+    """Why the library's own kernel has no tile for such rows."""
+    parts = {"kv_lora_rank": spec.kv_lora_rank, "qk_rope_head_dim": spec.qk_rope_head_dim}
+    for name, width in parts.items():
+        if width < LEAST_WIDTH or width & (width - 1):
+            yield f"{name} must be a power of two from {LEAST_WIDTH} on, got {width}"
+    if sum(parts.values()) > sum(ROW_WIDTHS):
+        yield f"rows must be at most {sum(ROW_WIDTHS)} wide, got {sum(parts.values())}"
 
 
 def _pages(rows: int) -> int:

@@ -150,6 +150,21 @@ def unavailable_kernels() -> dict[SparseKernel, str]:
     return missing
 
 
+def kernel_notes(capability: ComputeCapability) -> list[str]:
+    """What can be asked for on a GPU, present or not, in place of the library's own kernel."""
+    lines = [
+        f"prefill and decode by {SparseKernel.TRITON_SPARSE.value}, either by another kernel that "
+        "is asked for"
+    ]
+    missing = unavailable_kernels()
+    for rule in SPARSE_KERNELS:
+        if rule.kernel is SparseKernel.TRITON_SPARSE or rule.variant_for(capability) is None:
+            continue
+        read = " and ".join(one.value for one in rule.reads)
+        lines.append(missing.get(rule.kernel, f"{rule.kernel.value} is there, and reads {read}"))
+    return lines
+
+
 # -- What can work.
 
 

@@ -350,7 +350,11 @@ def is_interpreted(backend: type[AttentionBackend]) -> bool:
 
 def latent_shape(backend: type[AttentionBackend]) -> dict[str, int]:
     """Sizes of a latent row where the usual ones take too long: the interpreter's time is width."""
-    return {"rank": 64, "rope_size": 32} if is_interpreted(backend) else {}
+    if not is_interpreted(backend):
+        return {}
+    # A block of a block-scaled latent is 128 wide.
+    is_scaled = CacheDType.FP8_DS_MLA in backend.capabilities.kv_cache_dtypes
+    return {"rank": 128 if is_scaled else 64, "rope_size": 32}
 
 
 # -- choosing cases
@@ -400,7 +404,8 @@ def runs_here(backend: type[AttentionBackend], case: AnyCase) -> bool:
     """Triton's interpreter knows no ``tl.dot`` of bf16, and takes long for long batches."""
     if not is_interpreted(backend):
         return True
-    is_bf16 = case.dtype is DType.BFLOAT16
+    # Sparse kernels multiply bf16 as fp32 there.
+    is_bf16 = case.dtype is DType.BFLOAT16 and not backend.is_sparse()
     if case.cache_dtype.is_quantized:
         # Products with such a cache are fp16; those of expanded heads are not.
         decode_len = 1 + (case.batch.num_speculative_tokens or 0)

@@ -15,8 +15,9 @@ from attn.ops.indexer import (
     select_topk,
     write_index_keys,
 )
-from attn.ops.sparse_mla import sparse_mla, workspace_for
+from attn.ops.sparse_mla import sparse_mla
 from attn.reference import indexer as reference
+from builders.sparse_launches import workspace_for
 from builders.sparse_tiles import IndexTile, SparseShape, SparseTile, sparse_tile
 from builders.triton_attn import device_facts
 from specs.devices import DeviceKind

@@ -98,8 +98,8 @@ _HOW_LATENT = (
 )
 _HOW_SPARSE = (
     "Times are taken in one process, in turn ({rounds} rounds), on the same tensors; medians. "
-    "`device` is the GPU's time alone: {clock}. `graph` is a replay of a CUDA graph of one call, "
-    "back to back. Rows of queries list {topk} tokens each of contexts of {context}, drawn at "
+    "`device` is the GPU's time alone: {clock}. `graph` is that of one of {calls} calls in a CUDA "
+    "graph. Rows of queries list {topk} tokens each of contexts of {context}, drawn at "
     "random. TF counts 2 x (576 + 512) flops per listed row and head; TB/s the bytes that are read "
     "and written. FlashMLA is vLLM's or its own package's, with queries padded to its 64 or 128 "
     "heads before they are timed, and with its schedule made. Sampled rows are compared with "
@@ -175,7 +175,7 @@ def _render_lines(results: BenchResults) -> str:
     parts = [
         f"# {environment.backend} on {environment.device}, beside {beside}",
         _when(results),
-how.format(rounds=environment.rounds, clock=clock, calls=GRAPH_CALLS, **lists),
+        how.format(rounds=environment.rounds, clock=clock, calls=GRAPH_CALLS, **lists),
         "Targets: " + ", ".join(f"{counts[v]} {v.value}" for v in Verdict) + ".",
     ]
     for part, title in _PARTS.items():

@@ -37,6 +37,8 @@ from specs.devices import KNOWN_DEVICES, Device
 from specs.dtypes import CacheDType
 from specs.hf_config import bundled_model_names, load_model_geometry
 from specs.model import ModelGeometry
+from specs.rows import LatentFormat, cache_dtype_of, latent_format_of
+from specs.sparse_mla import STORED_FORMATS, SparseKernel
 
 app = typer.Typer(
     name="attn",
@@ -114,6 +116,16 @@ def run(
     mla_kernel: Annotated[
         MlaKernel, typer.Option(help="Kernel of a latent backend that has several.")
     ] = MlaKernel.AUTO,
+    prefill_kernel: Annotated[
+        SparseKernel | None, typer.Option(help="Kernel of SPARSE_MLA for rows of prompts.")
+    ] = None,
+    decode_kernel: Annotated[
+        SparseKernel | None, typer.Option(help="Kernel of SPARSE_MLA for decodes.")
+    ] = None,
+    kv_layout: Annotated[
+        str | None,
+        typer.Option(help=f"Rows of a latent cache: {', '.join(STORED_FORMATS)}."),
+    ] = None,
     speculative: Annotated[
         int, typer.Option(min=0, help="Drafts that each decode verifies; some are refused.")
     ] = 0,
@@ -144,7 +156,7 @@ def run(
             model=chosen,
             device=detect_device(),
             backend=backend,
-            kv_cache_dtype=CacheDType.parse(kv_cache_dtype),
+            kv_cache_dtype=_cache_dtype(kv_cache_dtype, kv_layout, chosen),
             block_size=block_size,
             tensor_parallel_size=tp,
             max_num_seqs=max_num_seqs,
@@ -154,6 +166,8 @@ def run(
             seed=seed,
             fault=corrupt,
             mla_kernel=mla_kernel,
+            sparse_prefill_kernel=prefill_kernel,
+            sparse_decode_kernel=decode_kernel,
             num_speculative_tokens=speculative,
         )
         replay = Replay(settings, taken)
@@ -166,8 +180,9 @@ def run(
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
             "corrupt": None if corrupt is None else corrupt.value,
-            **({"mla_kernel": mla_kernel.value} if mla_kernel is not MlaKernel.AUTO else {}),
-            **({"speculative": speculative} if speculative else {}),
+            **_said(mla_kernel=None if mla_kernel is MlaKernel.AUTO else mla_kernel.value),
+            **_said(prefill_kernel=prefill_kernel, decode_kernel=decode_kernel),
+            **_said(kv_layout=kv_layout, speculative=speculative),
         }
         outcome = replay.report(shown, clipped)
         print_summary(outcome, console)
@@ -185,6 +200,35 @@ def run(
         raise typer.Exit(USAGE_ERROR)
     if check_rows and not outcome.passed:
         raise typer.Exit(1)
+
+
+def _said(**options: object) -> dict[str, object]:
+    """Options that were given."""
+    return {name: value for name, value in options.items() if value}
+
+
+def _cache_dtype(name: str, layout: str | None, model: ModelGeometry) -> CacheDType:
+    """The KV cache dtype, also where rows of a latent cache are named.
+
+    Raises:
+        ValueError: rows that are none, that the model has no use for, or that the dtype is not of.
+    """
+    given = CacheDType.parse(name)
+    if layout is None:
+        return given
+    try:
+        rows = LatentFormat(layout)
+    except ValueError:
+        names = ", ".join(STORED_FORMATS)
+        raise ValueError(f"kv-layout must be one of {names}, got {layout!r}") from None
+    if not all(layer.kind.is_mla for layer in model.layers):
+        raise ValueError(f"kv-layout names rows of latent layers, and {model.name} has others")
+    named = cache_dtype_of(rows)
+    if given is not CacheDType.AUTO and latent_format_of(given) is not rows:
+        raise ValueError(
+            f"kv-layout {rows.value} is kv-cache-dtype {named.value!r}, got {given.value!r} too"
+        )
+    return named if given is CacheDType.AUTO else given
 
 
 def _requests(

@@ -144,6 +144,40 @@ def _attend(
     return out
 
 
+def better_than_listed(
+    query: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, listed: torch.Tensor
+) -> int | None:
+    """A position whose logit is above one that an indexer listed by more than rounding; or None.
+
+    Args:
+        query: ``[Hi, Di]`` of one token.
+        weights: ``[Hi]``.
+        keys: ``[S, Di]`` of the visible positions, as they came.
+        listed: positions.
+    """
+    left = torch.ones(len(keys), dtype=torch.bool, device=keys.device)
+    left[listed] = False
+    if not bool(left.any()):
+        return None
+    query, weights, stored = query.double(), weights.double(), _index_rounding(keys)
+    logits = (query @ stored.T).relu().T @ weights
+    # What sums in fp32 may be off by, in any order, with room.
+    slack = _INDEX_SLACK * ((query.abs() @ stored.abs().T).T @ weights.abs()).max()
+    best = torch.where(left, logits, float("-inf")).argmax()
+    return int(best) if bool(logits[best] > logits[listed].min() + slack) else None
+
+
+_INDEX_SLACK = 2.0**-18
+
+
+def _index_rounding(keys: torch.Tensor) -> torch.Tensor:
+    """What an indexer's cache makes of ``[S, Di]`` keys: float64."""
+    keys = keys.double()
+    absmax = keys.abs().amax(-1, keepdim=True)
+    step = torch.exp2(torch.ceil(torch.log2(absmax / _E4M3.largest)))
+    return _E4M3.round(keys / step) * step
+
+
 def dense_cache_rounding(cache_dtype: CacheDType, scale: torch.Tensor) -> Stored | None:
     """What a dense cache makes of ``[S, Hk, D]`` keys or values; None when it keeps them."""
     if cache_dtype is CacheDType.AUTO:

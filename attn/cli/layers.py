@@ -12,6 +12,7 @@ import torch
 from attn.backends.base import AttentionBackend
 from attn.cli.check import (
     TokenCheck,
+    better_than_listed,
     dense_cache_rounding,
     fp8_query,
     latent_cache_rounding,
@@ -19,15 +20,13 @@ from attn.cli.check import (
 )
 from attn.cli.tensors import LayerTensors, TensorSource
 from attn.impls.base import LayerScales
+from attn.impls.indexer import IndexInputs, SparseIndexer
 from attn.ops.mla import mla_attention
-from attn.reference.indexer import causal_topk, index_logits, read_index_keys, write_index_keys
+from builders.indexer import IndexerMetadata
 from specs.attention import AttentionType
 from specs.dtypes import KVQuantMode
 from specs.kv_cache import AnyKVCacheSpec, IndexerSpec
 from specs.model import LayerGeometry
-
-INDEX_ROWS = 64
-"""Queries whose indexer logits are computed at once."""
 
 
 @dataclass
@@ -53,6 +52,8 @@ class StepInputs:
     """``[T, H, D]`` as kernels read it, where some compute in fp8."""
     index: tuple[torch.Tensor, torch.Tensor] | None = None
     """Indexer queries ``[T, Hi, Di]`` and head weights ``[T, Hi]`` of a sparse layer."""
+    index_metadata: IndexerMetadata | None = None
+    """The indexer's record of the step."""
 
     def new(self, side: str) -> torch.Tensor:
         """``[T, ...]``: this step's part of every row's ``key``, ``value`` or ``index_key``."""
@@ -269,9 +270,12 @@ class LatentReplayLayer(ReplayLayer):
         dtype = self.spec.cache_dtype.value
         scale, slots = self.scales._k_scale, metadata.slot_mapping
         self.impl.do_kv_cache_update(kv_c, k_pe, self.cache, slots, dtype, scale)
-        mla_attention(
-            self.impl, self.scales, inputs.query, kv_c, k_pe, self.cache, metadata, output
-        )
+        given = (inputs.query, kv_c, k_pe, self.cache, metadata, output, self._index(inputs))
+        mla_attention(self.impl, self.scales, *given)
+
+    def _index(self, inputs: StepInputs) -> IndexInputs | None:
+        """What the layer's indexer is given, where it has one."""
+        return None
 
     def token_check(self, inputs: StepInputs, row: int, offset: int) -> TokenCheck:
         """The token in latent space: absorbed query, latent rows as keys and values."""
@@ -302,14 +306,6 @@ class LatentReplayLayer(ReplayLayer):
         return torch.arange(position + 1, device=self.source.device)
 
 
-@dataclass
-class _Indexer:
-    """What a sparse impl reads of its indexer."""
-
-    topk_indices_buffer: torch.Tensor
-    """``[max_tokens, K]`` int32 positions, -1 for none."""
-
-
 class SparseReplayLayer(LatentReplayLayer):
     """Top-k sparse latent attention with an indexer cache of its own."""
 
@@ -326,7 +322,8 @@ class SparseReplayLayer(LatentReplayLayer):
         assert geometry.indexer is not None
         layout = index_spec(geometry, spec).layout()
         self.index_cache = layout.allocate(num_blocks, source.device, 0xFF)
-        self.indexer = _Indexer(torch.empty((0, geometry.indexer.index_topk), dtype=torch.int32))
+        lists = torch.empty((0, geometry.indexer.index_topk), dtype=torch.int32)
+        self.indexer = SparseIndexer(lists.to(source.device))
         super().__init__(geometry, index, spec, backend, num_blocks, source)
 
     def _make_indexer(self) -> Any:
@@ -341,23 +338,15 @@ class SparseReplayLayer(LatentReplayLayer):
         query = self.source.normal(generator, num_tokens, heads, size).to(self.source.dtype)
         return query, self.source.normal(generator, num_tokens, heads)
 
-    def run(self, inputs: StepInputs, metadata: Any, output: torch.Tensor) -> None:
-        """Index, then write and attend as any latent layer."""
-        write_index_keys(inputs.new("index_key"), self.index_cache, metadata.slot_mapping)
+    def _index(self, inputs: StepInputs) -> IndexInputs:
         assert inputs.index is not None
-        assert self.geometry.indexer is not None
+        assert inputs.index_metadata is not None
+        lists, tokens = self.indexer.topk_indices_buffer, len(inputs.query)
+        if len(lists) < tokens:
+            self.indexer.topk_indices_buffer = lists.new_empty(tokens, lists.shape[1])
         query, weights = inputs.index
-        lists = []
-        for row, table in zip(inputs.rows, metadata.decode.block_table, strict=True):
-            num_keys = int(row.positions[-1]) + 1
-            keys = read_index_keys(self.index_cache, table, num_keys, torch.float32)
-            for begin in range(row.tokens.start, row.tokens.stop, INDEX_ROWS):
-                part = slice(begin, min(begin + INDEX_ROWS, row.tokens.stop))
-                logits = index_logits(query[part].float(), keys, weights[part])
-                first = int(row.positions[begin - row.tokens.start])
-                lists.append(causal_topk(logits, first, self.geometry.indexer.index_topk))
-        self.indexer.topk_indices_buffer = torch.cat(lists)
-        super().run(inputs, metadata, output)
+        key = inputs.new("index_key")
+        return IndexInputs(query, key, weights, self.index_cache, inputs.index_metadata)
 
     def _listed(self, inputs: StepInputs, row: int, offset: int, position: int) -> torch.Tensor:
         listed = self.indexer.topk_indices_buffer[inputs.rows[row].tokens][offset].long()
@@ -368,6 +357,16 @@ class SparseReplayLayer(LatentReplayLayer):
             raise ValueError(
                 f"the indexer must list {expected} distinct positions up to {position}, "
                 f"got {distinct} up to {int(listed.max())}"
+            )
+        assert inputs.index is not None
+        query, weights = (part[inputs.rows[row].tokens][offset] for part in inputs.index)
+        keys = inputs.tensors[row].index_key
+        assert keys is not None
+        missed = better_than_listed(query, weights, keys[: position + 1], listed)
+        if missed is not None:
+            raise ValueError(
+                f"the indexer must list the best of positions up to {position}, and left out "
+                f"{missed}"
             )
         return listed
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -28,10 +28,12 @@ from attn.cli.scheduler import KVBudgetError, Scheduler, StepPlan
 from attn.cli.tensors import TensorSource
 from attn.cli.trace import TraceRequest
 from attn.errors import UnsupportedError
+from attn.registry import AttentionBackendEnum
 from attn.selector import SelectionReport, chosen_backend, explain
 from attn.selector import Verdict as Choice
 from builders.base import AttentionMetadataBuilder
 from builders.common import CommonAttentionMetadata
+from builders.indexer import IndexerMetadataBuilder
 from specs.attention import MlaKernel
 from specs.devices import Device
 from specs.dtypes import CacheDType, KVQuantMode
@@ -41,6 +43,10 @@ from specs.layouts import LatentKVLayout
 from specs.model import LayerGeometry, LayerKind, ModelGeometry
 from specs.rows import INDEXER_PAGE
 from specs.sentinels import NULL_BLOCK_ID
+from specs.sparse_mla import SparseKernel
+
+SPARSE: Final = "SPARSE_MLA"
+"""Its kernels can be named, phase by phase."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,10 @@ class RunSettings:
     fault: Fault | None = None
     mla_kernel: MlaKernel = MlaKernel.AUTO
     """Kernel of a latent backend that has several."""
+    sparse_prefill_kernel: SparseKernel | None = None
+    """Kernel of SPARSE_MLA for rows of prompts; None is the library's own, whatever backend."""
+    sparse_decode_kernel: SparseKernel | None = None
+    """Likewise, for decodes."""
     num_speculative_tokens: int = 0
     """Drafts that a decode verifies."""
 
@@ -113,7 +123,7 @@ def choose_groups(settings: RunSettings) -> list[_Group]:
         request = geometry.selector_config(
             model.dtype, settings.kv_cache_dtype, settings.block_size, engine
         )
-        decision = explain(request, settings.device, settings.backend)
+        decision = explain(request, settings.device, _asked_for(settings, geometry))
         backend = chosen_backend(decision)
         block_size = settings.block_size or backend.get_preferred_block_size()
         if geometry.indexer is not None and block_size != INDEXER_PAGE:
@@ -126,6 +136,27 @@ def choose_groups(settings: RunSettings) -> list[_Group]:
     if settings.fault is not None:
         _spoil(groups, settings.fault, model.name)
     return groups
+
+
+def _asked_for(settings: RunSettings, geometry: LayerGeometry) -> str | None:
+    """The backend by name: kernels of SPARSE_MLA ask for it too."""
+    kernels = {
+        "prefill-kernel": settings.sparse_prefill_kernel,
+        "decode-kernel": settings.sparse_decode_kernel,
+    }
+    for option, kernel in kernels.items():
+        if kernel is None:
+            continue
+        if geometry.indexer is None:
+            raise ValueError(
+                f"{option} {kernel.value} is a kernel of sparse latent layers, and "
+                f"{settings.model.name} has {geometry.kind.value} layers"
+            )
+        name = settings.backend or SPARSE
+        if AttentionBackendEnum[name].name != SPARSE:
+            raise ValueError(f"{option} {kernel.value} is a kernel of {SPARSE}, got {name}")
+        return SPARSE
+    return settings.backend
 
 
 def _spoil(groups: list[_Group], fault: Fault, model: str) -> None:
@@ -218,18 +249,28 @@ class Replay:
             parallel=ParallelConfig(tensor_parallel_size=settings.tensor_parallel_size),
             mla_kernel=settings.mla_kernel,
             speculative=speculative,
+            sparse_prefill_kernel=settings.sparse_prefill_kernel or SparseKernel.TRITON_SPARSE,
+            sparse_decode_kernel=settings.sparse_decode_kernel or SparseKernel.TRITON_SPARSE,
         )
         self.builders: list[AttentionMetadataBuilder[Any]] = []
+        self.index_builders: list[IndexerMetadataBuilder | None] = []
         self.layers: list[list[ReplayLayer]] = []
         for group in self.groups:
             names = [f"layers.{index}" for index in group.indices]
             builder = group.backend.get_builder_cls()
+            indexer = group.geometry.indexer
             own = engine.replace(
                 num_heads=group.geometry.num_heads,
                 logits_soft_cap=group.geometry.logits_soft_cap,
                 softmax_scale=group.geometry.scale,
+                index_topk=None if indexer is None else indexer.index_topk,
             )
             self.builders.append(builder(group.spec, names, own, self.device))
+            index_builder = None
+            if indexer is not None:
+                pages = index_spec(group.geometry, group.spec)
+                index_builder = IndexerMetadataBuilder(pages, names, own, self.device)
+            self.index_builders.append(index_builder)
             make = layer_class(group.geometry)
             self.layers.append(
                 [
@@ -270,11 +311,14 @@ class Replay:
             batch = self._batch(plan, group)
             begin = self._clock()
             metadata = builder.build(0, batch)
+            index_builder = self.index_builders[group]
+            index = None if index_builder is None else index_builder.build(0, batch)
             build_seconds += self._clock() - begin
             # One layer of each group is judged, another one every step.
             judged = len(self.steps) % len(self.layers[group])
             for number, layer in enumerate(self.layers[group]):
                 inputs = layer.inputs(rows, self.lengths, len(self.steps))
+                inputs.index_metadata = index
                 output = self._poisoned_output(layer, plan.num_tokens)
                 begin = self._clock()
                 layer.run(inputs, metadata, output)

@@ -20,8 +20,10 @@ from attn.impls.sparse_callers import (
 from attn.ops.latent_convert import convert_rows, write_latent_rows
 from attn.ops.sparse_mla import sparse_mla
 from attn.ops.topk_transform import transform_topk
+from builders.debug import debug_enabled, debug_read
 from builders.sparse_calls import PlannedCalls
-from builders.sparse_mla import RowChunk, SparseMLAMetadata, SparseRows
+from builders.sparse_launches import SparseLaunch
+from builders.sparse_records import RowChunk, SparseMLAMetadata, SparseRows
 from specs.dtypes import CacheDType, DType
 from specs.rows import LatentFormat, RowFormat, latent_format_of
 from specs.sparse_mla import IndexKind, SparseKernel
@@ -54,15 +56,28 @@ class SparseCall:
     """Of a kernel of others: what its calls of the step share."""
     q_scale: torch.Tensor | None = None
     """fp32 scalar, of a query in e4m3: real = stored * scale. None is 1."""
+    launch: SparseLaunch | None = None
+    """Of the library's own kernel."""
 
 
 def attend_by_triton(call: SparseCall) -> None:
     """The library's own kernel, which reads rows of every layout."""
-    sparse_mla(
-        *(call.query, call.rotary, call.rows, call.indices, call.lens),
-        *(LatentFormat(call.row.name), call.scale, call.out, call.lse),
-        k_scale=call.k_scale,
-    )
+    launch = call.launch
+    if launch is None:
+        raise ValueError("launch of the library's own kernel must be the builder's, got None")
+    for first in range(0, len(call.query), launch.rows):
+        part = slice(first, first + launch.rows)
+        sparse_mla(
+            *(call.query[part], call.rotary[part], call.rows, call.indices[part]),
+            topk_lens=None if call.lens is None else call.lens[part],
+            layout=LatentFormat(call.row.name),
+            scale=call.scale,
+            output=call.out[part],
+            lse=call.lse[part],
+            k_scale=call.k_scale,
+            tile=launch.tile,
+            workspace=launch.workspace,
+        )
 
 
 ATTENDERS: Final[dict[SparseKernel, Callable[[SparseCall], None]]] = {
@@ -130,6 +145,9 @@ class SparseMLAImpl(MLAAttentionImpl):
         covered = 0
         for rows in (attn_metadata.decode, attn_metadata.prefill):
             if rows is not None:
+                if debug_enabled():
+                    num_blocks, block_size = kv_c_and_k_pe_cache.shape[:2]
+                    debug_read(rows.block_table, rows.seq_lens.cpu(), num_blocks, block_size)
                 tensors = (query, rotary, out, lse)
                 self._attend(rows, kv_c_and_k_pe_cache, tensors, layer)
                 covered = rows.first_token + rows.num_rows
@@ -229,10 +247,6 @@ class SparseMLAImpl(MLAAttentionImpl):
         if conversion is not None:
             conversion[1]()
         query, rotary, out, lse = (tensor[tokens] for tensor in tensors)
-        attend(
-            SparseCall(
-                *(query, rotary, source, row, indices, lens, self.scale, layer._k_scale, out, lse),
-                planned=rows.planned,
-                q_scale=getattr(layer, "_q_scale", None),
-            )
-        )
+        given = (query, rotary, source, row, indices, lens, self.scale, layer._k_scale, out, lse)
+        q_scale = getattr(layer, "_q_scale", None)
+        attend(SparseCall(*given, planned=rows.planned, q_scale=q_scale, launch=rows.launch))

@@ -65,6 +65,37 @@ def write_keys_kernel(
     tl.store(scale_ptr + block * scale_block + offset, scale, mask=there)
 
 
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots_ptr"])
+def gather_keys_kernel(
+    slots_ptr,
+    data_ptr,
+    scale_ptr,
+    out_ptr,
+    out_scale_ptr,
+    num_rows,
+    data_block,
+    scale_block,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Patterns and scales of listed keys to compact rows; grid ``(cdiv(S, ROWS),)``.
+
+    The row of slot -1 is not written.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    slot = tl.load(slots_ptr + row, mask=row < num_rows, other=-1).to(tl.int64)
+    there = slot >= 0
+    column = tl.arange(0, WIDTH)
+    block = tl.maximum(slot, 0) // BLOCK_SIZE
+    offset = tl.maximum(slot, 0) % BLOCK_SIZE
+    at = data_ptr + (block * data_block + offset * WIDTH)[:, None] + column[None, :]
+    code = tl.load(at, mask=there[:, None], other=0)
+    scale = tl.load(scale_ptr + block * scale_block + offset, mask=there, other=0.0)
+    tl.store(out_ptr + (row * WIDTH)[:, None] + column[None, :], code, mask=there[:, None])
+    tl.store(out_scale_ptr + row, scale, mask=there)
+
+
 @triton.jit
 def _in_product(x, COMPUTE: tl.constexpr, FP8: tl.constexpr, HARDWARE_E4M3: tl.constexpr):
     """e4m3 patterns in the type of the product."""

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from attn.kernels.indexer import (
+    gather_keys_kernel,
     paged_logits_kernel,
     ragged_logits_kernel,
     select_topk_kernel,
@@ -24,6 +25,7 @@ from specs.rows import INDEXER_PAGE, LatentFormat
 _E4M3 = torch.float8_e4m3fn
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 _WRITE_ROWS = 4
+_GATHER_ROWS = 16
 
 
 def write_keys_call(
@@ -47,6 +49,28 @@ def write_keys_call(
         "HARDWARE_E4M3": hardware_e4m3,
     }
     return KernelCall(write_keys_kernel, (cdiv(len(slots), _WRITE_ROWS),), arguments, num_warps=4)
+
+
+def gather_keys_call(
+    kv_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, out_scale: torch.Tensor
+) -> KernelCall:
+    """The launch of :func:`attn.ops.indexer.gather_index_keys`, with its arguments."""
+    width = out.shape[1]
+    data, scale = planes_of(kv_cache, width)
+    arguments = {
+        "slots_ptr": slots,
+        "data_ptr": data,
+        "scale_ptr": scale,
+        "out_ptr": out.view(torch.uint8),
+        "out_scale_ptr": out_scale,
+        "num_rows": len(slots),
+        "data_block": data.stride(0),
+        "scale_block": scale.stride(0),
+        "BLOCK_SIZE": kv_cache.shape[1],
+        "WIDTH": width,
+        "ROWS": _GATHER_ROWS,
+    }
+    return KernelCall(gather_keys_kernel, (cdiv(len(slots), _GATHER_ROWS),), arguments, num_warps=4)
 
 
 def planes_of(kv_cache: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from attn.kernels.launch import KernelCall
+from attn.kernels.numerics import INTERPRETED
 from attn.kernels.sparse_mla import fold_states_kernel, sparse_mla_kernel
 from attn.kernels.stored import E4M3, NATIVE
 from builders.sparse_tiles import SparseTile
@@ -118,7 +119,7 @@ def sparse_calls(
         "ROPE": layer.rope_size,
         "KIND": NATIVE if layer.layout is LatentFormat.BF16 else E4M3,
         "SCALED": is_scaled,
-        "COMPUTE": _TYPES[tensors.query.dtype],
+        "COMPUTE": _compute_type(tensors.query.dtype),
         "HARDWARE_E4M3": hardware_e4m3,
         "CARRIES_IDS": tile.carries_ids,
         "SWAPPED": tile.swapped,
@@ -140,6 +141,11 @@ def sparse_calls(
     shared |= {"FINISH_ROWS": finish[0], "FINISH_WIDTH": finish[1]}
     grid = (rows * head_tiles, tile.rows // finish[0], layer.rank // finish[1])
     return first, KernelCall(fold_states_kernel, grid, shared, num_warps=2)
+
+
+def _compute_type(dtype: torch.dtype) -> Any:
+    """What products are of: the query's type, but that the interpreter multiplies bf16 wrongly."""
+    return tl.float32 if INTERPRETED.value and dtype == torch.bfloat16 else _TYPES[dtype]
 
 
 def row_of(layer: SparseLayer, dtype: torch.dtype) -> Any:

@@ -43,6 +43,39 @@ def write_index_keys(k_index: torch.Tensor, kv_cache: torch.Tensor, slots: torch
     write_keys_call(k_index, kv_cache, slots.contiguous(), hardware_e4m3=hardware).launch()
 
 
+def gather_index_keys(
+    kv_cache: torch.Tensor, slots: torch.Tensor, data: torch.Tensor, scale: torch.Tensor
+) -> None:
+    """Cached keys to compact rows, each with its scale, as they are stored.
+
+    Args:
+        kv_cache: ``[N, 64, Di + 4]`` uint8, planar blocks.
+        slots: ``[S]`` int32, ``block * 64 + offset``; the row of -1 is not written.
+        data: ``[S, Di]`` e4m3, contiguous, written.
+        scale: ``[S]`` fp32, contiguous, written.
+
+    Raises:
+        ValueError: tensors that do not fit together, or blocks of another size.
+    """
+    width = kv_cache.shape[-1] - SCALE_BYTES
+    _check_pages(kv_cache, width)
+    shape = (len(slots), width)
+    if data.dtype != _E4M3 or tuple(data.shape) != shape or not data.is_contiguous():
+        raise ValueError(
+            f"data must be contiguous float8_e4m3fn {[*shape]}, got {list(data.shape)} of "
+            f"{data.dtype} in strides {data.stride()}"
+        )
+    _check_scales(scale, data)
+    if len(slots) == 0:
+        return
+    if not has_kernel(scale):
+        reference.gather_index_keys(kv_cache, slots, data, scale)
+        return
+    from attn.kernels.indexer_launch import gather_keys_call
+
+    gather_keys_call(kv_cache, slots.contiguous(), data, scale).launch()
+
+
 def paged_index_logits(
     q_index: torch.Tensor,
     weights: torch.Tensor,
@@ -117,11 +150,7 @@ def ragged_index_logits(
             f"data must be float8_e4m3fn [S, {q_index.shape[2]}] with dense rows, got "
             f"{list(data.shape)} of {data.dtype} in strides {data.stride()}"
         )
-    if scale.shape != data.shape[:1] or scale.dtype != torch.float32 or not scale.is_contiguous():
-        raise ValueError(
-            f"scale must be contiguous float32 [{len(data)}], got {list(scale.shape)} of "
-            f"{scale.dtype}"
-        )
+    _check_scales(scale, data)
     if len(q_index) == 0:
         return
     if not has_kernel(logits):
@@ -201,6 +230,14 @@ def _check_pages(kv_cache: torch.Tensor, width: int) -> None:
         raise ValueError(
             f"kv_cache of the indexer must be uint8 with rows of {row} bytes, a power of two and "
             f"{SCALE_BYTES}, got {list(kv_cache.shape)} of {kv_cache.dtype}"
+        )
+
+
+def _check_scales(scale: torch.Tensor, data: torch.Tensor) -> None:
+    if scale.shape != data.shape[:1] or scale.dtype != torch.float32 or not scale.is_contiguous():
+        raise ValueError(
+            f"scale must be contiguous float32 [{len(data)}], got {list(scale.shape)} of "
+            f"{scale.dtype}"
         )
 
 

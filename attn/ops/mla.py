@@ -10,6 +10,7 @@ from attn.reference.mla import absorb_query, project_latent_output
 
 if TYPE_CHECKING:
     from attn.impls.base import AttentionLayer, MLAAttentionImpl
+    from attn.impls.indexer import IndexInputs
 
 
 def mla_attention(
@@ -21,6 +22,7 @@ def mla_attention(
     kv_cache: torch.Tensor,
     attn_metadata: Any,
     output: torch.Tensor,
+    index: IndexInputs | None = None,
 ) -> torch.Tensor:
     """Attention of a step whose latent rows are written already; decode rows come first.
 
@@ -35,12 +37,16 @@ def mla_attention(
         kv_cache: ``[N, block_size, row]``.
         attn_metadata: the record of the impl's builder; None is a profiling call.
         output: ``[T, H * V]``, written in place; rows past the batch's tokens are not touched.
+        index: what a sparse layer's own indexer is given, an ``attn.impls.indexer.SparseIndexer``,
+            which then runs first; None where lists are written by others.
 
     Returns:
         ``output``.
     """
     if attn_metadata is None:
         return output.zero_()
+    if index is not None:
+        impl.indexer.forward(index)
     decodes, tokens = attn_metadata.num_decode_tokens, attn_metadata.num_actual_tokens
     if attn_metadata.num_prefill_tokens:
         prefill = slice(decodes, tokens)

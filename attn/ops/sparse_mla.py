@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from attn.ops.dispatch import converts_float8, has_kernel
 from attn.reference import sparse_mla as reference
+from builders.sparse_launches import SparseWorkspace
+from builders.sparse_launches import workspace_for as workspace_for
 from builders.sparse_tiles import SparseShape, SparseTile, sparse_tile
 from builders.triton_attn import device_facts
 from specs.rows import LatentFormat
-
-
-@dataclass(frozen=True, eq=False)
-class SparseWorkspace:
-    """Scratch of split rows, any content; graphs need it to stay where it is."""
-
-    states: torch.Tensor
-    sums: torch.Tensor
 
 
 def tile_for(
@@ -27,7 +19,7 @@ def tile_for(
     layout: LatentFormat,
     batch_invariant: bool = False,
 ) -> SparseTile:
-    """The launch record for these rows on their device: a function of shapes alone.
+    """The launch record for these rows on their device, for callers without a builder.
 
     Args:
         query: ``[T, H, L]``.
@@ -40,17 +32,6 @@ def tile_for(
         query.shape[1], indices.shape[1], layout, query.element_size(), query.shape[2]
     )
     return sparse_tile(shape, kind, multiprocessors, len(indices), batch_invariant)
-
-
-def workspace_for(
-    tile: SparseTile, num_rows: int, num_heads: int, topk: int, rank: int, device: torch.device
-) -> SparseWorkspace:
-    """Scratch for up to ``num_rows`` rows of a launch."""
-    states, sums = tile.state_floats(num_rows, num_heads, topk, rank)
-    return SparseWorkspace(
-        torch.empty(states, dtype=torch.float32, device=device),
-        torch.empty(sums, dtype=torch.float32, device=device),
-    )
 
 
 def sparse_mla(
@@ -84,8 +65,9 @@ def sparse_mla(
         lse: ``[T, H]`` fp32, natural log, written; -inf for such a row.
         k_scale: fp32 scalar of ``FP8_NOPE_FP8_ROPE`` rows: real = stored * scale.
         sinks: ``[H]`` logits that only the denominator has; the LSE has them too.
-        tile: from :func:`tile_for`, for graphs and to measure others; None makes it.
-        workspace: from :func:`workspace_for`; None allocates it where the tile splits rows.
+        tile: of a builder's launch, or from :func:`tile_for` to measure others without a builder;
+            None makes it.
+        workspace: of a builder's launch; None allocates it where the tile splits rows.
 
     Raises:
         ValueError: tensors that do not fit together.

@@ -25,6 +25,18 @@ def write_index_keys(k_index: torch.Tensor, kv_cache: torch.Tensor, slots: torch
     scatter_rows(views["scale"], slots, scale)
 
 
+def gather_index_keys(
+    kv_cache: torch.Tensor, slots: torch.Tensor, data: torch.Tensor, scale: torch.Tensor
+) -> None:
+    """Keys as they are stored; arguments as in ``attn.ops.indexer``."""
+    views = latent_views(kv_cache, LatentFormat.INDEXER_FP8.row(data.shape[1]))
+    rows = torch.nonzero(slots >= 0).flatten()
+    block, offset = slots[rows].long() // kv_cache.shape[1], slots[rows].long() % kv_cache.shape[1]
+    # Indexing knows no e4m3.
+    data.view(torch.uint8)[rows] = views["data"].view(torch.uint8)[block, offset]
+    scale[rows] = views["scale"][block, offset, 0]
+
+
 def read_index_keys(
     kv_cache: torch.Tensor, table_row: torch.Tensor, num_keys: int, dtype: torch.dtype
 ) -> torch.Tensor:

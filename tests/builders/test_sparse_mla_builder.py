@@ -10,7 +10,8 @@ import torch
 from attn.ops.topk_transform import transform_topk
 from builders import sparse_calls, sparse_mla, sparse_mla_choice
 from builders.common import CommonAttentionMetadata
-from builders.sparse_mla import SparseMLAMetadata, SparseMLAMetadataBuilder, SparseRows
+from builders.sparse_mla import SparseMLAMetadataBuilder
+from builders.sparse_records import SparseMLAMetadata, SparseRows
 from specs.devices import KNOWN_DEVICES
 from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig, ParallelConfig, SpeculativeConfig
@@ -301,8 +302,18 @@ def test_a_captured_step_is_rebuilt_in_place(layout: LatentFormat, decode: Spars
         assert one.shape == other.shape
     assert captured.lengths.visible_lens.tolist() == [69, 70, 33, 0, 0, 0]
     check_reads(record, batch)
-    with pytest.raises(ValueError, match="captured batch must be at most 4 for SPARSE_MLA, got 5"):
-        builder.build_for_cudagraph_capture(batch_of([5], [5]))
+
+
+def test_prompts_are_captured_where_their_rows_are_read_as_they_are() -> None:
+    captured = builder_of(RAW).build_for_cudagraph_capture(batch_of([5, 5], [5, 5]))
+    assert captured.decode is None
+    assert captured.prefill is not None
+    assert captured.prefill.num_rows == 10
+    said = "at most 4 for SPARSE_MLA with flashmla_sparse over fp8_nope_fp8_rope rows, got 5"
+    with pytest.raises(ValueError, match=said):
+        builder_of(RAW, K.FLASHMLA_SPARSE).build_for_cudagraph_capture(batch_of([5], [5]))
+    with pytest.raises(ValueError, match="same number of tokens"):
+        builder_of().build_for_cudagraph_capture(batch_of([5, 9], [5, 9]))
 
 
 def test_draft_steps_have_their_modes_and_are_written_anew() -> None:

@@ -16,6 +16,7 @@ from typing import Final
 import torch
 
 from attn.kernels.indexer_launch import (
+    gather_keys_call,
     paged_logits_call,
     ragged_logits_call,
     select_topk_call,
@@ -110,6 +111,7 @@ def index_calls(dtype: torch.dtype, tile: IndexTile, hardware: bool) -> dict[str
             torch.empty(rows).long(),
             hardware_e4m3=hardware,
         ),
+        "gathered keys": gather_keys_call(cache, lens, keys[:rows], scales[:rows]),
     }
 
 

@@ -12,6 +12,7 @@ import torch
 from attn.ops import sparse_mla as ops
 from attn.ops.dispatch import has_kernel
 from attn.ops.sparse_mla import sparse_mla, tile_for
+from builders.sparse_launches import SparseWorkspace
 from builders.sparse_tiles import SparseShape, SparseTile, sparse_tile
 from specs.devices import DeviceKind
 from specs.rows import LatentFormat
@@ -222,7 +223,7 @@ def test_scratch_that_is_too_small_is_refused() -> None:
     trial = SparseTrial(SparseCase(LAYOUTS[0], 4, (96,)))
     out, lse = trial.results()
     tile = tile_for(trial.arguments()["query"], trial.indices, LAYOUTS[0])
-    small = ops.SparseWorkspace(torch.empty(7), torch.empty(7))
+    small = SparseWorkspace(torch.empty(7), torch.empty(7))
     with pytest.raises(ValueError, match="states must hold"):
         sparse_mla(**trial.arguments(), output=out, lse=lse, workspace=small, tile=TILES["split"])
     assert tile.rows == 16

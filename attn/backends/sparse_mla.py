@@ -1,0 +1,92 @@
+"""SPARSE_MLA: top-k sparse latent attention, by kernels that are chosen for each phase."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from attn.backends.base import AttentionBackend
+from attn.impls.sparse_mla import SparseMLAImpl
+from builders.sparse_mla import LEAST_WIDTH, ROW_WIDTHS, SparseMLAMetadataBuilder
+from builders.sparse_mla_choice import kernel_notes
+from builders.trtllm_mha_choice import mixed_dtypes_reason
+from specs.attention import AttentionCGSupport, BackendCapabilities, HeadSizes, MultipleOf
+from specs.devices import ComputeCapability, DeviceKind
+from specs.dtypes import CacheDType, DType
+from specs.rows import INDEXER_PAGE, cache_dtype_of
+from specs.sparse_mla import STORED_FORMATS, SparseKernel, rule_of
+
+
+class SparseMLABackend(AttentionBackend):
+    """Every row attends what an indexer lists for it, prefill rows too; CUDA graphs of decodes.
+
+    The library's own kernel takes either phase on every GPU. Others are asked for by
+    ``EngineConfig.sparse_prefill_kernel`` and ``sparse_decode_kernel``, independently; a pair that
+    cannot work is refused by the builder, with every reason and the nearest choice that works.
+    """
+
+    capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(
+        dtypes=rule_of(SparseKernel.TRITON_SPARSE).query_dtypes,
+        # Rows of 16 bits have the model's type, whatever they are called.
+        kv_cache_dtypes=(
+            *(cache_dtype_of(latent) for latent in STORED_FORMATS),
+            CacheDType.FLOAT16,
+            CacheDType.BFLOAT16,
+            CacheDType.FP8,
+        ),
+        # Latent rows and the indexer's planar pages share block tables.
+        block_sizes=(MultipleOf(base=INDEXER_PAGE),),
+        # Of a row: a latent and a rotary part, each a power of two.
+        head_sizes=HeadSizes(
+            multiple_of=LEAST_WIDTH, minimum=2 * LEAST_WIDTH, maximum=sum(ROW_WIDTHS)
+        ),
+        device_kinds=(
+            DeviceKind.SM80,
+            DeviceKind.SM89,
+            DeviceKind.SM90,
+            DeviceKind.SM100,
+            DeviceKind.SM120,
+            DeviceKind.ROCM,
+        ),
+        cudagraph_support=AttentionCGSupport.UNIFORM_BATCH,
+        is_mla=True,
+        is_sparse=True,
+        batch_invariance=True,
+        lse=True,
+        row_bits=True,
+    )
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: Any,
+        kv_cache_dtype: CacheDType | str | None,
+        *args: object,
+        **kwargs: object,
+    ) -> str | None:
+        """A 16-bit cache has the model's dtype."""
+        if not (cls.supports_dtype(dtype) and cls.supports_kv_cache_dtype(kv_cache_dtype)):
+            return None
+        return mixed_dtypes_reason(DType.parse(dtype).torch, CacheDType.parse(kv_cache_dtype))
+
+    @classmethod
+    def device_notes(cls, device_capability: Any) -> list[str]:
+        """Which kernels can be asked for there, and where they come from."""
+        if device_capability is None:
+            return []
+        return kernel_notes(ComputeCapability.model_validate(device_capability))
+
+    @staticmethod
+    def get_name() -> str:
+        """Registry name."""
+        return "SPARSE_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type[SparseMLAImpl]:
+        """The impl of this triple."""
+        return SparseMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[SparseMLAMetadataBuilder]:
+        """The metadata builder of this triple."""
+        return SparseMLAMetadataBuilder

@@ -1,0 +1,86 @@
+"""Launches of the library's own sparse kernel: decided once per step, with scratch that stays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from builders.buffers import GraphBuffers
+from builders.sparse_tiles import SparseShape, SparseTile, sparse_tile
+from builders.triton_attn import device_facts
+
+STATE_BYTES: Final = 256 << 20
+"""Of the states that one launch stores; a launch has at least one row."""
+_FLOAT: Final = 4
+
+
+@dataclass(frozen=True, eq=False)
+class SparseWorkspace:
+    """Scratch of split rows, any content; graphs need it to stay where it is."""
+
+    states: torch.Tensor
+    sums: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class SparseLaunch:
+    """How the rows of a phase are launched."""
+
+    tile: SparseTile
+    rows: int
+    """Rows of a launch, one after another where there are more: what there is scratch for."""
+    workspace: SparseWorkspace
+
+
+def workspace_for(
+    tile: SparseTile, num_rows: int, num_heads: int, topk: int, rank: int, device: torch.device
+) -> SparseWorkspace:
+    """Scratch for up to ``num_rows`` rows of a launch."""
+    states, sums = tile.state_floats(num_rows, num_heads, topk, rank)
+    return SparseWorkspace(
+        torch.empty(states, dtype=torch.float32, device=device),
+        torch.empty(sums, dtype=torch.float32, device=device),
+    )
+
+
+class SparseLaunches:
+    """A group's launches, of any number of rows, over scratch in a builder's buffers."""
+
+    def __init__(
+        self, shape: SparseShape, most_rows: int, batch_invariant: bool, buffers: GraphBuffers
+    ) -> None:
+        """
+        Args:
+            shape: of the layers.
+            most_rows: of any step.
+            batch_invariant: a row's bits depend on the row alone.
+            buffers: where ``states`` and ``sums`` are declared, on the device that is launched on.
+        """
+        self._shape, self._is_invariant = shape, batch_invariant
+        self._facts = device_facts(buffers.device)
+        # Beyond a row for each multiprocessor the number of rows decides nothing.
+        sizes = {*range(1, min(most_rows, self._facts[1]) + 1), most_rows}
+        floats = [
+            tile.state_floats(rows, shape.num_heads, shape.topk, shape.rank)
+            for tile, rows in map(self._sized, sizes)
+        ]
+        states, sums = (max(counts) for counts in zip(*floats, strict=True))
+        self._workspace = SparseWorkspace(
+            buffers.declare("states", (states,), torch.float32),
+            buffers.declare("sums", (sums,), torch.float32),
+        )
+
+    def of(self, num_rows: int) -> SparseLaunch:
+        """The launch of a phase: a function of its number of rows, padding included."""
+        tile, rows = self._sized(num_rows)
+        return SparseLaunch(tile, rows, self._workspace)
+
+    def _sized(self, num_rows: int) -> tuple[SparseTile, int]:
+        """The tile, and how many rows a launch takes."""
+        shape, (kind, multiprocessors) = self._shape, self._facts
+        tile = sparse_tile(shape, kind, multiprocessors, num_rows, self._is_invariant)
+        one = sum(tile.state_floats(1, shape.num_heads, shape.topk, shape.rank)) * _FLOAT
+        fits = num_rows if one == 0 else max(STATE_BYTES // one, 1)
+        return tile, max(min(num_rows, fits), 1)
