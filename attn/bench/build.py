@@ -25,7 +25,7 @@ def bench_build(num_reqs: int, repeats: int) -> Iterator[str]:
         repeats: timed builds; the median and the 99th percentile are reported.
     """
     device = detect_device()
-    config = EngineConfig(max_model_len=8192, max_num_seqs=num_reqs, num_heads=32)
+    config = EngineConfig(max_model_len=8192, max_num_seqs=num_reqs, num_heads=32, index_topk=2048)
     seq_len, block_size = 4096, 16
     blocks = seq_len // block_size
     table = torch.arange(1, num_reqs * blocks + 1, dtype=torch.int32).view(num_reqs, blocks)
