@@ -16,7 +16,6 @@ from builders.base import AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch
-from builders.latent_step import captured_query_len
 from builders.sparse_calls import CallPlanner
 from builders.sparse_launches import SparseLaunch, SparseLaunches
 from builders.sparse_mla_choice import (
@@ -168,68 +167,12 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             NotImplementedError: a batch that is not plainly causal.
             ValueError: a batch beyond the engine's limits.
         """
-        return self._build(common_attn_metadata, is_draft=False)
-
-    def build_for_cudagraph_capture(
-        self, common_attn_metadata: CommonAttentionMetadata
-    ) -> SparseMLAMetadata:
-        """The record to capture with: any batch of as many requests and tokens can be replayed
-        after a build, each request with as many tokens as a verify has, or fewer, or none. Requests
-        of more tokens, all of them of as many, can where prefill reads cached rows as they are.
-
-        Raises:
-            ValueError: requests of several query lengths beyond a verify's, or such with a prefill
-                kernel whose rows are converted: how many those are, the host decides step by step.
-        """
         batch = common_attn_metadata
-        if batch.max_query_len > self.threshold:
-            self._check_captured_prompts(batch)
-        self._calls.capture(batch.num_actual_tokens)
-        # By way of build, which a wrapper may have replaced.
-        return self.build(0, batch)
-
-    def _check_captured_prompts(self, batch: CommonAttentionMetadata) -> None:
-        captured_query_len(batch)
-        for plan in self._plans:
-            if plan.phase is SparsePhase.PREFILL and plan.conversion is not None:
-                raise ValueError(
-                    f"max_query_len of a captured batch must be at most {self.threshold} for "
-                    f"{NAME} with {plan.kernel.value} over {plan.stored.value} rows, got "
-                    f"{batch.max_query_len}"
-                )
-
-    def build_for_drafting(
-        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
-    ) -> SparseMLAMetadata:
-        """See the base class: the first draft step takes what a verify accepted."""
-        return self._build(common_attn_metadata, is_draft=draft_index == 0)
-
-    def update_draft_decode_metadata(self, metadata: SparseMLAMetadata) -> None:
-        """Write what rows see anew, from the record's own lengths as they are now; safe to capture.
-
-        Args:
-            metadata: a record of this builder whose rows are all decodes.
-        """
-        if metadata.decode is not None:
-            self._fill(metadata.decode)
-
-    def _build(self, batch: CommonAttentionMetadata, *, is_draft: bool) -> SparseMLAMetadata:
-        debug_batch(batch, self.kv_cache_spec)
-        ignored = ("dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
-        refuse_fields(batch, NAME, *ignored)
-        if batch.causal is not True:
-            raise NotImplementedError(f"{NAME} takes causal batches, got causal={batch.causal!r}")
-        limits = (
-            ("num_reqs", batch.num_reqs, self.vllm_config.max_num_seqs),
-            ("num_actual_tokens", batch.num_actual_tokens, self._most_rows),
-        )
-        for name, count, most in limits:
-            if count > most:
-                raise ValueError(f"{name} must be at most {most} for {NAME}, got {count}")
+        self._check(batch)
         found = split_decodes_and_prefills(batch, self.threshold)
         bounds = self._key_bounds(batch, found.num_decodes)
         stats = BatchStats(found.num_prefill_tokens, sum(bounds))
-        plan = resolve(self.setup, forward_mode(batch, found, is_draft=is_draft), stats)
+        plan = resolve(self.setup, forward_mode(batch, found), stats)
         decode = prefill = None
         if plan.decode is not None:
             decode = self._rows(plan.decode, batch, 0, found.num_decodes, [])
@@ -246,6 +189,64 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             decode=decode,
             prefill=prefill,
         )
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> SparseMLAMetadata:
+        """The record to capture with: any batch of as many requests and tokens can be replayed
+        after a build, each request with as many tokens as a verify has, or fewer, or none. Prompts
+        can where prefill reads cached rows as they are, each request with as many tokens again.
+
+        Raises:
+            ValueError: prompts, with a prefill kernel whose rows are converted: how many those are,
+                the host decides step by step.
+        """
+        batch = common_attn_metadata
+        if batch.max_query_len > self.threshold:
+            self._check_captured_prompts(batch.max_query_len)
+        self._calls.capture(batch.num_actual_tokens)
+        # By way of build, which a wrapper may have replaced.
+        return self.build(0, batch)
+
+    def _check_captured_prompts(self, longest: int) -> None:
+        for plan in self._plans:
+            if plan.phase is SparsePhase.PREFILL and plan.conversion is not None:
+                raise ValueError(
+                    f"max_query_len of a captured batch must be at most {self.threshold} for "
+                    f"{NAME} with {plan.kernel.value} over {plan.stored.value} rows, got {longest}"
+                )
+
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+    ) -> SparseMLAMetadata:
+        """See the base class: the first draft step takes what a verify accepted."""
+        record = self.build(0, common_attn_metadata, fast_build=True)
+        if draft_index == 0 and record.plan.mode is ForwardMode.TARGET_VERIFY:
+            record.plan = replace(record.plan, mode=ForwardMode.DRAFT_EXTEND)
+        return record
+
+    def update_draft_decode_metadata(self, metadata: SparseMLAMetadata) -> None:
+        """Write what rows see anew, from the record's own lengths as they are now; safe to capture.
+
+        Args:
+            metadata: a record of this builder whose rows are all decodes.
+        """
+        if metadata.decode is not None:
+            self._fill(metadata.decode)
+
+    def _check(self, batch: CommonAttentionMetadata) -> None:
+        debug_batch(batch, self.kv_cache_spec)
+        ignored = ("dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
+        refuse_fields(batch, NAME, *ignored)
+        if batch.causal is not True:
+            raise NotImplementedError(f"{NAME} takes causal batches, got causal={batch.causal!r}")
+        limits = (
+            ("num_reqs", batch.num_reqs, self.vllm_config.max_num_seqs),
+            ("num_actual_tokens", batch.num_actual_tokens, self._most_rows),
+        )
+        for name, count, most in limits:
+            if count > most:
+                raise ValueError(f"{name} must be at most {most} for {NAME}, got {count}")
 
     def _key_bounds(self, batch: CommonAttentionMetadata, first: int) -> list[int]:
         """Host bounds of the keys of the requests from ``first`` on."""
@@ -391,23 +392,18 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             setattr(metadata, name, moved)
 
 
-def forward_mode(
-    batch: CommonAttentionMetadata, found: BatchSplit, *, is_draft: bool
-) -> ForwardMode:
+def forward_mode(batch: CommonAttentionMetadata, found: BatchSplit) -> ForwardMode:
     """What a batch computes.
 
     Args:
         batch: decode-first.
         found: where its decodes end.
-        is_draft: its decodes are the first step of a draft model behind a verify.
     """
     if found.num_prefill_tokens:
         has_decodes = found.num_decode_tokens > 0
         return ForwardMode.MIXED if has_decodes else ForwardMode.EXTEND
     if batch.num_actual_tokens == 0:
         return ForwardMode.IDLE
-    if is_draft:
-        return ForwardMode.DRAFT_EXTEND
     return ForwardMode.TARGET_VERIFY if batch.max_query_len > 1 else ForwardMode.DECODE
 
 

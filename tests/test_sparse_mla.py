@@ -362,6 +362,19 @@ def test_what_the_impl_cannot_do_is_refused(device: str, monkeypatch: pytest.Mon
         raw.forward_mqa(step.query, step.cache, record.build(0, step.batch), scales)
 
 
+def test_block_scaled_rows_are_rotated_before_they_are_written() -> None:
+    lists = torch.zeros(1, 1, dtype=torch.int32)
+    assert impl_of(RAW, lists).fused_rope_kvcache_supported()
+    scaled = impl_of(SCALED, lists)
+    assert not scaled.fused_rope_kvcache_supported()
+    one, rows = torch.ones(()), torch.zeros(1, L + R)
+    with pytest.raises(NotImplementedError, match="rows are not rotated and written in one"):
+        scaled.do_rope_and_kv_cache_update(
+            *(rows[:, None, L:], rows[:, :L], rows[:, L:], torch.zeros(1).int(), rows[:, L:], True),
+            *(torch.zeros(1, P, 656, dtype=torch.uint8), torch.zeros(1).long(), "fp8_ds_mla", one),
+        )
+
+
 def test_the_model_s_types_are_known_to_the_rows() -> None:
     impl = impl_of(BF16, torch.zeros(1, 1, dtype=torch.int32))
     row = impl._row(cache_dtype_of(BF16), torch.float16)

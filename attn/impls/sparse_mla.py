@@ -17,7 +17,7 @@ from attn.impls.sparse_callers import (
     attend_by_flashmla_sparse,
     attend_by_trtllm,
 )
-from attn.ops.latent_convert import convert_rows, write_latent_rows
+from attn.ops.latent_convert import convert_rows, rope_and_write_latent_rows, write_latent_rows
 from attn.ops.sparse_mla import sparse_mla
 from attn.ops.topk_transform import transform_topk
 from builders.debug import debug_enabled, debug_read
@@ -126,6 +126,41 @@ class SparseMLAImpl(MLAAttentionImpl):
         row = self._row(cache_dtype, kv_c_normed.dtype)
         rope = k_pe.reshape(len(k_pe), self.qk_rope_head_dim)
         write_latent_rows(kv_c_normed, rope, kv_cache, slot_mapping, scale, row)
+
+    def fused_rope_kvcache_supported(self) -> bool:
+        """Layers that write a cache of their own, of rows without block scales."""
+        is_scaled = self.cache_dtype is CacheDType.FP8_DS_MLA
+        return self.kv_sharing_target_layer_name is None and not is_scaled
+
+    def do_rope_and_kv_cache_update(
+        self,
+        q_pe: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Rotate both rotary parts and write latent rows, in one launch; see the base class."""
+        cache_dtype = CacheDType.parse(kv_cache_dtype)
+        check_scale(k_scale, cache_dtype)
+        rope_and_write_latent_rows(
+            q_pe,
+            kv_c_normed,
+            k_pe.reshape(len(k_pe), self.qk_rope_head_dim),
+            positions,
+            cos_sin_cache,
+            is_neox,
+            kv_cache,
+            slot_mapping,
+            torch.ones_like(k_scale) if skip_scale else k_scale,
+            self._row(cache_dtype, kv_c_normed.dtype),
+        )
 
     def forward_mqa(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from attn.ops.cache import write_kv
+from attn.ops.cache import rope_and_write_kv, write_kv
 from attn.ops.dispatch import converts_float8, has_kernel
 from attn.reference import latent_convert as reference
 from attn.reference.cache import scatter_rows, write_latent
@@ -57,11 +57,8 @@ def write_latent_rows(
         write_latent(kv_c, k_pe, kv_cache, slot_mapping, k_scale, row)
         return
     if latent is not LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE:
-        is_raw = latent is LatentFormat.FP8_NOPE_FP8_ROPE
-        cache_dtype = CacheDType.FP8_E4M3 if is_raw else CacheDType.AUTO
-        parts = KVViews(views["rope"][:, :, None], views["nope"][:, :, None])
         rows = k_pe[:, None], kv_c[:, None]
-        write_kv(*rows, parts, slot_mapping, k_scale, k_scale, cache_dtype)
+        write_kv(*rows, _as_keys(views), slot_mapping, k_scale, k_scale, _written_as(latent))
         return
     count = len(slot_mapping)
     if kv_c.shape[1] != views["nope"].shape[2] or k_pe.shape[1] != row["rope"].count:
@@ -77,6 +74,58 @@ def write_latent_rows(
     new = {"nope": kv_c[None], "rope": k_pe[None]}
     formats = LatentFormat.BF16, latent
     _launch(new, views, formats, None, slot_mapping, k_scale, count, snap_scales=False)
+
+
+def rope_and_write_latent_rows(
+    q_pe: torch.Tensor,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor,
+    row: RowFormat,
+) -> None:
+    """Rotate both rotary parts in place and write rows without block scales, in one launch.
+
+    Args:
+        q_pe: ``[T, H, r]``, dense rows.
+        kv_c: as in :func:`write_latent_rows`, and so are the last four.
+        k_pe: ``[T, r]``, dense rows.
+        positions: ``[T]`` integer; a row whose position is outside the table is padding.
+        cos_sin_cache: ``[max_position, r]``: cosines, then sines.
+        is_neox: rotate halves (True) or interleaved pairs (False).
+        kv_cache: as above.
+        slot_mapping: likewise.
+        k_scale: likewise.
+        row: likewise.
+
+    Raises:
+        ValueError: tensors that do not fit together.
+        NotImplementedError: rows with block scales, or of the indexer.
+    """
+    latent = LatentFormat(row.name)
+    if latent not in (LatentFormat.BF16, LatentFormat.FP8_NOPE_FP8_ROPE):
+        raise NotImplementedError(f"{latent.value} rows are not rotated and written in one launch")
+    if debug_enabled():
+        check_slots(slot_mapping, kv_cache.shape[1], len(kv_cache))
+    rope_and_write_kv(
+        *(q_pe, k_pe[:, None], kv_c[:, None], positions, cos_sin_cache, is_neox),
+        *(_as_keys(latent_views(kv_cache, row)), slot_mapping, k_scale, k_scale),
+        _written_as(latent),
+    )
+
+
+def _as_keys(views: dict[str, torch.Tensor]) -> KVViews:
+    """Rows as what is written: of the two parts, it is keys that RoPE rotates."""
+    return KVViews(views["rope"][:, :, None], views["nope"][:, :, None])
+
+
+def _written_as(latent: LatentFormat) -> CacheDType:
+    is_raw = latent is LatentFormat.FP8_NOPE_FP8_ROPE
+    return CacheDType.FP8_E4M3 if is_raw else CacheDType.AUTO
 
 
 def convert_rows(

@@ -16,6 +16,7 @@ from builders.flashinfer import FlashInferMetadataBuilder
 from builders.flashinfer_mla import FlashInferMlaMetadataBuilder
 from builders.mixed import MixedMetadataBuilder
 from builders.multi_step_draft import MultiStepDraft
+from builders.sparse_mla import SparseMLAMetadataBuilder
 from builders.torch_ref import TorchRefMetadataBuilder
 from builders.torch_ref_mla import (
     TorchRefMLAMetadataBuilder,
@@ -57,6 +58,7 @@ TRIPLES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "TRTLLM_MLA": (TrtllmMlaMetadataBuilder, LATENT, {}),
     "TRTLLM_MLA_triton": (TrtllmMlaMetadataBuilder, LATENT, {"mla_kernel": MlaKernel.TRITON}),
     "TORCH_REF_MLA": (TorchRefMLAMetadataBuilder, LATENT, {}),
+    "SPARSE_MLA": (SparseMLAMetadataBuilder, LATENT.replace(topk=8), {"index_topk": 8}),
     "TORCH_REF_SPARSE_MLA": (
         TorchRefSparseMLAMetadataBuilder,
         LATENT.replace(topk=8),

@@ -1,0 +1,84 @@
+"""Launches of the library's own sparse kernel: one scratch for steps of any size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from builders import sparse_launches
+from builders.buffers import GraphBuffers
+from builders.sparse_launches import SparseLaunches
+from builders.sparse_tiles import SparseShape
+from specs.devices import DeviceKind
+from specs.rows import LatentFormat
+from specs.sparse_mla import STORED_FORMATS
+from tests.sparse_layers import Sizes, SparseLayer
+
+TOPK = 2048
+H200 = DeviceKind.SM90, 132
+
+
+@pytest.fixture(params=[H200, (DeviceKind.SM80, 108)], ids=["h200", "a100"])
+def facts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(sparse_launches, "device_facts", lambda device: request.param)
+    return request.param
+
+
+def launches(heads: int, most: int, is_invariant: bool) -> tuple[SparseLaunches, GraphBuffers]:
+    # What would be memory of a GPU.
+    buffers = GraphBuffers("meta")
+    return SparseLaunches(SparseShape(heads, TOPK), most, is_invariant, buffers), buffers
+
+
+@pytest.mark.parametrize("is_invariant", [False, True])
+@pytest.mark.parametrize("heads", [1, 16, 20, 64, 128])
+def test_scratch_holds_every_step_and_is_bounded(
+    facts: Any, heads: int, is_invariant: bool
+) -> None:
+    made, buffers = launches(heads, 8192, is_invariant)
+    scratch = buffers["states"].numel(), buffers["sums"].numel()
+    assert sum(scratch) * 4 <= sparse_launches.STATE_BYTES
+    for rows in (0, 1, 2, 7, 31, 32, 33, 66, 131, 132, 133, 500, 4096, 8192):
+        launch = made.of(rows)
+        assert launch.workspace.states is buffers["states"]
+        assert 1 <= launch.rows <= max(rows, 1)
+        needed = launch.tile.state_floats(launch.rows, heads, TOPK)
+        assert all(one <= held for one, held in zip(needed, scratch, strict=True))
+        # Rows are taken in turn only where they would not fit.
+        more = launch.tile.state_floats(launch.rows + 1, heads, TOPK)
+        assert launch.rows >= rows or sum(more) * 4 > sparse_launches.STATE_BYTES
+    assert made.of(5).tile == made.of(5).tile
+
+
+def test_rows_whose_bits_are_their_own_are_taken_in_turn(facts: Any) -> None:
+    made, _ = launches(128, 8192, True)
+    one, many = made.of(1), made.of(8192)
+    # Segments are folded in registers or after they are stored, to the same bits.
+    assert replace(one.tile, span=1) == replace(many.tile, span=1)
+    # On Hopper states of 64 rows are too large to be kept for all.
+    assert (many.rows < 8192) == (facts == H200)
+
+
+@pytest.mark.parametrize("layout", STORED_FORMATS)
+def test_rows_in_turn_are_the_same_rows(
+    layout: LatentFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = Sizes(num_heads=20, rank=128, rope=32, nope=16, topk=300, longest=384)
+    parts = [(0, 0, 3), (1, 0, 9), (2, 0, 1)]
+    outputs, taken = [], []
+    for states in (sparse_launches.STATE_BYTES, 0):
+        monkeypatch.setattr(sparse_launches, "STATE_BYTES", states)
+        layer = SparseLayer(layout, sizes=sizes, batch_invariant=True)
+        layer.fill()
+        step = layer.step([(req, 320, new) for req, _, new in parts])
+        outputs.append(layer.run(step))
+        layer.check(step, outputs[-1])
+        record, _ = layer.records(step)
+        assert record.prefill is not None
+        assert record.prefill.launch is not None
+        taken.append(record.prefill.launch.rows)
+    assert taken == [10, 1]
+    assert torch.equal(*outputs)
