@@ -82,6 +82,15 @@ def hopper_tile(
     return forced_tile(shape, multiprocessors, num_rows, options), "it serves the rows"
 
 
+def usual_options(layout: LatentFormat) -> HopperSparseTile:
+    """What a launch is given: who widens e4m3 needs registers, of which those who multiply keep
+    what they need by Triton 3.6.
+    """
+    if layout is LatentFormat.BF16:
+        return HopperSparseTile()
+    return HopperSparseTile(second_registers=216, producer_registers=72)
+
+
 def forced_tile(
     shape: SparseShape,
     multiprocessors: int,
@@ -96,7 +105,7 @@ def forced_tile(
         span=1,
         num_warps=4,
         num_stages=2,
-        hopper=options or HopperSparseTile(),
+        hopper=options or usual_options(shape.layout),
     )
     segments = tile.segments(shape.topk)
     programs = max(num_rows, 1) * tile.head_tiles(shape.num_heads)

@@ -44,10 +44,10 @@ class HopperSparseTile:
     """Half of a block is free before the other's scores: where memory is the limit."""
     prefetch: bool = False
     """Rows of the next tile are asked into the L2 cache."""
-    second_registers: int = 216
+    second_registers: int = 224
     """Per thread of the second warp group that multiplies, a multiple of 8; the first has what is
     left of 504."""
-    producer_registers: int = 72
+    producer_registers: int = 56
     """Per thread of the warp group that gathers rows."""
     programs_per_sm: int | None = 1
     """Programs that take piece after piece of the work; None: one for each piece."""

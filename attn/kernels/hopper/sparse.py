@@ -22,15 +22,13 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @gluon.jit(
-    do_not_specialize=["ids_row", "topk", "total", "programs"],
+    do_not_specialize=["ids_row", "topk", "total"],
     do_not_specialize_on_alignment=["ids_ptr", "lens_ptr", "lse_ptr", "sinks_ptr"],
 )
 def hopper_sparse_kernel(
     query_ptr,
     rotary_ptr,
     latent_ptr,
-    rope_ptr,
-    scales_ptr,
     sinks_ptr,
     ids_ptr,
     lens_ptr,
@@ -41,19 +39,17 @@ def hopper_sparse_kernel(
     ids_row,
     topk,
     total,
-    programs,
-    block,
-    stride,
     scale,
     HEADS: gl.constexpr,
     HEAD_TILES: gl.constexpr,
     SEGMENT: gl.constexpr,
     PARTS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
-    LATENT_UNIT: gl.constexpr,
-    ROPE_UNIT: gl.constexpr,
-    SCALE_UNIT: gl.constexpr,
+    BLOCK_UNITS: gl.constexpr,
+    ROW_UNITS: gl.constexpr,
     ROW_BYTES: gl.constexpr,
+    ROPE_AT: gl.constexpr,
+    SCALES_AT: gl.constexpr,
     QUERY_TOKEN: gl.constexpr,
     QUERY_HEAD: gl.constexpr,
     ROTARY_TOKEN: gl.constexpr,
@@ -73,8 +69,9 @@ def hopper_sparse_kernel(
     """Attention over listed rows; grid ``(programs,)``, each of which takes every so-manyth of
     ``total = T * PARTS * HEAD_TILES`` pieces of work.
 
-    Arguments as those of :func:`attn.kernels.sparse_mla.sparse_mla_kernel`; offsets of rows are in
-    units of 16 bytes. Pointers that a flag says are not used are any. SECOND and PRODUCER are
+    Arguments as those of :func:`attn.kernels.sparse_mla.sparse_mla_kernel`; BLOCK_UNITS and
+    ROW_UNITS are distances in units of 16 bytes, ROPE_AT and SCALES_AT fields' places in a row, in
+    bytes. Pointers that a flag says are not used are any. SECOND and PRODUCER are
     registers per thread of warp group 1 and of the producers; the rest is warp group 0's.
     """
     DTYPE: gl.constexpr = query_ptr.dtype.element_ty
@@ -117,19 +114,18 @@ def hopper_sparse_kernel(
             (consume_listed, (q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, gaps, p,
                 m_first, m_second, sums_of, full, empty, ready, q_full.index(0), q_empty.index(0),
                 out_ptr, lse_ptr, sinks_ptr, lens_ptr, states_ptr, sums_ptr,
-                scale * _LOG2E, topk, total, programs, 0, HEADS, HEAD_TILES, SEGMENT, PARTS, DTYPE,
+                scale * _LOG2E, topk, total, 0, HEADS, HEAD_TILES, SEGMENT, PARTS, DTYPE,
                 OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, EARLY, SINKS, LSE)),
             (consume_listed, (q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, gaps, p,
                 m_first, m_second, sums_of, full, empty, ready, q_full.index(0), q_empty.index(0),
                 out_ptr, lse_ptr, sinks_ptr, lens_ptr, states_ptr, sums_ptr,
-                scale * _LOG2E, topk, total, programs, 1, HEADS, HEAD_TILES, SEGMENT, PARTS, DTYPE,
+                scale * _LOG2E, topk, total, 1, HEADS, HEAD_TILES, SEGMENT, PARTS, DTYPE,
                 OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, EARLY, SINKS, LSE)),
-            (produce_listed, (query_ptr, rotary_ptr, latent_ptr, rope_ptr, scales_ptr, ids_ptr,
-                lens_ptr, q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, gaps, full, empty,
-                q_full.index(0), q_empty.index(0), ids_row, topk, total, programs, block, stride,
-                HEADS, HEAD_TILES, SEGMENT, PARTS, BLOCK_SIZE, LATENT_UNIT, ROPE_UNIT, SCALE_UNIT,
-                ROW_BYTES, QUERY_TOKEN, QUERY_HEAD, ROTARY_TOKEN, ROTARY_HEAD, HAS_LENS, SCALED,
-                PREFETCH)),
+            (produce_listed, (query_ptr, rotary_ptr, latent_ptr, ids_ptr, lens_ptr, q_boxes, q_rope,
+                left_boxes, right_boxes, rope_boxes, gaps, full, empty, q_full.index(0),
+                q_empty.index(0), ids_row, topk, total, HEADS, HEAD_TILES, SEGMENT, PARTS,
+                BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, ROW_BYTES, ROPE_AT, SCALES_AT, QUERY_TOKEN,
+                QUERY_HEAD, ROTARY_TOKEN, ROTARY_HEAD, HAS_LENS, SCALED, PREFETCH)),
         ],
         [4, 4],
         [SECOND, PRODUCER],

@@ -169,7 +169,7 @@ def _second_block(
 def consume_listed(
     q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, gaps, p, m_first, m_second, sums_of, full,
     empty, ready, q_full, q_empty, out_ptr, lse_ptr, sinks_ptr, lens_ptr, states_ptr,
-    sums_ptr, factor, topk, total, programs, W: gl.constexpr, HEADS: gl.constexpr,
+    sums_ptr, factor, topk, total, W: gl.constexpr, HEADS: gl.constexpr,
     HEAD_TILES: gl.constexpr, SEGMENT: gl.constexpr, PARTS: gl.constexpr, DTYPE: gl.constexpr,
     OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr,
     HAS_LENS: gl.constexpr, EARLY: gl.constexpr, SINKS: gl.constexpr,
@@ -186,7 +186,7 @@ def consume_listed(
     rope = reinterpret(rope_boxes, DTYPE, [2, 64, 64], LAYOUT)
     turn = 0
     walks = 0
-    for work in range(gl.program_id(0), total, programs):
+    for work in range(gl.program_id(0), total, gl.num_programs(0)):
         token, head_tile, part, _, low, high = work_at(
             work, lens_ptr, topk, HEAD_TILES, SEGMENT, PARTS, HAS_LENS
         )

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 16
 """Bytes that a thread copies at a time."""
-_UNITS = {"LATENT_UNIT", "ROPE_UNIT", "SCALE_UNIT", "BLOCK_SIZE", "block", "stride"}
 
 
 def hopper_sparse_call(
@@ -46,14 +45,12 @@ def hopper_sparse_call(
     if asked.programs_per_sm is not None:
         programs = min(total, asked.programs_per_sm * _multiprocessors(tensors))
     is_scaled = layer.layout is LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE
-    cache = tensors.kv_cache
+    row = layer.layout.row(layer.rank, layer.rope_size, DType.parse(query.dtype))
     # What a flag says is not used is some pointer of its type.
     arguments = {
         "query_ptr": query,
         "rotary_ptr": rotary,
         "latent_ptr": addresses["latent_ptr"],
-        "rope_ptr": addresses["rope_ptr"],
-        "scales_ptr": addresses["scales_ptr"] if is_scaled else rotary,
         "sinks_ptr": output if tensors.sinks is None else tensors.sinks,
         "ids_ptr": tensors.indices,
         "lens_ptr": tensors.indices if tensors.topk_lens is None else tensors.topk_lens,
@@ -64,14 +61,17 @@ def hopper_sparse_call(
         "ids_row": tensors.indices.stride(0),
         "topk": topk,
         "total": total,
-        "programs": programs,
         "scale": layer.scale,
-        **{name: addresses[name] for name in _UNITS},
         "HEADS": layer.num_heads,
         "HEAD_TILES": head_tiles,
         "SEGMENT": tile.segment,
         "PARTS": parts,
-        "ROW_BYTES": cache.shape[-1] * cache.element_size(),
+        "BLOCK_SIZE": addresses["BLOCK_SIZE"],
+        "BLOCK_UNITS": addresses["block"],
+        "ROW_UNITS": addresses["stride"],
+        "ROPE_AT": row["rope"].offset,
+        "SCALES_AT": row["scale"].offset if is_scaled else 0,
+        "ROW_BYTES": row.nbytes,
         "QUERY_TOKEN": query.stride(0),
         "QUERY_HEAD": query.stride(1),
         "ROTARY_TOKEN": rotary.stride(0),

@@ -20,6 +20,8 @@ from attn.kernels.sparse_mla import _TO_BF16, _row_offsets
 
 THREADS = tl.constexpr(128)
 """Of the producer's warps, each of which arrives by itself."""
+UNIT = tl.constexpr(16)
+"""Bytes that a thread copies at a time, and that offsets of rows are in."""
 # Two factors of four elements of one block are the same.
 _SCALED = tl.constexpr(_TO_BF16.value.replace("$4", "$3"))
 
@@ -92,12 +94,12 @@ def _gather_half(
 
 @gluon.jit
 def _gather_rope(
-    ids, offset, rope_ptr, turn, gaps, full, empty, rope_boxes, ROPE_UNIT: gl.constexpr,
-    BLOCK_OF: gl.constexpr, LAYOUT: gl.constexpr,
+    ids, offset, rope_ptr, turn, gaps, full, empty, rope_boxes, BLOCK_OF: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """A block's rotary part, and which of its keys are none; that is free with it."""
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
-    at = rope_ptr + (offset * ROPE_UNIT)[:, None] + column[None, :]
+    at = rope_ptr + (offset * (UNIT // 2))[:, None] + column[None, :]
     there = (ids >= 0)[:, None] & (column >= 0)[None, :]
     _gather_half(at, there, turn, full, empty, rope_boxes, BLOCK_OF, 1, BLOCK_OF)
     gaps.index(BLOCK_OF).store(gl.where(ids >= 0, 0.0, float("-inf")))
@@ -106,17 +108,16 @@ def _gather_rope(
 
 @gluon.jit
 def _convert_half(
-    offset, there, words_ptr, scales_ptr, turn, full, empty, tiles, LATENT_UNIT: gl.constexpr,
-    SCALE_UNIT: gl.constexpr, COLUMN: gl.constexpr, BLOCK_OF: gl.constexpr, PLACE: gl.constexpr,
+    offset, there, words_ptr, scales_ptr, turn, full, empty, tiles, COLUMN: gl.constexpr, BLOCK_OF: gl.constexpr, PLACE: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Half of a block's latents, from COLUMN on, as bf16 times their scales."""
     column = gl.arange(0, 32, layout=gl.SliceLayout(0, LAYOUT))
-    at = words_ptr + (offset * (LATENT_UNIT // 4))[:, None] + column[None, :]
+    at = words_ptr + (offset * (UNIT // 4))[:, None] + column[None, :]
     mask = there[:, None] & (column >= 0)[None, :]
     first = gl.load(at + COLUMN // 4, mask=mask, other=0)
     second = gl.load(at + (COLUMN // 4 + 32), mask=mask, other=0)
-    scales = scales_ptr + offset * SCALE_UNIT
+    scales = scales_ptr + offset * (UNIT // 4)
     by = gl.load(scales + COLUMN // 128, mask=there, other=0.0)
     by_second = gl.load(scales + (COLUMN // 128 + 1), mask=there, other=0.0)
     mbarrier.wait(empty.index(PLACE), (turn & 1) ^ 1)
@@ -129,12 +130,11 @@ def _convert_half(
 
 @gluon.jit
 def produce_listed(
-    query_ptr, rotary_ptr, latent_ptr, rope_ptr, scales_ptr, ids_ptr, lens_ptr, q_boxes, q_rope,
-    left_boxes, right_boxes, rope_boxes, gaps, full, empty, q_full, q_empty, ids_row, topk, total,
-    programs, block_stride, row_stride, HEADS: gl.constexpr, HEAD_TILES: gl.constexpr,
-    SEGMENT: gl.constexpr, PARTS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    LATENT_UNIT: gl.constexpr, ROPE_UNIT: gl.constexpr, SCALE_UNIT: gl.constexpr,
-    ROW_BYTES: gl.constexpr, QUERY_TOKEN: gl.constexpr, QUERY_HEAD: gl.constexpr,
+    query_ptr, rotary_ptr, latent_ptr, ids_ptr, lens_ptr, q_boxes, q_rope, left_boxes, right_boxes,
+    rope_boxes, gaps, full, empty, q_full, q_empty, ids_row, topk, total, HEADS: gl.constexpr,
+    HEAD_TILES: gl.constexpr, SEGMENT: gl.constexpr, PARTS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr,
+    ROW_BYTES: gl.constexpr, ROPE_AT: gl.constexpr, SCALES_AT: gl.constexpr, QUERY_TOKEN: gl.constexpr, QUERY_HEAD: gl.constexpr,
     ROTARY_TOKEN: gl.constexpr, ROTARY_HEAD: gl.constexpr, HAS_LENS: gl.constexpr,
     SCALED: gl.constexpr, PREFETCH: gl.constexpr,
 ):  # fmt: skip
@@ -146,7 +146,11 @@ def produce_listed(
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     WORDS: gl.constexpr = _layout(64, 128)
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    DTYPE: gl.constexpr = query_ptr.dtype.element_ty
+    # Fields by their place in a row: fewer pointers are kept in registers.
+    rope_ptr = latent_ptr.to(gl.pointer_type(DTYPE), bitcast=True) + ROPE_AT // 2
     if SCALED:
+        scales_ptr = latent_ptr.to(gl.pointer_type(gl.float32), bitcast=True) + SCALES_AT // 4
         words_ptr = latent_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
         SHAPE: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
         left_words = reinterpret(left_boxes, gl.int32, [4, 64, 64], SHAPE)
@@ -154,7 +158,7 @@ def produce_listed(
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
     turn = 0
     walks = 0
-    for work in range(gl.program_id(0), total, programs):
+    for work in range(gl.program_id(0), total, gl.num_programs(0)):
         token, head_tile, _, length, low, high = work_at(
             work, lens_ptr, topk, HEAD_TILES, SEGMENT, PARTS, HAS_LENS
         )
@@ -166,40 +170,44 @@ def produce_listed(
                 QUERY_TOKEN, QUERY_HEAD, ROTARY_TOKEN, ROTARY_HEAD, LAYOUT,
             )  # fmt: skip
             walks += 1
-            ahead = _ids(mine, low * TILE, length, 64, ROWS)
+            # Rows that e4m3 words are of are known a block ahead, in a register; those of copies, four,
+            # would be spilled where words are widened.
+            AHEAD: gl.constexpr = gl.SliceLayout(1, WORDS) if SCALED else ROWS
+            ahead = _ids(mine, low * TILE, length, 64, AHEAD)
             for tile in range(low, high):
                 if PREFETCH:
                     coming = _ids(mine, (tile + 1) * TILE, length, TILE, EACH)
-                    byte = _row_offsets(coming, block_stride, row_stride, BLOCK_SIZE)
+                    units = _row_offsets(coming, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE)
                     start = latent_ptr.to(gl.int64, bitcast=True)
-                    prefetch_rows(start + byte * 16, coming, ROW_BYTES)
+                    prefetch_rows(start + units * UNIT, coming, ROW_BYTES)
                 for b in gl.static_range(2):
-                    # A block ahead; what is past the end of the list is not used.
+                    first = tile * TILE + b * BLOCK
                     ids = ahead
-                    after = tile * TILE + (b + 1) * BLOCK
-                    ahead = _ids(mine, after, length, 64, ROWS)
-                    offset = _row_offsets(ids, block_stride, row_stride, BLOCK_SIZE)
-                    _gather_rope(
-                        ids, offset, rope_ptr, turn, gaps, full, empty, rope_boxes, ROPE_UNIT, b,
-                        LAYOUT,
-                    )  # fmt: skip
+                    # What is past the end of the part is not used.
+                    ahead = _ids(mine, first + BLOCK, length, 64, AHEAD)
+                    offset = _row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE)
                     if SCALED:
-                        row_ids = gl.convert_layout(ids, gl.SliceLayout(1, WORDS))
-                        row = _row_offsets(row_ids, block_stride, row_stride, BLOCK_SIZE)
-                        _convert_half(
-                            row, row_ids >= 0, words_ptr, scales_ptr, turn, full, empty, left_words,
-                            LATENT_UNIT, SCALE_UNIT, 0, b, 2 + b, WORDS,
+                        copied = _ids(mine, first, length, 64, ROWS)
+                        _gather_rope(
+                            copied, _row_offsets(copied, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE),
+                            rope_ptr, turn, gaps, full, empty, rope_boxes, b, LAYOUT,
                         )  # fmt: skip
                         _convert_half(
-                            row, row_ids >= 0, words_ptr, scales_ptr, turn, full, empty,
-                            right_words, LATENT_UNIT, SCALE_UNIT, HALF, b, 4 + b, WORDS,
+                            offset, ids >= 0, words_ptr, scales_ptr, turn, full, empty, left_words,
+                            0, b, 2 + b, WORDS,
+                        )  # fmt: skip
+                        _convert_half(
+                            offset, ids >= 0, words_ptr, scales_ptr, turn, full, empty, right_words,
+                            HALF, b, 4 + b, WORDS,
                         )  # fmt: skip
                     else:
-                        at = latent_ptr + (offset * LATENT_UNIT)[:, None] + column[None, :]
+                        _gather_rope(
+                            ids, offset, rope_ptr, turn, gaps, full, empty, rope_boxes, b,
+                            LAYOUT,
+                        )  # fmt: skip
+                        at = latent_ptr + (offset * (UNIT // 2))[:, None] + column[None, :]
                         there = (ids >= 0)[:, None] & (column >= 0)[None, :]
-                        _gather_half(
-                            at, there, turn, full, empty, left_boxes, b * 4, 4, 2 + b
-                        )
+                        _gather_half(at, there, turn, full, empty, left_boxes, b * 4, 4, 2 + b)
                         _gather_half(
                             at + HALF, there, turn, full, empty, right_boxes, b * 4, 4, 4 + b
                         )
