@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from attn.kernels.hopper.compat import arrive_behind_gathers, async_gather, reinterpret
 from attn.kernels.hopper.convert import _layout
+from attn.kernels.hopper.decode_parts import opaque_zero
 from attn.kernels.hopper.sparse_parts import BLOCK, HALF, TILE, work_at
 from attn.kernels.hopper.tiles import wide
 from attn.kernels.sparse_mla import _TO_BF16, _row_offsets
@@ -54,7 +55,8 @@ def prefetch_rows(ptrs, ids, nbytes):
 @gluon.jit
 def _ids(ids_ptr, first, length, KEYS: gl.constexpr, LAYOUT: gl.constexpr):
     """Entries of a list, -1 from its end on."""
-    at = first + gl.arange(0, KEYS, layout=LAYOUT)
+    # Else each thread's place in a list is added once, and spilled until now.
+    at = first + opaque_zero() + gl.arange(0, KEYS, layout=LAYOUT)
     return gl.load(ids_ptr + at, mask=at < length, other=-1)
 
 
@@ -108,7 +110,8 @@ def _gather_rope(
 
 @gluon.jit
 def _convert_half(
-    offset, there, words_ptr, scales_ptr, turn, full, empty, tiles, COLUMN: gl.constexpr, BLOCK_OF: gl.constexpr, PLACE: gl.constexpr,
+    offset, there, words_ptr, scales_ptr, turn, full, empty, tiles, COLUMN: gl.constexpr,
+    BLOCK_OF: gl.constexpr, PLACE: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Half of a block's latents, from COLUMN on, as bf16 times their scales."""
@@ -134,7 +137,8 @@ def produce_listed(
     rope_boxes, gaps, full, empty, q_full, q_empty, ids_row, topk, total, HEADS: gl.constexpr,
     HEAD_TILES: gl.constexpr, SEGMENT: gl.constexpr, PARTS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr,
-    ROW_BYTES: gl.constexpr, ROPE_AT: gl.constexpr, SCALES_AT: gl.constexpr, QUERY_TOKEN: gl.constexpr, QUERY_HEAD: gl.constexpr,
+    ROW_BYTES: gl.constexpr, ROPE_AT: gl.constexpr, SCALES_AT: gl.constexpr,
+    QUERY_TOKEN: gl.constexpr, QUERY_HEAD: gl.constexpr,
     ROTARY_TOKEN: gl.constexpr, ROTARY_HEAD: gl.constexpr, HAS_LENS: gl.constexpr,
     SCALED: gl.constexpr, PREFETCH: gl.constexpr,
 ):  # fmt: skip
@@ -170,8 +174,8 @@ def produce_listed(
                 QUERY_TOKEN, QUERY_HEAD, ROTARY_TOKEN, ROTARY_HEAD, LAYOUT,
             )  # fmt: skip
             walks += 1
-            # Rows that e4m3 words are of are known a block ahead, in a register; those of copies, four,
-            # would be spilled where words are widened.
+            # The row that a thread widens words of is known a block ahead. Rows of copies, four to
+            # a thread, would be spilled meanwhile.
             AHEAD: gl.constexpr = gl.SliceLayout(1, WORDS) if SCALED else ROWS
             ahead = _ids(mine, low * TILE, length, 64, AHEAD)
             for tile in range(low, high):
@@ -202,8 +206,8 @@ def produce_listed(
                         )  # fmt: skip
                     else:
                         _gather_rope(
-                            ids, offset, rope_ptr, turn, gaps, full, empty, rope_boxes, b,
-                            LAYOUT,
+                            ids, offset, rope_ptr, turn, gaps, full, empty,
+                            rope_boxes, b, LAYOUT,
                         )  # fmt: skip
                         at = latent_ptr + (offset * (UNIT // 2))[:, None] + column[None, :]
                         there = (ids >= 0)[:, None] & (column >= 0)[None, :]
