@@ -37,10 +37,27 @@ class SparseShape:
 
 
 @dataclass(frozen=True)
+class HopperSparseTile:
+    """What the kernel for Hopper is asked for besides; alternatives to be measured."""
+
+    early: bool = False
+    """Half of a block is free before the other's scores: where memory is the limit."""
+    prefetch: bool = False
+    """Rows of the next tile are asked into the L2 cache."""
+    second_registers: int = 224
+    """Per thread of the second warp group that multiplies, a multiple of 8; the first has what is
+    left of 504."""
+    producer_registers: int = 56
+    """Per thread of the warp group that gathers rows."""
+    programs_per_sm: int | None = 1
+    """Programs that take piece after piece of the work; None: one for each piece."""
+
+
+@dataclass(frozen=True)
 class SparseTile:
     """How a launch of the kernel cuts its work, and what it asks of the compiler.
 
-    The last five are alternatives to be measured: results differ at most in rounding.
+    What has a default is an alternative to be measured: results differ at most in rounding.
     """
 
     rows: int
@@ -69,6 +86,8 @@ class SparseTile:
     """Heads of a program that folds stored states."""
     finish_width: int = 128
     """Columns of it."""
+    hopper: HopperSparseTile | None = None
+    """The kernel for Hopper takes the rows, from :func:`builders.hopper_sparse.hopper_tile`."""
 
     def __post_init__(self) -> None:
         """Refuse what no launch can be.

@@ -75,6 +75,7 @@ def sparse_calls(
     _check(layer, tile, tensors)
     rows, topk = tensors.indices.shape
     fields = latent_views(tensors.kv_cache, row_of(layer, tensors.query.dtype))
+    addresses = _addresses(tensors.kv_cache, fields)
     segments, programs = tile.segments(topk), tile.programs(topk)
     head_tiles = tile.head_tiles(layer.num_heads)
     is_scaled = layer.layout is LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE
@@ -106,7 +107,7 @@ def sparse_calls(
         "rotary_ptr": tensors.rotary,
         "ids_ptr": tensors.indices,
         "ids_row": tensors.indices.stride(0),
-        **_addresses(tensors.kv_cache, fields),
+        **addresses,
         **{
             f"{name}_{axis}": rows_of.stride(dim)
             for name, rows_of in (("query", tensors.query), ("rotary", tensors.rotary))
@@ -127,14 +128,20 @@ def sparse_calls(
         "HOLDS_NEXT": tile.holds_next,
         "STAGES": tile.num_stages,
     }
-    first = KernelCall(
-        sparse_mla_kernel,
-        (rows * head_tiles, programs),
-        attend,
-        tile.num_warps,
-        tile.num_stages,
-        tile.max_registers,
-    )
+    if tile.hopper is None:
+        first = KernelCall(
+            sparse_mla_kernel,
+            (rows * head_tiles, programs),
+            attend,
+            tile.num_warps,
+            tile.num_stages,
+            tile.max_registers,
+        )
+    else:
+        # Gluon only where it is used.
+        from attn.kernels.hopper.sparse_launch import hopper_sparse_call
+
+        first = hopper_sparse_call(layer, tile, tensors, addresses)
     if programs == 1:
         return (first,)
     finish = (min(tile.finish_rows, tile.rows), min(tile.finish_width, layer.rank))

@@ -25,12 +25,14 @@ from attn.kernels.launch import KernelCall
 PATIENCE = 10
 """Seconds at a barrier until it counts as a deadlock."""
 _here = threading.local()
-_memory = {"is_open": True}
-"""Whether the kernels before are waited for."""
+_memory = {"is_open": True, "programs": 1}
+"""Whether the kernels before are waited for; programs of the launch."""
 _lag = {"share": 0.0}
 """Of loads into shared memory, those that arrive late."""
 LATE = 0.03
 """Seconds until they do: several that were asked for later overtake them."""
+GATHERING = 128
+"""Threads of a warp group, each of which arrives behind what it has gathered."""
 _dice = random.Random(1)
 
 
@@ -268,6 +270,28 @@ def _async_load(rows: np.ndarray, place: Sequence[Any], full: Barrier, box: Memo
         arrive()
 
 
+def _gather(box: Memory, at: Pointer, mask: Any) -> None:
+    """Elements are read at once, and written when the thread that asked arrives behind them."""
+    if not hasattr(_here, "gathers"):
+        _here.gathers = []
+    _here.gathers.append((box, _load(at, mask)))
+
+
+def _arrive_behind_gathers(full: Barrier, increment_count: bool) -> None:
+    assert not increment_count, "the barrier counts threads"
+    gathers, _here.gathers = _here.gathers, []
+
+    def arrive() -> None:
+        for box, found in gathers:
+            box.store(found)
+        full.arrive(GATHERING)
+
+    if full.is_late(_lag["share"]):
+        threading.Timer(LATE, arrive).start()
+    else:
+        arrive()
+
+
 def _multiply(
     left: Any, right: Any, total: Any, use_acc: bool = True, is_async: bool = False
 ) -> Value:
@@ -348,6 +372,7 @@ _GLUON = types.SimpleNamespace(
     convert_layout=lambda x, layout, assert_trivial=False: x,
     static_range=range,
     program_id=lambda axis: value(np.int32(_here.program)),
+    num_programs=lambda axis: value(np.int32(_memory["programs"])),
     allocate_shared_memory=_allocate,
     warp_specialize=_warp_specialize,
 )
@@ -363,6 +388,8 @@ _NAMES: dict[str, Any] = {
         expect=lambda barrier, more: barrier.arrive(1, more=more),
     ),
     "async_load": _async_load,
+    "async_gather": _gather,
+    "arrive_behind_gathers": _arrive_behind_gathers,
     "reinterpret": _reinterpret,
     "thread_barrier": _nothing,
     "fence_async_shared": _nothing,
@@ -451,7 +478,7 @@ def run(call: KernelCall, programs: Sequence[int], translation: Translation) -> 
     function = translation.function(call.kernel)
     arguments = _arguments(call.arguments)
     for _here.program in programs:
-        _memory.update(is_open=not call.waits)
+        _memory.update(is_open=not call.waits, programs=call.grid[0])
         function(**arguments)
     assert _memory["is_open"], "it does not wait"
 

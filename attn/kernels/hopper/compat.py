@@ -6,11 +6,20 @@ from typing import Any
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.extra.cuda import gdc_wait
 
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 """Copy a box of a tensor descriptor into shared memory; the barrier counts its bytes."""
+
+async_gather = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+"""Copy elements at pointers into shared memory, zeros where they are masked; no barrier counts it,
+see :data:`arrive_behind_gathers`."""
+
+arrive_behind_gathers = async_copy.mbarrier_arrive
+"""Each thread of the partition arrives at a barrier when what it has asked for is there: with
+``increment_count=False`` the barrier is to count the threads."""
 
 
 @builtin

@@ -1,0 +1,247 @@
+"""The consumers of sparse latent attention: as those of :mod:`attn.kernels.hopper.mla_consume`, two
+warp groups that each have half of the output's columns and the scores of one of a tile's blocks.
+
+No key is behind the end of a request here; one that a list has none for is zeros, and what is added
+to its scores is -inf.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attn.kernels.hopper.compat import reinterpret, thread_barrier
+from attn.kernels.hopper.decode_parts import opaque_zero
+from attn.kernels.hopper.mla_consume import _base, _shrunk, _store_part
+from attn.kernels.hopper.sparse_parts import BLOCK, HALF, work_at
+from attn.kernels.rows import write_rows
+
+
+@gluon.jit
+def _wait_for_keys(full, phase):
+    """Keys come by threads' copies and stores, products read them another way."""
+    mbarrier.wait(full, phase)
+    fence_async_shared()
+
+
+@gluon.jit
+def _scores(
+    z, phase, q, q_rope, left, right, rope, gaps, full, W: gl.constexpr, SCORES: gl.constexpr
+):  # fmt: skip
+    """Ask for the scores of the warp group's block, as far as its keys come first; and what is to
+    be added to them.
+    """
+    zero = gl.zeros([64, 64], gl.float32, SCORES)
+    _wait_for_keys(full.index(W), phase)
+    keys = rope.index(z + W).permute((1, 0))
+    s = warpgroup_mma(q_rope.index(z), keys, zero, use_acc=False, is_async=True)
+    gap = gaps.index(W).load(gl.SliceLayout(0, SCORES))
+    _wait_for_keys(full.index(2 + W), phase)
+    return warpgroup_mma(q.index(z), left.index(z + W).permute((1, 0)), s, is_async=True), gap
+
+
+@gluon.jit
+def _all_scores(s, gap, z, phase, q, right, full, W: gl.constexpr):
+    """The rest of them."""
+    _wait_for_keys(full.index(4 + W), phase)
+    s = warpgroup_mma(q.index(z + 1), right.index(z + W).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    return s + gap[None, :]
+
+
+@gluon.jit
+def _publish(weights, m, is_last, p, m_of, ready, empty, q_empty, W: gl.constexpr):
+    """Weights and maximum for the other warp group; the rope part of the keys is free, and after
+    the last tile the queries are.
+    """
+    p.store(weights)
+    m_of.store(m)
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(ready.index(W), count=1)
+    mbarrier.arrive(empty.index(W), count=1)
+    mbarrier.arrive(q_empty, count=1, pred=is_last)
+
+
+@gluon.jit
+def _take_second(z, turn, m, l, o, p, m_second, left, ready, SCORES: gl.constexpr):
+    """Warp group 0: takes maximum and weights, and asks for these times the second block."""
+    mbarrier.wait(ready.index(1), turn & 1)
+    top = m_second.load(gl.SliceLayout(1, SCORES))
+    shrink = gl.exp2(m - _base(top))
+    o = _shrunk(o, shrink)
+    return top, l * shrink, warpgroup_mma(p.index(z), left.index(z + 1), o, is_async=True)
+
+
+@gluon.jit
+def _first_block(
+    turn, is_last, m, l, o, q, q_rope, left, right, rope, gaps, p, m_first, m_second, full, empty,
+    ready, q_empty, factor, IS_FIRST: gl.constexpr, DTYPE: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """Warp group 0's part of a tile."""
+    OUTPUT: gl.constexpr = o.type.layout
+    z = opaque_zero()
+    phase = turn & 1
+    if not IS_FIRST:
+        m, l, o = _take_second(z, turn - 1, m, l, o, p, m_second, left, ready, SCORES)
+    s, gap = _scores(z, phase, q, q_rope, left, right, rope, gaps, full, 0, SCORES)
+    if not IS_FIRST:
+        # All but the two that were asked for since.
+        o = warpgroup_mma_wait(2, deps=[o])
+        thread_barrier()
+        mbarrier.arrive(empty.index(3), count=1)
+    s = _all_scores(s, gap, z, phase, q, right, full, 0)
+    # In units of log 2 and rounded once: differences of maxima are then exact where it counts.
+    top = gl.maximum(m, gl.max(s, 1) * factor)
+    base = _base(top)
+    weights = gl.exp2(s * factor - base[:, None])
+    narrow = weights.to(DTYPE)
+    _publish(narrow, top, is_last, p.index(0), m_first, ready, empty, q_empty, 0)
+    shrink = gl.exp2(m - base)
+    o = _shrunk(o, shrink)
+    l = l * shrink + gl.sum(weights, 1)
+    operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, OUTPUT, 2))
+    o = warpgroup_mma(operand, left.index(z), o, is_async=True)
+    o = warpgroup_mma_wait(0, deps=[o])
+    thread_barrier()
+    mbarrier.arrive(empty.index(2), count=1)
+    return top, l, o
+
+
+@gluon.jit
+def _take_first(z, turn, m, o, p, m_first, right, ready, SCORES: gl.constexpr):
+    """Warp group 1: takes maximum and weights, and asks for these times the first block."""
+    mbarrier.wait(ready.index(0), turn & 1)
+    top = m_first.load(gl.SliceLayout(1, SCORES))
+    shrink = gl.exp2(m - _base(top))
+    o = _shrunk(o, shrink)
+    return top, shrink, warpgroup_mma(p.index(z), right.index(z), o, is_async=True)
+
+
+@gluon.jit
+def _second_block(
+    turn, is_last, m, l, o, q, q_rope, left, right, rope, gaps, p, m_first, m_second, full, empty,
+    ready, q_empty, factor, EARLY: gl.constexpr, DTYPE: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """Warp group 1's part of a tile. EARLY frees half of the first block while the second comes."""
+    OUTPUT: gl.constexpr = o.type.layout
+    z = opaque_zero()
+    phase = turn & 1
+    if EARLY:
+        first, shrink, o = _take_first(z, turn, m, o, p, m_first, right, ready, SCORES)
+        o = warpgroup_mma_wait(0, deps=[o])
+        thread_barrier()
+        mbarrier.arrive(empty.index(4), count=1)
+    s, gap = _scores(z, phase, q, q_rope, left, right, rope, gaps, full, 1, SCORES)
+    s = _all_scores(s, gap, z, phase, q, right, full, 1)
+    own = gl.max(s, 1) * factor
+    if not EARLY:
+        first, shrink, o = _take_first(z, turn, m, o, p, m_first, right, ready, SCORES)
+    top = gl.maximum(first, own)
+    base = _base(top)
+    # Under the product, unless EARLY.
+    weights = gl.exp2(s * factor - base[:, None])
+    again = gl.exp2(first - base)
+    l = l * (shrink * again) + gl.sum(weights, 1)
+    narrow = weights.to(DTYPE)
+    if not EARLY:
+        # The weights' place is free only now.
+        o = warpgroup_mma_wait(0, deps=[o])
+    _publish(narrow, top, is_last, p.index(0), m_second, ready, empty, q_empty, 1)
+    if not EARLY:
+        mbarrier.arrive(empty.index(4), count=1)
+    o = _shrunk(o, again)
+    operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, OUTPUT, 2))
+    o = warpgroup_mma(operand, right.index(z + 1), o, is_async=True)
+    o = warpgroup_mma_wait(0, deps=[o])
+    thread_barrier()
+    mbarrier.arrive(empty.index(5), count=1)
+    return top, l, o
+
+
+@gluon.jit
+def consume_listed(
+    q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, gaps, p, m_first, m_second, sums_of, full,
+    empty, ready, q_full, q_empty, out_ptr, lse_ptr, sinks_ptr, lens_ptr, states_ptr,
+    sums_ptr, factor, topk, total, W: gl.constexpr, HEADS: gl.constexpr,
+    HEAD_TILES: gl.constexpr, SEGMENT: gl.constexpr, PARTS: gl.constexpr, DTYPE: gl.constexpr,
+    OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr,
+    HAS_LENS: gl.constexpr, EARLY: gl.constexpr, SINKS: gl.constexpr,
+    LSE: gl.constexpr,
+):  # fmt: skip
+    """All work that the program takes, in warp group W's columns."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    WRITES_LSE: gl.constexpr = LSE and W == 0
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    q = reinterpret(q_boxes, DTYPE, [2, 64, 256], LAYOUT)
+    left = reinterpret(left_boxes, DTYPE, [2, 64, 256], LAYOUT)
+    right = reinterpret(right_boxes, DTYPE, [2, 64, 256], LAYOUT)
+    rope = reinterpret(rope_boxes, DTYPE, [2, 64, 64], LAYOUT)
+    turn = 0
+    walks = 0
+    for work in range(gl.program_id(0), total, gl.num_programs(0)):
+        token, head_tile, part, _, low, high = work_at(
+            work, lens_ptr, topk, HEAD_TILES, SEGMENT, PARTS, HAS_LENS
+        )
+        m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+        l = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
+        o = gl.zeros([64, HALF], gl.float32, OUTPUT)
+        if high > low:
+            mbarrier.wait(q_full, walks & 1)
+            # Copied by threads, as keys are.
+            fence_async_shared()
+            if W == 0:
+                m, l, o = _first_block(
+                    turn, low + 1 == high, m, l, o, q, q_rope, left, right, rope, gaps, p, m_first,
+                    m_second, full, empty, ready, q_empty, factor, True, DTYPE, SCORES,
+                )  # fmt: skip
+                turn += 1
+                for tile in range(low + 1, high):
+                    m, l, o = _first_block(
+                        turn, tile + 1 == high, m, l, o, q, q_rope, left, right, rope, gaps, p,
+                        m_first, m_second, full, empty, ready, q_empty, factor, False, DTYPE,
+                        SCORES,
+                    )  # fmt: skip
+                    turn += 1
+                m, l, o = _take_second(
+                    opaque_zero(), turn - 1, m, l, o, p, m_second, left, ready, SCORES
+                )
+                o = warpgroup_mma_wait(0, deps=[o])
+                thread_barrier()
+                mbarrier.arrive(empty.index(3), count=1)
+            else:
+                for tile in range(low, high):
+                    m, l, o = _second_block(
+                        turn, tile + 1 == high, m, l, o, q, q_rope, left, right, rope, gaps, p,
+                        m_first, m_second, full, empty, ready, q_empty, factor, EARLY, DTYPE,
+                        SCORES,
+                    )  # fmt: skip
+                    turn += 1
+            # Each has the sum over its own blocks, in the same frame.
+            sums_of.index(W).store(l)
+            thread_barrier()
+            mbarrier.arrive(ready.index(2 + W), count=1)
+            mbarrier.wait(ready.index(3 - W), walks & 1)
+            walks += 1
+            l += sums_of.index(1 - W).load(gl.SliceLayout(1, SCORES))
+        M = gl.convert_layout(m, gl.SliceLayout(1, OUTPUT))
+        L = gl.convert_layout(l, gl.SliceLayout(1, OUTPUT))
+        if PARTS == 1:
+            place = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
+            head = head_tile * BLOCK + place
+            column = gl.arange(0, HALF, layout=gl.SliceLayout(0, OUTPUT))
+            write_rows(
+                M, L, o, token + place * 0, head, head < HEADS, column, column >= 0,
+                out_ptr + W * HALF, lse_ptr, sinks_ptr, 1.0, lse_ptr, OUT_TOKEN, OUT_HEAD,
+                LSE_TOKEN, SINKS, False, WRITES_LSE, True,
+            )  # fmt: skip
+        elif high > low:
+            slot = (token * HEAD_TILES + head_tile) * PARTS + part
+            _store_part(states_ptr, sums_ptr, slot, M, L, o, opaque_zero(), W, BLOCK)

@@ -1,0 +1,159 @@
+"""The sparse latent attention kernel for Hopper without one: who it serves, what it computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attn.kernels.hopper import sparse_launch
+from attn.kernels.hopper.sparse import hopper_sparse_kernel
+from attn.kernels.launch import KernelCall
+from attn.kernels.sparse_launch import SparseLayer, SparseTensors, sparse_calls
+from builders.hopper_sparse import forced_tile, hopper_misfit, hopper_tile
+from builders.sparse_tiles import HopperSparseTile, SparseShape, SparseTile
+from specs.devices import DeviceKind
+from specs.dtypes import DType
+from specs.rows import LatentFormat
+from tests.kernels import gluon_in_numpy
+from tests.sparse_cases import LAYOUTS, SparseCase, SparseTrial
+
+BF16, E4M3, SCALED = LAYOUTS
+SHAPE = SparseShape(128, 2048)
+HOPPER = DeviceKind.SM90
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "dtype", "said"),
+    [
+        ({}, DeviceKind.SM100, DType.BFLOAT16, "the device is sm100, not sm90"),
+        ({"rank": 256}, HOPPER, DType.BFLOAT16, "rows of 256 latent and 64 rotary columns"),
+        ({}, HOPPER, DType.FLOAT32, "a query of float32"),
+        ({"layout": SCALED}, HOPPER, DType.FLOAT16, "multiplied as bfloat16, not float16"),
+        ({"layout": E4M3}, HOPPER, DType.BFLOAT16, "read by the plain kernel alone"),
+        ({"num_heads": 32}, HOPPER, DType.BFLOAT16, "32 heads, fewer than 33"),
+    ],
+)
+def test_what_it_does_not_take_is_left_with_a_reason(
+    changes: dict[str, Any], kind: DeviceKind, dtype: DType, said: str
+) -> None:
+    tile, why = hopper_tile(replace(SHAPE, **changes), kind, dtype, 132, 4096)
+    assert tile is None
+    assert said in why
+
+
+def test_few_rows_are_cut_into_parts_and_many_are_not() -> None:
+    for layout in (BF16, SCALED):
+        shape = replace(SHAPE, layout=layout)
+        assert hopper_misfit(shape, HOPPER, DType.BFLOAT16) is None
+        for rows, parts in ((1, 16), (8, 8), (66, 1), (128, 1), (4096, 1)):
+            tile, _ = hopper_tile(shape, HOPPER, DType.BFLOAT16, 132, rows)
+            assert tile is not None
+            assert tile.programs(2048) == tile.segments(2048) == parts
+            assert tile.segment % 128 == 0
+
+
+# -- What it computes, by numpy: see tests.kernels.gluon_in_numpy for what that does not see.
+
+CASES = {
+    "64 heads": SparseCase(BF16, 64, (300, 0, 1, 129), 300, 512, 64),
+    "128 heads": SparseCase(BF16, 128, (257, 128), 260, 512, 64),
+    "8 heads": SparseCase(BF16, 8, (0, 256), 256, 512, 64),
+    "80 heads, sinks": SparseCase(BF16, 80, (200, 5), 200, 512, 64, sinks=True),
+    "padded": SparseCase(BF16, 20, (130,), 130, 512, 64, padded_blocks=True),
+}
+
+
+def tiles_of(case: SparseCase) -> dict[str, SparseTile]:
+    shape = SparseShape(case.num_heads, case.topk, case.layout)
+    options = HopperSparseTile()
+    return {
+        "persistent": forced_tile(shape, 1, 99, options),
+        "early": forced_tile(shape, 1, 99, replace(options, early=True)),
+        "a program for each": forced_tile(shape, 1, 99, replace(options, programs_per_sm=None)),
+        "split": forced_tile(shape, 132, 1, options),
+        "split persistent": forced_tile(shape, 132, 3, options),
+    }
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_states_are_the_oracles(
+    case: SparseCase, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three programs on a device of three multiprocessors, in any order."""
+    monkeypatch.setattr(sparse_launch, "_multiprocessors", lambda _: 3)
+    translation = gluon_in_numpy.Translation()
+    calls = gluon_in_numpy.take_over(monkeypatch, hopper_sparse_kernel, translation)
+    if is_late:
+        gluon_in_numpy.delay(monkeypatch)
+    for name, tile in tiles_of(case).items():
+        trial = SparseTrial(case)
+        assert trial.misses(*launched(trial, tile)) == {}, name
+    assert len(calls) == len(tiles_of(case))
+
+
+def launched(
+    trial: SparseTrial, tile: SparseTile, **changes: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    case, given = trial.case, trial.arguments() | changes
+    out, lse = trial.results()
+    layer = SparseLayer(case.num_heads, case.scale, case.layout, case.rank, case.rope_size)
+    counts = tile.state_floats(len(case.lens), case.num_heads, case.topk, case.rank)
+    names = ("query", "rotary", "kv_cache", "indices", "topk_lens")
+    tensors = SparseTensors(
+        *(given[name] for name in names),
+        out,
+        lse,
+        sinks=given["sinks"],
+        states=torch.full((counts[0],), float("nan")),
+        sums=torch.full((counts[1],), float("nan")),
+    )
+    for call in sparse_calls(layer, tile, tensors, hardware_e4m3=True):
+        call.launch()
+    return out, lse
+
+
+@pytest.fixture
+def trial() -> SparseTrial:
+    return SparseTrial(CASES["8 heads"])
+
+
+def test_all_entries_count_without_lengths(
+    trial: SparseTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sparse_launch, "_multiprocessors", lambda _: 3)
+    gluon_in_numpy.take_over(monkeypatch, hopper_sparse_kernel, gluon_in_numpy.Translation())
+    lens = trial.lens
+    ids = trial.indices.clone()
+    for row, length in enumerate(lens.tolist()):
+        ids[row, length:] = -1
+    tile = tiles_of(trial.case)["persistent"]
+    found = launched(trial, tile, indices=ids, topk_lens=None)
+    assert trial.misses(*found) == {}
+
+
+def test_rows_that_are_not_aligned_are_refused(
+    trial: SparseTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sparse_launch, "_multiprocessors", lambda _: 3)
+    query = torch.zeros(2, 8, 577, dtype=torch.float16)[..., 1:]
+    tile = tiles_of(trial.case)["persistent"]
+    with pytest.raises(ValueError, match="query must have rows at multiples of 16 bytes"):
+        launched(trial, tile, query=query[..., :512])
+    layer = SparseLayer(8, 0.1, LatentFormat.FP8_NOPE_FP8_ROPE)
+    case = replace(trial.case, layout=layer.layout)
+    with pytest.raises(ValueError, match="read by the plain kernel alone"):
+        launched_of_e4m3(SparseTrial(case), tile)
+
+
+def launched_of_e4m3(trial: SparseTrial, tile: SparseTile) -> tuple[KernelCall, ...]:
+    given = trial.arguments()
+    out, lse = trial.results()
+    case = trial.case
+    layer = SparseLayer(case.num_heads, case.scale, case.layout, case.rank, case.rope_size)
+    names = ("query", "rotary", "kv_cache", "indices", "topk_lens")
+    tensors = SparseTensors(*(given[name] for name in names), out, lse, given["k_scale"])
+    return sparse_calls(layer, tile, tensors, hardware_e4m3=True)

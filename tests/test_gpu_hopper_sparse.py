@@ -1,0 +1,184 @@
+"""Sparse latent attention by the kernel for Hopper, on one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn.ops.sparse_mla import sparse_mla, workspace_for
+from builders.hopper_sparse import forced_tile, usual_options
+from builders.sparse_tiles import HopperSparseTile, SparseShape, SparseTile
+from builders.triton_attn import device_facts
+from specs.devices import DeviceKind
+from specs.rows import LatentFormat
+from tests.sparse_cases import LAYOUTS, SparseCase, SparseTrial
+
+DEVICE = torch.device("cuda")
+TOPK = 640
+# Not a multiple of a tile, of a block, of anything; nothing; one.
+LENS = (640, 0, 129, 1, 512, 639, 300, 64, 65, 128)
+HEADS = (1, 8, 16, 20, 64, 65, 128)
+SERVED = (LAYOUTS[0], LAYOUTS[2])
+LAUNCHES = 60
+COPIES = 40
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"early": True},
+    {"prefetch": True},
+    {"programs_per_sm": None},
+    {"early": True, "prefetch": True, "programs_per_sm": None},
+)
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _on_hopper() -> None:
+    if device_facts(DEVICE)[0] is not DeviceKind.SM90:
+        pytest.skip("it is for Hopper")
+
+
+def case_of(layout: LatentFormat, heads: int, **given: Any) -> SparseCase:
+    known = {
+        "lens": LENS, "topk": TOPK, "rank": 512, "rope_size": 64, "block_size": 64,
+        "num_blocks": 40, "dtype": torch.bfloat16, "device": "cuda",
+    }  # fmt: skip
+    return SparseCase(layout, heads, **{**known, **given})
+
+
+def tile_of(case: SparseCase, rows: int, **changes: Any) -> SparseTile:
+    """What so many rows would be given, with other options."""
+    shape = SparseShape(case.num_heads, case.topk, case.layout)
+    options: HopperSparseTile = replace(usual_options(case.layout), **changes)
+    return forced_tile(shape, device_facts(DEVICE)[1], rows, options)
+
+
+def run(trial: SparseTrial, tile: SparseTile, **changes: Any) -> tuple[Tensor, Tensor]:
+    out, lse = trial.results()
+    sparse_mla(**{**trial.arguments(), **changes}, output=out, lse=lse, tile=tile)
+    return out, lse
+
+
+def same(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("layout", SERVED, ids=lambda layout: layout.value)
+def test_states_whole_and_split(layout: LatentFormat, heads: int) -> None:
+    trial = SparseTrial(case_of(layout, heads))
+    for rows in (10**6, 40, 1):
+        tile = tile_of(trial.case, rows)
+        assert trial.misses(*run(trial, tile)) == {}, (rows, tile.segments(TOPK))
+
+
+@pytest.mark.parametrize("heads", [8, 128])
+@pytest.mark.parametrize("layout", SERVED, ids=lambda layout: layout.value)
+def test_every_option(layout: LatentFormat, heads: int) -> None:
+    trial = SparseTrial(case_of(layout, heads))
+    for rows in (10**6, 1):
+        for changes in OPTIONS:
+            tile = tile_of(trial.case, rows, **changes)
+            assert trial.misses(*run(trial, tile)) == {}, (rows, changes)
+
+
+@pytest.mark.parametrize("layout", SERVED, ids=lambda layout: layout.value)
+def test_sinks_padded_blocks_and_another_page(layout: LatentFormat) -> None:
+    for given in (
+        {"sinks": True},
+        {"padded_blocks": True},
+        {"block_size": 16, "num_blocks": 160, "padded_blocks": True, "sinks": True},
+    ):
+        trial = SparseTrial(case_of(layout, 128, **given))
+        for rows in (10**6, 1):
+            assert trial.misses(*run(trial, tile_of(trial.case, rows))) == {}, given
+
+
+def test_fp16() -> None:
+    trial = SparseTrial(case_of(LAYOUTS[0], 70, dtype=torch.float16))
+    for rows in (10**6, 1):
+        assert trial.misses(*run(trial, tile_of(trial.case, rows))) == {}
+
+
+def test_all_entries_count_without_lengths() -> None:
+    trial = SparseTrial(case_of(LAYOUTS[0], 64))
+    ids = trial.indices.clone()
+    for row, length in enumerate(LENS):
+        ids[row, length:] = -1
+    found = run(trial, tile_of(trial.case, 10**6), indices=ids.cuda(), topk_lens=None)
+    assert trial.misses(*found) == {}
+
+
+@pytest.mark.parametrize("rows", [1, 10**6])
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("layout", SERVED, ids=lambda layout: layout.value)
+def test_every_launch_gives_the_same_bits(layout: LatentFormat, heads: int, rows: int) -> None:
+    trial = SparseTrial(case_of(layout, heads))
+    given = trial.arguments()
+    for name in ("query", "rotary", "indices", "topk_lens"):
+        given[name] = torch.cat([given[name]] * COPIES)
+    once = trial.results()
+    for changes in OPTIONS:
+        tile, first = tile_of(trial.case, rows, **changes), None
+        for _ in range(LAUNCHES):
+            out, lse = (torch.cat([tensor] * COPIES) for tensor in once)
+            sparse_mla(**given, output=out, lse=lse, tile=tile)
+            for copy in zip(out.chunk(COPIES), lse.chunk(COPIES), strict=True):
+                first = first or copy
+                assert same(first, copy), changes
+        assert first is not None
+        assert trial.misses(*first) == {}, changes
+
+
+@pytest.mark.parametrize("layout", SERVED, ids=lambda layout: layout.value)
+def test_a_graph_replays_other_lists(layout: LatentFormat) -> None:
+    heads = 128
+    trials = [SparseTrial(case_of(layout, heads), seed) for seed in range(3)]
+    trials.append(SparseTrial(case_of(layout, heads, lens=(0,) * len(LENS)), 3))
+    static = trials[0].arguments()
+    for name in ("query", "rotary", "kv_cache"):
+        static[name] = static[name].clone()
+    out, lse = trials[0].results()
+    for rows in (1, 10**6):
+        tile = tile_of(trials[0].case, rows)
+        workspace = workspace_for(tile, len(LENS), heads, TOPK, 512, DEVICE)
+        given = {**static, "output": out, "lse": lse, "tile": tile, "workspace": workspace}
+        sparse_mla(**given)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            sparse_mla(**given)
+        for trial in (*trials[1:], trials[0]):
+            for name, tensor in trial.arguments().items():
+                if isinstance(static[name], Tensor) and name != "k_scale":
+                    static[name].copy_(tensor)
+            for poison in (out, lse, workspace.states, workspace.sums):
+                poison.fill_(float("nan"))
+            graph.replay()
+            torch.cuda.synchronize()
+            if any(trial.case.lens):
+                assert trial.misses(out, lse) == {}
+            else:
+                assert not out.any()
+                assert bool((lse == float("-inf")).all())
+
+
+def test_rows_far_into_a_large_cache() -> None:
+    """Offsets beyond 2^31 bytes and elements."""
+    if torch.cuda.get_device_properties(DEVICE).total_memory < 24 * 2**30:
+        pytest.skip("needs 10 GiB")
+    for layout in SERVED:
+        trial = SparseTrial(case_of(layout, 64))
+        block, row = trial.cache.shape[1:]
+        blocks = 2**33 // (block * row) + 9
+        large = torch.full((blocks, block, row), 0xFF, dtype=torch.uint8, device=DEVICE)
+        first = blocks - trial.case.num_blocks
+        large[first:] = trial.cache
+        ids = trial.arguments()["indices"]
+        ids = torch.where((ids >= 0) & (ids < first), ids + first * block, ids).int()
+        tile = tile_of(trial.case, 10**6)
+        assert same(run(trial, tile, kv_cache=large, indices=ids), run(trial, tile))
+        del large
