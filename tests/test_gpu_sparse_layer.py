@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from attn.bench.timing import waits_are_errors
 from specs.rows import LatentFormat
 from specs.sparse_mla import STORED_FORMATS
 from tests.sparse_layers import Drafts, Sizes, SparseLayer
@@ -77,13 +78,9 @@ def test_nothing_waits_for_the_device(layout: LatentFormat) -> None:
     outputs = [layer.blank(step) for step in steps]
     for step in steps:
         layer.run(step)
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         for step, output in zip(steps, outputs, strict=True):
             layer.forward(step, layer.records(step), output)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
     layer.check(steps[-1], outputs[-1])
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn.bench.timing import waits_are_errors
 from attn.ops import latent_convert, topk_transform
 from attn.ops.latent_convert import convert_blocks, convert_rows, write_latent_rows
 from attn.ops.topk_transform import transform_topk
@@ -244,12 +245,9 @@ def test_a_step_is_built_without_waiting_and_replayed(
     for one in steps:
         builder.build(0, one)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         for one in steps:
             builder.build(0, one)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     lens, starts = batch.seq_lens.clone(), batch.query_start_loc.clone()
     static = batch.replace(seq_lens=lens, query_start_loc=starts)
     captured = builder.build_for_cudagraph_capture(static)

@@ -593,7 +593,12 @@ class DenseTrial(Trial):
                 return query, budget.Habits(fp8_weights=True)
         shared = getattr(record, "shared", None)
         parts += [getattr(shared, name, None) for name in ("prefix", "own")]
-        choices = [part.choice for part in parts if hasattr(part, "choice")]
+        choices = [
+            part.choice
+            for part in parts
+            if hasattr(part, "choice")
+            and 0 <= request.tokens.start - part.first_token < part.num_tokens
+        ]
         habits = budget.Habits(
             rounds_sums=any(choice.rounds_sums for choice in choices),
             approximates_tanh=bool(choices),

@@ -48,8 +48,7 @@ class KernelBench:
             is_tiles = peer == TILES and self.table is BenchTable.SPARSE_MLA
             if peer not in ALL_PEERS and not is_tiles:
                 raise ValueError(f"peer must be one of {', '.join(ALL_PEERS)}, got {peer!r}")
-        is_of_lists = self.table is BenchTable.SPARSE_MLA and self.backend == self.table.backend
-        if self.backend not in AttentionBackendEnum and not is_of_lists:
+        if self.backend not in AttentionBackendEnum:
             known = ", ".join(member.name for member in AttentionBackendEnum)
             raise ValueError(f"backend must be one of {known}, got {self.backend!r}")
 
