@@ -32,7 +32,8 @@ from specs.rows import LatentFormat, cache_dtype_of
 from specs.sparse_mla import SparseKernel
 from tests import oracle, stored_rows
 from tests.batches import POISON_BYTE, WILD_BLOCK
-from tests.budget import budget, low_precision_attention, lse_budget, lse_errors, row_errors
+from tests.budget import budget, lse_budget, lse_errors, row_errors
+from tests.trials import low_precision
 
 BLOCK = 64
 K_SCALE = 0.25
@@ -114,6 +115,7 @@ class SparseLayer:
             max_num_seqs=sizes.requests,
             max_num_batched_tokens=sizes.most_tokens,
             num_heads=sizes.num_heads,
+            softmax_scale=self.scale,
             index_topk=sizes.topk,
             speculative=SpeculativeConfig(num_speculative_tokens=sizes.drafts),
             sparse_prefill_kernel=prefill,
@@ -312,7 +314,7 @@ class SparseLayer:
         rules = oracle.Rules(scale=self.scale, causal=False)
         keys = rows[:, None]
         values = keys[..., : self.sizes.rank]
-        return low_precision_attention(query, keys, values, 0, rules, self.sizes.dtype.torch)
+        return low_precision(query, keys, values, 0, rules, self.sizes.dtype.torch)
 
 
 class Captured:
