@@ -5,13 +5,13 @@ through builder and impl, what the kernels document held, and every wrong call n
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from attn.ops import sparse_mla as sparse_op
 from builders import sparse_calls, sparse_mla, sparse_mla_choice
 from builders.sparse_calls import SparseKernelUnavailableError
 from specs.devices import KNOWN_DEVICES
@@ -20,6 +20,7 @@ from specs.sparse_mla import STORED_FORMATS, SparseKernel
 from tests import sparse_calls_emulator as packages
 from tests.budget import budget, lse_budget, lse_errors, row_errors
 from tests.flashinfer_mla_emulator import NEW, OLD
+from tests.interpreter import in_torch
 from tests.sparse_calls_emulator import CACHED, PREFILL, VARLEN, ContractError, emulated
 from tests.test_sparse_mla import H, Step, impl_of, scales_of, works
 
@@ -43,10 +44,11 @@ IDS = [f"{kernel.value}-{layout.value}-{device}" for kernel, layout, device in K
 
 
 @pytest.fixture(autouse=True)
-def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library's own kernel is judged by tests of its own."""
-    monkeypatch.setattr(sparse_op, "has_kernel", lambda rows: False)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The library's own kernels are judged by tests of their own."""
     monkeypatch.setattr(sparse_mla_choice, "unavailable_kernels", dict)
+    with in_torch():
+        yield
 
 
 def pair_of(kernel: SparseKernel, layout: LatentFormat) -> tuple[SparseKernel, SparseKernel]:
