@@ -117,13 +117,14 @@ def _check_block_table(trial: Trial, builder: Any, results: Results, result: Cas
     updated = builder.update_block_table(record, table, slot_mapping)
     kept = getattr(updated, "added_by_a_wrapper", None) == "kept"
     result.note("block_table", None if kept else "an attribute that a wrapper added is lost")
-    again = trial.attend(updated, trial.inputs, trial.cache(buffer))
+    again = trial.attend(updated, trial.inputs, trial.cache(buffer), for_bits=True)
     for one in (record, updated):
         vars(one).pop("added_by_a_wrapper", None)
     was = contents(updated)
     fresh = trial.build(builder, batch.replace(block_table_tensor=table, slot_mapping=slot_mapping))
     result.note("block_table", _difference(was, contents(fresh)))
-    difference = _difference(contents(results), contents(again))
+    before = {name: results[name] for name in again}
+    difference = _difference(contents(before), contents(again))
     result.note("block_table", difference and f"results over moved blocks: {difference}")
 
 

@@ -135,12 +135,27 @@ def _look_up_shapes_once(interpreter: Any) -> None:
 
 
 def _compare_shapes_quickly(interpreter: Any) -> None:
-    """Operands of equal shapes, which most are, need no broadcast; others' dimensions are compared
-    as numbers, not as wrapped ones.
+    """Operands of equal types and shapes, which most are, need no conversion and no broadcast;
+    others' dimensions are compared as numbers, not as wrapped ones.
     """
     language = interpreter.tl
     semantic = type(interpreter.interpreter_semantic)
     broadcast = semantic.broadcast_impl_value
+    check = semantic.binary_op_type_checking_impl
+    plain = {id(language.float32), id(language.int32), id(language.int64)}
+
+    def binary_op_type_checking_impl(self: Any, lhs: Any, rhs: Any, *rest: Any, **more: Any) -> Any:
+        if isinstance(lhs, self.tensor) and isinstance(rhs, self.tensor):
+            left, right = lhs.type, rhs.type
+            if left.scalar is right.scalar and id(left.scalar) in plain:
+                is_block = left.is_block()
+                if is_block is right.is_block() and (
+                    not is_block or left.shape.values == right.shape.values
+                ):
+                    return lhs, rhs
+        return check(self, lhs, rhs, *rest, **more)
+
+    semantic.binary_op_type_checking_impl = binary_op_type_checking_impl
 
     def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
         left, right = lhs.type, rhs.type

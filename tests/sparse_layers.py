@@ -8,6 +8,7 @@ are compared entry by entry. States come from ``tests.oracle``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,7 @@ from specs.sparse_mla import SparseKernel
 from tests import oracle, stored_rows
 from tests.batches import POISON_BYTE, WILD_BLOCK
 from tests.budget import budget, lse_budget, lse_errors, row_errors
+from tests.interpreter import in_torch
 from tests.trials import low_precision
 
 BLOCK = 64
@@ -235,7 +237,11 @@ class SparseLayer:
         )
 
     def fill(self) -> None:
-        """Every token of every request is cached."""
+        """Every token of every request is cached; without a GPU, in torch."""
+        with in_torch() if self.device.type == "cpu" else nullcontext():
+            self._fill()
+
+    def _fill(self) -> None:
         page = self.table[:, : self.sizes.longest // BLOCK].long()
         slots = (page[..., None] * BLOCK + torch.arange(BLOCK)).flatten().to(self.device)
         rows = self.keys.flatten(0, 1).to(self.device)
