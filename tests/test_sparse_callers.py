@@ -242,12 +242,39 @@ def test_layers_share_a_step_s_schedule_and_steps_do_not() -> None:
         impl, scales = impl_of(SCALED, step.lists), scales_of()
         step.write_context(impl, scales)
         builder = works(step, K.FLASHMLA_KV, K.FLASHMLA_KV)
+        assert not found.called
+        # The first call of all asks for its sums' base besides.
+        impl.forward_mqa(step.query, step.cache, builder.build(0, step.batch), scales)
+        assert found.called == [CACHED, CACHED]
         before = len(found.schedules)
         for _ in range(2):
             record = builder.build(0, step.batch)
             for _ in range(3):
                 impl.forward_mqa(step.query, step.cache, record, scales)
         assert len(found.schedules) - before == 2
+        assert len(found.called) == 8
+
+
+def test_a_graph_does_not_ask_for_the_base_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    capability = KNOWN_DEVICES["h200"].compute_capability
+    with emulated(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sparse_mla, "capability_of", lambda _: capability)
+        step = Step("decode", SCALED)
+        impl, scales = impl_of(SCALED, step.lists), scales_of()
+        step.write_context(impl, scales)
+        builder = works(step, K.FLASHMLA_KV, K.FLASHMLA_KV)
+        record = builder.build_for_cudagraph_capture(step.batch)
+        with monkeypatch.context() as capturing:
+            capturing.setattr(torch.cuda, "is_available", lambda: True)
+            capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            with pytest.raises(RuntimeError, match="first call of flashmla_kv on cpu must come be"):
+                impl.forward_mqa(step.query, step.cache, record, scales)
+        eager, _ = impl.forward_mqa(step.query, step.cache, record, scales)
+        with monkeypatch.context() as capturing:
+            capturing.setattr(torch.cuda, "is_available", lambda: True)
+            capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            captured, _ = impl.forward_mqa(step.query, step.cache, record, scales)
+        assert torch.equal(eager, captured)
 
 
 def test_signatures_are_those_of_the_installed_vllm() -> None:

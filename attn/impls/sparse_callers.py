@@ -6,6 +6,8 @@ applied, log-sum-exps made natural, and rows that list nothing made neutral. Not
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +17,7 @@ from attn.ops.sparse_mla import sparse_mla
 from attn.reference.quant import saturate
 from builders.flashinfer_compat import LSE_UNIT
 from builders.flashinfer_mla_compat import LatentCall
-from builders.sparse_calls import PlannedCalls
+from builders.sparse_calls import RANK, ROPE, FlashMla, PlannedCalls
 from builders.trtllm_mla_calls import LatentDecodeCall
 from specs.dtypes import DType
 from specs.layouts import latent_views
@@ -37,7 +39,7 @@ def attend_by_flashmla_sparse(call: SparseCall) -> None:
     given = _written(call, query, functions.writes(functions.prefill))
     listed = call.indices[:, None]
     out, _, lse = functions.prefill(query, rows, listed, call.scale, **given)
-    _finish_flashmla(call, out, lse, planned)
+    _finish(call, out, lse * _lse_unit(planned, lse, _probe_prefill), lse[:, 0].isinf())
 
 
 def attend_by_flashmla_kv(call: SparseCall) -> None:
@@ -63,7 +65,8 @@ def attend_by_flashmla_kv(call: SparseCall) -> None:
         **given,
     )
     # [b, s, H, L] and [b, H, s].
-    _finish_flashmla(call, out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1), planned)
+    out, lse = out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
+    _finish(call, out, lse * _lse_unit(planned, lse, _probe_cached), lse[:, 0].isinf())
 
 
 def attend_by_fa3(call: SparseCall) -> None:
@@ -237,12 +240,63 @@ def _written(call: SparseCall, query: torch.Tensor, takes_out: bool) -> dict[str
     return {"out": call.out} if fits else {}
 
 
-def _finish_flashmla(
-    call: SparseCall, out: torch.Tensor, lse: torch.Tensor, planned: PlannedCalls
-) -> None:
-    """FlashMLA's log-sum-exp of nothing is infinite."""
-    assert planned.lse_unit is not None
-    _finish(call, out, lse * planned.lse_unit, lse[:, 0].isinf())
+def _lse_unit(
+    planned: PlannedCalls,
+    lse: torch.Tensor,
+    probe: Callable[[FlashMla, int, torch.device], torch.Tensor],
+) -> torch.Tensor:
+    """What makes FlashMLA's log-sum-exp a natural one: an fp32 scalar on the device.
+
+    Versions differ in its base. So the first call of a function on a device asks rows whose sum is
+    known; the device is not waited for.
+
+    Raises:
+        RuntimeError: that call is captured: a graph would ask again at every replay.
+    """
+    functions, kernel, device = planned.functions, planned.plan.kernel, lse.device
+    unit: torch.Tensor | None = functions.lse_units.get((kernel, device))
+    if unit is None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the first call of {kernel.value} on {device} must come before a graph is "
+                "captured, as a warm-up does, got a capture"
+            )
+        unit = probe(functions, planned.plan.padded_heads, device)
+        functions.lse_units[kernel, device] = unit
+    return unit
+
+
+def _probe_prefill(functions: FlashMla, heads: int, device: torch.device) -> torch.Tensor:
+    """Of the prefill: 128 rows with weights of one."""
+    width, count = RANK + ROPE, 128
+    query = torch.zeros((1, heads, width), dtype=torch.bfloat16, device=device)
+    rows = torch.zeros((1, 1, width), dtype=torch.bfloat16, device=device)
+    indices = torch.zeros((1, 1, count), dtype=torch.int32, device=device)
+    lse = functions.prefill(query, rows, indices, 1.0)[2]
+    return _unit(lse, count)
+
+
+def _probe_cached(functions: FlashMla, heads: int, device: torch.device) -> torch.Tensor:
+    """Likewise over block-scaled rows."""
+    row = LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE.row(RANK, ROPE).nbytes
+    query = torch.zeros((1, 1, heads, RANK + ROPE), dtype=torch.bfloat16, device=device)
+    cache = torch.zeros((1, INDEXER_PAGE, 1, row), dtype=torch.uint8, device=device)
+    indices = torch.zeros((1, 1, INDEXER_PAGE), dtype=torch.int32, device=device)
+    _, lse = functions.with_cache(
+        *(query, cache, None, None, RANK, functions.new_schedule()),
+        softmax_scale=1.0,
+        is_fp8_kvcache=True,
+        indices=indices,
+    )
+    return _unit(lse, INDEXER_PAGE)
+
+
+def _unit(lse: torch.Tensor, count: int) -> torch.Tensor:
+    """Ln 2 where the sum of ``count`` ones is nearer its binary logarithm than its natural one."""
+    middle = (math.log(count) + math.log2(count)) / 2
+    found = lse.flatten()[0].float()
+    one = torch.ones_like(found)
+    return torch.where(found > middle, one * math.log(2), one)
 
 
 def _finish(call: SparseCall, out: torch.Tensor, lse: torch.Tensor, is_empty: torch.Tensor) -> None:
