@@ -14,9 +14,11 @@ from typing import Any, Final
 
 import torch
 
-from attn.bench.cases import CONVERSION_CASE, INDEX_CASE, MODEL_DTYPE, TILES, KernelCase
+from attn.bench.case import MODEL_DTYPE, KernelCase
+from attn.bench.cases import TILES
 from attn.bench.inputs import Expected
 from attn.bench.judge import check_run
+from attn.bench.latent_cases import CONVERSION_CASE, INDEX_CASE
 from attn.bench.lines import How, Line, Part
 from attn.bench.pairs import Log, Rounds, checked, lines_or_reason, timed
 from attn.bench.peers import TOLERANCE, KernelRun
@@ -98,7 +100,7 @@ def sparse_lines(
     """What is asked of a case; what fails is a line with its reason.
 
     Args:
-        case: of :data:`attn.bench.cases.SPARSE_CASES`.
+        case: of :data:`attn.bench.latent_cases.SPARSE_CASES`.
         backends: ours, for the lines' names.
         rounds: how often things are timed.
         log: receives an error's place.

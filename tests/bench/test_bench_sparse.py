@@ -7,17 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from attn.bench import cases, kernels
+from attn.bench import case as model
+from attn.bench import kernels
 from attn.bench import sparse_mla as bench
-from attn.bench.cases import (
-    CONVERSION_CASE,
-    INDEX_CASE,
-    SPARSE_CASES,
-    TILES,
-    BenchTable,
-    KernelCase,
-)
+from attn.bench.case import KernelCase
+from attn.bench.cases import TILES, BenchTable
 from attn.bench.kernels import main, make_bench, run_and_report
+from attn.bench.latent_cases import CONVERSION_CASE, INDEX_CASE, SPARSE_CASES
 from attn.bench.lines import How, Line, Part
 from attn.bench.pairs import Rounds
 from attn.bench.peers import KernelRun
@@ -51,7 +47,7 @@ def in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter multiplies bf16 by its bits."""
     if torch.cuda.is_available() or not INTERPRETED.value:
         pytest.skip("needs Triton's interpreter")
-    for module in (cases, bench):
+    for module in (model, bench):
         monkeypatch.setattr(module, "MODEL_DTYPE", DType.FLOAT16)
 
 
