@@ -1,4 +1,4 @@
-"""Calls of others' kernels of sparse latent attention; each writes its call's output and LSE.
+"""Calls of kernels of sparse latent attention; each writes its call's output and LSE.
 
 Lists, lengths and rows are the kernel's already, as its plan says. Here heads are padded, scales
 applied, log-sum-exps made natural, and rows that list nothing made neutral. Nothing is read back.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,26 @@ if TYPE_CHECKING:
 MOST_SPLIT_ROWS = 512
 """Rows that FlashMLA is given as requests, whose lists it may cut; more fill the GPU as they are,
 and its schedule has room for no end of requests."""
+
+
+def attend_by_triton(call: SparseCall) -> None:
+    """The library's own kernel, which reads rows of every layout."""
+    launch = call.launch
+    if launch is None:
+        raise ValueError("launch of the library's own kernel must be the builder's, got None")
+    for first in range(0, len(call.query), launch.rows):
+        part = slice(first, first + launch.rows)
+        sparse_mla(
+            *(call.query[part], call.rotary[part], call.rows, call.indices[part]),
+            topk_lens=None if call.lens is None else call.lens[part],
+            layout=LatentFormat(call.row.name),
+            scale=call.scale,
+            output=call.out[part],
+            lse=call.lse[part],
+            k_scale=call.k_scale,
+            tile=launch.tile,
+            workspace=launch.workspace,
+        )
 
 
 def attend_by_flashmla_sparse(call: SparseCall) -> None:
@@ -124,7 +145,7 @@ def attend_by_flashinfer_mla(call: SparseCall) -> None:
     planned, lens = _planned(call), _lens(call)
     rank, heads = call.query.shape[-1], planned.plan.padded_heads
     is_full = lens >= call.indices.shape[1]
-    _attend_rest(call, torch.where(is_full, 0, lens))
+    attend_by_triton(replace(call, lens=torch.where(is_full, 0, lens)))
     # Of those some page must be there to be read.
     call.indices.clamp_(min=0)
     if planned.scale != call.scale:
@@ -154,15 +175,6 @@ def attend_by_flashinfer_mla(call: SparseCall) -> None:
     real = (out[:, own].float() * call.k_scale).to(out.dtype)
     call.out.copy_(torch.where(is_full[:, None, None], real, call.out))
     call.lse.copy_(torch.where(is_full[:, None], lse[:, own], call.lse))
-
-
-def _attend_rest(call: SparseCall, lens: torch.Tensor) -> None:
-    """Lists of these lengths by the library's own kernel."""
-    sparse_mla(
-        *(call.query, call.rotary, call.rows, call.indices, lens),
-        *(LatentFormat(call.row.name), call.scale, call.out, call.lse),
-        k_scale=call.k_scale,
-    )
 
 
 def attend_by_trtllm(call: SparseCall) -> None:
