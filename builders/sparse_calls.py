@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,7 +21,6 @@ from builders.flashinfer_mla_compat import FlashInferLatent, LatentCsrBuffers, L
 from builders.sparse_mla_choice import PhasePlan
 from builders.trtllm_mla_calls import LatentCalls
 from specs.base import cdiv
-from specs.rows import INDEXER_PAGE, LatentFormat
 from specs.sparse_mla import SparseKernel, SparsePhase, rule_of
 
 RANK, ROPE = 512, 64
@@ -48,6 +46,10 @@ class FlashMla:
     """``flash_mla_with_kvcache``."""
     new_schedule: Callable[[], Any]
     """An empty schedule, filled by the first call that is given it."""
+    lse_units: dict[Hashable, torch.Tensor] = field(default_factory=dict, compare=False)
+    """Filled by the first call of a function on a device: the fp32 scalar that makes its
+    log-sum-exp a natural one.
+    """
 
     def writes(self, function: Callable[..., Any]) -> bool:
         """A function takes the tensor to write; vLLM's do."""
@@ -145,8 +147,6 @@ class PlannedCalls:
     """Of FlashInfer: planned for the phase's rows, each with a full list."""
     scale: float | None = None
     """That FlashInfer's wrapper is planned with."""
-    lse_unit: torch.Tensor | None = None
-    """fp32 scalar that makes FlashMLA's log-sum-exp a natural one."""
     workspace: torch.Tensor | None = None
     """uint8, zeroed when made, of trtllm-gen alone."""
     counters: torch.Tensor | None = None
@@ -192,7 +192,6 @@ class CallPlanner:
         self._scale = scale
         self._device, self._dtype, self._most_rows = device, dtype, most_rows
         self._functions: dict[SparseKernel, Any] = {}
-        self._units: dict[SparseKernel, torch.Tensor] = {}
         self._workspace: torch.Tensor | None = None
         self._counters: torch.Tensor | None = None
         self._captured: set[int] = set()
@@ -205,9 +204,6 @@ class CallPlanner:
         if kernel in self._functions or kernel not in LOADERS:
             return
         functions = self._functions[kernel] = LOADERS[kernel]()
-        if isinstance(functions, FlashMla):
-            probe = _probe_prefill if kernel is SparseKernel.FLASHMLA_SPARSE else _probe_cached
-            self._units[kernel] = probe(functions, plan.padded_heads, device)
         if isinstance(functions, FlashInferLatent) and self._scale is None:
             raise ValueError(f"vllm_config.softmax_scale is needed by {kernel.value}, got None")
         if isinstance(functions, FlashInferLatent | LatentCalls) and self._workspace is None:
@@ -230,8 +226,7 @@ class CallPlanner:
         functions = self._functions.get(plan.kernel)
         if functions is None:
             return None
-        unit = self._units.get(plan.kernel)
-        planned = PlannedCalls(plan, functions, lse_unit=unit, scale=self._scale)
+        planned = PlannedCalls(plan, functions, scale=self._scale)
         if isinstance(functions, FlashInferLatent) and len(indices):
             planned.wrapper = self._planned_wrapper(functions, plan, indices)
         elif isinstance(functions, LatentCalls):
@@ -279,39 +274,3 @@ class CallPlanner:
             for extent in (count + 1, count + 1, count)
         )
         return LatentCsrBuffers(qo_indptr, kv_indptr, flat, kv_lens)
-
-
-def _probe_prefill(functions: FlashMla, heads: int, device: torch.device) -> torch.Tensor:
-    """Versions differ in the base of the prefill's log-sum-exp: asked of rows whose sum is known.
-
-    A device scalar; the device is not waited for.
-    """
-    width, count = RANK + ROPE, 128
-    query = torch.zeros((1, heads, width), dtype=torch.bfloat16, device=device)
-    rows = torch.zeros((1, 1, width), dtype=torch.bfloat16, device=device)
-    indices = torch.zeros((1, 1, count), dtype=torch.int32, device=device)
-    lse = functions.prefill(query, rows, indices, 1.0)[2]
-    return _unit(lse, count)
-
-
-def _probe_cached(functions: FlashMla, heads: int, device: torch.device) -> torch.Tensor:
-    """Likewise over block-scaled rows."""
-    row = LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE.row(RANK, ROPE).nbytes
-    query = torch.zeros((1, 1, heads, RANK + ROPE), dtype=torch.bfloat16, device=device)
-    cache = torch.zeros((1, INDEXER_PAGE, 1, row), dtype=torch.uint8, device=device)
-    indices = torch.zeros((1, 1, INDEXER_PAGE), dtype=torch.int32, device=device)
-    _, lse = functions.with_cache(
-        *(query, cache, None, None, RANK, functions.new_schedule()),
-        softmax_scale=1.0,
-        is_fp8_kvcache=True,
-        indices=indices,
-    )
-    return _unit(lse, INDEXER_PAGE)
-
-
-def _unit(lse: torch.Tensor, count: int) -> torch.Tensor:
-    """Ln 2 where the sum of ``count`` ones is nearer its binary logarithm than its natural one."""
-    middle = (math.log(count) + math.log2(count)) / 2
-    found = lse.flatten()[0].float()
-    one = torch.ones_like(found)
-    return torch.where(found > middle, one * math.log(2), one)

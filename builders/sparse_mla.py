@@ -43,6 +43,8 @@ WORKSPACE_BYTES = 256 << 20
 """Of converted rows, unless one request needs more."""
 ROW_WIDTHS = (512, 64)
 """Latent and rotary part of a row, for every kernel but the library's own; the widest of its."""
+OWN_LAUNCHES = (SparseKernel.TRITON_SPARSE, SparseKernel.FLASHINFER_MLA)
+"""Kernels of rows that the library's own is launched for: FlashInfer's takes full lists alone."""
 LEAST_WIDTH = 32
 """Of either part: the narrowest that is written."""
 
@@ -90,20 +92,19 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         )
         # Of the library's own kernel, where a phase comes to it.
         self._launches: SparseLaunches | None = None
-        if any(plan.kernel is SparseKernel.TRITON_SPARSE for plan in self._plans):
-            self._launches = self._own_launches()
+        own = [plan for plan in self._plans if plan.kernel in OWN_LAUNCHES]
+        if own:
+            self._launches = self._own_launches(own)
 
-    def _own_launches(self) -> SparseLaunches:
+    def _own_launches(self, plans: Sequence[PhasePlan]) -> SparseLaunches:
         spec: Any = self.kv_cache_spec
-        setup, own = self.setup, SparseKernel.TRITON_SPARSE
+        setup, width = self.setup, max(plan.index_width for plan in plans)
         decodes = self.vllm_config.max_num_seqs * self.threshold
         shape = SparseShape(
-            *(setup.num_heads, setup.topk, setup.layout, setup.dtype.itemsize),
+            *(setup.num_heads, width, setup.layout, setup.dtype.itemsize),
             *(spec.kv_lora_rank, spec.qk_rope_head_dim),
         )
-        is_prefills = any(
-            plan.kernel is own for plan in self._plans if plan.phase is SparsePhase.PREFILL
-        )
+        is_prefills = any(plan.phase is SparsePhase.PREFILL for plan in plans)
         most = self._most_rows if is_prefills else decodes
         return SparseLaunches(shape, most, self.vllm_config.batch_invariant, self.buffers)
 
@@ -316,7 +317,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         return rows
 
     def _launch(self, plan: PhasePlan, count: int) -> SparseLaunch | None:
-        if plan.kernel is not SparseKernel.TRITON_SPARSE or self._launches is None:
+        if plan.kernel not in OWN_LAUNCHES or self._launches is None:
             return None
         return self._launches.of(count)
 

@@ -94,7 +94,7 @@ class SparseTile:
 
         Raises:
             ValueError: segments that are no whole steps, several of a program without registers to
-                fold them in, or latents asked for before their indices.
+                fold them in, or latents asked for before their indices, or where they are not.
         """
         if self.segment % self.kv_tile:
             raise ValueError(
@@ -104,6 +104,8 @@ class SparseTile:
             raise ValueError(
                 "holds_next needs carries_ids: the next step's indices, got holds_next alone"
             )
+        if self.holds_next and (self.swapped or self.hides_scores):
+            raise ValueError("holds_next needs plain scores, got swapped or hides_scores with it")
         if self.span > 1 and not self.folds:
             raise ValueError(
                 f"span must be 1 for tiles of more than {MOST_FOLDED_ROWS} rows, got {self.span}"
@@ -177,13 +179,15 @@ def _tile_of(shape: SparseShape, kind: DeviceKind) -> SparseTile:
     if kind is not DeviceKind.SM90 or is_wide or heads <= FEWEST_ROWS:
         if is_wide:
             return SparseTile(FEWEST_ROWS, 16, SEGMENT, 1, num_warps=8, num_stages=2)
-        if is_native:
-            return SparseTile(FEWEST_ROWS, 32, SEGMENT, 1, num_warps=8, num_stages=3)
-        return SparseTile(FEWEST_ROWS, 32, SEGMENT, 1, 8, 3, holds_next=True)
+        # Elsewhere 64 are not measured, and do not fit everywhere.
+        keys = 64 if kind is DeviceKind.SM90 else 32
+        return SparseTile(FEWEST_ROWS, keys, SEGMENT, 1, 8, 3, holds_next=not is_native)
     if is_native and heads <= 2 * FEWEST_ROWS:
         return SparseTile(2 * FEWEST_ROWS, 32, WIDE_SEGMENT, 1, num_warps=8, num_stages=3)
     # Products by warp group.
-    return SparseTile(MOST_ROWS, 64, WIDE_SEGMENT, 1, 8, 3, carries_ids=False, hides_scores=True)
+    tile = SparseTile(MOST_ROWS, 64, WIDE_SEGMENT, 1, 8, 3, carries_ids=False, hides_scores=True)
+    # Rows that are converted are not copied ahead, whoever asks for their indices.
+    return tile if is_native else replace(tile, carries_ids=True, num_stages=2)
 
 
 @dataclass(frozen=True)

@@ -117,13 +117,14 @@ def _check_block_table(trial: Trial, builder: Any, results: Results, result: Cas
     updated = builder.update_block_table(record, table, slot_mapping)
     kept = getattr(updated, "added_by_a_wrapper", None) == "kept"
     result.note("block_table", None if kept else "an attribute that a wrapper added is lost")
-    again = trial.attend(updated, trial.inputs, trial.cache(buffer))
+    again = trial.attend(updated, trial.inputs, trial.cache(buffer), for_bits=True)
     for one in (record, updated):
         vars(one).pop("added_by_a_wrapper", None)
     was = contents(updated)
     fresh = trial.build(builder, batch.replace(block_table_tensor=table, slot_mapping=slot_mapping))
     result.note("block_table", _difference(was, contents(fresh)))
-    difference = _difference(contents(results), contents(again))
+    before = {name: results[name] for name in again}
+    difference = _difference(contents(before), contents(again))
     result.note("block_table", difference and f"results over moved blocks: {difference}")
 
 
@@ -139,7 +140,7 @@ def _check_same_bits(trial: Trial, record: Any, results: Results, result: CaseRe
     config = _invariant_config(trial)
     if config != trial.config:
         record = trial.build(trial.builder(config))
-        results = trial.attend(record, trial.inputs, trial.cache())
+        results = trial.attend(record, trial.inputs, trial.cache(), for_bits=True)
     whole = trial.own_bits(results, record)
     row = live[len(live) // 2]
     tokens = trial.requests[row].tokens
@@ -149,7 +150,7 @@ def _check_same_bits(trial: Trial, record: Any, results: Results, result: CaseRe
     for part in parts:
         inputs = trial.alone(row, part)
         alone_record = trial.build(trial.builder(config), inputs.batch)
-        alone = trial.attend(alone_record, inputs, trial.cache())
+        alone = trial.attend(alone_record, inputs, trial.cache(), for_bits=True)
         trial.together()
         for name, rows in trial.own_bits(alone, alone_record).items():
             if name in whole and part.stop <= len(whole[name]):
@@ -185,19 +186,20 @@ def _check_capture(trial: Trial, result: CaseResult) -> None:
     spec = trial.batch_spec
     if not _is_replayable(level, spec) or not spec.live_rows or trial.common_prefix_len:
         return
-    eager_record = trial.build(trial.builder(config))
-    eager = trial.attend(eager_record, trial.inputs, trial.cache())
     builder = trial.builder(config)
+    # A plan for every replay may cut rows elsewhere than one for this step.
+    for_bits = trial.backend.capabilities.row_bits or not builder.plans_on_host
+    eager_record = trial.build(trial.builder(config))
+    eager = trial.attend(eager_record, trial.inputs, trial.cache(), for_bits=for_bits)
     batch = trial.inputs.batch
     static = _capture_batch(batch, spec)
     record = builder.build_for_cudagraph_capture(static)
     inputs = Inputs(static, trial.inputs.query, trial.inputs.key, trial.inputs.value)
-    replay = _capture(trial, record, inputs)
+    replay = _capture(trial, record, inputs, for_bits)
     _refill(static, batch)
     trial.build(builder, static)
     replayed = replay()
-    if builder.plans_on_host and not trial.backend.capabilities.row_bits:
-        # A plan for every replay may cut rows elsewhere than one for this step.
+    if not for_bits:
         trial.judge(replayed, record, result)
         return
     real = slice(0, spec.num_tokens)
@@ -235,11 +237,11 @@ def _refill(static: CommonAttentionMetadata, batch: CommonAttentionMetadata) -> 
             getattr(static, item.name).copy_(value)
 
 
-def _capture(trial: Trial, record: Any, inputs: Inputs) -> Any:
+def _capture(trial: Trial, record: Any, inputs: Inputs, for_bits: bool) -> Any:
     """A function that replays ``attend``: a CUDA graph, or the call itself on a CPU."""
     cache = trial.cache()
     if trial.device.type != "cuda":
-        return lambda: trial.attend(record, inputs, cache)
+        return lambda: trial.attend(record, inputs, cache, for_bits=for_bits)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -24,7 +24,6 @@ from attn.backends.base import AttentionBackend
 from attn.backends.flashinfer import FlashInferBackend
 from attn.backends.flashinfer_mla import FlashInferMlaBackend
 from attn.backends.trtllm_mha import TrtllmMhaBackend
-from attn.bench.cases import LATENT_VENDOR_CASES
 from attn.bench.flashinfer_jit import (
     ROPE_MODULE,
     Module,
@@ -36,6 +35,7 @@ from attn.bench.flashinfer_jit import (
     xqa_module,
 )
 from attn.bench.flashinfer_jit import modules_of as modules_of_bench
+from attn.bench.latent_cases import LATENT_VENDOR_CASES
 from builders import flashinfer, flashinfer_mla
 from builders.trtllm_mha_choice import VendorKernel
 from specs.devices import KNOWN_DEVICES, DeviceKind

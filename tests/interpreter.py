@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
+
+OPERATIONS = ("cache", "clear", "indexer", "latent_convert", "sparse_mla", "topk_transform")
+"""Modules of operations that a sparse layer goes through."""
+
+
+@contextmanager
+def in_torch(*names: str) -> Iterator[None]:
+    """Operations of ``attn.ops``, all of a sparse layer's unless named, are done by the reference.
+
+    For tests of what is around kernels: of those that have tests of their own the interpreter takes
+    most of the time.
+    """
+    with ExitStack() as stack:
+        for name in names or OPERATIONS:
+            module = importlib.import_module(f"attn.ops.{name}")
+            stack.enter_context(mock.patch.object(module, "has_kernel", return_value=False))
+        yield
 
 
 def make_quick() -> None:
@@ -24,6 +44,8 @@ def make_quick() -> None:
     _patch_once_per_launch(interpreter)
     _look_up_types_once(interpreter)
     _look_up_shapes_once(interpreter)
+    _compare_shapes_quickly(interpreter)
+    _call_builtins_directly(interpreter)
     _multiply_in_single_precision(interpreter)
 
 
@@ -110,6 +132,72 @@ def _look_up_shapes_once(interpreter: Any) -> None:
 
     core.block_type.__init__ = new_block
     core.tensor.__init__ = new_tensor
+
+
+def _compare_shapes_quickly(interpreter: Any) -> None:
+    """Operands of equal types and shapes, which most are, need no conversion and no broadcast;
+    others' dimensions are compared as numbers, not as wrapped ones.
+    """
+    language = interpreter.tl
+    semantic = type(interpreter.interpreter_semantic)
+    broadcast = semantic.broadcast_impl_value
+    check = semantic.binary_op_type_checking_impl
+    plain = {id(language.float32), id(language.int32), id(language.int64)}
+
+    def binary_op_type_checking_impl(self: Any, lhs: Any, rhs: Any, *rest: Any, **more: Any) -> Any:
+        if isinstance(lhs, self.tensor) and isinstance(rhs, self.tensor):
+            left, right = lhs.type, rhs.type
+            if left.scalar is right.scalar and id(left.scalar) in plain:
+                is_block = left.is_block()
+                if is_block is right.is_block() and (
+                    not is_block or left.shape.values == right.shape.values
+                ):
+                    return lhs, rhs
+        return check(self, lhs, rhs, *rest, **more)
+
+    semantic.binary_op_type_checking_impl = binary_op_type_checking_impl
+
+    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
+        left, right = lhs.type, rhs.type
+        if not left.is_block():
+            return (lhs, rhs) if not right.is_block() else broadcast(self, lhs, rhs)
+        if not right.is_block():
+            return broadcast(self, lhs, rhs)
+        left_shape, right_shape = left.shape.values, right.shape.values
+        if left_shape == right_shape:
+            return lhs, rhs
+        if len(left_shape) != len(right_shape):
+            return broadcast(self, lhs, rhs)
+        shape = [max(pair) for pair in zip(left_shape, right_shape, strict=True)]
+        if any(n not in (1, m) for given in (left_shape, right_shape)
+               for n, m in zip(given, shape, strict=True)):  # fmt: skip
+            return broadcast(self, lhs, rhs)
+
+        def spread(x: Any, own: list[int]) -> Any:
+            if own == shape:
+                return x
+            kind = language.block_type(x.type.scalar, shape)
+            return self.tensor(self.builder.create_broadcast(x.handle, shape), kind)
+
+        return spread(lhs, left_shape), spread(rhs, right_shape)
+
+    semantic.broadcast_impl_value = broadcast_impl_value
+
+
+def _call_builtins_directly(interpreter: Any) -> None:
+    """Without the check that they are called from a kernel."""
+
+    def patch_attr(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function = getattr(member, "__wrapped__", member)
+        semantic = interpreter.interpreter_semantic
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(place, name, call)
+
+    interpreter._patch_attr = patch_attr
 
 
 def _multiply_in_single_precision(interpreter: Any) -> None:

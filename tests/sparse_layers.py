@@ -8,6 +8,7 @@ are compared entry by entry. States come from ``tests.oracle``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,7 @@ from specs.sparse_mla import SparseKernel
 from tests import oracle, stored_rows
 from tests.batches import POISON_BYTE, WILD_BLOCK
 from tests.budget import budget, lse_budget, lse_errors, row_errors
+from tests.interpreter import in_torch
 from tests.trials import low_precision
 
 BLOCK = 64
@@ -139,6 +141,9 @@ class SparseLayer:
         self.scales = LayerScales.of(device=self.device)
         self.scales._k_scale = torch.tensor(K_SCALE, device=self.device)
         self.impl: Any = self._impl(backend)
+        self._attend, self.impl.forward_mqa = self.impl.forward_mqa, self._attend_and_keep
+        self.state: tuple[Tensor, Tensor] | None = None
+        """What the last forward's ``forward_mqa`` returned."""
 
     def _impl(self, backend: Any) -> Any:
         sizes = self.sizes
@@ -156,6 +161,10 @@ class SparseLayer:
         )
         impl.process_weights_after_loading(sizes.dtype.torch)
         return impl
+
+    def _attend_and_keep(self, *given: Any) -> tuple[Tensor, Tensor]:
+        self.state = self._attend(*given)
+        return self.state
 
     @property
     def scale(self) -> float:
@@ -228,7 +237,11 @@ class SparseLayer:
         )
 
     def fill(self) -> None:
-        """Every token of every request is cached."""
+        """Every token of every request is cached; without a GPU, in torch."""
+        with in_torch() if self.device.type == "cpu" else nullcontext():
+            self._fill()
+
+    def _fill(self) -> None:
         page = self.table[:, : self.sizes.longest // BLOCK].long()
         slots = (page[..., None] * BLOCK + torch.arange(BLOCK)).flatten().to(self.device)
         rows = self.keys.flatten(0, 1).to(self.device)
@@ -262,16 +275,21 @@ class SparseLayer:
     def latents(self, step: Step, query: Tensor) -> tuple[Tensor, Tensor]:
         """States of absorbed queries, by the lists that are there."""
         record = self.builder.build(0, step.batch)
-        latent, lse = self.impl.forward_mqa(query, self.cache, record, self.scales)
+        latent, lse = self._attend(query, self.cache, record, self.scales)
         return latent, lse
 
     def check(self, step: Step, output: Tensor) -> None:
-        """Lists are the oracle's, states are its too, within their budget, and so are values."""
+        """Of the forward that was last: lists are the oracle's, states are its too, within their
+        budget, and values are those of the states.
+        """
         sizes, record = self.sizes, self.builder.build(0, step.batch)
-        query = self.absorbed(step)
-        latent, lse = self.latents(step, query)
-        values = project_latent_output(latent, self.impl.W_UV).flatten(1)
         count = record.num_actual_tokens
+        if not count:
+            return
+        assert self.state is not None
+        latent, lse = self.state
+        query = self.absorbed(step)
+        values = project_latent_output(latent, self.impl.W_UV).flatten(1)
         assert torch.equal(output[:count], values[:count])
         at, states, lows = 0, [], []
         for (req, done, new), lists in zip(step.parts, step.lists, strict=True):
@@ -340,6 +358,8 @@ class Captured:
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
                 self.call()
+        # Of a graph, the tensors that a replay writes.
+        self.state = layer.state
 
     def call(self) -> None:
         self.layer.forward(self.step, self.records, self.output)
@@ -363,6 +383,7 @@ class Captured:
         else:
             self.graph.replay()
             torch.cuda.synchronize()
+            layer.state = self.state
         return self.output.clone()
 
 

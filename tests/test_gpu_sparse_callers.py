@@ -13,11 +13,14 @@ from torch import Tensor
 
 from attn.bench.timing import waits_are_errors
 from attn.impls.sparse_mla import ATTENDERS, SparseCall
+from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata
 from builders.flashinfer_compat import FlashInferUnavailableError
 from builders.sparse_calls import CallPlanner, PlannedCalls, SparseKernelUnavailableError
+from builders.sparse_launches import SparseLaunch, SparseLaunches
 from builders.sparse_mla import SparseMLAMetadataBuilder
 from builders.sparse_mla_choice import PhasePlan, SparseSetup, check_setup, resolve
+from builders.sparse_tiles import SparseShape
 from builders.trtllm_mha_choice import capability_of
 from specs.dtypes import DType
 from specs.rows import LatentFormat
@@ -49,6 +52,8 @@ class Calls:
     planned: PlannedCalls
     indices: Tensor
     """``[T, width]``: the room that every call's lists are put into."""
+    launch: SparseLaunch
+    """Of the library's own kernel, which takes what FlashInfer's does not."""
 
 
 def calls_of(kernel: SparseKernel, layout: LatentFormat, heads: int, phase: SparsePhase) -> Calls:
@@ -70,7 +75,9 @@ def calls_of(kernel: SparseKernel, layout: LatentFormat, heads: int, phase: Spar
     planner.capture(len(LENS))
     planned = planner.plan(plan, indices)
     assert planned is not None
-    return Calls(plan, planned, indices)
+    shape = SparseShape(heads, plan.index_width, layout)
+    launches = SparseLaunches(shape, len(LENS), False, GraphBuffers(DEVICE))
+    return Calls(plan, planned, indices, launches.of(len(LENS)))
 
 
 def case_of(layout: LatentFormat, heads: int, lens: tuple[int, ...] = LENS) -> SparseCase:
@@ -123,7 +130,7 @@ def call_of(trial: SparseTrial, calls: Calls) -> SparseCall:
     scales = [torch.tensor(one, device=DEVICE) for one in (K_SCALE, 0.5)]
     lens = None if counts is None else counts.to(DEVICE)
     given = query[..., :512], query[..., 512:], rows, row, calls.indices, lens, case.scale
-    return SparseCall(*given, scales[0], out, lse, calls.planned, scales[1])
+    return SparseCall(*given, scales[0], out, lse, calls.planned, scales[1], calls.launch)
 
 
 @pytest.mark.parametrize("phase", SparsePhase)

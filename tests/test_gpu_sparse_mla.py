@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn.bench.sparse_mla import FEW, MANY
 from attn.ops.indexer import (
     paged_index_logits,
     ragged_index_logits,
@@ -88,17 +89,6 @@ def test_other_types_sinks_and_padded_blocks(
         assert trial.misses(*run(trial, tile_of(trial.case, rows))) == {}
 
 
-FEW = ({"carries_ids": False, "holds_next": False}, {"kv_tile": 64})
-SWAPPED = ({"swapped": True, "kv_tile": 64, "carries_ids": False, "holds_next": False},)
-MANY = (
-    {"hides_scores": False},
-    {"kv_tile": 32},
-    {"kv_tile": 32, "num_stages": 5},
-    {"carries_ids": True, "num_stages": 2},
-    {"carries_ids": True, "kv_tile": 32},
-)
-
-
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.value)
 def test_alternatives_are_right_too(layout: LatentFormat, heads: int) -> None:
@@ -106,9 +96,9 @@ def test_alternatives_are_right_too(layout: LatentFormat, heads: int) -> None:
         pytest.skip("they are for Hopper")
     trial = SparseTrial(case_of(layout, heads))
     for rows in (1, 10**6):
-        for changes in (*FEW, *SWAPPED) if heads == 16 else MANY:
-            tile = replace(tile_of(trial.case, rows), **changes)  # type: ignore[arg-type]
-            assert trial.misses(*run(trial, tile)) == {}, (rows, changes)
+        for name, changes in (FEW if heads == 16 else MANY).items():
+            tile = replace(tile_of(trial.case, rows), **changes)
+            assert trial.misses(*run(trial, tile)) == {}, (rows, name)
 
 
 @pytest.mark.parametrize("heads", [16, 20, 128])

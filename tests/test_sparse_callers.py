@@ -5,13 +5,13 @@ through builder and impl, what the kernels document held, and every wrong call n
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from attn.ops import sparse_mla as sparse_op
 from builders import sparse_calls, sparse_mla, sparse_mla_choice
 from builders.sparse_calls import SparseKernelUnavailableError
 from specs.devices import KNOWN_DEVICES
@@ -20,6 +20,7 @@ from specs.sparse_mla import STORED_FORMATS, SparseKernel
 from tests import sparse_calls_emulator as packages
 from tests.budget import budget, lse_budget, lse_errors, row_errors
 from tests.flashinfer_mla_emulator import NEW, OLD
+from tests.interpreter import in_torch
 from tests.sparse_calls_emulator import CACHED, PREFILL, VARLEN, ContractError, emulated
 from tests.test_sparse_mla import H, Step, impl_of, scales_of, works
 
@@ -43,10 +44,11 @@ IDS = [f"{kernel.value}-{layout.value}-{device}" for kernel, layout, device in K
 
 
 @pytest.fixture(autouse=True)
-def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library's own kernel is judged by tests of its own."""
-    monkeypatch.setattr(sparse_op, "has_kernel", lambda rows: False)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The library's own kernels are judged by tests of their own."""
     monkeypatch.setattr(sparse_mla_choice, "unavailable_kernels", dict)
+    with in_torch():
+        yield
 
 
 def pair_of(kernel: SparseKernel, layout: LatentFormat) -> tuple[SparseKernel, SparseKernel]:
@@ -204,6 +206,8 @@ def test_a_captured_wrapper_reads_the_lists_of_a_later_step(version: str) -> Non
         again = builder.build(0, step.batch)
         assert captured.decode.planned.wrapper is again.decode.planned.wrapper
         assert captured.decode.planned.wrapper.is_graph
+        # Of lists that are not full the library's own kernel takes the rows.
+        assert captured.decode.launch.workspace is again.decode.launch.workspace
         out, _ = impl.forward_mqa(step.query, step.cache, captured, scales)
         wanted = step.expected({False: False, True: False})
         assert float(row_errors(out, wanted[0]).max()) <= 2 * budget(
@@ -240,12 +244,39 @@ def test_layers_share_a_step_s_schedule_and_steps_do_not() -> None:
         impl, scales = impl_of(SCALED, step.lists), scales_of()
         step.write_context(impl, scales)
         builder = works(step, K.FLASHMLA_KV, K.FLASHMLA_KV)
+        assert not found.called
+        # The first call of all asks for its sums' base besides.
+        impl.forward_mqa(step.query, step.cache, builder.build(0, step.batch), scales)
+        assert found.called == [CACHED, CACHED]
         before = len(found.schedules)
         for _ in range(2):
             record = builder.build(0, step.batch)
             for _ in range(3):
                 impl.forward_mqa(step.query, step.cache, record, scales)
         assert len(found.schedules) - before == 2
+        assert len(found.called) == 8
+
+
+def test_a_graph_does_not_ask_for_the_base_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    capability = KNOWN_DEVICES["h200"].compute_capability
+    with emulated(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sparse_mla, "capability_of", lambda _: capability)
+        step = Step("decode", SCALED)
+        impl, scales = impl_of(SCALED, step.lists), scales_of()
+        step.write_context(impl, scales)
+        builder = works(step, K.FLASHMLA_KV, K.FLASHMLA_KV)
+        record = builder.build_for_cudagraph_capture(step.batch)
+        with monkeypatch.context() as capturing:
+            capturing.setattr(torch.cuda, "is_available", lambda: True)
+            capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            with pytest.raises(RuntimeError, match="first call of flashmla_kv on cpu must come be"):
+                impl.forward_mqa(step.query, step.cache, record, scales)
+        eager, _ = impl.forward_mqa(step.query, step.cache, record, scales)
+        with monkeypatch.context() as capturing:
+            capturing.setattr(torch.cuda, "is_available", lambda: True)
+            capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            captured, _ = impl.forward_mqa(step.query, step.cache, record, scales)
+        assert torch.equal(eager, captured)
 
 
 def test_signatures_are_those_of_the_installed_vllm() -> None:

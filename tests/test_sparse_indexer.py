@@ -25,16 +25,17 @@ STEPS = {
     "prompts": ([(0, 0, 70), (1, 0, 9)], 0),
     "decodes": ([(0, 70, 1), (1, 9, 1)], 0),
     "verify": ([(0, 71, 4), (1, 10, 2)], 2),
-    "mixed": ([(0, 75, 1), (1, 12, 4), (2, 0, 100), (3, 0, 5)], 3),
-    "later prompts": ([(2, 100, 40), (3, 5, 60)], 0),
+    "mixed": ([(0, 75, 1), (1, 12, 4), (2, 0, 30), (3, 0, 5)], 3),
+    "later prompts": ([(2, 30, 36), (3, 5, 8)], 0),
     "idle": ([], 0),
-    "at the end": ([(3, 65, 1), (0, 76, 80)], 0),
+    "at the end": ([(3, 13, 1), (0, 76, 54)], 0),
 }
+"""Pages of 64 tokens end within prompts, first ones and later ones."""
 REPLAYED = (
-    ([(0, 70, 4), (1, 9, 4), (2, 40, 4)], 0),
-    ([(2, 44, 1), (0, 74, 4), (1, 13, 2)], 5),
-    ([(1, 15, 1), (2, 45, 1), (0, 78, 1)], 9),
-    ([(0, 79, 4), (2, 46, 4), (1, 16, 4)], 0),
+    ([(0, 60, 4), (1, 9, 4), (2, 20, 4)], 0),
+    ([(2, 24, 1), (0, 64, 4), (1, 13, 2)], 5),
+    ([(1, 15, 1), (2, 25, 1), (0, 68, 1)], 9),
+    ([(0, 69, 4), (2, 26, 4), (1, 16, 4)], 0),
 )
 """As many requests and tokens, padding counted."""
 
@@ -124,7 +125,7 @@ def test_a_captured_step_has_room_for_the_longest_sequence_and_is_rebuilt_in_pla
 @pytest.mark.parametrize("layout", STORED_FORMATS)
 def test_a_captured_layer_replays_other_batches(layout: Any) -> None:
     layer = SparseLayer(layout, sizes=SMALL)
-    prompts = layer.step([(0, 0, 70), (1, 0, 9), (2, 0, 40)])
+    prompts = layer.step([(0, 0, 60), (1, 0, 9), (2, 0, 20)])
     layer.check(prompts, layer.run(prompts))
     captured = layer.capture(layer.step([(0, 0, 4), (1, 0, 4), (2, 0, 4)]))
     for parts, padding in REPLAYED:
@@ -161,7 +162,7 @@ def test_another_table_moves_what_is_read() -> None:
 
 def test_host_bounds_may_be_missing_or_too_large() -> None:
     layer = SparseLayer(BF16, sizes=SMALL)
-    step = layer.step([(0, 0, 70), (1, 0, 60)])
+    step = layer.step([(0, 0, 70), (1, 0, 10)])
     wanted = layer.run(step)
     for bound in (None, torch.tensor([90, 2000], dtype=torch.int32)):
         batch = step.batch.replace(seq_lens_cpu_upper_bound=bound, max_seq_len=2000)

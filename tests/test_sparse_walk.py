@@ -21,9 +21,9 @@ BF16, RAW, SCALED = STORED_FORMATS
 PREFILL, DECODE = SparsePhase.PREFILL, SparsePhase.DECODE
 STEPS: tuple[list[Part], ...] = (
     [(0, 0, 70), (1, 0, 9)],
-    [(0, 70, 1), (1, 9, 4), (2, 0, 40)],
-    [(0, 71, 1), (1, 13, 1), (2, 40, 1)],
-    [(0, 72, 50), (2, 41, 10)],
+    [(0, 70, 1), (1, 9, 4), (2, 0, 30)],
+    [(0, 71, 1), (1, 13, 1), (2, 30, 1)],
+    [(0, 72, 25), (2, 31, 10)],
 )
 
 # By kernel and phase: rows that it computes from, as they are or converted.

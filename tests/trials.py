@@ -182,8 +182,12 @@ class Trial(ABC):
         """Every byte of the cache."""
 
     @abstractmethod
-    def attend(self, record: Any, inputs: Inputs, cache: Tensor) -> Results:
-        """One forward into poisoned outputs."""
+    def attend(
+        self, record: Any, inputs: Inputs, cache: Tensor, *, for_bits: bool = False
+    ) -> Results:
+        """One forward into poisoned outputs; ``for_bits``: nothing is asked for that
+        :meth:`own_bits` leaves out.
+        """
 
     @abstractmethod
     def profile(self) -> Tensor:
@@ -523,7 +527,9 @@ class DenseTrial(Trial):
     def _output_dtype(self) -> torch.dtype:
         return torch.float8_e4m3fn if self.case.feature.fp8_output else self.dtype
 
-    def attend(self, record: Any, inputs: Inputs, cache: Tensor) -> Results:
+    def attend(
+        self, record: Any, inputs: Inputs, cache: Tensor, *, for_bits: bool = False
+    ) -> Results:
         heads, tokens = self.case.heads, len(inputs.query)
         shape = (tokens, heads.num_heads, heads.v_size)
         output = batches.poisoned(*shape, dtype=self._output_dtype(), device=self.device)
@@ -965,13 +971,17 @@ class LatentTrial(Trial):
             count = int(off.sum())
             result.note("cache", f"{count} block scales are off" if count else None)
 
-    def attend(self, record: Any, inputs: Inputs, cache: Tensor) -> Results:
+    def attend(
+        self, record: Any, inputs: Inputs, cache: Tensor, *, for_bits: bool = False
+    ) -> Results:
         tokens, width = len(inputs.query), self.case.num_heads * self.weights.v_size
-        output = batches.poisoned(tokens, width, dtype=self.dtype, device=self.device)
-        assert inputs.key is not None
-        kv_c, k_pe = self._parts(inputs.key)
-        mla_attention(self.impl, self.layer, inputs.query, kv_c, k_pe, cache, record, output)
-        results = {"output": output.view(tokens, self.case.num_heads, self.weights.v_size)}
+        results: Results = {}
+        if record.num_prefill_tokens or not for_bits:
+            output = batches.poisoned(tokens, width, dtype=self.dtype, device=self.device)
+            assert inputs.key is not None
+            kv_c, k_pe = self._parts(inputs.key)
+            mla_attention(self.impl, self.layer, inputs.query, kv_c, k_pe, cache, record, output)
+            results["output"] = output.view(tokens, self.case.num_heads, self.weights.v_size)
         decodes = record.num_decode_tokens
         if decodes:
             absorbed = self._absorbed(inputs.query[:decodes])
@@ -1018,7 +1028,7 @@ class LatentTrial(Trial):
         """
         split = getattr(record.decode, "split", None)
         if split is not None and split.is_free:
-            results = {"output": results["output"]}
+            results = {name: rows for name, rows in results.items() if name == "output"}
         kept = {name: rows for name, rows in results.items() if name != "output"}
         if record.num_prefill_tokens:
             kept["output"] = results["output"]

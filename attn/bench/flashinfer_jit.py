@@ -14,7 +14,8 @@ from typing import Any, Final
 
 import torch
 
-from attn.bench.cases import MODEL_DTYPE, ROPE_CASE, KernelCase
+from attn.bench.case import MODEL_DTYPE, KernelCase
+from attn.bench.latent_cases import ROPE_CASE
 from attn.bench.reasons import describe
 
 FILES_AT_ONCE: Final = 4

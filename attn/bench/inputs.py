@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attn.bench.cases import MODEL_DTYPE, KernelCase
+from attn.bench.case import MODEL_DTYPE, KernelCase
 from builders.paging import compute_slot_mapping
 from specs.base import cdiv
 from specs.sentinels import NULL_BLOCK_ID

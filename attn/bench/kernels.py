@@ -24,7 +24,8 @@ from typing import Final
 
 import torch
 
-from attn.bench.cases import ALL_PEERS, TILES, BenchTable, KernelCase, select_cases
+from attn.bench.case import KernelCase
+from attn.bench.cases import ALL_PEERS, TILES, BenchTable, select_cases
 from attn.bench.latent_lines import latent_lines
 from attn.bench.measure import OURS, Log, bench_case
 from attn.bench.ours import measure_scratch

@@ -14,8 +14,9 @@ from typing import Any, Final
 
 import torch
 
-from attn.bench.cases import ROPE_CASE, KernelCase
+from attn.bench.case import KernelCase
 from attn.bench.inputs import Expected, expected_rows, make_content
+from attn.bench.latent_cases import ROPE_CASE
 from attn.bench.lines import How, Line, Part
 from attn.bench.ours import (
     OurLayer,

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from attn.bench.cases import CaseKind, KernelCase
+from attn.bench.case import CaseKind, KernelCase
 from attn.bench.inputs import expected_rows, make_content
 from attn.bench.judge import check_run, judged, output_of
 from attn.bench.latent_peers import LATENT_ADAPTERS

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 import torch
 
-from attn.bench.cases import MODEL_DTYPE, SCRATCH_CASE, KernelCase
+from attn.bench.case import MODEL_DTYPE, KernelCase
+from attn.bench.cases import SCRATCH_CASE
 from attn.bench.inputs import Content, cache_slots, make_content, permuted_table
 from attn.bench.peers import KernelRun
 from attn.bench.reasons import describe

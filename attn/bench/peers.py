@@ -15,13 +15,8 @@ from typing import Any, Final
 
 import torch
 
-from attn.bench.cases import (
-    VENDOR_CASES,
-    BenchTable,
-    CaseKind,
-    KernelCase,
-    select_cases,
-)
+from attn.bench.case import CaseKind, KernelCase
+from attn.bench.cases import VENDOR_CASES, BenchTable, select_cases
 from attn.bench.flashinfer_jit import compile_flashinfer, wrapper_backend
 from attn.bench.inputs import Content
 from attn.bench.reasons import describe

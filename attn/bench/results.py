@@ -8,12 +8,8 @@ from typing import NamedTuple, Self
 
 from pydantic import model_validator
 
-from attn.bench.cases import (
-    MAX_FREE_PARTITION_RATIO,
-    MAX_SCRATCH_BYTES,
-    BenchTable,
-    KernelCase,
-)
+from attn.bench.case import KernelCase
+from attn.bench.cases import MAX_FREE_PARTITION_RATIO, MAX_SCRATCH_BYTES, BenchTable
 from attn.bench.lines import Line
 from specs.base import NonNegativeInt, PositiveInt, Spec
 

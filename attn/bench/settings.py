@@ -12,7 +12,8 @@ from typing import Final
 
 import torch
 
-from attn.bench.cases import ALL_PEERS, CASES, PEERS, TILES, BenchTable, KernelCase
+from attn.bench.case import PEERS, KernelCase
+from attn.bench.cases import ALL_PEERS, CASES, TILES, BenchTable
 from attn.bench.results import Environment
 from attn.device import detect_device
 from attn.registry import AttentionBackendEnum, RegisteredBackend

@@ -14,9 +14,11 @@ from typing import Any, Final
 
 import torch
 
-from attn.bench.cases import CONVERSION_CASE, INDEX_CASE, MODEL_DTYPE, TILES, KernelCase
+from attn.bench.case import MODEL_DTYPE, KernelCase
+from attn.bench.cases import TILES
 from attn.bench.inputs import Expected
 from attn.bench.judge import check_run
+from attn.bench.latent_cases import CONVERSION_CASE, INDEX_CASE
 from attn.bench.lines import How, Line, Part
 from attn.bench.pairs import Log, Rounds, checked, lines_or_reason, timed
 from attn.bench.peers import TOLERANCE, KernelRun
@@ -56,22 +58,32 @@ TARGETS: Final[dict[tuple[str, How], dict[str, float]]] = {
     (INDEX_CASE, How.DEVICE): {"min_rate": 2.5},
 }
 HOWS: Final = (How.DEVICE, How.GRAPH)
+WHOLE_LIST: Final = {"segment": 1 << 16, "span": 1}
+"""One state for a whole list, in half the registers: its bits are not those of a list that is split
+for few rows.
+"""
 FEW: Final[dict[str, dict[str, Any]]] = {
+    "32 keys": {"kv_tile": 32},
     "ids by the compiler": {"carries_ids": False, "holds_next": False},
-    "64 keys": {"kv_tile": 64},
     "2 stages": {"num_stages": 2},
     "swapped": {"kv_tile": 64, "swapped": True, "carries_ids": False, "holds_next": False},
     "split": {"span": 1},
-    "segments of 256": {"segment": 256},
     "segments of 512": {"segment": 512},
+    "one state": WHOLE_LIST,
+    # Two programs on a multiprocessor.
+    "one state, 128 registers": {**WHOLE_LIST, "num_stages": 2, "max_registers": 128},
+    "one state, 32 keys": {**WHOLE_LIST, "kv_tile": 32},
+    "one state, 32 keys, 4 warps": {**WHOLE_LIST, "kv_tile": 32, "num_warps": 4},
+    "32 keys, 4 warps, 2 stages": {"kv_tile": 32, "num_warps": 4, "num_stages": 2},
 }
 """Changes of a tile that folds heads into rows."""
 MANY: Final[dict[str, dict[str, Any]]] = {
     "all scores in all groups": {"hides_scores": False},
     "32 keys": {"kv_tile": 32},
     "32 keys, 5 stages": {"kv_tile": 32, "num_stages": 5},
+    "ids by the compiler": {"carries_ids": False, "num_stages": 3},
     "ids carried": {"carries_ids": True, "num_stages": 2},
-    "ids carried, 32 keys": {"carries_ids": True, "kv_tile": 32},
+    "ids carried, 32 keys": {"carries_ids": True, "kv_tile": 32, "num_stages": 3},
 }
 """Of others."""
 
@@ -88,7 +100,7 @@ def sparse_lines(
     """What is asked of a case; what fails is a line with its reason.
 
     Args:
-        case: of :data:`attn.bench.cases.SPARSE_CASES`.
+        case: of :data:`attn.bench.latent_cases.SPARSE_CASES`.
         backends: ours, for the lines' names.
         rounds: how often things are timed.
         log: receives an error's place.
@@ -224,8 +236,9 @@ def alternatives(content: SparseContent) -> Mapping[str, SparseTile]:
     usual, found = _usual_tile(content), {}
     for name, changes in (FEW if usual.folds else MANY).items():
         is_served = not changes.get("swapped") or content.case.latent_format is LatentFormat.BF16
-        if is_served:
-            found[name] = replace(usual, **changes)
+        changed = replace(usual, **changes)
+        if is_served and changed != usual:
+            found[name] = changed
     return found
 
 

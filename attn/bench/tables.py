@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from attn.bench.cases import PEERS, SPARSE_CASES, SPARSE_CONTEXT, BenchTable
+from attn.bench.case import PEERS
+from attn.bench.cases import BenchTable
+from attn.bench.latent_cases import SPARSE_CASES, SPARSE_CONTEXT
 from attn.bench.lines import Line, Part
 from attn.bench.results import (
     BenchResults,

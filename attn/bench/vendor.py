@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from attn.bench.cases import KernelCase
+from attn.bench.case import KernelCase
 from attn.bench.inputs import Expected, expected_rows, make_content, permuted_table
 from attn.bench.lines import How, Line, Part
 from attn.bench.ours import (

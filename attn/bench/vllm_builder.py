@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from attn.bench.cases import MODEL_DTYPE, KernelCase
+from attn.bench.case import MODEL_DTYPE, KernelCase
 from attn.bench.engine import MODEL
 from attn.bench.ours import MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 from attn.bench.peers import Refusal

@@ -1,4 +1,4 @@
-"""Calls of others' kernels of sparse latent attention; each writes its call's output and LSE.
+"""Calls of kernels of sparse latent attention; each writes its call's output and LSE.
 
 Lists, lengths and rows are the kernel's already, as its plan says. Here heads are padded, scales
 applied, log-sum-exps made natural, and rows that list nothing made neutral. Nothing is read back.
@@ -6,6 +6,9 @@ applied, log-sum-exps made natural, and rows that list nothing made neutral. Not
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +18,7 @@ from attn.ops.sparse_mla import sparse_mla
 from attn.reference.quant import saturate
 from builders.flashinfer_compat import LSE_UNIT
 from builders.flashinfer_mla_compat import LatentCall
-from builders.sparse_calls import PlannedCalls
+from builders.sparse_calls import RANK, ROPE, FlashMla, PlannedCalls
 from builders.trtllm_mla_calls import LatentDecodeCall
 from specs.dtypes import DType
 from specs.layouts import latent_views
@@ -29,6 +32,26 @@ MOST_SPLIT_ROWS = 512
 and its schedule has room for no end of requests."""
 
 
+def attend_by_triton(call: SparseCall) -> None:
+    """The library's own kernel, which reads rows of every layout."""
+    launch = call.launch
+    if launch is None:
+        raise ValueError("launch of the library's own kernel must be the builder's, got None")
+    for first in range(0, len(call.query), launch.rows):
+        part = slice(first, first + launch.rows)
+        sparse_mla(
+            *(call.query[part], call.rotary[part], call.rows, call.indices[part]),
+            topk_lens=None if call.lens is None else call.lens[part],
+            layout=LatentFormat(call.row.name),
+            scale=call.scale,
+            output=call.out[part],
+            lse=call.lse[part],
+            k_scale=call.k_scale,
+            tile=launch.tile,
+            workspace=launch.workspace,
+        )
+
+
 def attend_by_flashmla_sparse(call: SparseCall) -> None:
     """FlashMLA's prefill: bf16 rows of one array."""
     planned = _planned(call)
@@ -37,7 +60,7 @@ def attend_by_flashmla_sparse(call: SparseCall) -> None:
     given = _written(call, query, functions.writes(functions.prefill))
     listed = call.indices[:, None]
     out, _, lse = functions.prefill(query, rows, listed, call.scale, **given)
-    _finish_flashmla(call, out, lse, planned)
+    _finish(call, out, lse * _lse_unit(planned, lse, _probe_prefill), lse[:, 0].isinf())
 
 
 def attend_by_flashmla_kv(call: SparseCall) -> None:
@@ -63,7 +86,8 @@ def attend_by_flashmla_kv(call: SparseCall) -> None:
         **given,
     )
     # [b, s, H, L] and [b, H, s].
-    _finish_flashmla(call, out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1), planned)
+    out, lse = out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
+    _finish(call, out, lse * _lse_unit(planned, lse, _probe_cached), lse[:, 0].isinf())
 
 
 def attend_by_fa3(call: SparseCall) -> None:
@@ -121,7 +145,7 @@ def attend_by_flashinfer_mla(call: SparseCall) -> None:
     planned, lens = _planned(call), _lens(call)
     rank, heads = call.query.shape[-1], planned.plan.padded_heads
     is_full = lens >= call.indices.shape[1]
-    _attend_rest(call, torch.where(is_full, 0, lens))
+    attend_by_triton(replace(call, lens=torch.where(is_full, 0, lens)))
     # Of those some page must be there to be read.
     call.indices.clamp_(min=0)
     if planned.scale != call.scale:
@@ -151,15 +175,6 @@ def attend_by_flashinfer_mla(call: SparseCall) -> None:
     real = (out[:, own].float() * call.k_scale).to(out.dtype)
     call.out.copy_(torch.where(is_full[:, None, None], real, call.out))
     call.lse.copy_(torch.where(is_full[:, None], lse[:, own], call.lse))
-
-
-def _attend_rest(call: SparseCall, lens: torch.Tensor) -> None:
-    """Lists of these lengths by the library's own kernel."""
-    sparse_mla(
-        *(call.query, call.rotary, call.rows, call.indices, lens),
-        *(LatentFormat(call.row.name), call.scale, call.out, call.lse),
-        k_scale=call.k_scale,
-    )
 
 
 def attend_by_trtllm(call: SparseCall) -> None:
@@ -237,12 +252,63 @@ def _written(call: SparseCall, query: torch.Tensor, takes_out: bool) -> dict[str
     return {"out": call.out} if fits else {}
 
 
-def _finish_flashmla(
-    call: SparseCall, out: torch.Tensor, lse: torch.Tensor, planned: PlannedCalls
-) -> None:
-    """FlashMLA's log-sum-exp of nothing is infinite."""
-    assert planned.lse_unit is not None
-    _finish(call, out, lse * planned.lse_unit, lse[:, 0].isinf())
+def _lse_unit(
+    planned: PlannedCalls,
+    lse: torch.Tensor,
+    probe: Callable[[FlashMla, int, torch.device], torch.Tensor],
+) -> torch.Tensor:
+    """What makes FlashMLA's log-sum-exp a natural one: an fp32 scalar on the device.
+
+    Versions differ in its base. So the first call of a function on a device asks rows whose sum is
+    known; the device is not waited for.
+
+    Raises:
+        RuntimeError: that call is captured: a graph would ask again at every replay.
+    """
+    functions, kernel, device = planned.functions, planned.plan.kernel, lse.device
+    unit: torch.Tensor | None = functions.lse_units.get((kernel, device))
+    if unit is None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the first call of {kernel.value} on {device} must come before a graph is "
+                "captured, as a warm-up does, got a capture"
+            )
+        unit = probe(functions, planned.plan.padded_heads, device)
+        functions.lse_units[kernel, device] = unit
+    return unit
+
+
+def _probe_prefill(functions: FlashMla, heads: int, device: torch.device) -> torch.Tensor:
+    """Of the prefill: 128 rows with weights of one."""
+    width, count = RANK + ROPE, 128
+    query = torch.zeros((1, heads, width), dtype=torch.bfloat16, device=device)
+    rows = torch.zeros((1, 1, width), dtype=torch.bfloat16, device=device)
+    indices = torch.zeros((1, 1, count), dtype=torch.int32, device=device)
+    lse = functions.prefill(query, rows, indices, 1.0)[2]
+    return _unit(lse, count)
+
+
+def _probe_cached(functions: FlashMla, heads: int, device: torch.device) -> torch.Tensor:
+    """Likewise over block-scaled rows."""
+    row = LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE.row(RANK, ROPE).nbytes
+    query = torch.zeros((1, 1, heads, RANK + ROPE), dtype=torch.bfloat16, device=device)
+    cache = torch.zeros((1, INDEXER_PAGE, 1, row), dtype=torch.uint8, device=device)
+    indices = torch.zeros((1, 1, INDEXER_PAGE), dtype=torch.int32, device=device)
+    _, lse = functions.with_cache(
+        *(query, cache, None, None, RANK, functions.new_schedule()),
+        softmax_scale=1.0,
+        is_fp8_kvcache=True,
+        indices=indices,
+    )
+    return _unit(lse, INDEXER_PAGE)
+
+
+def _unit(lse: torch.Tensor, count: int) -> torch.Tensor:
+    """Ln 2 where the sum of ``count`` ones is nearer its binary logarithm than its natural one."""
+    middle = (math.log(count) + math.log2(count)) / 2
+    found = lse.flatten()[0].float()
+    one = torch.ones_like(found)
+    return torch.where(found > middle, one * math.log(2), one)
 
 
 def _finish(call: SparseCall, out: torch.Tensor, lse: torch.Tensor, is_empty: torch.Tensor) -> None:

@@ -15,17 +15,17 @@ from attn.impls.sparse_callers import (
     attend_by_flashinfer_mla,
     attend_by_flashmla_kv,
     attend_by_flashmla_sparse,
+    attend_by_triton,
     attend_by_trtllm,
 )
 from attn.ops.latent_convert import convert_rows, rope_and_write_latent_rows, write_latent_rows
-from attn.ops.sparse_mla import sparse_mla
 from attn.ops.topk_transform import transform_topk
 from builders.debug import debug_enabled, debug_read
 from builders.sparse_calls import PlannedCalls
 from builders.sparse_launches import SparseLaunch
 from builders.sparse_records import RowChunk, SparseMLAMetadata, SparseRows
 from specs.dtypes import CacheDType, DType
-from specs.rows import LatentFormat, RowFormat, latent_format_of
+from specs.rows import RowFormat, latent_format_of
 from specs.sparse_mla import IndexKind, SparseKernel
 
 
@@ -58,26 +58,6 @@ class SparseCall:
     """fp32 scalar, of a query in e4m3: real = stored * scale. None is 1."""
     launch: SparseLaunch | None = None
     """Of the library's own kernel."""
-
-
-def attend_by_triton(call: SparseCall) -> None:
-    """The library's own kernel, which reads rows of every layout."""
-    launch = call.launch
-    if launch is None:
-        raise ValueError("launch of the library's own kernel must be the builder's, got None")
-    for first in range(0, len(call.query), launch.rows):
-        part = slice(first, first + launch.rows)
-        sparse_mla(
-            *(call.query[part], call.rotary[part], call.rows, call.indices[part]),
-            topk_lens=None if call.lens is None else call.lens[part],
-            layout=LatentFormat(call.row.name),
-            scale=call.scale,
-            output=call.out[part],
-            lse=call.lse[part],
-            k_scale=call.k_scale,
-            tile=launch.tile,
-            workspace=launch.workspace,
-        )
 
 
 ATTENDERS: Final[dict[SparseKernel, Callable[[SparseCall], None]]] = {

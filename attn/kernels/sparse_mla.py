@@ -118,13 +118,16 @@ def _latent_of(
 
 @triton.jit
 def _attend_listed(
-    m, l, acc, ids, latent, steps, q, r, scale, latent_ptr, rope_ptr, scales_ptr, block, stride,
-    BLOCK_SIZE: tl.constexpr, LATENT_UNIT: tl.constexpr, ROPE_UNIT: tl.constexpr,
+    m, l, acc, ids, ahead, latent, steps, q, r, scale, latent_ptr, rope_ptr, scales_ptr, block,
+    stride, BLOCK_SIZE: tl.constexpr, LATENT_UNIT: tl.constexpr, ROPE_UNIT: tl.constexpr,
     SCALE_UNIT: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr, KIND: tl.constexpr,
     SCALED: tl.constexpr, COMPUTE: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
     SWAPPED: tl.constexpr, HIDES_SCORES: tl.constexpr, HOLDS_NEXT: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over one step's listed rows; those of -1 are neither read nor counted."""
+    """Online softmax over one step's listed rows; those of -1 are neither read nor counted.
+
+    HOLDS_NEXT: ``latent`` is the step's, and that of the rows ``ahead`` is returned in its place.
+    """
     IEEE: tl.constexpr = tl.float32 == COMPUTE
     there = ids >= 0
     offset = _row_offsets(ids, block, stride, BLOCK_SIZE)
@@ -174,11 +177,16 @@ def _attend_listed(
         else:
             scores = scores_of(q, k, scores, IEEE)
             scores = scores_of(r, p, scores, IEEE)
+            if HOLDS_NEXT:
+                # Asked for once this step's are no longer in registers, and not earlier.
+                latent = _latent_of(
+                    ahead, latent_ptr, block, stride, BLOCK_SIZE, LATENT_UNIT, WIDTH
+                )
             top, alpha, weights = _weights_of(scores, m, there, scale)
         l = tl.fma(l, alpha, tl.sum(weights, 1))
         weights = weights.to(COMPUTE)
         acc = dot(weights, k, acc * alpha[:, None], IEEE)
-    return top, l, acc
+    return top, l, acc, latent
 
 
 @triton.jit
@@ -314,18 +322,14 @@ def sparse_mla_kernel(
         for tile in tl.range(low, high, num_stages=STAGES, disable_licm=True):
             if not CARRIES_IDS:
                 ids = _listed(mine, tile, length, KV_TILE)
-            if HOLDS_NEXT:
-                # Asked for before this step's are computed with.
-                coming = _latent_of(
-                    ahead, latent_ptr, block, stride, BLOCK_SIZE, LATENT_UNIT, WIDTH
-                )
-            m, l, acc = _attend_listed(
-                m, l, acc, ids, latent, high - tile, q, r, logits_scale, latent_ptr, rope_ptr,
-                scales_ptr, block, stride, BLOCK_SIZE, LATENT_UNIT, ROPE_UNIT, SCALE_UNIT, WIDTH,
-                ROPE, KIND, SCALED, COMPUTE, HARDWARE_E4M3, SWAPPED, HIDES_SCORES, HOLDS_NEXT,
+            m, l, acc, held = _attend_listed(
+                m, l, acc, ids, ahead, latent, high - tile, q, r, logits_scale, latent_ptr,
+                rope_ptr, scales_ptr, block, stride, BLOCK_SIZE, LATENT_UNIT, ROPE_UNIT, SCALE_UNIT,
+                WIDTH, ROPE, KIND, SCALED, COMPUTE, HARDWARE_E4M3, SWAPPED, HIDES_SCORES,
+                HOLDS_NEXT,
             )  # fmt: skip
             if HOLDS_NEXT:
-                latent = coming
+                latent = held
             if CARRIES_IDS:
                 # Triton does not pipeline a loop that merely hands a value on.
                 ids = tl.maximum(ahead, -1)

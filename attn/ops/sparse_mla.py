@@ -19,7 +19,8 @@ def tile_for(
     layout: LatentFormat,
     batch_invariant: bool = False,
 ) -> SparseTile:
-    """The launch record for these rows on their device, for callers without a builder.
+    """The launch record for these rows on their device, for callers without a builder: chosen by
+    what a builder chooses by, :func:`builders.sparse_tiles.sparse_tile`.
 
     Args:
         query: ``[T, H, L]``.
@@ -51,6 +52,8 @@ def sparse_mla(
     workspace: SparseWorkspace | None = None,
 ) -> None:
     """Each query row attends the cache's rows that it lists; one listed twice counts twice.
+
+    An entry of its own, without metadata; an impl passes its builder's tile and workspace.
 
     Args:
         query: ``[T, H, L]``, absorbed.

@@ -3,16 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from attn.bench.cases import (
-    CASES,
-    HOPPER_CASES,
-    HOPPER_PEERS,
-    PEERS,
-    BenchTable,
-    CaseKind,
-    Target,
-    select_cases,
-)
+from attn.bench.case import PEERS, CaseKind, Target
+from attn.bench.cases import CASES, HOPPER_CASES, HOPPER_PEERS, BenchTable, select_cases
 from specs.dtypes import CacheDType
 
 PUBLISHED = {

@@ -12,7 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from attn.bench import flashinfer_jit, kernels, measure, peers, settings
-from attn.bench.cases import ALL_PEERS, CASES, HOPPER_CASES, PEERS, BenchTable, KernelCase, Target
+from attn.bench.case import PEERS, KernelCase, Target
+from attn.bench.cases import ALL_PEERS, CASES, HOPPER_CASES, BenchTable
 from attn.bench.inputs import expected_rows, make_content, permuted_table, sampled_tokens
 from attn.bench.kernels import bench_kernels, main, run_and_report
 from attn.bench.latent_peers import LATENT_ADAPTERS

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from attn.bench.cases import MLA_CASES, MLA_PEERS, BenchTable, KernelCase
+from attn.bench.case import KernelCase
+from attn.bench.cases import BenchTable
 from attn.bench.flashinfer_jit import modules_of
 from attn.bench.inputs import expected_rows, make_content
 from attn.bench.judge import check_run
 from attn.bench.kernels import bench_kernels, make_bench
+from attn.bench.latent_cases import MLA_CASES, MLA_PEERS
 from attn.bench.latent_peers import LATENT_ADAPTERS
 from attn.bench.ours import make_builder, make_layer, our_run
 from attn.bench.peers import KernelRun, Refusal

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from attn.bench import cases, inputs, kernels, latent_lines, ours
-from attn.bench.cases import LATENT_VENDOR_CASES, ROPE_CASE, BenchTable, KernelCase
+from attn.bench import case as model
+from attn.bench import inputs, kernels, latent_lines, ours
+from attn.bench.case import KernelCase
+from attn.bench.cases import BenchTable
 from attn.bench.flashinfer_jit import modules_of
 from attn.bench.kernels import main, make_bench, run_and_report
+from attn.bench.latent_cases import LATENT_VENDOR_CASES, ROPE_CASE
 from attn.bench.latent_lines import DIRECT, VENDOR_ROPE
 from attn.bench.lines import How, Line, Part
 from attn.bench.pairs import BrokenError, Rounds
@@ -59,7 +62,7 @@ def in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter multiplies bf16 by its bits."""
     if not INTERPRETED.value:
         pytest.skip("needs Triton's interpreter")
-    for module in (cases, inputs, ours):
+    for module in (model, inputs, ours):
         monkeypatch.setattr(module, "MODEL_DTYPE", DType.FLOAT16)
 
 

@@ -5,7 +5,8 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from attn.bench.cases import CASES, HOPPER_CASES, MAX_SCRATCH_BYTES, PEERS, BenchTable
+from attn.bench.case import PEERS
+from attn.bench.cases import CASES, HOPPER_CASES, MAX_SCRATCH_BYTES, BenchTable
 from attn.bench.results import (
     BenchResults,
     CaseResult,

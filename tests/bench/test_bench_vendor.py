@@ -13,7 +13,8 @@ import torch
 from pydantic import ValidationError
 
 from attn.bench import kernels, vendor, vllm_builder
-from attn.bench.cases import VENDOR_CASES, BenchTable, KernelCase
+from attn.bench.case import KernelCase
+from attn.bench.cases import VENDOR_CASES, BenchTable
 from attn.bench.inputs import make_content
 from attn.bench.kernels import main, make_bench, run_and_report
 from attn.bench.lines import How, Line, Part

@@ -156,7 +156,7 @@ def misses_of(variant: Variant, target: int, facts: Facts) -> list[str]:
     is_narrow = variant.layer.dtype.itemsize == 2
     by_groups = (
         *(Kernel.PREFILL, Kernel.MLA_PREFILL),
-        *(Kernel.HOPPER_PREFILL, Kernel.HOPPER_MLA),
+        *(Kernel.HOPPER_PREFILL, Kernel.HOPPER_MLA, Kernel.HOPPER_SPARSE),
     )
     # Over e4m3, and where there are few rows, latent attention multiplies by warp.
     layer = variant.layer

@@ -15,6 +15,7 @@ from typing import Final
 
 import torch
 
+from attn.bench.sparse_mla import FEW, MANY
 from attn.kernels.indexer_launch import (
     gather_keys_call,
     paged_logits_call,
@@ -37,19 +38,6 @@ SHORT: Final = {
     LatentFormat.BF16: "bf16",
     LatentFormat.FP8_NOPE_FP8_ROPE: "576",
     LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE: "656",
-}
-# To be measured on a GPU beside what is chosen; of 16 heads, and of 128.
-FEW: Final = {
-    "ids by the compiler": {"carries_ids": False, "holds_next": False},
-    "wide keys": {"kv_tile": 64},
-}
-SWAPPED: Final = {"swapped": True, "kv_tile": 64, "carries_ids": False}
-MANY: Final = {
-    "every group all scores": {"hides_scores": False},
-    "narrow keys": {"kv_tile": 32},
-    "narrow keys 5 stages": {"kv_tile": 32, "num_stages": 5},
-    "ids carried": {"carries_ids": True, "num_stages": 2},
-    "ids carried, narrow keys": {"carries_ids": True, "kv_tile": 32},
 }
 
 
@@ -141,16 +129,13 @@ def alternatives(target: int) -> dict[str, KernelCall]:
         return {}
     device, found = TARGETS[target], {}
     for layout, short in SHORT.items():
-        for rows in (1, 128):
-            for name, changes in FEW.items():
-                _, calls = calls_of(layout, 16, rows, device, **changes)
-                found[f"{short} 16 heads {rows} rows {name}"] = calls[0]
-        for name, changes in MANY.items():
-            _, calls = calls_of(layout, 128, 4096, device, **changes)
-            found[f"{short} 128 heads {name}"] = calls[0]
-    for rows in (1, 128):
-        _, calls = calls_of(LatentFormat.BF16, 16, rows, device, **SWAPPED)
-        found[f"bf16 16 heads {rows} rows swapped"] = calls[0]
+        for heads, changed, steps in ((16, FEW, (1, 128)), (128, MANY, (4096,))):
+            for name, changes in changed.items():
+                if changes.get("swapped") and layout is not LatentFormat.BF16:
+                    continue
+                for rows in steps:
+                    _, calls = calls_of(layout, heads, rows, device, **changes)
+                    found[f"{short} {heads} heads {rows} rows {name}"] = calls[0]
     tile = IndexTile(fp8_products=True)
     for what, call in index_calls(torch.float8_e4m3fn, tile, True).items():
         found[f"{what} fp8 products"] = call

@@ -41,9 +41,10 @@ def facts_on(target: int, cache: Path) -> dict[str, Facts]:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Facts]]:
+    # Made one after another: pytest links to the latest, which two threads undo for each other.
+    caches = [tmp_path_factory.mktemp("triton") for _ in TARGETS]
     with ThreadPoolExecutor(2) as pool:
-        parts = pool.map(lambda t: facts_on(t, tmp_path_factory.mktemp("triton")), TARGETS)
-        return dict(zip(TARGETS, parts, strict=True))
+        return dict(zip(TARGETS, pool.map(facts_on, TARGETS, caches), strict=True))
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -125,12 +125,18 @@ def test_the_tile_follows_heads_rows_and_device() -> None:
     for heads, rows in ((1, 16), (8, 16), (17, 32), (33, 64), (64, 64), (128, 64)):
         assert sparse_tile(SparseShape(heads, 2048), sm90, 132, 9).rows == rows
         assert sparse_tile(SparseShape(heads, 2048), DeviceKind.SM120, 132, 9).rows == 16
+    for heads in (8, 16):
+        assert sparse_tile(SparseShape(heads, 2048), sm90, 132, 9).kv_tile == 64
+        assert sparse_tile(SparseShape(heads, 2048), DeviceKind.SM100, 132, 9).kv_tile == 32
     block_scaled = LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE
     assert sparse_tile(SparseShape(20, 2048, block_scaled), sm90, 132, 9).rows == 64
+    assert sparse_tile(SparseShape(128, 2048, block_scaled), sm90, 132, 9).carries_ids
+    assert not sparse_tile(SparseShape(128, 2048), sm90, 132, 9).carries_ids
     for tile, problem in (
         ({"segment": 40}, "segment must be a multiple of kv_tile"),
         ({"rows": 64, "span": 2}, "span must be 1 for tiles of more than 16 rows, got 2"),
         ({"holds_next": True, "carries_ids": False}, "holds_next needs carries_ids"),
+        ({"holds_next": True, "swapped": True}, "holds_next needs plain scores"),
     ):
         with pytest.raises(ValueError, match=problem):
             replace(SparseTile(16, 16, 32, 1, 4, 2), **tile)  # type: ignore[arg-type]

@@ -30,10 +30,13 @@ from attn.kernels.cache_write import rope_and_write_kv_call, write_kv_call
 from attn.kernels.launch import KernelCall, collected_calls
 from attn.kernels.merge import merge_call
 from attn.kernels.mla_launch import LatentLauncher, LatentLayer, LatentTensors
+from attn.kernels.sparse_launch import SparseLayer, SparseTensors, sparse_calls
 from attn.kernels.stored import PTX, PTX_SM89
 from attn.ops.latent_convert import convert_blocks, convert_rows, write_latent_rows
 from attn.ops.topk_transform import transform_topk
 from builders.common import CommonAttentionMetadata
+from builders.hopper_sparse import forced_tile
+from builders.sparse_tiles import SparseShape
 from builders.triton_attn import TritonAttentionMetadataBuilder
 from builders.triton_mla import TritonMLAMetadataBuilder
 from specs.attention import AttentionType
@@ -72,6 +75,7 @@ class Kernel(StrEnum):
     MLA_DECODE = "mla_decode"
     HOPPER_MLA = "hopper_mla"
     HOPPER_MLA_FOLD = "hopper_mla_fold"
+    HOPPER_SPARSE = "hopper_sparse"
     PLAN = "plan"
     WRITE = "write"
     ROPE_WRITE = "rope_write"
@@ -144,6 +148,8 @@ class Layer:
     """What top-k lists become."""
     counts: bool = False
     """Their entries come to the front."""
+    rows: int = 4096
+    """Of queries with a list each; few are cut into parts."""
 
     @property
     def v_size(self) -> int:
@@ -387,6 +393,7 @@ MLA_VARIANTS: Final = (
 )
 
 _H, _HD, _HL = Kernel.HOPPER_PREFILL, Kernel.HOPPER_DECODE, Kernel.HOPPER_MLA
+_HS = Kernel.HOPPER_SPARSE
 _EXPANDED: Final[dict[str, Any]] = {"heads": (16, 16, 192), "head_size_v": 128}
 
 HOPPER_VARIANTS: Final = (
@@ -482,6 +489,15 @@ HOPPER_VARIANTS: Final = (
     _only(Kernel.HOPPER_MLA_FOLD, "128 heads", 90, speed=True, heads=(128, 1, 576), block_size=64),
     _only(_HL, "16 heads fp8", 90, speed=True, heads=(16, 1, 576), block_size=64, cache=_FP8),
     _only(_HL, "20 heads fp8 fp16", heads=(20, 1, 576), dtype=DType.FLOAT16, cache=_FP8, drafts=3),
+    # Lists of rows.
+    _of_latents(_HS, "128 heads", 90, speed=True, heads=128),
+    _of_latents(_HS, "64 heads", heads=64),
+    _of_latents(_HS, "128 heads 8 rows", heads=128, rows=8),
+    _of_latents(_HS, "40 heads sinks fp16", heads=40, sinks=True, dtype=DType.FLOAT16),
+    _of_latents(_HS, "128 heads 656", 90, speed=True, heads=128, cache=_DS_MLA),
+    _of_latents(_HS, "64 heads 656", speed=True, heads=64, cache=_DS_MLA),
+    _of_latents(_HS, "128 heads 656 8 rows", heads=128, cache=_DS_MLA, rows=8),
+    _of_latents(_HS, "128 heads 656 sinks", heads=128, cache=_DS_MLA, sinks=True),
 )
 
 
@@ -498,6 +514,8 @@ def call_of(variant: Variant, target: int) -> KernelCall:
         return _latent_convert_call(layer, variant.kernel, target >= 89)
     if variant.kernel is Kernel.TOPK_TRANSFORM:
         return _topk_call(layer)
+    if variant.kernel is Kernel.HOPPER_SPARSE:
+        return _hopper_sparse_call(layer)
     with _pretending(target):
         if variant.kernel is Kernel.PLAN:
             return _plan_call(layer)
@@ -715,6 +733,38 @@ def _hopper_latent_call(layer: Layer, kernel: Kernel) -> KernelCall:
     calls = LatentLauncher(known).calls(step, tensors)
     # The fold is behind what it folds.
     return calls[-1 if kernel is Kernel.HOPPER_MLA_FOLD else 0]
+
+
+def _hopper_sparse_call(layer: Layer) -> KernelCall:
+    """Rows over lists of 2048, in ragged lengths."""
+    from attn.kernels.hopper import sparse_launch
+
+    (heads, _, size), rank, rows, topk = layer.heads, layer.v_size, layer.rows, 2048
+    layout = latent_format_of(layer.cache)
+    dtype, multiprocessors = layer.dtype.torch, KNOWN_DEVICES[TARGETS[90]].num_multiprocessors
+    shape = SparseShape(heads, topk, layout, layer.dtype.itemsize, rank, size - rank)
+    tile = forced_tile(shape, multiprocessors, rows)
+    query = torch.empty(rows, heads, size, dtype=dtype)
+    width = layout.row(rank, size - rank, layer.dtype).nbytes
+    tensors = SparseTensors(
+        query[..., :rank],
+        query[..., rank:],
+        torch.empty(4, layer.block_size, width, dtype=torch.uint8),
+        torch.empty(rows, topk, dtype=torch.int32),
+        torch.empty(rows, dtype=torch.int32),
+        torch.empty(rows, heads, rank, dtype=dtype),
+        torch.empty(rows, heads),
+        sinks=torch.empty(heads) if layer.sinks else None,
+        **{
+            name: torch.empty(count)
+            for name, count in zip(
+                ("states", "sums"), tile.state_floats(rows, heads, topk, rank), strict=True
+            )
+        },
+    )
+    known = SparseLayer(heads, size**-0.5, layout, rank, size - rank)
+    with mock.patch.object(sparse_launch, "_multiprocessors", return_value=multiprocessors):
+        return sparse_calls(known, tile, tensors, hardware_e4m3=True)[0]
 
 
 class _Recorder:
