@@ -26,9 +26,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction, compute_cache_key
 
-from attn.kernels import fast_launch
+from builders import fast_launch
 from attn.kernels.decode import decode_kernel
-from attn.kernels.fast_launch import GROUPS, MOST_PREPARED, Relauncher
+from builders.fast_launch import GROUPS, MOST_PREPARED, Relauncher
 from attn.kernels.hopper.decode import hopper_decode_kernel
 from attn.kernels.hopper.mla import hopper_mla_kernel
 from attn.kernels.hopper.prefill import hopper_prefill_kernel
