@@ -427,16 +427,14 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         kv_lens, device_lens, table = lengths.kv_lens, record.seq_lens, record.block_table
         if lengths.common_prefix_len and self.shares_prefix:
             hidden = lengths.common_prefix_len
-            kv_lens, device_lens = ((x - hidden).clip(0) for x in (kv_lens, device_lens))
+            kv_lens, device_lens = (kv_lens - hidden).clip(0), (device_lens - hidden).clip(0)
             table = table[:, hidden // size :]
         if table.shape[0] != record.num_reqs:
             table = table[: record.num_reqs]
         skipped = None
         if window is not None:
             skipped = skipped_pages(device_lens, record.query_start_loc, window, size)
-            kv_lens = kv_lens - size * skipped_pages(
-                kv_lens, lengths.query_start_loc, window, size
-            )
+            kv_lens = kv_lens - size * skipped_pages(kv_lens, lengths.query_start_loc, window, size)
         indices = list_pages(table, device_lens, size, skipped, self.vllm_config.max_num_seqs)
         return _Listed(lengths.query_start_loc, kv_lens, indices)
 

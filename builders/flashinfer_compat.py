@@ -65,7 +65,7 @@ class CsrOnHost:
     @property
     def query_lens(self) -> np.ndarray:
         """``[R]``."""
-        starts = self.qo_indptr.numpy()
+        starts: np.ndarray = self.qo_indptr.numpy()
         return starts[1:] - starts[:-1]
 
     @property

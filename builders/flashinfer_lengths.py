@@ -132,7 +132,6 @@ def csr_on_host(
     """
     reqs = kv_lens.size
     joined = torch.empty(4 * reqs + 2, dtype=torch.int32, pin_memory=is_pinned)
-    parts = joined.split_with_sizes((reqs + 1, reqs + 1, reqs, reqs))
     written = joined.numpy()
     qo_indptr, kv_indptr = written[: reqs + 1], written[reqs + 1 : 2 * reqs + 2]
     last_page_len, lens = written[2 * reqs + 2 : 3 * reqs + 2], written[3 * reqs + 2 :]
@@ -145,7 +144,15 @@ def csr_on_host(
     kv_indptr[0] = 0
     (full + has_keys).cumsum(dtype="int32", out=kv_indptr[1:])
     last_page_len[:] = kv_lens - full * page_size
-    return CsrOnHost(*parts, num_tokens=int(qo_indptr[-1]), num_pages=int(kv_indptr[-1]))
+    rows, pages, last, keys = joined.split_with_sizes((reqs + 1, reqs + 1, reqs, reqs))
+    return CsrOnHost(
+        qo_indptr=rows,
+        kv_indptr=pages,
+        last_page_len=last,
+        kv_lens=keys,
+        num_tokens=int(qo_indptr[-1]),
+        num_pages=int(kv_indptr[-1]),
+    )
 
 
 def num_pages(kv_lens: np.ndarray, page_size: int) -> int:
