@@ -65,8 +65,9 @@ class CsrOnHost:
     @property
     def query_lens(self) -> np.ndarray:
         """``[R]``."""
-        starts: np.ndarray = self.qo_indptr.numpy()
-        return starts[1:] - starts[:-1]
+        starts = self.qo_indptr.numpy()
+        lens: np.ndarray = starts[1:] - starts[:-1]
+        return lens
 
     @property
     def max_query_len(self) -> int:
