@@ -26,7 +26,8 @@ import torch
 
 from builders.flashinfer_calls import KV_LAYOUT as KV_LAYOUT
 from builders.flashinfer_calls import DirectCalls as DirectCalls
-from builders.flashinfer_calls import PagedCall as PagedCall
+from builders.flashinfer_calls import LayerCall as LayerCall
+from builders.flashinfer_calls import StepCall as StepCall
 from builders.flashinfer_calls import canonical_strides as canonical_strides
 from builders.flashinfer_calls import numbers_of as numbers_of
 from builders.flashinfer_calls import stacked_pages as stacked_pages
