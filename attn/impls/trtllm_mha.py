@@ -110,7 +110,8 @@ class TrtllmMhaImpl(VendorImpl):
         What the common step does not need is asked for by one comparison each: at batch 1 the
         host's time is all that a layer waits for.
         """
-        rows, qk_scale, v_scale = rows_of(query, part), self.scale, 1.0
+        rows, own_output, own_lse = rows_of(part, query, output, lse)
+        qk_scale, v_scale = self.scale, 1.0
         if self._is_fp8:
             rows, qk_scale = self._scaled_query(part, layer, rows)
             v_scale = self._scales.of(layer, "_v_scale")
@@ -122,12 +123,11 @@ class TrtllmMhaImpl(VendorImpl):
             # It multiplies values that no query sees by zero, whatever slots hold there.
             clear_tails(pages.key, pages.value, part.pages, part.kv_lens)
         sinks = None if self.sinks is None else self._fp32_sinks()
-        own_lse = None if lse is None else rows_of(lse, part)
         call = LayerCall(
             rows,
             pages.key,
             pages.value,
-            rows_of(output, part),
+            own_output,
             qk_scale,
             v_scale,
             self._window_left,
