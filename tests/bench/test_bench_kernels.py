@@ -556,20 +556,7 @@ def test_flashinfer_s_modules_are_those_that_its_calls_compile():
     prefill, fa2 = flashinfer_jit.PREFILL_MAKER, flashinfer_jit.fa2_maker()
     xqa = ("flashinfer.jit.xqa", "gen_xqa_module")
     assert list(flashinfer_jit.modules_of(TINY["fp8"])) == [
-        (
-            *flashinfer_jit.fa2_maker(),
-            "fa2",
-            bf16,
-            fp8,
-            bf16,
-            index,
-            16,
-            16,
-            0,
-            False,
-            False,
-            False,
-        ),
+        (*fa2, "fa2", bf16, fp8, bf16, index, 16, 16, 0, False, False, False),
         (*xqa, bf16, fp8, 4, 16, 2, False, bf16, 1),
     ]
     assert list(flashinfer_jit.modules_of(TINY["window"])) == [
