@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,7 @@ from builders.debug import debug_batch, debug_enabled
 from builders.flashinfer_choice import (
     NAME,
     KernelChoice,
+    WrapperKernel,
     check_support,
     decode_kernel_of,
     prefill_kernel_of,
@@ -43,6 +44,9 @@ from specs.attention import AttentionCGSupport
 from specs.base import cdiv
 from specs.engine import EngineConfig
 from specs.kv_cache import AnyKVCacheSpec, SlidingWindowSpec
+
+if TYPE_CHECKING:
+    import numpy as np
 
 WORKSPACE_BYTES = 384 << 20
 """Scratch of a builder: partial states of rows that are cut, which FlashInfer bounds by the GPU."""
@@ -107,14 +111,14 @@ class FlashInferMetadata(AttentionMetadata):
     such rows."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Listed:
     """What of every request a plan lists."""
 
-    query_starts: torch.Tensor
-    """``[R + 1]`` int32, host."""
-    kv_lens: torch.Tensor
-    """``[R]`` int32, host."""
+    query_starts: np.ndarray
+    """``[R + 1]`` int32."""
+    kv_lens: np.ndarray
+    """``[R]`` int32."""
     indices: torch.Tensor
     """``[>= all pages]`` int32, device: one request's behind another's."""
 
@@ -183,7 +187,8 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         # Zeroed: the wrappers ask for it at first use, and leave it to later plans as it is.
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         self._buffers = GraphBuffers(self.device)
-        self._wrappers: dict[tuple[str, KernelChoice], Any] = {}
+        self._decode_choice = decode_kernel_of(self.shape)
+        self._wrappers: dict[tuple[str, WrapperKernel, bool], Any] = {}
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._init_reorder_batch_threshold(1)
 
@@ -206,8 +211,9 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
                 ``common_prefix_len`` that is not a whole number of the table's blocks.
             NotImplementedError: a batch that is not plainly causal.
         """
-        batch = common_attn_metadata
-        debug_batch(batch, self.kv_cache_spec)
+        batch, debugs = common_attn_metadata, debug_enabled()
+        if debugs:
+            debug_batch(batch, self.kv_cache_spec)
         refuse_fields(batch, NAME, "dcp_local_seq_lens", "rswa_prefix_lens")
         if batch.causal is not True:
             raise NotImplementedError(f"{NAME} plans causal batches, got causal={batch.causal!r}")
@@ -215,11 +221,11 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             raise NotImplementedError(f"{NAME} does not support mm_req_doc_ranges")
         reqs, table = batch.num_reqs, batch.block_table_tensor
         lengths = host_lengths(batch, common_prefix_len, self.sizes.page_size)
-        if debug_enabled():
+        if debugs:
             debug_lengths(batch, lengths)
         record = FlashInferMetadata(
             slot_mapping=batch.slot_mapping,
-            num_actual_tokens=int(lengths.query_start_loc[-1]),
+            num_actual_tokens=lengths.num_tokens,
             num_reqs=reqs,
             query_start_loc=batch.query_start_loc[: reqs + 1],
             seq_lens=batch.seq_lens[:reqs],
@@ -280,8 +286,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     def _plan(self, record: FlashInferMetadata) -> None:
         """Put the step's plans into its record, which no one else has yet."""
         lengths = record.lengths
-        starts, query_lens = lengths.query_start_loc, lengths.query_lens
-        num_tokens = int(starts[-1])
+        num_tokens = lengths.num_tokens
         record.decode = record.prefill = record.shared = None
         record.keyless = keyless_tokens(lengths, self.device)
         graph = self._graph_of(lengths)
@@ -294,37 +299,34 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         if lengths.common_prefix_len and self.shares_prefix:
             record.shared = self._shared_prefix(record, listed)
             return
-        longer = torch.nonzero(query_lens != 1).flatten()
-        # A decode wrapper has one token for each of its requests: padding among them ends it.
-        decodes = int(longer[0]) if len(longer) else record.num_reqs
+        decodes, choice = lengths.num_decodes, self._decode_choice
         if decodes:
-            choice = decode_kernel_of(self.shape)
             wrapper = self._wrapper("decode", choice)
-            csr, indices = self._csr(listed, slice(0, decodes))
+            csr, indices = self._csr(listed, 0, decodes)
             self.flashinfer.plan_decode(wrapper, csr, indices, self.sizes)
             record.decode = DecodeRows(choice, 0, decodes, indices, wrapper)
         if decodes < num_tokens:
-            record.prefill = self._prefill_rows(listed, slice(decodes, record.num_reqs), "prefill")
+            record.prefill = self._prefill_rows(listed, decodes, "prefill")
 
-    def _prefill_rows(self, listed: _Listed, rows: slice, role: str) -> PrefillRows:
-        """Requests of any length, over the keys that are listed."""
-        csr, indices = self._csr(listed, rows)
-        live = int((csr.qo_indptr.diff() > 0).sum())
+    def _prefill_rows(self, listed: _Listed, first_req: int, role: str) -> PrefillRows:
+        """Requests of any length from one on, over the keys that are listed."""
+        csr, indices = self._csr(listed, first_req, listed.kv_lens.size)
+        live = int((csr.query_lens > 0).sum())
         choice = prefill_kernel_of(self.shape, self.kind, csr.num_tokens, live)
         wrapper = self._wrapper(role, choice)
         self.flashinfer.plan_prefill(wrapper, csr, indices, self.sizes)
-        first = int(listed.query_starts[rows.start])
+        first = int(listed.query_starts[first_req])
         return PrefillRows(choice, first, csr.num_tokens, indices, wrapper)
 
     def _shared_prefix(self, record: FlashInferMetadata, listed: _Listed) -> SharedPrefix:
         """Two plans over all tokens, and scratch for their states."""
         lengths, sizes = record.lengths, self.sizes
         tokens, pages = record.num_actual_tokens, lengths.common_prefix_len // sizes.page_size
-        ends = torch.tensor([0, tokens, lengths.common_prefix_len], dtype=torch.int32)
+        ends = torch.tensor([0, tokens, lengths.common_prefix_len], dtype=torch.int32).numpy()
         csr = csr_on_host(ends[:2], ends[2:], sizes.page_size, self._is_pinned)
         choice = prefill_kernel_of(self.shape, self.kind, tokens, 1)
         wrapper = self._wrapper("prefix", choice)
-        row = int(torch.nonzero(lengths.query_lens)[0])
+        row = int(lengths.query_lens.nonzero()[0][0])
         indices = record.block_table[row, :pages].contiguous()
         self.flashinfer.plan_prefill(wrapper, csr, indices, sizes, causal=False)
         if "outputs" not in self._buffers:
@@ -334,14 +336,14 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         state = 2, tokens, sizes.num_heads
         return SharedPrefix(
             prefix=PrefillRows(choice, 0, tokens, indices, wrapper),
-            own=self._prefill_rows(listed, slice(0, record.num_reqs), "own"),
+            own=self._prefill_rows(listed, 0, "own"),
             outputs=self._buffers.view("outputs", *state, sizes.head_size),
             lses=self._buffers.view("lses", *state),
         )
 
     def _wrapper(self, role: str, choice: KernelChoice) -> Any:
         """The wrapper of a role outside graphs, made once for each kernel."""
-        key = role, KernelChoice(choice.kernel, choice.use_tensor_cores, "")
+        key = role, choice.kernel, choice.use_tensor_cores
         if key not in self._wrappers:
             self._wrappers[key] = self._new_wrapper(role == "decode", choice, None)
         return self._wrappers[key]
@@ -377,7 +379,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             buffers.view("kv_indices", num_reqs * width),
             buffers.view("last_page_len", num_reqs),
         )
-        choice = decode_kernel_of(self.shape)
+        choice = self._decode_choice
         if query_len > 1:
             choice = prefill_kernel_of(self.shape, self.kind, num_reqs * query_len, num_reqs)
         return _Graph(choice, query_len, self._new_wrapper(query_len == 1, choice, reserved))
@@ -392,15 +394,17 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         if not self._graphs or lengths.common_prefix_len:
             return None
         query_lens = lengths.query_lens
-        reqs, first = len(query_lens), int(query_lens[0]) if len(query_lens) else 0
-        graph = self._graphs.get((reqs, first))
+        first = int(query_lens[0]) if query_lens.size else 0
+        graph = self._graphs.get((query_lens.size, first))
+        if graph is None:
+            return None
         live = int((query_lens == first).sum())
         # Those of another length come last, and have no tokens.
         is_padded = not query_lens[live:].any()
         return graph if is_padded else None
 
     def _plan_graph(self, record: FlashInferMetadata, graph: _Graph, listed: _Listed) -> None:
-        csr, indices = self._csr(listed, slice(0, record.num_reqs))
+        csr, indices = self._csr(listed, 0, record.num_reqs)
         wrapper, choice = graph.wrapper, graph.choice
         indices = self._buffers.write("kv_indices", indices)
         if graph.query_len == 1:
@@ -420,22 +424,24 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         Both ends of a row move by as much, so masks stay as they are: they count from its end.
         """
         lengths, size, window = record.lengths, self.sizes.page_size, self.sizes.sliding_window
-        hidden = lengths.common_prefix_len if self.shares_prefix else 0
-        kv_lens, device_lens = lengths.kv_lens, record.seq_lens
-        if hidden:
-            kv_lens, device_lens = ((x - hidden).clamp_(min=0) for x in (kv_lens, device_lens))
-        skipped = skipped_pages(device_lens, record.query_start_loc, window, size)
-        table = record.block_table[: record.num_reqs, hidden // size :]
-        most = self.vllm_config.max_num_seqs
-        indices = list_pages(table, device_lens, size, skipped, most)
-        unseen = skipped_pages(kv_lens, lengths.query_start_loc, window, size)
-        if unseen is not None:
-            kv_lens = kv_lens - unseen * size
+        kv_lens, device_lens, table = lengths.kv_lens, record.seq_lens, record.block_table
+        if lengths.common_prefix_len and self.shares_prefix:
+            hidden = lengths.common_prefix_len
+            kv_lens, device_lens = (kv_lens - hidden).clip(0), (device_lens - hidden).clip(0)
+            table = table[:, hidden // size :]
+        if table.shape[0] != record.num_reqs:
+            table = table[: record.num_reqs]
+        skipped = None
+        if window is not None:
+            skipped = skipped_pages(device_lens, record.query_start_loc, window, size)
+            kv_lens = kv_lens - size * skipped_pages(kv_lens, lengths.query_start_loc, window, size)
+        indices = list_pages(table, device_lens, size, skipped, self.vllm_config.max_num_seqs)
         return _Listed(lengths.query_start_loc, kv_lens, indices)
 
-    def _csr(self, listed: _Listed, rows: slice) -> tuple[CsrOnHost, torch.Tensor]:
-        """Lengths and pages of some requests."""
-        size, starts = self.sizes.page_size, listed.query_starts[rows.start : rows.stop + 1]
-        csr = csr_on_host(starts, listed.kv_lens[rows], size, self._is_pinned)
-        first = int(num_pages(listed.kv_lens[: rows.start], size).sum())
+    def _csr(self, listed: _Listed, start: int, stop: int) -> tuple[CsrOnHost, torch.Tensor]:
+        """Lengths and pages of consecutive requests."""
+        size, kv_lens = self.sizes.page_size, listed.kv_lens
+        starts = listed.query_starts[start : stop + 1]
+        csr = csr_on_host(starts, kv_lens[start:stop], size, self._is_pinned)
+        first = num_pages(kv_lens[:start], size) if start else 0
         return csr, listed.indices[first : first + csr.num_pages]

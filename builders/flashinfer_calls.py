@@ -23,9 +23,35 @@ def numbers_of(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in numbers.groups()) if numbers else ()
 
 
+@dataclass
+class StepCall:
+    """What a direct call over consecutive requests is given of the step, whatever the layer."""
+
+    pages: torch.Tensor
+    """``[R, width]`` int32, contiguous: the first page holds the first key of ``kv_lens``."""
+    kv_lens: torch.Tensor
+    """``[R]`` int32, of XQA uint32, which reads it so: keys that the table lists, the call's own
+    tokens included."""
+    max_kv_len: int
+    """Bound of ``kv_lens`` that no step changes: kernels choose their tiles by it."""
+    max_query_len: int
+    """Tokens of every request, or the most of one; XQA has a kernel for each of its verifies."""
+    workspace: torch.Tensor
+    """uint8, zeroed when made, of this kernel and phase alone."""
+    counters: torch.Tensor
+    """uint8, zeroed when made, likewise."""
+    mask: torch.Tensor | None
+    """``[R, Tq, words]`` uint16, or ``[T, words]`` with ``query_starts``: bits of the call's own
+    keys that a row sees, see :func:`builders.trtllm_mha_split.causal_mask`; XQA's verify."""
+    query_starts: torch.Tensor | None
+    """``[R + 1]`` int32, from 0; None of decodes that have ``max_query_len`` tokens each."""
+    kv_starts: torch.Tensor | None
+    """``[R + 1]`` int32, from 0; of prefills alone."""
+
+
 @dataclass(slots=True)
-class PagedCall:
-    """One direct call: consecutive requests over a paged cache."""
+class LayerCall:
+    """What it is given of the layer."""
 
     query: torch.Tensor
     """``[T, H, D]``."""
@@ -35,31 +61,16 @@ class PagedCall:
     """Likewise, in the strides of ``key``."""
     output: torch.Tensor
     """``[T, H, D]``, written."""
-    pages: torch.Tensor
-    """``[R, width]`` int32, contiguous."""
-    kv_lens: torch.Tensor
-    """``[R]`` int32, of XQA uint32, the call's own tokens included."""
-    max_kv_len: int
-    """Bound of ``kv_lens`` that no step changes: kernels choose their tiles by it."""
-    workspace: torch.Tensor
-    """uint8, zeroed when made, of this kernel alone."""
-    counters: torch.Tensor
-    """uint8, zeroed when made, likewise."""
     qk_scale: float
     """Multiplies the products of stored queries and keys."""
     v_scale: float
     """Multiplies the sums of stored values."""
-    sliding_window: int | None
-    """Visible keys, the token's own included."""
+    window_left: int
+    """Visible keys before the token's own; -1 without a window."""
     sinks: torch.Tensor | None
     """``[H]`` fp32."""
-    lse: torch.Tensor | None = None
+    lse: torch.Tensor | None
     """``[T, H]`` fp32, written in log2, sinks aside."""
-
-    @property
-    def window_left(self) -> int:
-        """Keys before the token's own; -1 without a window."""
-        return -1 if self.sliding_window is None else self.sliding_window - 1
 
 
 @dataclass(frozen=True)
@@ -98,23 +109,16 @@ class DirectCalls:
         """fmha_v2 takes e4m3; before, it was known to hang on Hopper."""
         return self.is_recent
 
-    def xqa(self, call: PagedCall, query_len: int, mask: torch.Tensor | None) -> None:
-        """Decode or verify by XQA.
-
-        Args:
-            call: query, cache and output as XQA takes them: a dense query.
-            query_len: tokens of every request.
-            mask: ``[R, query_len, words]`` uint16 with more than one; see
-                :func:`builders.trtllm_mha_split.causal_mask`.
-        """
+    def xqa(self, step: StepCall, call: LayerCall) -> None:
+        """Decode or verify by XQA, which wants a dense query."""
         # In one piece: at batch 1 the host's time is all that a layer waits for.
         self.decode_function(
             call.query,
             (call.key, call.value),
-            call.workspace,
-            call.pages,
-            call.kv_lens,
-            call.max_kv_len,
+            step.workspace,
+            step.pages,
+            step.kv_lens,
+            step.max_kv_len,
             bmm1_scale=call.qk_scale,
             bmm2_scale=call.v_scale,
             window_left=call.window_left,
@@ -122,140 +126,103 @@ class DirectCalls:
             sinks=call.sinks,
             kv_layout=KV_LAYOUT,
             backend="xqa",
-            q_len_per_req=query_len,
-            mask=mask,
+            q_len_per_req=step.max_query_len,
+            mask=step.mask,
         )
 
-    def ragged_xqa(
-        self, call: PagedCall, query_len: int, mask: torch.Tensor, query_starts: torch.Tensor
-    ) -> None:
-        """Verify by XQA where requests have different numbers of tokens.
-
-        Args:
-            call: as of :meth:`xqa`.
-            query_len: most tokens of a request, more than one; a kernel is compiled for each.
-            mask: ``[T, words]`` uint16, words as for ``query_len``.
-            query_starts: ``[R + 1]`` int32.
-        """
+    def ragged_xqa(self, step: StepCall, call: LayerCall) -> None:
+        """Verify by XQA where requests have different numbers of tokens; a dense query too."""
         self.ragged_xqa_function(
-            *self._cached(call),
-            **self._common(call),
-            q_len_per_req=query_len,
-            mask=mask,
-            q_cu_seq_lens=query_starts,
+            *_cached(step, call),
+            **_common(call),
+            q_len_per_req=step.max_query_len,
+            mask=step.mask,
+            q_cu_seq_lens=step.query_starts,
         )
 
-    def gen_decode(
-        self, call: PagedCall, query_len: int, query_starts: torch.Tensor | None
-    ) -> None:
-        """Decode, verify or draft-extend by trtllm-gen.
-
-        Args:
-            call: everything else.
-            query_len: tokens of every request, or the most of one.
-            query_starts: ``[R + 1]`` int32 where requests differ; else None.
-        """
-        given: dict[str, Any] = {"q_len_per_req": query_len}
-        if query_starts is not None:
-            given = {"q_len_per_req": None, "max_q_len": query_len, "cum_seq_lens_q": query_starts}
+    def gen_decode(self, step: StepCall, call: LayerCall) -> None:
+        """Decode, verify or draft-extend by trtllm-gen."""
+        length, starts = step.max_query_len, step.query_starts
+        given: dict[str, Any] = {"q_len_per_req": length}
+        if starts is not None:
+            given = {"q_len_per_req": None, "max_q_len": length, "cum_seq_lens_q": starts}
         self.decode_function(
-            *self._cached(call),
-            **self._common(call),
+            *_cached(step, call),
+            **_common(call),
             backend="trtllm-gen",
             lse=call.lse,
             **given,
-            **self._counters(call),
+            **self._counters(step),
         )
 
-    def gen_prefill(
-        self,
-        call: PagedCall,
-        query_starts: torch.Tensor,
-        kv_starts: torch.Tensor,
-        max_query_len: int,
-    ) -> None:
-        """Prefills by trtllm-gen.
-
-        Args:
-            call: everything else.
-            query_starts: ``[R + 1]`` int32.
-            kv_starts: ``[R + 1]`` int32.
-            max_query_len: bound of the requests' tokens.
-        """
+    def gen_prefill(self, step: StepCall, call: LayerCall) -> None:
+        """Prefills by trtllm-gen."""
         self.context_function(
-            call.query,
-            (call.key, call.value),
-            call.workspace,
-            call.pages,
-            call.kv_lens,
-            max_query_len,
-            call.max_kv_len,
+            *_cached(step, call)[:-1],
+            step.max_query_len,
+            step.max_kv_len,
             call.qk_scale,
             call.v_scale,
-            len(call.kv_lens),
-            query_starts,
-            kv_starts,
+            len(step.kv_lens),
+            step.query_starts,
+            step.kv_starts,
             window_left=call.window_left,
             out=call.output,
             kv_layout=KV_LAYOUT,
             sinks=call.sinks,
             lse=call.lse,
-            **self._counters(call),
+            **self._counters(step),
         )
 
-    def fmha_v2(
-        self,
-        call: PagedCall,
-        query_starts: torch.Tensor,
-        kv_starts: torch.Tensor,
-        max_query_len: int,
-    ) -> None:
-        """Prefills by fmha_v2; arguments as of :meth:`gen_prefill`.
+    def fmha_v2(self, step: StepCall, call: LayerCall) -> None:
+        """Prefills by fmha_v2.
 
         Raises:
             ValueError: K and V of a block do not lie side by side without gaps.
         """
         stacked, layout = stacked_pages(call.key, call.value)
         # By name: a window of the own key alone would be taken for none.
-        mask = "causal" if call.sliding_window is None else "sliding_window"
+        mask = "causal" if call.window_left < 0 else "sliding_window"
         self.fmha_v2_function(
             (call.query, stacked),
             f"Q_PAGED_KV_{layout}",
-            call.workspace,
-            call.kv_lens,
-            max_query_len,
-            call.max_kv_len,
+            step.workspace,
+            step.kv_lens,
+            step.max_query_len,
+            step.max_kv_len,
             call.qk_scale,
             call.v_scale,
-            len(call.kv_lens),
-            query_starts,
-            kv_starts,
-            block_tables=call.pages,
+            len(step.kv_lens),
+            step.query_starts,
+            step.kv_starts,
+            block_tables=step.pages,
             out=call.output,
             sinks=call.sinks,
             mask_mode=mask,
             window_left=call.window_left,
         )
 
-    def _cached(self, call: PagedCall) -> tuple[Any, ...]:
-        """What decodes are given by position."""
-        cache = call.key, call.value
-        return call.query, cache, call.workspace, call.pages, call.kv_lens, call.max_kv_len
-
-    def _common(self, call: PagedCall) -> dict[str, Any]:
-        """What decodes are given by name."""
-        return {
-            "bmm1_scale": call.qk_scale,
-            "bmm2_scale": call.v_scale,
-            "window_left": call.window_left,
-            "out": call.output,
-            "sinks": call.sinks,
-            "kv_layout": KV_LAYOUT,
-        }
-
-    def _counters(self, call: PagedCall) -> dict[str, torch.Tensor]:
+    def _counters(self, step: StepCall) -> dict[str, torch.Tensor]:
         """0.6 keeps them in the workspace's head; 0.7 would allocate them in each call."""
-        return {"multi_ctas_kv_counter_buffer": call.counters} if self.is_recent else {}
+        return {"multi_ctas_kv_counter_buffer": step.counters} if self.is_recent else {}
+
+
+def _cached(step: StepCall, call: LayerCall) -> tuple[Any, ...]:
+    """What calls are given by position."""
+    cache = call.key, call.value
+    return call.query, cache, step.workspace, step.pages, step.kv_lens, step.max_kv_len
+
+
+def _common(call: LayerCall) -> dict[str, Any]:
+    """What decodes are given by name."""
+    return {
+        "bmm1_scale": call.qk_scale,
+        "bmm2_scale": call.v_scale,
+        "window_left": call.window_left,
+        "out": call.output,
+        "sinks": call.sinks,
+        "kv_layout": KV_LAYOUT,
+    }
 
 
 def canonical_strides(pages: torch.Tensor) -> torch.Tensor:

@@ -20,16 +20,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from builders.flashinfer_calls import KV_LAYOUT as KV_LAYOUT
 from builders.flashinfer_calls import DirectCalls as DirectCalls
-from builders.flashinfer_calls import PagedCall as PagedCall
+from builders.flashinfer_calls import LayerCall as LayerCall
+from builders.flashinfer_calls import StepCall as StepCall
 from builders.flashinfer_calls import canonical_strides as canonical_strides
 from builders.flashinfer_calls import numbers_of as numbers_of
 from builders.flashinfer_calls import stacked_pages as stacked_pages
+
+if TYPE_CHECKING:
+    import numpy as np
 
 OLDEST = (0, 6, 14)
 BEFORE = (0, 8, 0)
@@ -43,7 +47,7 @@ class FlashInferUnavailableError(ImportError):
     """FlashInfer is not there or cannot be used; the message says what to install or choose."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class CsrOnHost:
     """Lengths of consecutive requests as ``plan`` reads them: all int32, on the host."""
 
@@ -58,7 +62,19 @@ class CsrOnHost:
     num_tokens: int
     """Rows of the query."""
     num_pages: int
-    max_query_len: int
+
+    @property
+    def query_lens(self) -> np.ndarray:
+        """``[R]``."""
+        starts = self.qo_indptr.numpy()
+        lens: np.ndarray = starts[1:] - starts[:-1]
+        return lens
+
+    @property
+    def max_query_len(self) -> int:
+        """0 without requests."""
+        lens = self.query_lens
+        return int(lens.max()) if lens.size else 0
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,21 +12,39 @@ from builders.flashinfer_choice import NAME
 from builders.flashinfer_compat import CsrOnHost
 from specs.base import cdiv
 
+if TYPE_CHECKING:
+    import numpy as np
+
 
 @dataclass
 class HostLengths:
-    """A step's lengths on the host, exact."""
+    """A step's lengths on the host, exact.
 
-    query_start_loc: torch.Tensor
+    Arrays of numpy, which FlashInfer needs anyway: a tensor of a few hundred numbers costs an
+    operation four times as much.
+    """
+
+    query_start_loc: np.ndarray
     """``[R + 1]`` int32."""
-    kv_lens: torch.Tensor
+    kv_lens: np.ndarray
+    """``[R]`` int32."""
+    query_lens: np.ndarray
     """``[R]`` int32."""
     common_prefix_len: int
+    lacks_keys: bool
+    """A request has tokens and no key."""
 
     @property
-    def query_lens(self) -> torch.Tensor:
-        """``[R]`` int32."""
-        return self.query_start_loc.diff()
+    def num_tokens(self) -> int:
+        """Query rows that requests own."""
+        return int(self.query_start_loc[-1])
+
+    @property
+    def num_decodes(self) -> int:
+        """Leading requests of one token: padding among them ends them too."""
+        others = self.query_lens != 1
+        first = int(others.argmax()) if others.size else 0
+        return first if others.size and others[first] else others.size
 
 
 def host_lengths(
@@ -48,42 +67,50 @@ def host_lengths(
         raise ValueError(
             f"seq_lens_cpu_upper_bound is needed by {name}, which plans on the host, got None"
         )
-    if len(bound) < reqs or len(batch.query_start_loc_cpu) <= reqs:
+    starts = batch.query_start_loc_cpu
+    if bound.shape[0] < reqs or starts.shape[0] <= reqs:
         raise ValueError(
             f"seq_lens_cpu_upper_bound and query_start_loc_cpu must have at least num_reqs "
-            f"({reqs}) and num_reqs + 1 elements, got {len(bound)} and "
-            f"{len(batch.query_start_loc_cpu)}"
+            f"({reqs}) and num_reqs + 1 elements, got {len(bound)} and {len(starts)}"
         )
-    starts = batch.query_start_loc_cpu[: reqs + 1].to(torch.int32, copy=True)
-    lengths = HostLengths(starts, bound[:reqs].to(torch.int32, copy=True), common_prefix_len)
-    _check_lengths(lengths, batch.block_table_tensor.shape[1], page_size)
+    own = starts.numpy()[: reqs + 1].astype("int32")
+    kv_lens, query_lens = bound.numpy()[:reqs].astype("int32"), own[1:] - own[:-1]
+    short = kv_lens < query_lens
+    lengths = HostLengths(own, kv_lens, query_lens, common_prefix_len, bool(short.any()))
+    if lengths.lacks_keys:
+        _check_short(lengths, short)
+    _check_extents(lengths, batch.block_table_tensor.shape[1], page_size)
     return lengths
 
 
-def _check_lengths(lengths: HostLengths, width: int, size: int) -> None:
-    query_lens, kv_lens = lengths.query_lens, lengths.kv_lens
-    prefix = lengths.common_prefix_len
-    short = torch.nonzero((kv_lens > 0) & (kv_lens < query_lens)).flatten()
-    if len(short):
-        row = int(short[0])
+def _check_short(lengths: HostLengths, short: np.ndarray) -> None:
+    """Requests with fewer keys than tokens have no key at all."""
+    wrong = (short & (lengths.kv_lens > 0)).nonzero()[0]
+    if wrong.size:
+        row = int(wrong[0])
         raise ValueError(
             f"seq_lens_cpu_upper_bound[{row}] must be at least the query length "
-            f"{int(query_lens[row])}, got {int(kv_lens[row])}"
+            f"{int(lengths.query_lens[row])}, got {int(lengths.kv_lens[row])}"
         )
-    longest = int(kv_lens.max()) if len(kv_lens) else 0
-    if cdiv(longest, size) > width:
+
+
+def _check_extents(lengths: HostLengths, width: int, size: int) -> None:
+    """The longest request fits its row of the table, the common prefix every request."""
+    longest = int(lengths.kv_lens.max()) if lengths.kv_lens.size else 0
+    if longest > width * size:
         raise ValueError(
             f"seq_lens_cpu_upper_bound of up to {longest} needs {cdiv(longest, size)} blocks "
             f"of {size}, block_table_tensor has {width} columns"
         )
+    prefix, live = lengths.common_prefix_len, lengths.query_lens > 0
     if prefix < 0 or prefix % size:
         raise ValueError(
             f"common_prefix_len must be a multiple of block_size ({size}) and not negative, "
             f"got {prefix}"
         )
-    if not prefix or not query_lens.any():
+    if not prefix or not live.any():
         return
-    context = int((kv_lens - query_lens)[query_lens > 0].min())
+    context = int((lengths.kv_lens - lengths.query_lens)[live].min())
     if prefix > context:
         raise ValueError(
             f"common_prefix_len must be at most the computed tokens of every request, got "
@@ -92,48 +119,52 @@ def _check_lengths(lengths: HostLengths, width: int, size: int) -> None:
 
 
 def csr_on_host(
-    query_starts: torch.Tensor, kv_lens: torch.Tensor, page_size: int, is_pinned: bool
+    query_starts: np.ndarray, kv_lens: np.ndarray, page_size: int, is_pinned: bool
 ) -> CsrOnHost:
     """Lengths of consecutive requests as FlashInfer's plans read them.
 
     Args:
-        query_starts: ``[R + 1]`` int32 first query row of each request, host.
-        kv_lens: ``[R]`` int32 keys, host.
+        query_starts: ``[R + 1]`` int32 first query row of each request.
+        kv_lens: ``[R]`` int32 keys.
         page_size: tokens per block.
-        is_pinned: in memory that copies to a GPU need not wait for.
+        is_pinned: in memory that copies to a GPU need not wait for. Torch gives it to others only
+            when the copies out of it are done.
     """
-    reqs = len(kv_lens)
+    reqs = kv_lens.size
     joined = torch.empty(4 * reqs + 2, dtype=torch.int32, pin_memory=is_pinned)
-    qo_indptr, kv_indptr = joined[: reqs + 1], joined[reqs + 1 : 2 * reqs + 2]
-    last_page_len, lens = joined[2 * reqs + 2 : 3 * reqs + 2], joined[3 * reqs + 2 :]
-    torch.sub(query_starts, query_starts[0], out=qo_indptr)
-    lens.copy_(kv_lens)
-    pages = num_pages(kv_lens, page_size)
+    written = joined.numpy()
+    qo_indptr, kv_indptr = written[: reqs + 1], written[reqs + 1 : 2 * reqs + 2]
+    last_page_len, lens = written[2 * reqs + 2 : 3 * reqs + 2], written[3 * reqs + 2 :]
+    qo_indptr[:] = query_starts
+    if query_starts[0]:
+        qo_indptr -= query_starts[0]
+    lens[:] = kv_lens
+    has_keys = kv_lens > 0
+    full = (kv_lens - has_keys) // page_size
     kv_indptr[0] = 0
-    torch.cumsum(pages, 0, out=kv_indptr[1:])
-    torch.sub(kv_lens, (pages - 1).clamp_(min=0) * page_size, out=last_page_len)
+    (full + has_keys).cumsum(dtype="int32", out=kv_indptr[1:])
+    last_page_len[:] = kv_lens - full * page_size
+    rows, pages, last, keys = joined.split_with_sizes((reqs + 1, reqs + 1, reqs, reqs))
     return CsrOnHost(
-        qo_indptr=qo_indptr,
-        kv_indptr=kv_indptr,
-        last_page_len=last_page_len,
-        kv_lens=lens,
+        qo_indptr=rows,
+        kv_indptr=pages,
+        last_page_len=last,
+        kv_lens=keys,
         num_tokens=int(qo_indptr[-1]),
         num_pages=int(kv_indptr[-1]),
-        max_query_len=int(qo_indptr.diff().max()) if reqs else 0,
     )
 
 
-def num_pages(kv_lens: torch.Tensor, page_size: int) -> torch.Tensor:
-    """``[R]`` int32 pages that hold so many keys."""
-    return (kv_lens + (page_size - 1)).div_(page_size, rounding_mode="floor")
+def num_pages(kv_lens: np.ndarray, page_size: int) -> int:
+    """Pages that hold the keys of all requests together."""
+    return int(((kv_lens + (page_size - 1)) // page_size).sum())
 
 
 def keyless_tokens(lengths: HostLengths, device: torch.device) -> torch.Tensor | None:
     """int64 query rows of requests without a key, on the device; None where every row has one."""
-    has_none = (lengths.kv_lens == 0) & (lengths.query_lens > 0)
-    if not has_none.any():
+    if not lengths.lacks_keys:
         return None
-    rows = torch.nonzero(has_none).flatten().tolist()
+    rows = ((lengths.kv_lens == 0) & (lengths.query_lens > 0)).nonzero()[0].tolist()
     starts = lengths.query_start_loc.tolist()
     tokens = [token for row in rows for token in range(starts[row], starts[row + 1])]
     found = torch.tensor(tokens, dtype=torch.int64)
@@ -142,16 +173,17 @@ def keyless_tokens(lengths: HostLengths, device: torch.device) -> torch.Tensor |
     return found.to(device, non_blocking=True)
 
 
-def skipped_pages(
-    kv_lens: torch.Tensor, starts: torch.Tensor, window: int | None, page_size: int
-) -> torch.Tensor | None:
-    """``[R]`` int32 whole pages before the first key that a request's first query sees; None
-    without a window.
+def skipped_pages(kv_lens: Any, starts: Any, window: int, page_size: int) -> Any:
+    """``[R]`` int32 whole pages before the first key that a request's first query sees.
+
+    Args:
+        kv_lens: ``[R]`` int32; a tensor, or an array of the host.
+        starts: ``[R + 1]`` int32, likewise: first query row of each request.
+        window: visible keys, the token's own included.
+        page_size: tokens per block.
     """
-    if window is None:
-        return None
-    first = (kv_lens - starts.diff() - (window - 1)).clamp(min=0)
-    return first // page_size
+    first = kv_lens - (starts[1:] - starts[:-1]) - (window - 1)
+    return first.clip(0) // page_size
 
 
 def host_drafts_reason(name: str, draft_index: int) -> str:
@@ -169,9 +201,9 @@ def debug_lengths(batch: CommonAttentionMetadata, lengths: HostLengths, name: st
         ("query_start_loc_cpu", lengths.query_start_loc, batch.query_start_loc),
         ("seq_lens_cpu_upper_bound", lengths.kv_lens, batch.seq_lens),
     ):
-        exact = device[: len(host)].cpu()
-        wrong = torch.nonzero(exact != host).flatten()
-        if len(wrong):
+        exact = device[: len(host)].cpu().numpy()
+        wrong = (exact != host).nonzero()[0]
+        if wrong.size:
             row = int(wrong[0])
             raise ValueError(
                 f"{field}[{row}] must be exact for {name}, got {int(host[row])} for the device's "

@@ -233,8 +233,9 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
         """Put the plan of the decodes into a record, which no one else has yet."""
         record.decode = record.keyless = None
         reqs = record.num_decodes
-        starts = record.lengths.query_start_loc[: reqs + 1]
-        query_lens, kv_lens = starts.diff(), record.lengths.kv_lens[:reqs]
+        lengths = record.lengths
+        query_lens = torch.from_numpy(lengths.query_lens[:reqs])
+        kv_lens = torch.from_numpy(lengths.kv_lens[:reqs])
         has_keys = (query_lens > 0) & (kv_lens > 0)
         graph = self._graph_of(query_lens) if record.num_prefills == 0 else None
         listed: _Listed | None
@@ -256,7 +257,8 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
 
     def _planned(self, listed: _Listed, wrapper: Any) -> PlannedLatentRows:
         sizes, page = self.sizes, self.sizes.page_size
-        csr = csr_on_host(listed.query_starts, listed.kv_lens, page, self._is_pinned)
+        starts, lens = listed.query_starts.numpy(), listed.kv_lens.numpy()
+        csr = csr_on_host(starts, lens, page, self._is_pinned)
         most = self.vllm_config.max_num_seqs
         indices = list_pages(listed.block_table, listed.seq_lens, page, None, most)
         indices = indices[: csr.num_pages]
@@ -289,7 +291,7 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
         rows: list[int] = torch.nonzero(query_lens).flatten().tolist()
         if not rows:
             return None
-        lens, live = record.lengths.kv_lens, len(rows)
+        lens, live = torch.from_numpy(record.lengths.kv_lens), len(rows)
         seq_lens, table = record.seq_lens, record.block_table
         if rows[-1] + 1 == live:
             seq_lens, table = seq_lens[:live], table[:live]
@@ -316,7 +318,7 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
         """
         reqs = record.num_decodes
         starts = torch.arange(reqs + 1, dtype=torch.int32) * length
-        kv_lens = torch.where(has_keys, record.lengths.kv_lens[:reqs], length)
+        kv_lens = torch.where(has_keys, torch.from_numpy(record.lengths.kv_lens[:reqs]), length)
         own = record.query_start_loc[: reqs + 1].diff() > 0
         own &= record.seq_lens[:reqs] > 0
         seq_lens = torch.where(own, record.seq_lens[:reqs], length)

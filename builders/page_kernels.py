@@ -63,11 +63,17 @@ def page_list_kernel(
     skipped = i * 0
     if skipped_ptr is not None:
         skipped = tl.load(skipped_ptr + i, mask=i < num_reqs, other=0).to(tl.int32)
-    before = tl.sum(tl.where(i < req, pages - skipped, 0), 0)
+    counts = pages - skipped
+    before = tl.sum(tl.where(i < req, counts, 0), 0)
     first = tl.sum(tl.where(i == req, skipped, 0), 0)
-    listed = (column >= first) & (column < tl.sum(tl.where(i == req, pages, 0), 0))
-    block = tl.load(block_table_ptr + req * table_stride + column, mask=listed)
-    tl.store(indices_ptr + before + column - first, block, mask=listed)
+    count = tl.sum(tl.where(i == req, counts, 0), 0)
+    listed = (column >= first) & (column < first + count)
+    block = tl.load(block_table_ptr + req * table_stride + column, mask=listed, other=0)
+    # Columns that are not listed are zeros behind the last page, as many as this row has.
+    behind = tl.sum(counts, 0) + req * table_width - before
+    behind += tl.where(column < first, column, column - count)
+    place = tl.where(listed, before + column - first, behind)
+    tl.store(indices_ptr + place, block, mask=column < table_width)
 
 
 @triton.jit(

@@ -7,6 +7,8 @@ torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -17,6 +19,8 @@ from specs.base import cdiv
 
 PAGE_SIZES = (16, 32, 64, 128)
 """Tokens per page that the vendor kernels take."""
+MOST_FORMS = 64
+"""Forms of a launch that stand ready: an engine has one or two, by the strides of its tables."""
 _TILE = 256
 
 
@@ -185,7 +189,7 @@ def list_pages(
         max_num_seqs: most requests of any step: what the kernel is compiled for.
 
     Returns:
-        ``[R * max_blocks]`` int32; 0 past the last page.
+        ``[R * max_blocks]`` int32; 0 past the last page, since a kernel may look a page ahead.
     """
     list_them = launch_page_list if block_table.is_cuda else _list_in_torch
     return list_them(block_table, seq_lens, page_size, skipped, max_num_seqs)
@@ -199,25 +203,28 @@ def launch_page_list(
     max_num_seqs: int,
 ) -> torch.Tensor:
     """:func:`list_pages` by one kernel."""
+    reqs, width = block_table.shape
+    indices = torch.empty(reqs * width, dtype=torch.int32, device=block_table.device)
+    if reqs and width:
+        launch = _page_list(page_size, power_of_two(max_num_seqs), block_table.stride(0))
+        grid = reqs, cdiv(width, _TILE)
+        launch(grid, block_table, seq_lens, skipped, indices, reqs, width)
+    return indices
+
+
+@lru_cache(maxsize=MOST_FORMS)
+def _page_list(page_size: int, most_reqs: int, table_stride: int) -> Any:
+    """Launches over one table of an engine."""
+    from builders.fast_launch import RepeatedLaunch
     from builders.page_kernels import page_list_kernel
 
-    reqs, width = block_table.shape
-    # A kernel may look a page ahead of the last one.
-    indices = torch.zeros(reqs * width, dtype=torch.int32, device=block_table.device)
-    if len(indices):
-        page_list_kernel[(reqs, cdiv(width, _TILE))](
-            block_table,
-            seq_lens,
-            skipped,
-            indices,
-            reqs,
-            width,
-            block_table.stride(0),
-            PAGE_SIZE=page_size,
-            REQS=power_of_two(max_num_seqs),
-            TILE=_TILE,
-        )
-    return indices
+    fixed = {
+        "table_stride": table_stride,
+        "PAGE_SIZE": page_size,
+        "REQS": most_reqs,
+        "TILE": _TILE,
+    }
+    return RepeatedLaunch(page_list_kernel, fixed)
 
 
 def _list_in_torch(

@@ -253,7 +253,8 @@ class CallPlanner:
         starts = torch.arange(count + 1, dtype=torch.int32)
         lens = torch.full((count,), width, dtype=torch.int32)
         assert self._scale is not None
-        csr = csr_on_host(starts, lens, 1, self._device.type == "cuda")
+        is_pinned = self._device.type == "cuda"
+        csr = csr_on_host(starts.numpy(), lens.numpy(), 1, is_pinned)
         sizes = LatentSizes(
             num_heads=plan.padded_heads,
             rank=RANK,

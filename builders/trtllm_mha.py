@@ -7,9 +7,9 @@ host's query lengths alone split a step; its bounds of the lengths of keys decid
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +19,7 @@ from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch
-from builders.flashinfer_compat import DirectCalls
+from builders.flashinfer_compat import DirectCalls, LayerCall, StepCall
 from builders.phase_tables import PhaseTable, StepRows, fill_tables
 from builders.trtllm_mha_choice import NAME, KernelRule, Phase, VendorKernel
 from builders.trtllm_mha_drafts import DraftBuffers, build_draft_steps
@@ -32,6 +32,9 @@ from specs.engine import EngineConfig
 from specs.kv_cache import AnyKVCacheSpec, SlidingWindowSpec
 from specs.sentinels import PAD_SLOT_ID
 
+if TYPE_CHECKING:
+    import numpy as np
+
 WORKSPACE_BYTES = 136 << 20
 """Scratch of one kernel family in one phase: 8 MiB of semaphores or counters, then partial states.
 """
@@ -40,24 +43,15 @@ MAX_MULTIPROCESSORS = 256
 
 
 @dataclass
-class CalledRows:
+class CalledRows(StepCall):
     """Consecutive rows of the query, and what their one call is given."""
 
     rule: KernelRule
     calls: DirectCalls
+    attend: Callable[[DirectCalls, StepCall, LayerCall], None]
+    """The one of ``calls`` that takes these rows."""
     first_token: int
     num_tokens: int
-    pages: torch.Tensor
-    """``[R, width]`` int32, contiguous: the first page holds the first key of ``kv_lens``."""
-    kv_lens: torch.Tensor
-    """``[R]`` int32, of XQA uint32, which reads it so: keys that the table lists."""
-    max_kv_len: int
-    """Static bound of ``kv_lens``."""
-    max_query_len: int
-    workspace: torch.Tensor
-    """uint8, zeroed when made, of this kernel and phase alone."""
-    counters: torch.Tensor
-    """uint8, likewise."""
     query: torch.Tensor | None
     """``[T, H, D]`` scratch where the kernel wants the query in another type, or dense."""
 
@@ -66,22 +60,10 @@ class CalledRows:
 class DecodeRows(CalledRows):
     """Requests of one or a few tokens each."""
 
-    mask: torch.Tensor | None
-    """``[R, Tq, words]`` uint16, or ``[T, words]`` with ``query_starts``: bits of the call's own
-    keys that a row sees; XQA's verify."""
-    query_starts: torch.Tensor | None
-    """``[R + 1]`` int32 where requests have different numbers of tokens, at most
-    ``max_query_len``; None where each has exactly so many."""
-
 
 @dataclass
 class PrefillRows(CalledRows):
     """Requests of any length: prefills, extends, padding."""
-
-    query_starts: torch.Tensor
-    """``[R + 1]`` int32, from 0."""
-    kv_starts: torch.Tensor
-    """``[R + 1]`` int32, from 0."""
 
 
 @dataclass
@@ -270,7 +252,9 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         if any((getattr(batch, "mm_req_doc_ranges", None) or {}).values()):
             raise NotImplementedError(f"{NAME} does not support mm_req_doc_ranges")
         reqs = batch.num_reqs
-        query_lens = batch.query_start_loc_cpu[: reqs + 1].diff()
+        # An array: a tensor of a few hundred numbers costs an operation four times as much.
+        starts = batch.query_start_loc_cpu.numpy()[: reqs + 1]
+        query_lens = starts[1:] - starts[:-1]
         split = self.split(query_lens.tolist())
         if split.num_tokens > batch.num_actual_tokens:
             raise ValueError(
@@ -430,24 +414,31 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
             if query_starts is not None:
                 bits = ragged_mask(self._mask(length)[0], query_starts, split.num_decode_tokens)
                 mask = self._buffers.write("ragged_mask", bits).view(torch.uint16)
-        kv_lens = table.kv_lens[:live]
+        kv_lens, attend = table.kv_lens[:live], DirectCalls.gen_decode
+        if own.rule.kernel is VendorKernel.XQA:
+            kv_lens = kv_lens.view(torch.uint32)
+            attend = DirectCalls.xqa if query_starts is None else DirectCalls.ragged_xqa
         return DecodeRows(
             **self._common(own, 0, split.num_decode_tokens),
+            attend=attend,
             pages=table.pages[:live],
-            kv_lens=kv_lens.view(torch.uint32) if own.rule.kernel is VendorKernel.XQA else kv_lens,
+            kv_lens=kv_lens,
             max_query_len=length,
             mask=mask,
             query_starts=query_starts,
+            kv_starts=None,
         )
 
     def _prefill(self, record: TrtllmMhaMetadata, own: PhaseBuffers, reqs: int) -> PrefillRows:
         split, table = record.split, own.table
-        first = split.num_decode_tokens
+        first, is_v2 = split.num_decode_tokens, own.rule.kernel is VendorKernel.FMHA_V2
         return PrefillRows(
             **self._common(own, first, split.num_tokens - first),
+            attend=DirectCalls.fmha_v2 if is_v2 else DirectCalls.gen_prefill,
             pages=table.pages[:reqs],
             kv_lens=table.kv_lens[:reqs],
             max_query_len=split.max_prefill_len,
+            mask=None,
             query_starts=table.query_starts[: reqs + 1],
             kv_starts=table.kv_starts[: reqs + 1],
         )
@@ -475,14 +466,15 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
 
     # -- rows without keys
 
-    def _may_lack_keys(self, batch: CommonAttentionMetadata, query_lens: torch.Tensor) -> bool:
+    def _may_lack_keys(self, batch: CommonAttentionMetadata, query_lens: np.ndarray) -> bool:
         """A row may have tokens and no key: draft steps leave such padding."""
         if self.vllm_config.speculative is not None:
             return True
         bound = getattr(batch, "seq_lens_cpu_upper_bound", None)
-        if bound is None or len(query_lens) == 0 or int(bound[: len(query_lens)].min()) > 0:
+        if bound is None or query_lens.size == 0:
             return False
-        return bool(((bound[: len(query_lens)] <= 0) & (query_lens > 0)).any())
+        lens = bound.numpy()[: query_lens.size]
+        return bool(lens.min() <= 0) and bool(((lens <= 0) & (query_lens > 0)).any())
 
     def _keyless(self, record: TrtllmMhaMetadata) -> torch.Tensor | None:
         tokens = record.num_actual_tokens

@@ -121,7 +121,10 @@ def _of_call(case: Case, part: Any) -> Module:
 
 
 def named(module: Module) -> str:
-    """A module's function and arguments in one word: ``xqa-bfloat16-bfloat16-p16-d64-g4``..."""
+    """A module's function and arguments in one word: ``xqa-bfloat16-bfloat16-p16-d64-g4``...
+
+    The same for every version, whatever its functions are called.
+    """
     make, *key = module[1:]
     words = [str(item).removeprefix("torch.") for item in key]
     if make == "gen_xqa_module":
@@ -129,7 +132,8 @@ def named(module: Module) -> str:
         sizes = [f"p{page}", f"d{size}", f"g{group}", f"q{length}"]
         flags = ["window"] * (window == "True") + ["ragged"] * bool(ragged)
         return "-".join(["xqa", query, cached, *sizes, *flags])
-    kind = make.removeprefix("gen_").removesuffix("_module")
+    kind = make.removeprefix("_").removeprefix("gen_").removesuffix("_module")
+    kind = kind.removesuffix("_primary")
     return "-".join([kind, *words])
 
 

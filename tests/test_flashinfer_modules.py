@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,17 +13,23 @@ import torch
 
 from attn.backends.flashinfer_mla import FlashInferMlaBackend
 from attn.backends.trtllm_mha import TrtllmMhaBackend
+from attn.bench import flashinfer_jit
 from attn.bench.flashinfer_jit import xqa_module
+from attn.impls.flashinfer import FlashInferImpl
 from specs.dtypes import CacheDType, DType
+from specs.kv_cache import FullAttentionSpec
+from specs.layouts import KVOrder, KVPacking
 from tests import flashinfer_modules
 from tests.batches import BATCHES
 from tests.cases import FEATURES, Case, LatentCase
 from tests.conformance import check_case
 from tests.flashinfer_modules import DEVICE, all_modules, emulated, main, modules_of, named
+from tests.flashinfer_signatures import installed_version, parsed
 from tests.trials import LatentTrial
 from tests.trtllm_emulator import NEW, OLD
 from tests.trtllm_emulator import emulated as emulated_calls
 
+FAS = ("fa2", "fa3")
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 
@@ -61,6 +71,72 @@ def test_modules_are_those_that_the_suite_calls(version: str, name: str, feature
             assert own == set()
             continue
         assert asked_for(case, version) <= own
+
+
+@pytest.fixture
+def fa2_maker() -> Iterator[Callable[[], tuple[str, str]]]:
+    """Asked anew, and forgotten."""
+    flashinfer_jit.fa2_maker.cache_clear()
+    yield flashinfer_jit.fa2_maker
+    flashinfer_jit.fa2_maker.cache_clear()
+
+
+@pytest.mark.parametrize("has_primary", [False, True])
+def test_fa2_s_module_is_the_one_that_the_installed_version_loads(
+    has_primary: bool,
+    fa2_maker: Callable[[], tuple[str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    public, primary = flashinfer_jit.PREFILL_MAKER, flashinfer_jit.FA2_MAKER
+    own = primary if has_primary else public
+    source = tmp_path.joinpath(*flashinfer_jit.FA2_FILE)
+    source.parent.mkdir(parents=True)
+    source.write_text(f"def {own[1]}(\n    backend): ...\n")
+    found = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(flashinfer_jit.PathFinder, "find_spec", lambda name: found)
+    assert fa2_maker() == own
+    fa2, fa3 = (flashinfer_jit.prefill_module(name, BF16, BF16, 64, False) for name in FAS)
+    assert fa2[:3] == (*own, "fa2")
+    assert fa3[:3] == (*public, "fa3")
+    assert named(fa2) == named(fa3).replace("fa3", "fa2")
+    assert named(fa2).startswith("batch_prefill-fa2-bfloat16")
+
+
+def test_without_flashinfer_modules_are_named_all_the_same(
+    fa2_maker: Callable[[], tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flashinfer_jit.PathFinder, "find_spec", lambda name: None)
+    assert fa2_maker() == flashinfer_jit.PREFILL_MAKER
+
+
+@pytest.mark.skipif(installed_version() is None, reason="no flashinfer is installed")
+def test_the_installed_wrappers_load_the_module_that_is_named() -> None:
+    (body,) = (
+        node
+        for node in parsed("prefill.py").body
+        if isinstance(node, ast.FunctionDef) and node.name == "get_batch_prefill_module"
+    )
+    called = {node.id for node in ast.walk(body) if isinstance(node, ast.Name)}
+    assert flashinfer_jit.PREFILL_MAKER[1] in called
+    loads_primary = flashinfer_jit.FA2_MAKER[1] in called
+    assert loads_primary == (flashinfer_jit.fa2_maker() == flashinfer_jit.FA2_MAKER)
+
+
+@pytest.mark.parametrize("cache", [CacheDType.AUTO, CacheDType.FP8])
+@pytest.mark.parametrize("packing", KVPacking)
+@pytest.mark.parametrize("order", KVOrder)
+@pytest.mark.parametrize(("heads", "blocks", "padding"), [(2, 4, 0), (1, 4, 0), (2, 1, 64)])
+def test_no_layout_asks_fa2_for_keys_and_values_of_other_strides(
+    cache: CacheDType, packing: KVPacking, order: KVOrder, heads: int, blocks: int, padding: int
+) -> None:
+    spec = FullAttentionSpec(
+        block_size=16, dtype=DType.BFLOAT16, num_kv_heads=heads, head_size=64, cache_dtype=cache
+    )
+    spec = spec.replace(page_size_padded=spec.page_size_bytes + padding) if padding else spec
+    impl = FlashInferImpl(8, 64, 0.125, heads, kv_cache_dtype=cache.value)
+    views = impl._views(spec.layout(packing, order).allocate(num_blocks=blocks), BF16)
+    assert views.key.stride() == views.value.stride()
 
 
 @pytest.mark.parametrize("version", [OLD, NEW])

@@ -9,7 +9,10 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from importlib import import_module
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -27,6 +30,11 @@ MEMORY_SHARE: Final = 0.8
 
 Module = tuple[Any, ...]
 """Python module and name of the function that makes a module, then the function's arguments."""
+
+PREFILL_MAKER: Final = ("flashinfer.jit", "gen_batch_prefill_module")
+FA2_MAKER: Final = ("flashinfer.jit.attention.modules", "_gen_batch_prefill_primary_module")
+"""Of 0.7.2; before, fa2's module is made like fa3's."""
+FA2_FILE: Final = ("jit", "attention", "modules.py")
 
 
 def free_memory() -> int:
@@ -85,11 +93,31 @@ def prefill_module(
     has_window: bool,
     has_soft_cap: bool = False,
 ) -> Module:
-    """Of the paged prefill wrapper, and of the decode wrapper by tensor cores."""
+    """Of the paged prefill wrapper, and of the decode wrapper by tensor cores.
+
+    fa2 of 0.7.2 has kernels for keys and values of equal strides in one module and loads another at
+    the first call with others. The latter is never asked for: every layout of ours has K and V of
+    one width, in equal strides.
+    """
     # No position encoding, no fp16 scores.
     sizes = (head_size, head_size, 0, has_window, has_soft_cap, False)
     dtypes = (query, cached, query, torch.int32)
-    return ("flashinfer.jit", "gen_batch_prefill_module", kernel, *dtypes, *sizes)
+    maker = fa2_maker() if kernel == "fa2" else PREFILL_MAKER
+    return (*maker, kernel, *dtypes, *sizes)
+
+
+@cache
+def fa2_maker() -> tuple[str, str]:
+    """What makes the module that the installed version's wrappers load for fa2.
+
+    Found in its file: importing it asks for a GPU in some versions.
+    """
+    package = PathFinder.find_spec("flashinfer")
+    for folder in (package and package.submodule_search_locations) or ():
+        source = Path(folder, *FA2_FILE)
+        if source.exists() and f"def {FA2_MAKER[1]}(" in source.read_text(encoding="utf-8"):
+            return FA2_MAKER
+    return PREFILL_MAKER
 
 
 def decode_module(

@@ -93,12 +93,11 @@ class FlashInferImpl(VendorImpl):
         scales: dict[str, float],
     ) -> None:
         """One wrapper over its rows; the log-sum-exp becomes a natural one."""
-        rows, out = rows_of(query, part), rows_of(output, part)
+        rows, out, own = rows_of(part, query, output, lse)
         cache = views.key, views.value
-        if lse is None:
+        if own is None:
             part.wrapper.run(rows, cache, out=out, **scales)
             return
-        own = rows_of(lse, part)
         part.wrapper.run(rows, cache, out=out, lse=own, return_lse=True, **scales)
         own.mul_(LSE_UNIT)
 

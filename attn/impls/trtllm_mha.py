@@ -11,8 +11,8 @@ from attn.impls.base import AttentionLayer
 from attn.impls.vendor import VendorImpl, rows_of
 from attn.ops.clear import clear_tails
 from attn.ops.quant import quantize_into
-from builders.flashinfer_compat import LSE_UNIT, PagedCall, canonical_strides
-from builders.trtllm_mha import CalledRows, DecodeRows, PrefillRows, TrtllmMhaMetadata
+from builders.flashinfer_compat import LSE_UNIT, LayerCall, canonical_strides
+from builders.trtllm_mha import CalledRows, TrtllmMhaMetadata
 from builders.trtllm_mha_choice import (
     CACHE_DTYPES,
     HEAD_SIZES,
@@ -56,6 +56,7 @@ class TrtllmMhaImpl(VendorImpl):
                 f"kv_cache_dtype must be one of {names} for {NAME}, got {self.cache_dtype.value!r}"
             )
         self._wide_sinks: torch.Tensor | None = None
+        self._window_left = -1 if self.sliding_window is None else self.sliding_window - 1
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Check the model dtype, and keep the sinks as the kernels read them, in fp32.
@@ -85,9 +86,10 @@ class TrtllmMhaImpl(VendorImpl):
         output: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
-        for part in (step.decode, step.prefill):
-            if part is not None:
-                self._attend(part, layer, query, views, output, lse)
+        if step.decode is not None:
+            self._attend(step.decode, layer, query, views, output, lse)
+        if step.prefill is not None:
+            self._attend(step.prefill, layer, query, views, output, lse)
         if step.keyless is not None:
             tokens = step.num_actual_tokens
             output[:tokens].masked_fill_(step.keyless, 0)
@@ -96,73 +98,64 @@ class TrtllmMhaImpl(VendorImpl):
 
     def _attend(
         self,
-        part: DecodeRows | PrefillRows,
+        part: CalledRows,
         layer: AttentionLayer,
         query: torch.Tensor,
         pages: KVViews,
         output: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
-        """One call over its rows; the log-sum-exp becomes a natural one."""
-        own_lse = None if lse is None else rows_of(lse, part)
-        rows, qk_scale = self._query(part, layer, rows_of(query, part))
-        call = PagedCall(
-            query=rows,
-            key=pages.key,
-            value=pages.value,
-            output=rows_of(output, part),
-            pages=part.pages,
-            kv_lens=part.kv_lens,
-            max_kv_len=part.max_kv_len,
-            workspace=part.workspace,
-            counters=part.counters,
-            qk_scale=qk_scale,
-            v_scale=self._scales.of(layer, "_v_scale") if self._is_fp8 else 1.0,
-            sliding_window=self.sliding_window,
-            sinks=self._fp32_sinks(),
-            lse=own_lse,
+        """One call over its rows; the log-sum-exp becomes a natural one.
+
+        What the common step does not need is asked for by one comparison each: at batch 1 the
+        host's time is all that a layer waits for.
+        """
+        rows, own_output, own_lse = rows_of(part, query, output, lse)
+        qk_scale, v_scale = self.scale, 1.0
+        if self._is_fp8:
+            rows, qk_scale = self._scaled_query(part, layer, rows)
+            v_scale = self._scales.of(layer, "_v_scale")
+        if part.query is not None and not rows.is_contiguous():
+            rows = part.query.copy_(rows)
+        if self.sliding_window is not None:
+            self._check_windows(part)
+        if part.rule.kernel is VendorKernel.FMHA_V2:
+            # It multiplies values that no query sees by zero, whatever slots hold there.
+            clear_tails(pages.key, pages.value, part.pages, part.kv_lens)
+        sinks = None if self.sinks is None else self._fp32_sinks()
+        call = LayerCall(
+            rows,
+            pages.key,
+            pages.value,
+            own_output,
+            qk_scale,
+            v_scale,
+            self._window_left,
+            sinks,
+            own_lse,
         )
-        self._call(part, call)
+        part.attend(part.calls, part, call)
         if own_lse is not None:
             own_lse.mul_(LSE_UNIT)
 
-    def _call(self, part: DecodeRows | PrefillRows, call: PagedCall) -> None:
-        calls, kernel = part.calls, part.rule.kernel
-        if isinstance(part, PrefillRows):
-            prefill = calls.gen_prefill
-            if kernel is VendorKernel.FMHA_V2:
-                prefill = calls.fmha_v2
-                # It multiplies values that no query sees by zero, whatever slots hold there.
-                clear_tails(call.key, call.value, call.pages, call.kv_lens)
-            prefill(call, part.query_starts, part.kv_starts, part.max_query_len)
-        elif kernel is VendorKernel.TRTLLM_GEN:
-            calls.gen_decode(call, part.max_query_len, part.query_starts)
-        elif (
-            part.max_query_len > 1
-            and self.sliding_window is not None
-            and not calls.verifies_windows
-        ):
+    def _check_windows(self, part: CalledRows) -> None:
+        """The kernel places the layer's window for each row."""
+        is_verify = part.rule.kernel is VendorKernel.XQA and part.max_query_len > 1
+        if is_verify and not part.calls.verifies_windows:
             raise NotImplementedError(
                 f"sliding_window {self.sliding_window} of rows of {part.max_query_len} tokens is "
-                f"not placed row by row by xqa of flashinfer {calls.version}: give the layer a "
-                "KV cache group with a window, or install flashinfer-python>=0.7"
+                f"not placed row by row by xqa of flashinfer {part.calls.version}: give the layer "
+                "a KV cache group with a window, or install flashinfer-python>=0.7"
             )
-        elif part.query_starts is None:
-            calls.xqa(call, part.max_query_len, part.mask)
-        else:
-            assert part.mask is not None
-            calls.ragged_xqa(call, part.max_query_len, part.mask, part.query_starts)
 
-    def _query(
+    def _scaled_query(
         self, part: CalledRows, layer: AttentionLayer, rows: torch.Tensor
     ) -> tuple[torch.Tensor, float]:
-        """The query as the kernel takes it, and the scale of its products with stored keys."""
-        scale = self.scale
-        if self._is_fp8:
-            scale *= self._scales.of(layer, "_k_scale")
-        if not (self._is_fp8 and part.rule.query_is_fp8):
-            if part.query is not None and not rows.is_contiguous():
-                return part.query.copy_(rows), scale
+        """The query in the type that the kernel takes over an fp8 cache, and the scale of its
+        products with stored keys.
+        """
+        scale = self.scale * self._scales.of(layer, "_k_scale")
+        if not part.rule.query_is_fp8:
             return rows, scale
         assert part.query is not None
         q_scale = self._scales.of(layer, "_q_scale")

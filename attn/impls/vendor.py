@@ -126,32 +126,36 @@ class VendorImpl(CachedImpl):
         """Every call of the step. ``output`` and ``lse`` have the query's rows."""
 
 
-def rows_of(tensor: torch.Tensor, part: VendorRows) -> torch.Tensor:
-    """The part's rows; the tensor itself where they are all of its."""
-    # Not its len, which costs ten times as much.
-    if part.num_tokens == tensor.size(0):
-        return tensor
-    return tensor[part.first_token : part.first_token + part.num_tokens]
+def rows_of(
+    part: VendorRows, query: torch.Tensor, output: torch.Tensor, lse: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The part's rows of each; the tensors themselves where they are all of them."""
+    tokens = part.num_tokens
+    if query.shape[0] == tokens and output.shape[0] == tokens and lse is None:
+        return query, output, None
+    rows = slice(part.first_token, part.first_token + tokens)
+    return query[rows], output[rows], None if lse is None else lse[rows]
 
 
 def _check_rows(
     tokens: int, query: torch.Tensor, rows: torch.Tensor, lse: torch.Tensor | None
 ) -> None:
     """Every tensor has a row for each token of the step, as the kernels address them."""
-    if query.size(0) < tokens:
+    # Neither len nor size, which cost three times and twice as much.
+    if query.shape[0] < tokens:
         raise _too_short("query", query, tokens)
-    if rows.size(0) < tokens:
+    if rows.shape[0] < tokens:
         raise _too_short("output", rows, tokens)
     if not rows.is_contiguous():
         raise ValueError(f"output must be contiguous, got strides {rows.stride()}")
     if lse is not None:
-        if lse.size(0) < tokens:
+        if lse.shape[0] < tokens:
             raise _too_short("output_lse", lse, tokens)
         if not lse.is_contiguous():
             raise ValueError(f"output_lse must be contiguous, got strides {lse.stride()}")
-    if query.stride(-1) != 1:
+    if query.stride()[-1] != 1:
         raise ValueError(
-            f"query must be contiguous in its last dimension, got strides {tuple(query.stride())}"
+            f"query must be contiguous in its last dimension, got strides {query.stride()}"
         )
 
 

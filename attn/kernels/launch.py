@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from attn.kernels.fast_launch import GROUPS, Relauncher, picker
+from builders.fast_launch import GROUPS, Relauncher, picker
 
 _COMPILERS = 8
 """Threads that compile, each in its own kernel."""

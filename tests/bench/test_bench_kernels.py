@@ -554,10 +554,10 @@ def test_xqa_takes_decodes_and_a_causal_mask_for_verifies():
 
 def test_flashinfer_s_modules_are_those_that_its_calls_compile():
     bf16, fp8, index = torch.bfloat16, torch.float8_e4m3fn, torch.int32
-    prefill = ("flashinfer.jit", "gen_batch_prefill_module")
+    prefill, fa2 = flashinfer_jit.PREFILL_MAKER, flashinfer_jit.fa2_maker()
     xqa = ("flashinfer.jit.xqa", "gen_xqa_module")
     assert list(flashinfer_jit.modules_of(TINY["fp8"])) == [
-        (*prefill, "fa2", bf16, fp8, bf16, index, 16, 16, 0, False, False, False),
+        (*fa2, "fa2", bf16, fp8, bf16, index, 16, 16, 0, False, False, False),
         (*xqa, bf16, fp8, 4, 16, 2, False, bf16, 1),
     ]
     assert list(flashinfer_jit.modules_of(TINY["window"])) == [
@@ -581,6 +581,7 @@ def test_flashinfer_s_modules_are_compiled_once_longest_first_whatever_fails(mon
         return SimpleNamespace(name=name, build=build, is_aot=False)
 
     functions = SimpleNamespace(gen_batch_prefill_module=make, gen_xqa_module=make)
+    setattr(functions, flashinfer_jit.FA2_MAKER[1], make)
     monkeypatch.setattr(flashinfer_jit, "import_module", lambda name: functions)
     monkeypatch.setenv("MAX_JOBS", "1")
     monkeypatch.setattr(flashinfer_jit, "modules_at_once", lambda *_: 1)
@@ -613,7 +614,7 @@ def test_cases_of_every_table_are_compiled_by_name():
     (twin,) = (case for case in compiled_cases() if case.name == "dec_fp8_b32_4k")
     assert twin.kv_cache_dtype is CacheDType.FP8_E4M3
     assert {module[1] for module in flashinfer_jit.modules_of(twin)} == {
-        "gen_batch_prefill_module",
+        flashinfer_jit.fa2_maker()[1],
         "gen_xqa_module",
     }
 

@@ -142,8 +142,15 @@ def test_more_requests_than_declared_are_refused() -> None:
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize(("num_reqs", "most"), [(1, 1), (1, 5000), (5, 300), (64, 700)])
 def test_lists_are_those_of_a_loop_over_pages(
-    lister: Callable[..., torch.Tensor], skips: bool, page_size: int, num_reqs: int, most: int
+    lister: Callable[..., torch.Tensor],
+    skips: bool,
+    page_size: int,
+    num_reqs: int,
+    most: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Memory that was not cleared shows.
+    monkeypatch.setattr(torch, "empty", lambda size, **given: torch.full((size,), -7, **given))
     table, lens = ragged(num_reqs, page_size, most)
     pages = [-(-length // page_size) for length in lens]
     skipped = [row % (count + 1) if skips else 0 for row, count in enumerate(pages)]

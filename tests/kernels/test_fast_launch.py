@@ -26,15 +26,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction, compute_cache_key
 
-from attn.kernels import fast_launch
 from attn.kernels.decode import decode_kernel
-from attn.kernels.fast_launch import GROUPS, MOST_PREPARED, Relauncher
 from attn.kernels.hopper.decode import hopper_decode_kernel
 from attn.kernels.hopper.mla import hopper_mla_kernel
 from attn.kernels.hopper.prefill import hopper_prefill_kernel
 from attn.kernels.launch import KernelForm, collected_calls
 from attn.kernels.mla_decode import mla_decode_kernel
 from attn.kernels.prefill import prefill_kernel
+from builders import fast_launch
+from builders.fast_launch import GROUPS, MOST_PREPARED, Relauncher, RepeatedLaunch
 from builders.split_plan import (
     Pointers,
 )
@@ -538,6 +538,26 @@ def test_a_triton_without_its_knobs_is_not_learnt_from(
 
 def test_nothing_is_watched_as_a_rule() -> None:
     assert not fast_launch._is_watched()
+
+
+# -- Launches of builders.
+
+
+def test_a_repeated_launch_goes_past_triton_with_the_same_arguments(gpu: Driver) -> None:
+    launch = RepeatedLaunch(kernel_of(gpu), FIXED)
+    given = arguments(table_ptr=tensor(torch.int32, 1))
+    del given["plan"]
+    given = (
+        {"desc": given.pop("desc")} | {name: tensor(torch.int32) for name in GROUPS["plan"]} | given
+    )
+    sinks = {"sinks_ptr": tensor()}
+    for change, is_known in (({}, False), ({"count": 21}, True), (sinks, False), (sinks, True)):
+        given |= change
+        launch((3, 2), *given.values())
+        assert gpu.was_past_triton == is_known
+    past = gpu.launched()
+    RepeatedLaunch(kernel_of(gpu), FIXED)((3, 2), *given.values())
+    assert gpu.launched()[5:] == past[5:]
 
 
 # -- The kernels of this library.

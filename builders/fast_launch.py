@@ -115,6 +115,34 @@ class Relauncher:
             self._learns = False
 
 
+class RepeatedLaunch:
+    """Launches of one kernel that differ in few arguments: the others stand ready, in its order."""
+
+    def __init__(self, kernel: Any, fixed: Mapping[str, Any]) -> None:
+        """
+        Args:
+            kernel: the ``triton.jit`` function.
+            fixed: arguments that every launch shares; the others vary.
+        """
+        self._kernel = kernel
+        self._arguments = {name: fixed.get(name) for name in kernel.arg_names}
+        self._varying = tuple(name for name in kernel.arg_names if name not in fixed)
+        self._relauncher = Relauncher(kernel, self._varying)
+
+    def __call__(self, grid: tuple[int, ...], *values: Any) -> None:
+        """Enqueue on the current stream, past Triton where it made a launch like this before.
+
+        Args:
+            grid: programs, none of them 0.
+            values: of the arguments that vary, in the kernel's order.
+        """
+        if self._relauncher.launch(grid, values):
+            return
+        arguments = self._arguments | dict(zip(self._varying, values, strict=True))
+        compiled = self._kernel[grid](*arguments.values())
+        self._relauncher.learn(compiled, values, arguments)
+
+
 class _UnknownError(Exception):
     """A launch that is left to Triton."""
 
