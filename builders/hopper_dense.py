@@ -24,7 +24,7 @@ from specs.engine import DecodeKernel, PrefillKernel
 HOPPER_RING = 192 * 1024
 """Bytes of keys and values under way in the split-KV kernel for Hopper."""
 
-_Tile = TypeVar("_Tile", HopperTile, HopperDecodeTile)
+_Tile = TypeVar("_Tile")
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from builders.hopper_dense import chosen_kernel
 from builders.sparse_tiles import MOST_ROWS, HopperSparseTile, SparseShape, SparseTile
 from specs.base import cdiv
 from specs.devices import DeviceKind
 from specs.dtypes import DType
+from specs.engine import DecodeKernel, PrefillKernel
 from specs.rows import LatentFormat
 
 KV_TILE: Final = 128
@@ -48,56 +50,66 @@ def hopper_misfit(shape: SparseShape, kind: DeviceKind, dtype: DType) -> str | N
     return None
 
 
-def hopper_tile(
+def sparse_kernel_of(
     shape: SparseShape,
     kind: DeviceKind,
     dtype: DType,
+    batch_invariant: bool,
+    option: str,
+    wanted: PrefillKernel | DecodeKernel,
+) -> tuple[HopperSparseTile | None, str]:
+    """Which of the library's own kernels takes a layer's rows, and why.
+
+    Args:
+        shape: of the layer.
+        kind: of the device.
+        dtype: of the query.
+        batch_invariant: a row's bits are to depend on the row alone.
+        option: the engine's setting for these rows.
+        wanted: its value.
+
+    Returns:
+        What the kernel for Hopper is asked for, None for the plain kernel; and the reason in words.
+
+    Raises:
+        ValueError: the kernel for Hopper is wanted by name and does not serve.
+    """
+    found: HopperSparseTile | str | None = hopper_misfit(shape, kind, dtype)
+    if found is None and batch_invariant:
+        found = "it cuts lists where the number of rows leads, and bits are to be a row's own"
+    left = None
+    if shape.num_heads < FEWEST_HEADS:
+        left = f"{shape.num_heads} heads, fewer than {FEWEST_HEADS}, are faster by tiles of few"
+    found = usual_options(shape.layout) if found is None else found
+    return chosen_kernel(option, wanted, found, layer="sparse layer", left=left)
+
+
+def usual_options(layout: LatentFormat) -> HopperSparseTile:
+    """What a launch is given: who widens e4m3 needs registers, more than who multiplies gives up:
+    with (216, 72) `dec_656_h128_b128` took 313 us, so 293.
+    """
+    if layout is LatentFormat.BF16:
+        return HopperSparseTile()
+    return HopperSparseTile(second_registers=208, producer_registers=88)
+
+
+def hopper_sparse_tile(
+    shape: SparseShape,
     multiprocessors: int,
     num_rows: int,
     options: HopperSparseTile | None = None,
-) -> tuple[SparseTile | None, str]:
-    """The kernel's launch record for rows of queries, and why it takes them or does not.
+) -> SparseTile:
+    """The kernel's launch record for rows of queries.
 
     Rows of which there are few are cut into parts, whose states the plain kernel's fold puts
     together; how many is a function of the number of rows.
 
     Args:
         shape: of the layer.
-        kind: of the device.
-        dtype: of the query.
         multiprocessors: of the device.
         num_rows: of the launch, padding included.
-        options: what is to be measured; None for the usual.
-
-    Returns:
-        The record, None for the plain kernel; and the reason in words.
+        options: of the kernel; None for the usual.
     """
-    misfit = hopper_misfit(shape, kind, dtype)
-    if misfit is not None:
-        return None, misfit
-    if shape.num_heads < FEWEST_HEADS:
-        return None, (
-            f"{shape.num_heads} heads, fewer than {FEWEST_HEADS}, are faster by tiles of few rows"
-        )
-    return forced_tile(shape, multiprocessors, num_rows, options), "it serves the rows"
-
-
-def usual_options(layout: LatentFormat) -> HopperSparseTile:
-    """What a launch is given: who widens e4m3 needs registers, of which those who multiply keep
-    what they need by Triton 3.6.
-    """
-    if layout is LatentFormat.BF16:
-        return HopperSparseTile()
-    return HopperSparseTile(second_registers=216, producer_registers=72)
-
-
-def forced_tile(
-    shape: SparseShape,
-    multiprocessors: int,
-    num_rows: int,
-    options: HopperSparseTile | None = None,
-) -> SparseTile:
-    """The record of any number of heads, where nothing else speaks against the kernel."""
     tile = SparseTile(
         rows=MOST_ROWS,
         kv_tile=KV_TILE,
@@ -106,6 +118,7 @@ def forced_tile(
         num_warps=4,
         num_stages=2,
         hopper=options or usual_options(shape.layout),
+        hastens=True,
     )
     segments = tile.segments(shape.topk)
     programs = max(num_rows, 1) * tile.head_tiles(shape.num_heads)

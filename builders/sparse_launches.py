@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Final
 
 import torch
 
 from builders.buffers import GraphBuffers
-from builders.sparse_tiles import SparseShape, SparseTile, sparse_tile
+from builders.hopper_sparse import hopper_sparse_tile
+from builders.sparse_tiles import HopperSparseTile, SparseShape, SparseTile, sparse_tile
 from builders.triton_attn import device_facts
+from specs.sparse_mla import SparsePhase
 
 STATE_BYTES: Final = 256 << 20
 """Of the states that one launch stores; a launch has at least one row."""
@@ -29,6 +33,9 @@ class SparseLaunch:
     """How the rows of a phase are launched."""
 
     tile: SparseTile
+    twin: SparseTile
+    """The plain kernel's, for tensors that the one for Hopper cannot read; the tile itself where it
+    is that."""
     rows: int
     """Rows of a launch, one after another where there are more: what there is scratch for."""
     workspace: SparseWorkspace
@@ -49,22 +56,33 @@ class SparseLaunches:
     """A group's launches, of any number of rows, over scratch in a builder's buffers."""
 
     def __init__(
-        self, shape: SparseShape, most_rows: int, batch_invariant: bool, buffers: GraphBuffers
+        self,
+        shape: SparseShape,
+        most_rows: int,
+        batch_invariant: bool,
+        hopper: Mapping[SparsePhase, HopperSparseTile | None],
+        buffers: GraphBuffers,
     ) -> None:
         """
         Args:
             shape: of the layers.
             most_rows: of any step.
             batch_invariant: a row's bits depend on the row alone.
+            hopper: of each phase that comes to the library's own kernels what the one for Hopper is
+                asked for, None for the plain one; from
+                :func:`builders.hopper_sparse.sparse_kernel_of`.
             buffers: where ``states`` and ``sums`` are declared, on the device that is launched on.
         """
         self._shape, self._is_invariant = shape, batch_invariant
+        self._hopper = hopper
         self._facts = device_facts(buffers.device)
         # Beyond a row for each multiprocessor the number of rows decides nothing.
         sizes = {*range(1, min(most_rows, self._facts[1]) + 1), most_rows}
         floats = [
-            tile.state_floats(rows, shape.num_heads, shape.topk, shape.rank)
-            for tile, rows in map(self._sized, sizes)
+            tile.state_floats(launch_rows, shape.num_heads, shape.topk, shape.rank)
+            for phase, rows in product(hopper, sizes)
+            for *tiles, launch_rows in [self._sized(rows, phase)]
+            for tile in tiles
         ]
         states, sums = (max(counts) for counts in zip(*floats, strict=True))
         self._workspace = SparseWorkspace(
@@ -72,15 +90,18 @@ class SparseLaunches:
             buffers.declare("sums", (sums,), torch.float32),
         )
 
-    def of(self, num_rows: int) -> SparseLaunch:
+    def of(self, num_rows: int, phase: SparsePhase) -> SparseLaunch:
         """The launch of a phase: a function of its number of rows, padding included."""
-        tile, rows = self._sized(num_rows)
-        return SparseLaunch(tile, rows, self._workspace)
+        return SparseLaunch(*self._sized(num_rows, phase), self._workspace)
 
-    def _sized(self, num_rows: int) -> tuple[SparseTile, int]:
-        """The tile, and how many rows a launch takes."""
+    def _sized(self, num_rows: int, phase: SparsePhase) -> tuple[SparseTile, SparseTile, int]:
+        """The tile and its twin, and how many rows a launch takes."""
         shape, (kind, multiprocessors) = self._shape, self._facts
-        tile = sparse_tile(shape, kind, multiprocessors, num_rows, self._is_invariant)
-        one = sum(tile.state_floats(1, shape.num_heads, shape.topk, shape.rank)) * _FLOAT
+        twin = tile = sparse_tile(shape, kind, multiprocessors, num_rows, self._is_invariant)
+        options = self._hopper[phase]
+        if options is not None:
+            tile = hopper_sparse_tile(shape, multiprocessors, num_rows, options)
+        sizes = shape.num_heads, shape.topk, shape.rank
+        one = max(sum(each.state_floats(1, *sizes)) for each in (tile, twin)) * _FLOAT
         fits = num_rows if one == 0 else max(STATE_BYTES // one, 1)
-        return tile, max(min(num_rows, fits), 1)
+        return tile, twin, max(min(num_rows, fits), 1)

@@ -16,6 +16,7 @@ from builders.base import AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch
+from builders.hopper_sparse import sparse_kernel_of
 from builders.sparse_calls import CallPlanner
 from builders.sparse_launches import SparseLaunch, SparseLaunches
 from builders.sparse_mla_choice import (
@@ -29,8 +30,9 @@ from builders.sparse_mla_choice import (
 )
 from builders.sparse_records import RowChunk, SparseMLAMetadata, SparseRows
 from builders.sparse_rows import RowLengths, context_slots, fill_rows
-from builders.sparse_tiles import SparseShape
+from builders.sparse_tiles import HopperSparseTile, SparseShape
 from builders.split import BatchSplit, split_decodes_and_prefills
+from builders.triton_attn import device_facts, runs_gluon
 from builders.trtllm_mha_choice import capability_of
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
@@ -45,6 +47,8 @@ ROW_WIDTHS = (512, 64)
 """Latent and rotary part of a row, for every kernel but the library's own; the widest of its."""
 OWN_LAUNCHES = (SparseKernel.TRITON_SPARSE, SparseKernel.FLASHINFER_MLA)
 """Kernels of rows that the library's own is launched for: FlashInfer's takes full lists alone."""
+OWN_OPTIONS = {SparsePhase.PREFILL: "prefill_kernel", SparsePhase.DECODE: "decode_kernel"}
+"""Settings of the engine that choose between the library's own kernels."""
 LEAST_WIDTH = 32
 """Of either part: the narrowest that is written."""
 
@@ -104,9 +108,26 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             *(setup.num_heads, width, setup.layout, setup.dtype.itemsize),
             *(spec.kv_lora_rank, spec.qk_rope_head_dim),
         )
-        is_prefills = any(plan.phase is SparsePhase.PREFILL for plan in plans)
-        most = self._most_rows if is_prefills else decodes
-        return SparseLaunches(shape, most, self.vllm_config.batch_invariant, self.buffers)
+        phases = {plan.phase for plan in plans}
+        most = self._most_rows if SparsePhase.PREFILL in phases else decodes
+        is_invariant = self.vllm_config.batch_invariant
+        hopper = {phase: self._hopper_of(phase, shape) for phase in phases}
+        return SparseLaunches(shape, most, is_invariant, hopper, self.buffers)
+
+    def _hopper_of(self, phase: SparsePhase, shape: SparseShape) -> HopperSparseTile | None:
+        """What the kernel for Hopper is asked for; None where the plain one takes a phase's rows.
+
+        Raises:
+            ValueError: it is wanted by name and does not serve.
+        """
+        config = self.vllm_config
+        option, wanted = OWN_OPTIONS[phase], getattr(config, OWN_OPTIONS[phase])
+        if wanted.value == "auto" and not runs_gluon(self.device):
+            return None
+        return sparse_kernel_of(
+            *(shape, device_facts(self.device)[0], self.setup.dtype),
+            *(config.batch_invariant, option, wanted),
+        )[0]
 
     def _declare(self) -> None:
         buffers, rows = self.buffers, self._most_rows
@@ -319,7 +340,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
     def _launch(self, plan: PhasePlan, count: int) -> SparseLaunch | None:
         if plan.kernel not in OWN_LAUNCHES or self._launches is None:
             return None
-        return self._launches.of(count)
+        return self._launches.of(count, plan.phase)
 
     def _fill(self, rows: SparseRows) -> None:
         fill_rows(

@@ -86,8 +86,11 @@ class SparseTile:
     """Heads of a program that folds stored states."""
     finish_width: int = 128
     """Columns of it."""
+    hastens: bool = False
+    """What folds stored states may start ahead, and waits by itself: on Hopper and later."""
     hopper: HopperSparseTile | None = None
-    """The kernel for Hopper takes the rows, from :func:`builders.hopper_sparse.hopper_tile`."""
+    """The kernel for Hopper takes the rows, as :func:`builders.hopper_sparse.hopper_sparse_tile`
+    cuts them."""
 
     def __post_init__(self) -> None:
         """Refuse what no launch can be.
@@ -148,8 +151,9 @@ def sparse_tile(
     """The launch record for rows of queries.
 
     Where tiles fold (up to 16 heads, and everywhere but on Hopper), a row's bits depend on the row
-    alone, whatever the number of rows. Elsewhere they do when ``batch_invariant``; otherwise rows
-    that are many are not split.
+    alone, whatever the number of rows; but on Hopper rows that are few take their segments whole,
+    which is another order of sums. Elsewhere, and there, they do when ``batch_invariant``;
+    otherwise rows that are many are not split.
 
     Args:
         shape: of the layer.
@@ -163,7 +167,14 @@ def sparse_tile(
     programs = max(num_rows, 1) * tile.head_tiles(shape.num_heads)
     if tile.folds:
         # A program that has a row alone stores nothing: as soon as those fill half the device.
-        return replace(tile, span=segments if 2 * programs > multiprocessors else 1)
+        if 2 * programs > multiprocessors:
+            return replace(tile, span=segments)
+        split = replace(tile, span=1, hastens=kind is DeviceKind.SM90)
+        if kind is not DeviceKind.SM90 or shape.element_bytes > 2 or batch_invariant:
+            return split
+        # A segment in one step: `dec_656_h16_b1` took 17.8 us by steps of 64 keys, so 13.2.
+        return replace(split, kv_tile=SEGMENT, num_stages=1, holds_next=False)
+    tile = replace(tile, hastens=kind is DeviceKind.SM90)
     if batch_invariant:
         return tile
     # One segment for each program, as many as fill the device once.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn.ops.sparse_mla import sparse_mla, workspace_for
-from builders.hopper_sparse import forced_tile, usual_options
+from builders.hopper_sparse import hopper_sparse_tile, usual_options
 from builders.sparse_tiles import HopperSparseTile, SparseShape, SparseTile
 from builders.triton_attn import device_facts
 from specs.devices import DeviceKind
@@ -54,7 +54,7 @@ def tile_of(case: SparseCase, rows: int, **changes: Any) -> SparseTile:
     """What so many rows would be given, with other options."""
     shape = SparseShape(case.num_heads, case.topk, case.layout)
     options: HopperSparseTile = replace(usual_options(case.layout), **changes)
-    return forced_tile(shape, device_facts(DEVICE)[1], rows, options)
+    return hopper_sparse_tile(shape, device_facts(DEVICE)[1], rows, options)
 
 
 def run(trial: SparseTrial, tile: SparseTile, **changes: Any) -> tuple[Tensor, Tensor]:

@@ -76,8 +76,8 @@ def calls_of(kernel: SparseKernel, layout: LatentFormat, heads: int, phase: Spar
     planned = planner.plan(plan, indices)
     assert planned is not None
     shape = SparseShape(heads, plan.index_width, layout)
-    launches = SparseLaunches(shape, len(LENS), False, GraphBuffers(DEVICE))
-    return Calls(plan, planned, indices, launches.of(len(LENS)))
+    launches = SparseLaunches(shape, len(LENS), False, {phase: None}, GraphBuffers(DEVICE))
+    return Calls(plan, planned, indices, launches.of(len(LENS), phase))
 
 
 def case_of(layout: LatentFormat, heads: int, lens: tuple[int, ...] = LENS) -> SparseCase:

@@ -29,8 +29,10 @@ from attn.ops.latent_convert import convert_blocks
 from attn.ops.sparse_mla import sparse_mla, tile_for, workspace_for
 from attn.reference import indexer as index_reference
 from attn.reference import sparse_mla as reference
+from builders.hopper_sparse import hopper_sparse_tile, sparse_kernel_of
 from builders.sparse_calls import load_flashmla
-from builders.sparse_tiles import SparseTile
+from builders.sparse_tiles import SparseShape, SparseTile
+from builders.triton_attn import device_facts, runs_gluon
 from specs.base import cdiv
 from specs.dtypes import DType
 from specs.engine import DecodeKernel
@@ -57,6 +59,11 @@ TARGETS: Final[dict[tuple[str, How], dict[str, float]]] = {
     (CONVERSION_CASE, How.DEVICE): {"min_rate": 3.5},
     (INDEX_CASE, How.DEVICE): {"min_rate": 2.5},
 }
+HOPPER_TARGETS: Final[dict[tuple[str, How], dict[str, float]]] = {
+    ("dec_656_h128_b128", How.DEVICE): {"max_ratio": 1.0},
+    ("pre_bf16_h128_4k", How.DEVICE): {"max_ratio": 1.0},
+}
+"""Of the kernel for Hopper."""
 HOWS: Final = (How.DEVICE, How.GRAPH)
 WHOLE_LIST: Final = {"segment": 1 << 16, "span": 1}
 """One state for a whole list, in half the registers: its bits are not those of a list that is split
@@ -94,7 +101,7 @@ def sparse_lines(
     rounds: Rounds,
     log: Log,
     *,
-    kernel: DecodeKernel = DecodeKernel.TRITON,
+    kernel: DecodeKernel = DecodeKernel.AUTO,
     peers: tuple[str, ...] = (FLASHMLA,),
 ) -> Iterator[Line]:
     """What is asked of a case; what fails is a line with its reason.
@@ -104,7 +111,7 @@ def sparse_lines(
         backends: ours, for the lines' names.
         rounds: how often things are timed.
         log: receives an error's place.
-        kernel: of ours.
+        kernel: of ours; both where they serve, unless one is asked for by name.
         peers: FlashMLA, and ``tiles`` for other tiles of ours.
     """
     (name,) = backends
@@ -113,22 +120,31 @@ def sparse_lines(
         asked = _asked(case, name, ALONE)
         yield from lines_or_reason(asked, [], partial(measure, case, asked, rounds), log)
         return
-    asked = _asked(case, name, FLASHMLA if FLASHMLA in peers else ALONE)
-    if kernel not in OWN_KERNELS:
-        reason = f"{name} has no {kernel.value} kernel"
-        yield from lines_or_reason(asked, [reason], lambda: [], log)
-        return
     content = make_sparse_content(case, rounds)
-    given = partial(_attended, content, asked, rounds, OWN_KERNELS[kernel])
-    yield from lines_or_reason(asked, [], given, log)
-    if TILES in peers and kernel is DecodeKernel.TRITON:
+    other = FLASHMLA if FLASHMLA in peers else ALONE
+    if kernel is not DecodeKernel.HOPPER:
+        asked = _asked(case, name, other)
+        given = partial(_attended, content, asked, rounds, ours)
+        yield from lines_or_reason(asked, [], given, log)
+    if kernel is not DecodeKernel.TRITON:
+        tile, why = _hopper_tile(content, kernel)
+        asked = _asked(case, f"{name}, {DecodeKernel.HOPPER.value}", other, HOPPER_TARGETS)
+        if tile is not None or kernel is DecodeKernel.HOPPER:
+            given = partial(_attended, content, asked, rounds, partial(ours, tile=tile))
+            yield from lines_or_reason(asked, [] if tile else [why], given, log)
+    if TILES in peers:
         for label, tile in alternatives(content).items():
-            asked = _asked(case, f"{name}, {label}", ALONE, judges=False)
+            asked = _asked(case, f"{name}, {label}", ALONE, {})
             given = partial(_attended, content, asked, rounds, partial(ours, tile=tile))
             yield from lines_or_reason(asked, [], given, log)
 
 
-def _asked(case: KernelCase, name: str, other: str, judges: bool = True) -> list[Line]:
+def _asked(
+    case: KernelCase,
+    name: str,
+    other: str,
+    targets: Mapping[tuple[str, How], dict[str, float]] = TARGETS,
+) -> list[Line]:
     """The lines of a case, without numbers."""
     part, what, unit, amount = Part.LISTS, case.what, "TF", case.flops * 1e-6
     if case.name == CONVERSION_CASE:
@@ -147,7 +163,7 @@ def _asked(case: KernelCase, name: str, other: str, judges: bool = True) -> list
             other=other,
             unit=unit,
             amount=amount,
-            **(TARGETS.get((case.name, how), {}) if judges else {}),
+            **targets.get((case.name, how), {}),
         )
         for how in HOWS
     ]
@@ -231,6 +247,23 @@ def _usual_tile(content: SparseContent) -> SparseTile:
     return tile_for(content.query[..., :rank], content.indices, content.case.latent_format)
 
 
+def _hopper_tile(content: SparseContent, kernel: DecodeKernel) -> tuple[SparseTile | None, str]:
+    """That of the kernel for Hopper; or None, and why it does not take the rows."""
+    case, device = content.case, content.query.device
+    if not runs_gluon(device):
+        return None, f"kernels in Gluon do not run on {device.type}"
+    kind, multiprocessors = device_facts(device)
+    shape = SparseShape(case.num_heads, case.topk, case.latent_format)
+    try:
+        given = shape, kind, MODEL_DTYPE, False, "decode_kernel", kernel
+        options, why = sparse_kernel_of(*given)
+    except ValueError as error:
+        return None, str(error)
+    if options is None:
+        return None, why
+    return hopper_sparse_tile(shape, multiprocessors, case.num_tokens, options), why
+
+
 def alternatives(content: SparseContent) -> Mapping[str, SparseTile]:
     """Other tiles of the plain kernel for a case, by name."""
     usual, found = _usual_tile(content), {}
@@ -261,12 +294,6 @@ def ours(content: SparseContent, tile: SparseTile | None = None) -> KernelRun:
         )
 
     return KernelRun(call, out)
-
-
-OWN_KERNELS: Final[dict[DecodeKernel, Callable[[SparseContent], KernelRun]]] = {
-    DecodeKernel.TRITON: ours
-}
-"""Ours, by the name that chooses them."""
 
 
 def flashmla(content: SparseContent) -> KernelRun | str:

@@ -48,6 +48,7 @@ def attend_by_triton(call: SparseCall) -> None:
             lse=call.lse[part],
             k_scale=call.k_scale,
             tile=launch.tile,
+            twin=launch.twin,
             workspace=launch.workspace,
         )
 

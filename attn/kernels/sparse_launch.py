@@ -78,6 +78,7 @@ def sparse_calls(
     addresses = _addresses(tensors.kv_cache, fields)
     segments, programs = tile.segments(topk), tile.programs(topk)
     head_tiles = tile.head_tiles(layer.num_heads)
+    waits = tile.hastens and programs > 1 and not INTERPRETED
     is_scaled = layer.layout is LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE
     has_factor = layer.layout is LatentFormat.FP8_NOPE_FP8_ROPE
     shared: dict[str, Any] = {
@@ -127,6 +128,7 @@ def sparse_calls(
         "HIDES_SCORES": tile.hides_scores,
         "HOLDS_NEXT": tile.holds_next,
         "STAGES": tile.num_stages,
+        "HASTENS": waits,
     }
     if tile.hopper is None:
         first = KernelCall(
@@ -145,9 +147,9 @@ def sparse_calls(
     if programs == 1:
         return (first,)
     finish = (min(tile.finish_rows, tile.rows), min(tile.finish_width, layer.rank))
-    shared |= {"FINISH_ROWS": finish[0], "FINISH_WIDTH": finish[1]}
+    shared |= {"FINISH_ROWS": finish[0], "FINISH_WIDTH": finish[1], "WAITS": waits}
     grid = (rows * head_tiles, tile.rows // finish[0], layer.rank // finish[1])
-    return first, KernelCall(fold_states_kernel, grid, shared, num_warps=2)
+    return first, KernelCall(fold_states_kernel, grid, shared, num_warps=2, waits=waits)
 
 
 def _compute_type(dtype: torch.dtype) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attn.kernels.numerics import INTERPRETED, decode_e4m3, saturate_to, to_float32
 from attn.kernels.rows import load_query, load_state, write_rows
@@ -272,6 +273,7 @@ def sparse_mla_kernel(
     SINKS: tl.constexpr,
     LSE: tl.constexpr,
     STAGES: tl.constexpr,
+    HASTENS: tl.constexpr,
 ):
     """Attention over listed rows; grid ``(T * HEAD_TILES, cdiv(SEGMENTS, SPAN))``.
 
@@ -280,6 +282,9 @@ def sparse_mla_kernel(
     ``[T, topk]`` and lens ``[T]`` int32; out ``[T, NUM_HEADS, WIDTH]``, LSE ``[T, NUM_HEADS]``.
     States go to slot ``(token * HEAD_TILES + tile) * SEGMENTS + segment``.
     """
+    if HASTENS:
+        # Who folds may start, and waits by itself.
+        gdc_launch_dependents()
     TILES: tl.constexpr = SEGMENT // KV_TILE
     WHOLE: tl.constexpr = SPAN >= SEGMENTS
     pid = tl.program_id(0)
@@ -397,12 +402,16 @@ def fold_states_kernel(
     LSE: tl.constexpr,
     FINISH_ROWS: tl.constexpr,
     FINISH_WIDTH: tl.constexpr,
+    WAITS: tl.constexpr,
 ):
     """Fold a row's stored states in order and write it; a program has some heads' columns.
 
     Grid ``(T * HEAD_TILES, ROWS // FINISH_ROWS, WIDTH // FINISH_WIDTH)``; shapes as above. Segments
-    that no key is listed in were not stored, and are not read.
+    that no key is listed in were not stored, and are not read. WAITS: it may have been started
+    while they are written.
     """
+    if WAITS:
+        gdc_wait()
     pid = tl.program_id(0)
     token = (pid // HEAD_TILES).to(tl.int64)
     row = tl.program_id(1) * FINISH_ROWS + tl.arange(0, FINISH_ROWS)

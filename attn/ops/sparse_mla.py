@@ -49,6 +49,7 @@ def sparse_mla(
     k_scale: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     tile: SparseTile | None = None,
+    twin: SparseTile | None = None,
     workspace: SparseWorkspace | None = None,
 ) -> None:
     """Each query row attends the cache's rows that it lists; one listed twice counts twice.
@@ -70,6 +71,8 @@ def sparse_mla(
         sinks: ``[H]`` logits that only the denominator has; the LSE has them too.
         tile: of a builder's launch, or from :func:`tile_for` to measure others without a builder;
             None makes it.
+        twin: the plain kernel's, in place of a tile of the one for Hopper that cannot copy these
+            tensors' rows.
         workspace: of a builder's launch; None allocates it where the tile splits rows.
 
     Raises:
@@ -87,6 +90,11 @@ def sparse_mla(
     from attn.kernels.sparse_launch import SparseLayer, SparseTensors, sparse_calls
 
     tile = tile or tile_for(query, indices, layout)
+    if tile.hopper is not None and twin is not None:
+        # Gluon only where it is used.
+        from attn.kernels.hopper.sparse_launch import is_aligned
+
+        tile = tile if is_aligned(query, rotary, kv_cache) else twin
     heads, rank = query.shape[1:]
     if workspace is None:
         rows, topk = indices.shape

@@ -165,7 +165,8 @@ def test_other_tiles_are_lines_of_their_own() -> None:
 def test_a_kernel_that_is_not_there_is_a_refusal() -> None:
     for line in lines_of("dec_656_h16_b1", kernel=DecodeKernel.HOPPER):
         assert line.is_refused
-        assert line.reason == "SPARSE_MLA has no hopper kernel"
+        assert line.backend == "SPARSE_MLA, hopper"
+        assert line.reason == "kernels in Gluon do not run on cpu"
 
 
 @pytest.mark.parametrize("name", ["dec_656_h16_b1", "dec_656_h128_b128", "pre_bf16_h16_4k"])

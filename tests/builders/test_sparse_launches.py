@@ -11,13 +11,14 @@ import torch
 from builders import sparse_launches
 from builders.buffers import GraphBuffers
 from builders.sparse_launches import SparseLaunches
-from builders.sparse_tiles import SparseShape
+from builders.sparse_tiles import HopperSparseTile, SparseShape
 from specs.devices import DeviceKind
 from specs.rows import LatentFormat
-from specs.sparse_mla import STORED_FORMATS
+from specs.sparse_mla import STORED_FORMATS, SparsePhase
 from tests.sparse_layers import Sizes, SparseLayer
 
 TOPK = 2048
+PREFILL, DECODE = SparsePhase.PREFILL, SparsePhase.DECODE
 H200 = DeviceKind.SM90, 132
 
 
@@ -27,37 +28,47 @@ def facts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> An
     return request.param
 
 
-def launches(heads: int, most: int, is_invariant: bool) -> tuple[SparseLaunches, GraphBuffers]:
+def launches(
+    heads: int, most: int, is_invariant: bool, hopper: HopperSparseTile | None = None
+) -> tuple[SparseLaunches, GraphBuffers]:
     # What would be memory of a GPU.
     buffers = GraphBuffers("meta")
-    return SparseLaunches(SparseShape(heads, TOPK), most, is_invariant, buffers), buffers
+    shape, phases = SparseShape(heads, TOPK), {PREFILL: hopper, DECODE: None}
+    return SparseLaunches(shape, most, is_invariant, phases, buffers), buffers
 
 
-@pytest.mark.parametrize("is_invariant", [False, True])
+@pytest.mark.parametrize(
+    ("is_invariant", "hopper"), [(False, None), (True, None), (False, HopperSparseTile())]
+)
 @pytest.mark.parametrize("heads", [1, 16, 20, 64, 128])
 def test_scratch_holds_every_step_and_is_bounded(
-    facts: Any, heads: int, is_invariant: bool
+    facts: Any, heads: int, is_invariant: bool, hopper: HopperSparseTile | None
 ) -> None:
-    made, buffers = launches(heads, 8192, is_invariant)
+    made, buffers = launches(heads, 8192, is_invariant, hopper)
     scratch = buffers["states"].numel(), buffers["sums"].numel()
     assert sum(scratch) * 4 <= sparse_launches.STATE_BYTES
     for rows in (0, 1, 2, 7, 31, 32, 33, 66, 131, 132, 133, 500, 4096, 8192):
-        launch = made.of(rows)
-        assert launch.workspace.states is buffers["states"]
-        assert 1 <= launch.rows <= max(rows, 1)
-        needed = launch.tile.state_floats(launch.rows, heads, TOPK)
-        assert all(one <= held for one, held in zip(needed, scratch, strict=True))
-        # Rows are taken in turn only where they would not fit.
-        more = launch.tile.state_floats(launch.rows + 1, heads, TOPK)
-        assert launch.rows >= rows or sum(more) * 4 > sparse_launches.STATE_BYTES
-    assert made.of(5).tile == made.of(5).tile
+        for phase in SparsePhase:
+            launch = made.of(rows, phase)
+            assert launch.workspace.states is buffers["states"]
+            assert 1 <= launch.rows <= max(rows, 1)
+            most = 0
+            for tile in (launch.tile, launch.twin):
+                needed = tile.state_floats(launch.rows, heads, TOPK)
+                assert all(one <= held for one, held in zip(needed, scratch, strict=True))
+                most = max(most, sum(tile.state_floats(launch.rows + 1, heads, TOPK)))
+            # Rows are taken in turn only where they would not fit.
+            assert launch.rows >= rows or most * 4 > sparse_launches.STATE_BYTES
+            assert (launch.tile.hopper is not None) == (phase is PREFILL and hopper is not None)
+            assert launch.twin.hopper is None
+    assert made.of(5, DECODE).tile == made.of(5, DECODE).tile
 
 
 def test_rows_whose_bits_are_their_own_are_taken_in_turn(facts: Any) -> None:
     made, _ = launches(128, 8192, True)
-    one, many = made.of(1), made.of(8192)
+    one, many = made.of(1, DECODE), made.of(8192, DECODE)
     # Segments are folded in registers or after they are stored, to the same bits.
-    assert replace(one.tile, span=1) == replace(many.tile, span=1)
+    assert replace(one.tile, span=1) == replace(many.tile, span=1, hastens=one.tile.hastens)
     # On Hopper states of 64 rows are too large to be kept for all.
     assert (many.rows < 8192) == (facts == H200)
 

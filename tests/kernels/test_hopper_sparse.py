@@ -12,10 +12,16 @@ from attn.kernels.hopper import sparse_launch
 from attn.kernels.hopper.sparse import hopper_sparse_kernel
 from attn.kernels.launch import KernelCall
 from attn.kernels.sparse_launch import SparseLayer, SparseTensors, sparse_calls
-from builders.hopper_sparse import forced_tile, hopper_misfit, hopper_tile
+from builders.hopper_sparse import (
+    hopper_misfit,
+    hopper_sparse_tile,
+    sparse_kernel_of,
+    usual_options,
+)
 from builders.sparse_tiles import HopperSparseTile, SparseShape, SparseTile
 from specs.devices import DeviceKind
 from specs.dtypes import DType
+from specs.engine import DecodeKernel, PrefillKernel
 from specs.rows import LatentFormat
 from tests.kernels import gluon_in_numpy
 from tests.sparse_cases import LAYOUTS, SparseCase, SparseTrial
@@ -34,14 +40,32 @@ HOPPER = DeviceKind.SM90
         ({"layout": SCALED}, HOPPER, DType.FLOAT16, "multiplied as bfloat16, not float16"),
         ({"layout": E4M3}, HOPPER, DType.BFLOAT16, "read by the plain kernel alone"),
         ({"num_heads": 32}, HOPPER, DType.BFLOAT16, "32 heads, fewer than 33"),
+        ({"batch_invariant": True}, HOPPER, DType.BFLOAT16, "bits are to be a row's own"),
     ],
 )
 def test_what_it_does_not_take_is_left_with_a_reason(
     changes: dict[str, Any], kind: DeviceKind, dtype: DType, said: str
 ) -> None:
-    tile, why = hopper_tile(replace(SHAPE, **changes), kind, dtype, 132, 4096)
-    assert tile is None
+    sizes = {name: value for name, value in changes.items() if name != "batch_invariant"}
+    is_invariant = "batch_invariant" in changes
+    given = replace(SHAPE, **sizes), kind, dtype, is_invariant
+    options, why = sparse_kernel_of(*given, "decode_kernel", DecodeKernel.AUTO)
+    assert options is None
     assert said in why
+    if "num_heads" in changes:
+        options, _ = sparse_kernel_of(*given, "decode_kernel", DecodeKernel.HOPPER)
+        assert options == usual_options(SHAPE.layout)
+        return
+    with pytest.raises(ValueError, match="prefill_kernel 'hopper' does not serve this sparse") as e:
+        sparse_kernel_of(*given, "prefill_kernel", PrefillKernel.HOPPER)
+    assert said in str(e.value)
+
+
+def test_what_it_serves_it_is_given_unless_the_plain_one_is_asked_for() -> None:
+    for layout in (BF16, SCALED):
+        given = replace(SHAPE, layout=layout), HOPPER, DType.BFLOAT16, False, "decode_kernel"
+        assert sparse_kernel_of(*given, DecodeKernel.AUTO)[0] == usual_options(layout)
+        assert sparse_kernel_of(*given, DecodeKernel.TRITON)[0] is None
 
 
 def test_few_rows_are_cut_into_parts_and_many_are_not() -> None:
@@ -49,8 +73,7 @@ def test_few_rows_are_cut_into_parts_and_many_are_not() -> None:
         shape = replace(SHAPE, layout=layout)
         assert hopper_misfit(shape, HOPPER, DType.BFLOAT16) is None
         for rows, parts in ((1, 16), (8, 8), (66, 1), (128, 1), (4096, 1)):
-            tile, _ = hopper_tile(shape, HOPPER, DType.BFLOAT16, 132, rows)
-            assert tile is not None
+            tile = hopper_sparse_tile(shape, 132, rows)
             assert tile.programs(2048) == tile.segments(2048) == parts
             assert tile.segment % 128 == 0
 
@@ -70,11 +93,13 @@ def tiles_of(case: SparseCase) -> dict[str, SparseTile]:
     shape = SparseShape(case.num_heads, case.topk, case.layout)
     options = HopperSparseTile()
     return {
-        "persistent": forced_tile(shape, 1, 99, options),
-        "early": forced_tile(shape, 1, 99, replace(options, early=True)),
-        "a program for each": forced_tile(shape, 1, 99, replace(options, programs_per_sm=None)),
-        "split": forced_tile(shape, 132, 1, options),
-        "split persistent": forced_tile(shape, 132, 3, options),
+        "persistent": hopper_sparse_tile(shape, 1, 99, options),
+        "early": hopper_sparse_tile(shape, 1, 99, replace(options, early=True)),
+        "a program for each": hopper_sparse_tile(
+            shape, 1, 99, replace(options, programs_per_sm=None)
+        ),
+        "split": hopper_sparse_tile(shape, 132, 1, options),
+        "split persistent": hopper_sparse_tile(shape, 132, 3, options),
     }
 
 

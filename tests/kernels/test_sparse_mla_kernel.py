@@ -126,7 +126,11 @@ def test_the_tile_follows_heads_rows_and_device() -> None:
         assert sparse_tile(SparseShape(heads, 2048), sm90, 132, 9).rows == rows
         assert sparse_tile(SparseShape(heads, 2048), DeviceKind.SM120, 132, 9).rows == 16
     for heads in (8, 16):
-        assert sparse_tile(SparseShape(heads, 2048), sm90, 132, 9).kv_tile == 64
+        assert sparse_tile(SparseShape(heads, 2048), sm90, 132, 128).kv_tile == 64
+        assert (
+            sparse_tile(SparseShape(heads, 2048), sm90, 132, 9, batch_invariant=True).kv_tile == 64
+        )
+        assert sparse_tile(SparseShape(heads, 2048), sm90, 132, 9).kv_tile == 128
         assert sparse_tile(SparseShape(heads, 2048), DeviceKind.SM100, 132, 9).kv_tile == 32
     block_scaled = LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE
     assert sparse_tile(SparseShape(20, 2048, block_scaled), sm90, 132, 9).rows == 64

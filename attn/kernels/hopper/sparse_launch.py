@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from attn.kernels.hopper.sparse import hopper_sparse_kernel
 from attn.kernels.launch import KernelCall, alignment
 from builders.hopper_sparse import hopper_misfit
@@ -18,6 +20,11 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 16
 """Bytes that a thread copies at a time."""
+
+
+def is_aligned(*tensors: torch.Tensor) -> bool:
+    """Rows lie where the kernel's threads can copy them from."""
+    return all(alignment(tensor) >= ALIGNMENT for tensor in tensors)
 
 
 def hopper_sparse_call(
