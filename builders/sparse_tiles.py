@@ -172,8 +172,11 @@ def sparse_tile(
         split = replace(tile, span=1, hastens=kind is DeviceKind.SM90)
         if kind is not DeviceKind.SM90 or shape.element_bytes > 2 or batch_invariant:
             return split
-        # A segment in one step: `dec_656_h16_b1` took 17.8 us by steps of 64 keys, so 13.2.
-        return replace(split, kv_tile=SEGMENT, num_stages=1, holds_next=False)
+        # A segment in one step, all of whose rows are asked for at once: `dec_656_h16_b1` took
+        # 17.8 us by steps of 64 keys, so 13.2; `dec_bf16_h16_b1` 17.6 and 12.6.
+        if shape.layout is LatentFormat.BF16:
+            return replace(split, kv_tile=SEGMENT, num_stages=1)
+        return replace(split, kv_tile=SEGMENT)
     tile = replace(tile, hastens=kind is DeviceKind.SM90)
     if batch_invariant:
         return tile

@@ -195,6 +195,9 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
             return most
         is_right = self.calls.verifies_windows or self.sliding_window is None
         is_right &= self.calls.verifies_fp8 or not self._is_fp8
+        if self.vllm_config.has_sinks:
+            spec: Any = self.kv_cache_spec
+            most = choice.most_tokens_with_sinks(self.num_heads // spec.num_kv_heads, most)
         return most if is_right else 1
 
     def _is_ragged(self, rule: KernelRule) -> bool:

@@ -18,6 +18,8 @@ from specs.engine import EngineConfig
 from specs.kv_cache import FullAttentionSpec, SlidingWindowSpec
 
 NAME = "TRTLLM_MHA"
+XQA_ROWS = 32
+"""Rows of one of its programs that are not of the kernel for fp8 on Hopper."""
 MODEL_DTYPES = (torch.bfloat16, torch.float16)
 CACHE_DTYPES = (
     CacheDType.AUTO,
@@ -220,6 +222,20 @@ def phase_reasons(
         yield f"model dtype must be one of {names} {by}, got {model}"
     if cache.quant_mode is KVQuantMode.FP8_PER_TENSOR and not rule.takes_fp8:
         yield f"kv_cache_dtype must not be quantised {by}, got {cache.value!r}"
+
+
+def most_tokens_with_sinks(group: int, most: int) -> int:
+    """Most tokens of a request that XQA decodes right in layers with sinks, up to ``most``.
+
+    Its programs have :data:`XQA_ROWS` rows, a token's query heads one after another, and look a
+    row's sink up by its place in the program: past the first program that is the row's head only
+    where programs are of whole tokens (``addAttentionSinksSpecDec`` of 0.6.14 and 0.7.2).
+
+    Args:
+        group: query heads of a KV head.
+        most: that an engine's decodes have.
+    """
+    return most if XQA_ROWS % group == 0 else min(most, max(XQA_ROWS // group, 1))
 
 
 def stride_reason(rule: KernelRule | None, spec: Any) -> str | None:

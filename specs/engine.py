@@ -100,6 +100,8 @@ class EngineConfig(Spec):
     """Which kernel takes the rows with few new tokens."""
     logits_soft_cap: PositiveFloat | None = None
     """Soft cap of the group's layers, for builders whose plan depends on it; None is off."""
+    has_sinks: StrictBool = False
+    """The group's layers have sinks, for builders whose kernels have not every shape with them."""
     softmax_scale: PositiveFloat | None = None
     """What the group's layers multiply q.k by, for builders whose plan holds it."""
     exact_host_lengths: StrictBool = True

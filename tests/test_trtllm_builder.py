@@ -25,6 +25,7 @@ from builders.trtllm_mha_choice import (
     VendorKernel,
     capability_of,
     missing_reason,
+    most_tokens_with_sinks,
     phase_notes,
     rule_of,
     stride_reason,
@@ -843,3 +844,47 @@ def test_the_builder_has_vllms_arguments() -> None:
             for cls in (TrtllmMhaMetadataBuilder, AttentionMetadataBuilder)
         )
         assert own == base
+
+
+# -- Sinks of verifies.
+
+
+@pytest.mark.parametrize(
+    ("group", "most", "right"),
+    [(1, 9, 9), (4, 9, 9), (7, 9, 4), (7, 3, 3), (3, 20, 10)],
+)
+def test_sinks_are_found_where_a_program_has_whole_tokens(
+    group: int, most: int, right: int
+) -> None:
+    assert most_tokens_with_sinks(group, most) == right
+    # Of every row that is counted on, by its place in a program of 32.
+    for row in range(right * group):
+        program = 0 if right * group <= 32 else row // 32
+        assert (row - 32 * program) % group == row % group
+
+
+def test_rows_whose_sinks_xqa_does_not_find_are_prefills() -> None:
+    longer = SpeculativeConfig(num_speculative_tokens=6)
+    spec = SPEC.replace(num_kv_heads=1)
+    with emulated(H200, NEW):
+        for heads, has_sinks, most in ((7, True, 4), (7, False, 7), (8, True, 7)):
+            given = {"num_heads": heads, "has_sinks": has_sinks, "speculative": longer}
+            builder = builder_of(spec, **given)
+            assert builder.reorder_batch_threshold == most
+            record = builder.build(0, batch_of([4, 5], [20, 20]))
+            assert record.split.num_decodes == (1 if most == 4 else 2)
+
+
+def test_a_layer_with_sinks_refuses_rows_that_were_planned_without() -> None:
+    longer = SpeculativeConfig(num_speculative_tokens=6)
+    spec = SPEC.replace(num_kv_heads=1)
+    with emulated(H200, NEW):
+        builder = builder_of(spec, num_heads=7, speculative=longer)
+        record = builder.build(0, batch_of([5, 5], [20, 20]))
+        impl = TrtllmMhaImpl(7, 64, 0.125, 1, sinks=torch.zeros(7))
+        cache = spec.layout().allocate(8, "cpu")
+        query = torch.zeros(10, 7, 64, dtype=torch.bfloat16)
+        with pytest.raises(NotImplementedError, match=r"sinks of rows of 7 tokens.*has_sinks=True"):
+            impl.forward(
+                LayerScales.of(), query, None, None, cache, record, torch.empty_like(query)
+            )

@@ -297,6 +297,7 @@ class DenseTrial(Trial):
             heads.num_heads,
             rswa_window=feature.rswa_window,
             logits_soft_cap=feature.logits_soft_cap,
+            has_sinks=feature.sinks,
         )
         self.spec = self._kv_cache_spec()
         self.buffer = self.allocate()

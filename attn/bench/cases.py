@@ -100,7 +100,8 @@ class BenchTable(StrEnum):
     @property
     def decode_kernel(self) -> DecodeKernel:
         """Likewise."""
-        return DecodeKernel.AUTO if self.times_plans else DecodeKernel.TRITON
+        takes_both = self.times_plans or self is BenchTable.SPARSE_MLA
+        return DecodeKernel.AUTO if takes_both else DecodeKernel.TRITON
 
     @property
     def cases(self) -> tuple[KernelCase, ...]:

@@ -42,7 +42,7 @@ def vllm_build(
     except Exception as error:
         return Refusal(Status.UNAVAILABLE, f"vLLM's builder: {describe(error)}")
     try:
-        builder = _builder_of(case, device, uses_xqa)
+        builder = _builder_of(case, batch, uses_xqa)
         common = _common_of(batch)
     except Exception as error:
         return Refusal(Status.FAILED, f"vLLM's builder: {describe(error)}")
@@ -51,7 +51,10 @@ def vllm_build(
     return lambda: builder.build(0, common)
 
 
-def _builder_of(case: KernelCase, device: Any, uses_xqa: bool) -> Any:
+def _builder_of(case: KernelCase, batch: CommonAttentionMetadata, uses_xqa: bool) -> Any:
+    """The builder, which has built once: what it looks up then it keeps, and only there is a
+    configuration set.
+    """
     config_of: Any = import_module("vllm.config")
     layers: Any = import_module("vllm.model_executor.layers.attention")
     found: Any = import_module("vllm.v1.attention.backends.flashinfer")
@@ -75,7 +78,10 @@ def _builder_of(case: KernelCase, device: Any, uses_xqa: bool) -> Any:
                 prefix=PREFIX,
             )
             spec = layer.get_kv_cache_spec(config)
-            return found.FlashInferMetadataBuilder(spec, [PREFIX], config, device)
+            device = batch.seq_lens.device
+            builder = found.FlashInferMetadataBuilder(spec, [PREFIX], config, device)
+            builder.build(0, _common_of(batch))
+            return builder
     finally:
         torch.set_default_dtype(default)
 

@@ -262,6 +262,7 @@ class Replay:
             own = engine.replace(
                 num_heads=group.geometry.num_heads,
                 logits_soft_cap=group.geometry.logits_soft_cap,
+                has_sinks=group.geometry.has_sinks,
                 softmax_scale=group.geometry.scale,
                 index_topk=None if indexer is None else indexer.index_topk,
             )

@@ -20,6 +20,7 @@ from builders.trtllm_mha_choice import (
     NAME,
     VendorKernel,
     mixed_dtypes_reason,
+    most_tokens_with_sinks,
 )
 from specs.layouts import KVViews
 
@@ -119,10 +120,14 @@ class TrtllmMhaImpl(VendorImpl):
             rows = part.query.copy_(rows)
         if self.sliding_window is not None:
             self._check_windows(part)
-        if part.rule.kernel is VendorKernel.FMHA_V2:
-            # It multiplies values that no query sees by zero, whatever slots hold there.
+        if self._is_fp8 or part.rule.kernel is VendorKernel.FMHA_V2:
+            # It, and XQA over e4m3, multiply values that no query sees by zero, whatever slots hold
+            # there.
             clear_tails(pages.key, pages.value, part.pages, part.kv_lens)
-        sinks = None if self.sinks is None else self._fp32_sinks()
+        sinks = None
+        if self.sinks is not None:
+            self._check_sinks(part)
+            sinks = self._fp32_sinks()
         call = LayerCall(
             rows,
             pages.key,
@@ -146,6 +151,17 @@ class TrtllmMhaImpl(VendorImpl):
                 f"sliding_window {self.sliding_window} of rows of {part.max_query_len} tokens is "
                 f"not placed row by row by xqa of flashinfer {part.calls.version}: give the layer "
                 "a KV cache group with a window, or install flashinfer-python>=0.7"
+            )
+
+    def _check_sinks(self, part: CalledRows) -> None:
+        """The kernel finds the sink of each row."""
+        if part.rule.kernel is not VendorKernel.XQA:
+            return
+        tokens, group = part.max_query_len, self.num_heads // self.num_kv_heads
+        if tokens > most_tokens_with_sinks(group, tokens):
+            raise NotImplementedError(
+                f"sinks of rows of {tokens} tokens are not found by xqa with {group} query heads "
+                "per KV head: give EngineConfig has_sinks=True, so that such rows are prefills"
             )
 
     def _scaled_query(

@@ -7,8 +7,10 @@ import triton
 import triton.language as tl
 
 from attn.kernels.launch import KernelCall
+from specs.sentinels import NULL_BLOCK_ID
 
 _TILE = 1024
+_NULL_BLOCK = tl.constexpr(NULL_BLOCK_ID)
 
 
 @triton.jit(do_not_specialize=["out_row", "lse_row"], do_not_specialize_on_alignment=["flag_ptr"])
@@ -59,7 +61,8 @@ def clear_tails_kernel(
 ):
     """Slots behind a request's last key, in the page of that key, of one head; grid ``(R, Hk)``.
 
-    No other slot is written. A request without keys has no page.
+    No other slot is written: none of block 0, which holds no request's keys, and where rows point
+    that have none. A request without keys has no page.
     """
     req = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -71,7 +74,8 @@ def clear_tails_kernel(
         zero = tl.zeros([TOKENS, WIDTH], tl.int16)
         for skipped in range(0, PAGE_SIZE, TOKENS):
             slot = skipped + tl.arange(0, TOKENS)
-            there = ((slot >= first) & (slot < PAGE_SIZE))[:, None] & (column < SIZE)[None, :]
+            there = (slot >= first) & (slot < PAGE_SIZE) & (page != _NULL_BLOCK)
+            there = there[:, None] & (column < SIZE)[None, :]
             slot = slot.to(tl.int64)
             at = page * k_block + slot * k_token + head * k_head
             tl.store(key_ptr + at[:, None] + column[None, :], zero, mask=there)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from attn.ops.dispatch import has_kernel
+from specs.sentinels import NULL_BLOCK_ID
 
 
 def clear_rows(out: torch.Tensor, lse: torch.Tensor, flags: torch.Tensor) -> None:
@@ -41,7 +42,7 @@ def clear_tails(
     Args:
         key: ``[N, P, Hk, D]`` pages of 8-bit or 16-bit elements, the last axis dense, written.
         value: ``[N, P, Hk, D]`` likewise.
-        pages: ``[R, max_pages]`` int32, the last axis dense.
+        pages: ``[R, max_pages]`` int32, the last axis dense; block 0 is left alone.
         kv_lens: ``[R]`` int32, in tokens of those pages.
     """
     if len(kv_lens) == 0:
@@ -54,6 +55,6 @@ def clear_tails(
     page_size = key.shape[1]
     for row, kv_len in zip(pages.tolist(), kv_lens.tolist(), strict=True):
         first = kv_len % page_size
-        if first:
+        if first and row[kv_len // page_size] != NULL_BLOCK_ID:
             for rows in (key, value):
                 rows.view(torch.int16)[row[kv_len // page_size], first:] = 0

@@ -78,7 +78,7 @@ def test_the_cases_and_targets_are_those_of_the_issue() -> None:
     assert (table.backend, table.peers, table.cases) == ("SPARSE_MLA", (FLASHMLA,), SPARSE_CASES)
     assert table.has_lines
     assert not table.times_plans
-    assert table.decode_kernel is DecodeKernel.TRITON
+    assert table.decode_kernel is DecodeKernel.AUTO
     targets = {
         (case.name, line.how.value): line.target
         for case in SPARSE_CASES

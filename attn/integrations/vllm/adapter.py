@@ -211,6 +211,8 @@ class DenseBuilder:
         caps = {rule.logits_soft_cap for rule in rules}
         if len(caps) == 1:
             config = config.replace(logits_soft_cap=caps.pop())
+        sinks = (getattr(layer.impl, "sinks", None) for layer in layers)
+        config = config.replace(has_sinks=any(one is not None for one in sinks))
         ours: Any = super()
         ours.__init__(spec, layer_names, config, device)
         logger.info("%s", served_line(self.label, spec, heads, layer_names))
