@@ -130,6 +130,7 @@ class _Graph:
     choice: KernelChoice
     query_len: int
     wrapper: Any
+    reserved: CsrBuffers
 
 
 class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
@@ -366,23 +367,16 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         most = config.max_num_seqs
         width = cdiv(config.max_model_len, self.sizes.page_size)
         if "kv_indices" not in buffers:
-            for name, extent in (
-                ("qo_indptr", most + 1),
-                ("kv_indptr", most + 1),
-                ("last_page_len", most),
-                ("kv_indices", most * width),
-            ):
-                buffers.declare(name, (extent,), torch.int32)
+            buffers.declare("lengths", (4 * most + 2,), torch.int32)
+            buffers.declare("kv_indices", (most * width,), torch.int32)
         reserved = CsrBuffers(
-            buffers.view("qo_indptr", num_reqs + 1),
-            buffers.view("kv_indptr", num_reqs + 1),
-            buffers.view("kv_indices", num_reqs * width),
-            buffers.view("last_page_len", num_reqs),
+            buffers.view("lengths", 4 * num_reqs + 2), buffers.view("kv_indices", num_reqs * width)
         )
         choice = self._decode_choice
         if query_len > 1:
             choice = prefill_kernel_of(self.shape, self.kind, num_reqs * query_len, num_reqs)
-        return _Graph(choice, query_len, self._new_wrapper(query_len == 1, choice, reserved))
+        wrapper = self._new_wrapper(query_len == 1, choice, reserved)
+        return _Graph(choice, query_len, wrapper, reserved)
 
     def _graph_of(self, lengths: HostLengths) -> _Graph | None:
         """The graph that may replay such a batch: requests of one length, then padding; None where
@@ -404,15 +398,18 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         return graph if is_padded else None
 
     def _plan_graph(self, record: FlashInferMetadata, graph: _Graph, listed: _Listed) -> None:
+        if graph.query_len == 1:
+            # The wrapper of decodes has a row of every request, padding too.
+            listed.query_starts = torch.arange(record.num_reqs + 1, dtype=torch.int32).numpy()
         csr, indices = self._csr(listed, 0, record.num_reqs)
-        wrapper, choice = graph.wrapper, graph.choice
+        wrapper, choice, reserved = graph.wrapper, graph.choice, graph.reserved
         indices = self._buffers.write("kv_indices", indices)
         if graph.query_len == 1:
             record.num_actual_tokens = record.num_reqs
-            self.flashinfer.plan_decode(wrapper, csr, indices, self.sizes)
+            self.flashinfer.plan_decode(wrapper, csr, indices, self.sizes, reserved=reserved)
             record.decode = DecodeRows(choice, 0, record.num_reqs, indices, wrapper)
             return
-        self.flashinfer.plan_prefill(wrapper, csr, indices, self.sizes)
+        self.flashinfer.plan_prefill(wrapper, csr, indices, self.sizes, reserved=reserved)
         record.prefill = PrefillRows(choice, 0, csr.num_tokens, indices, wrapper)
 
     # -- page lists

@@ -31,6 +31,9 @@ from builders.flashinfer_calls import StepCall as StepCall
 from builders.flashinfer_calls import canonical_strides as canonical_strides
 from builders.flashinfer_calls import numbers_of as numbers_of
 from builders.flashinfer_calls import stacked_pages as stacked_pages
+from builders.flashinfer_memory import PLAN_MEMORY
+from builders.flashinfer_replan import CsrBuffers as CsrBuffers
+from builders.flashinfer_replan import replan
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,6 +54,8 @@ class FlashInferUnavailableError(ImportError):
 class CsrOnHost:
     """Lengths of consecutive requests as ``plan`` reads them: all int32, on the host."""
 
+    joined: torch.Tensor
+    """``[4 * R + 2]``: the other tensors, one behind another."""
     qo_indptr: torch.Tensor
     """``[R + 1]``: rows of the query."""
     kv_indptr: torch.Tensor
@@ -76,6 +81,12 @@ class CsrOnHost:
         lens = self.query_lens
         return int(lens.max()) if lens.size else 0
 
+    @property
+    def max_kv_len(self) -> int:
+        """0 without requests."""
+        lens = self.kv_lens.numpy()
+        return int(lens.max()) if lens.size else 0
+
 
 @dataclass(frozen=True)
 class LayerSizes:
@@ -90,20 +101,6 @@ class LayerSizes:
     sliding_window: int | None
     """Visible keys, the token's own included."""
     logits_soft_cap: float | None
-
-
-@dataclass(frozen=True)
-class CsrBuffers:
-    """Reserved device tensors, int32, whose addresses a CUDA graph keeps."""
-
-    qo_indptr: torch.Tensor
-    """``[R + 1]``."""
-    kv_indptr: torch.Tensor
-    """``[R + 1]``."""
-    kv_indices: torch.Tensor
-    """``[most pages]``."""
-    last_page_len: torch.Tensor
-    """``[R]``."""
 
 
 @dataclass(frozen=True)
@@ -130,12 +127,13 @@ class FlashInfer:
         """
         given: dict[str, Any] = {}
         if buffers is not None:
+            qo_indptr, kv_indptr, last_page_len, _ = buffers.parts()
             given = {
                 "use_cuda_graph": True,
-                "qo_indptr_buf": buffers.qo_indptr,
-                "paged_kv_indptr_buf": buffers.kv_indptr,
+                "qo_indptr_buf": qo_indptr,
+                "paged_kv_indptr_buf": kv_indptr,
                 "paged_kv_indices_buf": buffers.kv_indices,
-                "paged_kv_last_page_len_buf": buffers.last_page_len,
+                "paged_kv_last_page_len_buf": last_page_len,
             }
         return self.prefill_cls(workspace, KV_LAYOUT, backend=kernel, **given)
 
@@ -156,11 +154,12 @@ class FlashInfer:
         """
         given: dict[str, Any] = {}
         if buffers is not None:
+            _, kv_indptr, last_page_len, _ = buffers.parts()
             given = {
                 "use_cuda_graph": True,
-                "paged_kv_indptr_buffer": buffers.kv_indptr,
+                "paged_kv_indptr_buffer": kv_indptr,
                 "paged_kv_indices_buffer": buffers.kv_indices,
-                "paged_kv_last_page_len_buffer": buffers.last_page_len,
+                "paged_kv_last_page_len_buffer": last_page_len,
             }
         return self.decode_cls(
             workspace, KV_LAYOUT, use_tensor_cores=use_tensor_cores, backend=kernel, **given
@@ -174,8 +173,12 @@ class FlashInfer:
         sizes: LayerSizes,
         *,
         causal: bool = True,
+        reserved: CsrBuffers | None = None,
     ) -> None:
         """Plan rows of any length; the device is not waited for.
+
+        A wrapper serves one layer's sizes: its first plan is FlashInfer's own, and those after it
+        go past that one's Python.
 
         ``uniform_q_len`` of 0.7.2 is left alone: it is dropped for a batch with padding requests,
         and the tile of a captured kernel with it.
@@ -183,35 +186,53 @@ class FlashInfer:
         Args:
             wrapper: of :meth:`prefill`.
             csr: lengths.
-            indices: ``[csr.num_pages]`` int32 pages, device.
+            indices: ``[csr.num_pages]`` int32 pages, device; of a graph, in its own buffer already.
             sizes: the layer.
             causal: bottom-right aligned; else every key is seen.
+            reserved: the wrapper's buffers, for one CUDA graph; None outside graphs.
         """
-        wrapper.plan(
-            csr.qo_indptr,
-            csr.kv_indptr,
-            indices,
-            csr.last_page_len,
-            *_counts(sizes),
-            causal=causal,
-            seq_lens=csr.kv_lens,
-            # A loop over tensor elements is spared.
-            max_token_per_sequence=csr.max_query_len,
-            **_options(sizes),
-        )
+        known = numbers_of(self.version)
+        PLAN_MEMORY.provide(wrapper)
+        if not replan(known, wrapper, csr, indices, sizes, causal=causal, reserved=reserved):
+            wrapper.plan(
+                csr.qo_indptr,
+                csr.kv_indptr,
+                indices,
+                csr.last_page_len,
+                *_counts(sizes),
+                causal=causal,
+                seq_lens=csr.kv_lens,
+                # A loop over tensor elements is spared.
+                max_token_per_sequence=csr.max_query_len,
+                **_options(sizes),
+            )
+        PLAN_MEMORY.hold(wrapper)
 
     def plan_decode(
-        self, wrapper: Any, csr: CsrOnHost, indices: torch.Tensor, sizes: LayerSizes
+        self,
+        wrapper: Any,
+        csr: CsrOnHost,
+        indices: torch.Tensor,
+        sizes: LayerSizes,
+        *,
+        reserved: CsrBuffers | None = None,
     ) -> None:
         """Plan rows of one token; arguments as of :meth:`plan_prefill`."""
-        wrapper.plan(
-            csr.kv_indptr,
-            indices,
-            csr.last_page_len,
-            *_counts(sizes),
-            seq_lens=csr.kv_lens,
-            **_options(sizes),
-        )
+        known = numbers_of(self.version)
+        PLAN_MEMORY.provide(wrapper)
+        # The kernel without tensor cores plans otherwise.
+        if not wrapper.use_tensor_cores or not replan(
+            known, wrapper, csr, indices, sizes, causal=False, reserved=reserved
+        ):
+            wrapper.plan(
+                csr.kv_indptr,
+                indices,
+                csr.last_page_len,
+                *_counts(sizes),
+                seq_lens=csr.kv_lens,
+                **_options(sizes),
+            )
+        PLAN_MEMORY.hold(wrapper)
 
 
 def _counts(sizes: LayerSizes) -> tuple[int, int, int, int]:

@@ -14,6 +14,7 @@ import torch
 
 from builders.flashinfer_calls import RECENT, numbers_of
 from builders.flashinfer_compat import CsrOnHost, checked_modules, complete
+from builders.flashinfer_memory import PLAN_MEMORY
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,7 @@ class FlashInferLatent:
                 "kv_cache_layout": "split",
                 "lse_mode": "basee",
             }
+        PLAN_MEMORY.provide(wrapper)
         wrapper.plan(
             **given,
             num_heads=sizes.num_heads,
@@ -147,6 +149,7 @@ class FlashInferLatent:
             q_data_type=sizes.query_dtype,
             kv_data_type=sizes.kv_dtype,
         )
+        PLAN_MEMORY.hold(wrapper)
 
     def run(self, wrapper: Any, call: LatentCall) -> None:
         """Attend the planned rows.

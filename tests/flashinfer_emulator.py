@@ -2,7 +2,8 @@
 what the kernels need, and computed in torch from exactly the tensors that were passed.
 
 What the kernels leave undefined is NaN here, and keys that a mask hides are multiplied by zero, as
-kernels do with the tiles they load.
+kernels do with the tiles they load. A wrapper that was planned once can be planned by its module,
+from which the real one differs in nothing that is seen here.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from builders import flashinfer, flashinfer_compat
-from builders.flashinfer_compat import FlashInfer
+from builders.flashinfer_compat import FlashInfer, numbers_of
 from tests.flashinfer_signatures import DECODE, PREFILL, SIGNATURES, signature
 
 VERSIONS = tuple(SIGNATURES)
@@ -74,6 +76,8 @@ class _Wrapper:
     version = VERSIONS[0]
     mutation: Mutation | None = None
     name: str
+    names: dict[str, str]
+    """Of what ``plan`` is given."""
     buffer_names: dict[str, str]
 
     def _given(self, method: str, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -95,9 +99,15 @@ class _Wrapper:
         need(given.get("backend") in ("fa2", "fa3"), "backend is left to FlashInfer")
         self.backend = given["backend"]
         self.is_graph = bool(given.get("use_cuda_graph"))
+        self._backend, self.device = self.backend, workspace.device
+        self._float_workspace_buffer = workspace
+        self._int_workspace_buffer = workspace.new_zeros(ALIGNMENT)
+        self._pin_memory_int_workspace_buffer = torch.zeros(ALIGNMENT, dtype=torch.uint8)
+        self._plan_info: dict[str, Any] | None = None
+        self._max_total_num_rows: int | None = None
         self.buffers: dict[str, Tensor] = {}
-        self.most_rows: int | None = None
         self.planned: dict[str, Any] | None = None
+        self.given: dict[str, Any] | None = None
         self.tensor_cores = True
         for short, long in self.buffer_names.items():
             buffer = given.get(long)
@@ -110,8 +120,21 @@ class _Wrapper:
             for short in {"qo", "kv"} & set(self.buffers):
                 need(len(self.buffers[short]) == requests + 1, f"{short} buffer's length")
 
-    def _keep(self, qo: Tensor, kv: Tensor, indices: Tensor, last: Tensor, rest: Any) -> None:
+    def plan(self, *args: Any, **kwargs: Any) -> None:
+        self._plan_info = self._keep(self._given("plan", args, kwargs))
+        self._cached_module = SimpleNamespace(plan=self._plan_again)
+
+    def _keep(self, given: dict[str, Any]) -> dict[str, Any]:
         """Check a plan, and keep it where the kernels will look."""
+        rest, names = dict(given), self.names
+        kv, indices, last = (rest.pop(names[name]) for name in ("kv", "indices", "last"))
+        own = torch.arange(len(last) + 1, dtype=torch.int32)
+        qo = rest.pop(names["qo"]) if "qo" in names else own
+        rest["head_dim"] = rest.pop(names["head_dim"]) if names["head_dim"] in rest else None
+        rest.setdefault("causal", False)
+        need(rest["head_dim"] in HEAD_DIMS, f"head size {rest['head_dim']}")
+        longest = rest.get("max_token_per_sequence")
+        need(longest in (None, int(qo.diff().max())), f"max_token_per_sequence {longest}")
         page, heads, kv_heads = rest["page_size"], rest["num_qo_heads"], rest["num_kv_heads"]
         for name, tensor in (("qo_indptr", qo), ("indptr", kv), ("last_page_len", last)):
             _check_ints(name, tensor)
@@ -148,15 +171,66 @@ class _Wrapper:
         kept = {"qo": qo, "kv": kv, "indices": indices, "last": last}
         if self.is_graph:
             need(requests == len(self.buffers["last"]), "a graph's number of requests is fixed")
-            self.most_rows = self.most_rows or int(qo[-1])
-            need(int(qo[-1]) <= self.most_rows, "more rows than at the first plan")
+            self._max_total_num_rows = self._max_total_num_rows or int(qo[-1])
+            need(int(qo[-1]) <= self._max_total_num_rows, "more rows than at the first plan")
             need(len(indices) <= len(self.buffers["indices"]), "more pages than reserved")
             for short, buffer in self.buffers.items():
                 buffer[: len(kept[short])].copy_(kept[short])
             kept = {**kept, **self.buffers}
         else:
             kept = {short: tensor.clone() for short, tensor in kept.items()}
+        self._qo_indptr_buf, self._paged_kv_indptr_buf = kept["qo"], kept["kv"]
+        self._paged_kv_last_page_len_buf = kept["last"]
+        self._paged_kv_indices_buf = kept["indices"]
+        self.given = given
+        kept = {name: tensor.as_subclass(Tensor) for name, tensor in kept.items()}
         self.planned = {**rest, **kept, "rows": int(qo[-1])}
+        return self.planned
+
+    def _plan_again(self, *args: Any) -> dict[str, Any]:
+        """The module's own plan: it reads lengths on the host, and cuts the rows' keys by them."""
+        number = {(0, 6): 19, (0, 7): 20}[numbers_of(self.version)[:2]]
+        number = number if self.backend == "fa2" else 16
+        need(len(args) == number, f"{len(args)} arguments of {number}")
+        need(args[0] is self._float_workspace_buffer, "another workspace")
+        need(args[1] is self._int_workspace_buffer, "another workspace of lists")
+        need(args[2] is self._pin_memory_int_workspace_buffer, "another pinned workspace")
+        assert self.given is not None
+        known = self.given
+        qo, kv, lens, rows, requests, heads, kv_heads, page, graph, *rest = args[3:]
+        need(requests == len(lens), f"{requests} requests")
+        need(rows == (self._max_total_num_rows or int(qo[-1])), f"{rows} rows")
+        need(heads == known["num_qo_heads"], f"{heads} heads")
+        need(kv_heads == known["num_kv_heads"], f"{kv_heads} heads of keys")
+        need(page == known["page_size"], f"pages of {page}")
+        need(graph == self.is_graph, f"a graph: {graph}")
+        size = known[self.names["head_dim"]]
+        layer = [size, size, known.get("causal", False), known.get("window_left", -1)]
+        need(rest[:4] == layer, f"layer {rest[:4]}, planned {layer}")
+        need(rest[4:] in ([], [-1, False, 0], [-1, False, 0, 0]), f"options {rest[4:]}")
+        pages = kv.diff()
+        last = torch.where(pages > 0, lens - (pages - 1) * page, 0).int()
+        on_gpu = (
+            ("qo_indptr", qo, self._qo_indptr_buf),
+            ("indptr", kv, self._paged_kv_indptr_buf),
+            ("last_page_len", last, self._paged_kv_last_page_len_buf),
+        )
+        for name, host, device in on_gpu:
+            same = torch.equal(host, device.as_subclass(Tensor))
+            need(same, f"{name} is {device.as_subclass(Tensor).tolist()}, planned {host.tolist()}")
+        names = self.names
+        given = {
+            **known,
+            names["kv"]: kv,
+            names["indices"]: self._paged_kv_indices_buf,
+            names["last"]: last,
+            "seq_lens": lens,
+        }
+        if "qo" in names:
+            given |= {names["qo"]: qo, "max_token_per_sequence": int(qo.diff().max())}
+        if self.mutation is not None:
+            type(self).mutation("plan", given)  # type: ignore[misc]
+        return self._keep(given)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         given = self._given("run", args, kwargs)
@@ -242,6 +316,13 @@ class Prefill(_Wrapper):
     """``BatchPrefillWithPagedKVCacheWrapper``."""
 
     name = PREFILL
+    names = {  # noqa: RUF012
+        "qo": "qo_indptr",
+        "kv": "paged_kv_indptr",
+        "indices": "paged_kv_indices",
+        "last": "paged_kv_last_page_len",
+        "head_dim": "head_dim_qk",
+    }
     buffer_names = {  # noqa: RUF012
         "qo": "qo_indptr_buf",
         "kv": "paged_kv_indptr_buf",
@@ -249,26 +330,17 @@ class Prefill(_Wrapper):
         "last": "paged_kv_last_page_len_buf",
     }
 
-    def plan(self, *args: Any, **kwargs: Any) -> None:
-        given = self._given("plan", args, kwargs)
-        qo, kv, indices, last = (
-            given.pop(name)
-            for name in (
-                *("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"),
-            )
-        )
-        given["head_dim"] = given.pop("head_dim_qk")
-        need(given["head_dim"] in HEAD_DIMS, f"head size {given['head_dim']}")
-        given.setdefault("causal", False)
-        longest = given.get("max_token_per_sequence")
-        need(longest in (None, int(qo.diff().max())), f"max_token_per_sequence {longest}")
-        self._keep(qo, kv, indices, last, given)
-
 
 class Decode(_Wrapper):
     """``BatchDecodeWithPagedKVCacheWrapper``."""
 
     name = DECODE
+    names = {  # noqa: RUF012
+        "kv": "indptr",
+        "indices": "indices",
+        "last": "last_page_len",
+        "head_dim": "head_dim",
+    }
     buffer_names = {  # noqa: RUF012
         "kv": "paged_kv_indptr_buffer",
         "indices": "paged_kv_indices_buffer",
@@ -277,14 +349,7 @@ class Decode(_Wrapper):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.tensor_cores = bool(kwargs.get("use_tensor_cores"))
-
-    def plan(self, *args: Any, **kwargs: Any) -> None:
-        given = self._given("plan", args, kwargs)
-        kv, indices, last = (given.pop(name) for name in ("indptr", "indices", "last_page_len"))
-        need(given["head_dim"] in HEAD_DIMS, f"head size {given['head_dim']}")
-        given["causal"] = False
-        self._keep(torch.arange(len(last) + 1, dtype=torch.int32), kv, indices, last, given)
+        self.tensor_cores = self.use_tensor_cores = bool(kwargs.get("use_tensor_cores"))
 
 
 def _check_ints(name: str, tensor: Tensor) -> None:

@@ -63,10 +63,17 @@ class CachedImpl(DenseImpl):
     def _views(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews:
         """Those of the last cache are kept for as long as it lives: a layer has but one."""
         viewed = self._viewed
-        views = None if viewed is None else viewed.views_of(kv_cache, model_dtype)
-        if views is None:
-            views = self._split(kv_cache, model_dtype)
-            self._viewed = ViewedCache(kv_cache, model_dtype, views)
+        # In one piece: each layer of each step comes by.
+        if (
+            viewed is not None
+            and viewed.kv_cache() is kv_cache
+            and viewed.model_dtype is model_dtype
+            and viewed.address == kv_cache.data_ptr()
+            and viewed.views is not None
+        ):
+            return viewed.views
+        views = self._split(kv_cache, model_dtype)
+        self._viewed = ViewedCache(kv_cache, model_dtype, views)
         return views
 
     def _split(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews:
@@ -93,17 +100,12 @@ class ViewedCache:
         self.views: KVViews | None = views
         self.made: Any = None
         """What a forward made of them, to keep with them."""
-        self._model_dtype = model_dtype
-        self._address = kv_cache.data_ptr()
-        self._kv_cache = weakref.ref(kv_cache, self._forget)
+        self.model_dtype = model_dtype
+        self.address = kv_cache.data_ptr()
+        self.kv_cache = weakref.ref(kv_cache, self._forget)
 
     def _forget(self, _: object) -> None:
         self.views = self.made = None
-
-    def views_of(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews | None:
-        """The views if they are those of this tensor, where it lies now; else None."""
-        same = self._kv_cache() is kv_cache and self._address == kv_cache.data_ptr()
-        return self.views if same and self._model_dtype is model_dtype else None
 
 
 def detached(views: KVViews) -> KVViews:

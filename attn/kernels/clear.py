@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from attn.kernels.launch import KernelCall
+from attn.kernels.launch import FormCall, KernelCall, KernelForm
 from specs.sentinels import NULL_BLOCK_ID
 
 _TILE = 1024
+MOST_FORMS = 64
+"""Forms of a launch that stand ready: an engine has one for each layout of its caches."""
 _NULL_BLOCK = tl.constexpr(NULL_BLOCK_ID)
 
 
@@ -85,26 +90,39 @@ def clear_tails_kernel(
 
 def clear_tails_call(
     key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, kv_lens: torch.Tensor
-) -> KernelCall:
+) -> FormCall:
     """The launch of :func:`attn.ops.clear.clear_tails`, with its arguments."""
     # Zeros are zeros: of words, whatever the elements are.
     words = key.view(torch.int16), value.view(torch.int16)
-    page_size, heads, size = words[0].shape[1:]
-    arguments = {
+    shape = words[0].shape
+    strides = words[0].stride()[:3], words[1].stride()[:3]
+    form = _tails_form(shape[1], shape[3], strides, pages.stride(0))
+    varying = {
         "key_ptr": words[0],
         "value_ptr": words[1],
         "pages_ptr": pages,
         "kv_lens_ptr": kv_lens,
-        "page_row": pages.stride(0),
+    }
+    return form.call((kv_lens.shape[0], shape[2]), varying)
+
+
+@lru_cache(maxsize=MOST_FORMS)
+def _tails_form(
+    page_size: int, size: int, strides: tuple[tuple[int, ...], tuple[int, ...]], page_row: int
+) -> KernelForm:
+    """Every layer of every step launches it: over caches and tables that are laid out alike."""
+    fixed: dict[str, Any] = {
+        "page_row": page_row,
         "PAGE_SIZE": page_size,
         "SIZE": size,
         "WIDTH": triton.next_power_of_2(size),
         "TOKENS": min(triton.next_power_of_2(page_size), _TILE // 64),
     }
-    for name, rows in zip("kv", words, strict=True):
-        axes = zip(("block", "token", "head"), rows.stride()[:3], strict=True)
-        arguments |= {f"{name}_{axis}": stride for axis, stride in axes}
-    return KernelCall(clear_tails_kernel, (len(kv_lens), heads), arguments, num_warps=4)
+    for name, own in zip("kv", strides, strict=True):
+        axes = zip(("block", "token", "head"), own, strict=True)
+        fixed |= {f"{name}_{axis}": stride for axis, stride in axes}
+    varying = ("key_ptr", "value_ptr", "pages_ptr", "kv_lens_ptr")
+    return KernelForm(clear_tails_kernel, fixed, varying)
 
 
 def clear_call(out: torch.Tensor, lse: torch.Tensor, flags: torch.Tensor) -> KernelCall:
