@@ -26,7 +26,7 @@ from builders.flashinfer_choice import (
     decode_kernel_of,
     prefill_kernel_of,
 )
-from builders.flashinfer_compat import CsrBuffers, CsrOnHost, LayerSizes
+from builders.flashinfer_compat import CsrOnDevice, CsrOnHost, LayerSizes
 from builders.flashinfer_lengths import (
     HostLengths,
     csr_on_host,
@@ -37,7 +37,7 @@ from builders.flashinfer_lengths import (
     num_pages,
     skipped_pages,
 )
-from builders.page_tables import list_pages
+from builders.page_tables import RequestPlaces, list_pages
 from builders.tiles import DenseShape
 from builders.triton_attn import device_facts
 from specs.attention import AttentionCGSupport
@@ -60,7 +60,7 @@ class PlannedRows:
     first_token: int
     num_tokens: int
     indices: torch.Tensor
-    """``[pages]`` int32, device: as planned."""
+    """``[>= pages]`` int32, device: as planned."""
     wrapper: Any
 
 
@@ -121,6 +121,8 @@ class _Listed:
     """``[R]`` int32."""
     indices: torch.Tensor
     """``[>= all pages]`` int32, device: one request's behind another's."""
+    places: RequestPlaces
+    """Of the same, on the device: decodes lead."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ class _Graph:
     choice: KernelChoice
     query_len: int
     wrapper: Any
-    reserved: CsrBuffers
+    reserved: CsrOnDevice
 
 
 class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
@@ -188,6 +190,9 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         # Zeroed: the wrappers ask for it at first use, and leave it to later plans as it is.
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         self._buffers = GraphBuffers(self.device)
+        most = vllm_config.max_num_seqs
+        self._buffers.declare("places", (3 * most + 4,), torch.int32)
+        self._one_each = torch.arange(most + 1, dtype=torch.int32, device=self.device)
         self._decode_choice = decode_kernel_of(self.shape)
         self._wrappers: dict[tuple[str, WrapperKernel, bool], Any] = {}
         self._graphs: dict[tuple[int, int], _Graph] = {}
@@ -224,12 +229,14 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         lengths = host_lengths(batch, common_prefix_len, self.sizes.page_size)
         if debugs:
             debug_lengths(batch, lengths)
+        # A slice of all of it costs as much as any.
+        starts, lens = batch.query_start_loc, batch.seq_lens
         record = FlashInferMetadata(
             slot_mapping=batch.slot_mapping,
             num_actual_tokens=lengths.num_tokens,
             num_reqs=reqs,
-            query_start_loc=batch.query_start_loc[: reqs + 1],
-            seq_lens=batch.seq_lens[:reqs],
+            query_start_loc=starts if starts.shape[0] == reqs + 1 else starts[: reqs + 1],
+            seq_lens=lens if lens.shape[0] == reqs else lens[:reqs],
             block_table=table,
             lengths=lengths,
             sizes=self.sizes,
@@ -291,35 +298,38 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         record.decode = record.prefill = record.shared = None
         record.keyless = keyless_tokens(lengths, self.device)
         graph = self._graph_of(lengths)
-        if graph is None and num_tokens == 0:
-            return
-        listed = self._listed(record)
         if graph is not None:
-            self._plan_graph(record, graph, listed)
+            self._plan_graph(record, graph)
+            return
+        if num_tokens == 0:
             return
         if lengths.common_prefix_len and self.shares_prefix:
-            record.shared = self._shared_prefix(record, listed)
+            record.shared = self._shared_prefix(record)
             return
         decodes, choice = lengths.num_decodes, self._decode_choice
+        listed = self._listed(record, decodes, record.query_start_loc)
         if decodes:
             wrapper = self._wrapper("decode", choice)
-            csr, indices = self._csr(listed, 0, decodes)
-            self.flashinfer.plan_decode(wrapper, csr, indices, self.sizes)
+            csr, on_device = self._csr(listed, 0, decodes, wrapper)
+            indices = on_device.kv_indices
+            self.flashinfer.plan_decode(wrapper, csr, indices, self.sizes, on_device=on_device)
             record.decode = DecodeRows(choice, 0, decodes, indices, wrapper)
         if decodes < num_tokens:
             record.prefill = self._prefill_rows(listed, decodes, "prefill")
 
     def _prefill_rows(self, listed: _Listed, first_req: int, role: str) -> PrefillRows:
         """Requests of any length from one on, over the keys that are listed."""
-        csr, indices = self._csr(listed, first_req, listed.kv_lens.size)
-        live = int((csr.query_lens > 0).sum())
-        choice = prefill_kernel_of(self.shape, self.kind, csr.num_tokens, live)
+        starts = listed.query_starts
+        first, query_lens = int(starts[first_req]), starts[first_req + 1 :] - starts[first_req:-1]
+        tokens, live = int(starts[-1]) - first, int((query_lens > 0).sum())
+        choice = prefill_kernel_of(self.shape, self.kind, tokens, live)
         wrapper = self._wrapper(role, choice)
-        self.flashinfer.plan_prefill(wrapper, csr, indices, self.sizes)
-        first = int(listed.query_starts[first_req])
-        return PrefillRows(choice, first, csr.num_tokens, indices, wrapper)
+        csr, on_device = self._csr(listed, first_req, listed.kv_lens.size, wrapper)
+        indices = on_device.kv_indices
+        self.flashinfer.plan_prefill(wrapper, csr, indices, self.sizes, on_device=on_device)
+        return PrefillRows(choice, first, tokens, indices, wrapper)
 
-    def _shared_prefix(self, record: FlashInferMetadata, listed: _Listed) -> SharedPrefix:
+    def _shared_prefix(self, record: FlashInferMetadata) -> SharedPrefix:
         """Two plans over all tokens, and scratch for their states."""
         lengths, sizes = record.lengths, self.sizes
         tokens, pages = record.num_actual_tokens, lengths.common_prefix_len // sizes.page_size
@@ -337,7 +347,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         state = 2, tokens, sizes.num_heads
         return SharedPrefix(
             prefix=PrefillRows(choice, 0, tokens, indices, wrapper),
-            own=self._prefill_rows(listed, 0, "own"),
+            own=self._prefill_rows(self._listed(record, 0, record.query_start_loc), 0, "own"),
             outputs=self._buffers.view("outputs", *state, sizes.head_size),
             lses=self._buffers.view("lses", *state),
         )
@@ -350,7 +360,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         return self._wrappers[key]
 
     def _new_wrapper(
-        self, is_decode: bool, choice: KernelChoice, buffers: CsrBuffers | None
+        self, is_decode: bool, choice: KernelChoice, buffers: CsrOnDevice | None
     ) -> Any:
         kernel = choice.kernel.value
         if not is_decode:
@@ -367,11 +377,10 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         most = config.max_num_seqs
         width = cdiv(config.max_model_len, self.sizes.page_size)
         if "kv_indices" not in buffers:
-            buffers.declare("lengths", (4 * most + 2,), torch.int32)
             buffers.declare("kv_indices", (most * width,), torch.int32)
-        reserved = CsrBuffers(
-            buffers.view("lengths", 4 * num_reqs + 2), buffers.view("kv_indices", num_reqs * width)
-        )
+        places = self._places(num_reqs, num_reqs if query_len == 1 else 0, self._one_each)
+        parts = places.leading() if query_len == 1 else places.behind()
+        reserved = CsrOnDevice(*parts, buffers.view("kv_indices", num_reqs * width))
         choice = self._decode_choice
         if query_len > 1:
             choice = prefill_kernel_of(self.shape, self.kind, num_reqs * query_len, num_reqs)
@@ -397,24 +406,36 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         is_padded = not query_lens[live:].any()
         return graph if is_padded else None
 
-    def _plan_graph(self, record: FlashInferMetadata, graph: _Graph, listed: _Listed) -> None:
-        if graph.query_len == 1:
-            # The wrapper of decodes has a row of every request, padding too.
-            listed.query_starts = torch.arange(record.num_reqs + 1, dtype=torch.int32).numpy()
-        csr, indices = self._csr(listed, 0, record.num_reqs)
-        wrapper, choice, reserved = graph.wrapper, graph.choice, graph.reserved
-        indices = self._buffers.write("kv_indices", indices)
-        if graph.query_len == 1:
-            record.num_actual_tokens = record.num_reqs
-            self.flashinfer.plan_decode(wrapper, csr, indices, self.sizes, reserved=reserved)
-            record.decode = DecodeRows(choice, 0, record.num_reqs, indices, wrapper)
-            return
-        self.flashinfer.plan_prefill(wrapper, csr, indices, self.sizes, reserved=reserved)
-        record.prefill = PrefillRows(choice, 0, csr.num_tokens, indices, wrapper)
+    def _plan_graph(self, record: FlashInferMetadata, graph: _Graph) -> None:
+        reqs, wrapper = record.num_reqs, graph.wrapper
+        is_decode = graph.query_len == 1
+        # The wrapper of decodes has a row of every request, padding too.
+        starts = self._one_each[: reqs + 1] if is_decode else record.query_start_loc
+        listed = self._listed(record, reqs if is_decode else 0, starts)
+        if is_decode:
+            listed.query_starts = torch.arange(reqs + 1, dtype=torch.int32).numpy()
+        csr, on_device = self._csr(listed, 0, reqs, wrapper)
+        indices = self._buffers.write("kv_indices", on_device.kv_indices[: csr.num_pages])
+        plan = self.flashinfer.plan_decode if is_decode else self.flashinfer.plan_prefill
+        plan(wrapper, csr, indices, self.sizes, on_device=graph.reserved)
+        if is_decode:
+            record.num_actual_tokens = reqs
+            record.decode = DecodeRows(graph.choice, 0, reqs, indices, wrapper)
+        else:
+            record.prefill = PrefillRows(graph.choice, 0, csr.num_tokens, indices, wrapper)
 
     # -- page lists
 
-    def _listed(self, record: FlashInferMetadata) -> _Listed:
+    def _places(
+        self, num_reqs: int, num_leading: int, query_start_loc: torch.Tensor
+    ) -> RequestPlaces:
+        """In one buffer for steps of all sizes, graphs' too: each is written before it is read."""
+        out = self._buffers.view("places", 3 * num_reqs + 4)
+        return RequestPlaces(query_start_loc, num_leading, out)
+
+    def _listed(
+        self, record: FlashInferMetadata, num_leading: int, query_start_loc: torch.Tensor
+    ) -> _Listed:
         """Keys and pages of every request, without the prefix that a cascade leaves out and without
         the blocks before a window, which an engine may have given to others.
 
@@ -432,13 +453,22 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         if window is not None:
             skipped = skipped_pages(device_lens, record.query_start_loc, window, size)
             kv_lens = kv_lens - size * skipped_pages(kv_lens, lengths.query_start_loc, window, size)
-        indices = list_pages(table, device_lens, size, skipped, self.vllm_config.max_num_seqs)
-        return _Listed(lengths.query_start_loc, kv_lens, indices)
+        places = self._places(record.num_reqs, num_leading, query_start_loc)
+        most = self.vllm_config.max_num_seqs
+        indices = list_pages(table, device_lens, size, skipped, most, places)
+        return _Listed(lengths.query_start_loc, kv_lens, indices, places)
 
-    def _csr(self, listed: _Listed, start: int, stop: int) -> tuple[CsrOnHost, torch.Tensor]:
-        """Lengths and pages of consecutive requests."""
-        size, kv_lens = self.sizes.page_size, listed.kv_lens
+    def _csr(
+        self, listed: _Listed, start: int, stop: int, wrapper: Any
+    ) -> tuple[CsrOnHost, CsrOnDevice]:
+        """Lengths and pages of consecutive requests: the leading ones, or all others."""
+        size, kv_lens, indices = self.sizes.page_size, listed.kv_lens, listed.indices
         starts = listed.query_starts[start : stop + 1]
-        csr = csr_on_host(starts, kv_lens[start:stop], size, self._is_pinned)
-        first = num_pages(kv_lens[:start], size) if start else 0
-        return csr, listed.indices[first : first + csr.num_pages]
+        # A later plan copies nothing from here.
+        is_pinned = self._is_pinned and not self.flashinfer.replans(wrapper)
+        csr = csr_on_host(starts, kv_lens[start:stop], size, is_pinned)
+        is_leading = stop == listed.places.num_leading
+        parts = listed.places.leading() if is_leading else listed.places.behind()
+        if start:
+            indices = indices[num_pages(kv_lens[:start], size) :]
+        return csr, CsrOnDevice(*parts, indices)

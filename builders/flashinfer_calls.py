@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ KV_LAYOUT = "NHD"
 """Axes of a page as FlashInfer is told them; where heads lie first, strides say so."""
 
 
+@cache
 def numbers_of(version: str) -> tuple[int, ...]:
     """The three numbers of a version; none of one that has no such form."""
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)

@@ -32,8 +32,8 @@ from builders.flashinfer_calls import canonical_strides as canonical_strides
 from builders.flashinfer_calls import numbers_of as numbers_of
 from builders.flashinfer_calls import stacked_pages as stacked_pages
 from builders.flashinfer_memory import PLAN_MEMORY
-from builders.flashinfer_replan import CsrBuffers as CsrBuffers
-from builders.flashinfer_replan import replan
+from builders.flashinfer_replan import CsrOnDevice as CsrOnDevice
+from builders.flashinfer_replan import can_replan, replan
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,8 +54,6 @@ class FlashInferUnavailableError(ImportError):
 class CsrOnHost:
     """Lengths of consecutive requests as ``plan`` reads them: all int32, on the host."""
 
-    joined: torch.Tensor
-    """``[4 * R + 2]``: the other tensors, one behind another."""
     qo_indptr: torch.Tensor
     """``[R + 1]``: rows of the query."""
     kv_indptr: torch.Tensor
@@ -116,7 +114,7 @@ class FlashInfer:
     decode_cls: Any
 
     def prefill(
-        self, workspace: torch.Tensor, kernel: str, buffers: CsrBuffers | None = None
+        self, workspace: torch.Tensor, kernel: str, buffers: CsrOnDevice | None = None
     ) -> Any:
         """A wrapper for rows of any length; with ``buffers`` for one CUDA graph.
 
@@ -127,13 +125,12 @@ class FlashInfer:
         """
         given: dict[str, Any] = {}
         if buffers is not None:
-            qo_indptr, kv_indptr, last_page_len, _ = buffers.parts()
             given = {
                 "use_cuda_graph": True,
-                "qo_indptr_buf": qo_indptr,
-                "paged_kv_indptr_buf": kv_indptr,
+                "qo_indptr_buf": buffers.qo_indptr,
+                "paged_kv_indptr_buf": buffers.kv_indptr,
                 "paged_kv_indices_buf": buffers.kv_indices,
-                "paged_kv_last_page_len_buf": last_page_len,
+                "paged_kv_last_page_len_buf": buffers.last_page_len,
             }
         return self.prefill_cls(workspace, KV_LAYOUT, backend=kernel, **given)
 
@@ -142,7 +139,7 @@ class FlashInfer:
         workspace: torch.Tensor,
         kernel: str,
         use_tensor_cores: bool,
-        buffers: CsrBuffers | None = None,
+        buffers: CsrOnDevice | None = None,
     ) -> Any:
         """A wrapper for rows of one token; arguments as of :meth:`prefill`.
 
@@ -154,16 +151,21 @@ class FlashInfer:
         """
         given: dict[str, Any] = {}
         if buffers is not None:
-            _, kv_indptr, last_page_len, _ = buffers.parts()
             given = {
                 "use_cuda_graph": True,
-                "paged_kv_indptr_buffer": kv_indptr,
+                "paged_kv_indptr_buffer": buffers.kv_indptr,
                 "paged_kv_indices_buffer": buffers.kv_indices,
-                "paged_kv_last_page_len_buffer": last_page_len,
+                "paged_kv_last_page_len_buffer": buffers.last_page_len,
             }
         return self.decode_cls(
             workspace, KV_LAYOUT, use_tensor_cores=use_tensor_cores, backend=kernel, **given
         )
+
+    def replans(self, wrapper: Any) -> bool:
+        """A wrapper's next plan goes past FlashInfer's own Python, if it is said where on the
+        device its arrays are.
+        """
+        return can_replan(numbers_of(self.version), wrapper)
 
     def plan_prefill(
         self,
@@ -173,12 +175,11 @@ class FlashInfer:
         sizes: LayerSizes,
         *,
         causal: bool = True,
-        reserved: CsrBuffers | None = None,
+        on_device: CsrOnDevice | None = None,
     ) -> None:
         """Plan rows of any length; the device is not waited for.
 
-        A wrapper serves one layer's sizes: its first plan is FlashInfer's own, and those after it
-        go past that one's Python.
+        A wrapper serves one layer's sizes.
 
         ``uniform_q_len`` of 0.7.2 is left alone: it is dropped for a batch with padding requests,
         and the tile of a captured kernel with it.
@@ -186,26 +187,27 @@ class FlashInfer:
         Args:
             wrapper: of :meth:`prefill`.
             csr: lengths.
-            indices: ``[csr.num_pages]`` int32 pages, device; of a graph, in its own buffer already.
+            indices: ``[>= csr.num_pages]`` int32 pages, device.
             sizes: the layer.
             causal: bottom-right aligned; else every key is seen.
-            reserved: the wrapper's buffers, for one CUDA graph; None outside graphs.
+            on_device: what ``csr`` and ``indices`` say, where :meth:`replans`; of a graph, the
+                tensors that it was made with.
         """
-        known = numbers_of(self.version)
+        if on_device is not None and self._replan(wrapper, csr, on_device, sizes, causal):
+            return
         PLAN_MEMORY.provide(wrapper)
-        if not replan(known, wrapper, csr, indices, sizes, causal=causal, reserved=reserved):
-            wrapper.plan(
-                csr.qo_indptr,
-                csr.kv_indptr,
-                indices,
-                csr.last_page_len,
-                *_counts(sizes),
-                causal=causal,
-                seq_lens=csr.kv_lens,
-                # A loop over tensor elements is spared.
-                max_token_per_sequence=csr.max_query_len,
-                **_options(sizes),
-            )
+        wrapper.plan(
+            csr.qo_indptr,
+            csr.kv_indptr,
+            indices,
+            csr.last_page_len,
+            *_counts(sizes),
+            causal=causal,
+            seq_lens=csr.kv_lens,
+            # A loop over tensor elements is spared.
+            max_token_per_sequence=csr.max_query_len,
+            **_options(sizes),
+        )
         PLAN_MEMORY.hold(wrapper)
 
     def plan_decode(
@@ -215,24 +217,33 @@ class FlashInfer:
         indices: torch.Tensor,
         sizes: LayerSizes,
         *,
-        reserved: CsrBuffers | None = None,
+        on_device: CsrOnDevice | None = None,
     ) -> None:
         """Plan rows of one token; arguments as of :meth:`plan_prefill`."""
-        known = numbers_of(self.version)
+        if on_device is not None and self._replan(wrapper, csr, on_device, sizes, causal=False):
+            return
         PLAN_MEMORY.provide(wrapper)
-        # The kernel without tensor cores plans otherwise.
-        if not wrapper.use_tensor_cores or not replan(
-            known, wrapper, csr, indices, sizes, causal=False, reserved=reserved
-        ):
-            wrapper.plan(
-                csr.kv_indptr,
-                indices,
-                csr.last_page_len,
-                *_counts(sizes),
-                seq_lens=csr.kv_lens,
-                **_options(sizes),
-            )
+        wrapper.plan(
+            csr.kv_indptr,
+            indices,
+            csr.last_page_len,
+            *_counts(sizes),
+            seq_lens=csr.kv_lens,
+            **_options(sizes),
+        )
         PLAN_MEMORY.hold(wrapper)
+
+    def _replan(
+        self, wrapper: Any, csr: CsrOnHost, on_device: CsrOnDevice, sizes: LayerSizes, causal: bool
+    ) -> bool:
+        """False where nothing is done."""
+        version = numbers_of(self.version)
+        if not can_replan(version, wrapper):
+            return False
+        PLAN_MEMORY.provide(wrapper)
+        replan(version, wrapper, csr, on_device, sizes, causal=causal)
+        PLAN_MEMORY.hold(wrapper)
+        return True
 
 
 def _counts(sizes: LayerSizes) -> tuple[int, int, int, int]:

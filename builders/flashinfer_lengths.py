@@ -10,7 +10,6 @@ import torch
 from builders.common import CommonAttentionMetadata
 from builders.flashinfer_choice import NAME
 from builders.flashinfer_compat import CsrOnHost
-from builders.flashinfer_replan import parts_of
 from specs.base import cdiv
 
 if TYPE_CHECKING:
@@ -145,9 +144,8 @@ def csr_on_host(
     kv_indptr[0] = 0
     (full + has_keys).cumsum(dtype="int32", out=kv_indptr[1:])
     last_page_len[:] = kv_lens - full * page_size
-    rows, pages, last, keys = parts_of(joined, reqs)
+    rows, pages, last, keys = joined.split_with_sizes((reqs + 1, reqs + 1, reqs, reqs))
     return CsrOnHost(
-        joined=joined,
         qo_indptr=rows,
         kv_indptr=pages,
         last_page_len=last,

@@ -2,9 +2,9 @@
 
 FlashInfer's own ``plan`` looks its module up anew, copies each array to the GPU by itself and, in
 0.6, finds the longest request by a loop over elements of a tensor. The planning proper is one call
-of the module. Here it is made with the arguments that ``plan`` makes, after one copy; of what
-``plan`` leaves in a wrapper, all that differs between two batches of one layer is written. A test
-compares both, attribute by attribute.
+of the module. Here it is made with the arguments that ``plan`` makes, over arrays that the GPU has
+already; of what ``plan`` leaves in a wrapper, all that differs between two batches of one layer is
+written. A test compares both, attribute by attribute.
 """
 
 from __future__ import annotations
@@ -25,72 +25,65 @@ FA2_ENDS: dict[tuple[int, ...], tuple[int, ...]] = {
 rows stay whole, CTAs of another kernel beside, and tokens of every request (not said)."""
 
 
-@dataclass(frozen=True)
-class CsrBuffers:
-    """Reserved device tensors, int32, whose addresses a CUDA graph keeps."""
-
-    joined: torch.Tensor
-    """``[4 * R + 2]``: the lengths as :class:`CsrOnHost` has them."""
-    kv_indices: torch.Tensor
-    """``[most pages]``."""
-
-    @property
-    def num_reqs(self) -> int:
-        """Of the graph."""
-        return (self.joined.shape[0] - 2) // 4
-
-    def parts(self) -> tuple[torch.Tensor, ...]:
-        """As of :func:`parts_of`."""
-        return parts_of(self.joined, self.num_reqs)
-
-
-def parts_of(joined: torch.Tensor, num_reqs: int) -> tuple[torch.Tensor, ...]:
-    """``qo_indptr`` ``[R + 1]``, ``kv_indptr`` ``[R + 1]``, ``last_page_len`` ``[R]`` and
-    ``kv_lens`` ``[R]`` of a plan's lengths in one piece.
+@dataclass(frozen=True, slots=True)
+class CsrOnDevice:
+    """Consecutive requests as kernels read them: int32, on the device. A CUDA graph keeps their
+    addresses.
     """
-    reqs = num_reqs
-    parts: tuple[torch.Tensor, ...] = joined.split_with_sizes((reqs + 1, reqs + 1, reqs, reqs))
-    return parts
+
+    qo_indptr: torch.Tensor
+    """``[R + 1]``, from 0."""
+    kv_indptr: torch.Tensor
+    """``[R + 1]``, from 0."""
+    last_page_len: torch.Tensor
+    """``[R]``."""
+    kv_indices: torch.Tensor
+    """``[>= pages]``; of a graph, as many as any of its steps may have."""
+
+
+def can_replan(version: tuple[int, ...], wrapper: Any) -> bool:
+    """A wrapper has a plan, of a version whose planning is known.
+
+    Args:
+        version: of FlashInfer.
+        wrapper: of prefills, or of decodes.
+    """
+    is_planned = getattr(wrapper, "_plan_info", None) is not None
+    # The kernel of decodes without tensor cores plans otherwise.
+    return version in FA2_ENDS and is_planned and getattr(wrapper, "use_tensor_cores", True)
 
 
 def replan(
     version: tuple[int, ...],
     wrapper: Any,
     csr: CsrOnHost,
-    indices: torch.Tensor,
+    on_device: CsrOnDevice,
     sizes: LayerSizes,
     *,
     causal: bool,
-    reserved: CsrBuffers | None,
-) -> bool:
+) -> None:
     """Plan another batch for the layer that a wrapper was planned for; nothing is waited for.
 
     Args:
         version: of FlashInfer.
-        wrapper: of prefills, or of decodes on tensor cores.
+        wrapper: that :func:`can_replan`.
         csr: lengths.
-        indices: ``[csr.num_pages]`` int32 pages, device; of a graph, in its own buffer already.
+        on_device: the same; of a graph, its own tensors.
         sizes: the layer.
         causal: as in the first plan; decodes of one token are not.
-        reserved: the graph's buffers; None outside graphs.
 
-    Returns:
-        False where that is left to FlashInfer, nothing done: the wrapper has no plan, its version
-        is not known that well, or the batch is not one of the graph.
+    Raises:
+        ValueError: more rows than a graph's first plan had.
     """
-    end, reqs = FA2_ENDS.get(version), csr.kv_lens.shape[0]
-    if end is None or getattr(wrapper, "_plan_info", None) is None:
-        return False
+    reqs, is_graph = csr.kv_lens.shape[0], wrapper.is_cuda_graph_enabled
     rows = getattr(wrapper, "_max_total_num_rows", None) or csr.num_tokens
-    if reserved is not None and (reqs != reserved.num_reqs or csr.num_tokens > rows):
-        return False
-    if reserved is None:
-        parts = parts_of(csr.joined.to(device=indices.device, non_blocking=True), reqs)
-        wrapper._qo_indptr_buf, wrapper._paged_kv_indptr_buf = parts[:2]
-        wrapper._paged_kv_last_page_len_buf = parts[2]
-        wrapper._paged_kv_indices_buf = indices
-    else:
-        reserved.joined.copy_(csr.joined, non_blocking=True)
+    if csr.num_tokens > rows:
+        raise ValueError(f"a graph's step must have at most {rows} rows, got {csr.num_tokens}")
+    if not is_graph:
+        wrapper._qo_indptr_buf = on_device.qo_indptr
+        wrapper._paged_kv_indptr_buf = on_device.kv_indptr
+        wrapper._paged_kv_last_page_len_buf = on_device.last_page_len
+        wrapper._paged_kv_indices_buf = on_device.kv_indices
     wrapper._batch_size, wrapper._max_kv_len = reqs, csr.max_kv_len
     if hasattr(wrapper, "_qo_indptr_last"):
         wrapper._qo_indptr_last, wrapper._max_q_len = csr.num_tokens, csr.max_query_len
@@ -108,11 +101,10 @@ def replan(
         sizes.num_heads,
         sizes.num_kv_heads,
         sizes.page_size,
-        reserved is not None,
+        is_graph,
         sizes.head_size,
         sizes.head_size,
         causal,
         -1 if window is None else window - 1,
-        *(end if wrapper._backend == "fa2" else ()),
+        *(FA2_ENDS[version] if wrapper._backend == "fa2" else ()),
     )
-    return True

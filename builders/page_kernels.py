@@ -41,20 +41,26 @@ def page_table_kernel(
     tl.store(kv_starts_ptr, 0, mask=is_first & (req == 0))
 
 
-@triton.jit(do_not_specialize=["num_reqs", "table_width"])
+@triton.jit(do_not_specialize=["num_reqs", "table_width", "num_leading"])
 def page_list_kernel(
     block_table_ptr,
     seq_lens_ptr,
     skipped_ptr,
     indices_ptr,
+    query_start_ptr,
+    places_ptr,
     num_reqs,
     table_width,
+    num_leading,
     table_stride: tl.int64,
     PAGE_SIZE: tl.constexpr,
     REQS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """See :func:`builders.page_tables.list_pages`; a program is a tile of one row of the table."""
+    """See :func:`builders.page_tables.list_pages`; a program is a tile of one row of the table.
+
+    ``places_ptr`` is None where nothing is asked but the list.
+    """
     req = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     i = tl.arange(0, REQS)
@@ -74,6 +80,24 @@ def page_list_kernel(
     behind += tl.where(column < first, column, column - count)
     place = tl.where(listed, before + column - first, behind)
     tl.store(indices_ptr + place, block, mask=column < table_width)
+    if places_ptr is not None:
+        if tl.program_id(1) == 0:
+            # Requests behind the leading ones count anew, one place further on.
+            is_behind = req >= num_leading
+            shift = is_behind.to(tl.int32)
+            start_of_part = tl.where(is_behind, num_leading, 0)
+            first_row = tl.load(query_start_ptr + start_of_part)
+            first_page = tl.sum(tl.where((i < num_leading) & is_behind, counts, 0), 0)
+            rows = places_ptr + req + shift
+            pages_at = rows + num_reqs + 2
+            tl.store(rows, tl.load(query_start_ptr + req) - first_row)
+            tl.store(pages_at, before - first_page)
+            if (req + 1 == num_leading) | (req + 1 == num_reqs):
+                tl.store(rows + 1, tl.load(query_start_ptr + req + 1) - first_row)
+                tl.store(pages_at + 1, before + count - first_page)
+            last = tl.sum(tl.where(i == req, seq_lens - (pages - 1) * PAGE_SIZE, 0), 0)
+            last = tl.where(count > 0, last, 0)
+            tl.store(places_ptr + 2 * (num_reqs + 2) + req, last)
 
 
 @triton.jit(

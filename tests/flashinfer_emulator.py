@@ -100,6 +100,7 @@ class _Wrapper:
         self.backend = given["backend"]
         self.is_graph = bool(given.get("use_cuda_graph"))
         self._backend, self.device = self.backend, workspace.device
+        self.is_cuda_graph_enabled = self.is_graph
         self._float_workspace_buffer = workspace
         self._int_workspace_buffer = workspace.new_zeros(ALIGNMENT)
         self._pin_memory_int_workspace_buffer = torch.zeros(ALIGNMENT, dtype=torch.uint8)

@@ -63,9 +63,9 @@ def any_of(*mutations: Mutation) -> Mutation:
 
 
 def moved(values: torch.Tensor) -> torch.Tensor:
-    """The first page in place of the last."""
+    """The first page in place of the last that is listed: zeros are behind it."""
     values = values.clone()
-    values[-1] = values[0]
+    values[int(values.nonzero()[-1])] = int(values[0])
     return values
 
 

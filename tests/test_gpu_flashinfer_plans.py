@@ -127,15 +127,9 @@ def test_a_later_plan_is_what_flashinfer_would_have_made(
         pytest.skip("graphs are of requests of one length")
     first = (lens, [max(seqs[-1], lens[0])] * len(lens)) if len(set(lens)) == 1 else SECOND["both"]
     batch, cache, query = batch_of(lens, seqs), cache_of(spec), query_of(sum(lens))
-    states, outs, plans = [], [], []
-    real = flashinfer_compat.replan
-
-    def watched(*args: Any, **given: Any) -> bool:
-        plans.append(real(*args, **given))
-        return plans[-1]
-
-    for replan in (watched, lambda *_, **__: False):
-        monkeypatch.setattr(flashinfer_compat, "replan", replan)
+    states, outs = [], []
+    for known in (flashinfer_compat.can_replan, lambda *_: False):
+        monkeypatch.setattr(flashinfer_compat, "can_replan", known)
         builder = builder_of(spec)
         if is_captured:
             builder.build_for_cudagraph_capture(batch_of(*first))
@@ -144,9 +138,10 @@ def test_a_later_plan_is_what_flashinfer_would_have_made(
             builder.build(0, batch_of([600, 30], [650, 400], seed=4))
         record = builder.build(0, batch)
         parts = [part for part in (record.decode, record.prefill) if part is not None]
+        for part in parts:
+            assert known((0, 6, 14), part.wrapper) != bool(states)
         states.append([state_of(part.wrapper) for part in parts])
         outs.append(run(record, query, cache))
-    assert plans[-1]
     for own, theirs in zip(*states, strict=True):
         assert own.keys() == theirs.keys()
         for field in own:
@@ -170,7 +165,7 @@ def test_a_host_that_runs_ahead_changes_no_plan_on_its_way(
     spec: str, is_captured: bool, is_known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_known:
-        monkeypatch.setattr(flashinfer_compat, "replan", lambda *_, **__: False)
+        monkeypatch.setattr(flashinfer_compat, "can_replan", lambda *_: False)
     batches, cache = steps_of(), cache_of(spec)
     query = query_of(batches[0].num_reqs)
     builder = builder_of(spec)

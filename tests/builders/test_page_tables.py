@@ -13,6 +13,7 @@ from builders.page_tables import (
     PAGE_SIZES,
     PageTable,
     PageTableBuffers,
+    RequestPlaces,
     launch_page_list,
     launch_page_table,
     list_pages,
@@ -162,6 +163,35 @@ def test_lists_are_those_of_a_loop_over_pages(
         for page in row[first:count]
     ]
     assert found == expected + [0] * (table.numel() - len(expected))
+
+
+@pytest.mark.parametrize("lister", LISTERS)
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize(("num_reqs", "leading"), [(1, 0), (1, 1), (5, 2), (64, 64), (64, 0)])
+def test_places_count_from_zero_in_both_parts(
+    lister: Callable[..., torch.Tensor], skips: bool, num_reqs: int, leading: int
+) -> None:
+    table, lens = ragged(num_reqs, 16, 700)
+    pages = [-(-length // 16) for length in lens]
+    skipped = [row % (count + 1) if skips else 0 for row, count in enumerate(pages)]
+    rows = [row % 4 for row in range(num_reqs)]
+    starts = int32([0, *torch.tensor(rows).cumsum(0).tolist()])
+    places = RequestPlaces(starts, leading, int32([-7] * (3 * num_reqs + 4)))
+    lister(table, int32(lens), 16, int32(skipped) if skips else None, 64, places)
+    for found, own in ((places.leading(), slice(leading)), (places.behind(), slice(leading, None))):
+        counts = [count - first for count, first in zip(pages[own], skipped[own], strict=True)]
+        if not counts:
+            continue
+        last = [
+            length - 16 * (count - 1) if listed else 0
+            for length, count, listed in zip(lens[own], pages[own], counts, strict=True)
+        ]
+        expected = (
+            [0, *torch.tensor(rows[own]).cumsum(0).tolist()],
+            [0, *torch.tensor(counts).cumsum(0).tolist()],
+            last,
+        )
+        assert tuple(one.tolist() for one in found) == expected
 
 
 @pytest.mark.parametrize("lister", LISTERS)

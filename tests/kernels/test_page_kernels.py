@@ -24,7 +24,11 @@ TARGETS = {targets}
 SIZES = {{"PAGE_SIZE": 16, "REQS": 256, "TILE": 256}}
 VARIANTS = {{
     "page_table_kernel": [SIZES | {{"PAGES_PER_BLOCK": 2}}],
-    "page_list_kernel": [SIZES, SIZES | {{"skipped_ptr": None}}],
+    "page_list_kernel": [
+        SIZES,
+        SIZES | {{"skipped_ptr": None}},
+        SIZES | {{"skipped_ptr": None, "query_start_ptr": None, "places_ptr": None}},
+    ],
     "phase_tables_kernel": [SIZES | {{"WINDOW": False}}, SIZES | {{"WINDOW": True}}],
     "widened_pages_kernel": [SIZES | {{"WINDOW": False}}, SIZES | {{"WINDOW": True}}],
     "sparse_rows_kernel": [{{"STEPS": 9, "TILE": 256}}],
