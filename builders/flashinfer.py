@@ -192,6 +192,9 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         self._buffers = GraphBuffers(self.device)
         most = vllm_config.max_num_seqs
         self._buffers.declare("places", (3 * most + 4,), torch.int32)
+        self._places_key = (0, 0)
+        self._places_of = RequestPlaces(self._buffers.view("places", 4), 0)
+        """Of the latest number of requests and of decodes: most steps are like the one before."""
         self._one_each = torch.arange(most + 1, dtype=torch.int32, device=self.device)
         self._decode_choice = decode_kernel_of(self.shape)
         self._wrappers: dict[tuple[str, WrapperKernel, bool], Any] = {}
@@ -378,8 +381,8 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         width = cdiv(config.max_model_len, self.sizes.page_size)
         if "kv_indices" not in buffers:
             buffers.declare("kv_indices", (most * width,), torch.int32)
-        places = self._places(num_reqs, num_reqs if query_len == 1 else 0, self._one_each)
-        parts = places.leading() if query_len == 1 else places.behind()
+        places = self._places(num_reqs, num_reqs if query_len == 1 else 0)
+        parts = places.leading if query_len == 1 else places.behind
         reserved = CsrOnDevice(*parts, buffers.view("kv_indices", num_reqs * width))
         choice = self._decode_choice
         if query_len > 1:
@@ -426,12 +429,13 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
 
     # -- page lists
 
-    def _places(
-        self, num_reqs: int, num_leading: int, query_start_loc: torch.Tensor
-    ) -> RequestPlaces:
+    def _places(self, num_reqs: int, num_leading: int) -> RequestPlaces:
         """In one buffer for steps of all sizes, graphs' too: each is written before it is read."""
-        out = self._buffers.view("places", 3 * num_reqs + 4)
-        return RequestPlaces(query_start_loc, num_leading, out)
+        key = num_reqs, num_leading
+        if self._places_key != key:
+            out = self._buffers.view("places", 3 * num_reqs + 4)
+            self._places_key, self._places_of = key, RequestPlaces(out, num_leading)
+        return self._places_of
 
     def _listed(
         self, record: FlashInferMetadata, num_leading: int, query_start_loc: torch.Tensor
@@ -453,9 +457,9 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         if window is not None:
             skipped = skipped_pages(device_lens, record.query_start_loc, window, size)
             kv_lens = kv_lens - size * skipped_pages(kv_lens, lengths.query_start_loc, window, size)
-        places = self._places(record.num_reqs, num_leading, query_start_loc)
-        most = self.vllm_config.max_num_seqs
-        indices = list_pages(table, device_lens, size, skipped, most, places)
+        places, most = self._places(record.num_reqs, num_leading), self.vllm_config.max_num_seqs
+        given = table, device_lens, size, skipped, most
+        indices = list_pages(*given, places, query_start_loc)
         return _Listed(lengths.query_start_loc, kv_lens, indices, places)
 
     def _csr(
@@ -468,7 +472,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         is_pinned = self._is_pinned and not self.flashinfer.replans(wrapper)
         csr = csr_on_host(starts, kv_lens[start:stop], size, is_pinned)
         is_leading = stop == listed.places.num_leading
-        parts = listed.places.leading() if is_leading else listed.places.behind()
+        parts = listed.places.leading if is_leading else listed.places.behind
         if start:
             indices = indices[num_pages(kv_lens[:start], size) :]
         return csr, CsrOnDevice(*parts, indices)

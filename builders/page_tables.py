@@ -171,42 +171,28 @@ def write_page_table(
     table.pages.copy_(torch.where(page < used[:, None], entries, 0))
 
 
-@dataclass(frozen=True)
 class RequestPlaces:
     """Where the rows and pages of each request lie, on the device: of leading requests, and anew of
-    those behind them.
+    those behind them. Kernels write it, for one step after the other.
     """
 
-    query_start_loc: torch.Tensor
-    """``[R + 1]`` int32: first query row of each."""
-    num_leading: int
-    out: torch.Tensor
-    """``[3 * R + 4]`` int32, written: see :meth:`leading`."""
-
-    def leading(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def __init__(self, out: torch.Tensor, num_leading: int) -> None:
+        """
+        Args:
+            out: ``[3 * R + 4]`` int32, to be written.
+            num_leading: requests that lead.
+        """
+        reqs = (out.shape[0] - 4) // 3
+        split = num_leading + 1, reqs + 1 - num_leading
+        parts = out.split_with_sizes((*split, *split, num_leading, reqs - num_leading))
+        self.out = out
+        self.num_leading = num_leading
+        self.leading = parts[0], parts[2], parts[4]
         """``qo_indptr`` ``[L + 1]`` and ``kv_indptr`` ``[L + 1]``, both from 0, and
         ``last_page_len`` ``[L]``: tokens in the last page, 0 without pages.
         """
-        reqs, count = self._reqs, self.num_leading
-        return (
-            self.out.narrow(0, 0, count + 1),
-            self.out.narrow(0, reqs + 2, count + 1),
-            self.out.narrow(0, 2 * reqs + 4, count),
-        )
-
-    def behind(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As :meth:`leading`, of the ``R - L`` others."""
-        reqs, skipped = self._reqs, self.num_leading
-        count = reqs - skipped
-        return (
-            self.out.narrow(0, skipped + 1, count + 1),
-            self.out.narrow(0, reqs + 2 + skipped + 1, count + 1),
-            self.out.narrow(0, 2 * reqs + 4 + skipped, count),
-        )
-
-    @property
-    def _reqs(self) -> int:
-        return (self.out.shape[0] - 4) // 3
+        self.behind = parts[1], parts[3], parts[5]
+        """Likewise, of the ``R - L`` others."""
 
 
 def list_pages(
@@ -216,6 +202,7 @@ def list_pages(
     skipped: torch.Tensor | None,
     max_num_seqs: int,
     places: RequestPlaces | None = None,
+    query_start_loc: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Pages of every request, one request after the other; nothing is read back.
 
@@ -227,12 +214,14 @@ def list_pages(
         skipped: ``[R]``: leading pages of each request that are left out, at most all of them.
         max_num_seqs: most requests of any step: what the kernel is compiled for.
         places: written too, by the same launch.
+        query_start_loc: ``[R + 1]`` int32, first query row of each request, for ``places``.
 
     Returns:
         ``[R * max_blocks]`` int32; 0 past the last page, since a kernel may look a page ahead.
     """
     list_them = launch_page_list if block_table.is_cuda else _list_in_torch
-    return list_them(block_table, seq_lens, page_size, skipped, max_num_seqs, places)
+    given = block_table, seq_lens, page_size, skipped, max_num_seqs
+    return list_them(*given, places, query_start_loc)
 
 
 def launch_page_list(
@@ -242,6 +231,7 @@ def launch_page_list(
     skipped: torch.Tensor | None,
     max_num_seqs: int,
     places: RequestPlaces | None = None,
+    query_start_loc: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:func:`list_pages` by one kernel."""
     reqs, width = block_table.shape
@@ -249,11 +239,9 @@ def launch_page_list(
     if reqs and width:
         launch = _page_list(page_size, power_of_two(max_num_seqs), block_table.stride(0))
         grid = reqs, cdiv(width, _TILE)
-        starts, out, leading = None, None, 0
-        if places is not None:
-            starts, out, leading = places.query_start_loc, places.out, places.num_leading
-        arguments = block_table, seq_lens, skipped, indices, starts, out, reqs, width, leading
-        launch(grid, *arguments)
+        out, leading = (None, 0) if places is None else (places.out, places.num_leading)
+        starts = query_start_loc
+        launch(grid, block_table, seq_lens, skipped, indices, starts, out, reqs, width, leading)
     return indices
 
 
@@ -279,14 +267,14 @@ def _list_in_torch(
     skipped: torch.Tensor | None,
     max_num_seqs: int,
     places: RequestPlaces | None = None,
+    query_start_loc: torch.Tensor | None = None,
 ) -> torch.Tensor:
     listed = block_table_to_csr(block_table, seq_lens, page_size, skipped)
     if places is not None:
-        count, starts, ends = places.num_leading, places.query_start_loc, listed.indptr
-        for part, own in (
-            (places.leading(), slice(0, count)),
-            (places.behind(), slice(count, None)),
-        ):
+        assert query_start_loc is not None
+        count, starts, ends = places.num_leading, query_start_loc, listed.indptr
+        parts = (places.leading, slice(0, count)), (places.behind, slice(count, None))
+        for part, own in parts:
             first, stop = own.start, None if own.stop is None else own.stop + 1
             part[0].copy_(starts[first:stop] - starts[first])
             part[1].copy_(ends[first:stop] - ends[first])

@@ -176,9 +176,9 @@ def test_places_count_from_zero_in_both_parts(
     skipped = [row % (count + 1) if skips else 0 for row, count in enumerate(pages)]
     rows = [row % 4 for row in range(num_reqs)]
     starts = int32([0, *torch.tensor(rows).cumsum(0).tolist()])
-    places = RequestPlaces(starts, leading, int32([-7] * (3 * num_reqs + 4)))
-    lister(table, int32(lens), 16, int32(skipped) if skips else None, 64, places)
-    for found, own in ((places.leading(), slice(leading)), (places.behind(), slice(leading, None))):
+    places = RequestPlaces(int32([-7] * (3 * num_reqs + 4)), leading)
+    lister(table, int32(lens), 16, int32(skipped) if skips else None, 64, places, starts)
+    for found, own in ((places.leading, slice(leading)), (places.behind, slice(leading, None))):
         counts = [count - first for count, first in zip(pages[own], skipped[own], strict=True)]
         if not counts:
             continue
