@@ -398,6 +398,8 @@ class Drafts:
         self.layer, self.num_steps = layer, num_steps
         builders = (layer.builder, layer.index_builder)
         self.drafts = [MultiStepDraft(builder, num_steps) for builder in builders]
+        # A graph keeps its address.
+        self.table = layer.table.to(layer.device)
         every = [(req, 0, 1) for req in range(layer.sizes.requests)]
         self.steps = [layer.step(every) for _ in range(num_steps)]
         self.graph: Any = None
@@ -406,9 +408,7 @@ class Drafts:
         """A verify of every request; none of those of no length."""
         most = self.layer.sizes.drafts + 1
         new = [min(most, length) for length in lens]
-        return CommonAttentionMetadata.from_lengths(
-            new, list(lens), self.layer.table.to(self.layer.device), BLOCK
-        )
+        return CommonAttentionMetadata.from_lengths(new, list(lens), self.table, BLOCK)
 
     def begin(self, batch: CommonAttentionMetadata, rejected: Tensor) -> Any:
         return tuple(draft.begin(batch, rejected) for draft in self.drafts)
