@@ -9,7 +9,13 @@ from dataclasses import replace
 from typing import Final
 
 from builders.hopper_dense import chosen_kernel
-from builders.sparse_tiles import MOST_ROWS, HopperSparseTile, SparseShape, SparseTile
+from builders.sparse_tiles import (
+    MOST_ROWS,
+    HopperSparseTile,
+    IndexTile,
+    SparseShape,
+    SparseTile,
+)
 from specs.base import cdiv
 from specs.devices import DeviceKind
 from specs.dtypes import DType
@@ -22,6 +28,13 @@ COLUMNS: Final = (512, 64)
 """Of the latent and of the rotary part: what a tile's shared memory is cut for."""
 FEWEST_HEADS: Final = 33
 """Below, half of a tile's rows and more would be empty, and tiles of fewer rows are faster."""
+INDEX_WIDTH: Final = 128
+"""Columns of the indexer's keys."""
+FEWEST_INDEX_ROWS: Final = 32
+MOST_INDEX_ROWS: Final = 64
+"""Heads of the indexer that a product is cut for."""
+INDEX_PAGES: Final = 16
+"""Pages of a program, at most: its queries are loaded once."""
 _SIXTEEN_BITS: Final = (DType.FLOAT16, DType.BFLOAT16)
 
 
@@ -124,3 +137,21 @@ def hopper_sparse_tile(
     programs = max(num_rows, 1) * tile.head_tiles(shape.num_heads)
     parts = max(1, min(segments, multiprocessors // programs))
     return replace(tile, segment=cdiv(segments, parts) * KV_TILE)
+
+
+def index_tile_of(kind: DeviceKind, dtype: DType, num_heads: int, width: int) -> IndexTile:
+    """The indexer's launch record; the number of rows decides nothing.
+
+    Args:
+        kind: of the device, on which kernels in Gluon run.
+        dtype: of the indexer's queries.
+        num_heads: of the indexer.
+        width: of its keys.
+    """
+    serves = (
+        kind is DeviceKind.SM90
+        and dtype is DType.FLOAT8_E4M3FN
+        and num_heads <= MOST_INDEX_ROWS
+        and width == INDEX_WIDTH
+    )
+    return IndexTile(hopper_pages=INDEX_PAGES if serves else 0)

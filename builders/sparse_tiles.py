@@ -221,6 +221,8 @@ class IndexTile:
     fp8_products: bool = False
     """e4m3 queries and keys are multiplied as they are, with sums of less than fp32's precision;
     else as fp16, exactly."""
+    hopper_pages: int = 0
+    """Pages of a program of the kernel for Hopper, at most; 0: the plain kernel takes all rows."""
     select: int = 4096
     """Logits of one step of the selection."""
     select_warps: int = 8

@@ -251,12 +251,34 @@ def test_keys_are_the_twins_bytes() -> None:
     assert torch.equal(found.cpu(), wanted)
 
 
-@pytest.mark.parametrize("heads", [1, 32, 64])
+@pytest.mark.parametrize("heads", [1, 32, 40, 64])
 @pytest.mark.parametrize("dtype", [E4M3, torch.bfloat16, torch.float16])
-def test_paged_logits(heads: int, dtype: torch.dtype) -> None:
-    keys = Keys([5000, 1, 64, 65, 0, 2048, 4097], heads, dtype)
+@pytest.mark.parametrize("tile", [None, IndexTile()], ids=["chosen", "plain"])
+def test_paged_logits(heads: int, dtype: torch.dtype, tile: IndexTile | None) -> None:
+    for lens in ([5000, 1, 64, 65, 0, 2048, 4097], [40000] * 20, [300]):
+        keys = Keys(lens, heads, dtype)
+        found = keys.paged(tile)
+        keys.check(found, 2.0**-20)
+        assert torch.equal(found.nan_to_num(), keys.paged(tile).nan_to_num())
+
+
+def test_a_row_s_logits_are_its_own() -> None:
+    keys = Keys([5000, 129, 2048, 4097], 64, E4M3)
+    whole = keys.paged()
+    for row, length in enumerate(keys.lens.tolist()):
+        one = slice(row, row + 1)
+        found = torch.empty(1, length, device=DEVICE)
+        tensors = keys.query[one], keys.weights[one], keys.cache, keys.table[one]
+        paged_index_logits(*tensors, None, keys.lens[one], found)
+        assert torch.equal(found[0], whole[row, :length])
+
+
+def test_logits_of_rows_that_are_not_aligned() -> None:
+    keys = Keys([5000, 1, 65], 64, E4M3)
+    wide = torch.zeros(3, 64, 136, device=DEVICE).to(E4M3)
+    wide[..., 8:].copy_(keys.query)
+    keys.query = wide[..., 8:]
     keys.check(keys.paged(), 2.0**-20)
-    assert torch.equal(keys.paged().nan_to_num(), keys.paged().nan_to_num())
 
 
 def test_paged_logits_of_fp8_products() -> None:

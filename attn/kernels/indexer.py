@@ -191,17 +191,15 @@ def paged_logits_kernel(
         )  # fmt: skip
         column = tl.arange(0, WIDTH)
         for tile in tl.range(low, high, num_stages=STAGES):
-            page = tile * PAGES + tl.arange(0, PAGES)
-            # One entry for each page, and none past the last.
-            block = tl.load(table + page, mask=page * BLOCK_SIZE < length, other=0).to(tl.int64)
-            inside = tl.arange(0, BLOCK_SIZE)
-            at = (block * data_block)[:, None] + (inside * WIDTH)[None, :]
-            at = tl.reshape(at, [TILE])
             key = tile * TILE + tl.arange(0, TILE)
             there = key < length
+            # An entry for each key: reshaped from one for each page, the compiler would no longer
+            # see that 16 bytes of a row can be loaded at a time.
+            block = tl.load(table + key // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+            inside = tl.arange(0, TILE) % BLOCK_SIZE
+            at = block * data_block + inside * WIDTH
             k = tl.load(data_ptr + at[:, None] + column[None, :], mask=there[:, None], other=0)
-            where = tl.reshape((block * scale_block)[:, None] + inside[None, :], [TILE])
-            scale = tl.load(scale_ptr + where, mask=there, other=0.0)
+            scale = tl.load(scale_ptr + block * scale_block + inside, mask=there, other=0.0)
             k = _in_product(k, COMPUTE, FP8, HARDWARE_E4M3)
             logits = _logits_of(k, scale, q, weights, tl.float32 == COMPUTE)
             tl.store(logits_ptr + token * logits_row + key, logits, mask=there)

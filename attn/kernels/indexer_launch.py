@@ -119,6 +119,13 @@ def paged_logits_call(
     """The launch of :func:`attn.ops.indexer.paged_index_logits`, with its arguments."""
     data, scale = planes_of(kv_cache, query.shape[2])
     most = min(logits.shape[1], block_table.shape[1] * INDEXER_PAGE)
+    if tile.hopper_pages:
+        # Gluon only where it is used.
+        from attn.kernels.hopper import index_launch
+
+        if index_launch.is_aligned(query, data):
+            given = query, weights, data, scale, block_table, requests, kv_lens, logits
+            return index_launch.hopper_paged_logits_call(*given, tile, most)
     arguments = _query_arguments(query, weights, tile, hardware_e4m3) | {
         "data_ptr": data,
         "scale_ptr": scale,

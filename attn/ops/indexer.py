@@ -8,7 +8,10 @@ import torch
 
 from attn.ops.dispatch import converts_float8, has_kernel
 from attn.reference import indexer as reference
+from builders.hopper_sparse import index_tile_of
 from builders.sparse_tiles import IndexTile
+from builders.triton_attn import device_facts, runs_gluon
+from specs.dtypes import DType
 from specs.rows import INDEXER_PAGE, SCALE_BYTES
 
 _E4M3: Final = torch.float8_e4m3fn
@@ -114,9 +117,17 @@ def paged_index_logits(
 
     paged_logits_call(
         *(q_index, weights, kv_cache, block_table, requests, kv_lens, logits),
-        tile or IndexTile(),
+        tile or _tile_for(q_index),
         hardware_e4m3=converts_float8(q_index.device),
     ).launch()
+
+
+def _tile_for(q_index: torch.Tensor) -> IndexTile:
+    """The launch record of rows over pages."""
+    if not runs_gluon(q_index.device):
+        return IndexTile()
+    kind, dtype = device_facts(q_index.device)[0], DType.parse(q_index.dtype)
+    return index_tile_of(kind, dtype, q_index.shape[1], q_index.shape[2])
 
 
 def ragged_index_logits(

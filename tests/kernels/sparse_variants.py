@@ -25,8 +25,9 @@ from attn.kernels.indexer_launch import (
 )
 from attn.kernels.launch import KernelCall
 from attn.kernels.sparse_launch import SparseLayer, SparseTensors, sparse_calls
+from builders.hopper_sparse import index_tile_of
 from builders.sparse_tiles import IndexTile, SparseShape, SparseTile, sparse_tile
-from specs.devices import KNOWN_DEVICES
+from specs.devices import KNOWN_DEVICES, DeviceKind
 from specs.dtypes import DType
 from specs.rows import LatentFormat
 from tests.kernels.compile_matrix import Compiler, Facts
@@ -120,6 +121,10 @@ def chosen(target: int) -> dict[str, KernelCall]:
     for name, dtype in (("e4m3", torch.float8_e4m3fn), ("bf16", torch.bfloat16)):
         for what, call in index_calls(dtype, IndexTile(), target >= 89).items():
             found[f"{what} {name}"] = call
+    if target == 90:
+        tile = index_tile_of(DeviceKind.SM90, DType.FLOAT8_E4M3FN, 64, 128)
+        calls = index_calls(torch.float8_e4m3fn, tile, hardware=True)
+        found["paged logits e4m3 hopper"] = calls["paged logits"]
     return found
 
 

@@ -1,0 +1,81 @@
+"""The launch of the indexer's logits by the kernel for Hopper."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from attn.kernels.hopper.index_logits import hopper_paged_logits_kernel
+from attn.kernels.launch import KernelCall, alignment
+from builders.hopper_sparse import FEWEST_INDEX_ROWS
+from builders.sparse_tiles import IndexTile
+from builders.triton_attn import device_facts
+from specs.base import cdiv
+from specs.rows import INDEXER_PAGE
+
+ALIGNMENT = 16
+"""Bytes that a thread loads at a time."""
+PROGRAMS = 8
+"""Of each multiprocessor, at least, before a program takes several pages."""
+
+
+def is_aligned(*tensors: torch.Tensor) -> bool:
+    """Rows lie where the kernel's threads can load them from."""
+    return all(alignment(tensor) >= ALIGNMENT for tensor in tensors)
+
+
+def hopper_paged_logits_call(
+    query: torch.Tensor,
+    weights: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    block_table: torch.Tensor,
+    requests: torch.Tensor | None,
+    kv_lens: torch.Tensor,
+    logits: torch.Tensor,
+    tile: IndexTile,
+    most: int,
+) -> KernelCall:
+    """The launch in the place of the plain kernel's, for tensors that it serves.
+
+    Args:
+        query: ``[T, Hi, 128]`` e4m3.
+        weights: ``[T, Hi]`` fp32.
+        data: ``[N, 64, 128]`` uint8, the plane of patterns.
+        scale: ``[N, 64, 1]`` fp32, that of scales.
+        block_table: ``[R, blocks]`` int32.
+        requests: ``[T]`` int32, or None.
+        kv_lens: ``[T]`` int32.
+        logits: ``[T, M]`` fp32.
+        tile: the launch record.
+        most: keys that a row has at most.
+    """
+    rows, heads, _ = query.shape
+    q, words = query.view(torch.int32), data.view(torch.int32)
+    blocks = cdiv(most, INDEXER_PAGE)
+    programs = PROGRAMS * device_facts(query.device)[1]
+    pages = max(1, min(tile.hopper_pages, rows * blocks // programs))
+    arguments = {
+        "q_ptr": q,
+        "weights_ptr": weights,
+        "data_ptr": words,
+        "scale_ptr": scale,
+        "table_ptr": block_table,
+        "requests_ptr": requests,
+        "lens_ptr": kv_lens,
+        "logits_ptr": logits,
+        "q_token": q.stride(0),
+        "q_head": q.stride(1),
+        "weights_token": weights.stride(0),
+        "data_block": words.stride(0),
+        "scale_block": scale.stride(0),
+        "table_row": block_table.stride(0),
+        "logits_row": logits.stride(0),
+        "most": most,
+        "NUM_HEADS": heads,
+        "HEADS": max(triton.next_power_of_2(heads), FEWEST_INDEX_ROWS),
+        # Of few values, each of which is compiled.
+        "PAGES": 1 << (pages.bit_length() - 1),
+    }
+    grid = (cdiv(blocks, arguments["PAGES"]), rows)
+    return KernelCall(hopper_paged_logits_kernel, grid, arguments, num_warps=4)
