@@ -15,6 +15,7 @@ from builders.sparse_tiles import (
     IndexTile,
     SparseShape,
     SparseTile,
+    rows_to_finish,
 )
 from specs.base import cdiv
 from specs.devices import DeviceKind
@@ -136,7 +137,8 @@ def hopper_sparse_tile(
     segments = tile.segments(shape.topk)
     programs = max(num_rows, 1) * tile.head_tiles(shape.num_heads)
     parts = max(1, min(segments, multiprocessors // programs))
-    return replace(tile, segment=cdiv(segments, parts) * KV_TILE)
+    finish = rows_to_finish(programs, multiprocessors)
+    return replace(tile, segment=cdiv(segments, parts) * KV_TILE, finish_rows=finish)
 
 
 def index_tile_of(kind: DeviceKind, dtype: DType, num_heads: int, width: int) -> IndexTile:
