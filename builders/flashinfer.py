@@ -229,6 +229,9 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         if any((getattr(batch, "mm_req_doc_ranges", None) or {}).values()):
             raise NotImplementedError(f"{NAME} does not support mm_req_doc_ranges")
         reqs, table = batch.num_reqs, batch.block_table_tensor
+        if reqs > self.vllm_config.max_num_seqs:
+            most = self.vllm_config.max_num_seqs
+            raise ValueError(f"num_reqs must be at most {most} for {NAME}, got {reqs}")
         lengths = host_lengths(batch, common_prefix_len, self.sizes.page_size)
         if debugs:
             debug_lengths(batch, lengths)

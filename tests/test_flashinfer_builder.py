@@ -300,6 +300,11 @@ def test_a_batch_that_cannot_be_planned_is_refused(
         builder_of().build(0, batch.replace(**changes))
 
 
+def test_a_batch_of_too_many_requests_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_reqs must be at most 8 for FLASHINFER, got 9"):
+        builder_of().build(0, batch_of([1] * 9, [20] * 9))
+
+
 @pytest.mark.parametrize(
     ("prefix", "message"),
     [(8, r"multiple of block_size \(16\).*got 8"), (32, "computed tokens.*got 32 and 19")],

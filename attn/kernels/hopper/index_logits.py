@@ -2,7 +2,8 @@
 
 Keys go from the cache to the registers that products read them from, 16 bytes at a time, and by no
 shared memory. A product's sums run over all columns, so that these may come in any order if keys
-and queries have the same: a thread takes the columns that it has loaded.
+and queries have the same: a thread takes the columns that it has loaded. A page is 64 keys, the
+rows of a product, of 128 bytes.
 """
 
 from __future__ import annotations
@@ -17,11 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attn.kernels.hopper.compat import thread_barrier
 
-PAGE = gl.constexpr(64)
-"""Keys of a page, and rows of a product."""
-WIDTH = gl.constexpr(128)
-"""Columns of a key, in bytes."""
-_WORDS = gl.constexpr(32)
 # Four bytes of e4m3 as four numbers of fp16.
 _FOUR = gl.constexpr(
     "{ .reg .b16 x, y; .reg .b32 a, b; mov.b32 {x, y}, $4; cvt.rn.f16x2.e4m3x2 a, x;"
