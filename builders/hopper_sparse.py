@@ -36,6 +36,8 @@ MOST_INDEX_ROWS: Final = 64
 """Heads of the indexer that a product is cut for."""
 INDEX_PAGES: Final = 16
 """Pages of a program, at most: its queries are loaded once."""
+INDEX_PROGRAMS: Final = 8
+"""Of each multiprocessor, at least, before a program takes several pages."""
 _SIXTEEN_BITS: Final = (DType.FLOAT16, DType.BFLOAT16)
 
 
@@ -157,3 +159,16 @@ def index_tile_of(kind: DeviceKind, dtype: DType, num_heads: int, width: int) ->
         and width == INDEX_WIDTH
     )
     return IndexTile(hopper_pages=INDEX_PAGES if serves else 0)
+
+
+def index_pages(tile: IndexTile, multiprocessors: int, num_rows: int, blocks: int) -> int:
+    """Pages of a program, a power of two: each of these is compiled. No bit depends on it.
+
+    Args:
+        tile: with what it is at most.
+        multiprocessors: of the device.
+        num_rows: of the launch.
+        blocks: of a row, at most.
+    """
+    pages = min(tile.hopper_pages, num_rows * blocks // (INDEX_PROGRAMS * multiprocessors))
+    return 1 << (max(pages, 1).bit_length() - 1)

@@ -111,10 +111,7 @@ class TrtllmMhaImpl(VendorImpl):
         What the common step does not need is asked for by one comparison each: at batch 1 the
         host's time is all that a layer waits for.
         """
-        rows, own_output, own_lse = query, output, lse
-        tokens = part.num_tokens
-        if query.shape[0] != tokens or output.shape[0] != tokens or lse is not None:
-            rows, own_output, own_lse = rows_of(part, query, output, lse)
+        rows, own_output, own_lse = rows_of(part, query, output, lse)
         qk_scale, v_scale = self.scale, 1.0
         if self._is_fp8:
             rows, qk_scale = self._scaled_query(part, layer, rows)

@@ -10,11 +10,10 @@ import triton
 import triton.language as tl
 
 from attn.kernels.launch import FormCall, KernelCall, KernelForm
+from builders.page_tables import MOST_FORMS
 from specs.sentinels import NULL_BLOCK_ID
 
 _TILE = 1024
-MOST_FORMS = 64
-"""Forms of a launch that stand ready: an engine has one for each layout of its caches."""
 _NULL_BLOCK = tl.constexpr(NULL_BLOCK_ID)
 
 

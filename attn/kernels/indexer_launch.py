@@ -121,11 +121,12 @@ def paged_logits_call(
     most = min(logits.shape[1], block_table.shape[1] * INDEXER_PAGE)
     if tile.hopper_pages:
         # Gluon only where it is used.
-        from attn.kernels.hopper import index_launch
+        from attn.kernels.hopper.index_launch import hopper_paged_logits_call
+        from attn.kernels.hopper.sparse_launch import is_aligned
 
-        if index_launch.is_aligned(query, data):
+        if is_aligned(query, data):
             given = query, weights, data, scale, block_table, requests, kv_lens, logits
-            return index_launch.hopper_paged_logits_call(*given, tile, most)
+            return hopper_paged_logits_call(*given, tile, most)
     arguments = _query_arguments(query, weights, tile, hardware_e4m3) | {
         "data_ptr": data,
         "scale_ptr": scale,

@@ -10,9 +10,11 @@ import torch
 
 from builders import sparse_launches
 from builders.buffers import GraphBuffers
+from builders.hopper_sparse import index_pages, index_tile_of
 from builders.sparse_launches import SparseLaunches
 from builders.sparse_tiles import HopperSparseTile, SparseShape
 from specs.devices import DeviceKind
+from specs.dtypes import DType
 from specs.rows import LatentFormat
 from specs.sparse_mla import STORED_FORMATS, SparsePhase
 from tests.sparse_layers import Sizes, SparseLayer
@@ -96,3 +98,28 @@ def test_rows_in_turn_are_the_same_rows(
         taken.append(record.prefill.launch.rows)
     assert taken == [10, 1]
     assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize(
+    ("rows", "blocks", "pages"), [(64, 512, 16), (1, 2048, 1), (8, 400, 2), (1, 1, 1)]
+)
+def test_programs_of_logits_take_pages_once_there_are_many(
+    rows: int, blocks: int, pages: int
+) -> None:
+    tile = index_tile_of(DeviceKind.SM90, DType.FLOAT8_E4M3FN, 64, 128)
+    assert index_pages(tile, 132, rows, blocks) == pages
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "heads", "width"),
+    [
+        (DeviceKind.SM100, DType.FLOAT8_E4M3FN, 64, 128),
+        (DeviceKind.SM90, DType.BFLOAT16, 64, 128),
+        (DeviceKind.SM90, DType.FLOAT8_E4M3FN, 65, 128),
+        (DeviceKind.SM90, DType.FLOAT8_E4M3FN, 64, 64),
+    ],
+)
+def test_what_the_kernel_for_hopper_does_not_serve_goes_to_the_plain_one(
+    kind: DeviceKind, dtype: DType, heads: int, width: int
+) -> None:
+    assert index_tile_of(kind, dtype, heads, width).hopper_pages == 0

@@ -6,22 +6,12 @@ import torch
 import triton
 
 from attn.kernels.hopper.index_logits import hopper_paged_logits_kernel
-from attn.kernels.launch import KernelCall, alignment
-from builders.hopper_sparse import FEWEST_INDEX_ROWS
+from attn.kernels.launch import KernelCall
+from builders.hopper_sparse import FEWEST_INDEX_ROWS, index_pages
 from builders.sparse_tiles import IndexTile
 from builders.triton_attn import device_facts
 from specs.base import cdiv
 from specs.rows import INDEXER_PAGE
-
-ALIGNMENT = 16
-"""Bytes that a thread loads at a time."""
-PROGRAMS = 8
-"""Of each multiprocessor, at least, before a program takes several pages."""
-
-
-def is_aligned(*tensors: torch.Tensor) -> bool:
-    """Rows lie where the kernel's threads can load them from."""
-    return all(alignment(tensor) >= ALIGNMENT for tensor in tensors)
 
 
 def hopper_paged_logits_call(
@@ -53,8 +43,7 @@ def hopper_paged_logits_call(
     rows, heads, _ = query.shape
     q, words = query.view(torch.int32), data.view(torch.int32)
     blocks = cdiv(most, INDEXER_PAGE)
-    programs = PROGRAMS * device_facts(query.device)[1]
-    pages = max(1, min(tile.hopper_pages, rows * blocks // programs))
+    pages = index_pages(tile, device_facts(query.device)[1], rows, blocks)
     arguments = {
         "q_ptr": q,
         "weights_ptr": weights,
@@ -74,8 +63,7 @@ def hopper_paged_logits_call(
         "most": most,
         "NUM_HEADS": heads,
         "HEADS": max(triton.next_power_of_2(heads), FEWEST_INDEX_ROWS),
-        # Of few values, each of which is compiled.
-        "PAGES": 1 << (pages.bit_length() - 1),
+        "PAGES": pages,
     }
-    grid = (cdiv(blocks, arguments["PAGES"]), rows)
+    grid = (cdiv(blocks, pages), rows)
     return KernelCall(hopper_paged_logits_kernel, grid, arguments, num_warps=4)
