@@ -1,0 +1,709 @@
+"""Sparse latent attention of few heads on Hopper: 16 rows of queries over listed rows of the cache.
+
+What bounds it is how fast rows come: a warp group copies them 16 bytes at a time, some tiles ahead,
+and what was copied is all that shared memory holds of them. Two warp groups take every other tile,
+so that one multiplies while the other waits, and fold their sums at the end. They put operands
+together in registers. For scores a warp has some keys with all their columns, and takes columns in
+the order in which it loads them: sums run over all. For values a warp has a block of columns of all
+keys; words of a key and of the one behind it are woven together, as products want pairs of keys.
+
+e4m3 become fp16, which has all of them, by one instruction for two. The scales of their blocks
+multiply scores of a block. In values they belong to exponents: what is summed for a block is 2 to
+the power of score plus logarithm of the scale, less a maximum of its own. So nothing leaves fp16's
+range, whatever scales there are.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from attn.kernels.hopper.compat import (
+    arrive_behind_gathers,
+    async_gather,
+    reinterpret,
+    thread_barrier,
+)
+from attn.kernels.hopper.decode_parts import opaque_zero
+from attn.kernels.hopper.tiles import wide
+from attn.kernels.rows import write_rows
+from attn.kernels.sparse_mla import _row_offsets
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+ROWS = tl.constexpr(16)
+"""Heads of a program."""
+THREADS = tl.constexpr(128)
+"""Of the warp group that copies, each of which arrives by itself."""
+_UNIT = tl.constexpr(16)
+NATIVE, RAW, SCALED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""What rows are: 16 bits; e4m3 that have one scale in common; or with scales in each row."""
+# Four e4m3 of one key in $8 and of the next one in $9, as pairs of these in fp16.
+_WOVEN = tl.constexpr(
+    "{ .reg .b16 a, b, c, d; .reg .b32 x, y, p, q, r, s;"
+    " prmt.b32 x, $8, $9, 0x5140; prmt.b32 y, $8, $9, 0x7362;"
+    " mov.b32 {a, b}, x; mov.b32 {c, d}, y;"
+    " cvt.rn.f16x2.e4m3x2 p, a; cvt.rn.f16x2.e4m3x2 q, b;"
+    " cvt.rn.f16x2.e4m3x2 r, c; cvt.rn.f16x2.e4m3x2 s, d;"
+    " mov.b32 {$0, $1}, p; mov.b32 {$2, $3}, q; mov.b32 {$4, $5}, r; mov.b32 {$6, $7}, s; }"
+)
+_FOUR = tl.constexpr(
+    "{ .reg .b16 x, y; .reg .b32 a, b; mov.b32 {x, y}, $4; cvt.rn.f16x2.e4m3x2 a, x;"
+    " cvt.rn.f16x2.e4m3x2 b, y; mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; }"
+)
+_TWO = tl.constexpr("mov.b32 {$0, $1}, $2;")
+_WOVEN_PAIRS = tl.constexpr(
+    "{ .reg .b32 p, q; prmt.b32 p, $4, $5, 0x5410; prmt.b32 q, $4, $5, 0x7632;"
+    " mov.b32 {$0, $1}, p; mov.b32 {$2, $3}, q; }"
+)
+
+
+
+_LOG2 = tl.constexpr("lg2.approx.ftz.f32 $0, $1;")
+# Without steps for results below 2^-126, which are zero here.
+_EXP2 = tl.constexpr("ex2.approx.ftz.f32 $0, $1;")
+
+
+@gluon.constexpr_function
+def _swizzled(rows: int, words: int) -> gl.SharedLinearLayout:
+    """Rows of words with no two at the same banks that are read together: of scores two keys'
+    halves of 128 bytes, of values four keys two apart.
+    """
+    columns = [[0, 1 << k] for k in range(words.bit_length() - 1)]
+    down = [[1, 16], [2, 8], [4, 16]] if words >= 32 else [[1, 0], [2, 0], [4, 0]]
+    down += [[1 << k, 0] for k in range(3, rows.bit_length() - 1)]
+    return gl.SharedLinearLayout(columns + down)
+
+
+@gluon.constexpr_function
+def _scores_memory(tile: int) -> gl.SharedLinearLayout:
+    """Scores ``[16, keys]``: four rows' pairs of four threads at banks of their own."""
+    columns = [[0, 1 << k] for k in range(tile.bit_length() - 1)]
+    return gl.SharedLinearLayout([*columns, [1, 8], [2, 16], [4, 0], [8, 0]])
+
+
+@gluon.constexpr_function
+def _key_words(tile: int, words: int) -> gl.DistributedLinearLayout:
+    """``[keys, words]``: eight keys of a warp at a time; four threads have 64 bytes of each."""
+    more = [[0, 16 << k] for k in range((words // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], *more, *([[32, 0]] if tile > 32 else [])],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[8, 0], [16, 0]],
+        block_bases=[],
+        shape=[tile, words],
+    )
+
+
+@gluon.constexpr_function
+def _key_factors(tile: int) -> gl.DistributedLinearLayout:
+    """``[keys, 4]`` as keys are columns of scores."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[1, 0], *([[32, 0]] if tile > 32 else []), [0, 1], [0, 2]],
+        lane_bases=[[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]],
+        warp_bases=[[8, 0], [16, 0]],
+        block_bases=[],
+        shape=[tile, 4],
+    )
+
+
+@gluon.constexpr_function
+def _value_words(tile: int, words: int) -> gl.DistributedLinearLayout:
+    """``[keys, words]``: a block of columns of a warp, of which a thread has 16 bytes, and of words
+    of 16 bits another 16 behind 128; four keys of 16.
+    """
+    wide, block = words > 128, words // 4
+    return gl.DistributedLinearLayout(
+        reg_bases=[
+            [0, 1],
+            [0, 2],
+            *([[0, 32]] if wide else []),
+            *([1, 0], [8, 0], [16, 0]),
+            *([[32, 0]] if tile > 32 else []),
+        ],
+        lane_bases=[[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]],
+        warp_bases=[[0, block], [0, 2 * block]],
+        block_bases=[],
+        shape=[tile, words],
+    )
+
+
+@gluon.constexpr_function
+def _weights_layout(tile: int) -> gl.DistributedLinearLayout:
+    """``[4, 16, keys]`` weights as the first operand of values: a warp for a block of columns."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[
+            [0, 0, 1],
+            [0, 8, 0],
+            [0, 0, 8],
+            [0, 0, 16],
+            *([[0, 0, 32]] if tile > 32 else []),
+        ],
+        lane_bases=[[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        warp_bases=[[1, 0, 0], [2, 0, 0]],
+        block_bases=[],
+        shape=[4, 16, tile],
+    )
+
+
+@gluon.constexpr_function
+def _result_layout(e4m3: bool) -> gl.DistributedLinearLayout:
+    """``[16, 512]`` as sums lie, but that columns side by side come first: they are written
+    together.
+    """
+    more, lanes = ([[0, 8], [0, 16]], (32, 64)) if e4m3 else ([[0, 64], [0, 8]], (16, 32))
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], *more, [8, 0]],
+        lane_bases=[*([0, at] for at in lanes), [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[0, 128], [0, 256]],
+        block_bases=[],
+        shape=[16, 512],
+    )
+
+
+@gluon.jit
+def _key_operand(words, E4M3: gl.constexpr, DTYPE: gl.constexpr, OPERAND: gl.constexpr):
+    """Words of keys ``[keys, N]`` as the second operand ``[columns, keys]``: word 16 a + 4 c + j is
+    of thread c.
+    """
+    KEYS: gl.constexpr = words.shape[0]
+    N: gl.constexpr = words.shape[1]
+    if E4M3:
+        f0, f1, f2, f3 = gl.inline_asm_elementwise(
+            _FOUR, "=h,=h,=h,=h,r", [words],
+            dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=1,
+        )  # fmt: skip
+        x = gl.join(gl.join(f0, f1), gl.join(f2, f3))
+        # Of a, c, j, which of a pair, which pair: a step of 16 is (a, j), a pair half of it.
+        x = gl.permute(gl.reshape(x, [KEYS, N // 16, 4, 4, 2, 2]), (1, 3, 5, 2, 4, 0))
+        x = gl.reshape(x, [N * 4, KEYS])
+    else:
+        f0, f1 = gl.inline_asm_elementwise(
+            _TWO, "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+        )
+        x = gl.join(f0, f1).to(DTYPE, bitcast=True)
+        x = gl.permute(gl.reshape(x, [KEYS, N // 16, 4, 2, 2, 2]), (1, 3, 4, 2, 5, 0))
+        x = gl.reshape(x, [N * 2, KEYS])
+    return gl.convert_layout(x, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _query_order(x, E4M3: gl.constexpr):
+    """Queries ``[16, columns]`` in the order of :func:`_key_operand`."""
+    COLUMNS: gl.constexpr = x.shape[1]
+    if E4M3:
+        x = gl.permute(gl.reshape(x, [16, COLUMNS // 64, 4, 4, 2, 2]), (0, 1, 3, 4, 2, 5))
+    else:
+        x = gl.permute(gl.reshape(x, [16, COLUMNS // 32, 4, 2, 2, 2]), (0, 1, 3, 4, 2, 5))
+    return gl.reshape(x, [16, COLUMNS])
+
+
+@gluon.jit
+def _value_operand(words, E4M3: gl.constexpr, DTYPE: gl.constexpr, OPERAND: gl.constexpr):
+    """Words of values ``[keys, N]`` as the second operand ``[4, keys, 128]``, a block of columns
+    each, in the order that :func:`_natural_order` undoes.
+    """
+    KEYS: gl.constexpr = words.shape[0]
+    N: gl.constexpr = words.shape[1]
+    x = gl.permute(gl.reshape(words, [KEYS // 8, 4, 2, N]), (0, 1, 3, 2))
+    first, second = gl.split(x)
+    if E4M3:
+        a0, b0, a1, b1, a2, b2, a3, b3 = gl.inline_asm_elementwise(
+            _WOVEN, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [first, second],
+            dtype=(gl.float16, gl.float16, gl.float16, gl.float16,
+                   gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=1,
+        )  # fmt: skip
+        even = gl.join(gl.join(a0, b0), gl.join(a2, b2))
+        odd = gl.join(gl.join(a1, b1), gl.join(a3, b3))
+        # Of keys, four threads of them, block, thread, word, key of a pair, column's high, low bit.
+        x = gl.reshape(gl.join(even, odd), [KEYS // 8, 4, 4, 8, 4, 2, 2, 2])
+        x = gl.permute(x, (2, 0, 1, 5, 4, 6, 7, 3))
+    else:
+        a0, b0, a1, b1 = gl.inline_asm_elementwise(
+            _WOVEN_PAIRS, "=h,=h,=h,=h,r,r", [first, second],
+            dtype=(gl.int16, gl.int16, gl.int16, gl.int16), is_pure=True, pack=1,
+        )  # fmt: skip
+        x = gl.join(gl.join(a0, b0), gl.join(a1, b1)).to(DTYPE, bitcast=True)
+        # A block's second 16 bytes of each thread come after all first ones.
+        x = gl.reshape(x, [KEYS // 8, 4, 4, 2, 8, 4, 2, 2])
+        x = gl.permute(x, (2, 0, 1, 6, 3, 5, 7, 4))
+    x = gl.reshape(x, [4, KEYS, 128])
+    return gl.convert_layout(x, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _natural_order(o, E4M3: gl.constexpr):
+    """``[4, 16, 128]`` sums as ``[16, 512]``: of each block 16 columns of each of eight threads, or
+    twice eight.
+    """
+    if E4M3:
+        x = gl.permute(gl.reshape(o, [4, 16, 16, 8]), (1, 0, 3, 2))
+    else:
+        x = gl.permute(gl.reshape(o, [4, 16, 2, 8, 8]), (1, 0, 2, 4, 3))
+    return gl.convert_layout(gl.reshape(x, [16, 512]), _result_layout(E4M3), assert_trivial=True)
+
+
+@gluon.jit
+def _quarters(x):
+    """``[K, 4 N]`` as four ``[K, N]``: what is a thread's is left where it is."""
+    N: gl.constexpr = x.shape[1] // 4
+    x = gl.permute(gl.reshape(x, [x.shape[0], 2, 2, N]), (0, 3, 1, 2))
+    even, odd = gl.split(x)
+    x0, x2 = gl.split(even)
+    x1, x3 = gl.split(odd)
+    return x0, x1, x2, x3
+
+
+@gluon.jit
+def _exp2(x):
+    return gl.inline_asm_elementwise(
+        _EXP2, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _base(m):
+    return gl.where(m == float("-inf"), 0.0, m)
+
+
+@gluon.jit
+def _listed(ids_ptr, first, length, KEYS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Entries of a list, -1 from its end on."""
+    at = first + gl.arange(0, KEYS, layout=LAYOUT)
+    return gl.load(ids_ptr + at, mask=at < length, other=-1)
+
+
+@gluon.jit
+def _copy_rows(
+    latent_ptr, ids_ptr, lens_ptr, nope, tail, full, empty, ids_row, topk,
+    HEAD_TILES: gl.constexpr, SEGMENT: gl.constexpr, PARTS: gl.constexpr, HAS_LENS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr,
+    SKIP: gl.constexpr,
+):  # fmt: skip
+    """The warp group that copies: listed rows, zeros for those of -1, tile after tile; first their
+    latents, then all that is behind these, of which SKIP words are not wanted.
+    """
+    STAGES: gl.constexpr = nope.shape[0]
+    TILE: gl.constexpr = nope.shape[1]
+    WORDS: gl.constexpr = nope.shape[2]
+    TAIL: gl.constexpr = tail.shape[2]
+    COPY: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    TAIL_COPY: gl.constexpr = gl.BlockedLayout([1, 4], [128 // TAIL, TAIL // 4], [4, 1], [1, 0])
+    ROW: gl.constexpr = gl.SliceLayout(1, COPY)
+    TAIL_ROW: gl.constexpr = gl.SliceLayout(1, TAIL_COPY)
+    work = gl.program_id(0)
+    token = work // (HEAD_TILES * PARTS)
+    low = work // HEAD_TILES % PARTS * SEGMENT
+    mine = ids_ptr + token.to(gl.int64) * wide(ids_row)
+    # Not yet known how many count, but where the list ends.
+    end = gl.minimum(topk, low + SEGMENT)
+    ids = _listed(mine, low, end, TILE, ROW)
+    tail_ids = _listed(mine, low, end, TILE, TAIL_ROW)
+    high = end
+    if HAS_LENS:
+        high = gl.minimum(end, gl.load(lens_ptr + token))
+        ids = gl.where(low + gl.arange(0, TILE, layout=ROW) < high, ids, -1)
+        tail_ids = gl.where(low + gl.arange(0, TILE, layout=TAIL_ROW) < high, tail_ids, -1)
+    ahead = _listed(mine, low + TILE, high, TILE, ROW)
+    tail_ahead = _listed(mine, low + TILE, high, TILE, TAIL_ROW)
+    column = gl.arange(0, WORDS, layout=gl.SliceLayout(0, COPY))
+    tail_column = gl.arange(0, TAIL, layout=gl.SliceLayout(0, TAIL_COPY))
+    turn = 0
+    for first in range(low, high, TILE):
+        stage = turn % STAGES
+        # Asked for two tiles ahead: loads stand in line behind copies.
+        next_ids = _listed(mine, first + 2 * TILE, high, TILE, ROW)
+        next_tail = _listed(mine, first + 2 * TILE, high, TILE, TAIL_ROW)
+        offset = _row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (_UNIT // 4)
+        at = latent_ptr + offset[:, None] + column[None, :]
+        there = (ids >= 0)[:, None] & (column >= 0)[None, :]
+        offset = _row_offsets(tail_ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (_UNIT // 4)
+        tail_at = latent_ptr + (offset + (WORDS - SKIP))[:, None] + tail_column[None, :]
+        tail_there = (tail_ids >= 0)[:, None] & (tail_column >= SKIP)[None, :]
+        # A fresh barrier lets parity 1 pass at once.
+        mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
+        async_gather(nope.index(stage), at, mask=there)
+        async_gather(tail.index(stage), tail_at, mask=tail_there)
+        arrive_behind_gathers(full.index(stage), increment_count=False)
+        ids = ahead
+        tail_ids = tail_ahead
+        ahead = next_ids
+        tail_ahead = next_tail
+        turn += 1
+
+
+@gluon.jit
+def _load_queries(ptr, token, head_tile, HEADS: gl.constexpr, STRIDE_TOKEN: gl.constexpr,
+                  STRIDE_HEAD: gl.constexpr, WIDTH: gl.constexpr):  # fmt: skip
+    """Queries of a tile of heads, ``[16, WIDTH]``, zeros where there is no head."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    head = head_tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
+    at = ptr + token.to(gl.int64) * STRIDE_TOKEN
+    at = at + (head * STRIDE_HEAD)[:, None] + column[None, :]
+    return gl.load(at, mask=(head < HEADS)[:, None] & (column >= 0)[None, :], other=0.0)
+
+
+@gluon.jit
+def _within_fp16(q):
+    """Queries as fp16 times a power of two for each head, so that the largest is 2^14 or more; and
+    what undoes it. What is smaller by 2^38 is lost, where products of fp32 lose 2^24.
+    """
+    largest = gl.max(gl.abs(q.to(gl.float32)), 1)
+    # Of 2^-87 to infinity.
+    exponent = gl.maximum(largest.to(gl.int32, bitcast=True) >> 23, 40)
+    by = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
+    undo = ((exponent - 14) << 23).to(gl.float32, bitcast=True)
+    return (q.to(gl.float32) * by[:, None]).to(gl.float16), undo
+
+
+@gluon.jit
+def _store_queries(x, r, q, q_rope, undo, KIND: gl.constexpr):
+    """Queries of a tile of heads into shared memory, and what undoes their factors for fp16."""
+    if KIND != NATIVE:
+        x, by = _within_fp16(x)
+        undo.index(0).store(by)
+    if KIND == RAW:
+        r, by = _within_fp16(r)
+        undo.index(1).store(by)
+    q_rope.store(_query_order(r, KIND == RAW))
+    x0, x1, x2, x3 = _quarters(_query_order(x, KIND != NATIVE))
+    q.index(0).store(x0)
+    q.index(1).store(x1)
+    q.index(2).store(x2)
+    q.index(3).store(x3)
+
+
+@gluon.jit
+def _scores(
+    z, q0, q1, q, q_rope, undo, nope, tail, there, logs, factor, KIND: gl.constexpr,
+    DTYPE: gl.constexpr, PRODUCT: gl.constexpr,
+):  # fmt: skip
+    """Scores ``[16, keys]`` of a tile in units of log 2, eight keys of a warp at a time, -inf of
+    those that are none; the logarithms of scales go to shared memory.
+    """
+    OPERAND: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, 2)
+    QUERY: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, PRODUCT)
+    E4M3: gl.constexpr = KIND != NATIVE
+    TILE: gl.constexpr = nope.shape[0]
+    zero = gl.zeros([16, TILE], gl.float32, PRODUCT)
+    k0, k1, k2, k3 = _quarters(nope.load(_key_words(TILE, nope.shape[1])))
+    s0 = mma_v2(q0, _key_operand(k0, E4M3, DTYPE, OPERAND), zero)
+    # Read again for each tile: there are no registers for them.
+    if KIND != NATIVE:
+        q1 = q.index(z + 1).load(QUERY)
+    q2 = q.index(z + 2).load(QUERY)
+    s1 = mma_v2(q1, _key_operand(k1, E4M3, DTYPE, OPERAND), zero)
+    s2 = mma_v2(q2, _key_operand(k2, E4M3, DTYPE, OPERAND), zero)
+    s3 = mma_v2(q.index(z + 3).load(QUERY), _key_operand(k3, E4M3, DTYPE, OPERAND), zero)
+    rope = tail
+    if KIND == SCALED:
+        rope = tail.slice(32, 32, dim=1)
+    words = rope.load(_key_words(TILE, rope.shape[1]))
+    s = mma_v2(q_rope.index(z).load(QUERY), _key_operand(words, KIND == RAW, DTYPE, OPERAND), zero)
+    if KIND == SCALED:
+        COLUMN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
+        EACH: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [2, 2], [1, 0])
+        each = tail.slice(28, 4, dim=1).load(EACH).to(gl.float32, bitcast=True)
+        logs.permute((1, 0)).store(
+            gl.inline_asm_elementwise(_LOG2, "=f,f", [each], dtype=gl.float32, is_pure=True, pack=1)
+        )
+        scales = tail.slice(28, 4, dim=1).load(_key_factors(TILE)).to(gl.float32, bitcast=True)
+        even, odd = gl.split(gl.reshape(scales, [TILE, 2, 2]))
+        f0, f2 = gl.split(even)
+        f1, f3 = gl.split(odd)
+        s0 *= gl.convert_layout(f0, COLUMN, assert_trivial=True)[None, :]
+        s1 *= gl.convert_layout(f1, COLUMN, assert_trivial=True)[None, :]
+        s2 *= gl.convert_layout(f2, COLUMN, assert_trivial=True)[None, :]
+        s3 *= gl.convert_layout(f3, COLUMN, assert_trivial=True)[None, :]
+    latent = (s0 + s1) + (s2 + s3)
+    if KIND == NATIVE:
+        s = (latent + s) * factor
+    else:
+        by = undo.index(0).load(ROW) * factor
+        rope_by = factor
+        if KIND == RAW:
+            rope_by = (undo.index(1).load(ROW) * factor)[:, None]
+        s = gl.fma(latent, by[:, None] + zero, s * rope_by)
+    return gl.where(there[None, :], s, float("-inf"))
+
+
+@gluon.jit
+def _of_thread(x, COMBINES: gl.constexpr):
+    """Maximum (or sum) of what a thread has of each row of scores: ``[16, 16]``."""
+    x = gl.reshape(x, [16, x.shape[1] // 32, 16, 2])
+    if COMBINES == "max":
+        return gl.max(gl.max(x, 3), 1)
+    else:
+        return gl.sum(gl.sum(x, 3), 1)
+
+
+@gluon.jit
+def _count(s, m, l):
+    """Fold a tile's scores into maxima and sums of weights, by thread: no other has to be asked."""
+    TILE: gl.constexpr = s.shape[1]
+    new = gl.maximum(m, gl.convert_layout(_of_thread(s, "max"), m.type.layout))
+    base = _base(new)
+    x = gl.reshape(s, [16, TILE // 32, 16, 2])
+    over = gl.convert_layout(base, gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout)))
+    weights = _exp2(x - over[:, None, :][:, :, :, None])
+    return new, gl.fma(l, _exp2(m - base), gl.convert_layout(
+        gl.sum(gl.sum(weights, 3), 1), m.type.layout))  # fmt: skip
+
+
+@gluon.jit
+def _attend(s, top, o, nope, scores, logs, KIND: gl.constexpr, DTYPE: gl.constexpr):
+    """Fold a tile in: maxima ``top`` of scores and scales, ``[4, 16]``, and values."""
+    TILE: gl.constexpr = s.shape[1]
+    WEIGHTS: gl.constexpr = _weights_layout(TILE)
+    SUMS: gl.constexpr = o.type.layout
+    scores.store(s)
+    thread_barrier()
+    seen = scores.load(gl.SliceLayout(0, WEIGHTS))[None, :, :]
+    if KIND == SCALED:
+        seen = seen + logs.load(gl.SliceLayout(1, WEIGHTS))[:, None, :]
+    else:
+        seen = seen + gl.zeros([4, 16, TILE], gl.float32, WEIGHTS)
+    new = gl.maximum(top, gl.max(seen, 2))
+    base = _base(new)
+    weights = _exp2(seen - base[:, :, None])
+    shrink = gl.convert_layout(_exp2(top - base), gl.SliceLayout(2, SUMS))
+    NARROW: gl.constexpr = DTYPE if KIND == NATIVE else gl.float16
+    p = gl.convert_layout(weights.to(NARROW), gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
+    words = nope.load(_value_words(TILE, nope.shape[1]))
+    v = _value_operand(words, KIND != NATIVE, DTYPE, gl.DotOperandLayout(1, SUMS, 2))
+    return new, mma_v2(p, v, o * shrink[:, :, None])
+
+
+@gluon.jit
+def _multiply(
+    query_ptr, rotary_ptr, ids_ptr, lens_ptr, factor_ptr, sinks_ptr, out_ptr, lse_ptr, states_ptr,
+    sums_ptr, nope, tail, q, q_rope, undo, scores, logs, ends, full, empty, q_full, done, ids_row,
+    topk, scale, W: gl.constexpr, HEADS: gl.constexpr, HEAD_TILES: gl.constexpr,
+    SEGMENT: gl.constexpr, PARTS: gl.constexpr, QUERY_TOKEN: gl.constexpr,
+    QUERY_HEAD: gl.constexpr, ROTARY_TOKEN: gl.constexpr, ROTARY_HEAD: gl.constexpr,
+    OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr,
+    HAS_LENS: gl.constexpr, KIND: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
+):  # fmt: skip
+    """Warp group W: every other tile, from the W-th on; the first one writes what both have."""
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    STAGES: gl.constexpr = nope.shape[0]
+    TILE: gl.constexpr = nope.shape[1]
+    WEIGHTS: gl.constexpr = _weights_layout(TILE)
+    work = gl.program_id(0)
+    token = work // (HEAD_TILES * PARTS)
+    head_tile = work % HEAD_TILES
+    part = work // HEAD_TILES % PARTS
+    if W == 0:
+        # Before rows are asked for: behind these, queries would come last.
+        x = _load_queries(query_ptr, token, head_tile, HEADS, QUERY_TOKEN, QUERY_HEAD, 512)
+        r = _load_queries(rotary_ptr, token, head_tile, HEADS, ROTARY_TOKEN, ROTARY_HEAD, 64)
+    low = part * SEGMENT
+    high = gl.minimum(topk, low + SEGMENT)
+    if HAS_LENS:
+        high = gl.minimum(high, gl.load(lens_ptr + token))
+    DTYPE: gl.constexpr = query_ptr.dtype.element_ty
+    COUNTS: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[0, 4], [0, 8]], [], [16, 16]
+    )
+    m = gl.full([16, 16], float("-inf"), gl.float32, COUNTS)
+    l = gl.zeros([16, 16], gl.float32, COUNTS)
+    top = gl.full([4, 16], float("-inf"), gl.float32, gl.SliceLayout(2, WEIGHTS))
+    o = gl.zeros([4, 16, 128], gl.float32, SUMS)
+    factor = 1.0
+    if KIND == RAW:
+        factor = gl.load(factor_ptr)
+    if high > low:
+        if W == 0:
+            _store_queries(x, r, q, q_rope.index(0), undo, KIND)
+            thread_barrier()
+            mbarrier.arrive(q_full, count=1)
+        COLUMN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
+        mine = ids_ptr + token.to(gl.int64) * wide(ids_row)
+        present = _listed(mine, low + W * TILE, high, TILE, COLUMN)
+        logits_scale = scale * factor * _LOG2E
+        mbarrier.wait(q_full, 0)
+        q0 = q.index(0).load(gl.DotOperandLayout(0, PRODUCT, 2))
+        q1 = q.index(1).load(gl.DotOperandLayout(0, PRODUCT, 2))
+        turn = W
+        for first in range(low + W * TILE, high, 2 * TILE):
+            there = present >= 0
+            present = _listed(mine, first + 2 * TILE, high, TILE, COLUMN)
+            stage = turn % STAGES
+            mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+            s = _scores(
+                opaque_zero(), q0, q1, q, q_rope, undo, nope.index(stage), tail.index(stage), there,
+                logs, logits_scale, KIND, DTYPE, PRODUCT,
+            )  # fmt: skip
+            m, l = _count(s, m, l)
+            top, o = _attend(s, top, o, nope.index(stage), scores, logs, KIND, DTYPE)
+            thread_barrier()
+            mbarrier.arrive(empty.index(stage), count=1)
+            turn += 2
+    # Each row's over its threads, and values to the same base.
+    most = gl.max(m, 1)
+    sums = gl.sum(l * _exp2(m - _base(most)[:, None]), 1)
+    grow = _exp2(top - _to(_base(most), gl.SliceLayout(0, gl.SliceLayout(2, WEIGHTS)))[None, :])
+    o = o * _to(grow, gl.SliceLayout(2, SUMS))[:, :, None]
+    if high > low:
+        # Into the second warp group's last tile, or one that never was.
+        tiles = (high - low + (TILE - 1)) // TILE
+        spare = reinterpret(
+            nope.index(gl.maximum(tiles // 2 * 2 - 1, 1) % STAGES), gl.float32, [4, 16, 128],
+            gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]),
+        )  # fmt: skip
+        if W == 1:
+            spare.store(o)
+            ends.index(0).store(most)
+            ends.index(1).store(sums)
+            thread_barrier()
+            mbarrier.arrive(done, count=1)
+        else:
+            mbarrier.wait(done, 0)
+            other = ends.index(0).load(most.type.layout)
+            both = gl.maximum(most, other)
+            shrink = _exp2(most - _base(both))
+            by = _exp2(other - _base(both))
+            sums = gl.fma(sums, shrink, ends.index(1).load(most.type.layout) * by)
+            most = both
+            ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, SUMS))
+            o = o * _to(shrink, ROW)[None, :][:, :, None]
+            o = o + spare.load(SUMS) * _to(by, ROW)[None, :][:, :, None]
+    if W == 0:
+        _finish(
+            most, sums, _natural_order(o, KIND != NATIVE), token, head_tile, part, high > low, factor, out_ptr, lse_ptr,
+            sinks_ptr, states_ptr, sums_ptr, HEADS, HEAD_TILES, PARTS, OUT_TOKEN, OUT_HEAD,
+            LSE_TOKEN, SINKS, LSE,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _to(x, LAYOUT: gl.constexpr):
+    return gl.convert_layout(x, LAYOUT)
+
+
+@gluon.jit
+def _finish(
+    m, l, o, token, head_tile, part, some, factor, out_ptr, lse_ptr, sinks_ptr, states_ptr,
+    sums_ptr, HEADS: gl.constexpr, HEAD_TILES: gl.constexpr, PARTS: gl.constexpr,
+    OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr, SINKS: gl.constexpr,
+    LSE: gl.constexpr,
+):  # fmt: skip
+    """Write the rows of a tile of heads; or the state of a part of them, if there is one."""
+    OUT: gl.constexpr = o.type.layout
+    l = _to(l, gl.SliceLayout(1, OUT))
+    m = _to(m, gl.SliceLayout(1, OUT))
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+    column = gl.arange(0, 512, layout=gl.SliceLayout(0, OUT))
+    if PARTS == 1:
+        head = head_tile * ROWS + row
+        write_rows(
+            m, l, o, token + row * 0, head, head < HEADS, column, column >= 0, out_ptr, lse_ptr,
+            sinks_ptr, factor, lse_ptr, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, SINKS, False, LSE, True,
+        )  # fmt: skip
+    elif some:
+        slot = wide((token * HEAD_TILES + head_tile) * PARTS + part)
+        gl.store(sums_ptr + slot * (2 * ROWS) + row, m)
+        gl.store(sums_ptr + slot * (2 * ROWS) + ROWS + row, l)
+        cells = row[:, None] * 512 + column[None, :]
+        gl.store(states_ptr + slot * (ROWS * 512) + cells, o)
+
+
+@gluon.jit(
+    do_not_specialize=["ids_row", "topk"],
+    do_not_specialize_on_alignment=["ids_ptr", "lens_ptr", "lse_ptr", "sinks_ptr", "factor_ptr"],
+)
+def hopper_narrow_sparse_kernel(
+    query_ptr,
+    rotary_ptr,
+    latent_ptr,
+    factor_ptr,
+    sinks_ptr,
+    ids_ptr,
+    lens_ptr,
+    out_ptr,
+    lse_ptr,
+    states_ptr,
+    sums_ptr,
+    ids_row,
+    topk,
+    scale,
+    HEADS: gl.constexpr,
+    HEAD_TILES: gl.constexpr,
+    SEGMENT: gl.constexpr,
+    PARTS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    BLOCK_UNITS: gl.constexpr,
+    ROW_UNITS: gl.constexpr,
+    QUERY_TOKEN: gl.constexpr,
+    QUERY_HEAD: gl.constexpr,
+    ROTARY_TOKEN: gl.constexpr,
+    ROTARY_HEAD: gl.constexpr,
+    OUT_TOKEN: gl.constexpr,
+    OUT_HEAD: gl.constexpr,
+    LSE_TOKEN: gl.constexpr,
+    HAS_LENS: gl.constexpr,
+    KIND: gl.constexpr,
+    SINKS: gl.constexpr,
+    LSE: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+    SECOND: gl.constexpr,
+    PRODUCER: gl.constexpr,
+):
+    """Attention over listed rows; grid ``(T * PARTS * HEAD_TILES,)``.
+
+    Arguments as those of :func:`attn.kernels.hopper.sparse.hopper_sparse_kernel`, but that the
+    cache is in words, whose rows are of KIND, and ``factor_ptr`` is the scale of rows that have one
+    in common; TILE and STAGES are keys of a tile and tiles that are held.
+    """
+    WORDS: gl.constexpr = 256 if KIND == NATIVE else 128
+    TAIL: gl.constexpr = 64 if KIND == SCALED else 32 if KIND == NATIVE else 16
+    # Of a row of 656 bytes the last 144, from the 28th word of 64 on: scales, then rope.
+    SKIP: gl.constexpr = 28 if KIND == SCALED else 0
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    QUERY: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    DTYPE: gl.constexpr = query_ptr.dtype.element_ty
+    nope = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, WORDS], _swizzled(TILE, WORDS))
+    tail = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, TAIL], _swizzled(TILE, TAIL))
+    q = gl.allocate_shared_memory(DTYPE if KIND == NATIVE else gl.float16, [4, 16, 128], QUERY)
+    q_rope = gl.allocate_shared_memory(gl.float16 if KIND == RAW else DTYPE, [1, 16, 64], QUERY)
+    undo = gl.allocate_shared_memory(gl.float32, [2, 16], FLAT)
+    ends = gl.allocate_shared_memory(gl.float32, [2, 16], FLAT)
+    SCORES: gl.constexpr = _scores_memory(TILE)
+    LOGS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    KEYS: gl.constexpr = TILE if KIND == SCALED else 1
+    scores = gl.allocate_shared_memory(gl.float32, [2, 16, TILE], SCORES)
+    logs = gl.allocate_shared_memory(gl.float32, [2, 4, KEYS], LOGS)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    # Queries are there; the second warp group has done.
+    once = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=THREADS)
+        mbarrier.init(empty.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(once.index(i), count=1)
+    gl.warp_specialize(
+        [
+            (_multiply, (query_ptr, rotary_ptr, ids_ptr, lens_ptr, factor_ptr, sinks_ptr, out_ptr,
+                lse_ptr, states_ptr, sums_ptr, nope, tail, q, q_rope, undo, scores.index(0),
+                logs.index(0), ends, full, empty, once.index(0), once.index(1), ids_row, topk,
+                scale, 0, HEADS, HEAD_TILES, SEGMENT, PARTS, QUERY_TOKEN, QUERY_HEAD, ROTARY_TOKEN,
+                ROTARY_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE)),
+            (_multiply, (query_ptr, rotary_ptr, ids_ptr, lens_ptr, factor_ptr, sinks_ptr, out_ptr,
+                lse_ptr, states_ptr, sums_ptr, nope, tail, q, q_rope, undo, scores.index(1),
+                logs.index(1), ends, full, empty, once.index(0), once.index(1), ids_row, topk,
+                scale, 1, HEADS, HEAD_TILES, SEGMENT, PARTS, QUERY_TOKEN, QUERY_HEAD, ROTARY_TOKEN,
+                ROTARY_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE)),
+            (_copy_rows, (latent_ptr, ids_ptr, lens_ptr, nope, tail, full, empty, ids_row, topk,
+                HEAD_TILES, SEGMENT, PARTS, HAS_LENS, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, SKIP)),
+        ],
+        [4, 4],
+        [SECOND, PRODUCER],
+    )  # fmt: skip
