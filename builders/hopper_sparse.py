@@ -6,16 +6,19 @@ Shared by builder and launcher, as the tiles of :mod:`builders.sparse_tiles` are
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeAlias
 
 from builders.hopper_dense import chosen_kernel
 from builders.sparse_tiles import (
+    FEWEST_ROWS,
     MOST_ROWS,
     HopperSparseTile,
     IndexTile,
+    NarrowSparseTile,
     SparseShape,
     SparseTile,
     rows_to_finish,
+    sparse_tile,
 )
 from specs.base import cdiv
 from specs.devices import DeviceKind
@@ -27,8 +30,10 @@ KV_TILE: Final = 128
 """Listed keys of a tile: two blocks, one for each warp group."""
 COLUMNS: Final = (512, 64)
 """Of the latent and of the rotary part: what a tile's shared memory is cut for."""
-FEWEST_HEADS: Final = 33
-"""Below, half of a tile's rows and more would be empty, and tiles of fewer rows are faster."""
+MOST_NARROW_HEADS: Final = 32
+"""Up to so many, tiles of 16 heads; beyond, of 64."""
+FEWEST_NARROW_PROGRAMS: Final = 8
+"""Rows times tiles of heads below which the plain kernel's short segments are sooner done."""
 INDEX_WIDTH: Final = 128
 """Columns of the indexer's keys."""
 FEWEST_INDEX_ROWS: Final = 32
@@ -39,6 +44,8 @@ INDEX_PAGES: Final = 16
 INDEX_PROGRAMS: Final = 8
 """Of each multiprocessor, at least, before a program takes several pages."""
 _SIXTEEN_BITS: Final = (DType.FLOAT16, DType.BFLOAT16)
+HopperOptions: TypeAlias = HopperSparseTile | NarrowSparseTile
+"""What either kernel for Hopper is asked for."""
 
 
 def hopper_misfit(shape: SparseShape, kind: DeviceKind, dtype: DType) -> str | None:
@@ -61,8 +68,11 @@ def hopper_misfit(shape: SparseShape, kind: DeviceKind, dtype: DType) -> str | N
     if shape.layout is LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE:
         if dtype is not DType.BFLOAT16:
             return f"rows of {shape.layout.value} are multiplied as bfloat16, not {dtype.value}"
-    elif shape.layout is not LatentFormat.BF16:
-        return f"rows of {shape.layout.value} are read by the plain kernel alone"
+    elif shape.layout is not LatentFormat.BF16 and shape.num_heads > MOST_NARROW_HEADS:
+        return (
+            f"rows of {shape.layout.value} for more than {MOST_NARROW_HEADS} heads, of which there "
+            f"are {shape.num_heads}, are read by the plain kernel alone"
+        )
     return None
 
 
@@ -73,7 +83,7 @@ def sparse_kernel_of(
     batch_invariant: bool,
     option: str,
     wanted: PrefillKernel | DecodeKernel,
-) -> tuple[HopperSparseTile | None, str]:
+) -> tuple[HopperOptions | None, str]:
     """Which of the library's own kernels takes a layer's rows, and why.
 
     Args:
@@ -90,21 +100,21 @@ def sparse_kernel_of(
     Raises:
         ValueError: the kernel for Hopper is wanted by name and does not serve.
     """
-    found: HopperSparseTile | str | None = hopper_misfit(shape, kind, dtype)
+    found: HopperOptions | str | None = hopper_misfit(shape, kind, dtype)
     if found is None and batch_invariant:
         found = "it cuts lists where the number of rows leads, and bits are to be a row's own"
-    left = None
-    if shape.num_heads < FEWEST_HEADS:
-        left = f"{shape.num_heads} heads, fewer than {FEWEST_HEADS}, are faster by tiles of few"
-    found = usual_options(shape.layout) if found is None else found
-    return chosen_kernel(option, wanted, found, layer="sparse layer", left=left)
+    found = usual_options(shape) if found is None else found
+    return chosen_kernel(option, wanted, found, layer="sparse layer")
 
 
-def usual_options(layout: LatentFormat) -> HopperSparseTile:
+def usual_options(shape: SparseShape) -> HopperOptions:
     """What a launch is given: who widens e4m3 needs registers, more than who multiplies gives up:
     with (216, 72) `dec_656_h128_b128` took 313 us, so 293.
     """
-    if layout is LatentFormat.BF16:
+    is_native = shape.layout is LatentFormat.BF16
+    if shape.num_heads <= MOST_NARROW_HEADS:
+        return NarrowSparseTile(216, 72) if is_native else NarrowSparseTile()
+    if is_native:
         return HopperSparseTile()
     return HopperSparseTile(second_registers=208, producer_registers=88)
 
@@ -113,9 +123,9 @@ def hopper_sparse_tile(
     shape: SparseShape,
     multiprocessors: int,
     num_rows: int,
-    options: HopperSparseTile | None = None,
+    options: HopperOptions | None = None,
 ) -> SparseTile:
-    """The kernel's launch record for rows of queries.
+    """The kernel's launch record for rows of queries; the plain kernel's for few of few heads.
 
     Rows of which there are few are cut into parts, whose states the plain kernel's fold puts
     together; how many is a function of the number of rows.
@@ -126,21 +136,29 @@ def hopper_sparse_tile(
         num_rows: of the launch, padding included.
         options: of the kernel; None for the usual.
     """
+    options = options or usual_options(shape)
+    is_narrow = isinstance(options, NarrowSparseTile)
     tile = SparseTile(
-        rows=MOST_ROWS,
+        rows=FEWEST_ROWS if is_narrow else MOST_ROWS,
         kv_tile=KV_TILE,
         segment=KV_TILE,
         span=1,
         num_warps=4,
         num_stages=2,
-        hopper=options or usual_options(shape.layout),
+        hopper=options,
         hastens=True,
     )
-    segments = tile.segments(shape.topk)
     programs = max(num_rows, 1) * tile.head_tiles(shape.num_heads)
+    if is_narrow:
+        if programs < FEWEST_NARROW_PROGRAMS:
+            return sparse_tile(shape, DeviceKind.SM90, multiprocessors, num_rows)
+        # What is ahead in shared memory: a third tile of e4m3 is enough, a fourth took 2 us more.
+        is_native = shape.layout is LatentFormat.BF16
+        tile = replace(tile, kv_tile=32 if is_native else 64, num_stages=5 if is_native else 3)
+    segments = cdiv(shape.topk, KV_TILE)
     parts = max(1, min(segments, multiprocessors // programs))
     finish = rows_to_finish(programs, multiprocessors)
-    return replace(tile, segment=cdiv(segments, parts) * KV_TILE, finish_rows=finish)
+    return replace(tile, segment=max(cdiv(segments, parts), 1) * KV_TILE, finish_rows=finish)
 
 
 def index_tile_of(kind: DeviceKind, dtype: DType, num_heads: int, width: int) -> IndexTile:

@@ -10,8 +10,8 @@ from typing import Final
 import torch
 
 from builders.buffers import GraphBuffers
-from builders.hopper_sparse import hopper_sparse_tile
-from builders.sparse_tiles import HopperSparseTile, SparseShape, SparseTile, sparse_tile
+from builders.hopper_sparse import HopperOptions, hopper_sparse_tile
+from builders.sparse_tiles import SparseShape, SparseTile, sparse_tile
 from builders.triton_attn import device_facts
 from specs.sparse_mla import SparsePhase
 
@@ -60,7 +60,7 @@ class SparseLaunches:
         shape: SparseShape,
         most_rows: int,
         batch_invariant: bool,
-        hopper: Mapping[SparsePhase, HopperSparseTile | None],
+        hopper: Mapping[SparsePhase, HopperOptions | None],
         buffers: GraphBuffers,
     ) -> None:
         """

@@ -16,7 +16,7 @@ from builders.base import AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch
-from builders.hopper_sparse import sparse_kernel_of
+from builders.hopper_sparse import HopperOptions, sparse_kernel_of
 from builders.sparse_calls import CallPlanner
 from builders.sparse_launches import SparseLaunch, SparseLaunches
 from builders.sparse_mla_choice import (
@@ -30,7 +30,7 @@ from builders.sparse_mla_choice import (
 )
 from builders.sparse_records import RowChunk, SparseMLAMetadata, SparseRows
 from builders.sparse_rows import RowLengths, context_slots, fill_rows
-from builders.sparse_tiles import HopperSparseTile, SparseShape
+from builders.sparse_tiles import SparseShape
 from builders.split import BatchSplit, split_decodes_and_prefills
 from builders.triton_attn import device_facts, runs_gluon
 from builders.trtllm_mha_choice import capability_of
@@ -114,7 +114,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         hopper = {phase: self._hopper_of(phase, shape) for phase in phases}
         return SparseLaunches(shape, most, is_invariant, hopper, self.buffers)
 
-    def _hopper_of(self, phase: SparsePhase, shape: SparseShape) -> HopperSparseTile | None:
+    def _hopper_of(self, phase: SparsePhase, shape: SparseShape) -> HopperOptions | None:
         """What the kernel for Hopper is asked for; None where the plain one takes a phase's rows.
 
         Raises:

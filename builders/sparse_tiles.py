@@ -54,6 +54,17 @@ class HopperSparseTile:
 
 
 @dataclass(frozen=True)
+class NarrowSparseTile:
+    """What the kernel for few heads on Hopper is asked for besides; alternatives to be measured."""
+
+    second_registers: int = 208
+    """Per thread of the second warp group that multiplies, a multiple of 8; the first has what is
+    left of 504."""
+    producer_registers: int = 88
+    """Per thread of the warp group that copies rows."""
+
+
+@dataclass(frozen=True)
 class SparseTile:
     """How a launch of the kernel cuts its work, and what it asks of the compiler.
 
@@ -88,8 +99,8 @@ class SparseTile:
     """Columns of it."""
     hastens: bool = False
     """What folds stored states may start ahead, and waits by itself: on Hopper and later."""
-    hopper: HopperSparseTile | None = None
-    """The kernel for Hopper takes the rows, as :func:`builders.hopper_sparse.hopper_sparse_tile`
+    hopper: HopperSparseTile | NarrowSparseTile | None = None
+    """A kernel for Hopper takes the rows, as :func:`builders.hopper_sparse.hopper_sparse_tile`
     cuts them."""
 
     def __post_init__(self) -> None:

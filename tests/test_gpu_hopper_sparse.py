@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn.ops.sparse_mla import sparse_mla, workspace_for
 from builders.hopper_sparse import hopper_sparse_tile, usual_options
-from builders.sparse_tiles import HopperSparseTile, SparseShape, SparseTile
+from builders.sparse_tiles import SparseShape, SparseTile
 from builders.triton_attn import device_facts
 from specs.devices import DeviceKind
 from specs.rows import LatentFormat
@@ -23,6 +23,8 @@ TOPK = 640
 LENS = (640, 0, 129, 1, 512, 639, 300, 64, 65, 128)
 HEADS = (1, 8, 16, 20, 64, 65, 128)
 SERVED = (LAYOUTS[0], LAYOUTS[2])
+"""By the kernel for many heads; the one for few serves all."""
+FEW = 32
 LAUNCHES = 60
 COPIES = 40
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -31,6 +33,12 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"prefetch": True},
     {"programs_per_sm": None},
     {"early": True, "prefetch": True, "programs_per_sm": None},
+)
+
+FEW_OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"second_registers": 208, "producer_registers": 88},
+    {"second_registers": 216, "producer_registers": 72},
 )
 
 pytestmark = pytest.mark.gpu
@@ -51,10 +59,28 @@ def case_of(layout: LatentFormat, heads: int, **given: Any) -> SparseCase:
 
 
 def tile_of(case: SparseCase, rows: int, **changes: Any) -> SparseTile:
-    """What so many rows would be given, with other options."""
+    """What so many rows would be given, with other options; fewer than 8 of few heads, as 8."""
     shape = SparseShape(case.num_heads, case.topk, case.layout)
-    options: HopperSparseTile = replace(usual_options(case.layout), **changes)
-    return hopper_sparse_tile(shape, device_facts(DEVICE)[1], rows, options)
+    options = replace(usual_options(shape), **changes)
+    if case.num_heads <= FEW:
+        rows = max(rows, 8)
+    tile = hopper_sparse_tile(shape, device_facts(DEVICE)[1], rows, options)
+    assert tile.hopper == options
+    return tile
+
+
+def options_of(heads: int) -> tuple[dict[str, Any], ...]:
+    return FEW_OPTIONS if heads <= FEW else OPTIONS
+
+
+def served(*heads: int) -> list[Any]:
+    """Layouts and heads that a kernel for Hopper serves."""
+    return [
+        pytest.param(layout, count, id=f"{layout.value}-{count}")
+        for layout in LAYOUTS
+        for count in heads
+        if count <= FEW or layout in SERVED
+    ]
 
 
 def run(trial: SparseTrial, tile: SparseTile, **changes: Any) -> tuple[Tensor, Tensor]:
@@ -67,8 +93,7 @@ def same(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("layout", SERVED, ids=lambda layout: layout.value)
+@pytest.mark.parametrize(("layout", "heads"), served(*HEADS))
 def test_states_whole_and_split(layout: LatentFormat, heads: int) -> None:
     trial = SparseTrial(case_of(layout, heads))
     for rows in (10**6, 40, 1):
@@ -76,36 +101,37 @@ def test_states_whole_and_split(layout: LatentFormat, heads: int) -> None:
         assert trial.misses(*run(trial, tile)) == {}, (rows, tile.segments(TOPK))
 
 
-@pytest.mark.parametrize("heads", [8, 128])
-@pytest.mark.parametrize("layout", SERVED, ids=lambda layout: layout.value)
+@pytest.mark.parametrize(("layout", "heads"), served(8, 40, 128))
 def test_every_option(layout: LatentFormat, heads: int) -> None:
     trial = SparseTrial(case_of(layout, heads))
     for rows in (10**6, 1):
-        for changes in OPTIONS:
+        for changes in options_of(heads):
             tile = tile_of(trial.case, rows, **changes)
             assert trial.misses(*run(trial, tile)) == {}, (rows, changes)
 
 
-@pytest.mark.parametrize("layout", SERVED, ids=lambda layout: layout.value)
-def test_sinks_padded_blocks_and_another_page(layout: LatentFormat) -> None:
+@pytest.mark.parametrize(("layout", "heads"), served(20, 128))
+def test_sinks_padded_blocks_and_another_page(layout: LatentFormat, heads: int) -> None:
     for given in (
         {"sinks": True},
         {"padded_blocks": True},
         {"block_size": 16, "num_blocks": 160, "padded_blocks": True, "sinks": True},
     ):
-        trial = SparseTrial(case_of(layout, 128, **given))
+        trial = SparseTrial(case_of(layout, heads, **given))
         for rows in (10**6, 1):
             assert trial.misses(*run(trial, tile_of(trial.case, rows))) == {}, given
 
 
-def test_fp16() -> None:
-    trial = SparseTrial(case_of(LAYOUTS[0], 70, dtype=torch.float16))
+@pytest.mark.parametrize(("layout", "heads"), [(0, 70), (0, 16), (1, 16)])
+def test_fp16(layout: int, heads: int) -> None:
+    trial = SparseTrial(case_of(LAYOUTS[layout], heads, dtype=torch.float16))
     for rows in (10**6, 1):
         assert trial.misses(*run(trial, tile_of(trial.case, rows))) == {}
 
 
-def test_all_entries_count_without_lengths() -> None:
-    trial = SparseTrial(case_of(LAYOUTS[0], 64))
+@pytest.mark.parametrize("heads", [16, 64])
+def test_all_entries_count_without_lengths(heads: int) -> None:
+    trial = SparseTrial(case_of(LAYOUTS[0], heads))
     ids = trial.indices.clone()
     for row, length in enumerate(LENS):
         ids[row, length:] = -1
@@ -114,15 +140,14 @@ def test_all_entries_count_without_lengths() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 10**6])
-@pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("layout", SERVED, ids=lambda layout: layout.value)
+@pytest.mark.parametrize(("layout", "heads"), served(16, 128))
 def test_every_launch_gives_the_same_bits(layout: LatentFormat, heads: int, rows: int) -> None:
     trial = SparseTrial(case_of(layout, heads))
     given = trial.arguments()
     for name in ("query", "rotary", "indices", "topk_lens"):
         given[name] = torch.cat([given[name]] * COPIES)
     once = trial.results()
-    for changes in OPTIONS:
+    for changes in options_of(heads):
         tile, first = tile_of(trial.case, rows, **changes), None
         for _ in range(LAUNCHES):
             out, lse = (torch.cat([tensor] * COPIES) for tensor in once)
@@ -134,9 +159,8 @@ def test_every_launch_gives_the_same_bits(layout: LatentFormat, heads: int, rows
         assert trial.misses(*first) == {}, changes
 
 
-@pytest.mark.parametrize("layout", SERVED, ids=lambda layout: layout.value)
-def test_a_graph_replays_other_lists(layout: LatentFormat) -> None:
-    heads = 128
+@pytest.mark.parametrize(("layout", "heads"), served(16, 128))
+def test_a_graph_replays_other_lists(layout: LatentFormat, heads: int) -> None:
     trials = [SparseTrial(case_of(layout, heads), seed) for seed in range(3)]
     trials.append(SparseTrial(case_of(layout, heads, lens=(0,) * len(LENS)), 3))
     static = trials[0].arguments()
@@ -170,8 +194,8 @@ def test_rows_far_into_a_large_cache() -> None:
     """Offsets beyond 2^31 bytes and elements."""
     if torch.cuda.get_device_properties(DEVICE).total_memory < 24 * 2**30:
         pytest.skip("needs 10 GiB")
-    for layout in SERVED:
-        trial = SparseTrial(case_of(layout, 64))
+    for layout, heads in ((LAYOUTS[0], 64), (LAYOUTS[1], 16), (LAYOUTS[2], 64), (LAYOUTS[2], 16)):
+        trial = SparseTrial(case_of(layout, heads))
         block, row = trial.cache.shape[1:]
         blocks = 2**33 // (block * row) + 9
         large = torch.full((blocks, block, row), 0xFF, dtype=torch.uint8, device=DEVICE)

@@ -18,7 +18,13 @@ from builders.hopper_sparse import (
     sparse_kernel_of,
     usual_options,
 )
-from builders.sparse_tiles import HopperSparseTile, SparseShape, SparseTile
+from builders.sparse_tiles import (
+    HopperSparseTile,
+    NarrowSparseTile,
+    SparseShape,
+    SparseTile,
+    sparse_tile,
+)
 from specs.devices import DeviceKind
 from specs.dtypes import DType
 from specs.engine import DecodeKernel, PrefillKernel
@@ -38,8 +44,7 @@ HOPPER = DeviceKind.SM90
         ({"rank": 256}, HOPPER, DType.BFLOAT16, "rows of 256 latent and 64 rotary columns"),
         ({}, HOPPER, DType.FLOAT32, "a query of float32"),
         ({"layout": SCALED}, HOPPER, DType.FLOAT16, "multiplied as bfloat16, not float16"),
-        ({"layout": E4M3}, HOPPER, DType.BFLOAT16, "read by the plain kernel alone"),
-        ({"num_heads": 32}, HOPPER, DType.BFLOAT16, "32 heads, fewer than 33"),
+        ({"layout": E4M3}, HOPPER, DType.BFLOAT16, "more than 32 heads, of which there are 128"),
         ({"batch_invariant": True}, HOPPER, DType.BFLOAT16, "bits are to be a row's own"),
     ],
 )
@@ -52,19 +57,18 @@ def test_what_it_does_not_take_is_left_with_a_reason(
     options, why = sparse_kernel_of(*given, "decode_kernel", DecodeKernel.AUTO)
     assert options is None
     assert said in why
-    if "num_heads" in changes:
-        options, _ = sparse_kernel_of(*given, "decode_kernel", DecodeKernel.HOPPER)
-        assert options == usual_options(SHAPE.layout)
-        return
     with pytest.raises(ValueError, match="prefill_kernel 'hopper' does not serve this sparse") as e:
         sparse_kernel_of(*given, "prefill_kernel", PrefillKernel.HOPPER)
     assert said in str(e.value)
 
 
 def test_what_it_serves_it_is_given_unless_the_plain_one_is_asked_for() -> None:
-    for layout in (BF16, SCALED):
-        given = replace(SHAPE, layout=layout), HOPPER, DType.BFLOAT16, False, "decode_kernel"
-        assert sparse_kernel_of(*given, DecodeKernel.AUTO)[0] == usual_options(layout)
+    for layout, heads in ((BF16, 128), (SCALED, 33), (BF16, 32), (E4M3, 1), (SCALED, 16)):
+        shape = replace(SHAPE, layout=layout, num_heads=heads)
+        given = shape, HOPPER, DType.BFLOAT16, False, "decode_kernel"
+        options = sparse_kernel_of(*given, DecodeKernel.AUTO)[0]
+        assert options == usual_options(shape)
+        assert isinstance(options, NarrowSparseTile if heads <= 32 else HopperSparseTile)
         assert sparse_kernel_of(*given, DecodeKernel.TRITON)[0] is None
 
 
@@ -76,6 +80,17 @@ def test_few_rows_are_cut_into_parts_and_many_are_not() -> None:
             tile = hopper_sparse_tile(shape, 132, rows)
             assert tile.programs(2048) == tile.segments(2048) == parts
             assert tile.segment % 128 == 0
+
+
+def test_few_heads_have_tiles_of_their_own_and_few_rows_of_them_the_plain_kernels() -> None:
+    for layout in LAYOUTS:
+        shape = replace(SHAPE, num_heads=20, layout=layout)
+        for rows, parts in ((16, 4), (64, 1), (4096, 1)):
+            tile = hopper_sparse_tile(shape, 132, rows)
+            assert tile.hopper is not None
+            assert tile.programs(2048) == parts
+            assert (tile.segment // tile.kv_tile) % 2 == 0
+        assert hopper_sparse_tile(shape, 132, 1) == sparse_tile(shape, HOPPER, 132, 1)
 
 
 # -- What it computes, by numpy: see tests.kernels.gluon_in_numpy for what that does not see.
@@ -170,7 +185,7 @@ def test_rows_that_are_not_aligned_are_refused(
         launched(trial, tile, query=query[..., :512])
     layer = SparseLayer(8, 0.1, LatentFormat.FP8_NOPE_FP8_ROPE)
     case = replace(trial.case, layout=layer.layout)
-    with pytest.raises(ValueError, match="read by the plain kernel alone"):
+    with pytest.raises(ValueError, match="the one for few heads, or the plain kernel"):
         launched_of_e4m3(SparseTrial(case), tile)
 
 

@@ -8,16 +8,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attn.kernels.hopper.sparse import hopper_sparse_kernel
+from attn.kernels.hopper.sparse_narrow import NATIVE, RAW, SCALED, hopper_narrow_sparse_kernel
 from attn.kernels.launch import KernelCall, alignment
 from builders.hopper_sparse import hopper_misfit
-from builders.sparse_tiles import SparseShape, SparseTile
+from builders.sparse_tiles import HopperSparseTile, NarrowSparseTile, SparseShape, SparseTile
 from specs.devices import DeviceKind
 from specs.dtypes import DType
-from specs.rows import LatentFormat
+from specs.layouts import latent_views
+from specs.rows import LatentFormat, RowFormat
 
 if TYPE_CHECKING:
     from attn.kernels.sparse_launch import SparseLayer, SparseTensors
 
+_KINDS = {
+    LatentFormat.BF16: NATIVE.value,
+    LatentFormat.FP8_NOPE_FP8_ROPE: RAW.value,
+    LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE: SCALED.value,
+}
 ALIGNMENT = 16
 """Bytes that a thread copies at a time."""
 
@@ -44,20 +51,22 @@ def hopper_sparse_call(
     asked = tile.hopper
     assert asked is not None
     _check(layer, tensors)
+    shared = _shared(layer, tile, tensors, addresses)
+    if isinstance(asked, NarrowSparseTile):
+        return _narrow_call(layer, tile, asked, tensors, shared)
+    return _wide_call(layer, tile, asked, tensors, addresses, shared)
+
+
+def _shared(
+    layer: SparseLayer, tile: SparseTile, tensors: SparseTensors, addresses: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What both kernels take; what a flag says is not used is some pointer of its type."""
     query, rotary, output = tensors.query, tensors.rotary, tensors.output
-    rows, topk = tensors.indices.shape
-    head_tiles, parts = tile.head_tiles(layer.num_heads), tile.segments(topk)
-    total = rows * head_tiles * parts
-    programs = total
-    if asked.programs_per_sm is not None:
-        programs = min(total, asked.programs_per_sm * _multiprocessors(tensors))
-    is_scaled = layer.layout is LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE
-    row = layer.layout.row(layer.rank, layer.rope_size, DType.parse(query.dtype))
-    # What a flag says is not used is some pointer of its type.
-    arguments = {
+    topk = tensors.indices.shape[1]
+    parts = tile.segments(topk)
+    return {
         "query_ptr": query,
         "rotary_ptr": rotary,
-        "latent_ptr": addresses["latent_ptr"],
         "sinks_ptr": output if tensors.sinks is None else tensors.sinks,
         "ids_ptr": tensors.indices,
         "lens_ptr": tensors.indices if tensors.topk_lens is None else tensors.topk_lens,
@@ -67,18 +76,14 @@ def hopper_sparse_call(
         "sums_ptr": output if parts == 1 else tensors.sums,
         "ids_row": tensors.indices.stride(0),
         "topk": topk,
-        "total": total,
         "scale": layer.scale,
         "HEADS": layer.num_heads,
-        "HEAD_TILES": head_tiles,
+        "HEAD_TILES": tile.head_tiles(layer.num_heads),
         "SEGMENT": tile.segment,
         "PARTS": parts,
         "BLOCK_SIZE": addresses["BLOCK_SIZE"],
         "BLOCK_UNITS": addresses["block"],
         "ROW_UNITS": addresses["stride"],
-        "ROPE_AT": row["rope"].offset,
-        "SCALES_AT": row["scale"].offset if is_scaled else 0,
-        "ROW_BYTES": row.nbytes,
         "QUERY_TOKEN": query.stride(0),
         "QUERY_HEAD": query.stride(1),
         "ROTARY_TOKEN": rotary.stride(0),
@@ -87,15 +92,75 @@ def hopper_sparse_call(
         "OUT_HEAD": output.stride(1),
         "LSE_TOKEN": 0 if tensors.lse is None else tensors.lse.stride(0),
         "HAS_LENS": tensors.topk_lens is not None,
+        "SINKS": tensors.sinks is not None,
+        "LSE": tensors.lse is not None,
+    }
+
+
+def _work(layer: SparseLayer, tile: SparseTile, tensors: SparseTensors) -> int:
+    """Pieces of work: rows, tiles of heads, parts of lists."""
+    rows, topk = tensors.indices.shape
+    return rows * tile.head_tiles(layer.num_heads) * tile.segments(topk)
+
+
+def _narrow_call(
+    layer: SparseLayer,
+    tile: SparseTile,
+    asked: NarrowSparseTile,
+    tensors: SparseTensors,
+    shared: Mapping[str, Any],
+) -> KernelCall:
+    row = _row(layer, tensors)
+    arguments = {
+        **shared,
+        "latent_ptr": latent_views(tensors.kv_cache, row)["nope"].view(torch.int32),
+        "factor_ptr": shared["lse_ptr"] if tensors.k_scale is None else tensors.k_scale,
+        "KIND": _KINDS[layer.layout],
+        "TILE": tile.kv_tile,
+        "STAGES": tile.num_stages,
+        "SECOND": asked.second_registers,
+        "PRODUCER": asked.producer_registers,
+    }
+    grid = (_work(layer, tile, tensors),)
+    return KernelCall(hopper_narrow_sparse_kernel, grid, arguments, num_warps=4)
+
+
+def _wide_call(
+    layer: SparseLayer,
+    tile: SparseTile,
+    asked: HopperSparseTile,
+    tensors: SparseTensors,
+    addresses: Mapping[str, Any],
+    shared: Mapping[str, Any],
+) -> KernelCall:
+    if layer.layout is LatentFormat.FP8_NOPE_FP8_ROPE:
+        raise ValueError(
+            f"the sparse kernel for Hopper for many heads does not serve this layer: rows of "
+            f"{layer.layout.value} are read by the one for few heads, or the plain kernel"
+        )
+    programs = total = _work(layer, tile, tensors)
+    if asked.programs_per_sm is not None:
+        programs = min(total, asked.programs_per_sm * _multiprocessors(tensors))
+    is_scaled = layer.layout is LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE
+    row = _row(layer, tensors)
+    arguments = {
+        **shared,
+        "latent_ptr": addresses["latent_ptr"],
+        "total": total,
+        "ROPE_AT": row["rope"].offset,
+        "SCALES_AT": row["scale"].offset if is_scaled else 0,
+        "ROW_BYTES": row.nbytes,
         "SCALED": is_scaled,
         "EARLY": asked.early,
         "PREFETCH": asked.prefetch,
-        "SINKS": tensors.sinks is not None,
-        "LSE": tensors.lse is not None,
         "SECOND": asked.second_registers,
         "PRODUCER": asked.producer_registers,
     }
     return KernelCall(hopper_sparse_kernel, (programs,), arguments, num_warps=4)
+
+
+def _row(layer: SparseLayer, tensors: SparseTensors) -> RowFormat:
+    return layer.layout.row(layer.rank, layer.rope_size, DType.parse(tensors.query.dtype))
 
 
 def _multiprocessors(tensors: SparseTensors) -> int:

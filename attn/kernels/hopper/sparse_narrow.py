@@ -60,7 +60,6 @@ _WOVEN_PAIRS = tl.constexpr(
 )
 
 
-
 _LOG2 = tl.constexpr("lg2.approx.ftz.f32 $0, $1;")
 # Without steps for results below 2^-126, which are zero here.
 _EXP2 = tl.constexpr("ex2.approx.ftz.f32 $0, $1;")
@@ -258,9 +257,7 @@ def _quarters(x):
 
 @gluon.jit
 def _exp2(x):
-    return gl.inline_asm_elementwise(
-        _EXP2, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
+    return gl.inline_asm_elementwise(_EXP2, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -310,8 +307,8 @@ def _copy_rows(
     tail_ahead = _listed(mine, low + TILE, high, TILE, TAIL_ROW)
     column = gl.arange(0, WORDS, layout=gl.SliceLayout(0, COPY))
     tail_column = gl.arange(0, TAIL, layout=gl.SliceLayout(0, TAIL_COPY))
-    turn = 0
     for first in range(low, high, TILE):
+        turn = (first - low) // TILE
         stage = turn % STAGES
         # Asked for two tiles ahead: loads stand in line behind copies.
         next_ids = _listed(mine, first + 2 * TILE, high, TILE, ROW)
@@ -331,7 +328,6 @@ def _copy_rows(
         tail_ids = tail_ahead
         ahead = next_ids
         tail_ahead = next_tail
-        turn += 1
 
 
 @gluon.jit
@@ -575,9 +571,9 @@ def _multiply(
             o = o + spare.load(SUMS) * _to(by, ROW)[None, :][:, :, None]
     if W == 0:
         _finish(
-            most, sums, _natural_order(o, KIND != NATIVE), token, head_tile, part, high > low, factor, out_ptr, lse_ptr,
-            sinks_ptr, states_ptr, sums_ptr, HEADS, HEAD_TILES, PARTS, OUT_TOKEN, OUT_HEAD,
-            LSE_TOKEN, SINKS, LSE,
+            most, sums, _natural_order(o, KIND != NATIVE), token, head_tile, part, high > low,
+            factor, out_ptr, lse_ptr, sinks_ptr, states_ptr, sums_ptr, HEADS, HEAD_TILES, PARTS,
+            OUT_TOKEN, OUT_HEAD, LSE_TOKEN, SINKS, LSE,
         )  # fmt: skip
 
 
