@@ -240,6 +240,9 @@ def _e4m3_planes(words: np.ndarray) -> tuple[Value, Value]:
 
 def _reinterpret(memory: Memory, dtype: Any, shape: Sequence[int], layout: None) -> Memory:
     boxes = memory.array.shape[0]
+    if dtype is np.float32:
+        flat = memory.array.view(np.float32).reshape(-1)
+        return Memory(flat[: int(np.prod(shape))].reshape(shape))
     if dtype is np.int32:
         if shape[-1] * 4 > memory.array.shape[-1] * memory.array.itemsize:
             # A row goes on in the next box.
@@ -302,6 +305,17 @@ def _multiply(
     return value(x @ y + (np.asarray(total) if use_acc else 0))
 
 
+ASSEMBLY: dict[str, Callable[..., Any]] = {}
+"""What inline assembly computes, by its text: of arrays, one or several."""
+
+
+def _assembly(
+    text: str, constraints: str, given: Sequence[Any], dtype: Any, is_pure: bool, pack: int
+) -> Any:
+    found = ASSEMBLY[text](*(np.asarray(x) for x in given))
+    return tuple(value(x) for x in found) if isinstance(found, tuple) else value(found)
+
+
 def _where(condition: Any, x: Any, y: Any) -> Value:
     arrays = [part.dtype for part in (x, y) if isinstance(part, np.ndarray)]
     plain = np.int32 if isinstance(x, int) and isinstance(y, int) else np.float32
@@ -336,7 +350,10 @@ def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-_LAYOUTS = "Blocked Slice NVMMADistributed NVMMAShared SwizzledShared DotOperand DistributedLinear"
+_LAYOUTS = (
+    "Blocked Slice NVMMADistributed NVMMAShared SwizzledShared SharedLinear DotOperand "
+    "DistributedLinear"
+)
 _GLUON = types.SimpleNamespace(
     **{f"{name}Layout": _nothing for name in _LAYOUTS.split()},
     **{name: getattr(np, name) for name in ("int16", "int32", "int64", "uint8", "uint32")},
@@ -370,6 +387,7 @@ _GLUON = types.SimpleNamespace(
     split=lambda x: (value(np.asarray(x)[..., 0]), value(np.asarray(x)[..., 1])),
     permute=lambda x, order: value(np.asarray(x).transpose(order)),
     convert_layout=lambda x, layout, assert_trivial=False: x,
+    inline_asm_elementwise=_assembly,
     static_range=range,
     program_id=lambda axis: value(np.int32(_here.program)),
     num_programs=lambda axis: value(np.int32(_memory["programs"])),

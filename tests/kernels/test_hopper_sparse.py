@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from attn.kernels.hopper import sparse_launch
+from attn.kernels.hopper import sparse_launch, sparse_narrow
 from attn.kernels.hopper.sparse import hopper_sparse_kernel
+from attn.kernels.hopper.sparse_narrow import hopper_narrow_sparse_kernel
 from attn.kernels.launch import KernelCall
 from attn.kernels.sparse_launch import SparseLayer, SparseTensors, sparse_calls
 from builders.hopper_sparse import (
@@ -148,12 +150,81 @@ def launched(
         out,
         lse,
         sinks=given["sinks"],
+        k_scale=given["k_scale"],
         states=torch.full((counts[0],), float("nan")),
         sums=torch.full((counts[1],), float("nan")),
     )
     for call in sparse_calls(layer, tile, tensors, hardware_e4m3=True):
         call.launch()
     return out, lse
+
+
+# -- Few heads.
+
+FEW = {
+    "16 heads": SparseCase(BF16, 16, (300, 0, 1, 64, 65, 129), 300, 512, 64),
+    "20 heads, sinks": SparseCase(BF16, 20, (200, 5), 200, 512, 64, sinks=True),
+    "e4m3": SparseCase(E4M3, 8, (300, 1, 64, 128), 300, 512, 64, padded_blocks=True),
+    "e4m3, sinks": SparseCase(E4M3, 17, (130, 0), 130, 512, 64, sinks=True),
+    "scaled": SparseCase(SCALED, 16, (300, 0, 1, 64, 65), 300, 512, 64),
+    "scaled, one head": SparseCase(SCALED, 1, (200,), 200, 512, 64, padded_blocks=True),
+}
+
+
+def bytes_of(words: np.ndarray) -> np.ndarray:
+    """e4m3 of words, four behind each other in a last dimension, as fp16."""
+    parts = np.ascontiguousarray(words).view(np.uint8).reshape(*words.shape, 4)
+    return torch.from_numpy(parts).view(torch.float8_e4m3fn).half().numpy()
+
+
+def halves_of(words: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(words).view(np.int16).reshape(*words.shape, 2)
+
+
+def woven(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, ...]:
+    x, y = bytes_of(first), bytes_of(second)
+    return tuple(part[..., i] for i in range(4) for part in (x, y))
+
+
+def woven_pairs(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, ...]:
+    x, y = halves_of(first), halves_of(second)
+    return tuple(part[..., i] for i in range(2) for part in (x, y))
+
+
+def of_bf16(words: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Two bf16 of a word as patterns of fp16, of which numpy knows more."""
+    pairs = torch.from_numpy(halves_of(words)).view(torch.bfloat16).half().view(torch.int16)
+    return tuple(pairs[..., i].numpy() for i in range(2))
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("case", FEW.values(), ids=FEW)
+def test_states_of_few_heads_are_the_oracles(
+    case: SparseCase, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, and in parts. Queries are fp16 throughout, which the launcher refuses beside bf16."""
+    monkeypatch.setattr(sparse_launch, "hopper_misfit", lambda *_: None)
+    for text, meaning in {
+        sparse_narrow._FOUR: lambda x: tuple(bytes_of(x)[..., i] for i in range(4)),
+        sparse_narrow._WOVEN: woven,
+        sparse_narrow._WOVEN_PAIRS: woven_pairs,
+        sparse_narrow._TWO: of_bf16
+        if case.layout is SCALED
+        else lambda x: tuple(halves_of(x)[..., i] for i in range(2)),
+        sparse_narrow._LOG2: np.log2,
+        sparse_narrow._EXP2: np.exp2,
+    }.items():
+        monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, text.value, meaning)
+    translation = gluon_in_numpy.Translation()
+    calls = gluon_in_numpy.take_over(monkeypatch, hopper_narrow_sparse_kernel, translation)
+    if is_late:
+        gluon_in_numpy.delay(monkeypatch)
+    shape = SparseShape(case.num_heads, case.topk, case.layout)
+    tiles = hopper_sparse_tile(shape, 1, 99), hopper_sparse_tile(shape, 132, 8)
+    for tile in tiles:
+        trial = SparseTrial(case)
+        assert trial.misses(*launched(trial, tile)) == {}
+    assert len(calls) == len(tiles)
 
 
 @pytest.fixture

@@ -530,6 +530,10 @@ def _multiply(
             there = present >= 0
             present = _listed(mine, first + 2 * TILE, high, TILE, COLUMN)
             stage = turn % STAGES
+            if STAGES % 2 == 1:
+                # The other warp group's was here before. If that has not come yet, and copies
+                # overtake each other, the phase before it has the parity that is waited for.
+                mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
             mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
             s = _scores(
                 opaque_zero(), q0, q1, q, q_rope, undo, nope.index(stage), tail.index(stage), there,
