@@ -26,6 +26,7 @@ from typing import Any, Final
 
 from attn.kernels.launch import KernelCall
 from builders.hopper_latent import NARROW_ROWS
+from builders.hopper_sparse import MOST_NARROW_HEADS
 from builders.tiles import (
     SHARED_MEMORY,
 )
@@ -162,6 +163,7 @@ def misses_of(variant: Variant, target: int, facts: Facts) -> list[str]:
     layer = variant.layer
     is_few = layer.heads[0] * (1 + layer.drafts) <= NARROW_ROWS
     by_warp = variant.kernel is Kernel.HOPPER_MLA and (layer.cache.is_quantized or is_few)
+    by_warp |= variant.kernel is Kernel.HOPPER_SPARSE and layer.heads[0] <= MOST_NARROW_HEADS
     wants_groups = target == 90 and variant.kernel in by_groups and is_narrow and not by_warp
     if wants_groups and not facts.warp_group_products:
         misses.append("no products by warp group")

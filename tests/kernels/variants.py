@@ -498,6 +498,12 @@ HOPPER_VARIANTS: Final = (
     _of_latents(_HS, "64 heads 656", speed=True, heads=64, cache=_DS_MLA),
     _of_latents(_HS, "128 heads 656 8 rows", heads=128, cache=_DS_MLA, rows=8),
     _of_latents(_HS, "128 heads 656 sinks", heads=128, cache=_DS_MLA, sinks=True),
+    # Few heads. Four to eight words are spilled before and behind the loop over tiles.
+    _of_latents(_HS, "16 heads", 90, heads=16),
+    _of_latents(_HS, "16 heads 656", 90, heads=16, cache=_DS_MLA),
+    _of_latents(_HS, "8 heads 656 16 rows", heads=8, cache=_DS_MLA, rows=16),
+    _of_latents(_HS, "20 heads sinks fp16", heads=20, sinks=True, dtype=DType.FLOAT16),
+    _of_latents(_HS, "16 heads 576", 90, heads=16, cache=_FP8),
 )
 
 
@@ -754,6 +760,7 @@ def _hopper_sparse_call(layer: Layer) -> KernelCall:
         torch.empty(rows, dtype=torch.int32),
         torch.empty(rows, heads, rank, dtype=dtype),
         torch.empty(rows, heads),
+        k_scale=torch.ones(()),
         sinks=torch.empty(heads) if layer.sinks else None,
         **{
             name: torch.empty(count)
