@@ -346,6 +346,10 @@ def _range(*limits: Any) -> Any:
     return (value(np.int32(i)) for i in range(*(int(limit) for limit in limits)))
 
 
+def _assert(holds: Any, message: str = "") -> None:
+    assert holds, message
+
+
 def _nothing(*_: Any, **__: Any) -> None:
     pass
 
@@ -388,6 +392,7 @@ _GLUON = types.SimpleNamespace(
     permute=lambda x, order: value(np.asarray(x).transpose(order)),
     convert_layout=lambda x, layout, assert_trivial=False: x,
     inline_asm_elementwise=_assembly,
+    static_assert=_assert,
     static_range=range,
     program_id=lambda axis: value(np.int32(_here.program)),
     num_programs=lambda axis: value(np.int32(_memory["programs"])),

@@ -484,10 +484,15 @@ def _multiply(
     OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr,
     HAS_LENS: gl.constexpr, KIND: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
-    """Warp group W: every other tile, from the W-th on; the first one writes what both have."""
+    """Warp group W: every other tile, from the W-th on; the first one writes what both have.
+
+    A stage is always the same warp group's. Else it could be ahead of the other by a tile that has
+    not come, where copies overtake each other, and see the parity of the one before that.
+    """
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     STAGES: gl.constexpr = nope.shape[0]
+    gl.static_assert(STAGES % 2 == 0)
     TILE: gl.constexpr = nope.shape[1]
     WEIGHTS: gl.constexpr = _weights_layout(TILE)
     work = gl.program_id(0)
@@ -530,10 +535,6 @@ def _multiply(
             there = present >= 0
             present = _listed(mine, first + 2 * TILE, high, TILE, COLUMN)
             stage = turn % STAGES
-            if STAGES % 2 == 1:
-                # The other warp group's was here before. If that has not come yet, and copies
-                # overtake each other, the phase before it has the parity that is waited for.
-                mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
             mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
             s = _scores(
                 opaque_zero(), q0, q1, q, q_rope, undo, nope.index(stage), tail.index(stage), there,
