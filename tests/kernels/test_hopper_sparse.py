@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from attn.kernels.hopper import sparse_launch, sparse_narrow
+from attn.kernels.hopper import sparse_launch, sparse_narrow, sparse_operands
 from attn.kernels.hopper.sparse import hopper_sparse_kernel
 from attn.kernels.hopper.sparse_narrow import hopper_narrow_sparse_kernel
 from attn.kernels.launch import KernelCall
@@ -205,10 +205,10 @@ def test_states_of_few_heads_are_the_oracles(
     """Whole, and in parts. Queries are fp16 throughout, which the launcher refuses beside bf16."""
     monkeypatch.setattr(sparse_launch, "hopper_misfit", lambda *_: None)
     for text, meaning in {
-        sparse_narrow._FOUR: lambda x: tuple(bytes_of(x)[..., i] for i in range(4)),
-        sparse_narrow._WOVEN: woven,
-        sparse_narrow._WOVEN_PAIRS: woven_pairs,
-        sparse_narrow._TWO: of_bf16
+        sparse_operands._FOUR: lambda x: tuple(bytes_of(x)[..., i] for i in range(4)),
+        sparse_operands._WOVEN: woven,
+        sparse_operands._WOVEN_PAIRS: woven_pairs,
+        sparse_operands._TWO: of_bf16
         if case.layout is SCALED
         else lambda x: tuple(halves_of(x)[..., i] for i in range(2)),
         sparse_narrow._LOG2: np.log2,

@@ -28,6 +28,21 @@ from attn.kernels.hopper.compat import (
     thread_barrier,
 )
 from attn.kernels.hopper.decode_parts import opaque_zero
+from attn.kernels.hopper.mla_consume import _base
+from attn.kernels.hopper.sparse_operands import (
+    key_factors,
+    key_operand,
+    key_words,
+    natural_order,
+    quarters,
+    query_order,
+    scores_memory,
+    swizzled,
+    value_operand,
+    value_words,
+    weights_layout,
+)
+from attn.kernels.hopper.sparse_produce import THREADS, UNIT
 from attn.kernels.hopper.tiles import wide
 from attn.kernels.rows import write_rows
 from attn.kernels.sparse_mla import _row_offsets
@@ -35,234 +50,16 @@ from attn.kernels.sparse_mla import _row_offsets
 _LOG2E = tl.constexpr(1.4426950408889634)
 ROWS = tl.constexpr(16)
 """Heads of a program."""
-THREADS = tl.constexpr(128)
-"""Of the warp group that copies, each of which arrives by itself."""
-_UNIT = tl.constexpr(16)
 NATIVE, RAW, SCALED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """What rows are: 16 bits; e4m3 that have one scale in common; or with scales in each row."""
-# Four e4m3 of one key in $8 and of the next one in $9, as pairs of these in fp16.
-_WOVEN = tl.constexpr(
-    "{ .reg .b16 a, b, c, d; .reg .b32 x, y, p, q, r, s;"
-    " prmt.b32 x, $8, $9, 0x5140; prmt.b32 y, $8, $9, 0x7362;"
-    " mov.b32 {a, b}, x; mov.b32 {c, d}, y;"
-    " cvt.rn.f16x2.e4m3x2 p, a; cvt.rn.f16x2.e4m3x2 q, b;"
-    " cvt.rn.f16x2.e4m3x2 r, c; cvt.rn.f16x2.e4m3x2 s, d;"
-    " mov.b32 {$0, $1}, p; mov.b32 {$2, $3}, q; mov.b32 {$4, $5}, r; mov.b32 {$6, $7}, s; }"
-)
-_FOUR = tl.constexpr(
-    "{ .reg .b16 x, y; .reg .b32 a, b; mov.b32 {x, y}, $4; cvt.rn.f16x2.e4m3x2 a, x;"
-    " cvt.rn.f16x2.e4m3x2 b, y; mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; }"
-)
-_TWO = tl.constexpr("mov.b32 {$0, $1}, $2;")
-_WOVEN_PAIRS = tl.constexpr(
-    "{ .reg .b32 p, q; prmt.b32 p, $4, $5, 0x5410; prmt.b32 q, $4, $5, 0x7632;"
-    " mov.b32 {$0, $1}, p; mov.b32 {$2, $3}, q; }"
-)
-
-
 _LOG2 = tl.constexpr("lg2.approx.ftz.f32 $0, $1;")
 # Without steps for results below 2^-126, which are zero here.
 _EXP2 = tl.constexpr("ex2.approx.ftz.f32 $0, $1;")
 
 
-@gluon.constexpr_function
-def _swizzled(rows: int, words: int) -> gl.SharedLinearLayout:
-    """Rows of words with no two at the same banks that are read together: of scores two keys'
-    halves of 128 bytes, of values four keys two apart.
-    """
-    columns = [[0, 1 << k] for k in range(words.bit_length() - 1)]
-    down = [[1, 16], [2, 8], [4, 16]] if words >= 32 else [[1, 0], [2, 0], [4, 0]]
-    down += [[1 << k, 0] for k in range(3, rows.bit_length() - 1)]
-    return gl.SharedLinearLayout(columns + down)
-
-
-@gluon.constexpr_function
-def _scores_memory(tile: int) -> gl.SharedLinearLayout:
-    """Scores ``[16, keys]``: four rows' pairs of four threads at banks of their own."""
-    columns = [[0, 1 << k] for k in range(tile.bit_length() - 1)]
-    return gl.SharedLinearLayout([*columns, [1, 8], [2, 16], [4, 0], [8, 0]])
-
-
-@gluon.constexpr_function
-def _key_words(tile: int, words: int) -> gl.DistributedLinearLayout:
-    """``[keys, words]``: eight keys of a warp at a time; four threads have 64 bytes of each."""
-    more = [[0, 16 << k] for k in range((words // 16).bit_length() - 1)]
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], *more, *([[32, 0]] if tile > 32 else [])],
-        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[8, 0], [16, 0]],
-        block_bases=[],
-        shape=[tile, words],
-    )
-
-
-@gluon.constexpr_function
-def _key_factors(tile: int) -> gl.DistributedLinearLayout:
-    """``[keys, 4]`` as keys are columns of scores."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[1, 0], *([[32, 0]] if tile > 32 else []), [0, 1], [0, 2]],
-        lane_bases=[[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]],
-        warp_bases=[[8, 0], [16, 0]],
-        block_bases=[],
-        shape=[tile, 4],
-    )
-
-
-@gluon.constexpr_function
-def _value_words(tile: int, words: int) -> gl.DistributedLinearLayout:
-    """``[keys, words]``: a block of columns of a warp, of which a thread has 16 bytes, and of words
-    of 16 bits another 16 behind 128; four keys of 16.
-    """
-    wide, block = words > 128, words // 4
-    return gl.DistributedLinearLayout(
-        reg_bases=[
-            [0, 1],
-            [0, 2],
-            *([[0, 32]] if wide else []),
-            *([1, 0], [8, 0], [16, 0]),
-            *([[32, 0]] if tile > 32 else []),
-        ],
-        lane_bases=[[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]],
-        warp_bases=[[0, block], [0, 2 * block]],
-        block_bases=[],
-        shape=[tile, words],
-    )
-
-
-@gluon.constexpr_function
-def _weights_layout(tile: int) -> gl.DistributedLinearLayout:
-    """``[4, 16, keys]`` weights as the first operand of values: a warp for a block of columns."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[
-            [0, 0, 1],
-            [0, 8, 0],
-            [0, 0, 8],
-            [0, 0, 16],
-            *([[0, 0, 32]] if tile > 32 else []),
-        ],
-        lane_bases=[[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        warp_bases=[[1, 0, 0], [2, 0, 0]],
-        block_bases=[],
-        shape=[4, 16, tile],
-    )
-
-
-@gluon.constexpr_function
-def _result_layout(e4m3: bool) -> gl.DistributedLinearLayout:
-    """``[16, 512]`` as sums lie, but that columns side by side come first: they are written
-    together.
-    """
-    more, lanes = ([[0, 8], [0, 16]], (32, 64)) if e4m3 else ([[0, 64], [0, 8]], (16, 32))
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], *more, [8, 0]],
-        lane_bases=[*([0, at] for at in lanes), [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[0, 128], [0, 256]],
-        block_bases=[],
-        shape=[16, 512],
-    )
-
-
-@gluon.jit
-def _key_operand(words, E4M3: gl.constexpr, DTYPE: gl.constexpr, OPERAND: gl.constexpr):
-    """Words of keys ``[keys, N]`` as the second operand ``[columns, keys]``: word 16 a + 4 c + j is
-    of thread c.
-    """
-    KEYS: gl.constexpr = words.shape[0]
-    N: gl.constexpr = words.shape[1]
-    if E4M3:
-        f0, f1, f2, f3 = gl.inline_asm_elementwise(
-            _FOUR, "=h,=h,=h,=h,r", [words],
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=1,
-        )  # fmt: skip
-        x = gl.join(gl.join(f0, f1), gl.join(f2, f3))
-        # Of a, c, j, which of a pair, which pair: a step of 16 is (a, j), a pair half of it.
-        x = gl.permute(gl.reshape(x, [KEYS, N // 16, 4, 4, 2, 2]), (1, 3, 5, 2, 4, 0))
-        x = gl.reshape(x, [N * 4, KEYS])
-    else:
-        f0, f1 = gl.inline_asm_elementwise(
-            _TWO, "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
-        )
-        x = gl.join(f0, f1).to(DTYPE, bitcast=True)
-        x = gl.permute(gl.reshape(x, [KEYS, N // 16, 4, 2, 2, 2]), (1, 3, 4, 2, 5, 0))
-        x = gl.reshape(x, [N * 2, KEYS])
-    return gl.convert_layout(x, OPERAND, assert_trivial=True)
-
-
-@gluon.jit
-def _query_order(x, E4M3: gl.constexpr):
-    """Queries ``[16, columns]`` in the order of :func:`_key_operand`."""
-    COLUMNS: gl.constexpr = x.shape[1]
-    if E4M3:
-        x = gl.permute(gl.reshape(x, [16, COLUMNS // 64, 4, 4, 2, 2]), (0, 1, 3, 4, 2, 5))
-    else:
-        x = gl.permute(gl.reshape(x, [16, COLUMNS // 32, 4, 2, 2, 2]), (0, 1, 3, 4, 2, 5))
-    return gl.reshape(x, [16, COLUMNS])
-
-
-@gluon.jit
-def _value_operand(words, E4M3: gl.constexpr, DTYPE: gl.constexpr, OPERAND: gl.constexpr):
-    """Words of values ``[keys, N]`` as the second operand ``[4, keys, 128]``, a block of columns
-    each, in the order that :func:`_natural_order` undoes.
-    """
-    KEYS: gl.constexpr = words.shape[0]
-    N: gl.constexpr = words.shape[1]
-    x = gl.permute(gl.reshape(words, [KEYS // 8, 4, 2, N]), (0, 1, 3, 2))
-    first, second = gl.split(x)
-    if E4M3:
-        a0, b0, a1, b1, a2, b2, a3, b3 = gl.inline_asm_elementwise(
-            _WOVEN, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [first, second],
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16,
-                   gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=1,
-        )  # fmt: skip
-        even = gl.join(gl.join(a0, b0), gl.join(a2, b2))
-        odd = gl.join(gl.join(a1, b1), gl.join(a3, b3))
-        # Of keys, four threads of them, block, thread, word, key of a pair, column's high, low bit.
-        x = gl.reshape(gl.join(even, odd), [KEYS // 8, 4, 4, 8, 4, 2, 2, 2])
-        x = gl.permute(x, (2, 0, 1, 5, 4, 6, 7, 3))
-    else:
-        a0, b0, a1, b1 = gl.inline_asm_elementwise(
-            _WOVEN_PAIRS, "=h,=h,=h,=h,r,r", [first, second],
-            dtype=(gl.int16, gl.int16, gl.int16, gl.int16), is_pure=True, pack=1,
-        )  # fmt: skip
-        x = gl.join(gl.join(a0, b0), gl.join(a1, b1)).to(DTYPE, bitcast=True)
-        # A block's second 16 bytes of each thread come after all first ones.
-        x = gl.reshape(x, [KEYS // 8, 4, 4, 2, 8, 4, 2, 2])
-        x = gl.permute(x, (2, 0, 1, 6, 3, 5, 7, 4))
-    x = gl.reshape(x, [4, KEYS, 128])
-    return gl.convert_layout(x, OPERAND, assert_trivial=True)
-
-
-@gluon.jit
-def _natural_order(o, E4M3: gl.constexpr):
-    """``[4, 16, 128]`` sums as ``[16, 512]``: of each block 16 columns of each of eight threads, or
-    twice eight.
-    """
-    if E4M3:
-        x = gl.permute(gl.reshape(o, [4, 16, 16, 8]), (1, 0, 3, 2))
-    else:
-        x = gl.permute(gl.reshape(o, [4, 16, 2, 8, 8]), (1, 0, 2, 4, 3))
-    return gl.convert_layout(gl.reshape(x, [16, 512]), _result_layout(E4M3), assert_trivial=True)
-
-
-@gluon.jit
-def _quarters(x):
-    """``[K, 4 N]`` as four ``[K, N]``: what is a thread's is left where it is."""
-    N: gl.constexpr = x.shape[1] // 4
-    x = gl.permute(gl.reshape(x, [x.shape[0], 2, 2, N]), (0, 3, 1, 2))
-    even, odd = gl.split(x)
-    x0, x2 = gl.split(even)
-    x1, x3 = gl.split(odd)
-    return x0, x1, x2, x3
-
-
 @gluon.jit
 def _exp2(x):
     return gl.inline_asm_elementwise(_EXP2, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _base(m):
-    return gl.where(m == float("-inf"), 0.0, m)
 
 
 @gluon.jit
@@ -313,10 +110,10 @@ def _copy_rows(
         # Asked for two tiles ahead: loads stand in line behind copies.
         next_ids = _listed(mine, first + 2 * TILE, high, TILE, ROW)
         next_tail = _listed(mine, first + 2 * TILE, high, TILE, TAIL_ROW)
-        offset = _row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (_UNIT // 4)
+        offset = _row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (UNIT // 4)
         at = latent_ptr + offset[:, None] + column[None, :]
         there = (ids >= 0)[:, None] & (column >= 0)[None, :]
-        offset = _row_offsets(tail_ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (_UNIT // 4)
+        offset = _row_offsets(tail_ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (UNIT // 4)
         tail_at = latent_ptr + (offset + (WORDS - SKIP))[:, None] + tail_column[None, :]
         tail_there = (tail_ids >= 0)[:, None] & (tail_column >= SKIP)[None, :]
         # A fresh barrier lets parity 1 pass at once.
@@ -364,8 +161,8 @@ def _store_queries(x, r, q, q_rope, undo, KIND: gl.constexpr):
     if KIND == RAW:
         r, by = _within_fp16(r)
         undo.index(1).store(by)
-    q_rope.store(_query_order(r, KIND == RAW))
-    x0, x1, x2, x3 = _quarters(_query_order(x, KIND != NATIVE))
+    q_rope.store(query_order(r, KIND == RAW))
+    x0, x1, x2, x3 = quarters(query_order(x, KIND != NATIVE))
     q.index(0).store(x0)
     q.index(1).store(x1)
     q.index(2).store(x2)
@@ -386,20 +183,20 @@ def _scores(
     E4M3: gl.constexpr = KIND != NATIVE
     TILE: gl.constexpr = nope.shape[0]
     zero = gl.zeros([16, TILE], gl.float32, PRODUCT)
-    k0, k1, k2, k3 = _quarters(nope.load(_key_words(TILE, nope.shape[1])))
-    s0 = mma_v2(q0, _key_operand(k0, E4M3, DTYPE, OPERAND), zero)
+    k0, k1, k2, k3 = quarters(nope.load(key_words(TILE, nope.shape[1])))
+    s0 = mma_v2(q0, key_operand(k0, E4M3, DTYPE, OPERAND), zero)
     # Read again for each tile: there are no registers for them.
     if KIND != NATIVE:
         q1 = q.index(z + 1).load(QUERY)
     q2 = q.index(z + 2).load(QUERY)
-    s1 = mma_v2(q1, _key_operand(k1, E4M3, DTYPE, OPERAND), zero)
-    s2 = mma_v2(q2, _key_operand(k2, E4M3, DTYPE, OPERAND), zero)
-    s3 = mma_v2(q.index(z + 3).load(QUERY), _key_operand(k3, E4M3, DTYPE, OPERAND), zero)
+    s1 = mma_v2(q1, key_operand(k1, E4M3, DTYPE, OPERAND), zero)
+    s2 = mma_v2(q2, key_operand(k2, E4M3, DTYPE, OPERAND), zero)
+    s3 = mma_v2(q.index(z + 3).load(QUERY), key_operand(k3, E4M3, DTYPE, OPERAND), zero)
     rope = tail
     if KIND == SCALED:
         rope = tail.slice(32, 32, dim=1)
-    words = rope.load(_key_words(TILE, rope.shape[1]))
-    s = mma_v2(q_rope.index(z).load(QUERY), _key_operand(words, KIND == RAW, DTYPE, OPERAND), zero)
+    words = rope.load(key_words(TILE, rope.shape[1]))
+    s = mma_v2(q_rope.index(z).load(QUERY), key_operand(words, KIND == RAW, DTYPE, OPERAND), zero)
     if KIND == SCALED:
         COLUMN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
         EACH: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [2, 2], [1, 0])
@@ -407,7 +204,7 @@ def _scores(
         logs.permute((1, 0)).store(
             gl.inline_asm_elementwise(_LOG2, "=f,f", [each], dtype=gl.float32, is_pure=True, pack=1)
         )
-        scales = tail.slice(28, 4, dim=1).load(_key_factors(TILE)).to(gl.float32, bitcast=True)
+        scales = tail.slice(28, 4, dim=1).load(key_factors(TILE)).to(gl.float32, bitcast=True)
         even, odd = gl.split(gl.reshape(scales, [TILE, 2, 2]))
         f0, f2 = gl.split(even)
         f1, f3 = gl.split(odd)
@@ -428,20 +225,17 @@ def _scores(
 
 
 @gluon.jit
-def _of_thread(x, COMBINES: gl.constexpr):
-    """Maximum (or sum) of what a thread has of each row of scores: ``[16, 16]``."""
+def _of_thread(x):
+    """Maximum of what a thread has of each row of scores: ``[16, 16]``."""
     x = gl.reshape(x, [16, x.shape[1] // 32, 16, 2])
-    if COMBINES == "max":
-        return gl.max(gl.max(x, 3), 1)
-    else:
-        return gl.sum(gl.sum(x, 3), 1)
+    return gl.max(gl.max(x, 3), 1)
 
 
 @gluon.jit
 def _count(s, m, l):
     """Fold a tile's scores into maxima and sums of weights, by thread: no other has to be asked."""
     TILE: gl.constexpr = s.shape[1]
-    new = gl.maximum(m, gl.convert_layout(_of_thread(s, "max"), m.type.layout))
+    new = gl.maximum(m, gl.convert_layout(_of_thread(s), m.type.layout))
     base = _base(new)
     x = gl.reshape(s, [16, TILE // 32, 16, 2])
     over = gl.convert_layout(base, gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout)))
@@ -454,7 +248,7 @@ def _count(s, m, l):
 def _attend(s, top, o, nope, scores, logs, KIND: gl.constexpr, DTYPE: gl.constexpr):
     """Fold a tile in: maxima ``top`` of scores and scales, ``[4, 16]``, and values."""
     TILE: gl.constexpr = s.shape[1]
-    WEIGHTS: gl.constexpr = _weights_layout(TILE)
+    WEIGHTS: gl.constexpr = weights_layout(TILE)
     SUMS: gl.constexpr = o.type.layout
     scores.store(s)
     thread_barrier()
@@ -469,8 +263,8 @@ def _attend(s, top, o, nope, scores, logs, KIND: gl.constexpr, DTYPE: gl.constex
     shrink = gl.convert_layout(_exp2(top - base), gl.SliceLayout(2, SUMS))
     NARROW: gl.constexpr = DTYPE if KIND == NATIVE else gl.float16
     p = gl.convert_layout(weights.to(NARROW), gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
-    words = nope.load(_value_words(TILE, nope.shape[1]))
-    v = _value_operand(words, KIND != NATIVE, DTYPE, gl.DotOperandLayout(1, SUMS, 2))
+    words = nope.load(value_words(TILE, nope.shape[1]))
+    v = value_operand(words, KIND != NATIVE, DTYPE, gl.DotOperandLayout(1, SUMS, 2))
     return new, mma_v2(p, v, o * shrink[:, :, None])
 
 
@@ -494,7 +288,7 @@ def _multiply(
     STAGES: gl.constexpr = nope.shape[0]
     gl.static_assert(STAGES % 2 == 0)
     TILE: gl.constexpr = nope.shape[1]
-    WEIGHTS: gl.constexpr = _weights_layout(TILE)
+    WEIGHTS: gl.constexpr = weights_layout(TILE)
     work = gl.program_id(0)
     token = work // (HEAD_TILES * PARTS)
     head_tile = work % HEAD_TILES
@@ -576,7 +370,7 @@ def _multiply(
             o = o + spare.load(SUMS) * _to(by, ROW)[None, :][:, :, None]
     if W == 0:
         _finish(
-            most, sums, _natural_order(o, KIND != NATIVE), token, head_tile, part, high > low,
+            most, sums, natural_order(o, KIND != NATIVE), token, head_tile, part, high > low,
             factor, out_ptr, lse_ptr, sinks_ptr, states_ptr, sums_ptr, HEADS, HEAD_TILES, PARTS,
             OUT_TOKEN, OUT_HEAD, LSE_TOKEN, SINKS, LSE,
         )  # fmt: skip
@@ -670,13 +464,13 @@ def hopper_narrow_sparse_kernel(
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     QUERY: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     DTYPE: gl.constexpr = query_ptr.dtype.element_ty
-    nope = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, WORDS], _swizzled(TILE, WORDS))
-    tail = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, TAIL], _swizzled(TILE, TAIL))
+    nope = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, WORDS], swizzled(TILE, WORDS))
+    tail = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, TAIL], swizzled(TILE, TAIL))
     q = gl.allocate_shared_memory(DTYPE if KIND == NATIVE else gl.float16, [4, 16, 128], QUERY)
     q_rope = gl.allocate_shared_memory(gl.float16 if KIND == RAW else DTYPE, [1, 16, 64], QUERY)
     undo = gl.allocate_shared_memory(gl.float32, [2, 16], FLAT)
     ends = gl.allocate_shared_memory(gl.float32, [2, 16], FLAT)
-    SCORES: gl.constexpr = _scores_memory(TILE)
+    SCORES: gl.constexpr = scores_memory(TILE)
     LOGS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     KEYS: gl.constexpr = TILE if KIND == SCALED else 1
     scores = gl.allocate_shared_memory(gl.float32, [2, 16, TILE], SCORES)
