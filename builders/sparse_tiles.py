@@ -41,7 +41,7 @@ class HopperSparseTile:
     """What the kernel for Hopper is asked for besides; alternatives to be measured."""
 
     early: bool = False
-    """Half of a block is free before the other's scores: where memory is the limit."""
+    """Halves of blocks are given back before more keys are waited for: where these come late."""
     prefetch: bool = False
     """Rows of the next tile are asked into the L2 cache."""
     second_registers: int = 224

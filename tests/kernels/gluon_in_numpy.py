@@ -295,6 +295,30 @@ def _arrive_behind_gathers(full: Barrier, increment_count: bool) -> None:
         arrive()
 
 
+def _commit_group() -> None:
+    """What the thread has asked for since the group before; it may come as late as it is waited
+    for.
+    """
+    gathers, _here.gathers = _here.gathers, []
+    if _dice.random() < _lag["share"]:
+        _here.groups = [*getattr(_here, "groups", []), gathers]
+        return
+    # None comes before those that it was asked for behind.
+    _wait_group(0)
+    for box, found in gathers:
+        box.store(found)
+    _here.groups = [*_here.groups, []]
+
+
+def _wait_group(pending: int) -> None:
+    groups = getattr(_here, "groups", [])
+    done = max(len(groups) - pending, 0)
+    for gathers in groups[:done]:
+        for box, found in gathers:
+            box.store(found)
+    _here.groups = groups[done:]
+
+
 def _multiply(
     left: Any, right: Any, total: Any, use_acc: bool = True, is_async: bool = False
 ) -> Value:
@@ -386,6 +410,7 @@ _GLUON = types.SimpleNamespace(
     exp2=lambda x: value(np.exp2(np.asarray(x))),
     log2=lambda x: value(np.log2(np.asarray(x))),
     fma=lambda x, y, z: value(x * y + z),
+    broadcast=lambda x, y: tuple(value(part) for part in np.broadcast_arrays(x, y)),
     reshape=lambda x, shape: value(np.asarray(x).reshape(shape)),
     join=lambda x, y: value(np.stack([x, y], -1)),
     split=lambda x: (value(np.asarray(x)[..., 0]), value(np.asarray(x)[..., 1])),
@@ -413,6 +438,7 @@ _NAMES: dict[str, Any] = {
     "async_load": _async_load,
     "async_gather": _gather,
     "arrive_behind_gathers": _arrive_behind_gathers,
+    "async_copy": types.SimpleNamespace(commit_group=_commit_group, wait_group=_wait_group),
     "reinterpret": _reinterpret,
     "thread_barrier": _nothing,
     "fence_async_shared": _nothing,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from attn.kernels.hopper import sparse_launch, sparse_narrow, sparse_operands
+from attn.kernels.hopper import sparse_launch, sparse_narrow, sparse_operands, sparse_widen
 from attn.kernels.hopper.sparse import hopper_sparse_kernel
 from attn.kernels.hopper.sparse_narrow import hopper_narrow_sparse_kernel
 from attn.kernels.launch import KernelCall
@@ -30,6 +30,7 @@ from builders.sparse_tiles import (
 from specs.devices import DeviceKind
 from specs.dtypes import DType
 from specs.engine import DecodeKernel, PrefillKernel
+from specs.layouts import latent_views
 from specs.rows import LatentFormat
 from tests.kernels import gluon_in_numpy
 from tests.sparse_cases import LAYOUTS, SparseCase, SparseTrial
@@ -157,6 +158,54 @@ def launched(
     for call in sparse_calls(layer, tile, tensors, hardware_e4m3=True):
         call.launch()
     return out, lse
+
+
+# -- Rows of e4m3 that are widened.
+
+WIDENED = {
+    "64 heads": SparseCase(SCALED, 64, (300, 0, 1, 129), 300, 512, 64),
+    "80 heads, sinks": SparseCase(SCALED, 80, (200, 5), 200, 512, 64, sinks=True),
+    "padded": SparseCase(SCALED, 128, (64, 65), 130, 512, 64, padded_blocks=True),
+}
+
+
+def widened(words: np.ndarray, pairs: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Words of four e4m3 times a factor as words of two fp16."""
+    real = bytes_of(words) * np.ascontiguousarray(pairs).view(np.float32)[..., None]
+    halves = np.ascontiguousarray(real.astype(np.float16)).view(np.int32)
+    return halves[..., 0], halves[..., 1]
+
+
+def set_rope_to_fp16(trial: SparseTrial) -> None:
+    """Rotary parts of the cache in the type that the emulated query has."""
+    case = trial.case
+    row = case.layout.row(case.rank, case.rope_size, DType.BFLOAT16)
+    rope = latent_views(trial.cache, row)["rope"]
+    rope.copy_(rope.half().view(torch.bfloat16))
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("case", WIDENED.values(), ids=WIDENED)
+def test_states_of_widened_rows_are_the_oracles(
+    case: SparseCase, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As fp16 throughout, which the launcher refuses beside rows of bf16."""
+    monkeypatch.setattr(sparse_launch, "hopper_misfit", lambda *_: None)
+    monkeypatch.setattr(sparse_launch, "_multiprocessors", lambda _: 3)
+    for text, meaning in {
+        sparse_widen._SCALED: widened,
+        sparse_widen._PAIR: lambda x: x.view(np.int32),
+    }.items():
+        monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, text.value, meaning)
+    translation = gluon_in_numpy.Translation()
+    calls = gluon_in_numpy.take_over(monkeypatch, hopper_sparse_kernel, translation)
+    if is_late:
+        gluon_in_numpy.delay(monkeypatch)
+    for name, tile in tiles_of(case).items():
+        trial = SparseTrial(case)
+        set_rope_to_fp16(trial)
+        assert trial.misses(*launched(trial, tile)) == {}, name
+    assert len(calls) == len(tiles_of(case))
 
 
 # -- Few heads.

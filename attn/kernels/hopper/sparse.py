@@ -16,7 +16,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attn.kernels.hopper.sparse_consume import consume_listed
-from attn.kernels.hopper.sparse_produce import THREADS, produce_listed
+from attn.kernels.hopper.sparse_parts import THREADS
+from attn.kernels.hopper.sparse_produce import produce_listed
+from attn.kernels.hopper.sparse_widen import STORED_BLOCKS
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -59,6 +61,7 @@ def hopper_sparse_kernel(
     LSE_TOKEN: gl.constexpr,
     HAS_LENS: gl.constexpr,
     SCALED: gl.constexpr,
+    KEYS: gl.constexpr,
     EARLY: gl.constexpr,
     PREFETCH: gl.constexpr,
     SINKS: gl.constexpr,
@@ -71,38 +74,54 @@ def hopper_sparse_kernel(
 
     Arguments as those of :func:`attn.kernels.sparse_mla.sparse_mla_kernel`; BLOCK_UNITS and
     ROW_UNITS are distances in units of 16 bytes, ROPE_AT and SCALES_AT fields' places in a row, in
-    bytes. Pointers that a flag says are not used are any. SECOND and PRODUCER are
-    registers per thread of warp group 1 and of the producers; the rest is warp group 0's.
+    bytes. Pointers that a flag says are not used are any. A tile is two blocks of KEYS. SECOND and
+    PRODUCER are registers per thread of warp group 1 and of the producers; the rest is warp group
+    0's.
     """
     DTYPE: gl.constexpr = query_ptr.dtype.element_ty
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     # Of each pair of blocks: left half, right half, rope.
-    left_boxes = gl.allocate_shared_memory(DTYPE, [8, 64, 64], LAYOUT)
-    right_boxes = gl.allocate_shared_memory(DTYPE, [8, 64, 64], LAYOUT)
-    rope_boxes = gl.allocate_shared_memory(DTYPE, [2, 64, 64], LAYOUT)
+    left_boxes = gl.allocate_shared_memory(DTYPE, [8, KEYS, 64], LAYOUT)
+    right_boxes = gl.allocate_shared_memory(DTYPE, [8, KEYS, 64], LAYOUT)
+    rope_boxes = gl.allocate_shared_memory(DTYPE, [2, KEYS, 64], LAYOUT)
     q_boxes = gl.allocate_shared_memory(DTYPE, [8, 64, 64], LAYOUT)
     q_rope = gl.allocate_shared_memory(DTYPE, [1, 64, 64], LAYOUT)
-    p = gl.allocate_shared_memory(DTYPE, [1, 64, 64], LAYOUT)
+    p = gl.allocate_shared_memory(DTYPE, [1, 64, KEYS], gl.NVMMASharedLayout(2 * KEYS, 16, 2))
     m_first = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     m_second = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     sums_of = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
     # What is added to the scores of either block's keys: -inf to those of none.
-    gaps = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
-    # Of each pair: rope, left and right half of both blocks.
-    full = gl.allocate_shared_memory(gl.int64, [6, 1], BARRIER)
+    gaps = gl.allocate_shared_memory(gl.float32, [2, KEYS], FLAT)
+    stored = (gaps, gaps, gaps, gaps)
+    if SCALED:
+        # Blocks as they are stored: left half, right half, rope, scales.
+        WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+        SCALES: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
+        stored = (
+            gl.allocate_shared_memory(gl.int32, [STORED_BLOCKS, KEYS, 64], WORDS),
+            gl.allocate_shared_memory(gl.int32, [STORED_BLOCKS, KEYS, 64], WORDS),
+            gl.allocate_shared_memory(gl.int32, [STORED_BLOCKS, KEYS, 32], WORDS),
+            gl.allocate_shared_memory(gl.int32, [STORED_BLOCKS, KEYS, 4], SCALES),
+        )
+    # Of each pair: rope, left and right half of both blocks; what is widened is there as a whole.
+    full = gl.allocate_shared_memory(gl.int64, [2 if SCALED else 6, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [6, 1], BARRIER)
     # Weights of either block, sums of either warp group.
     ready = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
-    # Copies by threads arrive one by one; with those of a rope somebody says which keys are none.
-    HALVES: gl.constexpr = 1 if SCALED else THREADS
-    for i in gl.static_range(2):
-        mbarrier.init(full.index(i), count=THREADS + 1)
-        mbarrier.init(full.index(2 + i), count=HALVES)
-        mbarrier.init(full.index(4 + i), count=HALVES)
+    if SCALED:
+        for i in gl.static_range(2):
+            mbarrier.init(full.index(i), count=1)
+    else:
+        # Copies by threads arrive one by one; with those of a rope somebody says which keys are
+        # none.
+        for i in gl.static_range(2):
+            mbarrier.init(full.index(i), count=THREADS + 1)
+            mbarrier.init(full.index(2 + i), count=THREADS)
+            mbarrier.init(full.index(4 + i), count=THREADS)
     for i in gl.static_range(6):
         mbarrier.init(empty.index(i), count=1)
     for i in gl.static_range(4):
@@ -115,14 +134,14 @@ def hopper_sparse_kernel(
                 m_first, m_second, sums_of, full, empty, ready, q_full.index(0), q_empty.index(0),
                 out_ptr, lse_ptr, sinks_ptr, lens_ptr, states_ptr, sums_ptr,
                 scale * _LOG2E, topk, total, 0, HEADS, HEAD_TILES, SEGMENT, PARTS, DTYPE,
-                OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, EARLY, SINKS, LSE)),
+                OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, EARLY, SCALED, SINKS, LSE)),
             (consume_listed, (q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, gaps, p,
                 m_first, m_second, sums_of, full, empty, ready, q_full.index(0), q_empty.index(0),
                 out_ptr, lse_ptr, sinks_ptr, lens_ptr, states_ptr, sums_ptr,
                 scale * _LOG2E, topk, total, 1, HEADS, HEAD_TILES, SEGMENT, PARTS, DTYPE,
-                OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, EARLY, SINKS, LSE)),
+                OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, EARLY, SCALED, SINKS, LSE)),
             (produce_listed, (query_ptr, rotary_ptr, latent_ptr, ids_ptr, lens_ptr, q_boxes, q_rope,
-                left_boxes, right_boxes, rope_boxes, gaps, full, empty, q_full.index(0),
+                left_boxes, right_boxes, rope_boxes, stored, gaps, full, empty, q_full.index(0),
                 q_empty.index(0), ids_row, topk, total, HEADS, HEAD_TILES, SEGMENT, PARTS,
                 BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, ROW_BYTES, ROPE_AT, SCALES_AT, QUERY_TOKEN,
                 QUERY_HEAD, ROTARY_TOKEN, ROTARY_HEAD, HAS_LENS, SCALED, PREFETCH)),

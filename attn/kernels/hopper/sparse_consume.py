@@ -32,24 +32,28 @@ def _wait_for_keys(full, phase):
 
 @gluon.jit
 def _scores(
-    z, phase, q, q_rope, left, right, rope, gaps, full, W: gl.constexpr, SCORES: gl.constexpr
+    z, phase, q, q_rope, left, right, rope, gaps, full, W: gl.constexpr, WHOLE: gl.constexpr,
+    SCORES: gl.constexpr,
 ):  # fmt: skip
     """Ask for the scores of the warp group's block, as far as its keys come first; and what is to
-    be added to them.
+    be added to them. WHOLE: they come at once.
     """
-    zero = gl.zeros([64, 64], gl.float32, SCORES)
+    KEYS: gl.constexpr = rope.shape[1]
+    zero = gl.zeros([64, KEYS], gl.float32, SCORES)
     _wait_for_keys(full.index(W), phase)
     keys = rope.index(z + W).permute((1, 0))
     s = warpgroup_mma(q_rope.index(z), keys, zero, use_acc=False, is_async=True)
     gap = gaps.index(W).load(gl.SliceLayout(0, SCORES))
-    _wait_for_keys(full.index(2 + W), phase)
+    if not WHOLE:
+        _wait_for_keys(full.index(2 + W), phase)
     return warpgroup_mma(q.index(z), left.index(z + W).permute((1, 0)), s, is_async=True), gap
 
 
 @gluon.jit
-def _all_scores(s, gap, z, phase, q, right, full, W: gl.constexpr):
+def _all_scores(s, gap, z, phase, q, right, full, W: gl.constexpr, WHOLE: gl.constexpr):
     """The rest of them."""
-    _wait_for_keys(full.index(4 + W), phase)
+    if not WHOLE:
+        _wait_for_keys(full.index(4 + W), phase)
     s = warpgroup_mma(q.index(z + 1), right.index(z + W).permute((1, 0)), s, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     return s + gap[None, :]
@@ -82,21 +86,26 @@ def _take_second(z, turn, m, l, o, p, m_second, left, ready, SCORES: gl.constexp
 @gluon.jit
 def _first_block(
     turn, is_last, m, l, o, q, q_rope, left, right, rope, gaps, p, m_first, m_second, full, empty,
-    ready, q_empty, factor, IS_FIRST: gl.constexpr, DTYPE: gl.constexpr, SCORES: gl.constexpr,
+    ready, q_empty, factor, IS_FIRST: gl.constexpr, EARLY: gl.constexpr, WHOLE: gl.constexpr,
+    DTYPE: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Warp group 0's part of a tile."""
+    """Warp group 0's part of a tile. EARLY frees half of the second block before more keys come."""
     OUTPUT: gl.constexpr = o.type.layout
     z = opaque_zero()
     phase = turn & 1
     if not IS_FIRST:
         m, l, o = _take_second(z, turn - 1, m, l, o, p, m_second, left, ready, SCORES)
-    s, gap = _scores(z, phase, q, q_rope, left, right, rope, gaps, full, 0, SCORES)
-    if not IS_FIRST:
+        if EARLY:
+            o = warpgroup_mma_wait(0, deps=[o])
+            thread_barrier()
+            mbarrier.arrive(empty.index(3), count=1)
+    s, gap = _scores(z, phase, q, q_rope, left, right, rope, gaps, full, 0, WHOLE, SCORES)
+    if not IS_FIRST and not EARLY:
         # All but the two that were asked for since.
         o = warpgroup_mma_wait(2, deps=[o])
         thread_barrier()
         mbarrier.arrive(empty.index(3), count=1)
-    s = _all_scores(s, gap, z, phase, q, right, full, 0)
+    s = _all_scores(s, gap, z, phase, q, right, full, 0, WHOLE)
     # In units of log 2 and rounded once: differences of maxima are then exact where it counts.
     top = gl.maximum(m, gl.max(s, 1) * factor)
     base = _base(top)
@@ -127,7 +136,8 @@ def _take_first(z, turn, m, o, p, m_first, right, ready, SCORES: gl.constexpr):
 @gluon.jit
 def _second_block(
     turn, is_last, m, l, o, q, q_rope, left, right, rope, gaps, p, m_first, m_second, full, empty,
-    ready, q_empty, factor, EARLY: gl.constexpr, DTYPE: gl.constexpr, SCORES: gl.constexpr,
+    ready, q_empty, factor, EARLY: gl.constexpr, WHOLE: gl.constexpr, DTYPE: gl.constexpr,
+    SCORES: gl.constexpr,
 ):  # fmt: skip
     """Warp group 1's part of a tile. EARLY frees half of the first block while the second comes."""
     OUTPUT: gl.constexpr = o.type.layout
@@ -138,8 +148,8 @@ def _second_block(
         o = warpgroup_mma_wait(0, deps=[o])
         thread_barrier()
         mbarrier.arrive(empty.index(4), count=1)
-    s, gap = _scores(z, phase, q, q_rope, left, right, rope, gaps, full, 1, SCORES)
-    s = _all_scores(s, gap, z, phase, q, right, full, 1)
+    s, gap = _scores(z, phase, q, q_rope, left, right, rope, gaps, full, 1, WHOLE, SCORES)
+    s = _all_scores(s, gap, z, phase, q, right, full, 1, WHOLE)
     own = gl.max(s, 1) * factor
     if not EARLY:
         first, shrink, o = _take_first(z, turn, m, o, p, m_first, right, ready, SCORES)
@@ -172,23 +182,24 @@ def consume_listed(
     sums_ptr, factor, topk, total, W: gl.constexpr, HEADS: gl.constexpr,
     HEAD_TILES: gl.constexpr, SEGMENT: gl.constexpr, PARTS: gl.constexpr, DTYPE: gl.constexpr,
     OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr,
-    HAS_LENS: gl.constexpr, EARLY: gl.constexpr, SINKS: gl.constexpr,
+    HAS_LENS: gl.constexpr, EARLY: gl.constexpr, WHOLE: gl.constexpr, SINKS: gl.constexpr,
     LSE: gl.constexpr,
 ):  # fmt: skip
     """All work that the program takes, in warp group W's columns."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    KEYS: gl.constexpr = rope_boxes.shape[1]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     WRITES_LSE: gl.constexpr = LSE and W == 0
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q = reinterpret(q_boxes, DTYPE, [2, 64, 256], LAYOUT)
-    left = reinterpret(left_boxes, DTYPE, [2, 64, 256], LAYOUT)
-    right = reinterpret(right_boxes, DTYPE, [2, 64, 256], LAYOUT)
-    rope = reinterpret(rope_boxes, DTYPE, [2, 64, 64], LAYOUT)
+    left = reinterpret(left_boxes, DTYPE, [2, KEYS, 256], LAYOUT)
+    right = reinterpret(right_boxes, DTYPE, [2, KEYS, 256], LAYOUT)
+    rope = reinterpret(rope_boxes, DTYPE, [2, KEYS, 64], LAYOUT)
     turn = 0
     walks = 0
     for work in range(gl.program_id(0), total, gl.num_programs(0)):
         token, head_tile, part, _, low, high = work_at(
-            work, lens_ptr, topk, HEAD_TILES, SEGMENT, PARTS, HAS_LENS
+            work, lens_ptr, topk, KEYS, HEAD_TILES, SEGMENT, PARTS, HAS_LENS
         )
         m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         l = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
@@ -200,14 +211,15 @@ def consume_listed(
             if W == 0:
                 m, l, o = _first_block(
                     turn, low + 1 == high, m, l, o, q, q_rope, left, right, rope, gaps, p, m_first,
-                    m_second, full, empty, ready, q_empty, factor, True, DTYPE, SCORES,
+                    m_second, full, empty, ready, q_empty, factor, True, EARLY, WHOLE,
+                    DTYPE, SCORES,
                 )  # fmt: skip
                 turn += 1
                 for tile in range(low + 1, high):
                     m, l, o = _first_block(
                         turn, tile + 1 == high, m, l, o, q, q_rope, left, right, rope, gaps, p,
-                        m_first, m_second, full, empty, ready, q_empty, factor, False, DTYPE,
-                        SCORES,
+                        m_first, m_second, full, empty, ready, q_empty, factor, False, EARLY,
+                        WHOLE, DTYPE, SCORES,
                     )  # fmt: skip
                     turn += 1
                 m, l, o = _take_second(
@@ -220,7 +232,7 @@ def consume_listed(
                 for tile in range(low, high):
                     m, l, o = _second_block(
                         turn, tile + 1 == high, m, l, o, q, q_rope, left, right, rope, gaps, p,
-                        m_first, m_second, full, empty, ready, q_empty, factor, EARLY, DTYPE,
+                        m_first, m_second, full, empty, ready, q_empty, factor, EARLY, WHOLE, DTYPE,
                         SCORES,
                     )  # fmt: skip
                     turn += 1

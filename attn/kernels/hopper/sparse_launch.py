@@ -151,6 +151,7 @@ def _wide_call(
         "SCALES_AT": row["scale"].offset if is_scaled else 0,
         "ROW_BYTES": row.nbytes,
         "SCALED": is_scaled,
+        "KEYS": tile.kv_tile // 2,
         "EARLY": asked.early,
         "PREFETCH": asked.prefetch,
         "SECOND": asked.second_registers,

@@ -42,7 +42,7 @@ from attn.kernels.hopper.sparse_operands import (
     value_words,
     weights_layout,
 )
-from attn.kernels.hopper.sparse_produce import THREADS, UNIT
+from attn.kernels.hopper.sparse_parts import THREADS, UNIT
 from attn.kernels.hopper.tiles import wide
 from attn.kernels.rows import write_rows
 from attn.kernels.sparse_mla import _row_offsets
