@@ -24,7 +24,10 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @gluon.jit(
-    do_not_specialize=["ids_row", "topk", "total"],
+    do_not_specialize=[
+        *("ids_row", "topk", "total"),
+        *("query_token", "query_head", "rotary_token", "rotary_head"),
+    ],
     do_not_specialize_on_alignment=["ids_ptr", "lens_ptr", "lse_ptr", "sinks_ptr"],
 )
 def hopper_sparse_kernel(
@@ -42,6 +45,10 @@ def hopper_sparse_kernel(
     topk,
     total,
     scale,
+    query_token,
+    query_head,
+    rotary_token,
+    rotary_head,
     HEADS: gl.constexpr,
     HEAD_TILES: gl.constexpr,
     SEGMENT: gl.constexpr,
@@ -52,10 +59,6 @@ def hopper_sparse_kernel(
     ROW_BYTES: gl.constexpr,
     ROPE_AT: gl.constexpr,
     SCALES_AT: gl.constexpr,
-    QUERY_TOKEN: gl.constexpr,
-    QUERY_HEAD: gl.constexpr,
-    ROTARY_TOKEN: gl.constexpr,
-    ROTARY_HEAD: gl.constexpr,
     OUT_TOKEN: gl.constexpr,
     OUT_HEAD: gl.constexpr,
     LSE_TOKEN: gl.constexpr,
@@ -72,11 +75,11 @@ def hopper_sparse_kernel(
     """Attention over listed rows; grid ``(programs,)``, each of which takes every so-manyth of
     ``total = T * PARTS * HEAD_TILES`` pieces of work.
 
-    Arguments as those of :func:`attn.kernels.sparse_mla.sparse_mla_kernel`; BLOCK_UNITS and
-    ROW_UNITS are distances in units of 16 bytes, ROPE_AT and SCALES_AT fields' places in a row, in
-    bytes. Pointers that a flag says are not used are any. A tile is two blocks of KEYS. SECOND and
-    PRODUCER are registers per thread of warp group 1 and of the producers; the rest is warp group
-    0's.
+    Arguments as those of :func:`attn.kernels.sparse_mla.sparse_mla_kernel`. Distances of queries,
+    which may differ from batch to batch, BLOCK_UNITS and ROW_UNITS are in units of 16 bytes,
+    ROPE_AT and SCALES_AT fields' places in a row, in bytes. Pointers that a flag says are not used
+    are any. A tile is two blocks of KEYS. SECOND and PRODUCER are registers per thread of warp
+    group 1 and of the producers; the rest is warp group 0's.
     """
     DTYPE: gl.constexpr = query_ptr.dtype.element_ty
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -142,9 +145,9 @@ def hopper_sparse_kernel(
                 OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, EARLY, SCALED, SINKS, LSE)),
             (produce_listed, (query_ptr, rotary_ptr, latent_ptr, ids_ptr, lens_ptr, q_boxes, q_rope,
                 left_boxes, right_boxes, rope_boxes, stored, gaps, full, empty, q_full.index(0),
-                q_empty.index(0), ids_row, topk, total, HEADS, HEAD_TILES, SEGMENT, PARTS,
-                BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, ROW_BYTES, ROPE_AT, SCALES_AT, QUERY_TOKEN,
-                QUERY_HEAD, ROTARY_TOKEN, ROTARY_HEAD, HAS_LENS, SCALED, PREFETCH)),
+                q_empty.index(0), ids_row, topk, total, query_token, query_head, rotary_token,
+                rotary_head, HEADS, HEAD_TILES, SEGMENT, PARTS, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS,
+                ROW_BYTES, ROPE_AT, SCALES_AT, HAS_LENS, SCALED, PREFETCH)),
         ],
         [4, 4],
         [SECOND, PRODUCER],

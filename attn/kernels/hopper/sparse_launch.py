@@ -77,6 +77,8 @@ def _shared(
         "ids_row": tensors.indices.stride(0),
         "topk": topk,
         "scale": layer.scale,
+        **_distances("query", query),
+        **_distances("rotary", rotary),
         "HEADS": layer.num_heads,
         "HEAD_TILES": tile.head_tiles(layer.num_heads),
         "SEGMENT": tile.segment,
@@ -84,10 +86,6 @@ def _shared(
         "BLOCK_SIZE": addresses["BLOCK_SIZE"],
         "BLOCK_UNITS": addresses["block"],
         "ROW_UNITS": addresses["stride"],
-        "QUERY_TOKEN": query.stride(0),
-        "QUERY_HEAD": query.stride(1),
-        "ROTARY_TOKEN": rotary.stride(0),
-        "ROTARY_HEAD": rotary.stride(1),
         "OUT_TOKEN": output.stride(0),
         "OUT_HEAD": output.stride(1),
         "LSE_TOKEN": 0 if tensors.lse is None else tensors.lse.stride(0),
@@ -95,6 +93,14 @@ def _shared(
         "SINKS": tensors.sinks is not None,
         "LSE": tensors.lse is not None,
     }
+
+
+def _distances(name: str, tensor: torch.Tensor) -> dict[str, int]:
+    """In units of 16 bytes. They are no constants: an engine's absorbed queries lie head by head,
+    as far from each other as a batch has tokens.
+    """
+    units = ALIGNMENT // tensor.element_size()
+    return {f"{name}_token": tensor.stride(0) // units, f"{name}_head": tensor.stride(1) // units}
 
 
 def _work(layer: SparseLayer, tile: SparseTile, tensors: SparseTensors) -> int:

@@ -42,7 +42,7 @@ from attn.kernels.hopper.sparse_operands import (
     value_words,
     weights_layout,
 )
-from attn.kernels.hopper.sparse_parts import THREADS, UNIT
+from attn.kernels.hopper.sparse_parts import THREADS, UNIT, units_at
 from attn.kernels.hopper.tiles import wide
 from attn.kernels.rows import write_rows
 from attn.kernels.sparse_mla import _row_offsets
@@ -128,14 +128,13 @@ def _copy_rows(
 
 
 @gluon.jit
-def _load_queries(ptr, token, head_tile, HEADS: gl.constexpr, STRIDE_TOKEN: gl.constexpr,
-                  STRIDE_HEAD: gl.constexpr, WIDTH: gl.constexpr):  # fmt: skip
+def _load_queries(ptr, token, head_tile, per_token, per_head, HEADS: gl.constexpr,
+                  WIDTH: gl.constexpr):  # fmt: skip
     """Queries of a tile of heads, ``[16, WIDTH]``, zeros where there is no head."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     head = head_tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
-    at = ptr + token.to(gl.int64) * STRIDE_TOKEN
-    at = at + (head * STRIDE_HEAD)[:, None] + column[None, :]
+    at = ptr + units_at(token, head, per_token, per_head)[:, None] + column[None, :]
     return gl.load(at, mask=(head < HEADS)[:, None] & (column >= 0)[None, :], other=0.0)
 
 
@@ -272,9 +271,8 @@ def _attend(s, top, o, nope, scores, logs, KIND: gl.constexpr, DTYPE: gl.constex
 def _multiply(
     query_ptr, rotary_ptr, ids_ptr, lens_ptr, factor_ptr, sinks_ptr, out_ptr, lse_ptr, states_ptr,
     sums_ptr, nope, tail, q, q_rope, undo, scores, logs, ends, full, empty, q_full, done, ids_row,
-    topk, scale, W: gl.constexpr, HEADS: gl.constexpr, HEAD_TILES: gl.constexpr,
-    SEGMENT: gl.constexpr, PARTS: gl.constexpr, QUERY_TOKEN: gl.constexpr,
-    QUERY_HEAD: gl.constexpr, ROTARY_TOKEN: gl.constexpr, ROTARY_HEAD: gl.constexpr,
+    topk, scale, query_token, query_head, rotary_token, rotary_head, W: gl.constexpr,
+    HEADS: gl.constexpr, HEAD_TILES: gl.constexpr, SEGMENT: gl.constexpr, PARTS: gl.constexpr,
     OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr,
     HAS_LENS: gl.constexpr, KIND: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
@@ -295,8 +293,8 @@ def _multiply(
     part = work // HEAD_TILES % PARTS
     if W == 0:
         # Before rows are asked for: behind these, queries would come last.
-        x = _load_queries(query_ptr, token, head_tile, HEADS, QUERY_TOKEN, QUERY_HEAD, 512)
-        r = _load_queries(rotary_ptr, token, head_tile, HEADS, ROTARY_TOKEN, ROTARY_HEAD, 64)
+        x = _load_queries(query_ptr, token, head_tile, query_token, query_head, HEADS, 512)
+        r = _load_queries(rotary_ptr, token, head_tile, rotary_token, rotary_head, HEADS, 64)
     low = part * SEGMENT
     high = gl.minimum(topk, low + SEGMENT)
     if HAS_LENS:
@@ -409,7 +407,10 @@ def _finish(
 
 
 @gluon.jit(
-    do_not_specialize=["ids_row", "topk"],
+    do_not_specialize=[
+        *("ids_row", "topk"),
+        *("query_token", "query_head", "rotary_token", "rotary_head"),
+    ],
     do_not_specialize_on_alignment=["ids_ptr", "lens_ptr", "lse_ptr", "sinks_ptr", "factor_ptr"],
 )
 def hopper_narrow_sparse_kernel(
@@ -427,6 +428,10 @@ def hopper_narrow_sparse_kernel(
     ids_row,
     topk,
     scale,
+    query_token,
+    query_head,
+    rotary_token,
+    rotary_head,
     HEADS: gl.constexpr,
     HEAD_TILES: gl.constexpr,
     SEGMENT: gl.constexpr,
@@ -434,10 +439,6 @@ def hopper_narrow_sparse_kernel(
     BLOCK_SIZE: gl.constexpr,
     BLOCK_UNITS: gl.constexpr,
     ROW_UNITS: gl.constexpr,
-    QUERY_TOKEN: gl.constexpr,
-    QUERY_HEAD: gl.constexpr,
-    ROTARY_TOKEN: gl.constexpr,
-    ROTARY_HEAD: gl.constexpr,
     OUT_TOKEN: gl.constexpr,
     OUT_HEAD: gl.constexpr,
     LSE_TOKEN: gl.constexpr,
@@ -489,13 +490,13 @@ def hopper_narrow_sparse_kernel(
             (_multiply, (query_ptr, rotary_ptr, ids_ptr, lens_ptr, factor_ptr, sinks_ptr, out_ptr,
                 lse_ptr, states_ptr, sums_ptr, nope, tail, q, q_rope, undo, scores.index(0),
                 logs.index(0), ends, full, empty, once.index(0), once.index(1), ids_row, topk,
-                scale, 0, HEADS, HEAD_TILES, SEGMENT, PARTS, QUERY_TOKEN, QUERY_HEAD, ROTARY_TOKEN,
-                ROTARY_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE)),
+                scale, query_token, query_head, rotary_token, rotary_head, 0, HEADS, HEAD_TILES,
+                SEGMENT, PARTS, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE)),
             (_multiply, (query_ptr, rotary_ptr, ids_ptr, lens_ptr, factor_ptr, sinks_ptr, out_ptr,
                 lse_ptr, states_ptr, sums_ptr, nope, tail, q, q_rope, undo, scores.index(1),
                 logs.index(1), ends, full, empty, once.index(0), once.index(1), ids_row, topk,
-                scale, 1, HEADS, HEAD_TILES, SEGMENT, PARTS, QUERY_TOKEN, QUERY_HEAD, ROTARY_TOKEN,
-                ROTARY_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE)),
+                scale, query_token, query_head, rotary_token, rotary_head, 1, HEADS, HEAD_TILES,
+                SEGMENT, PARTS, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE)),
             (_copy_rows, (latent_ptr, ids_ptr, lens_ptr, nope, tail, full, empty, ids_row, topk,
                 HEAD_TILES, SEGMENT, PARTS, HAS_LENS, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, SKIP)),
         ],

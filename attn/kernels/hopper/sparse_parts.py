@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attn.kernels.hopper.decode_parts import opaque_zero
+from attn.kernels.hopper.tiles import wide
 
 THREADS = tl.constexpr(128)
 """Of the producer's warps, each of which arrives by itself."""
@@ -46,3 +47,9 @@ def listed(ids_ptr, first, length, KEYS: gl.constexpr, LAYOUT: gl.constexpr):
     # Else each thread's place in a list is added once, and spilled until now.
     at = first + opaque_zero() + gl.arange(0, KEYS, layout=LAYOUT)
     return gl.load(ids_ptr + at, mask=at < length, other=-1)
+
+
+@gluon.jit
+def units_at(token, head, per_token, per_head):
+    """Places of a token's heads, in elements of 16 bits, from distances in units of 16 bytes."""
+    return (token.to(gl.int64) * wide(per_token) + head.to(gl.int64) * wide(per_head)) * (UNIT // 2)

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attn.kernels.hopper.compat import arrive_behind_gathers, async_gather
-from attn.kernels.hopper.sparse_parts import BLOCK, HALF, UNIT, listed, work_at
+from attn.kernels.hopper.sparse_parts import BLOCK, HALF, UNIT, listed, units_at, work_at
 from attn.kernels.hopper.sparse_widen import widen_rows
 from attn.kernels.hopper.tiles import wide
 from attn.kernels.sparse_mla import _row_offsets
@@ -29,21 +29,18 @@ def prefetch_rows(ptrs, ids, nbytes):
 
 @gluon.jit
 def _gather_queries(
-    query_ptr, rotary_ptr, token, head_tile, q_boxes, q_rope, q_full, HEADS: gl.constexpr,
-    QUERY_TOKEN: gl.constexpr, QUERY_HEAD: gl.constexpr, ROTARY_TOKEN: gl.constexpr,
-    ROTARY_HEAD: gl.constexpr, LAYOUT: gl.constexpr,
+    query_ptr, rotary_ptr, token, head_tile, q_boxes, q_rope, q_full, query_token, query_head,
+    rotary_token, rotary_head, HEADS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Queries of a tile of heads; zeros where there is no head."""
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
     head = head_tile * BLOCK + row
     wanted = (head < HEADS)[:, None] & (column >= 0)[None, :]
-    at = query_ptr + token.to(gl.int64) * QUERY_TOKEN
-    at = at + (head * QUERY_HEAD)[:, None] + column[None, :]
+    at = query_ptr + units_at(token, head, query_token, query_head)[:, None] + column[None, :]
     for i in gl.static_range(8):
         async_gather(q_boxes.index(i), at + i * 64, mask=wanted)
-    at = rotary_ptr + token.to(gl.int64) * ROTARY_TOKEN
-    at = at + (head * ROTARY_HEAD)[:, None] + column[None, :]
+    at = rotary_ptr + units_at(token, head, rotary_token, rotary_head)[:, None] + column[None, :]
     async_gather(q_rope.index(0), at, mask=wanted)
     arrive_behind_gathers(q_full, increment_count=False)
 
@@ -111,13 +108,12 @@ def _copy_rows(
 @gluon.jit
 def produce_listed(
     query_ptr, rotary_ptr, latent_ptr, ids_ptr, lens_ptr, q_boxes, q_rope, left_boxes, right_boxes,
-    rope_boxes, stored, gaps, full, empty, q_full, q_empty, ids_row, topk, total,
-    HEADS: gl.constexpr, HEAD_TILES: gl.constexpr, SEGMENT: gl.constexpr, PARTS: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr,
-    ROW_BYTES: gl.constexpr, ROPE_AT: gl.constexpr, SCALES_AT: gl.constexpr,
-    QUERY_TOKEN: gl.constexpr, QUERY_HEAD: gl.constexpr,
-    ROTARY_TOKEN: gl.constexpr, ROTARY_HEAD: gl.constexpr, HAS_LENS: gl.constexpr,
-    SCALED: gl.constexpr, PREFETCH: gl.constexpr,
+    rope_boxes, stored, gaps, full, empty, q_full, q_empty, ids_row, topk, total, query_token,
+    query_head, rotary_token, rotary_head, HEADS: gl.constexpr, HEAD_TILES: gl.constexpr,
+    SEGMENT: gl.constexpr, PARTS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr, ROW_BYTES: gl.constexpr,
+    ROPE_AT: gl.constexpr, SCALES_AT: gl.constexpr, HAS_LENS: gl.constexpr, SCALED: gl.constexpr,
+    PREFETCH: gl.constexpr,
 ):  # fmt: skip
     """Queries and listed rows of all work that the program takes, tile after tile: of each of its
     two blocks the rope, the left and the right half, as they are wanted.
@@ -139,8 +135,8 @@ def produce_listed(
             mine = ids_ptr + token.to(gl.int64) * wide(ids_row)
             mbarrier.wait(q_empty, (walks & 1) ^ 1)
             _gather_queries(
-                query_ptr, rotary_ptr, token, head_tile, q_boxes, q_rope, q_full, HEADS,
-                QUERY_TOKEN, QUERY_HEAD, ROTARY_TOKEN, ROTARY_HEAD, LAYOUT,
+                query_ptr, rotary_ptr, token, head_tile, q_boxes, q_rope, q_full, query_token,
+                query_head, rotary_token, rotary_head, HEADS, LAYOUT,
             )  # fmt: skip
             walks += 1
             if SCALED:
