@@ -77,7 +77,7 @@ class SparseLaunches:
         self._hopper = hopper
         self._facts = device_facts(buffers.device)
         # Beyond a row for each multiprocessor the number of rows decides nothing.
-        sizes = {*range(1, min(most_rows, self._facts[1]) + 1), most_rows}
+        self._sizes = sizes = {*range(1, min(most_rows, self._facts[1]) + 1), most_rows}
         floats = [
             tile.state_floats(launch_rows, shape.num_heads, shape.topk, shape.rank)
             for phase, rows in product(hopper, sizes)
@@ -93,6 +93,14 @@ class SparseLaunches:
     def of(self, num_rows: int, phase: SparsePhase) -> SparseLaunch:
         """The launch of a phase: a function of its number of rows, padding included."""
         return SparseLaunch(*self._sized(num_rows, phase), self._workspace)
+
+    def variants(self, phase: SparsePhase) -> tuple[SparseLaunch, ...]:
+        """A launch for each way that some number of a phase's rows is launched."""
+        found: dict[tuple[SparseTile, SparseTile], SparseLaunch] = {}
+        for rows in sorted(self._sizes):
+            launch = self.of(rows, phase)
+            found.setdefault((launch.tile, launch.twin), launch)
+        return tuple(found.values())
 
     def _sized(self, num_rows: int, phase: SparsePhase) -> tuple[SparseTile, SparseTile, int]:
         """The tile and its twin, and how many rows a launch takes."""

@@ -23,6 +23,7 @@ from builders.sparse_mla_choice import (
     NAME,
     BatchStats,
     PhasePlan,
+    SparsePlan,
     SparseSetup,
     check_setup,
     reachable_plans,
@@ -200,17 +201,36 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             decode = self._rows(plan.decode, batch, 0, found.num_decodes, [])
         if plan.prefill is not None:
             prefill = self._rows(plan.prefill, batch, found.num_decodes, batch.num_reqs, bounds)
-        return SparseMLAMetadata(
-            slot_mapping=batch.slot_mapping,
-            num_actual_tokens=batch.num_actual_tokens,
-            num_decodes=batch.num_reqs,
-            num_prefills=0,
-            num_decode_tokens=batch.num_actual_tokens,
-            num_prefill_tokens=0,
-            plan=plan,
-            decode=decode,
-            prefill=prefill,
-        )
+        return _record(batch, plan, decode, prefill)
+
+    def warm_up_steps(self) -> Iterator[tuple[CommonAttentionMetadata, SparseMLAMetadata]]:
+        """A small step for each kernel that rows can come to, and each way of launching it.
+
+        All of it writes nowhere, and reads no row where lists are empty.
+        """
+        config, block_size = self.vllm_config, self.kv_cache_spec.block_size
+        width = cdiv(config.max_model_len, block_size)
+        table = torch.zeros((1, width), dtype=torch.int32, device=self.device)
+        for plan in self._plans:
+            is_prefill = plan.phase is SparsePhase.PREFILL
+            count = self.threshold + 1 if is_prefill else 1
+            if count > min(config.max_num_batched_tokens, config.max_model_len):
+                continue
+            batch = CommonAttentionMetadata.from_lengths([count], [count], table, block_size)
+            batch = batch.replace(slot_mapping=torch.full_like(batch.slot_mapping, -1))
+            rows = self._rows(plan, batch, 0, 1, [count])
+            launches: tuple[SparseLaunch | None, ...] = (rows.launch,)
+            if rows.launch is not None:
+                assert self._launches is not None
+                launches = self._launches.variants(plan.phase)
+            for launch in launches:
+                given = replace(rows, launch=launch)
+                if is_prefill:
+                    step = SparsePlan(ForwardMode.EXTEND, None, plan)
+                    yield batch, _record(batch, step, None, given)
+                else:
+                    step = SparsePlan(ForwardMode.DECODE, plan, None)
+                    yield batch, _record(batch, step, given, None)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -412,6 +432,25 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
                     if chunk.ends is not None
                 )
             setattr(metadata, name, moved)
+
+
+def _record(
+    batch: CommonAttentionMetadata,
+    plan: SparsePlan,
+    decode: SparseRows | None,
+    prefill: SparseRows | None,
+) -> SparseMLAMetadata:
+    return SparseMLAMetadata(
+        slot_mapping=batch.slot_mapping,
+        num_actual_tokens=batch.num_actual_tokens,
+        num_decodes=batch.num_reqs,
+        num_prefills=0,
+        num_decode_tokens=batch.num_actual_tokens,
+        num_prefill_tokens=0,
+        plan=plan,
+        decode=decode,
+        prefill=prefill,
+    )
 
 
 def forward_mode(batch: CommonAttentionMetadata, found: BatchSplit) -> ForwardMode:

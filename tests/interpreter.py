@@ -13,6 +13,9 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import torch
+
+from attn.kernels.launch import KernelCall
 
 OPERATIONS = ("cache", "clear", "indexer", "latent_convert", "sparse_mla", "topk_transform")
 """Modules of operations that a sparse layer goes through."""
@@ -218,3 +221,16 @@ def _multiply_in_single_precision(interpreter: Any) -> None:
         return multiply(self, left, right, total, *rest)
 
     builder.create_dot = create_dot
+
+
+def variant_of(call: KernelCall) -> tuple[Any, ...]:
+    """What Triton makes a variant of, strides apart from how they divide: no lengths."""
+    found: list[Any] = [call.kernel.__name__, *call.options.items()]
+    for name, value in call.arguments.items():
+        if isinstance(value, torch.Tensor):
+            found.append((name, value.dtype))
+        elif name.isupper() or value is None:
+            found.append((name, str(value)))
+        elif name.endswith(("_head", "_token", "_block", "_latent", "_column")):
+            found.append((name, value == 1, value % 16 == 0))
+    return tuple(found)

@@ -18,6 +18,7 @@ from torch import Tensor
 from attn.impls import sparse_mla as impl_module
 from attn.impls.base import LayerScales
 from attn.impls.sparse_mla import ATTENDERS, SparseCall, SparseMLAImpl
+from attn.kernels.launch import KernelCall
 from attn.ops.mla import mla_attention
 from attn.reference import sparse_mla as reference
 from attn.reference.mla import absorb_query, project_latent_output
@@ -34,7 +35,7 @@ from specs.sparse_mla import STORED_FORMATS, SparseKernel, rule_of
 from tests import oracle, stored_rows
 from tests.batches import POISON_BYTE, WILD_BLOCK
 from tests.budget import budget, low_precision_attention, lse_budget, lse_errors, row_errors
-from tests.interpreter import in_torch
+from tests.interpreter import in_torch, variant_of
 
 BF16, RAW, SCALED = STORED_FORMATS
 K = SparseKernel
@@ -344,6 +345,61 @@ def test_the_library_s_own_kernel_is_its_operation(name: str, layout: LatentForm
     wanted, wanted_lse, low, low_lse = step.expected({False: False, True: False})
     assert float(row_errors(out, wanted).max()) <= budget(wanted, low, torch.bfloat16)
     assert float(lse_errors(lse, wanted_lse).max()) <= lse_budget(wanted_lse, low_lse)
+
+
+@pytest.mark.parametrize("layout", STORED_FORMATS)
+def test_a_warm_up_runs_every_kernel_and_leaves_the_cache_alone(
+    layout: LatentFormat, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: set[SparseKernel] = set()
+    for kernel, attend in dict(impl_module.ATTENDERS).items():
+
+        def noted(call: SparseCall, kernel: SparseKernel = kernel, attend: Any = attend) -> None:
+            called.add(kernel)
+            attend(call)
+            assert not call.out.any()
+
+        monkeypatch.setitem(impl_module.ATTENDERS, kernel, noted)  # type: ignore[misc]
+    step = Step("mixed", layout)
+    impl, scales = impl_of(layout, step.lists), scales_of()
+    kept = step.cache.view(torch.uint8).clone()
+    for prefill, decode in product(K, K):
+        builder = works(step, prefill, decode)
+        if builder is None:
+            continue
+        called.clear()
+        impl.warm_up(scales, step.cache, builder, torch.bfloat16)
+        assert called == {plan.kernel for plan in builder._plans}
+    assert torch.equal(step.cache.view(torch.uint8), kept)
+
+
+@pytest.mark.parametrize("layout", STORED_FORMATS)
+def test_serving_after_a_warm_up_meets_no_new_variant(
+    layout: LatentFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches: list[KernelCall] = []
+    launch = KernelCall.launch
+
+    def noted(call: KernelCall) -> None:
+        launches.append(call)
+        launch(call)
+
+    monkeypatch.setattr(KernelCall, "launch", noted)
+    step, scales = Step("mixed", layout), scales_of()
+    builder = works(step, K.TRITON_SPARSE, K.TRITON_SPARSE)
+    impl_of(layout, step.lists).warm_up(scales, step.cache, builder, torch.bfloat16)
+    known = {variant_of(call) for call in launches}
+    for name in STEPS:
+        step = Step(name, layout)
+        impl = impl_of(layout, step.lists)
+        step.write_context(impl, scales)
+        launches.clear()
+        record = builder.build(0, step.batch)
+        # An engine's absorbed queries lie head by head.
+        absorbed = step.query[..., :L].transpose(0, 1).contiguous().transpose(0, 1)
+        impl.forward_mqa((absorbed, step.query[..., L:]), step.cache, record, scales)
+        assert launches
+        assert {variant_of(call) for call in launches} <= known
 
 
 def test_kernels_that_are_called_are_those_that_can_be_chosen() -> None:

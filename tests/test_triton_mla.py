@@ -19,6 +19,7 @@ from specs.kv_cache import FullAttentionSpec, MLAAttentionSpec, SlidingWindowMLA
 from tests.batches import BATCHES, BatchSpec, Layer
 from tests.cases import LatentCase
 from tests.conformance import check_case
+from tests.interpreter import variant_of
 from tests.trials import CaseResult, LatentTrial
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -174,19 +175,6 @@ def test_a_plan_for_a_window_is_not_for_a_layer_that_sees_more(window: int | Non
     query = torch.zeros(1, 3, 96, device=DEVICE, dtype=torch.float16)
     with pytest.raises(ValueError, match=problem):
         trial.impl.forward_mqa(query, cache, record, trial.layer)
-
-
-def variant_of(call: KernelCall) -> tuple[Any, ...]:
-    """What Triton makes a variant of, strides apart from how they divide: no lengths."""
-    found: list[Any] = [call.kernel.__name__, *call.options.items()]
-    for name, value in call.arguments.items():
-        if isinstance(value, torch.Tensor):
-            found.append((name, value.dtype))
-        elif name.isupper() or value is None:
-            found.append((name, str(value)))
-        elif name.endswith(("_head", "_token", "_block", "_latent", "_column")):
-            found.append((name, value == 1, value % 16 == 0))
-    return tuple(found)
 
 
 @pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.FP8])

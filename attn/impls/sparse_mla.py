@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
@@ -18,6 +18,7 @@ from attn.impls.sparse_callers import (
     attend_by_triton,
     attend_by_trtllm,
 )
+from attn.impls.warm import run_compiled
 from attn.ops.latent_convert import convert_rows, rope_and_write_latent_rows, write_latent_rows
 from attn.ops.topk_transform import transform_topk
 from builders.debug import debug_enabled, debug_read
@@ -27,6 +28,9 @@ from builders.sparse_records import RowChunk, SparseMLAMetadata, SparseRows
 from specs.dtypes import CacheDType, DType
 from specs.rows import RowFormat, latent_format_of
 from specs.sparse_mla import IndexKind, SparseKernel
+
+if TYPE_CHECKING:
+    from builders.sparse_mla import SparseMLAMetadataBuilder
 
 
 @dataclass(frozen=True)
@@ -184,6 +188,48 @@ class SparseMLAImpl(MLAAttentionImpl):
     ) -> None:
         """Never needed: this triple's builder sends every row to :meth:`forward_mqa`."""
         raise NotImplementedError("sparse rows, prefill included, run in forward_mqa")
+
+    def warm_up(
+        self,
+        layer: AttentionLayer,
+        kv_cache: torch.Tensor,
+        builder: SparseMLAMetadataBuilder,
+        query_dtype: torch.dtype,
+    ) -> None:
+        """Compile every kernel variant that serving this layer will need, by running small steps.
+
+        What makes a variant: the layer (heads, widths, KV cache dtype), the builder's configuration
+        (kernels, limits, block size), strides and alignment of the cache, dtype of the query, and
+        how rows are cut for the device, of which there are some ways. Lengths and batch sizes make
+        none besides. The cache is neither read nor written; the builder's buffers and the front of
+        the indexer's lists are overwritten. The indexer's own kernels are not run.
+
+        Args:
+            layer: scales of the layer.
+            kv_cache: its cache, in the layout to be served.
+            builder: of this triple, for the layer's group.
+            query_dtype: of queries and latents.
+        """
+
+        def run_steps() -> None:
+            for batch, record in builder.warm_up_steps():
+                count = batch.num_actual_tokens
+                blank = torch.zeros((), dtype=query_dtype, device=builder.device).new_zeros
+                latent = blank(count, self.kv_lora_rank)
+                rope = blank(count, 1, self.qk_rope_head_dim)
+                self.do_kv_cache_update(
+                    *(latent, rope, kv_cache, batch.slot_mapping),
+                    *(self.kv_cache_dtype, layer._k_scale),
+                )
+                self.indexer.topk_indices_buffer[:count] = -1
+                # As an engine has it: absorbed head by head, the rotary part a slice.
+                absorbed = blank(self.num_heads, count, self.kv_lora_rank).transpose(0, 1)
+                query = blank(count, self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim)
+                rotary = query[..., self.qk_nope_head_dim :]
+                self.forward_mqa((absorbed, rotary), kv_cache, record, layer)
+                self.forward_mqa(torch.cat([absorbed, rotary], -1), kv_cache, record, layer)
+
+        run_compiled(run_steps, builder.device)
 
     def _row(self, cache_dtype: CacheDType, model_dtype: torch.dtype) -> RowFormat:
         """The format of the cache's rows."""

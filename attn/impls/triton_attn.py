@@ -9,6 +9,7 @@ import torch
 
 from attn.impls.base import AttentionLayer
 from attn.impls.cached import CachedImpl
+from attn.impls.warm import run_compiled
 from attn.ops.merge import merge_states
 from builders.debug import debug_read
 from builders.triton_attn import check_dtypes, check_head_sizes
@@ -169,13 +170,7 @@ class TritonAttentionImpl(CachedImpl):
                     **asked,
                 )
 
-        if device.type == "cuda":
-            from attn.kernels.launch import collected_calls, compile_calls
-
-            with collected_calls() as calls:
-                run_steps()
-            compile_calls(calls, device)
-        run_steps()
+        run_compiled(run_steps, device)
 
     def _keys(
         self,

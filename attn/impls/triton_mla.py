@@ -8,6 +8,7 @@ import torch
 
 from attn.impls.base import AttentionLayer, check_scale
 from attn.impls.latent import LatentImpl
+from attn.impls.warm import run_compiled
 from builders.debug import debug_enabled, debug_read
 from builders.triton_mla import check_latent_dtypes, check_latent_widths
 
@@ -148,13 +149,7 @@ class TritonMLAImpl(LatentImpl):
                     *(layer._k_scale, output, output_scale),
                 )
 
-        if builder.device.type == "cuda":
-            from attn.kernels.launch import collected_calls, compile_calls
-
-            with collected_calls() as calls:
-                run_steps()
-            compile_calls(calls, builder.device)
-        run_steps()
+        run_compiled(run_steps, builder.device)
 
     def _check_step(self, metadata: TritonMLAMetadata, kv_cache: torch.Tensor) -> None:
         """A step that is planned for other rows, or leaves keys out that the layer sees."""

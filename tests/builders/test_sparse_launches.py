@@ -10,9 +10,9 @@ import torch
 
 from builders import sparse_launches
 from builders.buffers import GraphBuffers
-from builders.hopper_sparse import index_pages, index_tile_of
+from builders.hopper_sparse import HopperOptions, index_pages, index_tile_of
 from builders.sparse_launches import SparseLaunches
-from builders.sparse_tiles import HopperSparseTile, SparseShape
+from builders.sparse_tiles import HopperSparseTile, NarrowSparseTile, SparseShape
 from specs.devices import DeviceKind
 from specs.dtypes import DType
 from specs.rows import LatentFormat
@@ -31,7 +31,7 @@ def facts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> An
 
 
 def launches(
-    heads: int, most: int, is_invariant: bool, hopper: HopperSparseTile | None = None
+    heads: int, most: int, is_invariant: bool, hopper: HopperOptions | None = None
 ) -> tuple[SparseLaunches, GraphBuffers]:
     # What would be memory of a GPU.
     buffers = GraphBuffers("meta")
@@ -123,3 +123,15 @@ def test_what_the_kernel_for_hopper_does_not_serve_goes_to_the_plain_one(
     kind: DeviceKind, dtype: DType, heads: int, width: int
 ) -> None:
     assert index_tile_of(kind, dtype, heads, width).hopper_pages == 0
+
+
+@pytest.mark.parametrize("hopper", [None, HopperSparseTile(), NarrowSparseTile()])
+@pytest.mark.parametrize("heads", [1, 16, 64, 128])
+def test_variants_are_what_any_number_of_rows_is_launched_by(
+    facts: Any, heads: int, hopper: HopperOptions | None
+) -> None:
+    made, _ = launches(heads, 8192, False, hopper)
+    variants = {(one.tile, one.twin) for one in made.variants(PREFILL)}
+    reached = {(one.tile, one.twin) for one in (made.of(rows, PREFILL) for rows in range(1, 8193))}
+    assert variants == reached
+    assert len(made.variants(PREFILL)) == len(variants) <= 20
