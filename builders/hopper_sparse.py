@@ -191,3 +191,24 @@ def index_pages(tile: IndexTile, multiprocessors: int, num_rows: int, blocks: in
     """
     pages = min(tile.hopper_pages, num_rows * blocks // (INDEX_PROGRAMS * multiprocessors))
     return 1 << (max(pages, 1).bit_length() - 1)
+
+
+def index_sizes(
+    tile: IndexTile, multiprocessors: int, most_rows: int, most_blocks: int
+) -> tuple[tuple[int, int], ...]:
+    """Rows and blocks of one launch for each number of pages that any launch comes to, but for one
+    page, to which the smallest comes.
+
+    Args:
+        tile: with what it is at most.
+        multiprocessors: of the device.
+        most_rows: of a launch.
+        most_blocks: of a row.
+    """
+    found, pages = [], 2
+    while pages <= tile.hopper_pages:
+        rows = cdiv(pages * INDEX_PROGRAMS * multiprocessors, most_blocks)
+        if rows <= most_rows:
+            found.append((rows, most_blocks))
+        pages *= 2
+    return tuple(found)

@@ -19,6 +19,7 @@ from builders.debug import debug_batch
 from builders.sparse_rows import RowLengths, context_slots, fill_rows
 from builders.split import split_decodes_and_prefills
 from specs.attention import AttentionCGSupport
+from specs.base import cdiv
 from specs.engine import EngineConfig
 from specs.kv_cache import AnyKVCacheSpec, IndexerSpec
 from specs.rows import SCALE_BYTES
@@ -176,6 +177,27 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
         """
         batch = common_attn_metadata
         return self._build(batch, min(batch.max_seq_len, self._longest))
+
+    def warm_up_steps(self) -> Iterator[IndexerMetadata]:
+        """A small step for each way of scoring: of a decode, and of a prompt where limits allow.
+
+        They read block 0 and write nowhere.
+        """
+        config, block_size = self.vllm_config, self.kv_cache_spec.block_size
+        width = cdiv(self._longest, block_size)
+        table = torch.zeros((1, width), dtype=torch.int32, device=self.device)
+        for count in (1, self.threshold + 1):
+            if count > min(config.max_num_batched_tokens, self._longest):
+                continue
+            batch = CommonAttentionMetadata.from_lengths([count], [count], table, block_size)
+            unwritten = torch.full_like(batch.slot_mapping, -1)
+            yield IndexerMetadataBuilder.build(self, 0, batch.replace(slot_mapping=unwritten))
+
+    @property
+    def most_scored(self) -> tuple[int, int]:
+        """Rows that are scored over pages in one launch, and pages of one, at most."""
+        blocks = cdiv(self._longest, self.kv_cache_spec.block_size)
+        return self._most_rows, blocks
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from attn.impls.indexer import SparseIndexer
+from attn.impls.indexer import IndexInputs, SparseIndexer
+from attn.kernels.launch import KernelCall
 from attn.ops import indexer as ops
 from attn.ops.dispatch import has_kernel
 from builders import indexer as builders
@@ -17,6 +18,7 @@ from specs.engine import EngineConfig, ParallelConfig
 from specs.kv_cache import FullAttentionSpec, IndexerSpec
 from specs.sparse_mla import STORED_FORMATS
 from tests.flashinfer_emulator import MadeOnDevice, OnDevice, on_device
+from tests.interpreter import variant_of
 from tests.sparse_layers import Drafts, Sizes, SparseLayer
 
 BF16, RAW, SCALED = STORED_FORMATS
@@ -49,6 +51,33 @@ def run_all(layer: SparseLayer) -> None:
 @pytest.mark.parametrize("layout", STORED_FORMATS)
 def test_a_layer_runs_step_after_step(layout: Any) -> None:
     run_all(SparseLayer(layout, sizes=SMALL))
+
+
+def test_a_warm_up_meets_every_variant_and_leaves_the_cache_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launches: list[KernelCall] = []
+    launch = KernelCall.launch
+
+    def noted(call: KernelCall) -> None:
+        launches.append(call)
+        launch(call)
+
+    monkeypatch.setattr(KernelCall, "launch", noted)
+    layer = SparseLayer(BF16, sizes=SMALL)
+    kept = layer.index_cache.clone()
+    step = layer.step(STEPS["mixed"][0])
+    query, key = step.index_query[:1], step.index_key[:1]
+    layer.indexer.warm_up(query, key, layer.index_cache, layer.index_builder)
+    assert torch.equal(layer.index_cache, kept)
+    known = {variant_of(call) for call in launches}
+    for parts, padding in STEPS.values():
+        launches.clear()
+        step = layer.step(parts, padding)
+        _, record = layer.records(step)
+        given = step.index_query, step.index_key, step.weights, layer.index_cache, record
+        layer.indexer.forward(IndexInputs(*given))
+        assert {variant_of(call) for call in launches} <= known
 
 
 def test_in_torch_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,22 @@ from dataclasses import dataclass
 
 import torch
 
+from attn.impls.warm import run_compiled
 from attn.ops.indexer import (
     gather_index_keys,
+    index_launches,
     paged_index_logits,
     ragged_index_logits,
     select_topk,
     write_index_keys,
 )
-from builders.indexer import IndexChunk, IndexerMetadata, IndexGroup, IndexRows
+from builders.indexer import (
+    IndexChunk,
+    IndexerMetadata,
+    IndexerMetadataBuilder,
+    IndexGroup,
+    IndexRows,
+)
 
 
 @dataclass(frozen=True)
@@ -87,6 +95,48 @@ class SparseIndexer:
                 assert rows is not None
                 self._score(inputs, rows, group)
         return buffer[:tokens]
+
+    def warm_up(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        kv_cache: torch.Tensor,
+        builder: IndexerMetadataBuilder,
+    ) -> None:
+        """Compile every kernel variant that serving will need, by running small steps.
+
+        What makes a variant: heads and dtype of queries, dtype of keys, strides of the cache, the
+        builder's configuration, and how many pages a program takes, of which there are some
+        numbers. Block 0 of the cache is read; the builder's buffers and the front of the lists are
+        overwritten.
+
+        Args:
+            query: ``[1, Hi, Di]``, any content: of the type that will be given.
+            key: ``[1, Di]``, likewise.
+            kv_cache: ``[N, 64, Di + 4]`` uint8.
+            builder: of the indexer's group.
+        """
+
+        def run_steps() -> None:
+            for record in builder.warm_up_steps():
+                count = record.num_actual_tokens
+                queries, keys = (
+                    x.new_zeros(()).expand(count, *x.shape[1:]).contiguous() for x in (query, key)
+                )
+                weights = torch.zeros(queries.shape[:2], device=query.device)
+                self.forward(IndexInputs(queries, keys, weights, kv_cache, record))
+            for rows, blocks in index_launches(query, *builder.most_scored):
+                queries = query.new_zeros(()).expand(rows, *query.shape[1:]).contiguous()
+                weights = torch.zeros(queries.shape[:2], device=query.device)
+                # Rows that see nothing, of one request.
+                table, seen = (
+                    torch.zeros(shape, dtype=torch.int32, device=query.device)
+                    for shape in ((1, blocks), (rows,))
+                )
+                logits = weights.new_empty(rows, blocks * kv_cache.shape[1])
+                paged_index_logits(queries, weights, kv_cache, table, seen, seen, logits)
+
+        run_compiled(run_steps, builder.device)
 
     def _score(self, inputs: IndexInputs, rows: IndexRows, group: IndexGroup) -> None:
         """Logits and lists of a group, chunk by chunk."""

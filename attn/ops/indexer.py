@@ -8,7 +8,7 @@ import torch
 
 from attn.ops.dispatch import converts_float8, has_kernel
 from attn.reference import indexer as reference
-from builders.hopper_sparse import index_tile_of
+from builders.hopper_sparse import index_sizes, index_tile_of
 from builders.sparse_tiles import IndexTile
 from builders.triton_attn import device_facts, runs_gluon
 from specs.dtypes import DType
@@ -120,6 +120,22 @@ def paged_index_logits(
         tile or _tile_for(q_index),
         hardware_e4m3=converts_float8(q_index.device),
     ).launch()
+
+
+def index_launches(
+    q_index: torch.Tensor, most_rows: int, most_blocks: int
+) -> tuple[tuple[int, int], ...]:
+    """Rows and pages of launches of :func:`paged_index_logits` that together are compiled for all.
+
+    Args:
+        q_index: ``[1, Hi, Di]``, a query as there will be.
+        most_rows: of a launch.
+        most_blocks: of a row.
+    """
+    tile = _tile_for(q_index)
+    if not tile.hopper_pages:
+        return ()
+    return index_sizes(tile, device_facts(q_index.device)[1], most_rows, most_blocks)
 
 
 def _tile_for(q_index: torch.Tensor) -> IndexTile:
