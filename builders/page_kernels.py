@@ -265,7 +265,11 @@ def _request_of(ends_ptr, place, num_reqs, STEPS: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["num_reqs", "first_token", "num_tokens", "topk"],
-    do_not_specialize_on_alignment=["query_start_ptr", "seq_lens_ptr"],
+    do_not_specialize_on_alignment=[
+        *("query_start_ptr", "seq_lens_ptr"),
+        # Of a phase that begins anywhere.
+        *("reqs_ptr", "visible_ptr", "topk_lens_ptr"),
+    ],
 )
 def sparse_rows_kernel(
     query_start_ptr,

@@ -392,8 +392,8 @@ def test_serving_after_a_warm_up_meets_no_new_variant(
     for name in STEPS:
         step = Step(name, layout)
         impl = impl_of(layout, step.lists)
-        step.write_context(impl, scales)
         launches.clear()
+        step.write_context(impl, scales)
         record = builder.build(0, step.batch)
         # An engine's absorbed queries lie head by head.
         absorbed = step.query[..., :L].transpose(0, 1).contiguous().transpose(0, 1)

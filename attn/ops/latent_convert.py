@@ -71,7 +71,8 @@ def write_latent_rows(
             f"kv_c and k_pe must have dense rows, one for each of {count} slots, got "
             f"{len(kv_c)} and {len(k_pe)} in strides {kv_c.stride()} and {k_pe.stride()}"
         )
-    new = {"nope": kv_c[None], "rope": k_pe[None]}
+    # Blocks of one row: as one block, their number would be a constant of the kernel.
+    new = {"nope": kv_c[:, None], "rope": k_pe[:, None]}
     formats = LatentFormat.BF16, latent
     _launch(new, views, formats, None, slot_mapping, k_scale, count, snap_scales=False)
 
