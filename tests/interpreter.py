@@ -224,13 +224,25 @@ def _multiply_in_single_precision(interpreter: Any) -> None:
 
 
 def variant_of(call: KernelCall) -> tuple[Any, ...]:
-    """What Triton makes a variant of, strides apart from how they divide: no lengths."""
-    found: list[Any] = [call.kernel.__name__, *call.options.items()]
+    """What Triton makes a variant of: constants, and of other arguments types, whether integers are
+    1 or multiples of 16 and pointers are, but where the kernel forbids it.
+    """
+    kernel: Any = call.kernel
+    constants = {
+        name
+        for name, parameter in inspect.signature(kernel.fn).parameters.items()
+        if "constexpr" in str(parameter.annotation)
+    }
+    asked = getattr(kernel, "kwargs", {})
+    free = {*(asked.get("do_not_specialize") or ())}
+    anywhere = free | {*(asked.get("do_not_specialize_on_alignment") or ())}
+    found: list[Any] = [kernel.fn.__name__, *call.options.items()]
     for name, value in call.arguments.items():
-        if isinstance(value, torch.Tensor):
-            found.append((name, value.dtype))
-        elif name.isupper() or value is None:
+        if name in constants or value is None:
             found.append((name, str(value)))
-        elif name.endswith(("_head", "_token", "_block", "_latent", "_column")):
-            found.append((name, value == 1, value % 16 == 0))
+        elif isinstance(value, torch.Tensor):
+            found.append((name, value.dtype, name in anywhere or value.data_ptr() % 16 == 0))
+        elif isinstance(value, int) and not isinstance(value, bool):
+            fits = -(2**31) <= value < 2**31
+            found.append((name, fits, name in free or (value == 1, value % 16 == 0)))
     return tuple(found)

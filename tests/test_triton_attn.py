@@ -42,6 +42,7 @@ from specs.layouts import KVPacking
 from tests.batches import POISON_BYTE, WILD_BLOCK, BatchSpec, Heads, poisoned
 from tests.cases import FEATURES, Case, Feature
 from tests.conformance import check_case, contents
+from tests.interpreter import variant_of
 from tests.trials import DenseTrial, Results
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -420,7 +421,7 @@ def test_serving_after_a_warm_up_meets_no_new_variant(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(KernelCall, "launch", noted)
     impl, builder, _ = warmed_up(FullAttentionSpec(**SPEC), with_lse=True, shared_prefix=True)
-    known = {_variant(call) for call in launches}
+    known = {variant_of(call) for call in launches}
     launches.clear()
     cache = builder.kv_cache_spec.layout(KVPacking.PACKED).allocate(8, DEVICE)
     table = torch.arange(8, dtype=torch.int32, device=DEVICE).repeat(2, 1)
@@ -437,26 +438,8 @@ def test_serving_after_a_warm_up_meets_no_new_variant(monkeypatch: pytest.Monkey
                 torch.empty_like(rows),
                 output_lse=lse,
             )
-    assert {_variant(call) for call in launches} <= known
+    assert {variant_of(call) for call in launches} <= known
     assert len(launches) > 9
-
-
-def _variant(call: KernelCall) -> tuple[Any, ...]:
-    """What Triton makes a variant of: constants, which arguments there are, and their types.
-
-    Integers that Triton may specialise count by what it looks at, unless the kernel forbids it.
-    """
-    kernel: Any = call.kernel
-    free = {param.name for param in getattr(kernel, "params", []) if param.do_not_specialize}
-    signature: list[Any] = [getattr(kernel, "__name__", "")]
-    for name, value in call.arguments.items():
-        if isinstance(value, Tensor):
-            signature.append((name, value.dtype))
-        elif name.isupper() or value is None or isinstance(value, bool | torch.dtype):
-            signature.append((name, str(value)))
-        elif isinstance(value, int) and name not in free | LENGTHS:
-            signature.append((name, value == 1, value % 16 == 0))
-    return tuple(signature)
 
 
 LENGTHS = {"num_reqs", "num_rows", "groups", "window", "chunk", "lookback", "num_ranges"}

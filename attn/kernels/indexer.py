@@ -138,7 +138,9 @@ def _logits_of(k, scale, q, weights, IEEE: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["table_row", "logits_row", "most"],
-    do_not_specialize_on_alignment=["lens_ptr", "requests_ptr", "table_ptr", "logits_ptr"],
+    do_not_specialize_on_alignment=[
+        *("weights_ptr", "lens_ptr", "requests_ptr", "table_ptr", "logits_ptr"),
+    ],
 )
 def paged_logits_kernel(
     q_ptr,
@@ -207,7 +209,9 @@ def paged_logits_kernel(
 
 @triton.jit(
     do_not_specialize=["num_rows", "num_keys", "logits_row"],
-    do_not_specialize_on_alignment=["starts_ptr", "ends_ptr", "logits_ptr", "scale_ptr"],
+    do_not_specialize_on_alignment=[
+        *("weights_ptr", "starts_ptr", "ends_ptr", "logits_ptr", "scale_ptr"),
+    ],
 )
 def ragged_logits_kernel(
     q_ptr,
