@@ -221,6 +221,10 @@ class DenseLauncher:
         plan = step.split
         assert plan is not None
         varying["plan"] = plan.pointers
+        plans = plan.own is not None
+        varying["seq_lens_ptr"] = step.seq_lens if plans else None
+        varying["query_start_ptr"] = step.query_start_loc if plans else None
+        varying["num_reqs"] = step.num_reqs
         if plan.hopper is not None:
             call = self._split_on_hopper(plan, step, tensors, varying, likeness)
             if call is not None:
@@ -233,7 +237,8 @@ class DenseLauncher:
             fixed |= _split_constants(plan, fixed["V_WIDTH"] * fixed["PLANES"])
             launch = (tile.num_warps, tile.num_stages, tile.max_registers)
             names = {"plan", *(varying.keys() & set(decode_kernel.arg_names))}
-            self._splits.keep(key, KernelForm(decode_kernel, fixed, names, *launch))
+            made = KernelForm(decode_kernel, fixed, names, *launch, waits=plan.waits)
+            self._splits.keep(key, made)
         form = self._splits.latest
         assert form is not None
         return form.call((plan.groups * plan.heads,), varying)
@@ -492,10 +497,18 @@ def _strides(tensors: DenseTensors, k_words: torch.Tensor, v_words: torch.Tensor
 
 def _split_constants(plan: SplitPlan, width: int) -> dict[str, Any]:
     """The split-KV kernel's own constants; ``width`` is that of a state's row."""
-    tile = plan.tile
+    tile, own = plan.tile, plan.own
     finish_rows = power_of_two(tile.tile_heads * tile.query_tokens)
     return {
         "groups": plan.groups,
+        "max_kv_len": 0 if own is None else own.max_kv_len,
+        "short_query": plan.short_query,
+        "plan_window": 0 if own is None else own.window or 0,
+        "OWN_REQS": 0 if own is None else own.reqs,
+        "GROUPS": plan.groups if own is not None else 0,
+        "PLAN_WINDOW": own is not None and own.window is not None,
+        "TRIM": own is not None and own.is_causal,
+        "WAITS": plan.waits,
         "HEADS": plan.heads,
         "HEAD_LOOPS": plan.head_loops,
         "HEAD_TILES": tile.head_tiles,

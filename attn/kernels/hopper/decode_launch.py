@@ -108,6 +108,13 @@ class HopperDecodeLauncher(HopperForms[SplitPlan]):
 
 _PLANNED = (
     "groups",
+    "max_kv_len",
+    "short_query",
+    "plan_window",
+    "OWN_REQS",
+    "GROUPS",
+    "PLAN_WINDOW",
+    "TRIM",
     "HEADS",
     "HEAD_LOOPS",
     "HEAD_TILES",
@@ -131,6 +138,9 @@ _VARYING = (
     "output_scale_ptr",
     "table_ptr",
     "plan",
+    "seq_lens_ptr",
+    "query_start_ptr",
+    "num_reqs",
     "causal_ptr",
     "ranges_ptr",
     "sinks_ptr",
