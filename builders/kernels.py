@@ -755,6 +755,58 @@ def _start_at(
 
 
 @triton.jit
+def _store_own_rows(
+    mine, first, last, first_place, i, begin, count, kv_len, bundles, places, row_starts, req_rows,
+    rows_ptr, window, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
+    SEGMENT_UNIT: tl.constexpr, HEAD_LOOPS: tl.constexpr, WINDOW: tl.constexpr, TRIM: tl.constexpr,
+    BUNDLED: tl.constexpr,
+):  # fmt: skip
+    """Rows ``[first, last]`` of the step, of which the first stands at ``first_place`` among the
+    tiles and has a copy in the share at ``mine``; of other bundles of their tokens, tiles and
+    places of the first and the last one.
+    """
+    k = tl.maximum(first - row_starts, 0)
+    wanted = tl.minimum(row_starts + req_rows - 1, last) + 1 - (row_starts + k)
+    at = tl.where(row_starts < first, first_place, places)
+    for s in range(0, tl.max(wanted, 0)):
+        token, tokens, first_position, low, row_tiles, bundle = _row_of(
+            k, req_rows, begin, count, kv_len, bundles, window, 1, 0, 1, 0, 1, QUERY_TOKENS,
+            KV_TILE, SEGMENT_UNIT, WINDOW, False, TRIM, False, BUNDLED,
+        )  # fmt: skip
+        live = s < wanted
+        j = row_starts + k
+        copy = mine + (_SHARE_FIELDS - _FIELDS)
+        _store_row(
+            copy + i * 0, live & (j == first), i, token, tokens, kv_len, first_position, low,
+            row_tiles, at, bundle, bundles, SEGMENT_UNIT,
+        )  # fmt: skip
+        _store_row(
+            rows_ptr + j * _FIELDS, live, i, token, tokens, kv_len, first_position, low, row_tiles,
+            at, bundle, bundles, SEGMENT_UNIT,
+        )  # fmt: skip
+        if BUNDLED:
+            live &= bundles > 1
+            _, past = _seen_tiles(
+                k // bundles * QUERY_TOKENS, count, kv_len, window, QUERY_TOKENS, KV_TILE, WINDOW,
+                TRIM,
+            )  # fmt: skip
+            last_bundle = _last_bundle(past, SEGMENT_UNIT)
+            within = tl.where(bundle <= last_bundle, low, past + bundle - 1 - last_bundle)
+            bundle_0 = at - within * HEAD_LOOPS
+            outer = rows_ptr + (j - bundle) * _FIELDS
+            tl.store(outer + 6, tl.minimum(past, _bundle_start(1, SEGMENT_UNIT)), mask=live)
+            tl.store(outer + 7, bundle_0, mask=live)
+            outer += (bundles - 1) * _FIELDS
+            ends_full = last_bundle == bundles - 1
+            start = _bundle_start(bundles - 1, SEGMENT_UNIT)
+            tl.store(outer + 6, tl.where(ends_full, past - start, 1), mask=live)
+            place_of = tl.where(ends_full, start, past + bundles - 2 - last_bundle)
+            tl.store(outer + 7, bundle_0 + place_of * HEAD_LOOPS, mask=live)
+        at += row_tiles * HEAD_LOOPS
+        k += 1
+
+
+@triton.jit
 def plan_own_share(
     c, i, seq_lens_ptr, query_start_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr, num_reqs,
     max_kv_len, decode_max, window, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
@@ -819,48 +871,12 @@ def plan_own_share(
     tl.store(mine + 1, first_segment)
     tl.store(mine + 2, past_row)
     tl.store(mine + 3, past_segment)
-    first = first_row // HEAD_LOOPS
     last = (past_row + (past_segment > 0).to(tl.int32) - 1) // HEAD_LOOPS
-    # Of every request, rows ``[first, last]`` of the step.
-    k = tl.maximum(first - row_starts, 0)
-    wanted = tl.minimum(row_ends - 1, last) + 1 - (row_starts + k)
-    at = tl.where(row_starts < first, first_place, places)
-    for s in range(0, tl.max(wanted, 0)):
-        token, tokens, first_position, low, row_tiles, bundle = _row_of(
-            k, req_rows, begin, count, kv_len, bundles, window, 1, 0, 1, 0, 1, QUERY_TOKENS,
-            KV_TILE, SEGMENT_UNIT, WINDOW, False, TRIM, False, BUNDLED,
-        )  # fmt: skip
-        live = s < wanted
-        j = row_starts + k
-        copy = mine + (_SHARE_FIELDS - _FIELDS)
-        _store_row(
-            copy + i * 0, live & (j == first), i, token, tokens, kv_len, first_position, low,
-            row_tiles, at, bundle, bundles, SEGMENT_UNIT,
-        )  # fmt: skip
-        _store_row(
-            rows_ptr + j * _FIELDS, live, i, token, tokens, kv_len, first_position, low, row_tiles,
-            at, bundle, bundles, SEGMENT_UNIT,
-        )  # fmt: skip
-        if BUNDLED:
-            live &= bundles > 1
-            _, past = _seen_tiles(
-                k // bundles * QUERY_TOKENS, count, kv_len, window, QUERY_TOKENS, KV_TILE, WINDOW,
-                TRIM,
-            )  # fmt: skip
-            last_bundle = _last_bundle(past, SEGMENT_UNIT)
-            within = tl.where(bundle <= last_bundle, low, past + bundle - 1 - last_bundle)
-            bundle_0 = at - within * HEAD_LOOPS
-            outer = rows_ptr + (j - bundle) * _FIELDS
-            tl.store(outer + 6, tl.minimum(past, _bundle_start(1, SEGMENT_UNIT)), mask=live)
-            tl.store(outer + 7, bundle_0, mask=live)
-            outer += (bundles - 1) * _FIELDS
-            ends_full = last_bundle == bundles - 1
-            start = _bundle_start(bundles - 1, SEGMENT_UNIT)
-            tl.store(outer + 6, tl.where(ends_full, past - start, 1), mask=live)
-            place_of = tl.where(ends_full, start, past + bundles - 2 - last_bundle)
-            tl.store(outer + 7, bundle_0 + place_of * HEAD_LOOPS, mask=live)
-        at += row_tiles * HEAD_LOOPS
-        k += 1
+    _store_own_rows(
+        mine, first_row // HEAD_LOOPS, last, first_place, i, begin, count, kv_len, bundles, places,
+        row_starts, req_rows, rows_ptr, window, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, HEAD_LOOPS,
+        WINDOW, TRIM, BUNDLED,
+    )  # fmt: skip
     tl.store(total_ptr, num_rows)
     tl.store(total_ptr + 1, shared)
     tl.store(starts_ptr + 2 * c, first_row)

@@ -354,6 +354,13 @@ class SplitPlanner:
             return None
         return OwnShares(room[0], self.limits.max_kv_len, visible.window, is_causal)
 
+    def rooms(self, own: OwnShares) -> list[OwnShares]:
+        """The same for every number of requests that kernels are compiled for."""
+        count = self.limits.max_num_seqs
+        below = (0, *OWN_SHARES)
+        rooms = [reqs for less, reqs in zip(below, OWN_SHARES, strict=False) if count > less]
+        return [replace(own, reqs=reqs) for reqs in rooms]
+
     def split(self, own: OwnShares | None = None) -> SplitPlan:
         """The record's view of the split-KV part: every step's, since nothing in it moves.
 

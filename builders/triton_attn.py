@@ -457,6 +457,23 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
                 for kind in kinds[:1] if prefix else kinds:
                     yield prefix, batch.replace(**kind)
 
+    def other_plans(self, record: TritonAttentionMetadata) -> Iterator[TritonAttentionMetadata]:
+        """The same step planned in the other ways in which steps like it may come: each is to be
+        used before the next one is asked for.
+
+        Args:
+            record: of this builder.
+        """
+        own = None if record.split is None else record.split.own
+        if own is None:
+            return
+        for room in self.planner.rooms(own):
+            if room != own:
+                yield replace(record, split=self.planner.split(room))
+        launched = replace(record, split=self.planner.split())
+        self.update_draft_decode_metadata(launched)
+        yield launched
+
     def _kinds_of_rows(self, batch: CommonAttentionMetadata) -> tuple[int, bool]:
         """The host's estimate of the step's prefill tiles, at least one; and whether rows may be
         the split-KV kernel's: unless the host's lengths are exact, they may.
