@@ -16,6 +16,10 @@ from builders.split_plan import (
 _SEGMENT = tl.constexpr(segments.SEGMENT)
 _LIMIT = tl.constexpr(segments.LIMIT)
 _PER_OCTAVE = tl.constexpr(segments.PER_OCTAVE)
+_SEGMENT_BITS = tl.constexpr(segments.SEGMENT.bit_length() - 1)
+_LIMIT_BITS = tl.constexpr(segments.LIMIT.bit_length() - 1)
+_OCTAVE_BITS = tl.constexpr(segments.PER_OCTAVE.bit_length() - 1)
+"""Of powers of two, by which a division is a shift; the compiler does not know which are."""
 _BUNDLE = tl.constexpr(segments.BUNDLE)
 _FIELDS = tl.constexpr(ROW_FIELDS)
 _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
@@ -25,23 +29,31 @@ _WASTE = tl.constexpr(WASTE)
 
 
 @triton.jit
-def segment_of(position):
-    """See :func:`builders.segments.segment_of`; scalars or tensors of int32."""
-    # floor(log2) of the number of whole limits, exact in fp32: its exponent.
-    limits = (position // _LIMIT).to(tl.float32)
-    octave = tl.maximum((limits.to(tl.int32, bitcast=True) >> 23) - 127, 0)
-    far = _LIMIT // _SEGMENT + _PER_OCTAVE * octave
-    far += (position - (_LIMIT << octave)) // ((2 * _SEGMENT) << octave)
-    return tl.where(position < _LIMIT, position // _SEGMENT, far)
+def segment_of(position, FAR: tl.constexpr = True):
+    """See :func:`builders.segments.segment_of`; scalars or tensors of int32. Without FAR no
+    position is beyond the limit from which on segments grow.
+    """
+    segment = position >> _SEGMENT_BITS
+    if FAR:
+        # floor(log2) of the number of whole limits, exact in fp32: its exponent.
+        limits = (position >> _LIMIT_BITS).to(tl.float32)
+        octave = tl.maximum((limits.to(tl.int32, bitcast=True) >> 23) - 127, 0)
+        far = _LIMIT // _SEGMENT + _PER_OCTAVE * octave
+        far += (position - (_LIMIT << octave)) >> (octave + (_SEGMENT_BITS + 1))
+        segment = tl.where(position < _LIMIT, segment, far)
+    return segment
 
 
 @triton.jit
-def segment_start(segment):
-    """See :func:`builders.segments.segment_start`."""
-    beyond = tl.maximum(segment - _LIMIT // _SEGMENT, 0)
-    octave = beyond // _PER_OCTAVE
-    far = (_LIMIT << octave) + (beyond % _PER_OCTAVE) * ((2 * _SEGMENT) << octave)
-    return tl.where(segment <= _LIMIT // _SEGMENT, segment * _SEGMENT, far)
+def segment_start(segment, FAR: tl.constexpr = True):
+    """See :func:`builders.segments.segment_start`; FAR as in :func:`segment_of`."""
+    start = segment * _SEGMENT
+    if FAR:
+        beyond = tl.maximum(segment - _LIMIT // _SEGMENT, 0)
+        octave = beyond >> _OCTAVE_BITS
+        far = (_LIMIT << octave) + ((beyond & (_PER_OCTAVE - 1)) << (octave + (_SEGMENT_BITS + 1)))
+        start = tl.where(segment <= _LIMIT // _SEGMENT, start, far)
+    return start
 
 
 @triton.jit
@@ -96,7 +108,7 @@ def first_visible(
 @triton.jit
 def _bundles_of(
     keys, dcp_size, dcp_rank, dcp_interleave, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
-    DCP: tl.constexpr, BUNDLED: tl.constexpr,
+    DCP: tl.constexpr, BUNDLED: tl.constexpr, FAR: tl.constexpr = True,
 ):  # fmt: skip
     """Bundles that requests of so many keys are cut into."""
     bundles = keys * 0 + 1
@@ -104,7 +116,7 @@ def _bundles_of(
         if DCP:
             keys = local_len(keys, dcp_size, dcp_rank, dcp_interleave)
         last_tile = tl.maximum(tl.cdiv(keys, KV_TILE) - 1, 0)
-        bundles = segment_of(last_tile * SEGMENT_UNIT) // _BUNDLE + 1
+        bundles = segment_of(last_tile * SEGMENT_UNIT, FAR) // _BUNDLE + 1
     return bundles
 
 
@@ -113,7 +125,7 @@ def _row_of(
     k, req_rows, begins, counts, kv_lens, req_bundles, window, chunk, lookback, dcp_size, dcp_rank,
     dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
-    BUNDLED: tl.constexpr,
+    BUNDLED: tl.constexpr, FAR: tl.constexpr = True,
 ):  # fmt: skip
     """Row ``k`` of every request: first token, tokens, first position, first KV tile, KV tiles,
     bundle.
@@ -136,8 +148,8 @@ def _row_of(
         stop = local_len(stop, dcp_size, dcp_rank, dcp_interleave)
     stop_tile = tl.cdiv(stop, KV_TILE)
     if BUNDLED:
-        first_tile = segment_start(bundle * _BUNDLE) // SEGMENT_UNIT
-        past = segment_start((bundle + 1) * _BUNDLE) // SEGMENT_UNIT
+        first_tile = segment_start(bundle * _BUNDLE, FAR) // SEGMENT_UNIT
+        past = segment_start((bundle + 1) * _BUNDLE, FAR) // SEGMENT_UNIT
         stop_tile = tl.minimum(stop_tile, past)
     # A row without keys costs one tile, so that somebody writes its zeros.
     tiles = tl.where(k < req_rows, tl.maximum(stop_tile - first_tile, 1), 0)
@@ -148,8 +160,10 @@ def _row_of(
 def _shared_tiles(total, least, most, num_groups):
     """See :func:`builders.split_host.shared_tiles`."""
     wave = num_groups * most
-    parts = tl.maximum(wave // tl.maximum(total, 1), 1)
-    share = tl.where(total < wave, tl.cdiv(most, parts), tl.cdiv(total, wave) * most)
+    few = total < wave
+    # Of a row that parts are cut from, or of rows to a share: one division for both.
+    times = tl.where(few, wave, total + wave - 1) // tl.where(few, tl.maximum(total, 1), wave)
+    share = tl.where(few, tl.cdiv(most, times), times * most)
     shared = share * num_groups
     even = (least == most) & (shared - total <= total // _WASTE)
     return tl.where(even, shared, total)
@@ -179,7 +193,7 @@ def _first_place(c, shared, sharers):
 @triton.jit
 def _store_row(
     out, live, req, token, tokens, kv_len, first, first_tile, tiles, place, bundle, bundles,
-    SEGMENT_UNIT: tl.constexpr,
+    SEGMENT_UNIT: tl.constexpr, FAR: tl.constexpr = True,
 ):  # fmt: skip
     """A row's numbers at ``out``, see :data:`builders.split_plan.ROW_FIELDS`."""
     tl.store(out, req, mask=live)
@@ -190,9 +204,11 @@ def _store_row(
     tl.store(out + 5, first_tile, mask=live)
     tl.store(out + 6, tiles, mask=live)
     tl.store(out + 7, place, mask=live)
-    part = segment_of(first_tile * SEGMENT_UNIT)
+    part = segment_of(first_tile * SEGMENT_UNIT, FAR)
     tl.store(out + 8, part, mask=live)
-    tl.store(out + 9, segment_of((first_tile + tiles - 1) * SEGMENT_UNIT) + 1 - part, mask=live)
+    tl.store(
+        out + 9, segment_of((first_tile + tiles - 1) * SEGMENT_UNIT, FAR) + 1 - part, mask=live
+    )
     tl.store(out + 10, bundle, mask=live)
     tl.store(out + 11, bundles, mask=live)
 
@@ -343,7 +359,7 @@ def _larger(a, b):
 @triton.jit
 def _start_within(
     row, first_tile, tiles, offset, cost, SEGMENT_UNIT: tl.constexpr, HEAD_LOOPS: tl.constexpr,
-    FREE: tl.constexpr,
+    FREE: tl.constexpr, FAR: tl.constexpr = True,
 ):  # fmt: skip
     """Row (times head loops) and segment of the first segment at or after a place within a row;
     ``offset`` is counted from the row's first tile, and from one head loop to the next.
@@ -357,12 +373,12 @@ def _start_within(
         segment = tl.maximum(within - cost, 0)
     else:
         tile = first_tile + within
-        at = segment_of(tile * SEGMENT_UNIT)
+        at = segment_of(tile * SEGMENT_UNIT, FAR)
         # Inside a segment the next one is meant; past the row's last, the next row.
-        inside = tl.maximum(segment_start(at) // SEGMENT_UNIT, first_tile) < tile
+        inside = tl.maximum(segment_start(at, FAR) // SEGMENT_UNIT, first_tile) < tile
         at = at + inside.to(tl.int32)
-        past = at > segment_of((first_tile + tiles - 1) * SEGMENT_UNIT)
-        segment = tl.where(past, 0, at - segment_of(first_tile * SEGMENT_UNIT))
+        past = at > segment_of((first_tile + tiles - 1) * SEGMENT_UNIT, FAR)
+        segment = tl.where(past, 0, at - segment_of(first_tile * SEGMENT_UNIT, FAR))
         row = tl.where(past, row + 1, row)
     return row, segment
 
@@ -634,29 +650,29 @@ def _seen_tiles(
 
 
 @triton.jit
-def _last_bundle(past, SEGMENT_UNIT: tl.constexpr):
+def _last_bundle(past, SEGMENT_UNIT: tl.constexpr, FAR: tl.constexpr):
     """The bundle of the last of so many KV tiles."""
-    return segment_of((past - 1) * SEGMENT_UNIT) // _BUNDLE
+    return segment_of((past - 1) * SEGMENT_UNIT, FAR) // _BUNDLE
 
 
 @triton.jit
-def _bundle_start(bundle, SEGMENT_UNIT: tl.constexpr):
+def _bundle_start(bundle, SEGMENT_UNIT: tl.constexpr, FAR: tl.constexpr):
     """Its first KV tile."""
-    return segment_start(bundle * _BUNDLE) // SEGMENT_UNIT
+    return segment_start(bundle * _BUNDLE, FAR) // SEGMENT_UNIT
 
 
 @triton.jit
 def _bundle_at(
-    past, place, bundles, SEGMENT_UNIT: tl.constexpr,
+    past, place, bundles, SEGMENT_UNIT: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Of the bundles of keys ``[0, past)``, in tiles, the one that stands at a place among them:
     which, its first tile, its tiles, and its own place. Those without keys have a tile each.
     """
-    last = _last_bundle(past, SEGMENT_UNIT)
-    there = segment_of(place * SEGMENT_UNIT) // _BUNDLE
+    last = _last_bundle(past, SEGMENT_UNIT, FAR)
+    there = segment_of(place * SEGMENT_UNIT, FAR) // _BUNDLE
     bundle = tl.where(place < past, there, last + 1 + place - past)
-    first = _bundle_start(bundle, SEGMENT_UNIT)
-    stop = tl.minimum(past, _bundle_start(bundle + 1, SEGMENT_UNIT))
+    first = _bundle_start(bundle, SEGMENT_UNIT, FAR)
+    stop = tl.minimum(past, _bundle_start(bundle + 1, SEGMENT_UNIT, FAR))
     return bundle, first, tl.maximum(stop - first, 1), tl.where(place < past, first, place)
 
 
@@ -664,7 +680,7 @@ def _bundle_at(
 def _count_tiles(
     i, most_tiles, req_tokens, counts, kv_lens, bundles, window, QUERY_TOKENS: tl.constexpr,
     KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr, WINDOW: tl.constexpr, TRIM: tl.constexpr,
-    BUNDLED: tl.constexpr,
+    BUNDLED: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Tiles of all rows of every request, and the fewest and the most of one row, as
     :func:`_count_serially` has them, without a loop over bundles.
@@ -680,12 +696,14 @@ def _count_tiles(
         fewest = tiles
         largest = tiles
         if BUNDLED:
-            last = _last_bundle(past, SEGMENT_UNIT)
-            rest = past - _bundle_start(last, SEGMENT_UNIT)
+            last = _last_bundle(past, SEGMENT_UNIT, FAR)
+            rest = past - _bundle_start(last, SEGMENT_UNIT, FAR)
             before = tl.maximum(last - 1, 0)
-            whole = _bundle_start(before + 1, SEGMENT_UNIT) - _bundle_start(before, SEGMENT_UNIT)
+            whole = _bundle_start(before + 1, SEGMENT_UNIT, FAR) - _bundle_start(
+                before, SEGMENT_UNIT, FAR
+            )
             # Bundles do not get smaller towards the end.
-            fewest = tl.where(last > 0, tl.minimum(rest, _bundle_start(1, SEGMENT_UNIT)), rest)
+            fewest = tl.where(last > 0, tl.minimum(rest, _bundle_start(1, SEGMENT_UNIT, FAR)), rest)
             largest = tl.where(last > 0, tl.maximum(rest, whole), rest)
             empty = bundles - 1 - last
             fewest = tl.where(empty > 0, 1, fewest)
@@ -701,7 +719,7 @@ def _count_tiles(
 def _row_at(
     place, i, req_tokens, counts, kv_lens, bundles, window, QUERY_TOKENS: tl.constexpr,
     KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr, WINDOW: tl.constexpr, TRIM: tl.constexpr,
-    BUNDLED: tl.constexpr,
+    BUNDLED: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Of every request's rows the one that stands at a place among its tiles, head loops apart:
     which, its first tile, its tiles, and its own place.
@@ -722,10 +740,12 @@ def _row_at(
         past_tile = tl.where(here, past, past_tile)
         before += past - first
         if BUNDLED:
-            before += bundles - 1 - _last_bundle(past, SEGMENT_UNIT)
+            before += bundles - 1 - _last_bundle(past, SEGMENT_UNIT, FAR)
     tiles = past_tile - first_tile
     if BUNDLED:
-        bundle, first_tile, tiles, within = _bundle_at(past_tile, place - at, bundles, SEGMENT_UNIT)
+        bundle, first_tile, tiles, within = _bundle_at(
+            past_tile, place - at, bundles, SEGMENT_UNIT, FAR
+        )
         number = number * bundles + bundle
         at += within
     return number, first_tile, tiles, at
@@ -736,6 +756,7 @@ def _start_at(
     position, i, places, ends, row_starts, req_tokens, counts, kv_lens, bundles, window,
     QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
     HEAD_LOOPS: tl.constexpr, WINDOW: tl.constexpr, TRIM: tl.constexpr, BUNDLED: tl.constexpr,
+    FAR: tl.constexpr,
 ):  # fmt: skip
     """Of the request within whose tiles a position is, where it has the first segment at or after
     it: whether it is this one, row (times head loops), segment; and the row of the position, its
@@ -744,12 +765,12 @@ def _start_at(
     here = (position >= places) & (position < ends)
     number, first_tile, tiles, at = _row_at(
         (position - places) // HEAD_LOOPS, i, req_tokens, counts, kv_lens, bundles, window,
-        QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, TRIM, BUNDLED,
+        QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, TRIM, BUNDLED, FAR,
     )  # fmt: skip
     number += row_starts
     place = places + at * HEAD_LOOPS
     row, segment = _start_within(
-        number, first_tile, tiles, position - place, 0, SEGMENT_UNIT, HEAD_LOOPS, False
+        number, first_tile, tiles, position - place, 0, SEGMENT_UNIT, HEAD_LOOPS, False, FAR
     )
     return here, row, segment, number, first_tile, tiles, place
 
@@ -759,7 +780,7 @@ def _store_own_rows(
     mine, first, last, first_place, i, begin, count, kv_len, bundles, places, row_starts, req_rows,
     rows_ptr, window, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
     SEGMENT_UNIT: tl.constexpr, HEAD_LOOPS: tl.constexpr, WINDOW: tl.constexpr, TRIM: tl.constexpr,
-    BUNDLED: tl.constexpr,
+    BUNDLED: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Rows ``[first, last]`` of the step, of which the first stands at ``first_place`` among the
     tiles and has a copy in the share at ``mine``; of other bundles of their tokens, tiles and
@@ -771,18 +792,18 @@ def _store_own_rows(
     for s in range(0, tl.max(wanted, 0)):
         token, tokens, first_position, low, row_tiles, bundle = _row_of(
             k, req_rows, begin, count, kv_len, bundles, window, 1, 0, 1, 0, 1, QUERY_TOKENS,
-            KV_TILE, SEGMENT_UNIT, WINDOW, False, TRIM, False, BUNDLED,
+            KV_TILE, SEGMENT_UNIT, WINDOW, False, TRIM, False, BUNDLED, FAR,
         )  # fmt: skip
         live = s < wanted
         j = row_starts + k
         copy = mine + (_SHARE_FIELDS - _FIELDS)
         _store_row(
             copy + i * 0, live & (j == first), i, token, tokens, kv_len, first_position, low,
-            row_tiles, at, bundle, bundles, SEGMENT_UNIT,
+            row_tiles, at, bundle, bundles, SEGMENT_UNIT, FAR,
         )  # fmt: skip
         _store_row(
             rows_ptr + j * _FIELDS, live, i, token, tokens, kv_len, first_position, low, row_tiles,
-            at, bundle, bundles, SEGMENT_UNIT,
+            at, bundle, bundles, SEGMENT_UNIT, FAR,
         )  # fmt: skip
         if BUNDLED:
             live &= bundles > 1
@@ -790,15 +811,15 @@ def _store_own_rows(
                 k // bundles * QUERY_TOKENS, count, kv_len, window, QUERY_TOKENS, KV_TILE, WINDOW,
                 TRIM,
             )  # fmt: skip
-            last_bundle = _last_bundle(past, SEGMENT_UNIT)
+            last_bundle = _last_bundle(past, SEGMENT_UNIT, FAR)
             within = tl.where(bundle <= last_bundle, low, past + bundle - 1 - last_bundle)
             bundle_0 = at - within * HEAD_LOOPS
             outer = rows_ptr + (j - bundle) * _FIELDS
-            tl.store(outer + 6, tl.minimum(past, _bundle_start(1, SEGMENT_UNIT)), mask=live)
+            tl.store(outer + 6, tl.minimum(past, _bundle_start(1, SEGMENT_UNIT, FAR)), mask=live)
             tl.store(outer + 7, bundle_0, mask=live)
             outer += (bundles - 1) * _FIELDS
             ends_full = last_bundle == bundles - 1
-            start = _bundle_start(bundles - 1, SEGMENT_UNIT)
+            start = _bundle_start(bundles - 1, SEGMENT_UNIT, FAR)
             tl.store(outer + 6, tl.where(ends_full, past - start, 1), mask=live)
             place_of = tl.where(ends_full, start, past + bundles - 2 - last_bundle)
             tl.store(outer + 7, bundle_0 + place_of * HEAD_LOOPS, mask=live)
@@ -811,13 +832,14 @@ def plan_own_share(
     c, i, seq_lens_ptr, query_start_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr, num_reqs,
     max_kv_len, decode_max, window, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
     SEGMENT_UNIT: tl.constexpr, HEAD_LOOPS: tl.constexpr, WINDOW: tl.constexpr, TRIM: tl.constexpr,
-    BUNDLED: tl.constexpr, GROUPS: tl.constexpr, IN_A_WARP: tl.constexpr,
+    BUNDLED: tl.constexpr, GROUPS: tl.constexpr, IN_A_WARP: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """What the programs of group ``c`` read of the plan, in its place, as :func:`plan_kernel` has
     it: the tiles of the step, their share, the rows that it touches (of other bundles of the same
     tokens, where they stand), and where the groups start that lend slots to it.
 
-    ``i`` is the requests, all of them each warp's with IN_A_WARP; arguments are that kernel's.
+    ``i`` is the requests, all of them each warp's with IN_A_WARP; arguments are that kernel's. FAR:
+    keys may be beyond the limit from which on segments grow.
     Programs write the same numbers where they write to the same place, and each reads what it wrote
     itself, behind a barrier of its threads, which the caller has: nobody waits for another.
     """
@@ -825,12 +847,12 @@ def plan_own_share(
     begin = tl.load(query_start_ptr + i, mask=real, other=0)
     count = tl.load(query_start_ptr + 1 + i, mask=real, other=0) - begin
     kv_len = tl.minimum(tl.load(seq_lens_ptr + i, mask=real, other=0), max_kv_len)
-    bundles = _bundles_of(kv_len, 1, 0, 1, KV_TILE, SEGMENT_UNIT, False, BUNDLED)
+    bundles = _bundles_of(kv_len, 1, 0, 1, KV_TILE, SEGMENT_UNIT, False, BUNDLED, FAR)
     req_tokens = tl.where(count <= decode_max, count, 0)
     req_rows = tl.cdiv(req_tokens, QUERY_TOKENS) * bundles
     req_tiles, least, most = _count_tiles(
         i, max_kv_len + 1, req_tokens, count, kv_len, bundles, window, QUERY_TOKENS, KV_TILE,
-        SEGMENT_UNIT, WINDOW, TRIM, BUNDLED,
+        SEGMENT_UNIT, WINDOW, TRIM, BUNDLED, FAR,
     )  # fmt: skip
     ends, row_ends = tl.associative_scan((req_tiles, req_rows), 0, _both_added)
     if IN_A_WARP:
@@ -851,11 +873,11 @@ def plan_own_share(
     past_position = _first_place(c + 1, shared, GROUPS)
     here, row, segment, number, first_tile, tiles, place = _start_at(
         position, i, places, ends, row_starts, req_tokens, count, kv_len, bundles, window,
-        QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, HEAD_LOOPS, WINDOW, TRIM, BUNDLED,
+        QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, HEAD_LOOPS, WINDOW, TRIM, BUNDLED, FAR,
     )  # fmt: skip
     next_here, next_row, next_segment, _, _, _, _ = _start_at(
         past_position, i, places, ends, row_starts, req_tokens, count, kv_len, bundles, window,
-        QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, HEAD_LOOPS, WINDOW, TRIM, BUNDLED,
+        QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, HEAD_LOOPS, WINDOW, TRIM, BUNDLED, FAR,
     )  # fmt: skip
     # The place of the row that the share begins with: that of the position, or the next.
     moved = row // HEAD_LOOPS > number
@@ -875,7 +897,7 @@ def plan_own_share(
     _store_own_rows(
         mine, first_row // HEAD_LOOPS, last, first_place, i, begin, count, kv_len, bundles, places,
         row_starts, req_rows, rows_ptr, window, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, HEAD_LOOPS,
-        WINDOW, TRIM, BUNDLED,
+        WINDOW, TRIM, BUNDLED, FAR,
     )  # fmt: skip
     tl.store(total_ptr, num_rows)
     tl.store(total_ptr + 1, shared)
@@ -889,7 +911,7 @@ def plan_own_share(
         lender = _first_group(loop_place + 1, shared, c * 0 + GROUPS)
         offset = _first_place(lender, shared, GROUPS) - place
         lender_row, lender_segment = _start_within(
-            number, first_tile, tiles, offset, 0, SEGMENT_UNIT, HEAD_LOOPS, False
+            number, first_tile, tiles, offset, 0, SEGMENT_UNIT, HEAD_LOOPS, False, FAR
         )
         tl.store(starts_ptr + 2 * lender, lender_row, mask=here)
         tl.store(starts_ptr + 2 * lender + 1, lender_segment, mask=here)

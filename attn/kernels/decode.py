@@ -203,6 +203,7 @@ def decode_kernel(
     FINISH_WIDTH: tl.constexpr,
     OWN_REQS: tl.constexpr,
     GROUPS: tl.constexpr,
+    FAR: tl.constexpr,
     PLAN_WINDOW: tl.constexpr,
     TRIM: tl.constexpr,
     WAITS: tl.constexpr,
@@ -232,7 +233,7 @@ def decode_kernel(
             pid // HEADS, tl.arange(0, OWN_REQS), seq_lens_ptr, query_start_ptr, rows_ptr,
             total_ptr, starts_ptr, shares_ptr, num_reqs, max_kv_len, short_query, plan_window,
             QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, HEAD_LOOPS, PLAN_WINDOW, TRIM, BUNDLES > 1, GROUPS,
-            OWN_REQS <= 32,
+            OWN_REQS <= 32, FAR,
         )  # fmt: skip
         # What is read from here on, other threads have stored.
         tl.debug_barrier()

@@ -18,6 +18,7 @@ from attn.kernels.numerics import INTERPRETED
 from attn.kernels.prefill import prefill_kernel
 from attn.kernels.stored import E4M3, E5M2, INT4, INT8, NATIVE, PLAIN, PTX, PTX_SM89
 from builders.paging import Stripe
+from builders.segments import LIMIT
 from builders.split_plan import (
     HopperPlan,
     SplitPlan,
@@ -506,6 +507,7 @@ def _split_constants(plan: SplitPlan, width: int) -> dict[str, Any]:
         "plan_window": 0 if own is None else own.window or 0,
         "OWN_REQS": 0 if own is None else own.reqs,
         "GROUPS": plan.groups if own is not None else 0,
+        "FAR": own is not None and own.max_kv_len > LIMIT,
         "PLAN_WINDOW": own is not None and own.window is not None,
         "TRIM": own is not None and own.is_causal,
         "WAITS": plan.waits,

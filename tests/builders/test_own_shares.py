@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from builders import kernels
+from builders.segments import LIMIT
 from builders.split_plan import SHARE_FIELDS
 from tests.builders.test_split_kv import DEVICE, EXAMPLES, Step, planner_of, steps, tile_of
 
@@ -36,12 +37,13 @@ def own_shares_kernel(
     BUNDLED: tl.constexpr,
     GROUPS: tl.constexpr,
     REQS: tl.constexpr,
+    FAR: tl.constexpr,
 ):
     """What the programs of every group do first; grid ``(GROUPS,)``."""
     kernels.plan_own_share(
         tl.program_id(0), tl.arange(0, REQS), seq_lens_ptr, query_start_ptr, rows_ptr, total_ptr,
         starts_ptr, shares_ptr, num_reqs, max_kv_len, decode_max, window, QUERY_TOKENS, KV_TILE,
-        SEGMENT_UNIT, HEAD_LOOPS, WINDOW, TRIM, BUNDLED, GROUPS, REQS <= 32,
+        SEGMENT_UNIT, HEAD_LOOPS, WINDOW, TRIM, BUNDLED, GROUPS, REQS <= 32, FAR,
     )  # fmt: skip
 
 
@@ -72,6 +74,7 @@ def plan_own(step: Step, reqs: int, groups: range | None = None) -> dict[str, to
         BUNDLED=step.is_bundled,
         GROUPS=step.groups,
         REQS=reqs,
+        FAR=max(kv_len for _, kv_len in step.lens) > LIMIT,
     )
     return {name: b[name] for name in ("rows", "total", "starts", "shares")}
 

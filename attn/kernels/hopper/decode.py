@@ -132,6 +132,7 @@ def hopper_decode_kernel(
     E4M3: gl.constexpr,
     OWN_REQS: gl.constexpr,
     GROUPS: gl.constexpr,
+    FAR: gl.constexpr,
     PLAN_WINDOW: gl.constexpr,
     TRIM: gl.constexpr,
 ):
@@ -204,7 +205,7 @@ def hopper_decode_kernel(
             gl.program_id(0) // HEADS, gl.arange(0, OWN_REQS, layout=LANES), seq_lens_ptr,
             query_start_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr, num_reqs, max_kv_len,
             short_query, plan_window, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, HEAD_LOOPS, PLAN_WINDOW,
-            TRIM, BUNDLES > 1, GROUPS, True,
+            TRIM, BUNDLES > 1, GROUPS, True, FAR,
         )  # fmt: skip
         # What is read from here on, other threads have stored.
         thread_barrier()

@@ -113,6 +113,7 @@ _PLANNED = (
     "plan_window",
     "OWN_REQS",
     "GROUPS",
+    "FAR",
     "PLAN_WINDOW",
     "TRIM",
     "HEADS",
