@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from builders import segments
 from builders.split_plan import (
@@ -437,17 +437,46 @@ def _store_groups(
 
 
 @triton.jit
-def _store_tiles(
-    starts_ptr, i, count, decode_max, max_reqs, TILE: tl.constexpr, REQS: tl.constexpr
-):
-    """First tile of each request ``i``, of those with more than ``decode_max`` query tokens."""
-    tile_ends = tl.cumsum(tl.where(count > decode_max, tl.cdiv(count, TILE), 0), 0)
+def _store_tiles(starts_ptr, i, tile_ends, num_tiles, max_reqs, REQS: tl.constexpr):
+    """First tile of each request ``i``, of those with long queries; their ends, and the last."""
     tl.store(starts_ptr + i, 0, mask=i == 0)
     # Past the last request too: a graph was captured with more of them, perhaps.
     tl.store(starts_ptr + 1 + i, tile_ends, mask=i < max_reqs)
-    num_tiles = i * 0 + tl.max(tile_ends, 0)
     for block in range(REQS, max_reqs, REQS):
-        tl.store(starts_ptr + 1 + block + i, num_tiles, mask=block + i < max_reqs)
+        tl.store(starts_ptr + 1 + block + i, i * 0 + num_tiles, mask=block + i < max_reqs)
+
+
+@triton.jit
+def _three_added(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def _counted(a, b, c, d, e, f, g, h):
+    return a + e, tl.maximum(b, f), c + g, d + h
+
+
+@triton.jit
+def _sums_of_requests(rows, tiles, others, IN_A_WARP: tl.constexpr):
+    """Running sums of all three, the sum and the most of rows, and the sums of tiles: each within a
+    warp, or all by two exchanges between warps.
+    """
+    ends, tile_ends, other_ends = tl.associative_scan((rows, tiles, others), 0, _three_added)
+    if IN_A_WARP:
+        num_rows = tl.sum(rows, 0)
+        most_rows = tl.max(rows, 0)
+        num_tiles = tl.sum(tiles, 0)
+        num_others = tl.sum(others, 0)
+    else:
+        num_rows, most_rows, num_tiles, num_others = tl.reduce(
+            (rows, rows, tiles, others), 0, _counted
+        )
+    return ends, tile_ends, other_ends, num_rows, most_rows, num_tiles, num_others
+
+
+@triton.jit
+def _totalled(a, b, c, d, e, f):
+    return a + d, tl.minimum(b, e), tl.maximum(c, f)
 
 
 _VARYING = [
@@ -522,10 +551,12 @@ def plan_kernel(
     TRIM: no query sees past itself. DCP: keys are those of one rank, in their order there; lengths
     and positions of rows are the request's. With FREE a group starts at its share's first tile, and
     starts hold tiles of rows; a share has LEAST of them at least, and the beginning of a row counts
-    as ROW_COST tiles. HASTENS: the next
-    kernel may start, and waits by itself.
+    as ROW_COST tiles. HASTENS: this kernel may have been started ahead, and so may the next one,
+    which waits by itself.
     """
     if HASTENS:
+        # Not the other way round: who is started here would take the place of what is waited for.
+        gdc_wait()
         gdc_launch_dependents()
     i = tl.arange(0, REQS)
     c = tl.arange(0, GROUPS)
@@ -540,12 +571,17 @@ def plan_kernel(
     )
     is_decode = (count > 0) & (count <= decode_max)
     req_rows = tl.where(is_decode, tl.cdiv(count, QUERY_TOKENS) * bundles, 0)
-    req_ends = tl.cumsum(req_rows, 0)
-    _store_tiles(prefill_starts_ptr, i, count, decode_max, max_reqs, PREFILL_TILE, REQS)
+    is_long = count > decode_max
+    tiles = tl.where(is_long, tl.cdiv(count, PREFILL_TILE), 0)
+    others = tiles
     if HOPPER_TILE > 0:
-        _store_tiles(hopper_starts_ptr, i, count, decode_max, max_reqs, HOPPER_TILE, REQS)
-    num_rows = tl.max(req_ends, 0)
-    most_rows = tl.max(req_rows, 0)
+        others = tl.where(is_long, tl.cdiv(count, HOPPER_TILE), 0)
+    req_ends, tile_ends, other_ends, num_rows, most_rows, num_tiles, num_others = _sums_of_requests(
+        req_rows, tiles, others, REQS <= 32
+    )
+    _store_tiles(prefill_starts_ptr, i, tile_ends, num_tiles, max_reqs, REQS)
+    if HOPPER_TILE > 0:
+        _store_tiles(hopper_starts_ptr, i, other_ends, num_others, max_reqs, REQS)
     is_serial = most_rows <= _SERIAL
     req_tiles = tl.zeros([REQS], tl.int32)
     least = tl.zeros([REQS], tl.int32) + max_kv_len + 1
@@ -562,13 +598,20 @@ def plan_kernel(
             row_ends_ptr, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
             QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED, REQS, STEPS,
         )  # fmt: skip
+    if REQS <= 32:
+        total = tl.sum(req_tiles, 0)
+        fewest = tl.min(least, 0)
+        largest = tl.max(most, 0)
+    else:
+        total, fewest, largest = tl.reduce((req_tiles, least, most), 0, _totalled)
     cost = 0
     if ROW_COST > 0:
         # Rows of one length are cut into equal parts, which begin alike.
-        cost = tl.where(tl.min(least, 0) == tl.max(most, 0), 0, ROW_COST)
+        cost = tl.where(fewest == largest, 0, ROW_COST)
         req_tiles += cost * req_rows
+        total += cost * num_rows
     ends = tl.cumsum(req_tiles, 0) * HEAD_LOOPS
-    total = tl.max(ends, 0)
+    total *= HEAD_LOOPS
 
     # Group c owns the segments that start in its share of the tiles,
     # ``[c * shared / groups, (c + 1) * shared / groups)``.
@@ -576,7 +619,7 @@ def plan_kernel(
     if FREE:
         # A group without a tile would be waited for in vain.
         sharers = tl.maximum(tl.minimum(num_groups, total // LEAST), 1)
-    shared = _shared_tiles(total, tl.min(least, 0), tl.max(most, 0), sharers)
+    shared = _shared_tiles(total, fewest, largest, sharers)
     tl.store(total_ptr, num_rows)
     tl.store(total_ptr + 1, shared)
     # Nobody is named before all names are gone.

@@ -291,6 +291,7 @@ class SplitPlanner:
             ROW_COST=self.row_cost,
             HASTENS=self.hastens,
             num_warps=min(16, max(4, reqs // 32)),
+            **({"launch_pdl": True} if self.hastens else {}),
         )
 
     def _fill_on_host(
@@ -347,7 +348,7 @@ class SplitPlanner:
         Returns:
             None where the step's plan is to be launched.
         """
-        room = [reqs for reqs in OWN_SHARES if num_reqs <= reqs]
+        room = [reqs for reqs in self._own_rooms() if num_reqs <= reqs]
         runs_kernels = self.device.type == "cuda" or interprets()
         is_plain = visible.chunk is None and visible.stripe is None
         if not (room and runs_kernels and is_plain) or self.is_free or self.is_latent:
@@ -356,10 +357,15 @@ class SplitPlanner:
 
     def rooms(self, own: OwnShares) -> list[OwnShares]:
         """The same for every number of requests that kernels are compiled for."""
-        count = self.limits.max_num_seqs
-        below = (0, *OWN_SHARES)
-        rooms = [reqs for less, reqs in zip(below, OWN_SHARES, strict=False) if count > less]
+        count, numbers = self.limits.max_num_seqs, self._own_rooms()
+        rooms = [most for less, most in zip((0, *numbers), numbers, strict=False) if count > less]
         return [replace(own, reqs=reqs) for reqs in rooms]
+
+    def _own_rooms(self) -> tuple[int, ...]:
+        """Numbers of requests that kernels are compiled for to plan their own shares of."""
+        # With fewer registers, what goes from warp to warp spills.
+        is_narrow = self.hopper_decode is None and (self.tile.max_registers or 255) <= 128
+        return OWN_SHARES[:1] if is_narrow else OWN_SHARES
 
     def split(self, own: OwnShares | None = None) -> SplitPlan:
         """The record's view of the split-KV part: every step's, since nothing in it moves.
