@@ -457,6 +457,28 @@ def _counted(a, b, c, d, e, f, g, h):
 
 
 @triton.jit
+def _totals_of_tiles(tiles, least, most, IN_A_WARP: tl.constexpr):
+    """The sum of the first, the least and the most, as :func:`_sums_of_requests` does it."""
+    if IN_A_WARP:
+        total = tl.sum(tiles, 0)
+        fewest = tl.min(least, 0)
+        largest = tl.max(most, 0)
+    else:
+        total, fewest, largest = tl.reduce((tiles, least, most), 0, _totalled)
+    return total, fewest, largest
+
+
+@triton.jit
+def _tiles_of_long(count, decode_max, TILE: tl.constexpr, OTHER_TILE: tl.constexpr):
+    """Tiles of each request with more than ``decode_max`` query tokens, of either kind."""
+    tiles = tl.where(count > decode_max, tl.cdiv(count, TILE), 0)
+    others = tiles
+    if OTHER_TILE > 0:
+        others = tl.where(count > decode_max, tl.cdiv(count, OTHER_TILE), 0)
+    return tiles, others
+
+
+@triton.jit
 def _sums_of_requests(rows, tiles, others, IN_A_WARP: tl.constexpr):
     """Running sums of all three, the sum and the most of rows, and the sums of tiles: each within a
     warp, or all by two exchanges between warps.
@@ -571,11 +593,7 @@ def plan_kernel(
     )
     is_decode = (count > 0) & (count <= decode_max)
     req_rows = tl.where(is_decode, tl.cdiv(count, QUERY_TOKENS) * bundles, 0)
-    is_long = count > decode_max
-    tiles = tl.where(is_long, tl.cdiv(count, PREFILL_TILE), 0)
-    others = tiles
-    if HOPPER_TILE > 0:
-        others = tl.where(is_long, tl.cdiv(count, HOPPER_TILE), 0)
+    tiles, others = _tiles_of_long(count, decode_max, PREFILL_TILE, HOPPER_TILE)
     req_ends, tile_ends, other_ends, num_rows, most_rows, num_tiles, num_others = _sums_of_requests(
         req_rows, tiles, others, REQS <= 32
     )
@@ -598,20 +616,12 @@ def plan_kernel(
             row_ends_ptr, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
             QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED, REQS, STEPS,
         )  # fmt: skip
-    if REQS <= 32:
-        total = tl.sum(req_tiles, 0)
-        fewest = tl.min(least, 0)
-        largest = tl.max(most, 0)
-    else:
-        total, fewest, largest = tl.reduce((req_tiles, least, most), 0, _totalled)
-    cost = 0
-    if ROW_COST > 0:
-        # Rows of one length are cut into equal parts, which begin alike.
-        cost = tl.where(fewest == largest, 0, ROW_COST)
-        req_tiles += cost * req_rows
-        total += cost * num_rows
+    total, fewest, largest = _totals_of_tiles(req_tiles, least, most, REQS <= 32)
+    # Rows of one length are cut into equal parts, which begin alike.
+    cost = tl.where(fewest == largest, 0, ROW_COST)
+    req_tiles += cost * req_rows
     ends = tl.cumsum(req_tiles, 0) * HEAD_LOOPS
-    total *= HEAD_LOOPS
+    total = (total + cost * num_rows) * HEAD_LOOPS
 
     # Group c owns the segments that start in its share of the tiles,
     # ``[c * shared / groups, (c + 1) * shared / groups)``.
