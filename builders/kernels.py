@@ -29,31 +29,23 @@ _WASTE = tl.constexpr(WASTE)
 
 
 @triton.jit
-def segment_of(position, FAR: tl.constexpr = True):
-    """See :func:`builders.segments.segment_of`; scalars or tensors of int32. Without FAR no
-    position is beyond the limit from which on segments grow.
-    """
-    segment = position >> _SEGMENT_BITS
-    if FAR:
-        # floor(log2) of the number of whole limits, exact in fp32: its exponent.
-        limits = (position >> _LIMIT_BITS).to(tl.float32)
-        octave = tl.maximum((limits.to(tl.int32, bitcast=True) >> 23) - 127, 0)
-        far = _LIMIT // _SEGMENT + _PER_OCTAVE * octave
-        far += (position - (_LIMIT << octave)) >> (octave + (_SEGMENT_BITS + 1))
-        segment = tl.where(position < _LIMIT, segment, far)
-    return segment
+def segment_of(position):
+    """See :func:`builders.segments.segment_of`; scalars or tensors of int32."""
+    # floor(log2) of the number of whole limits, exact in fp32: its exponent.
+    limits = (position >> _LIMIT_BITS).to(tl.float32)
+    octave = tl.maximum((limits.to(tl.int32, bitcast=True) >> 23) - 127, 0)
+    far = _LIMIT // _SEGMENT + _PER_OCTAVE * octave
+    far += (position - (_LIMIT << octave)) >> (octave + (_SEGMENT_BITS + 1))
+    return tl.where(position < _LIMIT, position >> _SEGMENT_BITS, far)
 
 
 @triton.jit
-def segment_start(segment, FAR: tl.constexpr = True):
-    """See :func:`builders.segments.segment_start`; FAR as in :func:`segment_of`."""
-    start = segment * _SEGMENT
-    if FAR:
-        beyond = tl.maximum(segment - _LIMIT // _SEGMENT, 0)
-        octave = beyond >> _OCTAVE_BITS
-        far = (_LIMIT << octave) + ((beyond & (_PER_OCTAVE - 1)) << (octave + (_SEGMENT_BITS + 1)))
-        start = tl.where(segment <= _LIMIT // _SEGMENT, start, far)
-    return start
+def segment_start(segment):
+    """See :func:`builders.segments.segment_start`."""
+    beyond = tl.maximum(segment - _LIMIT // _SEGMENT, 0)
+    octave = beyond >> _OCTAVE_BITS
+    far = (_LIMIT << octave) + ((beyond & (_PER_OCTAVE - 1)) << (octave + (_SEGMENT_BITS + 1)))
+    return tl.where(segment <= _LIMIT // _SEGMENT, segment * _SEGMENT, far)
 
 
 @triton.jit
@@ -108,7 +100,7 @@ def first_visible(
 @triton.jit
 def _bundles_of(
     keys, dcp_size, dcp_rank, dcp_interleave, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
-    DCP: tl.constexpr, BUNDLED: tl.constexpr, FAR: tl.constexpr = True,
+    DCP: tl.constexpr, BUNDLED: tl.constexpr,
 ):  # fmt: skip
     """Bundles that requests of so many keys are cut into."""
     bundles = keys * 0 + 1
@@ -116,7 +108,7 @@ def _bundles_of(
         if DCP:
             keys = local_len(keys, dcp_size, dcp_rank, dcp_interleave)
         last_tile = tl.maximum(tl.cdiv(keys, KV_TILE) - 1, 0)
-        bundles = segment_of(last_tile * SEGMENT_UNIT, FAR) // _BUNDLE + 1
+        bundles = segment_of(last_tile * SEGMENT_UNIT) // _BUNDLE + 1
     return bundles
 
 
@@ -125,7 +117,7 @@ def _row_of(
     k, req_rows, begins, counts, kv_lens, req_bundles, window, chunk, lookback, dcp_size, dcp_rank,
     dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
-    BUNDLED: tl.constexpr, FAR: tl.constexpr = True,
+    BUNDLED: tl.constexpr,
 ):  # fmt: skip
     """Row ``k`` of every request: first token, tokens, first position, first KV tile, KV tiles,
     bundle.
@@ -148,8 +140,8 @@ def _row_of(
         stop = local_len(stop, dcp_size, dcp_rank, dcp_interleave)
     stop_tile = tl.cdiv(stop, KV_TILE)
     if BUNDLED:
-        first_tile = segment_start(bundle * _BUNDLE, FAR) // SEGMENT_UNIT
-        past = segment_start((bundle + 1) * _BUNDLE, FAR) // SEGMENT_UNIT
+        first_tile = segment_start(bundle * _BUNDLE) // SEGMENT_UNIT
+        past = segment_start((bundle + 1) * _BUNDLE) // SEGMENT_UNIT
         stop_tile = tl.minimum(stop_tile, past)
     # A row without keys costs one tile, so that somebody writes its zeros.
     tiles = tl.where(k < req_rows, tl.maximum(stop_tile - first_tile, 1), 0)
@@ -192,10 +184,11 @@ def _first_place(c, shared, sharers):
 
 @triton.jit
 def _store_row(
-    out, live, req, token, tokens, kv_len, first, first_tile, tiles, place, bundle, bundles,
-    SEGMENT_UNIT: tl.constexpr, FAR: tl.constexpr = True,
+    rows_ptr, live, j, req, token, tokens, kv_len, first, first_tile, tiles, place, bundle, bundles,
+    SEGMENT_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """A row's numbers at ``out``, see :data:`builders.split_plan.ROW_FIELDS`."""
+    """Row ``j``, see :data:`builders.split_plan.ROW_FIELDS`."""
+    out = rows_ptr + j * _FIELDS
     tl.store(out, req, mask=live)
     tl.store(out + 1, token, mask=live)
     tl.store(out + 2, tokens, mask=live)
@@ -204,11 +197,9 @@ def _store_row(
     tl.store(out + 5, first_tile, mask=live)
     tl.store(out + 6, tiles, mask=live)
     tl.store(out + 7, place, mask=live)
-    part = segment_of(first_tile * SEGMENT_UNIT, FAR)
+    part = segment_of(first_tile * SEGMENT_UNIT)
     tl.store(out + 8, part, mask=live)
-    tl.store(
-        out + 9, segment_of((first_tile + tiles - 1) * SEGMENT_UNIT, FAR) + 1 - part, mask=live
-    )
+    tl.store(out + 9, segment_of((first_tile + tiles - 1) * SEGMENT_UNIT) + 1 - part, mask=live)
     tl.store(out + 10, bundle, mask=live)
     tl.store(out + 11, bundles, mask=live)
 
@@ -233,8 +224,8 @@ def _store_rows(
         )  # fmt: skip
         live = k < req_rows
         _store_row(
-            rows_ptr + j * _FIELDS, live, i, token, tokens, kv_len, first, first_tile, tiles, place,
-            bundle, bundles, SEGMENT_UNIT,
+            rows_ptr, live, j, i, token, tokens, kv_len, first, first_tile, tiles, place, bundle,
+            bundles, SEGMENT_UNIT,
         )  # fmt: skip
         place += (tiles + cost) * HEAD_LOOPS
         after = _first_group(place, shared, sharers)
@@ -342,8 +333,8 @@ def _store_by_row(
         past = begun + tl.cumsum(taken, 0)
         place = past - taken
         _store_row(
-            rows_ptr + j * _FIELDS, live, req, token, tokens, lens, first, first_tile, tiles, place,
-            bundle, of, SEGMENT_UNIT,
+            rows_ptr, live, j, req, token, tokens, lens, first, first_tile, tiles, place, bundle,
+            of, SEGMENT_UNIT,
         )  # fmt: skip
         group = _first_group(place, shared, sharers)
         begins = group < _first_group(past, shared, sharers)
@@ -357,13 +348,17 @@ def _larger(a, b):
 
 
 @triton.jit
-def _start_within(
-    row, first_tile, tiles, offset, cost, SEGMENT_UNIT: tl.constexpr, HEAD_LOOPS: tl.constexpr,
-    FREE: tl.constexpr, FAR: tl.constexpr = True,
+def _group_start(
+    row, position, real, cost, num_rows, rows_ptr, SEGMENT_UNIT: tl.constexpr,
+    HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr,
 ):  # fmt: skip
-    """Row (times head loops) and segment of the first segment at or after a place within a row;
-    ``offset`` is counted from the row's first tile, and from one head loop to the next.
+    """Row (times head loops) and segment of the first segment at or after a group's position, which
+    is within ``row``.
     """
+    fields = rows_ptr + row * _FIELDS
+    first_tile = tl.load(fields + 5, mask=real, other=0)
+    tiles = tl.load(fields + 6, mask=real, other=1)
+    offset = position - tl.load(fields + 7, mask=real, other=0)
     loop = row * 0
     if HEAD_LOOPS > 1:
         loop = offset // (tiles + cost)
@@ -373,29 +368,13 @@ def _start_within(
         segment = tl.maximum(within - cost, 0)
     else:
         tile = first_tile + within
-        at = segment_of(tile * SEGMENT_UNIT, FAR)
+        at = segment_of(tile * SEGMENT_UNIT)
         # Inside a segment the next one is meant; past the row's last, the next row.
-        inside = tl.maximum(segment_start(at, FAR) // SEGMENT_UNIT, first_tile) < tile
+        inside = tl.maximum(segment_start(at) // SEGMENT_UNIT, first_tile) < tile
         at = at + inside.to(tl.int32)
-        past = at > segment_of((first_tile + tiles - 1) * SEGMENT_UNIT, FAR)
-        segment = tl.where(past, 0, at - segment_of(first_tile * SEGMENT_UNIT, FAR))
+        past = at > segment_of((first_tile + tiles - 1) * SEGMENT_UNIT)
+        segment = tl.where(past, 0, at - segment_of(first_tile * SEGMENT_UNIT))
         row = tl.where(past, row + 1, row)
-    return row, segment
-
-
-@triton.jit
-def _group_start(
-    row, position, real, cost, num_rows, rows_ptr, SEGMENT_UNIT: tl.constexpr,
-    HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr,
-):  # fmt: skip
-    """Where a group starts whose position is within ``row``, see :func:`_start_within`."""
-    fields = rows_ptr + row * _FIELDS
-    first_tile = tl.load(fields + 5, mask=real, other=0)
-    tiles = tl.load(fields + 6, mask=real, other=1)
-    offset = position - tl.load(fields + 7, mask=real, other=0)
-    row, segment = _start_within(
-        row, first_tile, tiles, offset, cost, SEGMENT_UNIT, HEAD_LOOPS, FREE
-    )
     return tl.where(real, row, num_rows * HEAD_LOOPS), tl.where(real, segment, 0)
 
 
@@ -617,9 +596,11 @@ def plan_kernel(
             QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED, REQS, STEPS,
         )  # fmt: skip
     total, fewest, largest = _totals_of_tiles(req_tiles, least, most, REQS <= 32)
-    # Rows of one length are cut into equal parts, which begin alike.
-    cost = tl.where(fewest == largest, 0, ROW_COST)
-    req_tiles += cost * req_rows
+    cost = 0
+    if ROW_COST > 0:
+        # Rows of one length are cut into equal parts, which begin alike.
+        cost = tl.where(fewest == largest, 0, ROW_COST)
+        req_tiles += cost * req_rows
     ends = tl.cumsum(req_tiles, 0) * HEAD_LOOPS
     total = (total + cost * num_rows) * HEAD_LOOPS
 
@@ -654,317 +635,3 @@ def plan_kernel(
         rows_ptr, names_ptr, starts_ptr, shares_ptr, c, shared, sharers, total, cost, num_groups,
         num_rows, SEGMENT_UNIT, HEAD_LOOPS, FREE,
     )  # fmt: skip
-
-
-# -- The same by every program of the split-KV kernel, for itself.
-
-
-@triton.jit
-def _both_added(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
-def _totals_of_two(a, b, c, d, e, f, g, h):
-    return a + e, b + f, tl.minimum(c, g), tl.maximum(d, h)
-
-
-@triton.jit
-def _added(a, b, c, d, e, f, g, h, i, j):
-    return a + f, b + g, c + h, d + i, e + j
-
-
-@triton.jit
-def _sums(a, b, c, d, e, IN_A_WARP: tl.constexpr):
-    """Five sums: each by an instruction, or all by one exchange between warps."""
-    if IN_A_WARP:
-        sums = tl.sum(a, 0), tl.sum(b, 0), tl.sum(c, 0), tl.sum(d, 0), tl.sum(e, 0)
-    else:
-        sums = tl.reduce((a, b, c, d, e), 0, _added)
-    return sums
-
-
-@triton.jit
-def _seen_tiles(
-    skipped, counts, kv_lens, window, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
-    WINDOW: tl.constexpr, TRIM: tl.constexpr,
-):  # fmt: skip
-    """KV tiles ``[first, past)`` that are seen by the query tokens from ``skipped`` on, at least
-    one; as :func:`_row_of` has them of all bundles.
-    """
-    first = tl.maximum(kv_lens - counts, 0) + skipped
-    last = first + tl.minimum(counts - skipped, QUERY_TOKENS) - 1
-    start = first_visible(first, last, window, 1, 0, None, 0, WINDOW, False, False, False)
-    stop = kv_lens
-    if TRIM:
-        stop = tl.minimum(kv_lens, last + 1)
-    first_tile = start // KV_TILE
-    return first_tile, tl.maximum(tl.cdiv(stop, KV_TILE), first_tile + 1)
-
-
-@triton.jit
-def _last_bundle(past, SEGMENT_UNIT: tl.constexpr, FAR: tl.constexpr):
-    """The bundle of the last of so many KV tiles."""
-    return segment_of((past - 1) * SEGMENT_UNIT, FAR) // _BUNDLE
-
-
-@triton.jit
-def _bundle_start(bundle, SEGMENT_UNIT: tl.constexpr, FAR: tl.constexpr):
-    """Its first KV tile."""
-    return segment_start(bundle * _BUNDLE, FAR) // SEGMENT_UNIT
-
-
-@triton.jit
-def _bundle_at(
-    past, place, bundles, SEGMENT_UNIT: tl.constexpr, FAR: tl.constexpr,
-):  # fmt: skip
-    """Of the bundles of keys ``[0, past)``, in tiles, the one that stands at a place among them:
-    which, its first tile, its tiles, and its own place. Those without keys have a tile each.
-    """
-    last = _last_bundle(past, SEGMENT_UNIT, FAR)
-    there = segment_of(place * SEGMENT_UNIT, FAR) // _BUNDLE
-    bundle = tl.where(place < past, there, last + 1 + place - past)
-    first = _bundle_start(bundle, SEGMENT_UNIT, FAR)
-    stop = tl.minimum(past, _bundle_start(bundle + 1, SEGMENT_UNIT, FAR))
-    return bundle, first, tl.maximum(stop - first, 1), tl.where(place < past, first, place)
-
-
-@triton.jit
-def _count_tiles(
-    i, most_tiles, req_tokens, counts, kv_lens, bundles, window, QUERY_TOKENS: tl.constexpr,
-    KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr, WINDOW: tl.constexpr, TRIM: tl.constexpr,
-    BUNDLED: tl.constexpr, FAR: tl.constexpr,
-):  # fmt: skip
-    """Tiles of all rows of every request, and the fewest and the most of one row, as
-    :func:`_count_serially` has them, without a loop over bundles.
-    """
-    tiles_of = i * 0
-    least = i * 0 + most_tiles
-    most = i * 0 + 1
-    for skipped in range(0, tl.max(req_tokens, 0), QUERY_TOKENS):
-        first, past = _seen_tiles(
-            skipped, counts, kv_lens, window, QUERY_TOKENS, KV_TILE, WINDOW, TRIM
-        )
-        tiles = past - first
-        fewest = tiles
-        largest = tiles
-        if BUNDLED:
-            last = _last_bundle(past, SEGMENT_UNIT, FAR)
-            rest = past - _bundle_start(last, SEGMENT_UNIT, FAR)
-            before = tl.maximum(last - 1, 0)
-            whole = _bundle_start(before + 1, SEGMENT_UNIT, FAR) - _bundle_start(
-                before, SEGMENT_UNIT, FAR
-            )
-            # Bundles do not get smaller towards the end.
-            fewest = tl.where(last > 0, tl.minimum(rest, _bundle_start(1, SEGMENT_UNIT, FAR)), rest)
-            largest = tl.where(last > 0, tl.maximum(rest, whole), rest)
-            empty = bundles - 1 - last
-            fewest = tl.where(empty > 0, 1, fewest)
-            tiles += empty
-        live = skipped < req_tokens
-        tiles_of += tl.where(live, tiles, 0)
-        least = tl.where(live, tl.minimum(least, fewest), least)
-        most = tl.where(live, tl.maximum(most, largest), most)
-    return tiles_of, least, most
-
-
-@triton.jit
-def _row_at(
-    place, i, req_tokens, counts, kv_lens, bundles, window, QUERY_TOKENS: tl.constexpr,
-    KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr, WINDOW: tl.constexpr, TRIM: tl.constexpr,
-    BUNDLED: tl.constexpr, FAR: tl.constexpr,
-):  # fmt: skip
-    """Of every request's rows the one that stands at a place among its tiles, head loops apart:
-    which, its first tile, its tiles, and its own place.
-    """
-    number = i * 0
-    at = i * 0
-    first_tile = i * 0
-    past_tile = i * 0 + 1
-    before = i * 0
-    for skipped in range(0, tl.max(req_tokens, 0), QUERY_TOKENS):
-        first, past = _seen_tiles(
-            skipped, counts, kv_lens, window, QUERY_TOKENS, KV_TILE, WINDOW, TRIM
-        )
-        here = (skipped < req_tokens) & (place >= before)
-        number = tl.where(here, skipped // QUERY_TOKENS, number)
-        at = tl.where(here, before, at)
-        first_tile = tl.where(here, first, first_tile)
-        past_tile = tl.where(here, past, past_tile)
-        before += past - first
-        if BUNDLED:
-            before += bundles - 1 - _last_bundle(past, SEGMENT_UNIT, FAR)
-    tiles = past_tile - first_tile
-    if BUNDLED:
-        bundle, first_tile, tiles, within = _bundle_at(
-            past_tile, place - at, bundles, SEGMENT_UNIT, FAR
-        )
-        number = number * bundles + bundle
-        at += within
-    return number, first_tile, tiles, at
-
-
-@triton.jit
-def _start_at(
-    position, i, places, ends, row_starts, req_tokens, counts, kv_lens, bundles, window,
-    QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
-    HEAD_LOOPS: tl.constexpr, WINDOW: tl.constexpr, TRIM: tl.constexpr, BUNDLED: tl.constexpr,
-    FAR: tl.constexpr,
-):  # fmt: skip
-    """Of the request within whose tiles a position is, where it has the first segment at or after
-    it: whether it is this one, row (times head loops), segment; and the row of the position, its
-    first tile, its tiles, and its place.
-    """
-    here = (position >= places) & (position < ends)
-    number, first_tile, tiles, at = _row_at(
-        (position - places) // HEAD_LOOPS, i, req_tokens, counts, kv_lens, bundles, window,
-        QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, TRIM, BUNDLED, FAR,
-    )  # fmt: skip
-    number += row_starts
-    place = places + at * HEAD_LOOPS
-    row, segment = _start_within(
-        number, first_tile, tiles, position - place, 0, SEGMENT_UNIT, HEAD_LOOPS, False, FAR
-    )
-    return here, row, segment, number, first_tile, tiles, place
-
-
-@triton.jit
-def _store_own_rows(
-    mine, first, last, first_place, i, begin, count, kv_len, bundles, places, row_starts, req_rows,
-    rows_ptr, window, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
-    SEGMENT_UNIT: tl.constexpr, HEAD_LOOPS: tl.constexpr, WINDOW: tl.constexpr, TRIM: tl.constexpr,
-    BUNDLED: tl.constexpr, FAR: tl.constexpr,
-):  # fmt: skip
-    """Rows ``[first, last]`` of the step, of which the first stands at ``first_place`` among the
-    tiles and has a copy in the share at ``mine``; of other bundles of their tokens, tiles and
-    places of the first and the last one.
-    """
-    k = tl.maximum(first - row_starts, 0)
-    wanted = tl.minimum(row_starts + req_rows - 1, last) + 1 - (row_starts + k)
-    at = tl.where(row_starts < first, first_place, places)
-    for s in range(0, tl.max(wanted, 0)):
-        token, tokens, first_position, low, row_tiles, bundle = _row_of(
-            k, req_rows, begin, count, kv_len, bundles, window, 1, 0, 1, 0, 1, QUERY_TOKENS,
-            KV_TILE, SEGMENT_UNIT, WINDOW, False, TRIM, False, BUNDLED, FAR,
-        )  # fmt: skip
-        live = s < wanted
-        j = row_starts + k
-        copy = mine + (_SHARE_FIELDS - _FIELDS)
-        _store_row(
-            copy + i * 0, live & (j == first), i, token, tokens, kv_len, first_position, low,
-            row_tiles, at, bundle, bundles, SEGMENT_UNIT, FAR,
-        )  # fmt: skip
-        _store_row(
-            rows_ptr + j * _FIELDS, live, i, token, tokens, kv_len, first_position, low, row_tiles,
-            at, bundle, bundles, SEGMENT_UNIT, FAR,
-        )  # fmt: skip
-        if BUNDLED:
-            live &= bundles > 1
-            _, past = _seen_tiles(
-                k // bundles * QUERY_TOKENS, count, kv_len, window, QUERY_TOKENS, KV_TILE, WINDOW,
-                TRIM,
-            )  # fmt: skip
-            last_bundle = _last_bundle(past, SEGMENT_UNIT, FAR)
-            within = tl.where(bundle <= last_bundle, low, past + bundle - 1 - last_bundle)
-            bundle_0 = at - within * HEAD_LOOPS
-            outer = rows_ptr + (j - bundle) * _FIELDS
-            tl.store(outer + 6, tl.minimum(past, _bundle_start(1, SEGMENT_UNIT, FAR)), mask=live)
-            tl.store(outer + 7, bundle_0, mask=live)
-            outer += (bundles - 1) * _FIELDS
-            ends_full = last_bundle == bundles - 1
-            start = _bundle_start(bundles - 1, SEGMENT_UNIT, FAR)
-            tl.store(outer + 6, tl.where(ends_full, past - start, 1), mask=live)
-            place_of = tl.where(ends_full, start, past + bundles - 2 - last_bundle)
-            tl.store(outer + 7, bundle_0 + place_of * HEAD_LOOPS, mask=live)
-        at += row_tiles * HEAD_LOOPS
-        k += 1
-
-
-@triton.jit
-def plan_own_share(
-    c, i, seq_lens_ptr, query_start_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr, num_reqs,
-    max_kv_len, decode_max, window, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
-    SEGMENT_UNIT: tl.constexpr, HEAD_LOOPS: tl.constexpr, WINDOW: tl.constexpr, TRIM: tl.constexpr,
-    BUNDLED: tl.constexpr, GROUPS: tl.constexpr, IN_A_WARP: tl.constexpr, FAR: tl.constexpr,
-):  # fmt: skip
-    """What the programs of group ``c`` read of the plan, in its place, as :func:`plan_kernel` has
-    it: the tiles of the step, their share, the rows that it touches (of other bundles of the same
-    tokens, where they stand), and where the groups start that lend slots to it.
-
-    ``i`` is the requests, all of them each warp's with IN_A_WARP; arguments are that kernel's. FAR:
-    keys may be beyond the limit from which on segments grow.
-    Programs write the same numbers where they write to the same place, and each reads what it wrote
-    itself, behind a barrier of its threads, which the caller has: nobody waits for another.
-    """
-    real = i < num_reqs
-    begin = tl.load(query_start_ptr + i, mask=real, other=0)
-    count = tl.load(query_start_ptr + 1 + i, mask=real, other=0) - begin
-    kv_len = tl.minimum(tl.load(seq_lens_ptr + i, mask=real, other=0), max_kv_len)
-    bundles = _bundles_of(kv_len, 1, 0, 1, KV_TILE, SEGMENT_UNIT, False, BUNDLED, FAR)
-    req_tokens = tl.where(count <= decode_max, count, 0)
-    req_rows = tl.cdiv(req_tokens, QUERY_TOKENS) * bundles
-    req_tiles, least, most = _count_tiles(
-        i, max_kv_len + 1, req_tokens, count, kv_len, bundles, window, QUERY_TOKENS, KV_TILE,
-        SEGMENT_UNIT, WINDOW, TRIM, BUNDLED, FAR,
-    )  # fmt: skip
-    ends, row_ends = tl.associative_scan((req_tiles, req_rows), 0, _both_added)
-    if IN_A_WARP:
-        total = tl.sum(req_tiles, 0)
-        num_rows = tl.sum(req_rows, 0)
-        least = tl.min(least, 0)
-        most = tl.max(most, 0)
-    else:
-        total, num_rows, least, most = tl.reduce(
-            (req_tiles, req_rows, least, most), 0, _totals_of_two
-        )
-    total = total * HEAD_LOOPS
-    ends = ends * HEAD_LOOPS
-    places = ends - req_tiles * HEAD_LOOPS
-    row_starts = row_ends - req_rows
-    shared = _shared_tiles(total, least, most, GROUPS)
-    position = _first_place(c, shared, GROUPS)
-    past_position = _first_place(c + 1, shared, GROUPS)
-    here, row, segment, number, first_tile, tiles, place = _start_at(
-        position, i, places, ends, row_starts, req_tokens, count, kv_len, bundles, window,
-        QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, HEAD_LOOPS, WINDOW, TRIM, BUNDLED, FAR,
-    )  # fmt: skip
-    next_here, next_row, next_segment, _, _, _, _ = _start_at(
-        past_position, i, places, ends, row_starts, req_tokens, count, kv_len, bundles, window,
-        QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, HEAD_LOOPS, WINDOW, TRIM, BUNDLED, FAR,
-    )  # fmt: skip
-    # The place of the row that the share begins with: that of the position, or the next.
-    moved = row // HEAD_LOOPS > number
-    row_place = place + tl.where(moved, tiles * HEAD_LOOPS, 0)
-    first_row, first_segment, first_place, past_row, past_segment = _sums(
-        tl.where(here, row, 0), tl.where(here, segment, 0), tl.where(here, row_place, 0),
-        tl.where(next_here, next_row, 0), tl.where(next_here, next_segment, 0), IN_A_WARP,
-    )  # fmt: skip
-    first_row = tl.where(position < total, first_row, num_rows * HEAD_LOOPS)
-    past_row = tl.where(past_position < total, past_row, num_rows * HEAD_LOOPS)
-    mine = shares_ptr + c * _SHARE_FIELDS
-    tl.store(mine, first_row)
-    tl.store(mine + 1, first_segment)
-    tl.store(mine + 2, past_row)
-    tl.store(mine + 3, past_segment)
-    last = (past_row + (past_segment > 0).to(tl.int32) - 1) // HEAD_LOOPS
-    _store_own_rows(
-        mine, first_row // HEAD_LOOPS, last, first_place, i, begin, count, kv_len, bundles, places,
-        row_starts, req_rows, rows_ptr, window, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, HEAD_LOOPS,
-        WINDOW, TRIM, BUNDLED, FAR,
-    )  # fmt: skip
-    tl.store(total_ptr, num_rows)
-    tl.store(total_ptr + 1, shared)
-    tl.store(starts_ptr + 2 * c, first_row)
-    tl.store(starts_ptr + 2 * c + 1, first_segment)
-    tl.store(starts_ptr + 2 * c + 2, past_row)
-    tl.store(starts_ptr + 2 * c + 3, past_segment)
-    if first_segment > 0:
-        # The first group that starts inside that row: this one, or one before it.
-        loop_place = place + (row - number * HEAD_LOOPS) * tiles
-        lender = _first_group(loop_place + 1, shared, c * 0 + GROUPS)
-        offset = _first_place(lender, shared, GROUPS) - place
-        lender_row, lender_segment = _start_within(
-            number, first_tile, tiles, offset, 0, SEGMENT_UNIT, HEAD_LOOPS, False, FAR
-        )
-        tl.store(starts_ptr + 2 * lender, lender_row, mask=here)
-        tl.store(starts_ptr + 2 * lender + 1, lender_segment, mask=here)

@@ -7,7 +7,6 @@ The plan is computed on the device, by one launch per step, from ``seq_lens`` an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -23,7 +22,6 @@ from builders.split_plan import (
     SHARE_FIELDS,
     SHORT_QUERY,
     HopperPlan,
-    OwnShares,
     PrefillPlan,
     SplitLimits,
     SplitPlan,
@@ -45,9 +43,6 @@ from specs.devices import DeviceKind
 
 ONE_WARP = 32
 """Requests whose plan needs no exchange between warps: fewer barriers, 0.7 us less on an H200."""
-OWN_SHARES = (ONE_WARP, 128)
-"""Requests up to which programs of the split-KV kernels plan their shares themselves, one of these
-numbers: what that takes grows with it, at every layer, and a plan is launched once."""
 PARTS_OF_A_PROGRAM = 2
 """Of rows that are cut anywhere, and folded by another kernel: the last part of the row that a
 program's share begins in, and the first one of that which it ends in."""
@@ -114,10 +109,8 @@ class SplitPlanner:
         else:
             tile = split_tile(shape, kind, 16 if every_row else max_query_len, limits.window)
         self.tile = tile
-        self.is_latent = latent is not None
-        self.hastens = kind is DeviceKind.SM90 and not (
-            buffers.device.type != "cuda" and interprets()
-        )
+        # The plan's kernel and those behind it, which wait by themselves.
+        self.starts_ahead = kind is DeviceKind.SM90 and not interprets()
         self.prefill = prefill_tile(shape, kind)
         self.hopper = hopper
         self.requires_hopper = requires_hopper
@@ -177,7 +170,6 @@ class SplitPlanner:
         buffers.declare("sums", (states * 2,), fp32)
         self.buffers = buffers
         self._compiled_for: set[bool] = set()
-        self._own_splits: dict[OwnShares, SplitPlan] = {}
 
     @property
     def scratch_bytes(self) -> int:
@@ -289,9 +281,9 @@ class SplitPlanner:
             FREE=self.is_free,
             LEAST=self.least_tiles or 1,
             ROW_COST=self.row_cost,
-            HASTENS=self.hastens,
+            HASTENS=self.starts_ahead,
             num_warps=min(16, max(4, reqs // 32)),
-            **({"launch_pdl": True} if self.hastens else {}),
+            **({"launch_pdl": True} if self.starts_ahead else {}),
         )
 
     def _fill_on_host(
@@ -337,48 +329,9 @@ class SplitPlanner:
         # Past the last request too: a graph was captured with more of them, perhaps.
         starts_of_tiles[len(starts) :] = starts_of_tiles[len(starts) - 1]
 
-    def own_shares(self, num_reqs: int, visible: VisibleKeys, is_causal: bool) -> OwnShares | None:
-        """How programs may plan a step for themselves whose rows are all the split-KV kernels'.
-
-        Args:
-            num_reqs: R.
-            visible: which keys.
-            is_causal: no query of any request sees past itself.
-
-        Returns:
-            None where the step's plan is to be launched.
-        """
-        room = [reqs for reqs in self._own_rooms() if num_reqs <= reqs]
-        runs_kernels = self.device.type == "cuda" or interprets()
-        is_plain = visible.chunk is None and visible.stripe is None
-        if not (room and runs_kernels and is_plain) or self.is_free or self.is_latent:
-            return None
-        return OwnShares(room[0], self.limits.max_kv_len, visible.window, is_causal)
-
-    def rooms(self, own: OwnShares) -> list[OwnShares]:
-        """The same for every number of requests that kernels are compiled for."""
-        count, numbers = self.limits.max_num_seqs, self._own_rooms()
-        rooms = [most for less, most in zip((0, *numbers), numbers, strict=False) if count > less]
-        return [replace(own, reqs=reqs) for reqs in rooms]
-
-    def _own_rooms(self) -> tuple[int, ...]:
-        """Numbers of requests that kernels are compiled for to plan their own shares of."""
-        # With fewer registers, what goes from warp to warp spills.
-        is_narrow = self.hopper_decode is None and (self.tile.max_registers or 255) <= 128
-        return OWN_SHARES[:1] if is_narrow else OWN_SHARES
-
-    def split(self, own: OwnShares | None = None) -> SplitPlan:
-        """The record's view of the split-KV part: every step's, since nothing in it moves.
-
-        Args:
-            own: programs plan for themselves, so, in place of :meth:`fill`.
-        """
-        if own is None:
-            return self._split
-        found = self._own_splits.get(own)
-        if found is None:
-            found = self._own_splits[own] = replace(self._split, own=own)
-        return found
+    def split(self) -> SplitPlan:
+        """The record's view of the split-KV part: every step's, since nothing in it moves."""
+        return self._split
 
     @cached_property
     def _split(self) -> SplitPlan:
@@ -401,7 +354,7 @@ class SplitPlanner:
             hopper=self.hopper_decode,
             requires_hopper=self.requires_hopper_decode,
             is_free=self.is_free,
-            waits=self.hastens,
+            waits=self.starts_ahead,
         )
 
     def prefill_plan(self, num_reqs: int, tiles: int, most_programs: int) -> PrefillPlan | None:

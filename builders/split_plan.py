@@ -85,22 +85,6 @@ class Pointers:
 
 
 @dataclass(frozen=True)
-class OwnShares:
-    """How programs of the split-KV kernels plan their shares themselves, from the record's lengths,
-    in a step for which no plan was launched: see :func:`builders.kernels.plan_own_share`.
-    """
-
-    reqs: int
-    """Requests that there is room for, a power of two."""
-    max_kv_len: int
-    """Longer ones count as so long."""
-    window: int | None
-    """Visible keys of a query, of the layers that share the plan; None for all."""
-    is_causal: bool
-    """No query of any request sees past itself."""
-
-
-@dataclass(frozen=True)
 class SplitPlan:
     """The step's plan for the split-KV kernel: views of the builder's buffers, and static numbers.
 
@@ -145,8 +129,6 @@ class SplitPlan:
     benchmarks of what invariance costs."""
     waits: bool = False
     """The kernel may start while those before it end, and waits by itself."""
-    own: OwnShares | None = None
-    """Programs plan for themselves; None where a launch has planned the step."""
 
     @cached_property
     def static(self) -> tuple[Any, ...]:
@@ -160,10 +142,8 @@ class SplitPlan:
             self.head_loops,
             self.slots,
             self.bundles,
-            self.short_query,
             self.is_free,
             self.waits,
-            self.own,
         )
 
     @cached_property

@@ -156,7 +156,6 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         self.planner = self._new_planner(self.buffers)
         self._widened = self._widened_pages()
         self._shared: SharedBuffers | None = None
-        self._is_captured = False
         self.shares_prefix = (
             isinstance(kv_cache_spec, FullAttentionSpec)
             and not vllm_config.batch_invariant
@@ -300,10 +299,6 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             tiles, has_short = self._kinds_of_rows(batch)
         prefixes = batch.rswa_prefix_lens
         ranges = _range_tensor(batch, self.device)
-        split = None
-        if has_short and not self.is_encoder:
-            plain = causal is True and ranges is None
-            split = self._split(batch.num_reqs, plain, has_long=tiles > 0)
         record = TritonAttentionMetadata(
             slot_mapping=batch.slot_mapping,
             num_actual_tokens=batch.num_actual_tokens,
@@ -311,7 +306,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             query_start_loc=_leading(batch.query_start_loc, batch.num_reqs + 1),
             seq_lens=_leading(seq_lens, batch.num_reqs),
             block_table=batch.block_table_tensor,
-            split=split,
+            split=self.planner.split() if has_short and not self.is_encoder else None,
             prefill=self.planner.prefill_plan(batch.num_reqs, tiles, 1 << 30),
             causal=causal,
             mm_ranges=ranges,
@@ -327,27 +322,13 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             record.prefill = _over(record.prefill, self._widened.plan(batch))
         return record
 
-    def _split(self, num_reqs: int, is_causal: bool, has_long: bool) -> SplitPlan:
-        """The split-KV part of a step's record: planned by every program for itself where there are
-        few requests, and no rows of the prefill kernel, whose tiles a launch would have to count.
-
-        A captured graph finds the plan in the buffers, whatever tensors the step has.
-        """
-        own = None
-        if not (has_long or self._is_captured):
-            own = self.planner.own_shares(num_reqs, self.visible, is_causal)
-        return self.planner.split(own)
-
     def update_draft_decode_metadata(self, metadata: TritonAttentionMetadata) -> None:
-        """Plan anew from the record's lengths as they are now: one launch, safe to capture; none
-        where programs plan for themselves.
+        """Plan anew from the record's lengths as they are now: one launch, safe to capture.
 
         Args:
             metadata: a record of this builder.
         """
         metadata.prefill = _over(metadata.prefill, None)
-        if metadata.split is not None and metadata.split.own is not None:
-            return
         self.planner.fill(
             metadata.query_start_loc,
             metadata.seq_lens,
@@ -371,11 +352,8 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         has_own_rows = split is None or split.rows is self.planner.buffers["rows"]
         has_own_tiles = prefill is None or prefill.tile_starts.data_ptr() == starts.data_ptr()
         if not (has_own_rows and has_own_tiles):
-            if split is not None:
-                plain = updated.causal is True and updated.mm_ranges is None
-                has_long = prefill is not None
-                updated.split = self._split(metadata.num_reqs, plain, has_long)
             self.update_draft_decode_metadata(updated)
+            updated.split = None if split is None else self.planner.split()
             if prefill is not None:
                 updated.prefill = self.planner.own_prefill(prefill, metadata.num_reqs)
                 pages = None if prefill.hopper is None else prefill.hopper.widened
@@ -399,8 +377,6 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         if tokens > short:
             rows = min(batch.num_reqs, tokens // (short + 1))
             tiles = tokens // self.planner.prefill.query_tile + rows
-        # From now on, since any of these steps may be replayed.
-        self._is_captured = True
         # By way of build, which a wrapper may have replaced.
         record = self.build(0, batch)
         programs = 2 * self.planner.num_multiprocessors
@@ -456,23 +432,6 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
                 batch = batch.replace(slot_mapping=unwritten, encoder_seq_lens=one)
                 for kind in kinds[:1] if prefix else kinds:
                     yield prefix, batch.replace(**kind)
-
-    def other_plans(self, record: TritonAttentionMetadata) -> Iterator[TritonAttentionMetadata]:
-        """The same step planned in the other ways in which steps like it may come: each is to be
-        used before the next one is asked for.
-
-        Args:
-            record: of this builder.
-        """
-        own = None if record.split is None else record.split.own
-        if own is None:
-            return
-        for room in self.planner.rooms(own):
-            if room != own:
-                yield replace(record, split=self.planner.split(room))
-        launched = replace(record, split=self.planner.split())
-        self.update_draft_decode_metadata(launched)
-        yield launched
 
     def _kinds_of_rows(self, batch: CommonAttentionMetadata) -> tuple[int, bool]:
         """The host's estimate of the step's prefill tiles, at least one; and whether rows may be

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -166,11 +165,10 @@ class TritonAttentionImpl(CachedImpl):
                 if self.kv_sharing_target_layer_name is None:
                     self.do_kv_cache_update(layer, key, value, kv_cache, batch.slot_mapping)
                 record = builder.build(prefix, batch)
-                for step in chain([record], builder.other_plans(record)):
-                    self.forward(
-                        *(layer, query, key, value, kv_cache, step, output, output_scale),
-                        **asked,
-                    )
+                self.forward(
+                    *(layer, query, key, value, kv_cache, record, output, output_scale),
+                    **asked,
+                )
 
         run_compiled(run_steps, device)
 

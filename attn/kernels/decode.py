@@ -28,7 +28,6 @@ from builders.kernels import (
     first_visible,
     local_len,
     local_position,
-    plan_own_share,
     segment_of,
     segment_start,
 )
@@ -78,14 +77,8 @@ _VARYING = [
     "num_ranges",
     "table_row",
     "lse_token",
-    "num_reqs",
-    "max_kv_len",
-    "short_query",
-    "plan_window",
 ]
 _ANYWHERE = [
-    "seq_lens_ptr",
-    "query_start_ptr",
     "table_ptr",
     "lse_ptr",
     "causal_ptr",
@@ -119,8 +112,6 @@ def decode_kernel(
     counters_ptr,
     states_ptr,
     sums_ptr,
-    seq_lens_ptr,
-    query_start_ptr,
     causal_ptr,
     prefix_ptr,
     ranges_ptr,
@@ -152,10 +143,6 @@ def decode_kernel(
     dcp_rank,
     dcp_interleave,
     num_ranges,
-    num_reqs,
-    max_kv_len,
-    short_query,
-    plan_window,
     HEADS: tl.constexpr,
     HEAD_LOOPS: tl.constexpr,
     HEAD_TILES: tl.constexpr,
@@ -201,11 +188,6 @@ def decode_kernel(
     FREE: tl.constexpr,
     FINISH_ROWS: tl.constexpr,
     FINISH_WIDTH: tl.constexpr,
-    OWN_REQS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    FAR: tl.constexpr,
-    PLAN_WINDOW: tl.constexpr,
-    TRIM: tl.constexpr,
     WAITS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -215,9 +197,7 @@ def decode_kernel(
     ``[N, BLOCK_SIZE, Hk, words]`` by their strides in stored words; the rest as in the plan.
     DCP: the cache holds one rank's keys, see :class:`builders.paging.Stripe`.
     FREE cuts rows between any two tiles, so that bits depend on the batch: what invariance costs is
-    measured against it. OWN_REQS: programs plan their shares of GROUPS themselves, of so many
-    requests at most; with TRIM and PLAN_WINDOW as the plan is, which a layer may not be. WAITS: it
-    may have been started ahead.
+    measured against it. WAITS: it may have been started ahead.
     """
     if WAITS:
         # Of everything: queries and keys are written by kernels before this one, too, and the
@@ -228,15 +208,6 @@ def decode_kernel(
     RUN: tl.constexpr = KV_TILE if BLOCK_SIZE % KV_TILE == 0 else (BLOCK_SIZE & -BLOCK_SIZE)
     pid = tl.program_id(0)
     lane = pid % HEADS
-    if OWN_REQS > 0:
-        plan_own_share(
-            pid // HEADS, tl.arange(0, OWN_REQS), seq_lens_ptr, query_start_ptr, rows_ptr,
-            total_ptr, starts_ptr, shares_ptr, num_reqs, max_kv_len, short_query, plan_window,
-            QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, HEAD_LOOPS, PLAN_WINDOW, TRIM, BUNDLES > 1, GROUPS,
-            OWN_REQS <= 32, FAR,
-        )  # fmt: skip
-        # What is read from here on, other threads have stored.
-        tl.debug_barrier()
     mine = shares_ptr + (pid // HEADS) * _SHARE_FIELDS
     row = tl.arange(0, ROWS)
     first_row = tl.load(mine)

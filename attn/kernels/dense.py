@@ -18,7 +18,6 @@ from attn.kernels.numerics import INTERPRETED
 from attn.kernels.prefill import prefill_kernel
 from attn.kernels.stored import E4M3, E5M2, INT4, INT8, NATIVE, PLAIN, PTX, PTX_SM89
 from builders.paging import Stripe
-from builders.segments import LIMIT
 from builders.split_plan import (
     HopperPlan,
     SplitPlan,
@@ -222,10 +221,6 @@ class DenseLauncher:
         plan = step.split
         assert plan is not None
         varying["plan"] = plan.pointers
-        plans = plan.own is not None
-        varying["seq_lens_ptr"] = step.seq_lens if plans else None
-        varying["query_start_ptr"] = step.query_start_loc if plans else None
-        varying["num_reqs"] = step.num_reqs
         if plan.hopper is not None:
             call = self._split_on_hopper(plan, step, tensors, varying, likeness)
             if call is not None:
@@ -498,18 +493,10 @@ def _strides(tensors: DenseTensors, k_words: torch.Tensor, v_words: torch.Tensor
 
 def _split_constants(plan: SplitPlan, width: int) -> dict[str, Any]:
     """The split-KV kernel's own constants; ``width`` is that of a state's row."""
-    tile, own = plan.tile, plan.own
+    tile = plan.tile
     finish_rows = power_of_two(tile.tile_heads * tile.query_tokens)
     return {
         "groups": plan.groups,
-        "max_kv_len": 0 if own is None else own.max_kv_len,
-        "short_query": plan.short_query,
-        "plan_window": 0 if own is None else own.window or 0,
-        "OWN_REQS": 0 if own is None else own.reqs,
-        "GROUPS": plan.groups if own is not None else 0,
-        "FAR": own is not None and own.max_kv_len > LIMIT,
-        "PLAN_WINDOW": own is not None and own.window is not None,
-        "TRIM": own is not None and own.is_causal,
         "WAITS": plan.waits,
         "HEADS": plan.heads,
         "HEAD_LOOPS": plan.head_loops,

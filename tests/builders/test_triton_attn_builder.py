@@ -13,8 +13,6 @@ from torch import Tensor
 import builders.triton_attn
 from attn.backends.triton_attn import TritonAttentionBackend
 from builders.common import CommonAttentionMetadata
-from builders.split_kv import interprets
-from builders.split_plan import OwnShares
 from builders.triton_attn import (
     TritonAttentionMetadata,
     TritonAttentionMetadataBuilder,
@@ -121,17 +119,8 @@ def test_a_captured_prefill_of_more_requests_finds_no_tiles_of_an_earlier_step()
     assert captured.prefill.tile_starts.tolist() == [0] * 5
 
 
-def launching_builder(
-    spec: AnyKVCacheSpec = SPECS["full"], **changes: Any
-) -> TritonAttentionMetadataBuilder:
-    """One that launches a plan for every step, since it has made a record for a graph."""
-    builder = builder_of(spec, **changes)
-    builder.build_for_cudagraph_capture(batch_of(DECODES))
-    return builder
-
-
 def test_a_length_beyond_the_limit_stays_within_the_rows_own_scratch() -> None:
-    builder = launching_builder()
+    builder = builder_of()
     batch = batch_of(DECODES)
     batch.seq_lens[1] = 9000
     record = builder.build(0, batch)
@@ -141,7 +130,7 @@ def test_a_length_beyond_the_limit_stays_within_the_rows_own_scratch() -> None:
 
 
 def test_lengths_beyond_the_requests_are_not_planned() -> None:
-    builder = launching_builder()
+    builder = builder_of()
     batch = batch_of(DECODES)
     longer = batch.replace(seq_lens=torch.cat([batch.seq_lens, batch.seq_lens]))
     assert len(builder.build(0, longer).seq_lens) == 4
@@ -155,7 +144,7 @@ def test_an_encoder_needs_no_scratch() -> None:
 
 
 def test_a_draft_step_is_planned_anew_from_the_records_own_tensors() -> None:
-    builder, batch = launching_builder(), batch_of(DECODES)
+    builder, batch = builder_of(), batch_of(DECODES)
     record = builder.build(0, batch)
     longer = batch.replace(seq_lens=batch.seq_lens + 100)
     batch.seq_lens.add_(100)
@@ -164,59 +153,6 @@ def test_a_draft_step_is_planned_anew_from_the_records_own_tensors() -> None:
     planned = record.split.rows[:4].clone()
     builder.build(0, batch_of(MIX))
     assert torch.equal(builder.build(0, longer).split.rows[:4], planned)
-
-
-# -- Steps that no plan is launched for.
-
-
-def own_shares_of(builder: TritonAttentionMetadataBuilder, lens: Any) -> OwnShares | None:
-    record = builder.build(0, batch_of(lens))
-    assert record.split is not None
-    return record.split.own
-
-
-@pytest.mark.skipif(not interprets() and DEVICE.type == "cpu", reason="needs a GPU or interpreter")
-def test_programs_plan_for_themselves_where_requests_are_few_and_queries_short() -> None:
-    builder = builder_of(max_num_seqs=256, max_num_batched_tokens=256)
-    few, many = ((1,) * 32, (9,) * 32), ((1,) * 33, (9,) * 33)
-    assert own_shares_of(builder, few) == OwnShares(32, 512, None, True)
-    assert own_shares_of(builder, many) == OwnShares(128, 512, None, True)
-    assert own_shares_of(builder, ((1,) * 129, (9,) * 129)) is None
-    # Where there are tiles of prefills to count, a launch counts them.
-    assert own_shares_of(builder, MIX) is None
-    per_request = batch_of(DECODES).replace(causal=torch.ones(4, dtype=torch.bool, device=DEVICE))
-    record = builder.build(0, per_request)
-    assert record.split is not None
-    assert record.split.own == OwnShares(32, 512, None, False)
-    window = own_shares_of(builder_of(SPECS["window"]), DECODES)
-    assert window is not None
-    assert window.window == SPECS["window"].sliding_window  # type: ignore[union-attr]
-
-
-def test_a_plan_is_launched_for_chunks_ranks_and_any_partition() -> None:
-    assert own_shares_of(builder_of(SPECS["chunk"]), DECODES) is None
-    assert own_shares_of(builder_of(**DCP), DECODES) is None
-    make = TritonAttentionMetadataBuilder.for_free_partition
-    assert own_shares_of(make(SPECS["full"], ["layers.0"], CONFIG, DEVICE), DECODES) is None
-
-
-def test_once_captured_every_step_is_planned_by_a_launch() -> None:
-    builder, batch = builder_of(), batch_of(DECODES)
-    before = builder.build(0, batch)
-    captured = builder.build_for_cudagraph_capture(batch)
-    after = builder.build(0, batch)
-    for record in (captured, after):
-        assert record.split is not None
-        assert record.split.own is None
-    buffers = builder.planner.buffers
-    assert int(buffers["total"][0]) == 4
-    # A record that is not planned plans for itself whenever it is used.
-    buffers["total"].fill_(-5)
-    builder.update_draft_decode_metadata(before)
-    planned = before.split is not None and before.split.own is None
-    assert int(buffers["total"][0]) == (4 if planned else -5)
-    builder.update_draft_decode_metadata(after)
-    assert int(buffers["total"][0]) == 4
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -340,14 +340,6 @@ def _assembly(
     return tuple(value(x) for x in found) if isinstance(found, tuple) else value(found)
 
 
-def _scan(columns: Sequence[Any], axis: int, combine: Callable[..., Any]) -> tuple[Value, ...]:
-    """Of several vectors at once."""
-    found = [tuple(column[0] for column in columns)]
-    for row in list(zip(*columns, strict=True))[1:]:
-        found.append(combine(*found[-1], *row))
-    return tuple(value(np.array(column, np.int32)) for column in zip(*found, strict=True))
-
-
 def _where(condition: Any, x: Any, y: Any) -> Value:
     arrays = [part.dtype for part in (x, y) if isinstance(part, np.ndarray)]
     plain = np.int32 if isinstance(x, int) and isinstance(y, int) else np.float32
@@ -413,9 +405,6 @@ _GLUON = types.SimpleNamespace(
     minimum=lambda x, y: value(np.minimum(x, y)),
     clamp=lambda x, low, high, propagate_nan: value(np.clip(x, low, high)),
     max=lambda x, axis: value(np.max(np.asarray(x), axis)),
-    min=lambda x, axis: value(np.min(np.asarray(x), axis)),
-    cdiv=lambda x, y: value((np.asarray(x) + y - 1) // y),
-    associative_scan=_scan,
     sum=lambda x, axis: value(np.sum(np.asarray(x), axis)),
     abs=np.abs,
     exp2=lambda x: value(np.exp2(np.asarray(x))),

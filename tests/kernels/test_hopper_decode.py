@@ -375,26 +375,6 @@ def test_it_computes_rows_of_many_segments(kind: str, launched: list[KernelCall]
 
 
 @pytest.mark.parametrize("kind", LONG)
-def test_programs_that_plan_for_themselves_compute_the_same_bits(
-    kind: str, launched: list[KernelCall]
-) -> None:
-    trial = trials.DenseTrial(TritonAttentionBackend, LONG[kind], torch.device("cpu"))
-    trial.write()
-    found = []
-    for is_captured in (False, True):
-        builder = trial.builder()
-        if is_captured:
-            builder.build_for_cudagraph_capture(trial.inputs.batch)
-        record = trial.build(builder)
-        found.append(trial.attend(record, trial.inputs, trial.cache()))
-        assert not bool(record.split.counters.any())
-    own, planned = found
-    assert [call.arguments["OWN_REQS"] for call in launched] == [32, 0]
-    for name, rows in planned.items():
-        assert torch.equal(own[name].view(torch.uint8), rows.view(torch.uint8)), name
-
-
-@pytest.mark.parametrize("kind", LONG)
 def test_keys_that_come_late_are_waited_for(
     kind: str, launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch
 ) -> None:

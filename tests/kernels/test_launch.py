@@ -227,19 +227,16 @@ def test_lengths_prepare_nothing_anew(kernels: list[Recorder]) -> None:
     bench = Bench()
     bench.forward(bench.record(1, 30), 31)
     assert bench.forms == 2
-    # Decodes alone, whose programs plan for themselves.
-    bench.forward(bench.record(1), 1)
-    assert bench.forms == 3
     for lens in ((1,), (1, 2, 3), (50,), (20, 1, 40), (64, 64)):
         bench.forward(bench.record(*lens), sum(lens))
         bench.forward(bench.record(*lens), sum(lens) + 5)
-    assert bench.forms == 3
+    assert bench.forms == 2
     # Steps of long rows alone have none for it.
-    assert len(kernels[0].calls) == 8
+    assert len(kernels[0].calls) == 7
     # Latent prefill has a cache of its own, of as many pages as a step needs.
     bench.cache = bench.spec.layout().allocate(2 * BLOCKS)
     bench.forward(bench.record(1, 30), 31)
-    assert bench.forms == 3
+    assert bench.forms == 2
 
 
 @pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.FP8])

@@ -191,68 +191,6 @@ def test_features_of_scores_and_output_hold_for_cut_rows(feature: str) -> None:
     check(step_of(trial_of(case_of(VERIFY, feature=FEATURES[feature]))))
 
 
-# -- Planned by a launch, or by every program for itself.
-
-
-def launching(trial: DenseTrial) -> Any:
-    """A builder that launches a plan for every step, since it has made a record for a graph."""
-    builder = trial.builder()
-    builder.build_for_cudagraph_capture(trial.inputs.batch)
-    return builder
-
-
-PADDED = BatchSpec("padded", (1, 0, 2, 0, 1, 0), (5000, 0, 2100, 77, 8200, 1))
-OWN = {
-    "decode": case_of(),
-    "verify": case_of(VERIFY, heads=Heads(8, 1, 32)),
-    "extend": case_of(EXTEND, heads=Heads(8, 1, 32)),
-    "padded": case_of(PADDED),
-    "per_request": case_of(EXTEND, feature=FEATURES["causal_per_request"]),
-    "window": case_of(VERIFY, feature=Feature("window", sliding_window=1500)),
-    "fp8": case_of(cache_dtype=CacheDType.FP8_E4M3),
-    "head_loops": case_of(SHORT_DECODE, heads=Heads(4, 4, 64)),
-}
-
-
-@pytest.mark.parametrize("kind", OWN)
-def test_programs_that_plan_for_themselves_cut_alike(kind: str) -> None:
-    trial = trial_of(OWN[kind])
-    if kind == "window":
-        trial.spec = PLANS["own"]
-    found, builders = {}, {"own": trial.builder(), "launched": launching(trial)}
-    for name, builder in builders.items():
-        record = trial.build(builder)
-        assert record.split is not None
-        assert (record.split.own is not None) == (name == "own")
-        step = Step(trial, builder, record, trial.attend(record, trial.inputs, trial.cache()))
-        check(step, least_cuts=kind not in ("window", "head_loops"))
-        plan = record.split
-        parts = {"rows": plan.rows[: int(plan.total[0])], "total": plan.total}
-        parts |= {"starts": plan.starts, "states": plan.states, "sums": plan.sums}
-        found[name] = bits(step.results), parts
-    (own, parts), (launched, planned) = found["own"], found["launched"]
-    assert same_bits(own, launched)
-    for name, tensor in planned.items():
-        assert torch.equal(parts[name], tensor), name
-
-
-def test_a_record_that_is_not_planned_follows_its_tensors() -> None:
-    """As the draft steps of one graph do: lengths change in place, nothing is built anew."""
-    trial = trial_of(case_of())
-    builder = trial.builder()
-    record = trial.build(builder)
-    assert record.split.own is not None
-    first = bits(trial.attend(record, trial.inputs, trial.cache()))
-    kept = record.seq_lens.clone()
-    record.seq_lens.copy_(torch.tensor([1, 900, 40, 3000, 2], dtype=torch.int32))
-    builder.update_draft_decode_metadata(record)
-    between = bits(trial.attend(record, trial.inputs, trial.cache()))
-    assert not same_bits(first, between)
-    record.seq_lens.copy_(kept)
-    assert same_bits(bits(trial.attend(record, trial.inputs, trial.cache())), first)
-    assert not bool(record.split.counters.any())
-
-
 # -- Windows that the plan does not know.
 
 

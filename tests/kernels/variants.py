@@ -138,8 +138,6 @@ class Layer:
     neox: bool = True
     left_to_itself: bool = False
     """The engine chooses kernels."""
-    own_shares: int = 0
-    """Programs plan their shares themselves, of so many requests; 0 of a launch's plan."""
     target: CacheDType = CacheDType.AUTO
     """What latent rows are converted to."""
     whole: bool = False
@@ -290,13 +288,6 @@ VARIANTS: Final = (
     _only(_D, "fp8", 80, 90, 100, 120, speed=True, cache=_FP8),
     _only(_D, "verify 4", 90, speed=True, drafts=3),
     _only(_D, "verify 8", 90, speed=True, drafts=7),
-    _only(_D, "32/8/128 own shares", 90, speed=True, own_shares=32),
-    _only(_D, "32/8/128 own shares of many", 90, speed=True, own_shares=128),
-    _only(
-        *(_D, "64/8/64 window sinks own shares", 90),
-        **{"speed": True, "heads": (64, 8, 64), "window": 128, "sinks": True, "own_shares": 128},
-    ),
-    _only(_D, "fp8 own shares", 80, 90, 100, 120, speed=True, cache=_FP8, own_shares=32),
     _only(_P, "window 1024", 90, speed=True, window=1024),
     # Types and caches.
     _only(_P, "fp8", cache=_FP8),
@@ -458,9 +449,6 @@ HOPPER_VARIANTS: Final = (
     _only(_HD, "32/32/128", speed=True, heads=(32, 32, 128)),
     _only(_HD, "verify 4", speed=True, drafts=3),
     _only(_HD, "verify 8", 90, speed=True, drafts=7),
-    _only(_HD, "8/1/128 own shares", 90, speed=True, heads=(8, 1, 128), own_shares=32),
-    _only(_HD, "8/1/128 own shares of many", 90, speed=True, heads=(8, 1, 128), own_shares=128),
-    _only(_HD, "verify 8 own shares", 90, speed=True, drafts=7, own_shares=32),
     _only(_HD, "64/8/64 window sinks", 90, speed=True, heads=(64, 8, 64), window=128, sinks=True),
     _only(_HD, "fp8", 90, speed=True, cache=_FP8),
     _only(_HD, "fp8 verify 4", cache=_FP8, drafts=3),
@@ -615,13 +603,7 @@ def attention_calls(
     spec, dtype = layer.spec(), layer.dtype.torch
     batch, engine = _batch(layer, query_len, prefix + 41), layer.engine(prefill, decode)
     builder = TritonAttentionMetadataBuilder(spec, ["layer"], engine, "cpu")
-    rooms = (layer.own_shares,) if layer.own_shares else ()
-    with (
-        mock.patch.object(builders.widened, "LEAST_ROWS", 0 if layer.widened else math.inf),
-        mock.patch.object(builders.split_kv, "OWN_SHARES", rooms),
-        # Its launch is not made then.
-        mock.patch.object(builders.split_kv, "interprets", return_value=bool(rooms)),
-    ):
+    with mock.patch.object(builders.widened, "LEAST_ROWS", 0 if layer.widened else math.inf):
         record = builder.build(prefix, batch)
     tokens = batch.num_actual_tokens
     output = torch.zeros(tokens, heads, layer.v_size, dtype=output_dtype or dtype)
@@ -816,8 +798,7 @@ def _plan_call(layer: Layer) -> KernelCall:
         mock.patch.object(builders.split_kv, "interprets", return_value=True),
         mock.patch.object(builders.kernels, "plan_kernel", recorder),
     ):
-        # Its steps are planned by a launch.
-        builder.build_for_cudagraph_capture(_batch(layer, 1 + layer.drafts))
+        builder.build(0, _batch(layer, 1 + layer.drafts))
     (call,) = recorder.calls
     return call
 

@@ -257,7 +257,6 @@ class _Unwrapped:
         self.device = builder.device
         self.build = ours.build
         self.warm_up_batches = getattr(ours, "warm_up_batches", None)
-        self.other_plans = getattr(ours, "other_plans", None)
 
 
 def warm_up(builder: Any, layers: Sequence[Any], features: compat.Features) -> None:

@@ -22,10 +22,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from attn.kernels.hopper.compat import reinterpret, thread_barrier, wait_for_kernels_before
+from attn.kernels.hopper.compat import reinterpret, wait_for_kernels_before
 from attn.kernels.hopper.decode_consume import consume
 from attn.kernels.hopper.decode_produce import produce
-from builders.kernels import plan_own_share
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _REGISTERS = tl.constexpr(96)
@@ -41,14 +40,8 @@ _VARYING = [
     "num_ranges",
     "table_row",
     "lse_token",
-    "num_reqs",
-    "max_kv_len",
-    "short_query",
-    "plan_window",
 ]
 _ANYWHERE = [
-    "seq_lens_ptr",
-    "query_start_ptr",
     "table_ptr",
     "lse_ptr",
     "causal_ptr",
@@ -76,8 +69,6 @@ def hopper_decode_kernel(
     counters_ptr,
     states_ptr,
     sums_ptr,
-    seq_lens_ptr,
-    query_start_ptr,
     causal_ptr,
     ranges_ptr,
     sinks_ptr,
@@ -97,10 +88,6 @@ def hopper_decode_kernel(
     chunk,
     lookback,
     num_ranges,
-    num_reqs,
-    max_kv_len,
-    short_query,
-    plan_window,
     HEADS: gl.constexpr,
     HEAD_LOOPS: gl.constexpr,
     HEAD_TILES: gl.constexpr,
@@ -130,11 +117,6 @@ def hopper_decode_kernel(
     FP8_OUT: gl.constexpr,
     LSE: gl.constexpr,
     E4M3: gl.constexpr,
-    OWN_REQS: gl.constexpr,
-    GROUPS: gl.constexpr,
-    FAR: gl.constexpr,
-    PLAN_WINDOW: gl.constexpr,
-    TRIM: gl.constexpr,
 ):
     """Attention of the plan's rows; grid ``(groups * HEADS,)``.
 
@@ -198,17 +180,6 @@ def hopper_decode_kernel(
     # TMA sees barriers by another way than threads do.
     fence_async_shared()
     wait_for_kernels_before()
-    if OWN_REQS > 0:
-        # Every warp has all requests.
-        LANES: gl.constexpr = gl.BlockedLayout([OWN_REQS // 32], [32], [4], [0])
-        plan_own_share(
-            gl.program_id(0) // HEADS, gl.arange(0, OWN_REQS, layout=LANES), seq_lens_ptr,
-            query_start_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr, num_reqs, max_kv_len,
-            short_query, plan_window, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, HEAD_LOOPS, PLAN_WINDOW,
-            TRIM, BUNDLES > 1, GROUPS, True, FAR,
-        )  # fmt: skip
-        # What is read from here on, other threads have stored.
-        thread_barrier()
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
