@@ -13,6 +13,7 @@ from attn.impls.warm import run_compiled
 from attn.ops.merge import merge_states
 from builders.debug import debug_read
 from builders.triton_attn import check_dtypes, check_head_sizes
+from specs.dtypes import KVQuantMode
 from specs.layouts import KVViews
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class TritonAttentionImpl(CachedImpl):
             and rules.attention_chunk_size is None
         )
         """The mask is causality alone, so that a prefix is seen whole and positions may shift."""
+        self._is_scaled = self.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR
         self._on_device: dict[torch.device, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
         self._launchers: dict[bool, DenseLauncher] = {}
 
@@ -81,34 +83,36 @@ class TritonAttentionImpl(CachedImpl):
             raise NotImplementedError("output_block_scale is not supported")
         if attn_metadata is None:
             return output.zero_()
-        from attn.kernels.dense import DenseTensors
-
         keys = self._keys(query, key, value, kv_cache, attn_metadata)
-        viewed = self._viewed
-        sinks, slopes = self._constants(query.device)
+        viewed = self._viewed if self._is_cached else None
+        sinks, slopes = self.sinks, self.alibi_slopes
+        if sinks is not None or slopes is not None:
+            sinks, slopes = self._constants(query.device)
         rows = output
         if output.dim() == 2 and output.shape[1] == self.num_heads * self.head_size_v:
             rows = output.view(output.shape[0], self.num_heads, self.head_size_v)
         _check_lengths(attn_metadata.num_actual_tokens, query, rows, output_lse)
-        tensors = DenseTensors(
-            query=query,
-            keys=keys,
-            output=rows,
-            k_scale=layer._k_scale,
-            v_scale=layer._v_scale,
-            lse=output_lse,
-            output_scale=output_scale,
-            sinks=sinks,
-            alibi_slopes=slopes,
-            rows=viewed.made if viewed is not None and viewed.views is keys else None,
-        )
         launcher = self._launcher(layer, attn_metadata)
+        is_scaled = self._is_scaled
+        # By position, which is cheaper.
+        tensors = launcher.tensors(
+            query,
+            keys,
+            rows,
+            layer._k_scale if is_scaled else None,
+            layer._v_scale if is_scaled else None,
+            output_lse,
+            output_scale,
+            sinks,
+            slopes,
+            None if viewed is None else viewed.made,
+        )
         shared = attn_metadata.shared
         if shared is not None and self._is_plainly_causal:
             _attend_shared(launcher, shared, tensors)
         else:
             launcher.attend(attn_metadata, tensors)
-        if viewed is not None and viewed.views is keys:
+        if viewed is not None:
             viewed.made = tensors.rows
         return output
 
@@ -226,8 +230,6 @@ class TritonAttentionImpl(CachedImpl):
     def _constants(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Sinks and ALiBi slopes on the device: themselves, or what the first call copied there."""
         given = self.sinks, self.alibi_slopes
-        if given[0] is None and given[1] is None:
-            return given
         if all(tensor is None or tensor.device == device for tensor in given):
             return given
         constants = self._on_device.get(device)
