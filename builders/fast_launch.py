@@ -56,8 +56,6 @@ MOST_PREPARED = 8
 """Specialisations of a form that are kept; launches like others stay Triton's."""
 _ALIGNMENT = 16
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
-_SINGLE = (*_TENSORS, int)
-"""Of these an argument is one of the C function's."""
 _KNOBS = ("launch_enter_hook", "launch_exit_hook", "debug", "add_stages_inspection_hook")
 """Of Triton's runtime: by these, someone watches launches or has kernels compiled otherwise."""
 _BASE = ("grid x", "grid y", "grid z", "stream")
@@ -96,7 +94,8 @@ class Relauncher:
         for prepared in self._prepared:
             words = prepared.words_of(values)
             if words is not None:
-                prepared.launch(grid, words)
+                x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+                prepared.launch(x, y, z, words)
                 return True
         return False
 
@@ -169,7 +168,7 @@ class Repeat:
         self._kernel = kernel
         self._prepared = prepared
         self._words = words
-        self._places: list[tuple[int, int | slice]] = []
+        self._places: list[tuple[int, Any]] = []
         self._aligned: list[int] = []
         self._numbers: list[int] = []
         for index, name in enumerate(names):
@@ -215,7 +214,7 @@ class Repeat:
         words = self._words.copy()
         for index, place in self._places:
             words[place] = given[index]
-        self._prepared.launch((programs, 1, 1), words)
+        self._prepared.launch(programs, 1, 1, words)
         return True
 
 
@@ -286,7 +285,7 @@ class _Prepared:
             if any(one.is_constexpr or one.is_const or one.annotation_type for one in members):
                 raise _UnknownError
             param, place = members[0], places[members[0].name]
-            self.places[name] = index, place if type(value) not in _SINGLE else place.start
+            self.places[name] = index, place if name in self.encoders else place.start
             self.waived[name] = param.do_not_specialize or (
                 param.do_not_specialize_on_alignment and type(value) in _TENSORS
             )
@@ -385,9 +384,8 @@ class _Prepared:
             words[where] = encoded
         return words
 
-    def launch(self, grid: tuple[int, ...], words: list[Any]) -> None:
+    def launch(self, x: int, y: int, z: int, words: list[Any]) -> None:
         """Enqueue on the current stream."""
-        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         stream = self._driver.get_current_stream(self._device)
         if self._is_nested:
             self._call(x, y, z, stream, *self._base, words)

@@ -211,10 +211,10 @@ class HopperPlan:
         return self.query_tile, self.is_required, self.widened is None, kinds
 
     @cached_property
-    def given(self) -> tuple[int, ...]:
-        """Addresses of its tensors, in their order, and the programs."""
+    def addresses(self) -> tuple[int, ...]:
+        """Of its tensors, in their order."""
         tensors = self.tile_starts, self.num_tiles, self.counter
-        return *(tensor.data_ptr() for tensor in tensors), self.programs
+        return tuple(tensor.data_ptr() for tensor in tensors)
 
 
 @dataclass(frozen=True)
@@ -237,11 +237,6 @@ class PrefillPlan:
         starts = self.tile_starts
         of_hopper = None if self.hopper is None else self.hopper.likeness
         return self.tile, starts.dtype, starts.device, of_hopper
-
-    @cached_property
-    def given(self) -> tuple[int, ...]:
-        """The address of its tensor, for the plain kernel."""
-        return (self.tile_starts.data_ptr(),)
 
 
 def area_of(slots: int, bundles: int, head_loops: int) -> int:

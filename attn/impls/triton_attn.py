@@ -91,7 +91,6 @@ class TritonAttentionImpl(CachedImpl):
         rows = output
         if output.dim() == 2 and output.shape[1] == self.num_heads * self.head_size_v:
             rows = output.view(output.shape[0], self.num_heads, self.head_size_v)
-        _check_lengths(attn_metadata.num_actual_tokens, query, rows, output_lse)
         launcher = self._launcher(layer, attn_metadata)
         is_scaled = self._is_scaled
         # By position, which is cheaper.
@@ -106,6 +105,7 @@ class TritonAttentionImpl(CachedImpl):
             sinks,
             slopes,
             None if viewed is None else viewed.made,
+            attn_metadata.num_actual_tokens,
         )
         shared = attn_metadata.shared
         if shared is not None and self._is_plainly_causal:
@@ -188,7 +188,9 @@ class TritonAttentionImpl(CachedImpl):
         if not self._is_cached:
             if key is None or value is None:
                 raise ValueError(f"key and value are needed for attn_type {self.attn_type.value!r}")
-            _check_lengths(step.num_actual_tokens, key, value, None)
+            from attn.kernels.checks import check_lengths
+
+            check_lengths(step.num_actual_tokens, key, value, None)
             return KVViews(key, value)
         if self._debugs:
             # A rank of several has blocks for its own tokens of a request only.
@@ -244,8 +246,12 @@ def _attend_shared(launcher: DenseLauncher, shared: SharedPrefix, tensors: Dense
 
     Sinks join the softmax once, with the part that every row has: its own.
     """
+    from attn.kernels.checks import check_lengths
+
+    check_lengths(tensors.num_tokens, tensors.query, tensors.output, tensors.lse)
     outputs, lses = shared.outputs, shared.lses
-    own = replace(tensors, output=outputs[1], lse=lses[1], output_scale=None)
+    # The buffers have rows for the tokens of the batch without padding.
+    own = replace(tensors, output=outputs[1], lse=lses[1], output_scale=None, num_tokens=0)
     launcher.attend(shared.prefix, replace(own, output=outputs[0], lse=lses[0], sinks=None))
     launcher.attend(shared.own, own)
     merge_states(
@@ -255,19 +261,3 @@ def _attend_shared(launcher: DenseLauncher, shared: SharedPrefix, tensors: Dense
         output_lse=tensors.lse,
         output_scale=tensors.output_scale,
     )
-
-
-def _check_lengths(
-    num_tokens: int, first: torch.Tensor, second: torch.Tensor, lse: torch.Tensor | None
-) -> None:
-    """Every tensor has a row for each token of the step."""
-    if first.shape[0] < num_tokens or second.shape[0] < num_tokens:
-        raise ValueError(
-            f"query, key, value and output must have at least num_actual_tokens ({num_tokens}) "
-            f"rows, got {first.shape[0]} and {second.shape[0]}"
-        )
-    if lse is not None and lse.shape[0] < num_tokens:
-        raise ValueError(
-            f"output_lse must have at least num_actual_tokens ({num_tokens}) rows, got "
-            f"{lse.shape[0]}"
-        )

@@ -51,6 +51,26 @@ def _check_tensors(layer: DenseLayer, tensors: DenseTensors) -> None:
     _check_keys(layer, tensors)
 
 
+def check_lengths(
+    num_tokens: int, first: torch.Tensor, second: torch.Tensor, lse: torch.Tensor | None
+) -> None:
+    """Every tensor has a row for each token of the step.
+
+    Raises:
+        ValueError: one has fewer.
+    """
+    if first.shape[0] < num_tokens or second.shape[0] < num_tokens:
+        raise ValueError(
+            f"query, key, value and output must have at least num_actual_tokens ({num_tokens}) "
+            f"rows, got {first.shape[0]} and {second.shape[0]}"
+        )
+    if lse is not None and lse.shape[0] < num_tokens:
+        raise ValueError(
+            f"output_lse must have at least num_actual_tokens ({num_tokens}) rows, got "
+            f"{lse.shape[0]}"
+        )
+
+
 def check_heads(layer: DenseLayer, plan: SplitPlan) -> None:
     """The plan is for layers with these heads."""
     tile, group = plan.tile, layer.num_heads // layer.num_kv_heads

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton.language as tl
 
-from attn.kernels.checks import check_call, check_heads
+from attn.kernels.checks import check_call, check_heads, check_lengths
 from attn.kernels.decode import decode_kernel
 from attn.kernels.launch import FormCall, Forms, KernelCall, KernelForm, Repeats
 from attn.kernels.numerics import INTERPRETED
@@ -82,6 +82,8 @@ class DenseTensors:
     alibi_slopes: torch.Tensor | None = None
     rows: KeyRows | None = None
     """What a forward before made of ``keys``; made here where it is None."""
+    num_tokens: int = 0
+    """Rows that there must be of query and output."""
 
 
 class KeyRows:
@@ -228,9 +230,9 @@ class DenseLauncher:
             starts, lens = step.query_start_loc, step.seq_lens
             kinds = (starts.dtype, starts.is_cuda, lens.dtype, lens.is_cuda)
             of_prefill = (likeness, place, prefill.likeness, kinds)
-            given = (*given, starts.data_ptr(), lens.data_ptr(), step.num_reqs)
+            lengths = (starts.data_ptr(), lens.data_ptr(), step.num_reqs)
             attends = self._prefill_repeats.of(of_prefill) if repeats else None
-            if attends is None or not attends.launch(prefill, tensors.query, given):
+            if attends is None or not attends.launch(prefill, tensors.query, given, lengths):
                 calls = self._prefills(step, tensors, self._varying(step, tensors), likeness)
                 for call in calls:
                     call.launch()
@@ -384,11 +386,14 @@ class DenseLauncher:
         causal, table = step.causal, step.block_table
         try:
             # A slice of a shape costs more than all of it.
-            _, heads, size = query.shape
-            _, out_heads, out_size = output.shape
+            tokens, heads, size = query.shape
+            out_tokens, out_heads, out_size = output.shape
         except ValueError:
             check_call(self.layer, step, tensors)
             raise
+        least = tensors.num_tokens
+        if tokens < least or out_tokens < least or lse is not None:
+            check_lengths(least, query, output, lse)
         # In one piece: each layer of each step comes by.
         likeness = (
             query.dtype,
@@ -417,15 +422,16 @@ class DenseLauncher:
         )
         given = (
             query.data_ptr(),
+            tokens,
+            None if sinks is None else sinks.data_ptr(),
+            None if slopes is None else slopes.data_ptr(),
+            table.stride()[0],
             output.data_ptr(),
             None if lse is None else lse.data_ptr(),
             None if scale is None else scale.data_ptr(),
             None if k_scale is None else k_scale.data_ptr(),
             None if v_scale is None else v_scale.data_ptr(),
-            None if sinks is None else sinks.data_ptr(),
-            None if slopes is None else slopes.data_ptr(),
             table.data_ptr(),
-            table.stride()[0],
         )
         return likeness, given
 
@@ -476,7 +482,7 @@ class DenseLauncher:
         compute, guard = _compute_type(tensors.query.dtype, stored, tensors.keys.key.dtype)
         decode, hardware = decode_form(tensors.query.device)
         return _strides(tensors, varying["key_ptr"], varying["value_ptr"]) | {
-            "scale_head": 0 if tensors.k_scale is None or tensors.k_scale.numel() == 1 else 1,
+            "scale_head": 1 if tensors.k_scale is not None and tensors.k_scale.numel() > 1 else 0,
             "scale": layer.scale,
             "soft_cap": 1.0 if cap is None else float(cap),
             "window": window or 0,
@@ -535,18 +541,19 @@ def prefill_call(
 
 _GIVEN = (
     "query_ptr",
+    "tokens",
+    "sinks_ptr",
+    "slopes_ptr",
+    "table_row",
     "out_ptr",
     "lse_ptr",
     "output_scale_ptr",
     "k_scale_ptr",
     "v_scale_ptr",
-    "sinks_ptr",
-    "slopes_ptr",
     "table_ptr",
-    "table_row",
 )
 """What launches are given that are made again."""
-_GIVEN_LENGTHS = ("query_start_ptr", "seq_lens_ptr", "num_reqs")
+_LENGTHS = ("query_start_ptr", "seq_lens_ptr", "num_reqs")
 """Likewise, of prefills."""
 
 
@@ -556,23 +563,28 @@ class _PlainPrefill:
     def __init__(self, repeat: Repeat) -> None:
         """
         Args:
-            repeat: of :data:`_GIVEN`, the lengths and the plan's tiles.
+            repeat: of :data:`_GIVEN`, the plan's tiles and the lengths.
         """
         self._repeat = repeat
 
-    def launch(self, plan: PrefillPlan, query: torch.Tensor, given: tuple[Any, ...]) -> bool:
+    def launch(
+        self,
+        plan: PrefillPlan,
+        query: torch.Tensor,
+        given: tuple[Any, ...],
+        lengths: tuple[int, ...],
+    ) -> bool:
         """See :class:`attn.kernels.hopper.launch.RepeatedPrefill`."""
-        return self._repeat.launch(plan.programs, (*given, *plan.given))
+        return self._repeat.launch(plan.programs, (*given, plan.tile_starts.data_ptr(), *lengths))
 
 
 def _repeated_prefill(call: FormCall) -> _PlainPrefill | RepeatedPrefill | None:
     """For prefills like one that was launched."""
-    names = (*_GIVEN, *_GIVEN_LENGTHS)
     if call.form.kernel is not prefill_kernel:
         from attn.kernels.hopper.launch import repeated_prefill
 
-        return repeated_prefill(call, names)
-    repeat = call.repeat((*names, "tile_starts_ptr"))
+        return repeated_prefill(call, _GIVEN, _LENGTHS)
+    repeat = call.repeat((*_GIVEN, "tile_starts_ptr", *_LENGTHS))
     return None if repeat is None else _PlainPrefill(repeat)
 
 

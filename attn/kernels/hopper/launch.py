@@ -238,7 +238,7 @@ class RepeatedPrefill:
     def __init__(self, repeat: Repeat, box: tuple[int, ...]) -> None:
         """
         Args:
-            repeat: of names whose values are given, and of what the plan gives.
+            repeat: as :func:`repeated_prefill` makes it.
             box: of the query's descriptor.
         """
         self._repeat = repeat
@@ -246,23 +246,30 @@ class RepeatedPrefill:
         self._place: tuple[Any, ...] | None = None
         self._words: list[Any] | None = None
 
-    def launch(self, plan: PrefillPlan, query: torch.Tensor, given: tuple[Any, ...]) -> bool:
+    def launch(
+        self,
+        plan: PrefillPlan,
+        query: torch.Tensor,
+        given: tuple[Any, ...],
+        lengths: tuple[int, ...],
+    ) -> bool:
         """As :meth:`builders.fast_launch.Repeat.launch`.
 
         Args:
             plan: with one for this kernel.
             query: of this forward.
-            given: a value of each name but the plan's; the first is the query's address.
+            given: its address and number of tokens, and further values.
+            lengths: of the step.
         """
-        hopper = plan.hopper
+        hopper, place = plan.hopper, given[:2]
         assert hopper is not None
-        if given[0] % 16:
+        if place[0] % 16:
             return False
-        place = (given[0], query.shape)
         if place != self._place:
             described = _queries.of("q", query, self._box)
             self._place, self._words = place, self._repeat.encoded("q_desc", described)
-        return self._repeat.launch(hopper.programs, (*given, *hopper.given, self._words))
+        values = (*given, *hopper.addresses, *lengths, hopper.programs, self._words)
+        return self._words is not None and self._repeat.launch(hopper.programs, values)
 
 
 class HopperLauncher(HopperForms[HopperPlan]):
@@ -322,7 +329,7 @@ class HopperLauncher(HopperForms[HopperPlan]):
             "window": layer.sliding_window or 0,
             "chunk": chunk or 1,
             "lookback": layer.chunk_lookback,
-            "scale_head": 0 if tensors.k_scale is None or tensors.k_scale.numel() == 1 else 1,
+            "scale_head": 1 if tensors.k_scale is not None and tensors.k_scale.numel() > 1 else 0,
             "HEADS": layer.num_heads // tile.packed,
             "GROUP": layer.num_heads // layer.num_kv_heads,
             "PACKED": tile.packed,
@@ -358,14 +365,18 @@ class HopperLauncher(HopperForms[HopperPlan]):
         return KernelForm(hopper_prefill_kernel, fixed, varying, num_warps=4, waits=True)
 
 
-def repeated_prefill(call: FormCall, names: tuple[str, ...]) -> RepeatedPrefill | None:
+def repeated_prefill(
+    call: FormCall, given: tuple[str, ...], lengths: tuple[str, ...]
+) -> RepeatedPrefill | None:
     """For prefills like one that was launched; None where they stay as they are.
 
     Args:
         call: of this kernel.
-        names: what each is given beside the plan; the first is the query's address.
+        given: names of what :meth:`RepeatedPrefill.launch` takes.
+        lengths: likewise.
     """
-    repeat = call.repeat((*names, *_PLANNED))
+    tiles = ("tile_starts_ptr", "num_tiles_ptr", "counter_ptr")
+    repeat = call.repeat((*given, *tiles, *lengths, "programs", "q_desc"))
     return None if repeat is None else RepeatedPrefill(repeat, _query_box(call.form.arguments))
 
 
@@ -382,8 +393,6 @@ def _kind_of(cache_dtype: CacheDType) -> int:
     return E5M2 if cache_dtype is CacheDType.FP8_E5M2 else E4M3
 
 
-_PLANNED = ("tile_starts_ptr", "num_tiles_ptr", "counter_ptr", "programs", "q_desc")
-"""What launches that are made again get of the plan; and the query's descriptor."""
 _VARYING = (
     "q_desc",
     "tile_starts_ptr",
