@@ -111,7 +111,7 @@ class Bench:
         return replace(self.builder.build(0, batch), **changes)
 
     def forward(self, impl: TritonAttentionImpl, given: dict[str, Any]) -> list[list[Any]]:
-        """The launches of a forward as the GPU sees them, stream and kernel left out."""
+        """The launches of a forward as the GPU sees them."""
         before = len(self.driver.launches)
         rows, cache = (given["query"], None, None), given.get("cache", self.cache)
         arguments = (self.layer, *rows, cache, given["step"], given["output"])
@@ -119,8 +119,7 @@ class Bench:
         every, noted = self.driver.launches, []
         for end in range(before + 1, len(every) + 1):
             self.driver.launches = every[:end]
-            words = self.driver.launched()
-            noted.append([*words[:3], *words[5:]])
+            noted.append(self.driver.launched())
         self.driver.launches = every
         return noted
 
@@ -131,7 +130,7 @@ def rows_of(tokens: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
 
 def variants(bench: Bench) -> list[dict[str, Any]]:
     """Forwards that differ in everything that launches depend on."""
-    base = bench.step(40)
+    base, long = bench.step(40), rows_of(48)
     count = 40 * HEADS * SIZE
     wide = torch.zeros(64, 3 * HEADS, SIZE, dtype=torch.float16)
     odd = [wide.flatten()[start : start + count].view(40, HEADS, SIZE) for start in (1, 3)]
@@ -143,7 +142,8 @@ def variants(bench: Bench) -> list[dict[str, Any]]:
     changes: list[dict[str, Any]] = [
         {},
         {"query": rows_of(40)},
-        {"query": rows_of(48)},
+        {"query": long},
+        {"query": long[:44]},
         {"query": wide[:40, :HEADS]},
         {"query": wide[:40, HEADS : 2 * HEADS]},
         {"query": odd[0]},
