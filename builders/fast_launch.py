@@ -12,6 +12,9 @@ tensor the same dtype, and the same alignment to 16 bytes where the kernel does 
 integer the same width, and the same value where the kernel does not waive specialising on it; a
 descriptor the same dtype, box and layout. The tests ask Triton whether that is so.
 
+Whoever compares what its tensors are anyway keeps a :class:`Repeat` of a launch: its arguments, in
+which a few addresses and numbers are exchanged.
+
 What is used of Triton 3.6 to 3.9 is looked up when a launch is learnt from, and nothing is learnt
 where it looks different. Launches stay Triton's where someone watches them (hooks, profilers,
 ``TRITON_DEBUG``), on other devices than the one learnt on, on AMD and under the interpreter.
@@ -91,9 +94,31 @@ class Relauncher:
         for prepared in self._prepared:
             words = prepared.words_of(values)
             if words is not None:
-                prepared.launch(grid, words)
+                x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+                prepared.launch(x, y, z, words)
                 return True
         return False
+
+    def repeat(self, values: Sequence[Any], names: Sequence[str]) -> Repeat | None:
+        """A launch like one that was made, for others with new values of some names.
+
+        Args:
+            values: as :meth:`launch` takes them.
+            names: what is given at every launch; those of no argument that varies, and of those
+                that are None here, are passed over.
+
+        Returns:
+            None where :meth:`launch` leaves it to Triton, or where the kernel is specialised on a
+            value of those names by more than a repeat compares.
+        """
+        for prepared in self._prepared:
+            words = prepared.words_of(values)
+            if words is not None:
+                try:
+                    return Repeat(self._kernel, prepared, words, values, names)
+                except _UnknownError:
+                    return None
+        return None
 
     def learn(self, compiled: object, values: Sequence[Any], arguments: Mapping[str, Any]) -> None:
         """Keep what a launch through Triton gave, for launches that are specialised alike.
@@ -113,6 +138,84 @@ class Relauncher:
             self._learns = False
         if len(self._prepared) == MOST_PREPARED:
             self._learns = False
+
+
+class Repeat:
+    """A launch that was made, for those that differ from it in some addresses and numbers alone.
+
+    Types and devices are the caller's to compare; what else Triton specialises on is seen to here.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        prepared: _Prepared,
+        words: list[Any],
+        values: Sequence[Any],
+        names: Sequence[str],
+    ) -> None:
+        """
+        Args:
+            kernel: the ``triton.jit`` function.
+            prepared: what it was compiled to.
+            words: arguments of its C function.
+            values: those that they were made of.
+            names: as of :meth:`Relauncher.repeat`.
+
+        Raises:
+            _UnknownError: the kernel is specialised on the value of one of them.
+        """
+        self._kernel = kernel
+        self._prepared = prepared
+        self._words = words
+        self._places: list[tuple[int, Any]] = []
+        self._aligned: list[int] = []
+        self._numbers: list[int] = []
+        for index, name in enumerate(names):
+            at = prepared.places.get(name)
+            if at is None or values[at[0]] is None:
+                continue
+            value, waives = values[at[0]], prepared.waived[name]
+            if type(value) in _TENSORS and not waives:
+                self._aligned.append(index)
+                if value.data_ptr() % _ALIGNMENT:
+                    raise _UnknownError
+            elif type(value) is int:
+                self._numbers.append(index)
+                if not waives or value >> 31:
+                    raise _UnknownError
+            self._places.append((index, at[1]))
+
+    def encoded(self, name: str, descriptor: Any) -> list[Any] | None:
+        """What stands for a descriptor among what is given; None for one of another kind."""
+        return self._prepared.encoders[name].words_of(descriptor)
+
+    def launch(self, programs: int, given: tuple[Any, ...]) -> bool:
+        """Enqueue on the current stream; False, and nothing is done, where that is Triton's to do.
+
+        Args:
+            programs: of a grid of one dimension, not 0.
+            given: a value of each name: a tensor's address, an integer, the addresses of a
+                :class:`Pointers`, an encoded descriptor.
+        """
+        addresses = numbers = 0
+        for index in self._aligned:
+            addresses |= given[index]
+        for index in self._numbers:
+            numbers |= given[index]
+        if (
+            addresses % _ALIGNMENT
+            or numbers >> 31
+            or self._kernel.pre_run_hooks
+            or _is_watched()
+            or not self._prepared.is_current()
+        ):
+            return False
+        words = self._words.copy()
+        for index, place in self._places:
+            words[place] = given[index]
+        self._prepared.launch(programs, 1, 1, words)
+        return True
 
 
 class RepeatedLaunch:
@@ -162,9 +265,13 @@ class _Prepared:
         self._driver = driver.active
         self._device = self._driver.get_current_device()
         self._call, self._base, self._is_nested = _bottom_of(compiled, [*arguments.values()])
-        self._words, places, encoders = self._expanded(arguments)
+        self._words, places, self.encoders = self._expanded(arguments)
+        self.places: dict[str, tuple[int, int | slice]] = {}
+        """Of the arguments that vary: which of these it is, and where it is in the C function's."""
+        self.waived: dict[str, bool] = {}
+        """Of the same: nothing but their type makes a kernel of its own."""
         self._types = [*map(type, varying.values())]
-        self._groups: list[tuple[int, slice, list[Any]]] = []
+        self._groups: list[tuple[int, slice, tuple[Any, ...]]] = []
         self._descriptors: list[tuple[int, slice, _Encoder]] = []
         self._tensor_places: list[int] = []
         self._integer_places: list[tuple[int, int]] = []
@@ -178,21 +285,26 @@ class _Prepared:
             if any(one.is_constexpr or one.is_const or one.annotation_type for one in members):
                 raise _UnknownError
             param, place = members[0], places[members[0].name]
+            self.places[name] = index, place if name in self.encoders else place.start
+            self.waived[name] = param.do_not_specialize or (
+                param.do_not_specialize_on_alignment and type(value) in _TENSORS
+            )
             if type(value) is Pointers:
                 where = [places[member.name].start for member in members]
                 if where != [*range(where[0], where[0] + len(where))]:
                     raise _UnknownError
+                self.places[name] = index, slice(where[0], where[-1] + 1)
                 self._groups.append((index, slice(where[0], where[-1] + 1), value.kinds))
             elif type(value) in _TENSORS:
                 self._tensor_places.append(place.start)
                 tensors.append(index)
-                if not param.do_not_specialize and not param.do_not_specialize_on_alignment:
+                if not self.waived[name]:
                     aligned.append(len(tensors) - 1)
             elif type(value) is int:
                 self._integer_places.append((index, place.start))
                 (integers if param.do_not_specialize else exact).append(index)
-            elif name in encoders:
-                self._descriptors.append((index, place, encoders[name]))
+            elif name in self.encoders:
+                self._descriptors.append((index, place, self.encoders[name]))
             elif value is not None:
                 raise _UnknownError
         self._tensors, self._aligned = picker(tensors), picker(aligned)
@@ -234,13 +346,17 @@ class _Prepared:
             places[name] = slice(start, len(words))
         return words, places, encoders
 
+    def is_current(self) -> bool:
+        """Launches are made on its device."""
+        active = driver.active
+        return active is self._driver and active.get_current_device() == self._device
+
     def words_of(self, values: Sequence[Any]) -> list[Any] | None:
         """The C function's arguments for these values; None where Triton would specialise anew."""
         if [*map(type, values)] != self._types:
             return None
         tensors = self._tensors(values)
         addresses = [tensor.data_ptr() for tensor in tensors]
-        active = driver.active
         if (
             [tensor.dtype for tensor in tensors] != self._dtypes
             # Triton refuses what a GPU cannot read.
@@ -248,8 +364,7 @@ class _Prepared:
             or [at % _ALIGNMENT != 0 for at in self._aligned(addresses)] != self._remainders
             or [value >> 31 for value in self._integers(values)] != self._widths
             or self._exact(values) != self._values
-            or active is not self._driver
-            or active.get_current_device() != self._device
+            or not self.is_current()
         ):
             return None
         words = self._words.copy()
@@ -269,9 +384,8 @@ class _Prepared:
             words[where] = encoded
         return words
 
-    def launch(self, grid: tuple[int, ...], words: list[Any]) -> None:
+    def launch(self, x: int, y: int, z: int, words: list[Any]) -> None:
         """Enqueue on the current stream."""
-        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         stream = self._driver.get_current_stream(self._device)
         if self._is_nested:
             self._call(x, y, z, stream, *self._base, words)

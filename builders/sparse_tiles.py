@@ -86,8 +86,8 @@ class SparseTile:
     them to shared memory first."""
     holds_next: bool = False
     """The next step's latents wait in registers: where the compiler does not copy them ahead."""
-    hides_scores: bool = False
-    """Each warp group computes its own share of the scores; else all compute all."""
+    many: bool = False
+    """The kernel for many heads takes the rows."""
     swapped: bool = False
     """Keys are the rows of both products, heads their columns: products by warp group of few heads.
     """
@@ -118,8 +118,8 @@ class SparseTile:
             raise ValueError(
                 "holds_next needs carries_ids: the next step's indices, got holds_next alone"
             )
-        if self.holds_next and (self.swapped or self.hides_scores):
-            raise ValueError("holds_next needs plain scores, got swapped or hides_scores with it")
+        if self.holds_next and self.swapped:
+            raise ValueError("holds_next needs plain scores, got swapped with it")
         if self.span > 1 and not self.folds:
             raise ValueError(
                 f"span must be 1 for tiles of more than {MOST_FOLDED_ROWS} rows, got {self.span}"
@@ -225,9 +225,7 @@ def _tile_of(shape: SparseShape, kind: DeviceKind) -> SparseTile:
     if is_native and heads <= 2 * FEWEST_ROWS:
         return SparseTile(2 * FEWEST_ROWS, 32, WIDE_SEGMENT, 1, num_warps=8, num_stages=3)
     # Products by warp group.
-    tile = SparseTile(MOST_ROWS, 64, WIDE_SEGMENT, 1, 8, 3, carries_ids=False, hides_scores=True)
-    # Rows that are converted are not copied ahead, whoever asks for their indices.
-    return tile if is_native else replace(tile, carries_ids=True, num_stages=2)
+    return SparseTile(MOST_ROWS, 64, WIDE_SEGMENT, 1, 8, 2, many=True)
 
 
 @dataclass(frozen=True)

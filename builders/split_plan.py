@@ -77,10 +77,10 @@ class Pointers:
         """
         self.tensors = tensors
         self.addresses = [tensor.data_ptr() for tensor in tensors]
-        self.kinds = [
+        self.kinds = tuple(
             (tensor.dtype, tensor.is_cuda, address % 16 == 0)
             for tensor, address in zip(tensors, self.addresses, strict=True)
-        ]
+        )
         """All that a kernel may be compiled for: type, place and alignment."""
 
 
@@ -147,6 +147,11 @@ class SplitPlan:
         )
 
     @cached_property
+    def likeness(self) -> tuple[Any, ...]:
+        """All of it that a launch depends on, but addresses."""
+        return self.static, self.pointers.kinds
+
+    @cached_property
     def pointers(self) -> Pointers:
         """Its tensors, in the order in which they stand here and among a kernel's arguments."""
         return Pointers(
@@ -201,6 +206,19 @@ class HopperPlan:
     widened: WidenedKeys | None = None
     """Where keys and values of a quantised cache are put first; None where tiles convert theirs."""
 
+    @cached_property
+    def likeness(self) -> tuple[Any, ...]:
+        """All of it that a launch over the cache itself depends on, but addresses and programs."""
+        tensors = self.tile_starts, self.num_tiles, self.counter
+        kinds = tuple((tensor.dtype, tensor.device) for tensor in tensors)
+        return self.query_tile, self.is_required, self.widened is None, kinds
+
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Of its tensors, in their order."""
+        tensors = self.tile_starts, self.num_tiles, self.counter
+        return tuple(tensor.data_ptr() for tensor in tensors)
+
 
 @dataclass(frozen=True)
 class PrefillPlan:
@@ -215,6 +233,13 @@ class PrefillPlan:
     """The same for the kernel that takes its place in every layer that it serves, which only a
     launcher knows: a layer's ALiBi or the type of its output is not the builder's to see. Both are
     planned by one launch. None where there is none."""
+
+    @cached_property
+    def likeness(self) -> tuple[Any, ...]:
+        """All of it that launches over the cache itself depend on, but addresses and programs."""
+        starts = self.tile_starts
+        of_hopper = None if self.hopper is None else self.hopper.likeness
+        return self.tile, starts.dtype, starts.device, of_hopper
 
 
 def area_of(slots: int, bundles: int, head_loops: int) -> int:

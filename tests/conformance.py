@@ -25,6 +25,7 @@ Cases come from ``tests.cases``, what happens in one is in ``tests.trials``. Che
 from __future__ import annotations
 
 import dataclasses
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -267,7 +268,9 @@ def contents(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().cpu().contiguous().clone()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {name: contents(item) for name, item in vars(value).items()}
+        # What it computed from the rest is no part of it.
+        computed = {name for name, x in vars(type(value)).items() if isinstance(x, cached_property)}
+        return {name: contents(x) for name, x in vars(value).items() if name not in computed}
     if isinstance(value, dict):
         return {key: contents(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

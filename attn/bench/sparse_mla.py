@@ -85,12 +85,8 @@ FEW: Final[dict[str, dict[str, Any]]] = {
 }
 """Changes of a tile that folds heads into rows."""
 MANY: Final[dict[str, dict[str, Any]]] = {
-    "all scores in all groups": {"hides_scores": False},
     "32 keys": {"kv_tile": 32},
-    "32 keys, 5 stages": {"kv_tile": 32, "num_stages": 5},
-    "ids by the compiler": {"carries_ids": False, "num_stages": 3},
-    "ids carried": {"carries_ids": True, "num_stages": 2},
-    "ids carried, 32 keys": {"carries_ids": True, "kv_tile": 32, "num_stages": 3},
+    "32 keys, 3 stages": {"kv_tile": 32, "num_stages": 3},
 }
 """Of others."""
 

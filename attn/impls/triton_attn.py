@@ -13,6 +13,7 @@ from attn.impls.warm import run_compiled
 from attn.ops.merge import merge_states
 from builders.debug import debug_read
 from builders.triton_attn import check_dtypes, check_head_sizes
+from specs.dtypes import KVQuantMode
 from specs.layouts import KVViews
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class TritonAttentionImpl(CachedImpl):
             and rules.attention_chunk_size is None
         )
         """The mask is causality alone, so that a prefix is seen whole and positions may shift."""
+        self._is_scaled = self.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR
         self._on_device: dict[torch.device, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
         self._launchers: dict[bool, DenseLauncher] = {}
 
@@ -81,34 +83,36 @@ class TritonAttentionImpl(CachedImpl):
             raise NotImplementedError("output_block_scale is not supported")
         if attn_metadata is None:
             return output.zero_()
-        from attn.kernels.dense import DenseTensors
-
         keys = self._keys(query, key, value, kv_cache, attn_metadata)
-        viewed = self._viewed
-        sinks, slopes = self._constants(query.device)
+        viewed = self._viewed if self._is_cached else None
+        sinks, slopes = self.sinks, self.alibi_slopes
+        if sinks is not None or slopes is not None:
+            sinks, slopes = self._constants(query.device)
         rows = output
         if output.dim() == 2 and output.shape[1] == self.num_heads * self.head_size_v:
             rows = output.view(output.shape[0], self.num_heads, self.head_size_v)
-        _check_lengths(attn_metadata.num_actual_tokens, query, rows, output_lse)
-        tensors = DenseTensors(
-            query=query,
-            keys=keys,
-            output=rows,
-            k_scale=layer._k_scale,
-            v_scale=layer._v_scale,
-            lse=output_lse,
-            output_scale=output_scale,
-            sinks=sinks,
-            alibi_slopes=slopes,
-            rows=viewed.made if viewed is not None and viewed.views is keys else None,
-        )
         launcher = self._launcher(layer, attn_metadata)
+        is_scaled = self._is_scaled
+        # By position, which is cheaper.
+        tensors = launcher.tensors(
+            query,
+            keys,
+            rows,
+            layer._k_scale if is_scaled else None,
+            layer._v_scale if is_scaled else None,
+            output_lse,
+            output_scale,
+            sinks,
+            slopes,
+            None if viewed is None else viewed.made,
+            attn_metadata.num_actual_tokens,
+        )
         shared = attn_metadata.shared
         if shared is not None and self._is_plainly_causal:
             _attend_shared(launcher, shared, tensors)
         else:
             launcher.attend(attn_metadata, tensors)
-        if viewed is not None and viewed.views is keys:
+        if viewed is not None:
             viewed.made = tensors.rows
         return output
 
@@ -184,7 +188,9 @@ class TritonAttentionImpl(CachedImpl):
         if not self._is_cached:
             if key is None or value is None:
                 raise ValueError(f"key and value are needed for attn_type {self.attn_type.value!r}")
-            _check_lengths(step.num_actual_tokens, key, value, None)
+            from attn.kernels.checks import check_lengths
+
+            check_lengths(step.num_actual_tokens, key, value, None)
             return KVViews(key, value)
         if self._debugs:
             # A rank of several has blocks for its own tokens of a request only.
@@ -226,8 +232,6 @@ class TritonAttentionImpl(CachedImpl):
     def _constants(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Sinks and ALiBi slopes on the device: themselves, or what the first call copied there."""
         given = self.sinks, self.alibi_slopes
-        if given[0] is None and given[1] is None:
-            return given
         if all(tensor is None or tensor.device == device for tensor in given):
             return given
         constants = self._on_device.get(device)
@@ -242,8 +246,12 @@ def _attend_shared(launcher: DenseLauncher, shared: SharedPrefix, tensors: Dense
 
     Sinks join the softmax once, with the part that every row has: its own.
     """
+    from attn.kernels.checks import check_lengths
+
+    check_lengths(tensors.num_tokens, tensors.query, tensors.output, tensors.lse)
     outputs, lses = shared.outputs, shared.lses
-    own = replace(tensors, output=outputs[1], lse=lses[1], output_scale=None)
+    # The buffers have rows for the tokens of the batch without padding.
+    own = replace(tensors, output=outputs[1], lse=lses[1], output_scale=None, num_tokens=0)
     launcher.attend(shared.prefix, replace(own, output=outputs[0], lse=lses[0], sinks=None))
     launcher.attend(shared.own, own)
     merge_states(
@@ -253,19 +261,3 @@ def _attend_shared(launcher: DenseLauncher, shared: SharedPrefix, tensors: Dense
         output_lse=tensors.lse,
         output_scale=tensors.output_scale,
     )
-
-
-def _check_lengths(
-    num_tokens: int, first: torch.Tensor, second: torch.Tensor, lse: torch.Tensor | None
-) -> None:
-    """Every tensor has a row for each token of the step."""
-    if first.shape[0] < num_tokens or second.shape[0] < num_tokens:
-        raise ValueError(
-            f"query, key, value and output must have at least num_actual_tokens ({num_tokens}) "
-            f"rows, got {first.shape[0]} and {second.shape[0]}"
-        )
-    if lse is not None and lse.shape[0] < num_tokens:
-        raise ValueError(
-            f"output_lse must have at least num_actual_tokens ({num_tokens}) rows, got "
-            f"{lse.shape[0]}"
-        )

@@ -51,6 +51,26 @@ def _check_tensors(layer: DenseLayer, tensors: DenseTensors) -> None:
     _check_keys(layer, tensors)
 
 
+def check_lengths(
+    num_tokens: int, first: torch.Tensor, second: torch.Tensor, lse: torch.Tensor | None
+) -> None:
+    """Every tensor has a row for each token of the step.
+
+    Raises:
+        ValueError: one has fewer.
+    """
+    if first.shape[0] < num_tokens or second.shape[0] < num_tokens:
+        raise ValueError(
+            f"query, key, value and output must have at least num_actual_tokens ({num_tokens}) "
+            f"rows, got {first.shape[0]} and {second.shape[0]}"
+        )
+    if lse is not None and lse.shape[0] < num_tokens:
+        raise ValueError(
+            f"output_lse must have at least num_actual_tokens ({num_tokens}) rows, got "
+            f"{lse.shape[0]}"
+        )
+
+
 def check_heads(layer: DenseLayer, plan: SplitPlan) -> None:
     """The plan is for layers with these heads."""
     tile, group = plan.tile, layer.num_heads // layer.num_kv_heads
@@ -118,7 +138,7 @@ def _check_keys(layer: DenseLayer, tensors: DenseTensors) -> None:
         k_scale, v_scale = tensors.k_scale, tensors.v_scale
         for name, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
             _check_scale(name, factor, (1, layer.num_kv_heads))
-        if k_scale.numel() != v_scale.numel():
+        if k_scale is not None and v_scale is not None and k_scale.numel() != v_scale.numel():
             raise ValueError(
                 f"k_scale and v_scale must both be per tensor or both per head, got "
                 f"{k_scale.numel()} and {v_scale.numel()} elements"
@@ -135,7 +155,9 @@ def _check_rows(name: str, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
         )
 
 
-def _check_scale(name: str, scale: torch.Tensor, counts: tuple[int, ...]) -> None:
+def _check_scale(name: str, scale: torch.Tensor | None, counts: tuple[int, ...]) -> None:
+    if scale is None:
+        raise ValueError(f"{name} is needed, got None")
     if scale.dtype != torch.float32 or scale.numel() not in counts or not scale.is_contiguous():
         wanted = " or ".join(str(count) for count in dict.fromkeys(counts))
         raise ValueError(

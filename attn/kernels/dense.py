@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton.language as tl
 
-from attn.kernels.checks import check_call, check_heads
+from attn.kernels.checks import check_call, check_heads, check_lengths
 from attn.kernels.decode import decode_kernel
-from attn.kernels.launch import FormCall, Forms, KernelCall, KernelForm
+from attn.kernels.launch import FormCall, Forms, KernelCall, KernelForm, Repeats
 from attn.kernels.numerics import INTERPRETED
 from attn.kernels.prefill import prefill_kernel
 from attn.kernels.stored import E4M3, E5M2, INT4, INT8, NATIVE, PLAIN, PTX, PTX_SM89
+from builders.fast_launch import Repeat
 from builders.paging import Stripe
 from builders.split_plan import (
     HopperPlan,
+    PrefillPlan,
     SplitPlan,
     area_of,
 )
@@ -33,7 +35,7 @@ from specs.layouts import KVViews
 
 if TYPE_CHECKING:
     from attn.kernels.hopper.decode_launch import HopperDecodeLauncher
-    from attn.kernels.hopper.launch import HopperLauncher
+    from attn.kernels.hopper.launch import HopperLauncher, RepeatedPrefill
     from attn.kernels.hopper.widened import WidenedLauncher
 
 FINISH_CELLS = 1024
@@ -60,7 +62,7 @@ class DenseLayer:
     """Multimodal ranges reach no further back than the window."""
 
 
-@dataclass
+@dataclass(slots=True)
 class DenseTensors:
     """The tensors of one forward."""
 
@@ -70,8 +72,9 @@ class DenseTensors:
     """The cache, or an encoder's ``[T, Hk, D]`` rows as key and value."""
     output: torch.Tensor
     """``[T, H, Dv]``, last dimension contiguous; fp8 with ``output_scale``."""
-    k_scale: torch.Tensor
-    v_scale: torch.Tensor
+    k_scale: torch.Tensor | None
+    """fp32 scalar or ``[Hk]`` of an fp8 cache; of others nothing is read, and None is cheaper."""
+    v_scale: torch.Tensor | None
     lse: torch.Tensor | None = None
     """``[T, H]`` fp32, last dimension contiguous."""
     output_scale: torch.Tensor | None = None
@@ -79,6 +82,8 @@ class DenseTensors:
     alibi_slopes: torch.Tensor | None = None
     rows: KeyRows | None = None
     """What a forward before made of ``keys``; made here where it is None."""
+    num_tokens: int = 0
+    """Rows that there must be of query and output."""
 
 
 class KeyRows:
@@ -92,6 +97,8 @@ class KeyRows:
         """
         key, value, inline = keys.key, keys.value, keys.key_scale
         self.words = stored.words(key), stored.words(value)
+        self.place = key.data_ptr(), value.data_ptr(), len(key), *map(_address, keys[2:])
+        """All that a launch depends on beside the likeness."""
         self.likeness = (
             key.dtype,
             value.dtype,
@@ -169,6 +176,9 @@ class DenseLauncher:
     alignment of the tensors, on which of them there are, and on static numbers of the plan.
     """
 
+    tensors = DenseTensors
+    """What :meth:`attend` takes, for those who import this module late: at no forward again."""
+
     def __init__(self, layer: DenseLayer) -> None:
         """
         Args:
@@ -177,6 +187,8 @@ class DenseLauncher:
         self.layer = layer
         self._stored = _stored(layer.cache_dtype)
         self._splits, self._tiled = Forms(), Forms()
+        self._split_repeats: Repeats[Repeat] = Repeats()
+        self._prefill_repeats: Repeats[_PlainPrefill | RepeatedPrefill] = Repeats()
         self._hopper: HopperLauncher | None = None
         self._widened: WidenedLauncher | None = None
         self._hopper_decode: HopperDecodeLauncher | None = None
@@ -191,25 +203,53 @@ class DenseLauncher:
         Raises:
             ValueError: tensors that do not fit the layer.
         """
-        if step.split is None and step.prefill is None:
+        split, prefill = step.split, step.prefill
+        if split is None and prefill is None:
             return
-        # Both launches share them.
-        varying, likeness = self._shared(step, tensors)
-        if step.split is not None:
-            self._split(step, tensors, varying, likeness).launch()
-        if step.prefill is not None:
-            for call in self._prefills(step, tensors, varying, likeness):
+        rows = tensors.rows
+        # Rows that are made for one forward do not come back.
+        repeats = (
+            rows is not None
+            and step.mm_ranges is None
+            and step.rswa_prefix_lens is None
+            and step.first_positions is None
+            and type(step.causal) is bool
+        )
+        likeness, given = self._read(step, tensors)
+        place = () if rows is None else rows.place
+        if split is not None:
+            of_split = (likeness, place, split.likeness)
+            again = self._split_repeats.of(of_split) if repeats else None
+            programs = split.groups * split.heads
+            if again is None or not again.launch(programs, (*given, split.pointers.addresses)):
+                call = self._split(step, tensors, self._varying(step, tensors), likeness)
                 call.launch()
+                if repeats:
+                    self._split_repeats.keep(of_split, call.repeat((*_GIVEN, "plan")))
+        if prefill is not None:
+            starts, lens = step.query_start_loc, step.seq_lens
+            kinds = (starts.dtype, starts.is_cuda, lens.dtype, lens.is_cuda)
+            of_prefill = (likeness, place, prefill.likeness, kinds)
+            lengths = (starts.data_ptr(), lens.data_ptr(), step.num_reqs)
+            attends = self._prefill_repeats.of(of_prefill) if repeats else None
+            if attends is None or not attends.launch(prefill, tensors.query, given, lengths):
+                calls = self._prefills(step, tensors, self._varying(step, tensors), likeness)
+                for call in calls:
+                    call.launch()
+                if repeats and len(calls) == 1:
+                    self._prefill_repeats.keep(of_prefill, _repeated_prefill(calls[0]))
 
     def split(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> KernelCall:
         """The launch that serves the step's rows with few query tokens."""
-        return self._split(step, tensors, *self._shared(step, tensors)).record
+        likeness, _ = self._read(step, tensors)
+        return self._split(step, tensors, self._varying(step, tensors), likeness).record
 
     def prefill(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> KernelCall:
         """The launch that serves the step's rows with many query tokens, after that which widens
         their keys, if any does.
         """
-        return self._prefills(step, tensors, *self._shared(step, tensors))[-1].record
+        likeness, _ = self._read(step, tensors)
+        return self._prefills(step, tensors, self._varying(step, tensors), likeness)[-1].record
 
     def _split(
         self,
@@ -329,20 +369,84 @@ class DenseLauncher:
             self._hopper_decode.prepare(plan, step, tensors, constants, likeness)
         return self._hopper_decode.call(plan, tensors, varying)
 
-    def _shared(
+    def _read(
         self, step: TritonAttentionMetadata, tensors: DenseTensors
-    ) -> tuple[dict[str, Any], tuple[Any, ...]]:
-        """Arguments of both kernels that differ from call to call, and what a form depends on."""
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """What is read of a step and its tensors, once for all its launches.
+
+        Returns:
+            The likeness: everything that a form depends on, no length among it, and the types and
+            places of the tensors; and the values of :data:`_GIVEN`.
+        """
         rows = tensors.rows
         if rows is None:
             rows = tensors.rows = KeyRows(tensors.keys, self._stored)
+        query, output, lse, scale = tensors.query, tensors.output, tensors.lse, tensors.output_scale
+        k_scale, v_scale = tensors.k_scale, tensors.v_scale
+        sinks, slopes = tensors.sinks, tensors.alibi_slopes
+        causal, table = step.causal, step.block_table
+        try:
+            # A slice of a shape costs more than all of it.
+            tokens, heads, size = query.shape
+            out_tokens, out_heads, out_size = output.shape
+        except ValueError:
+            check_call(self.layer, step, tensors)
+            raise
+        least = tensors.num_tokens
+        if tokens < least or out_tokens < least or lse is not None:
+            check_lengths(least, query, output, lse)
+        # In one piece: each layer of each step comes by.
+        likeness = (
+            query.dtype,
+            query.device,
+            heads,
+            size,
+            query.stride(),
+            output.dtype,
+            output.is_cuda,
+            out_heads,
+            out_size,
+            output.stride(),
+            rows.likeness,
+            table.dtype,
+            table.is_cuda,
+            None if lse is None else (lse.dtype, lse.is_cuda, lse.shape[1:], lse.stride()),
+            None if scale is None else _kind(scale),
+            None if k_scale is None else _kind(k_scale),
+            None if v_scale is None else _kind(v_scale),
+            None if sinks is None else _kind(sinks),
+            None if slopes is None else _kind(slopes),
+            causal if isinstance(causal, bool) else None,
+            step.mm_ranges is None,
+            None if step.rswa_prefix_lens is None else step.rswa_window,
+            step.stripe,
+        )
+        given = (
+            query.data_ptr(),
+            tokens,
+            None if sinks is None else sinks.data_ptr(),
+            None if slopes is None else slopes.data_ptr(),
+            table.stride()[0],
+            output.data_ptr(),
+            None if lse is None else lse.data_ptr(),
+            None if scale is None else scale.data_ptr(),
+            None if k_scale is None else k_scale.data_ptr(),
+            None if v_scale is None else v_scale.data_ptr(),
+            table.data_ptr(),
+        )
+        return likeness, given
+
+    def _varying(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> dict[str, Any]:
+        """Arguments of both kernels that differ from call to call."""
+        rows = tensors.rows
+        assert rows is not None
         keys, output, ranges = tensors.keys, tensors.output, step.mm_ranges
         causal: Any = step.causal
         if isinstance(causal, bool):
             causal = None
         elif causal.dtype == torch.bool:
             causal = causal.view(torch.uint8)
-        varying = {
+        return {
             "query_ptr": tensors.query,
             "key_ptr": rows.words[0],
             "value_ptr": rows.words[1],
@@ -362,7 +466,6 @@ class DenseLauncher:
             "table_row": step.block_table.stride()[0],
             "num_ranges": 0 if ranges is None else ranges.shape[1],
         }
-        return varying, _likeness(step, tensors, rows)
 
     def _fixed(
         self, step: TritonAttentionMetadata, tensors: DenseTensors, varying: Mapping[str, Any]
@@ -380,7 +483,7 @@ class DenseLauncher:
         compute, guard = _compute_type(tensors.query.dtype, stored, tensors.keys.key.dtype)
         decode, hardware = decode_form(tensors.query.device)
         return _strides(tensors, varying["key_ptr"], varying["value_ptr"]) | {
-            "scale_head": 1 if tensors.k_scale.numel() > 1 else 0,
+            "scale_head": 1 if tensors.k_scale is not None and tensors.k_scale.numel() > 1 else 0,
             "scale": layer.scale,
             "soft_cap": 1.0 if cap is None else float(cap),
             "window": window or 0,
@@ -437,32 +540,62 @@ def prefill_call(
     return DenseLauncher(layer).prefill(step, tensors)
 
 
-def _likeness(
-    step: TritonAttentionMetadata, tensors: DenseTensors, rows: KeyRows
-) -> tuple[Any, ...]:
-    """Everything about a step and its tensors that a form depends on; no length is part of it."""
-    query, output, lse, scale = tensors.query, tensors.output, tensors.lse, tensors.output_scale
-    causal = step.causal
-    return (
-        query.dtype,
-        query.device,
-        query.shape[1:],
-        query.stride(),
-        output.dtype,
-        output.shape[1:],
-        output.stride(),
-        None if lse is None else (lse.dtype, lse.shape[1:], lse.stride()),
-        None if scale is None else (scale.dtype, scale.numel()),
-        rows.likeness,
-        tensors.k_scale.numel(),
-        tensors.v_scale.numel(),
-        tensors.sinks is None,
-        tensors.alibi_slopes is None,
-        causal if isinstance(causal, bool) else None,
-        step.mm_ranges is None,
-        None if step.rswa_prefix_lens is None else step.rswa_window,
-        step.stripe,
-    )
+_GIVEN = (
+    "query_ptr",
+    "tokens",
+    "sinks_ptr",
+    "slopes_ptr",
+    "table_row",
+    "out_ptr",
+    "lse_ptr",
+    "output_scale_ptr",
+    "k_scale_ptr",
+    "v_scale_ptr",
+    "table_ptr",
+)
+"""What launches are given that are made again."""
+_LENGTHS = ("query_start_ptr", "seq_lens_ptr", "num_reqs")
+"""Likewise, of prefills."""
+
+
+class _PlainPrefill:
+    """Launches of the plain prefill kernel made again."""
+
+    def __init__(self, repeat: Repeat) -> None:
+        """
+        Args:
+            repeat: of :data:`_GIVEN`, the plan's tiles and the lengths.
+        """
+        self._repeat = repeat
+
+    def launch(
+        self,
+        plan: PrefillPlan,
+        query: torch.Tensor,
+        given: tuple[Any, ...],
+        lengths: tuple[int, ...],
+    ) -> bool:
+        """See :class:`attn.kernels.hopper.launch.RepeatedPrefill`."""
+        return self._repeat.launch(plan.programs, (*given, plan.tile_starts.data_ptr(), *lengths))
+
+
+def _repeated_prefill(call: FormCall) -> _PlainPrefill | RepeatedPrefill | None:
+    """For prefills like one that was launched."""
+    if call.form.kernel is not prefill_kernel:
+        from attn.kernels.hopper.launch import repeated_prefill
+
+        return repeated_prefill(call, _GIVEN, _LENGTHS)
+    repeat = call.repeat((*_GIVEN, "tile_starts_ptr", *_LENGTHS))
+    return None if repeat is None else _PlainPrefill(repeat)
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Of one that is read by a pointer alone."""
+    return tensor.dtype, tensor.is_cuda, tensor.numel()
 
 
 def _strides(tensors: DenseTensors, k_words: torch.Tensor, v_words: torch.Tensor) -> dict[str, Any]:

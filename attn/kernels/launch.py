@@ -8,12 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from builders.fast_launch import GROUPS, Relauncher, picker
+from builders.fast_launch import GROUPS, Relauncher, Repeat, picker
 
+Entry = TypeVar("Entry")
+
+MOST_REPEATS = 64
+"""Of a layer; those of a cache that is gone are of no use any more."""
 _COMPILERS = 8
 """Threads that compile, each in its own kernel."""
 _collected: ContextVar[list[KernelCall] | None] = ContextVar("collected", default=None)
@@ -197,6 +201,19 @@ class FormCall:
         record = self.record
         form.relauncher.learn(record.launch(), self._values, record.arguments)
 
+    def repeat(self, names: Sequence[str]) -> Repeat | None:
+        """For launches like this one, which was made, but for the values of those names.
+
+        Args:
+            names: as of :meth:`builders.fast_launch.Relauncher.repeat`.
+        """
+        return self._form.relauncher.repeat(self._values, names)
+
+    @property
+    def form(self) -> KernelForm:
+        """What it shares with others."""
+        return self._form
+
     @property
     def record(self) -> KernelCall:
         """The launch with every argument by name."""
@@ -220,16 +237,16 @@ class FormCall:
         )
 
 
-class Forms:
-    """Forms by what they depend on; None stands for launches that are left to another kernel.
+class Kept(Generic[Entry]):
+    """What was prepared, by what it depends on.
 
     Most calls are like the one before, and comparing what they depend on costs less than its hash.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], KernelForm | None] = {}
+        self._known: dict[tuple[Any, ...], Entry] = {}
         self._latest: tuple[Any, ...] | None = None
-        self._form: KernelForm | None = None
+        self._entry: Entry | None = None
 
     def __len__(self) -> int:
         return len(self._known)
@@ -239,15 +256,35 @@ class Forms:
         if key != self._latest:
             if key not in self._known:
                 return False
-            self._latest, self._form = key, self._known[key]
+            self._latest, self._entry = key, self._known[key]
         return True
 
-    def keep(self, key: tuple[Any, ...], form: KernelForm | None) -> None:
+    def keep(self, key: tuple[Any, ...], entry: Entry) -> None:
         """A new entry."""
-        self._known[key] = form
-        self._latest, self._form = key, form
+        self._known[key] = entry
+        self._latest, self._entry = key, entry
 
     @property
-    def latest(self) -> KernelForm | None:
+    def latest(self) -> Entry | None:
         """The entry last asked for."""
-        return self._form
+        return self._entry
+
+
+class Forms(Kept[KernelForm | None]):
+    """Forms; None stands for launches that are left to another kernel."""
+
+
+class Repeats(Kept[Entry]):
+    """Launches to be made again, by all that they depend on but addresses and numbers."""
+
+    def of(self, key: tuple[Any, ...]) -> Entry | None:
+        """The one that was kept; None too where launches are collected and not made."""
+        return self._entry if self.has(key) and _collected.get() is None else None
+
+    def keep(self, key: tuple[Any, ...], entry: Entry | None) -> None:
+        """A new entry, if it is one."""
+        if entry is None:
+            return
+        if len(self) == MOST_REPEATS:
+            self._known.clear()
+        super().keep(key, entry)

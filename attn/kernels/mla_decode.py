@@ -142,9 +142,10 @@ def _attend_tile(
         scores = scores_of(r1, _elements(rope, 1, KIND, DECODE, COMPUTE), scores, IEEE)
     if HIDES_SCORES:
         # Where it sees that a product leads to another one, Triton has both warp groups compute all
-        # of it. So it is added up afterwards, and what follows hides behind a branch. The sum also
-        # has the product waited for, which Triton forgets where a branch is what comes next.
-        scores += scores_of(q0, k0, zero, IEEE)
+        # of it. So it is added up afterwards, in a way that it does not make one product of, and
+        # what follows hides behind a branch. The sum also has the product waited for, which Triton
+        # forgets where a branch is what comes next.
+        scores = tl.fma(scores_of(q0, k0, zero, IEEE), zero + 1.0, scores)
         top = m
         alpha = m
         weights = scores

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from attn.kernels.launch import KernelCall
 from attn.kernels.numerics import INTERPRETED
+from attn.kernels.sparse_many import sparse_mla_many_kernel
 from attn.kernels.sparse_mla import fold_states_kernel, sparse_mla_kernel
 from attn.kernels.stored import E4M3, NATIVE
 from builders.sparse_tiles import SparseTile
@@ -116,23 +117,28 @@ def sparse_calls(
         },
         "scale": layer.scale,
         "KV_TILE": tile.kv_tile,
-        "SPAN": tile.span,
-        "FOLDS": tile.folds,
         "ROPE": layer.rope_size,
         "KIND": NATIVE if layer.layout is LatentFormat.BF16 else E4M3,
         "SCALED": is_scaled,
         "COMPUTE": _compute_type(tensors.query.dtype),
         "HARDWARE_E4M3": hardware_e4m3,
-        "CARRIES_IDS": tile.carries_ids,
-        "SWAPPED": tile.swapped,
-        "HIDES_SCORES": tile.hides_scores,
-        "HOLDS_NEXT": tile.holds_next,
         "STAGES": tile.num_stages,
         "HASTENS": waits,
     }
     if tile.hopper is None:
+        kernel: Any = sparse_mla_kernel
+        if tile.many:
+            kernel = sparse_mla_many_kernel
+            attend["WHOLE_STEPS"] = topk % tile.kv_tile == 0
+            attend["ROW_BYTES"] = row_of(layer, tensors.query.dtype).nbytes
+        else:
+            attend["SPAN"] = tile.span
+            attend["FOLDS"] = tile.folds
+            attend["CARRIES_IDS"] = tile.carries_ids
+            attend["SWAPPED"] = tile.swapped
+            attend["HOLDS_NEXT"] = tile.holds_next
         first = KernelCall(
-            sparse_mla_kernel,
+            kernel,
             (rows * head_tiles, programs),
             attend,
             tile.num_warps,
@@ -174,8 +180,8 @@ def _addresses(kv_cache: torch.Tensor, fields: dict[str, torch.Tensor]) -> dict[
         "latent_ptr": _words(fields["nope"]),
         "rope_ptr": _words(fields["rope"]),
         "scales_ptr": scales,
-        "block": block // unit,
-        "stride": stride // unit,
+        "BLOCK_UNITS": 0 if is_flat else block // unit,
+        "ROW_UNITS": stride // unit,
         "BLOCK_SIZE": 1 if is_flat else block_size,
         "LATENT_UNIT": unit // fields["nope"].element_size(),
         "ROPE_UNIT": unit // fields["rope"].element_size(),

@@ -44,11 +44,11 @@ _TO_BF16_PLAIN = tl.constexpr(
 
 @triton.jit
 def _row_offsets(ids, block, stride, BLOCK_SIZE: tl.constexpr):
-    """int64 offset of listed rows in units of the row's alignment; -1 gives the first row's."""
-    slot = tl.maximum(ids, 0)
+    """int64 offset of listed rows in units of the row's alignment; that of -1 is not to be read."""
     if BLOCK_SIZE == 1:
-        offset = slot.to(tl.int64) * stride
+        offset = ids.to(tl.int64) * stride
     else:
+        slot = tl.maximum(ids, 0)
         offset = (slot // BLOCK_SIZE).to(tl.int64) * block
         offset += (slot % BLOCK_SIZE).to(tl.int64) * stride
     return offset
@@ -65,16 +65,18 @@ def _listed(ids_ptr, tile, length, KV_TILE: tl.constexpr):
 def _elements(stored, factors, KIND: tl.constexpr, SCALED: tl.constexpr, COMPUTE: tl.constexpr,
               HARDWARE_E4M3: tl.constexpr):  # fmt: skip
     """Stored elements ``[KV, WIDTH]`` in the type of the products; SCALED: times ``[KV, BLOCKS]``,
-    each for 128 of them.
+    each for as many of them.
     """
+    KV: tl.constexpr = stored.shape[0]
     WIDTH: tl.constexpr = stored.shape[1]
     if KIND == 0:
         elements = stored.to(COMPUTE)
     elif tl.bfloat16 == COMPUTE and not INTERPRETED:
         if SCALED:
             narrow = factors.to(tl.bfloat16)
-            wide = tl.broadcast_to(narrow[:, :, None], [stored.shape[0], WIDTH // _BLOCK, _BLOCK])
-            wide = tl.reshape(wide, [stored.shape[0], WIDTH])
+            BLOCKS: tl.constexpr = factors.shape[1]
+            wide = tl.broadcast_to(narrow[:, :, None], [KV, BLOCKS, WIDTH // BLOCKS])
+            wide = tl.reshape(wide, [KV, WIDTH])
             elements = tl.inline_asm_elementwise(
                 _TO_BF16, "=r,=r,r,r,r", [stored, wide], dtype=tl.bfloat16, is_pure=True, pack=4
             )
@@ -85,8 +87,8 @@ def _elements(stored, factors, KIND: tl.constexpr, SCALED: tl.constexpr, COMPUTE
     else:
         real = decode_e4m3(stored, HARDWARE_E4M3).to(tl.float32)
         if SCALED:
-            blocks = tl.reshape(real, [stored.shape[0], WIDTH // _BLOCK, _BLOCK])
-            real = tl.reshape(blocks * factors[:, :, None], [stored.shape[0], WIDTH])
+            blocks = tl.reshape(real, [KV, factors.shape[1], WIDTH // factors.shape[1]])
+            real = tl.reshape(blocks * factors[:, :, None], [KV, WIDTH])
         elements = saturate_to(real, COMPUTE)
     return elements
 
@@ -119,11 +121,11 @@ def _latent_of(
 
 @triton.jit
 def _attend_listed(
-    m, l, acc, ids, ahead, latent, steps, q, r, scale, latent_ptr, rope_ptr, scales_ptr, block,
+    m, l, acc, ids, ahead, latent, q, r, scale, latent_ptr, rope_ptr, scales_ptr, block,
     stride, BLOCK_SIZE: tl.constexpr, LATENT_UNIT: tl.constexpr, ROPE_UNIT: tl.constexpr,
     SCALE_UNIT: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr, KIND: tl.constexpr,
     SCALED: tl.constexpr, COMPUTE: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
-    SWAPPED: tl.constexpr, HIDES_SCORES: tl.constexpr, HOLDS_NEXT: tl.constexpr,
+    SWAPPED: tl.constexpr, HOLDS_NEXT: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over one step's listed rows; those of -1 are neither read nor counted.
 
@@ -165,25 +167,12 @@ def _attend_listed(
         acc = dot(tl.trans(k), weights.to(COMPUTE), acc * alpha[None, :], IEEE)
     else:
         scores = tl.zeros([m.shape[0], ids.shape[0]], tl.float32)
-        if HIDES_SCORES:
-            # Where it sees that a product leads to another one, Triton has both warp groups compute
-            # all of it. So sums are added up afterwards, and what follows hides behind a branch.
-            zero = tl.zeros_like(scores)
-            scores = scores_of(r, p, zero, IEEE) + scores_of(q, k, zero, IEEE)
-            top = m
-            alpha = m
-            weights = scores
-            if steps > 0:
-                top, alpha, weights = _weights_of(scores, m, there, scale)
-        else:
-            scores = scores_of(q, k, scores, IEEE)
-            scores = scores_of(r, p, scores, IEEE)
-            if HOLDS_NEXT:
-                # Asked for once this step's are no longer in registers, and not earlier.
-                latent = _latent_of(
-                    ahead, latent_ptr, block, stride, BLOCK_SIZE, LATENT_UNIT, WIDTH
-                )
-            top, alpha, weights = _weights_of(scores, m, there, scale)
+        scores = scores_of(q, k, scores, IEEE)
+        scores = scores_of(r, p, scores, IEEE)
+        if HOLDS_NEXT:
+            # Asked for once this step's are no longer in registers, and not earlier.
+            latent = _latent_of(ahead, latent_ptr, block, stride, BLOCK_SIZE, LATENT_UNIT, WIDTH)
+        top, alpha, weights = _weights_of(scores, m, there, scale)
         l = tl.fma(l, alpha, tl.sum(weights, 1))
         weights = weights.to(COMPUTE)
         acc = dot(weights, k, acc * alpha[:, None], IEEE)
@@ -245,8 +234,6 @@ def sparse_mla_kernel(
     lse_token,
     ids_row,
     topk,
-    block,
-    stride,
     scale,
     NUM_HEADS: tl.constexpr,
     HEAD_TILES: tl.constexpr,
@@ -257,6 +244,8 @@ def sparse_mla_kernel(
     SEGMENTS: tl.constexpr,
     FOLDS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BLOCK_UNITS: tl.constexpr,
+    ROW_UNITS: tl.constexpr,
     LATENT_UNIT: tl.constexpr,
     ROPE_UNIT: tl.constexpr,
     SCALE_UNIT: tl.constexpr,
@@ -268,7 +257,6 @@ def sparse_mla_kernel(
     HARDWARE_E4M3: tl.constexpr,
     CARRIES_IDS: tl.constexpr,
     SWAPPED: tl.constexpr,
-    HIDES_SCORES: tl.constexpr,
     HOLDS_NEXT: tl.constexpr,
     SINKS: tl.constexpr,
     LSE: tl.constexpr,
@@ -323,15 +311,16 @@ def sparse_mla_kernel(
         ahead = _listed(mine, low + 1, length, KV_TILE)
         latent = 0
         if HOLDS_NEXT:
-            latent = _latent_of(ids, latent_ptr, block, stride, BLOCK_SIZE, LATENT_UNIT, WIDTH)
+            latent = _latent_of(
+                ids, latent_ptr, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE, LATENT_UNIT, WIDTH
+            )
         for tile in tl.range(low, high, num_stages=STAGES, disable_licm=True):
             if not CARRIES_IDS:
                 ids = _listed(mine, tile, length, KV_TILE)
             m, l, acc, held = _attend_listed(
-                m, l, acc, ids, ahead, latent, high - tile, q, r, logits_scale, latent_ptr,
-                rope_ptr, scales_ptr, block, stride, BLOCK_SIZE, LATENT_UNIT, ROPE_UNIT, SCALE_UNIT,
-                WIDTH, ROPE, KIND, SCALED, COMPUTE, HARDWARE_E4M3, SWAPPED, HIDES_SCORES,
-                HOLDS_NEXT,
+                m, l, acc, ids, ahead, latent, q, r, logits_scale, latent_ptr, rope_ptr,
+                scales_ptr, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE, LATENT_UNIT, ROPE_UNIT, SCALE_UNIT,
+                WIDTH, ROPE, KIND, SCALED, COMPUTE, HARDWARE_E4M3, SWAPPED, HOLDS_NEXT,
             )  # fmt: skip
             if HOLDS_NEXT:
                 latent = held

@@ -34,7 +34,7 @@ from attn.kernels.launch import KernelForm, collected_calls
 from attn.kernels.mla_decode import mla_decode_kernel
 from attn.kernels.prefill import prefill_kernel
 from builders import fast_launch
-from builders.fast_launch import GROUPS, MOST_PREPARED, Relauncher, RepeatedLaunch
+from builders.fast_launch import GROUPS, MOST_PREPARED, Relauncher, Repeat, RepeatedLaunch
 from builders.split_plan import (
     Pointers,
 )
@@ -349,6 +349,75 @@ def test_no_tensor_is_kept_alive(gpu: Driver) -> None:
     assert [one() for one in kept] == [None, None]
 
 
+# -- Repeats.
+
+GIVEN = ("of another kernel", "query_ptr", "count", "sinks_ptr", "plan", "table_ptr", "desc")
+
+
+def repeated(gpu: Driver, **changes: Any) -> tuple[KernelForm, Repeat | None]:
+    form, given = new_form(gpu), arguments(**changes)
+    call = form.call((3,), given)
+    call.launch()
+    return form, call.repeat(GIVEN)
+
+
+def given_of(repeat: Repeat, values: dict[str, Any]) -> tuple[Any, ...]:
+    plan, query, table = values["plan"], values["query_ptr"], values["table_ptr"]
+    described = repeat.encoded("desc", values["desc"])
+    addresses = query.data_ptr(), table.data_ptr()
+    return 5, addresses[0], values["count"], None, plan.addresses, addresses[1], described
+
+
+def test_a_repeat_has_tritons_arguments(gpu: Driver) -> None:
+    form, repeat = repeated(gpu)
+    assert repeat is not None
+    rows = torch.zeros(32, 64, dtype=torch.float16)
+    for change in (
+        {},
+        {"query_ptr": tensor(offset=8)},
+        {"table_ptr": tensor(torch.int32, 1)},
+        {"count": 1},
+        {"count": 2**31 - 1},
+        {"desc": descriptor(rows[8:])},
+        {"plan": Pointers(*(tensor(torch.int32) for _ in GROUPS["plan"]))},
+    ):
+        values = arguments(**change)
+        assert repeat.launch(4, given_of(repeat, values))
+        assert gpu.was_past_triton
+        launched = gpu.launched()
+        form.call((4,), values).record.launch()
+        assert gpu.launched() == launched
+
+
+@pytest.mark.parametrize(
+    "change", [{"query_ptr": tensor(offset=1)}, {"count": 2**31}, {"count": -1}]
+)
+def test_a_repeat_leaves_what_is_specialised_otherwise(gpu: Driver, change: dict[str, Any]) -> None:
+    _, repeat = repeated(gpu)
+    assert repeat is not None
+    launches = len(gpu.launches)
+    assert not repeat.launch(4, given_of(repeat, arguments(**change)))
+    assert len(gpu.launches) == launches
+
+
+def test_what_a_repeat_does_not_compare_is_not_repeated(gpu: Driver) -> None:
+    form, given = new_form(gpu), arguments()
+    call = form.call((1,), given)
+    assert call.repeat(GIVEN) is None
+    call.launch()
+    assert call.repeat(("size",)) is None
+    for change in ({"query_ptr": tensor(offset=1)}, {"count": 2**31}):
+        assert repeated(gpu, **change)[1] is None
+
+
+def test_a_repeat_encodes_descriptors_of_its_kind(gpu: Driver) -> None:
+    _, repeat = repeated(gpu)
+    assert repeat is not None
+    rows = torch.zeros(32, 64, dtype=torch.float16)
+    assert repeat.encoded("desc", descriptor(rows)) is not None
+    assert repeat.encoded("desc", descriptor(rows, (8, 64))) is None
+
+
 # -- Triton's.
 
 
@@ -404,10 +473,14 @@ def test_launches_that_someone_watches_or_of_another_device_are_tritons(
     gpu: Driver, disturbed: Any
 ) -> None:
     form, given = new_form(gpu), arguments()
-    form.call((1,), given).launch()
+    call = form.call((1,), given)
+    call.launch()
+    repeat = call.repeat(GIVEN)
+    assert repeat is not None
     with disturbed(form, gpu):
         form.call((1,), given).launch()
         assert not gpu.was_past_triton
+        assert not repeat.launch(1, given_of(repeat, given))
     form.call((1,), given).launch()
     assert gpu.was_past_triton
     assert gpu.launches[-1][3:5] == gpu.launches[0][3:5]
@@ -425,7 +498,11 @@ def test_a_device_is_learnt_on_its_own(gpu: Driver) -> None:
 def test_another_driver_is_tritons(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     form, given = new_form(gpu), arguments()
     form.call((1,), given).launch()
+    repeat = form.call((1,), given).repeat(GIVEN)
+    assert repeat is not None
+    words = given_of(repeat, given)
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    assert not repeat.launch(1, words)
     form.call((1,), given).launch()
     assert not gpu.was_past_triton
 

@@ -74,8 +74,10 @@ TILES = {
     "held": SparseTile(16, 16, 32, 99, 4, 2, holds_next=True),
     "swapped": SparseTile(16, 16, 32, 1, 4, 2, swapped=True),
     "swapped whole": SparseTile(16, 16, 32, 99, 4, 2, swapped=True),
-    "hidden": SparseTile(64, 16, 64, 1, 4, 2, carries_ids=False, hides_scores=True),
-    "hidden swapped finish": SparseTile(32, 32, 96, 1, 4, 2, finish_rows=8, finish_width=64),
+    "many": SparseTile(64, 16, 64, 1, 4, 2, many=True),
+    "many, no whole steps": SparseTile(64, 64, 64, 1, 4, 2, many=True),
+    "many, whole": SparseTile(64, 16, 1 << 16, 1, 4, 2, many=True),
+    "another finish": SparseTile(32, 32, 96, 1, 4, 2, finish_rows=8, finish_width=64),
 }
 
 
@@ -134,8 +136,9 @@ def test_the_tile_follows_heads_rows_and_device() -> None:
         assert sparse_tile(SparseShape(heads, 2048), DeviceKind.SM100, 132, 9).kv_tile == 32
     block_scaled = LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE
     assert sparse_tile(SparseShape(20, 2048, block_scaled), sm90, 132, 9).rows == 64
-    assert sparse_tile(SparseShape(128, 2048, block_scaled), sm90, 132, 9).carries_ids
-    assert not sparse_tile(SparseShape(128, 2048), sm90, 132, 9).carries_ids
+    assert sparse_tile(SparseShape(128, 2048, block_scaled), sm90, 132, 9).many
+    assert sparse_tile(SparseShape(128, 2048), sm90, 132, 9).many
+    assert not sparse_tile(SparseShape(16, 2048), sm90, 132, 9).many
     for tile, problem in (
         ({"segment": 40}, "segment must be a multiple of kv_tile"),
         ({"rows": 64, "span": 2}, "span must be 1 for tiles of more than 16 rows, got 2"),

@@ -98,7 +98,7 @@ class HopperDecodeLauncher(HopperForms[SplitPlan]):
             "SINKS": tensors.sinks is not None,
             "FP8_OUT": tensors.output_scale is not None,
             "LSE": lse is not None,
-            "scale_head": 1 if tensors.k_scale.numel() > 1 else 0,
+            "scale_head": 1 if tensors.k_scale is not None and tensors.k_scale.numel() > 1 else 0,
             "E4M3": layer.cache_dtype.is_quantized,
             "STAGES": plan.hopper.num_stages,
             "CONSUMERS": plan.hopper.consumers,

@@ -15,12 +15,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attn.kernels.hopper.prefill import hopper_prefill_kernel
 from attn.kernels.launch import FormCall, Forms, KernelForm, alignment
 from attn.kernels.stored import E4M3, E5M2, NATIVE
+from builders.fast_launch import Repeat
 from builders.hopper_dense import (
     LayerAsks,
     prefill_kernel_of,
 )
 from builders.split_plan import (
     HopperPlan,
+    PrefillPlan,
     SplitPlan,
 )
 from builders.tiles import (
@@ -230,6 +232,46 @@ class HopperForms(ABC, Generic[Plan]):
         """Add this kernel's own arguments to those that a form holds; its programs."""
 
 
+class RepeatedPrefill:
+    """Prefill launches made again: the query's descriptor is another one where the query moved."""
+
+    def __init__(self, repeat: Repeat, box: tuple[int, ...]) -> None:
+        """
+        Args:
+            repeat: as :func:`repeated_prefill` makes it.
+            box: of the query's descriptor.
+        """
+        self._repeat = repeat
+        self._box = box
+        self._place: tuple[Any, ...] | None = None
+        self._words: list[Any] | None = None
+
+    def launch(
+        self,
+        plan: PrefillPlan,
+        query: torch.Tensor,
+        given: tuple[Any, ...],
+        lengths: tuple[int, ...],
+    ) -> bool:
+        """As :meth:`builders.fast_launch.Repeat.launch`.
+
+        Args:
+            plan: with one for this kernel.
+            query: of this forward.
+            given: its address and number of tokens, and further values.
+            lengths: of the step.
+        """
+        hopper, place = plan.hopper, given[:2]
+        assert hopper is not None
+        if place[0] % 16:
+            return False
+        if place != self._place:
+            described = _queries.of("q", query, self._box)
+            self._place, self._words = place, self._repeat.encoded("q_desc", described)
+        values = (*given, *hopper.addresses, *lengths, hopper.programs, self._words)
+        return self._words is not None and self._repeat.launch(hopper.programs, values)
+
+
 class HopperLauncher(HopperForms[HopperPlan]):
     """The prefill launches of one layer."""
 
@@ -253,9 +295,8 @@ class HopperLauncher(HopperForms[HopperPlan]):
         tensors: DenseTensors,
         varying: dict[str, Any],
     ) -> int:
-        keys, of, packed = tensors.keys, self._descriptors.of, fixed["PACKED"]
-        rows = (64 // packed, packed, COLUMNS)
-        varying["q_desc"] = _queries.of("q", tensors.query, rows)
+        keys, of = tensors.keys, self._descriptors.of
+        varying["q_desc"] = _queries.of("q", tensors.query, _query_box(fixed))
         if not self._layer.cache_dtype.is_quantized:
             page = (1, fixed["RUN"], 1, COLUMNS)
             varying["k_desc"] = of("k", keys.key, page)
@@ -288,7 +329,7 @@ class HopperLauncher(HopperForms[HopperPlan]):
             "window": layer.sliding_window or 0,
             "chunk": chunk or 1,
             "lookback": layer.chunk_lookback,
-            "scale_head": 1 if tensors.k_scale.numel() > 1 else 0,
+            "scale_head": 1 if tensors.k_scale is not None and tensors.k_scale.numel() > 1 else 0,
             "HEADS": layer.num_heads // tile.packed,
             "GROUP": layer.num_heads // layer.num_kv_heads,
             "PACKED": tile.packed,
@@ -322,6 +363,27 @@ class HopperLauncher(HopperForms[HopperPlan]):
         fixed |= dict.fromkeys(descriptors if narrow else rows)
         varying = (*_VARYING, *(rows if narrow else descriptors))
         return KernelForm(hopper_prefill_kernel, fixed, varying, num_warps=4, waits=True)
+
+
+def repeated_prefill(
+    call: FormCall, given: tuple[str, ...], lengths: tuple[str, ...]
+) -> RepeatedPrefill | None:
+    """For prefills like one that was launched; None where they stay as they are.
+
+    Args:
+        call: of this kernel.
+        given: names of what :meth:`RepeatedPrefill.launch` takes.
+        lengths: likewise.
+    """
+    tiles = ("tile_starts_ptr", "num_tiles_ptr", "counter_ptr")
+    repeat = call.repeat((*given, *tiles, *lengths, "programs", "q_desc"))
+    return None if repeat is None else RepeatedPrefill(repeat, _query_box(call.form.arguments))
+
+
+def _query_box(fixed: Mapping[str, Any]) -> tuple[int, ...]:
+    """Rows of a warp group's product: tokens of the heads that share a tile."""
+    packed: int = fixed["PACKED"]
+    return 64 // packed, packed, COLUMNS
 
 
 def _kind_of(cache_dtype: CacheDType) -> int:

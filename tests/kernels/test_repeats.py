@@ -1,0 +1,270 @@
+"""Forwards made again: what launches get is what they would get of a layer that never ran."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from triton.runtime.jit import JITFunction
+
+from attn.impls.base import LayerScales
+from attn.impls.triton_attn import TritonAttentionImpl
+from attn.kernels import dense
+from attn.kernels.decode import decode_kernel
+from attn.kernels.hopper import decode_launch, launch
+from attn.kernels.hopper.decode import hopper_decode_kernel
+from attn.kernels.hopper.prefill import hopper_prefill_kernel
+from attn.kernels.launch import MOST_REPEATS, collected_calls
+from attn.kernels.prefill import prefill_kernel
+from builders import fast_launch
+from builders.common import CommonAttentionMetadata
+from builders.triton_attn import TritonAttentionMetadata, TritonAttentionMetadataBuilder
+from specs.dtypes import CacheDType, DType
+from specs.engine import EngineConfig
+from specs.kv_cache import FullAttentionSpec
+from tests.kernels.test_fast_launch import Driver, compiled_for, gpu, hook_in_chain, waived
+
+__all__ = ["gpu"]
+HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 4, 2, 128, 16, 16
+WITHOUT_HOPPER = 1
+"""Of the variants below: the query whose rows are not aligned."""
+PLAIN = ("plain", "fp8", "per head")
+KINDS = {
+    "hopper": ("hopper", "hopper", CacheDType.AUTO),
+    "plain": ("triton", "triton", CacheDType.AUTO),
+    "fp8": ("triton", "triton", CacheDType.FP8),
+    "per head": ("triton", "triton", CacheDType.INT8_PER_TOKEN_HEAD),
+}
+
+
+class Bench:
+    """A layer over kernels whose launches a driver notes, and its steps."""
+
+    def __init__(
+        self, driver: Driver, kind: str, monkeypatch: pytest.MonkeyPatch, **options: Any
+    ) -> None:
+        self.driver, self.options = driver, options
+        self.taken: list[bool] = []
+        prefill, decode, self.cache_dtype = KINDS[kind]
+        places = [
+            (dense, decode_kernel),
+            (dense, prefill_kernel),
+            (launch, hopper_prefill_kernel),
+            (decode_launch, hopper_decode_kernel),
+        ]
+        numbers = itertools.count(100)
+        for module, kernel in places:
+            fresh = JITFunction(cast(Any, kernel).fn, **waived(kernel))
+            name = fresh.fn.__name__
+            monkeypatch.setattr(cast(Any, fresh), "_do_compile", self._compiler(fresh, numbers))
+            monkeypatch.setattr(module, name, fresh)
+        again = fast_launch.Repeat.launch
+
+        def counted(repeat: Any, *given: Any) -> bool:
+            self.taken.append(again(repeat, *given))
+            return self.taken[-1]
+
+        monkeypatch.setattr(fast_launch.Repeat, "launch", counted)
+        self.spec = FullAttentionSpec(
+            block_size=BLOCK,
+            num_kv_heads=KV_HEADS,
+            head_size=SIZE,
+            dtype=DType.FLOAT16,
+            cache_dtype=self.cache_dtype,
+        )
+        config = EngineConfig(
+            max_model_len=BLOCK * BLOCKS,
+            max_num_seqs=4,
+            max_num_batched_tokens=256,
+            num_heads=HEADS,
+            prefill_kernel=cast(Any, prefill),
+            decode_kernel=cast(Any, decode),
+        )
+        self.builder = TritonAttentionMetadataBuilder(self.spec, ["layer.0"], config, "cpu")
+        self.cache = self.spec.layout().allocate(BLOCKS)
+        self.layer = LayerScales.of()
+        self.impl = self.new_impl()
+
+    def _compiler(self, kernel: Any, numbers: Any) -> Callable[..., Any]:
+        def compile_(key: Any, signature: Any, device: int, *rest: Any) -> Any:
+            compiled = compiled_for(self.driver, signature, next(numbers))
+            kernel.device_caches[device][0][key] = compiled
+            return compiled
+
+        return compile_
+
+    def new_impl(self) -> TritonAttentionImpl:
+        slopes = self.options.get("alibi_slopes")
+        given = {name: x for name, x in self.options.items() if name != "alibi_slopes"}
+        sizes = (HEADS, SIZE, 0.2, KV_HEADS, slopes, None, self.cache_dtype)
+        return TritonAttentionImpl(*sizes, **given)
+
+    def step(self, *lens: int, **changes: Any) -> TritonAttentionMetadata:
+        table = torch.arange(BLOCKS, dtype=torch.int32).repeat(len(lens), 1)
+        batch = CommonAttentionMetadata.from_lengths(lens, lens, table, BLOCK)
+        return replace(self.builder.build(0, batch), **changes)
+
+    def forward(self, impl: TritonAttentionImpl, given: dict[str, Any]) -> list[list[Any]]:
+        """The launches of a forward as the GPU sees them."""
+        before = len(self.driver.launches)
+        rows, cache = (given["query"], None, None), given.get("cache", self.cache)
+        arguments = (self.layer, *rows, cache, given["step"], given["output"])
+        impl.forward(*arguments, given.get("output_scale"), output_lse=given.get("lse"))
+        every, noted = self.driver.launches, []
+        for end in range(before + 1, len(every) + 1):
+            self.driver.launches = every[:end]
+            noted.append(self.driver.launched())
+        self.driver.launches = every
+        return noted
+
+
+def rows_of(tokens: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.zeros(tokens, HEADS, SIZE, dtype=dtype)
+
+
+def variants(bench: Bench) -> list[dict[str, Any]]:
+    """Forwards that differ in everything that launches depend on."""
+    base, long = bench.step(40), rows_of(48)
+    count = 40 * HEADS * SIZE
+    wide = torch.zeros(64, 3 * HEADS, SIZE, dtype=torch.float16)
+    odd = [wide.flatten()[start : start + count].view(40, HEADS, SIZE) for start in (1, 3)]
+    table = torch.zeros(1, 2 * BLOCKS, dtype=torch.int32)[:, :BLOCKS]
+    quantised, few = (
+        rows_of(40).to(torch.float8_e4m3fn),
+        {"query": rows_of(4), "output": rows_of(4)},
+    )
+    changes: list[dict[str, Any]] = [
+        {},
+        {"query": rows_of(40)},
+        {"query": long},
+        {"query": long[:44]},
+        {"query": wide[:40, :HEADS]},
+        {"query": wide[:40, HEADS : 2 * HEADS]},
+        {"query": odd[0]},
+        {"output": rows_of(40)},
+        {"output": wide[:40, :HEADS]},
+        {"output": rows_of(40).flatten(1)},
+        {"output": rows_of(40, torch.float32)},
+        {"output": odd[1]},
+        {"output": quantised, "output_scale": torch.ones(1)},
+        {"lse": torch.zeros(40, HEADS)},
+        {"lse": torch.zeros(40, 2 * HEADS)[:, :HEADS]},
+        {"cache": bench.spec.layout().allocate(BLOCKS)},
+        {"cache": bench.spec.layout().allocate(2 * BLOCKS)},
+        {"step": bench.step(20, 20)},
+        {"step": bench.step(40, block_table=table)},
+        {"step": bench.step(40, block_table=base.block_table.long())},
+        {"step": bench.step(40, seq_lens=base.seq_lens.long())},
+        {"step": bench.step(40, query_start_loc=base.query_start_loc.long())},
+        {"step": bench.step(40, causal=False)},
+        {"step": bench.step(40, causal=torch.ones(1, dtype=torch.bool))},
+        {"step": bench.step(40, mm_ranges=torch.zeros(1, 2, 2, dtype=torch.int32))},
+        {"step": bench.step(40, mm_ranges=torch.zeros(1, 3, 2, dtype=torch.int32))},
+        {"step": bench.step(1, 39)},
+        {"step": bench.step(1, 2), **few},
+        {"step": bench.step(1, 1, 1, 1), **few},
+        {"step": bench.step(1, 2, causal=False), **few},
+    ]
+    common = {"step": base, "query": rows_of(40), "output": rows_of(40)}
+    return [{**common, **change} for change in changes]
+
+
+@pytest.mark.parametrize(
+    ("kind", "features"),
+    [*itertools.product(KINDS, ("", "sinks")), *((kind, "alibi_slopes") for kind in PLAIN)],
+)
+def test_launches_are_those_of_a_layer_that_never_ran(
+    gpu: Driver, kind: str, features: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {features: torch.ones(HEADS)} if features else {}
+    bench, dice = Bench(gpu, kind, monkeypatch, **options), random.Random(kind)
+    expected: list[tuple[dict[str, Any], list[list[Any]]]] = []
+    refused = 0
+    for given in variants(bench):
+        try:
+            expected.append((given, bench.forward(bench.new_impl(), given)))
+        except ValueError:
+            refused += 1
+    # Asked for by name, the kernels for Hopper do not leave to others what they do not serve.
+    assert refused == (WITHOUT_HOPPER if kind == "hopper" else 0)
+    bench.taken.clear()
+    for _ in range(300):
+        given, launches = dice.choice(expected)
+        for _ in range(dice.randrange(1, 4)):
+            assert bench.forward(bench.impl, given) == launches
+    assert sum(bench.taken) > 250
+
+
+def common(bench: Bench) -> dict[str, Any]:
+    return {"step": bench.step(1, 39), "query": rows_of(40), "output": rows_of(40)}
+
+
+@pytest.mark.parametrize("kind", ["hopper", "plain"])
+def test_the_third_forward_repeats_the_second(
+    gpu: Driver, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(gpu, kind, monkeypatch)
+    for number in range(4):
+        # Other tensors, and another record, each time.
+        bench.forward(bench.impl, common(bench))
+        assert bench.taken == [True, True] * max(0, number - 1)
+
+
+def test_what_watches_launches_sees_them(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(gpu, "hopper", monkeypatch)
+    given = common(bench)
+    for _ in range(3):
+        bench.forward(bench.impl, given)
+    with hook_in_chain(cast(Any, None), gpu):
+        bench.forward(bench.impl, given)
+        assert not gpu.was_past_triton
+    bench.taken.clear()
+    with collected_calls() as calls:
+        assert bench.forward(bench.impl, given) == []
+    assert len(calls) == 2
+    bench.forward(bench.impl, given)
+    assert bench.taken == [True, True]
+
+
+def test_every_launch_is_tritons_if_that_is_asked_for(
+    gpu: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTN_RELAUNCH", "0")
+    bench = Bench(gpu, "hopper", monkeypatch)
+    given = common(bench)
+    for _ in range(4):
+        bench.forward(bench.impl, given)
+        assert not gpu.was_past_triton
+    assert bench.taken == []
+
+
+def test_no_tensor_is_kept_alive(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(gpu, "hopper", monkeypatch)
+    given = common(bench)
+    for _ in range(4):
+        bench.forward(bench.impl, given)
+    step = given["step"]
+    kept = [weakref.ref(x) for x in (given["query"], given["output"], step.block_table, step)]
+    gpu.launches.clear()
+    del given, step, bench.cache
+    assert [one() for one in kept] == [None] * 4
+    assert bench.impl._viewed is not None
+    assert bench.impl._viewed.made is None
+
+
+def test_only_so_many_are_kept(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(gpu, "plain", monkeypatch)
+    given = common(bench)
+    bench.forward(bench.impl, given)
+    for extra in range(MOST_REPEATS + 2):
+        wide = torch.zeros(40, HEADS + extra, SIZE, dtype=torch.float16)[:, :HEADS]
+        for _ in range(2):
+            bench.forward(bench.impl, {**given, "output": wide})
+    launcher = bench.impl._launchers[False]
+    assert 0 < len(launcher._prefill_repeats) <= MOST_REPEATS
