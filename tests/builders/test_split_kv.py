@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from builders import triton_attn
+from builders import kernels, split_kv, triton_attn
 from builders.buffers import GraphBuffers
 from builders.paging import Stripe
 from builders.segments import BUNDLE, segment_of
@@ -465,6 +466,27 @@ def test_heads_side_by_side_leave_few_programs_idle(head_tiles: int, programs: i
     assert used[heads] * 30 >= max(used.values()) * 29
     more = [one for one in used if one > heads]
     assert all(used[one] * 30 < max(used.values()) * 29 for one in more)
+
+
+# -- Launches.
+
+
+@pytest.mark.parametrize("kind", [DeviceKind.SM80, DeviceKind.SM90, DeviceKind.SM120])
+def test_on_hopper_the_plan_and_the_kernels_behind_it_start_ahead_and_wait(
+    kind: DeviceKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split_kv, "interprets", lambda: False)
+    limits, starts = SplitLimits(4, 4, 512, None), torch.arange(3, dtype=torch.int32)
+    planner = SplitPlanner(DenseShape(4, 1, 64, 64, 2, 16), kind, 1, limits, 1, GraphBuffers("cpu"))
+    kernel = mock.MagicMock()
+    monkeypatch.setattr(kernels, "plan_kernel", kernel)
+    # Else there is no launch without a GPU.
+    monkeypatch.setattr(split_kv, "interprets", lambda: True)
+    planner.fill(starts, starts[1:])
+    options = kernel.__getitem__.return_value.call_args.kwargs
+    ahead = kind is DeviceKind.SM90
+    assert planner.split().waits == ahead
+    assert options["HASTENS"] == options.get("launch_pdl", False) == ahead
 
 
 # -- Scratch.

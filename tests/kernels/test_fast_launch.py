@@ -135,7 +135,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return driver
 
 
-def compiled_for(driver: Driver, signature: dict[str, str], number: int) -> Any:
+def compiled_for(
+    driver: Driver, signature: dict[str, str], number: int, options: Any = None
+) -> Any:
     """What Triton would have compiled, with the launcher that it would have made."""
     meta = [
         {"swizzle": 3, "elem_size": 2, "elem_type": 9, "block_size": [1], "fp4_padded": False}
@@ -153,7 +155,7 @@ def compiled_for(driver: Driver, signature: dict[str, str], number: int) -> Any:
         profile_scratch_size=0,
         profile_scratch_align=1,
         launch_cooperative_grid=False,
-        launch_pdl=False,
+        launch_pdl=getattr(options, "launch_pdl", False),
         gsan_enabled=False,
         arg_annotations="annotations",
         kernel_signature="signature",
@@ -182,8 +184,10 @@ def kernel_of(driver: Driver) -> Any:
     )
     numbers = itertools.count(100)
 
-    def compile_(key: Any, signature: Any, device: int, *rest: Any) -> Any:
-        compiled = compiled_for(driver, signature, next(numbers))
+    def compile_(
+        key: Any, signature: Any, device: int, constants: Any, options: Any, *rest: Any
+    ) -> Any:
+        compiled = compiled_for(driver, signature, next(numbers), options)
         kernel.device_caches[device][0][key] = compiled
         return compiled
 

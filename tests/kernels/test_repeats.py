@@ -35,6 +35,9 @@ HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 4, 2, 128, 16, 16
 WITHOUT_HOPPER = 1
 """Of the variants below: the query whose rows are not aligned."""
 PLAIN = ("plain", "fp8", "per head")
+STARTS_AHEAD = 6
+"""Where C functions are told so: behind the grid, the stream, the kernel and whether its programs
+run together."""
 KINDS = {
     "hopper": ("hopper", "hopper", CacheDType.AUTO),
     "plain": ("triton", "triton", CacheDType.AUTO),
@@ -92,8 +95,10 @@ class Bench:
         self.impl = self.new_impl()
 
     def _compiler(self, kernel: Any, numbers: Any) -> Callable[..., Any]:
-        def compile_(key: Any, signature: Any, device: int, *rest: Any) -> Any:
-            compiled = compiled_for(self.driver, signature, next(numbers))
+        def compile_(
+            key: Any, signature: Any, device: int, constants: Any, options: Any, *rest: Any
+        ) -> Any:
+            compiled = compiled_for(self.driver, signature, next(numbers), options)
             kernel.device_caches[device][0][key] = compiled
             return compiled
 
@@ -109,6 +114,12 @@ class Bench:
         table = torch.arange(BLOCKS, dtype=torch.int32).repeat(len(lens), 1)
         batch = CommonAttentionMetadata.from_lengths(lens, lens, table, BLOCK)
         return replace(self.builder.build(0, batch), **changes)
+
+    def step_ahead(self, *lens: int) -> TritonAttentionMetadata:
+        """One whose plain split-KV kernel may start while those before it end."""
+        step = self.step(*lens)
+        assert step.split is not None
+        return replace(step, split=replace(step.split, waits=True))
 
     def forward(self, impl: TritonAttentionImpl, given: dict[str, Any]) -> list[list[Any]]:
         """The launches of a forward as the GPU sees them."""
@@ -170,6 +181,8 @@ def variants(bench: Bench) -> list[dict[str, Any]]:
         {"step": bench.step(1, 2), **few},
         {"step": bench.step(1, 1, 1, 1), **few},
         {"step": bench.step(1, 2, causal=False), **few},
+        {"step": bench.step_ahead(1, 2), **few},
+        {"step": bench.step_ahead(1, 1, 1, 1), **few},
     ]
     common = {"step": base, "query": rows_of(40), "output": rows_of(40)}
     return [{**common, **change} for change in changes]
@@ -214,6 +227,20 @@ def test_the_third_forward_repeats_the_second(
         # Other tensors, and another record, each time.
         bench.forward(bench.impl, common(bench))
         assert bench.taken == [True, True] * max(0, number - 1)
+
+
+@pytest.mark.parametrize(("kind", "ahead"), [("hopper", True), ("plain", True), ("plain", False)])
+def test_what_starts_ahead_does_so_when_it_is_launched_again(
+    gpu: Driver, kind: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(gpu, kind, monkeypatch)
+    for number in range(4):
+        step = bench.step_ahead(1, 2) if ahead else bench.step(1, 2)
+        given = {"step": step, "query": rows_of(4), "output": rows_of(4)}
+        (words,) = bench.forward(bench.impl, given)
+        assert words[STARTS_AHEAD] is ahead
+        assert gpu.was_past_triton == (number > 0)
+        assert bench.taken == [True] * max(0, number - 1)
 
 
 def test_what_watches_launches_sees_them(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
