@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from attn.kernels.hopper import sparse_launch, sparse_narrow, sparse_operands, sparse_widen
+from attn.kernels.hopper import (
+    sparse_consume,
+    sparse_launch,
+    sparse_narrow,
+    sparse_operands,
+    sparse_widen,
+)
 from attn.kernels.hopper.sparse import hopper_sparse_kernel
 from attn.kernels.hopper.sparse_narrow import hopper_narrow_sparse_kernel
 from attn.kernels.launch import KernelCall
@@ -107,12 +113,26 @@ CASES = {
 }
 
 
+IN_PIECES: dict[str, Any] = {
+    "swaps": True,
+    "pieces": 2,
+    "late_lists": True,
+    "whole_copies": True,
+    "raises": True,
+    "lazy": True,
+}
+
+
 def tiles_of(case: SparseCase) -> dict[str, SparseTile]:
     shape = SparseShape(case.num_heads, case.topk, case.layout)
     options = HopperSparseTile()
     return {
         "persistent": hopper_sparse_tile(shape, 1, 99, options),
         "early": hopper_sparse_tile(shape, 1, 99, replace(options, early=True)),
+        "in pieces": hopper_sparse_tile(shape, 1, 99, replace(options, **IN_PIECES)),
+        "early, in pieces": hopper_sparse_tile(
+            shape, 1, 99, replace(options, **IN_PIECES, early=True)
+        ),
         "a program for each": hopper_sparse_tile(
             shape, 1, 99, replace(options, programs_per_sm=None)
         ),
@@ -127,6 +147,7 @@ def test_states_are_the_oracles(
     case: SparseCase, is_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of three programs on a device of three multiprocessors, in any order."""
+    monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, sparse_consume._SHRINK.value, np.multiply)
     monkeypatch.setattr(sparse_launch, "_multiprocessors", lambda _: 3)
     translation = gluon_in_numpy.Translation()
     calls = gluon_in_numpy.take_over(monkeypatch, hopper_sparse_kernel, translation)
@@ -195,6 +216,9 @@ def test_states_of_widened_rows_are_the_oracles(
     for text, meaning in {
         sparse_widen._SCALED: widened,
         sparse_widen._PAIR: lambda x: x.view(np.int32),
+        sparse_consume._SHRINK: np.multiply,
+        sparse_widen._RAISED: widened,
+        sparse_widen._RAISED_PAIR: lambda x: x.view(np.int32),
     }.items():
         monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, text.value, meaning)
     translation = gluon_in_numpy.Translation()

@@ -7,6 +7,7 @@ to its scores is -inf.
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -22,6 +23,45 @@ from attn.kernels.hopper.mla_consume import _base, _shrunk, _store_part
 from attn.kernels.hopper.sparse_parts import BLOCK, HALF, work_at
 from attn.kernels.rows import write_rows
 
+_SLACK = tl.constexpr(8.0)
+"""Powers of two by which weights may exceed 1 before what is summed so far is multiplied again."""
+_CELLS = 128
+"""Of the output, that a thread has."""
+_SHRINK = tl.constexpr(
+    "{ .reg .pred p, q;"
+    # A thread has two rows, two neighbouring cells of each in turn.
+    + f" setp.neu.f32 p, ${2 * _CELLS}, 0f3F800000;"
+    + f" setp.neu.f32 q, ${2 * _CELLS + 2}, 0f3F800000;"
+    + " or.pred p, p, q; vote.sync.any.pred p, p, 0xFFFFFFFF;"
+    + "".join(f" mov.b32 ${i}, ${_CELLS + i};" for i in range(_CELLS))
+    + " @!p bra.uni DONE;"
+    + "".join(f" mul.f32 ${i}, ${i}, ${2 * _CELLS + i};" for i in range(_CELLS))
+    + " DONE: }"
+)
+_SHRINK_REGISTERS = tl.constexpr(",".join(["=f"] * _CELLS + ["f"] * (2 * _CELLS)))
+_SHRINK_CELLS = tl.constexpr(_CELLS)
+
+
+@gluon.jit
+def _shrunk_by(o, by, LAZY: gl.constexpr):
+    """Rows of the output times factors; LAZY: nothing is done by warps all of whose are 1."""
+    if LAZY:
+        factors = gl.convert_layout(by, gl.SliceLayout(1, o.type.layout))[:, None]
+        o, factors = gl.broadcast(o, factors)
+        return gl.inline_asm_elementwise(
+            _SHRINK, _SHRINK_REGISTERS, [o, factors], dtype=gl.float32, is_pure=True,
+            pack=_SHRINK_CELLS,
+        )  # fmt: skip
+    return _shrunk(o, by)
+
+
+@gluon.jit
+def _highest(before, own, LAZY: gl.constexpr):
+    """Maxima with a block's own. LAZY: those before stay where that costs no accuracy."""
+    if LAZY:
+        return gl.where(own > before + _SLACK, own, before)
+    return gl.maximum(before, own)
+
 
 @gluon.jit
 def _wait_for_keys(full, phase):
@@ -32,13 +72,14 @@ def _wait_for_keys(full, phase):
 
 @gluon.jit
 def _scores(
-    z, phase, q, q_rope, left, right, rope, gaps, full, W: gl.constexpr, WHOLE: gl.constexpr,
-    SCORES: gl.constexpr,
+    z, phase, q, q_rope, half, rope, gaps, full, W: gl.constexpr, WHOLE: gl.constexpr,
+    SWAPS: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Ask for the scores of the warp group's block, as far as its keys come first; and what is to
-    be added to them. WHOLE: they come at once.
+    """Ask for the scores of the warp group's block, as far as its keys come first: rope and a half,
+    SWAPS: the right one; and what is to be added to them. WHOLE: they come at once.
     """
     KEYS: gl.constexpr = rope.shape[1]
+    FIRST: gl.constexpr = 1 if SWAPS else 0
     zero = gl.zeros([64, KEYS], gl.float32, SCORES)
     _wait_for_keys(full.index(W), phase)
     keys = rope.index(z + W).permute((1, 0))
@@ -46,15 +87,23 @@ def _scores(
     gap = gaps.index(W).load(gl.SliceLayout(0, SCORES))
     if not WHOLE:
         _wait_for_keys(full.index(2 + W), phase)
-    return warpgroup_mma(q.index(z), left.index(z + W).permute((1, 0)), s, is_async=True), gap
+    keys = half.index(z + W).permute((1, 0))
+    return warpgroup_mma(q.index(z + FIRST), keys, s, is_async=True), gap
 
 
 @gluon.jit
-def _all_scores(s, gap, z, phase, q, right, full, W: gl.constexpr, WHOLE: gl.constexpr):
-    """The rest of them."""
-    if not WHOLE:
-        _wait_for_keys(full.index(4 + W), phase)
-    s = warpgroup_mma(q.index(z + 1), right.index(z + W).permute((1, 0)), s, is_async=True)
+def _all_scores(
+    s, gap, z, phase, q_pieces, pieces, full, W: gl.constexpr, WHOLE: gl.constexpr,
+    SWAPS: gl.constexpr,
+):  # fmt: skip
+    """The rest of them, by pieces of the half that comes last."""
+    PIECES: gl.constexpr = pieces.shape[0] // 2
+    FIRST: gl.constexpr = 0 if SWAPS else PIECES
+    for i in gl.static_range(PIECES):
+        if not WHOLE:
+            _wait_for_keys(full.index(4 + W + 2 * i), phase)
+        keys = pieces.index(z + (W * PIECES + i)).permute((1, 0))
+        s = warpgroup_mma(q_pieces.index(z + (FIRST + i)), keys, s, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     return s + gap[None, :]
 
@@ -74,46 +123,48 @@ def _publish(weights, m, is_last, p, m_of, ready, empty, q_empty, W: gl.constexp
 
 
 @gluon.jit
-def _take_second(z, turn, m, l, o, p, m_second, left, ready, SCORES: gl.constexpr):
+def _take_second(
+    z, turn, m, l, o, p, m_second, left, ready, LAZY: gl.constexpr, SCORES: gl.constexpr
+):  # fmt: skip
     """Warp group 0: takes maximum and weights, and asks for these times the second block."""
     mbarrier.wait(ready.index(1), turn & 1)
     top = m_second.load(gl.SliceLayout(1, SCORES))
     shrink = gl.exp2(m - _base(top))
-    o = _shrunk(o, shrink)
+    o = _shrunk_by(o, shrink, LAZY)
     return top, l * shrink, warpgroup_mma(p.index(z), left.index(z + 1), o, is_async=True)
 
 
 @gluon.jit
 def _first_block(
-    turn, is_last, m, l, o, q, q_rope, left, right, rope, gaps, p, m_first, m_second, full, empty,
-    ready, q_empty, factor, IS_FIRST: gl.constexpr, EARLY: gl.constexpr, WHOLE: gl.constexpr,
-    DTYPE: gl.constexpr, SCORES: gl.constexpr,
+    turn, is_last, m, l, o, q, q_rope, q_pieces, left, pieces, rope, gaps, p, m_first, m_second,
+    full, empty, ready, q_empty, factor, IS_FIRST: gl.constexpr, EARLY: gl.constexpr,
+    WHOLE: gl.constexpr, LAZY: gl.constexpr, DTYPE: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """Warp group 0's part of a tile. EARLY frees half of the second block before more keys come."""
     OUTPUT: gl.constexpr = o.type.layout
     z = opaque_zero()
     phase = turn & 1
     if not IS_FIRST:
-        m, l, o = _take_second(z, turn - 1, m, l, o, p, m_second, left, ready, SCORES)
+        m, l, o = _take_second(z, turn - 1, m, l, o, p, m_second, left, ready, LAZY, SCORES)
         if EARLY:
             o = warpgroup_mma_wait(0, deps=[o])
             thread_barrier()
             mbarrier.arrive(empty.index(3), count=1)
-    s, gap = _scores(z, phase, q, q_rope, left, right, rope, gaps, full, 0, WHOLE, SCORES)
+    s, gap = _scores(z, phase, q, q_rope, left, rope, gaps, full, 0, WHOLE, False, SCORES)
     if not IS_FIRST and not EARLY:
         # All but the two that were asked for since.
         o = warpgroup_mma_wait(2, deps=[o])
         thread_barrier()
         mbarrier.arrive(empty.index(3), count=1)
-    s = _all_scores(s, gap, z, phase, q, right, full, 0, WHOLE)
+    s = _all_scores(s, gap, z, phase, q_pieces, pieces, full, 0, WHOLE, False)
     # In units of log 2 and rounded once: differences of maxima are then exact where it counts.
-    top = gl.maximum(m, gl.max(s, 1) * factor)
+    top = _highest(m, gl.max(s, 1) * factor, LAZY)
     base = _base(top)
     weights = gl.exp2(s * factor - base[:, None])
     narrow = weights.to(DTYPE)
     _publish(narrow, top, is_last, p.index(0), m_first, ready, empty, q_empty, 0)
     shrink = gl.exp2(m - base)
-    o = _shrunk(o, shrink)
+    o = _shrunk_by(o, shrink, LAZY)
     l = l * shrink + gl.sum(weights, 1)
     operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, OUTPUT, 2))
     o = warpgroup_mma(operand, left.index(z), o, is_async=True)
@@ -124,36 +175,38 @@ def _first_block(
 
 
 @gluon.jit
-def _take_first(z, turn, m, o, p, m_first, right, ready, SCORES: gl.constexpr):
+def _take_first(
+    z, turn, m, o, p, m_first, right, ready, LAZY: gl.constexpr, SCORES: gl.constexpr
+):  # fmt: skip
     """Warp group 1: takes maximum and weights, and asks for these times the first block."""
     mbarrier.wait(ready.index(0), turn & 1)
     top = m_first.load(gl.SliceLayout(1, SCORES))
     shrink = gl.exp2(m - _base(top))
-    o = _shrunk(o, shrink)
+    o = _shrunk_by(o, shrink, LAZY)
     return top, shrink, warpgroup_mma(p.index(z), right.index(z), o, is_async=True)
 
 
 @gluon.jit
 def _second_block(
-    turn, is_last, m, l, o, q, q_rope, left, right, rope, gaps, p, m_first, m_second, full, empty,
-    ready, q_empty, factor, EARLY: gl.constexpr, WHOLE: gl.constexpr, DTYPE: gl.constexpr,
-    SCORES: gl.constexpr,
+    turn, is_last, m, l, o, q, q_rope, q_pieces, half, right, pieces, rope, gaps, p, m_first,
+    m_second, full, empty, ready, q_empty, factor, EARLY: gl.constexpr, WHOLE: gl.constexpr,
+    SWAPS: gl.constexpr, LAZY: gl.constexpr, DTYPE: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """Warp group 1's part of a tile. EARLY frees half of the first block while the second comes."""
     OUTPUT: gl.constexpr = o.type.layout
     z = opaque_zero()
     phase = turn & 1
     if EARLY:
-        first, shrink, o = _take_first(z, turn, m, o, p, m_first, right, ready, SCORES)
+        first, shrink, o = _take_first(z, turn, m, o, p, m_first, right, ready, LAZY, SCORES)
         o = warpgroup_mma_wait(0, deps=[o])
         thread_barrier()
         mbarrier.arrive(empty.index(4), count=1)
-    s, gap = _scores(z, phase, q, q_rope, left, right, rope, gaps, full, 1, WHOLE, SCORES)
-    s = _all_scores(s, gap, z, phase, q, right, full, 1, WHOLE)
+    s, gap = _scores(z, phase, q, q_rope, half, rope, gaps, full, 1, WHOLE, SWAPS, SCORES)
+    s = _all_scores(s, gap, z, phase, q_pieces, pieces, full, 1, WHOLE, SWAPS)
     own = gl.max(s, 1) * factor
     if not EARLY:
-        first, shrink, o = _take_first(z, turn, m, o, p, m_first, right, ready, SCORES)
-    top = gl.maximum(first, own)
+        first, shrink, o = _take_first(z, turn, m, o, p, m_first, right, ready, LAZY, SCORES)
+    top = _highest(first, own, LAZY)
     base = _base(top)
     # Under the product, unless EARLY.
     weights = gl.exp2(s * factor - base[:, None])
@@ -166,7 +219,7 @@ def _second_block(
     _publish(narrow, top, is_last, p.index(0), m_second, ready, empty, q_empty, 1)
     if not EARLY:
         mbarrier.arrive(empty.index(4), count=1)
-    o = _shrunk(o, again)
+    o = _shrunk_by(o, again, LAZY)
     operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, OUTPUT, 2))
     o = warpgroup_mma(operand, right.index(z + 1), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])
@@ -182,8 +235,8 @@ def consume_listed(
     sums_ptr, factor, topk, total, W: gl.constexpr, HEADS: gl.constexpr,
     HEAD_TILES: gl.constexpr, SEGMENT: gl.constexpr, PARTS: gl.constexpr, DTYPE: gl.constexpr,
     OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr,
-    HAS_LENS: gl.constexpr, EARLY: gl.constexpr, WHOLE: gl.constexpr, SINKS: gl.constexpr,
-    LSE: gl.constexpr,
+    HAS_LENS: gl.constexpr, EARLY: gl.constexpr, WHOLE: gl.constexpr, SWAPS: gl.constexpr,
+    PIECES: gl.constexpr, LAZY: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
     """All work that the program takes, in warp group W's columns."""
     KEYS: gl.constexpr = rope_boxes.shape[1]
@@ -195,6 +248,14 @@ def consume_listed(
     left = reinterpret(left_boxes, DTYPE, [2, KEYS, 256], LAYOUT)
     right = reinterpret(right_boxes, DTYPE, [2, KEYS, 256], LAYOUT)
     rope = reinterpret(rope_boxes, DTYPE, [2, KEYS, 64], LAYOUT)
+    q_pieces = reinterpret(q_boxes, DTYPE, [2 * PIECES, 64, 256 // PIECES], LAYOUT)
+    PIECE: gl.constexpr = [2 * PIECES, KEYS, 256 // PIECES]
+    if W == 1 and SWAPS:
+        half = right
+        pieces = reinterpret(left_boxes, DTYPE, PIECE, LAYOUT)
+    else:
+        half = left
+        pieces = reinterpret(right_boxes, DTYPE, PIECE, LAYOUT)
     turn = 0
     walks = 0
     for work in range(gl.program_id(0), total, gl.num_programs(0)):
@@ -210,20 +271,20 @@ def consume_listed(
             fence_async_shared()
             if W == 0:
                 m, l, o = _first_block(
-                    turn, low + 1 == high, m, l, o, q, q_rope, left, right, rope, gaps, p, m_first,
-                    m_second, full, empty, ready, q_empty, factor, True, EARLY, WHOLE,
-                    DTYPE, SCORES,
+                    turn, low + 1 == high, m, l, o, q, q_rope, q_pieces, left, pieces, rope, gaps,
+                    p, m_first, m_second, full, empty, ready, q_empty, factor, True, EARLY, WHOLE,
+                    LAZY, DTYPE, SCORES,
                 )  # fmt: skip
                 turn += 1
                 for tile in range(low + 1, high):
                     m, l, o = _first_block(
-                        turn, tile + 1 == high, m, l, o, q, q_rope, left, right, rope, gaps, p,
-                        m_first, m_second, full, empty, ready, q_empty, factor, False, EARLY,
-                        WHOLE, DTYPE, SCORES,
+                        turn, tile + 1 == high, m, l, o, q, q_rope, q_pieces, left, pieces, rope,
+                        gaps, p, m_first, m_second, full, empty, ready, q_empty, factor, False,
+                        EARLY, WHOLE, LAZY, DTYPE, SCORES,
                     )  # fmt: skip
                     turn += 1
                 m, l, o = _take_second(
-                    opaque_zero(), turn - 1, m, l, o, p, m_second, left, ready, SCORES
+                    opaque_zero(), turn - 1, m, l, o, p, m_second, left, ready, LAZY, SCORES
                 )
                 o = warpgroup_mma_wait(0, deps=[o])
                 thread_barrier()
@@ -231,9 +292,9 @@ def consume_listed(
             else:
                 for tile in range(low, high):
                     m, l, o = _second_block(
-                        turn, tile + 1 == high, m, l, o, q, q_rope, left, right, rope, gaps, p,
-                        m_first, m_second, full, empty, ready, q_empty, factor, EARLY, WHOLE, DTYPE,
-                        SCORES,
+                        turn, tile + 1 == high, m, l, o, q, q_rope, q_pieces, half, right, pieces,
+                        rope, gaps, p, m_first, m_second, full, empty, ready, q_empty, factor,
+                        EARLY, WHOLE, SWAPS, LAZY, DTYPE, SCORES,
                     )  # fmt: skip
                     turn += 1
             # Each has the sum over its own blocks, in the same frame.

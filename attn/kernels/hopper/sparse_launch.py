@@ -160,6 +160,12 @@ def _wide_call(
         "KEYS": tile.kv_tile // 2,
         "EARLY": asked.early,
         "PREFETCH": asked.prefetch,
+        "SWAPS": asked.swaps,
+        "PIECES": asked.pieces,
+        "LATE_LISTS": asked.late_lists,
+        "WHOLE_COPIES": asked.whole_copies,
+        "RAISES": asked.raises,
+        "LAZY": asked.lazy,
         "SECOND": asked.second_registers,
         "PRODUCER": asked.producer_registers,
     }

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from attn.kernels.hopper.compat import arrive_behind_gathers, async_gather
+from attn.kernels.hopper.compat import arrive_behind_gathers, async_gather, reinterpret
 from attn.kernels.hopper.sparse_parts import BLOCK, HALF, UNIT, listed, units_at, work_at
 from attn.kernels.hopper.sparse_widen import widen_rows
 from attn.kernels.hopper.tiles import wide
@@ -47,60 +47,96 @@ def _gather_queries(
 
 @gluon.jit
 def _gather_half(
-    at, there, turn, full, empty, boxes, FIRST: gl.constexpr, PARTS: gl.constexpr,
-    PLACE: gl.constexpr,
+    at, there, turn, full, empty, boxes, FIRST: gl.constexpr, BOXES: gl.constexpr,
+    PIECES: gl.constexpr, EMPTY: gl.constexpr, FULL: gl.constexpr,
 ):  # fmt: skip
-    """Some columns of a block: PARTS times 64 from pointers on."""
+    """Some columns of a block, from pointers on: BOXES boxes, whose pieces arrive one by one, every
+    other barrier from FULL on.
+    """
     # A fresh barrier lets parity 1 pass at once.
-    mbarrier.wait(empty.index(PLACE), (turn & 1) ^ 1)
-    for i in gl.static_range(PARTS):
-        async_gather(boxes.index(FIRST + i), at + i * 64, mask=there)
-    arrive_behind_gathers(full.index(PLACE), increment_count=False)
+    mbarrier.wait(empty.index(EMPTY), (turn & 1) ^ 1)
+    WIDTH: gl.constexpr = boxes.shape[2]
+    for i in gl.static_range(BOXES):
+        async_gather(boxes.index(FIRST + i), at + i * WIDTH, mask=there)
+        if (i + 1) % (BOXES // PIECES) == 0:
+            place = FULL + i // (BOXES // PIECES) * 2
+            arrive_behind_gathers(full.index(place), increment_count=False)
 
 
 @gluon.jit
 def _gather_rope(
-    ids, offset, rope_ptr, turn, gaps, full, empty, rope_boxes, BLOCK_OF: gl.constexpr,
+    ids, rows, turn, gaps, full, empty, rope_boxes, ROPE_AT: gl.constexpr, BLOCK_OF: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """A block's rotary part, and which of its keys are none; that is free with it."""
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
-    at = rope_ptr + (offset * (UNIT // 2))[:, None] + column[None, :]
+    at = rows[:, None] + column[None, :] + ROPE_AT // 2
     there = (ids >= 0)[:, None] & (column >= 0)[None, :]
-    _gather_half(at, there, turn, full, empty, rope_boxes, BLOCK_OF, 1, BLOCK_OF)
+    _gather_half(at, there, turn, full, empty, rope_boxes, BLOCK_OF, 1, 1, BLOCK_OF, BLOCK_OF)
     gaps.index(BLOCK_OF).store(gl.where(ids >= 0, 0.0, float("-inf")))
     mbarrier.arrive(full.index(BLOCK_OF), count=1)
 
 
 @gluon.jit
 def _copy_rows(
-    mine, latent_ptr, rope_ptr, low, high, length, turn, left_boxes, right_boxes, rope_boxes, gaps,
+    mine, latent_ptr, low, high, length, turn, left_boxes, right_boxes, rope_boxes, gaps,
     full, empty, BLOCK_SIZE: gl.constexpr, BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr,
-    ROW_BYTES: gl.constexpr, PREFETCH: gl.constexpr, LAYOUT: gl.constexpr,
+    ROW_BYTES: gl.constexpr, ROPE_AT: gl.constexpr, PREFETCH: gl.constexpr, SWAPS: gl.constexpr,
+    PIECES: gl.constexpr, LATE_LISTS: gl.constexpr, WHOLE_COPIES: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Listed rows of 16 bits, block after block."""
     KEYS: gl.constexpr = rope_boxes.shape[1]
     TILE: gl.constexpr = 2 * KEYS
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    WIDTH: gl.constexpr = HALF // PIECES if WHOLE_COPIES else 64
+    BOXES: gl.constexpr = HALF // WIDTH
+    WIDE: gl.constexpr = [2 * BOXES, KEYS, WIDTH]
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    left = reinterpret(left_boxes, left_boxes.dtype, WIDE, SHARED)
+    right = reinterpret(right_boxes, right_boxes.dtype, WIDE, SHARED)
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
     ahead = listed(mine, low * TILE, length, KEYS, ROWS)
+    if PREFETCH:
+        coming = listed(mine, (low + 1) * TILE, length, TILE, EACH)
     for tile in range(low, high):
         if PREFETCH:
-            coming = listed(mine, (tile + 1) * TILE, length, TILE, EACH)
             units = _row_offsets(coming, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE)
             start = latent_ptr.to(gl.int64, bitcast=True)
             prefetch_rows(start + units * UNIT, coming, ROW_BYTES)
         for b in gl.static_range(2):
             ids = ahead
-            # What is past the end of the part is not used.
-            ahead = listed(mine, tile * TILE + (b + 1) * KEYS, length, KEYS, ROWS)
+            if not LATE_LISTS:
+                # What is past the end of the part is not used.
+                ahead = listed(mine, tile * TILE + (b + 1) * KEYS, length, KEYS, ROWS)
             offset = _row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE)
-            _gather_rope(ids, offset, rope_ptr, turn, gaps, full, empty, rope_boxes, b, LAYOUT)
-            at = latent_ptr + (offset * (UNIT // 2))[:, None] + column[None, :]
+            # Fields by their place in a row: fewer pointers are kept in registers.
+            rows = latent_ptr + offset * (UNIT // 2)
+            _gather_rope(ids, rows, turn, gaps, full, empty, rope_boxes, ROPE_AT, b, LAYOUT)
+            if LATE_LISTS:
+                # Behind a wait, and ahead of most copies: a use of the list before stands behind
+                # all loads that are asked for, and loads behind all copies.
+                ahead = listed(mine, tile * TILE + (b + 1) * KEYS, length, KEYS, ROWS)
+                if PREFETCH and b == 0:
+                    coming = listed(mine, (tile + 2) * TILE, length, TILE, EACH)
+            at = rows[:, None] + column[None, :]
             there = (ids >= 0)[:, None] & (column >= 0)[None, :]
-            _gather_half(at, there, turn, full, empty, left_boxes, b * 4, 4, 2 + b)
-            _gather_half(at + HALF, there, turn, full, empty, right_boxes, b * 4, 4, 4 + b)
+            if SWAPS and b == 1:
+                _gather_half(
+                    at + HALF, there, turn, full, empty, right, b * BOXES, BOXES, 1, 4 + b, 2 + b
+                )
+                _gather_half(
+                    at, there, turn, full, empty, left, b * BOXES, BOXES, PIECES, 2 + b, 4 + b
+                )
+            else:
+                _gather_half(at, there, turn, full, empty, left, b * BOXES, BOXES, 1, 2 + b, 2 + b)
+                _gather_half(
+                    at + HALF, there, turn, full, empty, right, b * BOXES, BOXES, PIECES, 4 + b,
+                    4 + b,
+                )  # fmt: skip
+            if PREFETCH and not LATE_LISTS and b == 1:
+                coming = listed(mine, (tile + 2) * TILE, length, TILE, EACH)
         turn += 1
     return turn
 
@@ -113,7 +149,8 @@ def produce_listed(
     SEGMENT: gl.constexpr, PARTS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr, ROW_BYTES: gl.constexpr,
     ROPE_AT: gl.constexpr, SCALES_AT: gl.constexpr, HAS_LENS: gl.constexpr, SCALED: gl.constexpr,
-    PREFETCH: gl.constexpr,
+    PREFETCH: gl.constexpr, SWAPS: gl.constexpr, PIECES: gl.constexpr, LATE_LISTS: gl.constexpr,
+    WHOLE_COPIES: gl.constexpr, RAISES: gl.constexpr,
 ):  # fmt: skip
     """Queries and listed rows of all work that the program takes, tile after tile: of each of its
     two blocks the rope, the left and the right half, as they are wanted.
@@ -121,9 +158,6 @@ def produce_listed(
     KEYS: gl.constexpr = rope_boxes.shape[1]
     # Eight threads have 128 bytes of a row, which is a row of a box.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    DTYPE: gl.constexpr = query_ptr.dtype.element_ty
-    # Fields by their place in a row: fewer pointers are kept in registers.
-    rope_ptr = latent_ptr.to(gl.pointer_type(DTYPE), bitcast=True) + ROPE_AT // 2
     turn = 0
     count = 0
     walks = 0
@@ -143,11 +177,11 @@ def produce_listed(
                 turn, count = widen_rows(
                     mine, latent_ptr, low, high, gl.minimum(length, high * (2 * KEYS)), turn, count,
                     left_boxes, right_boxes, rope_boxes, stored, gaps, full, empty, BLOCK_SIZE,
-                    BLOCK_UNITS, ROW_UNITS, ROPE_AT, SCALES_AT,
+                    BLOCK_UNITS, ROW_UNITS, ROPE_AT, SCALES_AT, RAISES,
                 )  # fmt: skip
             else:
                 turn = _copy_rows(
-                    mine, latent_ptr, rope_ptr, low, high, length, turn, left_boxes, right_boxes,
-                    rope_boxes, gaps, full, empty, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, ROW_BYTES,
-                    PREFETCH, LAYOUT,
+                    mine, latent_ptr, low, high, length, turn, left_boxes, right_boxes, rope_boxes,
+                    gaps, full, empty, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, ROW_BYTES, ROPE_AT,
+                    PREFETCH, SWAPS, PIECES, LATE_LISTS, WHOLE_COPIES, LAYOUT,
                 )  # fmt: skip

@@ -21,46 +21,48 @@ STORED_BLOCKS = tl.constexpr(3)
 # Two factors of four elements of one block are the same.
 _SCALED = tl.constexpr(_TO_BF16.value.replace("$4", "$3"))
 _PAIR = tl.constexpr("cvt.rn.bf16x2.f32 $0, $1, $1;")
+# The same with the factor times 2 ** 120, by which e4m3's exponents are raised: one product less.
+_RAISED_PAIR = tl.constexpr(
+    "{ .reg .b32 c, z; mov.b32 z, 0x80008000; mov.b32 c, 0x7B807B80;"
+    " cvt.rn.bf16x2.f32 $0, $1, $1; fma.rn.bf16x2 $0, $0, c, z; }"
+)
+_RAISED = tl.constexpr(
+    _SCALED.value.replace(" fma.rn.bf16x2 a, a, c, z; fma.rn.bf16x2 b, b, c, z;", "")
+)
 
 
 @gluon.jit
-def widen_scaled(words, factors):
+def widen_scaled(words, factors, RAISES: gl.constexpr):
     """Words of four e4m3 ``[KV, N]`` times a factor for each row, as words of two bf16
-    ``[KV, 2 N]``.
+    ``[KV, 2 N]``. RAISES: factors are below 256.
     """
-    pair = gl.inline_asm_elementwise(_PAIR, "=r,f", [factors], dtype=gl.int32, is_pure=True, pack=1)
+    PAIR: gl.constexpr = _RAISED_PAIR if RAISES else _PAIR
+    TEXT: gl.constexpr = _RAISED if RAISES else _SCALED
+    pair = gl.inline_asm_elementwise(PAIR, "=r,f", [factors], dtype=gl.int32, is_pure=True, pack=1)
     _, pairs = gl.broadcast(words, pair[:, None])
     low, high = gl.inline_asm_elementwise(
-        _SCALED, "=r,=r,r,r", [words, pairs], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        TEXT, "=r,=r,r,r", [words, pairs], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
     return gl.reshape(gl.join(low, high), [words.shape[0], words.shape[1] * 2])
 
 
 @gluon.jit
-def _copy_words(
-    ids, words_ptr, place, BLOCK_SIZE: gl.constexpr, BLOCK_UNITS: gl.constexpr,
-    ROW_UNITS: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Ask for the words of listed rows, as many as the place has, which is free."""
-    offset = _row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (UNIT // 4)
+def _copy_words(ids, rows, place, AT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Ask for words of rows from a byte of them on, as many as the place has, which is free."""
     column = gl.arange(0, place.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    at = words_ptr + offset[:, None] + column[None, :]
+    # The field's place last: fields share addresses, whose registers copies under way still read.
+    at = rows[:, None] + column[None, :] + AT // 4
     async_gather(place, at, mask=(ids >= 0)[:, None] & (column >= 0)[None, :])
 
 
 @gluon.jit
 def _copy_rest(
-    ids, words_ptr, stored, place, ROPE_AT: gl.constexpr, SCALES_AT: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    ids, rows, stored, place, ROPE_AT: gl.constexpr, SCALES_AT: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Ask for what a block has besides the left half of its latents; with that it is complete."""
-    at = words_ptr + HALF // 4
-    _copy_words(ids, at, stored[1].index(place), BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, LAYOUT)
-    at = words_ptr + ROPE_AT // 4
-    _copy_words(ids, at, stored[2].index(place), BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, LAYOUT)
-    at = words_ptr + SCALES_AT // 4
-    _copy_words(ids, at, stored[3].index(place), BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, LAYOUT)
+    _copy_words(ids, rows, stored[1].index(place), HALF, LAYOUT)
+    _copy_words(ids, rows, stored[2].index(place), ROPE_AT, LAYOUT)
+    _copy_words(ids, rows, stored[3].index(place), SCALES_AT, LAYOUT)
     async_copy.commit_group()
 
 
@@ -71,10 +73,10 @@ def _load_half(memory, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _widened(words, by, by_second):
+def _widened(words, by, by_second, RAISES: gl.constexpr):
     """Half of a block's latents as words of two bf16 times their scales."""
     KEYS: gl.constexpr = words[0].shape[0]
-    both = gl.join(widen_scaled(words[0], by), widen_scaled(words[1], by_second))
+    both = gl.join(widen_scaled(words[0], by, RAISES), widen_scaled(words[1], by_second, RAISES))
     return gl.reshape(gl.permute(both, (0, 2, 1)), [KEYS, 128])
 
 
@@ -127,7 +129,7 @@ def _load_scales(memory, LAYOUT: gl.constexpr):
 def widen_rows(
     mine, latent_ptr, low, high, end, turn, count, left_boxes, right_boxes, rope_boxes, stored,
     gaps, full, empty, BLOCK_SIZE: gl.constexpr, BLOCK_UNITS: gl.constexpr,
-    ROW_UNITS: gl.constexpr, ROPE_AT: gl.constexpr, SCALES_AT: gl.constexpr,
+    ROW_UNITS: gl.constexpr, ROPE_AT: gl.constexpr, SCALES_AT: gl.constexpr, RAISES: gl.constexpr,
 ):  # fmt: skip
     """Listed rows of e4m3, block after block; those of two blocks are under way. Words are in
     registers half a block before they are widened.
@@ -154,13 +156,9 @@ def widen_rows(
     for i in gl.static_range(AHEAD):
         place = (count + i) % STORED_BLOCKS
         ids = (ids0, ids1)[i]
-        _copy_words(
-            ids, words_ptr, stored[0].index(place), BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, COPY
-        )
-        _copy_rest(
-            ids, words_ptr, stored, place, ROPE_AT, SCALES_AT, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS,
-            COPY,
-        )  # fmt: skip
+        rows = words_ptr + _row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (UNIT // 4)
+        _copy_words(ids, rows, stored[0].index(place), 0, COPY)
+        _copy_rest(ids, rows, stored, place, ROPE_AT, SCALES_AT, COPY)
     async_copy.wait_group(AHEAD - 1)
     thread_barrier()
     words = _load_half(stored[0].index(count % STORED_BLOCKS), WORDS)
@@ -168,26 +166,22 @@ def widen_rows(
         for b in gl.static_range(2):
             first = tile * (2 * KEYS) + b * KEYS
             place = (count + AHEAD) % STORED_BLOCKS
-            _copy_words(
-                ids2, words_ptr, stored[0].index(place), BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, COPY
-            )
+            rows = words_ptr + _row_offsets(ids2, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (UNIT // 4)
+            _copy_words(ids2, rows, stored[0].index(place), 0, COPY)
             f0, f1, f2, f3 = _load_scales(
                 stored[3].index(count % STORED_BLOCKS), gl.SliceLayout(1, WORDS)
             )
-            wide_left = _widened(words, f0, f1)
+            wide_left = _widened(words, f0, f1, RAISES)
             # A fresh barrier lets parity 1 pass at once. Loads stay behind it: the compiler waits
             # for them before it.
             mbarrier.wait(empty.index(2 + b), (turn & 1) ^ 1)
             second = _load_half(stored[1].index(count % STORED_BLOCKS), WORDS)
             # At once: between two stores threads would wait for each other.
             left.index(b).store(wide_left)
-            _copy_rest(
-                ids2, words_ptr, stored, place, ROPE_AT, SCALES_AT, BLOCK_SIZE, BLOCK_UNITS,
-                ROW_UNITS, COPY,
-            )  # fmt: skip
+            _copy_rest(ids2, rows, stored, place, ROPE_AT, SCALES_AT, COPY)
             async_copy.wait_group(AHEAD - 1)
             thread_barrier()
-            wide_right = _widened(second, f2, f3)
+            wide_right = _widened(second, f2, f3, RAISES)
             # Behind it the rope and what says which keys are none are free, too.
             mbarrier.wait(empty.index(4 + b), (turn & 1) ^ 1)
             rotary = stored[2].index(count % STORED_BLOCKS).load(WORDS)
