@@ -33,6 +33,9 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"prefetch": True},
     {"programs_per_sm": None},
     {"early": True, "prefetch": True, "programs_per_sm": None},
+    {"late_lists": True, "whole_copies": True, "prefetch": True, "lazy": True},
+    {"late_lists": True, "whole_copies": True, "pieces": 2, "swaps": True, "lazy": True},
+    {"late_lists": True, "whole_copies": True, "pieces": 4, "early": True, "raises": True},
 )
 
 FEW_OPTIONS: tuple[dict[str, Any], ...] = (
