@@ -65,7 +65,7 @@ def _highest(before, own, LAZY: gl.constexpr):
 
 @gluon.jit
 def _wait_for_keys(full, phase):
-    """Keys come by threads' copies and stores, products read them another way."""
+    """Keys come by copies that arrive by themselves, products read them another way."""
     mbarrier.wait(full, phase)
     fence_async_shared()
 
@@ -81,7 +81,11 @@ def _scores(
     KEYS: gl.constexpr = rope.shape[1]
     FIRST: gl.constexpr = 1 if SWAPS else 0
     zero = gl.zeros([64, KEYS], gl.float32, SCORES)
-    _wait_for_keys(full.index(W), phase)
+    if WHOLE:
+        # Who stored them has made them seen before it arrived.
+        mbarrier.wait(full.index(W), phase)
+    else:
+        _wait_for_keys(full.index(W), phase)
     keys = rope.index(z + W).permute((1, 0))
     s = warpgroup_mma(q_rope.index(z), keys, zero, use_acc=False, is_async=True)
     gap = gaps.index(W).load(gl.SliceLayout(0, SCORES))
