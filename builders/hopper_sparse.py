@@ -116,7 +116,7 @@ def usual_options(shape: SparseShape) -> HopperOptions:
         return NarrowSparseTile(224, 56) if is_native else NarrowSparseTile()
     if is_native:
         return HopperSparseTile()
-    return HopperSparseTile(early=True, second_registers=200, producer_registers=104)
+    return HopperSparseTile(early=True, lazy=False, second_registers=200, producer_registers=104)
 
 
 def hopper_sparse_tile(

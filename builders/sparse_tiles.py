@@ -42,20 +42,7 @@ class HopperSparseTile:
 
     early: bool = False
     """Halves of blocks are given back before more keys are waited for: where these come late."""
-    prefetch: bool = False
-    """Rows of the next tile are asked into the L2 cache."""
-    swaps: bool = False
-    """The right half of a second block comes first, as it is free first; not of widened rows."""
-    pieces: int = 1
-    """In which a block's last half comes, 1, 2 or 4; not of widened rows."""
-    late_lists: bool = False
-    """The next block's list is asked for where nobody waits for the one before; not of widened
-    rows."""
-    whole_copies: bool = False
-    """What comes at once is copied at once, and not box by box; not of widened rows."""
-    raises: bool = False
-    """Factors of e4m3 are below 256, and widening takes one product less."""
-    lazy: bool = False
+    lazy: bool = True
     """Outputs are multiplied again only where a maximum has grown by much."""
     second_registers: int = 224
     """Per thread of the second warp group that multiplies, a multiple of 8; the first has what is

@@ -30,12 +30,12 @@ COPIES = 40
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"early": True},
-    {"prefetch": True},
+    {"early": False},
+    {"lazy": True},
+    {"lazy": False},
+    {"early": False, "lazy": True},
     {"programs_per_sm": None},
-    {"early": True, "prefetch": True, "programs_per_sm": None},
-    {"late_lists": True, "whole_copies": True, "prefetch": True, "lazy": True},
-    {"late_lists": True, "whole_copies": True, "pieces": 2, "swaps": True, "lazy": True},
-    {"late_lists": True, "whole_copies": True, "pieces": 4, "early": True, "raises": True},
+    {"early": True, "lazy": True, "programs_per_sm": None},
 )
 
 FEW_OPTIONS: tuple[dict[str, Any], ...] = (

@@ -104,6 +104,12 @@ def test_few_heads_have_tiles_of_their_own_and_few_rows_of_them_the_plain_kernel
 
 # -- What it computes, by numpy: see tests.kernels.gluon_in_numpy for what that does not see.
 
+
+@pytest.fixture(autouse=True)
+def _shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, sparse_consume._SHRINK.value, np.multiply)
+
+
 CASES = {
     "64 heads": SparseCase(BF16, 64, (300, 0, 1, 129), 300, 512, 64),
     "128 heads": SparseCase(BF16, 128, (257, 128), 260, 512, 64),
@@ -113,26 +119,14 @@ CASES = {
 }
 
 
-IN_PIECES: dict[str, Any] = {
-    "swaps": True,
-    "pieces": 2,
-    "late_lists": True,
-    "whole_copies": True,
-    "raises": True,
-    "lazy": True,
-}
-
-
 def tiles_of(case: SparseCase) -> dict[str, SparseTile]:
     shape = SparseShape(case.num_heads, case.topk, case.layout)
     options = HopperSparseTile()
     return {
         "persistent": hopper_sparse_tile(shape, 1, 99, options),
         "early": hopper_sparse_tile(shape, 1, 99, replace(options, early=True)),
-        "in pieces": hopper_sparse_tile(shape, 1, 99, replace(options, **IN_PIECES)),
-        "early, in pieces": hopper_sparse_tile(
-            shape, 1, 99, replace(options, **IN_PIECES, early=True)
-        ),
+        "eager": hopper_sparse_tile(shape, 1, 99, replace(options, lazy=False)),
+        "early, eager": hopper_sparse_tile(shape, 1, 99, replace(options, early=True, lazy=False)),
         "a program for each": hopper_sparse_tile(
             shape, 1, 99, replace(options, programs_per_sm=None)
         ),
@@ -147,7 +141,6 @@ def test_states_are_the_oracles(
     case: SparseCase, is_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of three programs on a device of three multiprocessors, in any order."""
-    monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, sparse_consume._SHRINK.value, np.multiply)
     monkeypatch.setattr(sparse_launch, "_multiprocessors", lambda _: 3)
     translation = gluon_in_numpy.Translation()
     calls = gluon_in_numpy.take_over(monkeypatch, hopper_sparse_kernel, translation)
@@ -216,9 +209,6 @@ def test_states_of_widened_rows_are_the_oracles(
     for text, meaning in {
         sparse_widen._SCALED: widened,
         sparse_widen._PAIR: lambda x: x.view(np.int32),
-        sparse_consume._SHRINK: np.multiply,
-        sparse_widen._RAISED: widened,
-        sparse_widen._RAISED_PAIR: lambda x: x.view(np.int32),
     }.items():
         monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, text.value, meaning)
     translation = gluon_in_numpy.Translation()

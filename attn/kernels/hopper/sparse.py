@@ -56,7 +56,6 @@ def hopper_sparse_kernel(
     BLOCK_SIZE: gl.constexpr,
     BLOCK_UNITS: gl.constexpr,
     ROW_UNITS: gl.constexpr,
-    ROW_BYTES: gl.constexpr,
     ROPE_AT: gl.constexpr,
     SCALES_AT: gl.constexpr,
     OUT_TOKEN: gl.constexpr,
@@ -66,12 +65,6 @@ def hopper_sparse_kernel(
     SCALED: gl.constexpr,
     KEYS: gl.constexpr,
     EARLY: gl.constexpr,
-    PREFETCH: gl.constexpr,
-    SWAPS: gl.constexpr,
-    PIECES: gl.constexpr,
-    LATE_LISTS: gl.constexpr,
-    WHOLE_COPIES: gl.constexpr,
-    RAISES: gl.constexpr,
     LAZY: gl.constexpr,
     SINKS: gl.constexpr,
     LSE: gl.constexpr,
@@ -114,8 +107,9 @@ def hopper_sparse_kernel(
             gl.allocate_shared_memory(gl.int32, [STORED_BLOCKS, KEYS, 32], WORDS),
             gl.allocate_shared_memory(gl.int32, [STORED_BLOCKS, KEYS, 4], SCALES),
         )
-    # Of each pair: rope, left and right half of both blocks; what is widened is there as a whole.
-    full = gl.allocate_shared_memory(gl.int64, [2 if SCALED else 4 + 2 * PIECES, 1], BARRIER)
+    # Of each pair: rope, the half that comes first and the other of both blocks; what is widened is
+    # there as a whole.
+    full = gl.allocate_shared_memory(gl.int64, [2 if SCALED else 6, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [6, 1], BARRIER)
     # Weights of either block, sums of either warp group.
     ready = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
@@ -130,7 +124,6 @@ def hopper_sparse_kernel(
         for i in gl.static_range(2):
             mbarrier.init(full.index(i), count=THREADS + 1)
             mbarrier.init(full.index(2 + i), count=THREADS)
-        for i in gl.static_range(2 * PIECES):
             mbarrier.init(full.index(4 + i), count=THREADS)
     for i in gl.static_range(6):
         mbarrier.init(empty.index(i), count=1)
@@ -144,20 +137,17 @@ def hopper_sparse_kernel(
                 m_first, m_second, sums_of, full, empty, ready, q_full.index(0), q_empty.index(0),
                 out_ptr, lse_ptr, sinks_ptr, lens_ptr, states_ptr, sums_ptr,
                 scale * _LOG2E, topk, total, 0, HEADS, HEAD_TILES, SEGMENT, PARTS, DTYPE,
-                OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, EARLY, SCALED, SWAPS, PIECES, LAZY, SINKS,
-                LSE)),
+                OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, EARLY, SCALED, LAZY, SINKS, LSE)),
             (consume_listed, (q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, gaps, p,
                 m_first, m_second, sums_of, full, empty, ready, q_full.index(0), q_empty.index(0),
                 out_ptr, lse_ptr, sinks_ptr, lens_ptr, states_ptr, sums_ptr,
                 scale * _LOG2E, topk, total, 1, HEADS, HEAD_TILES, SEGMENT, PARTS, DTYPE,
-                OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, EARLY, SCALED, SWAPS, PIECES, LAZY, SINKS,
-                LSE)),
+                OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, EARLY, SCALED, LAZY, SINKS, LSE)),
             (produce_listed, (query_ptr, rotary_ptr, latent_ptr, ids_ptr, lens_ptr, q_boxes, q_rope,
                 left_boxes, right_boxes, rope_boxes, stored, gaps, full, empty, q_full.index(0),
                 q_empty.index(0), ids_row, topk, total, query_token, query_head, rotary_token,
                 rotary_head, HEADS, HEAD_TILES, SEGMENT, PARTS, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS,
-                ROW_BYTES, ROPE_AT, SCALES_AT, HAS_LENS, SCALED, PREFETCH, SWAPS, PIECES,
-                LATE_LISTS, WHOLE_COPIES, RAISES)),
+                ROPE_AT, SCALES_AT, HAS_LENS, SCALED)),
         ],
         [4, 4],
         [SECOND, PRODUCER],

@@ -72,42 +72,36 @@ def _wait_for_keys(full, phase):
 
 @gluon.jit
 def _scores(
-    z, phase, q, q_rope, half, rope, gaps, full, W: gl.constexpr, WHOLE: gl.constexpr,
-    SWAPS: gl.constexpr, SCORES: gl.constexpr,
+    z, phase, q, q_rope, keys, rope, gaps, full, W: gl.constexpr, WHOLE: gl.constexpr,
+    FIRST: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Ask for the scores of the warp group's block, as far as its keys come first: rope and a half,
-    SWAPS: the right one; and what is to be added to them. WHOLE: they come at once.
+    """Ask for the scores of the warp group's block, as far as its keys come first: rope and half
+    FIRST, whose columns ``keys`` has; and what is to be added to them. WHOLE: they come at once.
     """
     KEYS: gl.constexpr = rope.shape[1]
-    FIRST: gl.constexpr = 1 if SWAPS else 0
     zero = gl.zeros([64, KEYS], gl.float32, SCORES)
     if WHOLE:
         # Who stored them has made them seen before it arrived.
         mbarrier.wait(full.index(W), phase)
     else:
         _wait_for_keys(full.index(W), phase)
-    keys = rope.index(z + W).permute((1, 0))
-    s = warpgroup_mma(q_rope.index(z), keys, zero, use_acc=False, is_async=True)
+    rotary = rope.index(z + W).permute((1, 0))
+    s = warpgroup_mma(q_rope.index(z), rotary, zero, use_acc=False, is_async=True)
     gap = gaps.index(W).load(gl.SliceLayout(0, SCORES))
     if not WHOLE:
         _wait_for_keys(full.index(2 + W), phase)
-    keys = half.index(z + W).permute((1, 0))
-    return warpgroup_mma(q.index(z + FIRST), keys, s, is_async=True), gap
+    half = keys.index(z + W).permute((1, 0))
+    return warpgroup_mma(q.index(z + FIRST), half, s, is_async=True), gap
 
 
 @gluon.jit
 def _all_scores(
-    s, gap, z, phase, q_pieces, pieces, full, W: gl.constexpr, WHOLE: gl.constexpr,
-    SWAPS: gl.constexpr,
-):  # fmt: skip
-    """The rest of them, by pieces of the half that comes last."""
-    PIECES: gl.constexpr = pieces.shape[0] // 2
-    FIRST: gl.constexpr = 0 if SWAPS else PIECES
-    for i in gl.static_range(PIECES):
-        if not WHOLE:
-            _wait_for_keys(full.index(4 + W + 2 * i), phase)
-        keys = pieces.index(z + (W * PIECES + i)).permute((1, 0))
-        s = warpgroup_mma(q_pieces.index(z + (FIRST + i)), keys, s, is_async=True)
+    s, gap, z, phase, q, keys, full, W: gl.constexpr, WHOLE: gl.constexpr, LAST: gl.constexpr
+):
+    """The rest of them, of half LAST."""
+    if not WHOLE:
+        _wait_for_keys(full.index(4 + W), phase)
+    s = warpgroup_mma(q.index(z + LAST), keys.index(z + W).permute((1, 0)), s, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     return s + gap[None, :]
 
@@ -140,9 +134,9 @@ def _take_second(
 
 @gluon.jit
 def _first_block(
-    turn, is_last, m, l, o, q, q_rope, q_pieces, left, pieces, rope, gaps, p, m_first, m_second,
-    full, empty, ready, q_empty, factor, IS_FIRST: gl.constexpr, EARLY: gl.constexpr,
-    WHOLE: gl.constexpr, LAZY: gl.constexpr, DTYPE: gl.constexpr, SCORES: gl.constexpr,
+    turn, is_last, m, l, o, q, q_rope, left, right, rope, gaps, p, m_first, m_second, full, empty,
+    ready, q_empty, factor, IS_FIRST: gl.constexpr, EARLY: gl.constexpr, WHOLE: gl.constexpr,
+    LAZY: gl.constexpr, DTYPE: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """Warp group 0's part of a tile. EARLY frees half of the second block before more keys come."""
     OUTPUT: gl.constexpr = o.type.layout
@@ -154,13 +148,13 @@ def _first_block(
             o = warpgroup_mma_wait(0, deps=[o])
             thread_barrier()
             mbarrier.arrive(empty.index(3), count=1)
-    s, gap = _scores(z, phase, q, q_rope, left, rope, gaps, full, 0, WHOLE, False, SCORES)
+    s, gap = _scores(z, phase, q, q_rope, left, rope, gaps, full, 0, WHOLE, 0, SCORES)
     if not IS_FIRST and not EARLY:
         # All but the two that were asked for since.
         o = warpgroup_mma_wait(2, deps=[o])
         thread_barrier()
         mbarrier.arrive(empty.index(3), count=1)
-    s = _all_scores(s, gap, z, phase, q_pieces, pieces, full, 0, WHOLE, False)
+    s = _all_scores(s, gap, z, phase, q, right, full, 0, WHOLE, 1)
     # In units of log 2 and rounded once: differences of maxima are then exact where it counts.
     top = _highest(m, gl.max(s, 1) * factor, LAZY)
     base = _base(top)
@@ -192,9 +186,9 @@ def _take_first(
 
 @gluon.jit
 def _second_block(
-    turn, is_last, m, l, o, q, q_rope, q_pieces, half, right, pieces, rope, gaps, p, m_first,
-    m_second, full, empty, ready, q_empty, factor, EARLY: gl.constexpr, WHOLE: gl.constexpr,
-    SWAPS: gl.constexpr, LAZY: gl.constexpr, DTYPE: gl.constexpr, SCORES: gl.constexpr,
+    turn, is_last, m, l, o, q, q_rope, left, right, rope, gaps, p, m_first, m_second, full, empty,
+    ready, q_empty, factor, EARLY: gl.constexpr, WHOLE: gl.constexpr, LAZY: gl.constexpr,
+    DTYPE: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """Warp group 1's part of a tile. EARLY frees half of the first block while the second comes."""
     OUTPUT: gl.constexpr = o.type.layout
@@ -205,8 +199,13 @@ def _second_block(
         o = warpgroup_mma_wait(0, deps=[o])
         thread_barrier()
         mbarrier.arrive(empty.index(4), count=1)
-    s, gap = _scores(z, phase, q, q_rope, half, rope, gaps, full, 1, WHOLE, SWAPS, SCORES)
-    s = _all_scores(s, gap, z, phase, q_pieces, pieces, full, 1, WHOLE, SWAPS)
+    if WHOLE:
+        s, gap = _scores(z, phase, q, q_rope, left, rope, gaps, full, 1, True, 0, SCORES)
+        s = _all_scores(s, gap, z, phase, q, right, full, 1, True, 1)
+    else:
+        # In the order in which the halves are free.
+        s, gap = _scores(z, phase, q, q_rope, right, rope, gaps, full, 1, False, 1, SCORES)
+        s = _all_scores(s, gap, z, phase, q, left, full, 1, False, 0)
     own = gl.max(s, 1) * factor
     if not EARLY:
         first, shrink, o = _take_first(z, turn, m, o, p, m_first, right, ready, LAZY, SCORES)
@@ -239,8 +238,8 @@ def consume_listed(
     sums_ptr, factor, topk, total, W: gl.constexpr, HEADS: gl.constexpr,
     HEAD_TILES: gl.constexpr, SEGMENT: gl.constexpr, PARTS: gl.constexpr, DTYPE: gl.constexpr,
     OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr,
-    HAS_LENS: gl.constexpr, EARLY: gl.constexpr, WHOLE: gl.constexpr, SWAPS: gl.constexpr,
-    PIECES: gl.constexpr, LAZY: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
+    HAS_LENS: gl.constexpr, EARLY: gl.constexpr, WHOLE: gl.constexpr, LAZY: gl.constexpr,
+    SINKS: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
     """All work that the program takes, in warp group W's columns."""
     KEYS: gl.constexpr = rope_boxes.shape[1]
@@ -252,14 +251,6 @@ def consume_listed(
     left = reinterpret(left_boxes, DTYPE, [2, KEYS, 256], LAYOUT)
     right = reinterpret(right_boxes, DTYPE, [2, KEYS, 256], LAYOUT)
     rope = reinterpret(rope_boxes, DTYPE, [2, KEYS, 64], LAYOUT)
-    q_pieces = reinterpret(q_boxes, DTYPE, [2 * PIECES, 64, 256 // PIECES], LAYOUT)
-    PIECE: gl.constexpr = [2 * PIECES, KEYS, 256 // PIECES]
-    if W == 1 and SWAPS:
-        half = right
-        pieces = reinterpret(left_boxes, DTYPE, PIECE, LAYOUT)
-    else:
-        half = left
-        pieces = reinterpret(right_boxes, DTYPE, PIECE, LAYOUT)
     turn = 0
     walks = 0
     for work in range(gl.program_id(0), total, gl.num_programs(0)):
@@ -275,16 +266,16 @@ def consume_listed(
             fence_async_shared()
             if W == 0:
                 m, l, o = _first_block(
-                    turn, low + 1 == high, m, l, o, q, q_rope, q_pieces, left, pieces, rope, gaps,
-                    p, m_first, m_second, full, empty, ready, q_empty, factor, True, EARLY, WHOLE,
-                    LAZY, DTYPE, SCORES,
+                    turn, low + 1 == high, m, l, o, q, q_rope, left, right, rope, gaps, p, m_first,
+                    m_second, full, empty, ready, q_empty, factor, True, EARLY, WHOLE, LAZY, DTYPE,
+                    SCORES,
                 )  # fmt: skip
                 turn += 1
                 for tile in range(low + 1, high):
                     m, l, o = _first_block(
-                        turn, tile + 1 == high, m, l, o, q, q_rope, q_pieces, left, pieces, rope,
-                        gaps, p, m_first, m_second, full, empty, ready, q_empty, factor, False,
-                        EARLY, WHOLE, LAZY, DTYPE, SCORES,
+                        turn, tile + 1 == high, m, l, o, q, q_rope, left, right, rope, gaps, p,
+                        m_first, m_second, full, empty, ready, q_empty, factor, False, EARLY, WHOLE,
+                        LAZY, DTYPE, SCORES,
                     )  # fmt: skip
                     turn += 1
                 m, l, o = _take_second(
@@ -296,9 +287,9 @@ def consume_listed(
             else:
                 for tile in range(low, high):
                     m, l, o = _second_block(
-                        turn, tile + 1 == high, m, l, o, q, q_rope, q_pieces, half, right, pieces,
-                        rope, gaps, p, m_first, m_second, full, empty, ready, q_empty, factor,
-                        EARLY, WHOLE, SWAPS, LAZY, DTYPE, SCORES,
+                        turn, tile + 1 == high, m, l, o, q, q_rope, left, right, rope, gaps, p,
+                        m_first, m_second, full, empty, ready, q_empty, factor, EARLY, WHOLE, LAZY,
+                        DTYPE, SCORES,
                     )  # fmt: skip
                     turn += 1
             # Each has the sum over its own blocks, in the same frame.

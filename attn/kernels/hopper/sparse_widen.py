@@ -21,27 +21,17 @@ STORED_BLOCKS = tl.constexpr(3)
 # Two factors of four elements of one block are the same.
 _SCALED = tl.constexpr(_TO_BF16.value.replace("$4", "$3"))
 _PAIR = tl.constexpr("cvt.rn.bf16x2.f32 $0, $1, $1;")
-# The same with the factor times 2 ** 120, by which e4m3's exponents are raised: one product less.
-_RAISED_PAIR = tl.constexpr(
-    "{ .reg .b32 c, z; mov.b32 z, 0x80008000; mov.b32 c, 0x7B807B80;"
-    " cvt.rn.bf16x2.f32 $0, $1, $1; fma.rn.bf16x2 $0, $0, c, z; }"
-)
-_RAISED = tl.constexpr(
-    _SCALED.value.replace(" fma.rn.bf16x2 a, a, c, z; fma.rn.bf16x2 b, b, c, z;", "")
-)
 
 
 @gluon.jit
-def widen_scaled(words, factors, RAISES: gl.constexpr):
+def widen_scaled(words, factors):
     """Words of four e4m3 ``[KV, N]`` times a factor for each row, as words of two bf16
-    ``[KV, 2 N]``. RAISES: factors are below 256.
+    ``[KV, 2 N]``.
     """
-    PAIR: gl.constexpr = _RAISED_PAIR if RAISES else _PAIR
-    TEXT: gl.constexpr = _RAISED if RAISES else _SCALED
-    pair = gl.inline_asm_elementwise(PAIR, "=r,f", [factors], dtype=gl.int32, is_pure=True, pack=1)
+    pair = gl.inline_asm_elementwise(_PAIR, "=r,f", [factors], dtype=gl.int32, is_pure=True, pack=1)
     _, pairs = gl.broadcast(words, pair[:, None])
     low, high = gl.inline_asm_elementwise(
-        TEXT, "=r,=r,r,r", [words, pairs], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        _SCALED, "=r,=r,r,r", [words, pairs], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
     return gl.reshape(gl.join(low, high), [words.shape[0], words.shape[1] * 2])
 
@@ -73,10 +63,10 @@ def _load_half(memory, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _widened(words, by, by_second, RAISES: gl.constexpr):
+def _widened(words, by, by_second):
     """Half of a block's latents as words of two bf16 times their scales."""
     KEYS: gl.constexpr = words[0].shape[0]
-    both = gl.join(widen_scaled(words[0], by, RAISES), widen_scaled(words[1], by_second, RAISES))
+    both = gl.join(widen_scaled(words[0], by), widen_scaled(words[1], by_second))
     return gl.reshape(gl.permute(both, (0, 2, 1)), [KEYS, 128])
 
 
@@ -129,7 +119,7 @@ def _load_scales(memory, LAYOUT: gl.constexpr):
 def widen_rows(
     mine, latent_ptr, low, high, end, turn, count, left_boxes, right_boxes, rope_boxes, stored,
     gaps, full, empty, BLOCK_SIZE: gl.constexpr, BLOCK_UNITS: gl.constexpr,
-    ROW_UNITS: gl.constexpr, ROPE_AT: gl.constexpr, SCALES_AT: gl.constexpr, RAISES: gl.constexpr,
+    ROW_UNITS: gl.constexpr, ROPE_AT: gl.constexpr, SCALES_AT: gl.constexpr,
 ):  # fmt: skip
     """Listed rows of e4m3, block after block; those of two blocks are under way. Words are in
     registers half a block before they are widened.
@@ -171,7 +161,7 @@ def widen_rows(
             f0, f1, f2, f3 = _load_scales(
                 stored[3].index(count % STORED_BLOCKS), gl.SliceLayout(1, WORDS)
             )
-            wide_left = _widened(words, f0, f1, RAISES)
+            wide_left = _widened(words, f0, f1)
             # A fresh barrier lets parity 1 pass at once. Loads stay behind it: the compiler waits
             # for them before it.
             mbarrier.wait(empty.index(2 + b), (turn & 1) ^ 1)
@@ -181,7 +171,7 @@ def widen_rows(
             _copy_rest(ids2, rows, stored, place, ROPE_AT, SCALES_AT, COPY)
             async_copy.wait_group(AHEAD - 1)
             thread_barrier()
-            wide_right = _widened(second, f2, f3, RAISES)
+            wide_right = _widened(second, f2, f3)
             # Behind it the rope and what says which keys are none are free, too.
             mbarrier.wait(empty.index(4 + b), (turn & 1) ^ 1)
             rotary = stored[2].index(count % STORED_BLOCKS).load(WORDS)
