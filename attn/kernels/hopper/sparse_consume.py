@@ -38,7 +38,7 @@ _SHRINK = tl.constexpr(
     + "".join(f" mul.f32 ${i}, ${i}, ${2 * _CELLS + i};" for i in range(_CELLS))
     + " DONE: }"
 )
-_SHRINK_REGISTERS = tl.constexpr(",".join(["=f"] * _CELLS + ["f"] * (2 * _CELLS)))
+_SHRINK_REGISTERS = tl.constexpr(",".join(["=&f"] * _CELLS + ["f"] * (2 * _CELLS)))
 _SHRINK_CELLS = tl.constexpr(_CELLS)
 
 
