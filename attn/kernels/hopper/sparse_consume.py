@@ -20,7 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attn.kernels.hopper.compat import reinterpret, thread_barrier
 from attn.kernels.hopper.decode_parts import opaque_zero
 from attn.kernels.hopper.mla_consume import _base, _shrunk, _store_part
-from attn.kernels.hopper.sparse_parts import BLOCK, HALF, work_at
+from attn.kernels.hopper.sparse_finish import finish_shared
+from attn.kernels.hopper.sparse_parts import BLOCK, HALF, work_at, works_of
 from attn.kernels.rows import write_rows
 
 _SLACK = tl.constexpr(8.0)
@@ -235,11 +236,11 @@ def _second_block(
 def consume_listed(
     q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, gaps, p, m_first, m_second, sums_of, full,
     empty, ready, q_full, q_empty, out_ptr, lse_ptr, sinks_ptr, lens_ptr, states_ptr,
-    sums_ptr, factor, topk, total, W: gl.constexpr, HEADS: gl.constexpr,
+    sums_ptr, counters_ptr, factor, topk, total, W: gl.constexpr, HEADS: gl.constexpr,
     HEAD_TILES: gl.constexpr, SEGMENT: gl.constexpr, PARTS: gl.constexpr, DTYPE: gl.constexpr,
     OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr,
-    HAS_LENS: gl.constexpr, EARLY: gl.constexpr, WHOLE: gl.constexpr, LAZY: gl.constexpr,
-    SINKS: gl.constexpr, LSE: gl.constexpr,
+    HAS_LENS: gl.constexpr, BALANCED: gl.constexpr, EARLY: gl.constexpr, WHOLE: gl.constexpr,
+    LAZY: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
     """All work that the program takes, in warp group W's columns."""
     KEYS: gl.constexpr = rope_boxes.shape[1]
@@ -253,9 +254,10 @@ def consume_listed(
     rope = reinterpret(rope_boxes, DTYPE, [2, KEYS, 64], LAYOUT)
     turn = 0
     walks = 0
-    for work in range(gl.program_id(0), total, gl.num_programs(0)):
-        token, head_tile, part, _, low, high = work_at(
-            work, lens_ptr, topk, KEYS, HEAD_TILES, SEGMENT, PARTS, HAS_LENS
+    first, last, step = works_of(total, topk, KEYS, HEAD_TILES, BALANCED)
+    for work in range(first, last, step):
+        token, head_tile, part, _, low, high, meets = work_at(
+            work, total, lens_ptr, topk, KEYS, HEAD_TILES, SEGMENT, PARTS, BALANCED, HAS_LENS
         )
         m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         l = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
@@ -301,7 +303,18 @@ def consume_listed(
             l += sums_of.index(1 - W).load(gl.SliceLayout(1, SCORES))
         M = gl.convert_layout(m, gl.SliceLayout(1, OUTPUT))
         L = gl.convert_layout(l, gl.SliceLayout(1, OUTPUT))
-        if PARTS == 1:
+        writes = low == 0
+        if BALANCED:
+            if meets > 0:
+                writes, M, L, o = finish_shared(
+                    meets * HEAD_TILES + head_tile, low > 0, M, L, o, states_ptr, sums_ptr,
+                    counters_ptr, W,
+                )  # fmt: skip
+        if PARTS > 1:
+            if high > low:
+                slot = (token * HEAD_TILES + head_tile) * PARTS + part
+                _store_part(states_ptr, sums_ptr, slot, M, L, o, opaque_zero(), W, BLOCK)
+        elif writes:
             place = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
             head = head_tile * BLOCK + place
             column = gl.arange(0, HALF, layout=gl.SliceLayout(0, OUTPUT))
@@ -310,6 +323,3 @@ def consume_listed(
                 out_ptr + W * HALF, lse_ptr, sinks_ptr, 1.0, lse_ptr, OUT_TOKEN, OUT_HEAD,
                 LSE_TOKEN, SINKS, False, WRITES_LSE, True,
             )  # fmt: skip
-        elif high > low:
-            slot = (token * HEAD_TILES + head_tile) * PARTS + part
-            _store_part(states_ptr, sums_ptr, slot, M, L, o, opaque_zero(), W, BLOCK)

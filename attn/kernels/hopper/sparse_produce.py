@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attn.kernels.hopper.compat import arrive_behind_gathers, async_gather, reinterpret
-from attn.kernels.hopper.sparse_parts import BLOCK, HALF, UNIT, listed, units_at, work_at
+from attn.kernels.hopper.sparse_parts import BLOCK, HALF, UNIT, listed, units_at, work_at, works_of
 from attn.kernels.hopper.sparse_widen import widen_rows
 from attn.kernels.hopper.tiles import wide
 from attn.kernels.sparse_mla import _row_offsets
@@ -108,7 +108,7 @@ def produce_listed(
     query_head, rotary_token, rotary_head, HEADS: gl.constexpr, HEAD_TILES: gl.constexpr,
     SEGMENT: gl.constexpr, PARTS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr, ROPE_AT: gl.constexpr,
-    SCALES_AT: gl.constexpr, HAS_LENS: gl.constexpr, SCALED: gl.constexpr,
+    SCALES_AT: gl.constexpr, HAS_LENS: gl.constexpr, BALANCED: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """Queries and listed rows of all work that the program takes, tile after tile: of each of its
     two blocks the rope and the halves of the latents, as they are wanted.
@@ -119,9 +119,10 @@ def produce_listed(
     turn = 0
     count = 0
     walks = 0
-    for work in range(gl.program_id(0), total, gl.num_programs(0)):
-        token, head_tile, _, length, low, high = work_at(
-            work, lens_ptr, topk, KEYS, HEAD_TILES, SEGMENT, PARTS, HAS_LENS
+    first, last, step = works_of(total, topk, KEYS, HEAD_TILES, BALANCED)
+    for work in range(first, last, step):
+        token, head_tile, _, length, low, high, _ = work_at(
+            work, total, lens_ptr, topk, KEYS, HEAD_TILES, SEGMENT, PARTS, BALANCED, HAS_LENS
         )
         if high > low:
             mine = ids_ptr + token.to(gl.int64) * wide(ids_row)
