@@ -116,7 +116,7 @@ def usual_options(shape: SparseShape) -> HopperOptions:
         return NarrowSparseTile(224, 56) if is_native else NarrowSparseTile()
     if is_native:
         return HopperSparseTile()
-    return HopperSparseTile(early=True, second_registers=200, producer_registers=104)
+    return HopperSparseTile(early=True, lazy=False, second_registers=200, producer_registers=104)
 
 
 def hopper_sparse_tile(
@@ -128,7 +128,8 @@ def hopper_sparse_tile(
     """The kernel's launch record for rows of queries; the plain kernel's for few of few heads.
 
     Rows of which there are few are cut into parts, whose states the plain kernel's fold puts
-    together; how many is a function of the number of rows.
+    together; how many is a function of the number of rows. Many may be dealt by tiles, so that two
+    programs have parts of one.
 
     Args:
         shape: of the layer.
@@ -159,7 +160,14 @@ def hopper_sparse_tile(
     segments = cdiv(shape.topk, KV_TILE)
     parts = max(1, min(segments, multiprocessors // programs))
     finish = rows_to_finish(programs, multiprocessors)
-    return replace(tile, segment=max(cdiv(segments, parts), 1) * KV_TILE, finish_rows=finish)
+    tile = replace(tile, segment=max(cdiv(segments, parts), 1) * KV_TILE, finish_rows=finish)
+    if isinstance(options, NarrowSparseTile) or not options.balanced:
+        return tile
+    if options.programs_per_sm is None:
+        return tile
+    head_tiles = tile.head_tiles(shape.num_heads)
+    groups = options.programs_per_sm * multiprocessors // head_tiles
+    return replace(tile, shares=groups * head_tiles if groups <= num_rows else 0)
 
 
 def index_tile_of(kind: DeviceKind, dtype: DType, num_heads: int, width: int) -> IndexTile:

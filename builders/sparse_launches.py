@@ -22,10 +22,14 @@ _FLOAT: Final = 4
 
 @dataclass(frozen=True, eq=False)
 class SparseWorkspace:
-    """Scratch of split rows, any content; graphs need it to stay where it is."""
+    """Scratch of split rows; graphs need it to stay where it is."""
 
     states: torch.Tensor
+    """fp32, any content."""
     sums: torch.Tensor
+    """Likewise."""
+    counters: torch.Tensor | None = None
+    """int32, zeros, which launches leave as they find them; None where no tile has any."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +53,7 @@ def workspace_for(
     return SparseWorkspace(
         torch.empty(states, dtype=torch.float32, device=device),
         torch.empty(sums, dtype=torch.float32, device=device),
+        torch.zeros(tile.counters, dtype=torch.int32, device=device),
     )
 
 
@@ -71,23 +76,26 @@ class SparseLaunches:
             hopper: of each phase that comes to the library's own kernels what the one for Hopper is
                 asked for, None for the plain one; from
                 :func:`builders.hopper_sparse.sparse_kernel_of`.
-            buffers: where ``states`` and ``sums`` are declared, on the device that is launched on.
+            buffers: where ``states``, ``sums`` and ``counters`` are declared, on the device that is
+                launched on.
         """
         self._shape, self._is_invariant = shape, batch_invariant
         self._hopper = hopper
+        self._row_sizes = shape.num_heads, shape.topk, shape.rank
         self._facts = device_facts(buffers.device)
         # Beyond a row for each multiprocessor the number of rows decides nothing.
         self._sizes = sizes = {*range(1, min(most_rows, self._facts[1]) + 1), most_rows}
-        floats = [
-            tile.state_floats(launch_rows, shape.num_heads, shape.topk, shape.rank)
+        counts = [
+            (*tile.state_floats(launch_rows, *self._row_sizes), tile.counters)
             for phase, rows in product(hopper, sizes)
             for *tiles, launch_rows in [self._sized(rows, phase)]
             for tile in tiles
         ]
-        states, sums = (max(counts) for counts in zip(*floats, strict=True))
+        states, sums, counters = (max(each) for each in zip(*counts, strict=True))
         self._workspace = SparseWorkspace(
             buffers.declare("states", (states,), torch.float32),
             buffers.declare("sums", (sums,), torch.float32),
+            buffers.declare("counters", (counters,), torch.int32),
         )
 
     def of(self, num_rows: int, phase: SparsePhase) -> SparseLaunch:
@@ -109,7 +117,10 @@ class SparseLaunches:
         options = self._hopper[phase]
         if options is not None:
             tile = hopper_sparse_tile(shape, multiprocessors, num_rows, options)
-        sizes = shape.num_heads, shape.topk, shape.rank
-        one = max(sum(each.state_floats(1, *sizes)) for each in (tile, twin)) * _FLOAT
+        # Programs' shares meet at as many places whatever the number of rows.
+        one = _FLOAT * max(
+            sum(each.state_floats(1, *self._row_sizes)) if each.shares == 0 else 0
+            for each in (tile, twin)
+        )
         fits = num_rows if one == 0 else max(STATE_BYTES // one, 1)
         return tile, twin, max(min(num_rows, fits), 1)

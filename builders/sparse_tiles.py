@@ -42,8 +42,10 @@ class HopperSparseTile:
 
     early: bool = False
     """Halves of blocks are given back before more keys are waited for: where these come late."""
-    prefetch: bool = False
-    """Rows of the next tile are asked into the L2 cache."""
+    lazy: bool = True
+    """Outputs are multiplied again only where a maximum has grown by much."""
+    balanced: bool = False
+    """Programs walk equally many tiles, where there is a row for each: a list may lie in two."""
     second_registers: int = 224
     """Per thread of the second warp group that multiplies, a multiple of 8; the first has what is
     left of 504."""
@@ -102,6 +104,8 @@ class SparseTile:
     hopper: HopperSparseTile | NarrowSparseTile | None = None
     """A kernel for Hopper takes the rows, as :func:`builders.hopper_sparse.hopper_sparse_tile`
     cuts them."""
+    shares: int = 0
+    """Programs of that kernel that walk equally many tiles; 0: each takes whole pieces of work."""
 
     def __post_init__(self) -> None:
         """Refuse what no launch can be.
@@ -142,10 +146,18 @@ class SparseTile:
         """Programs that share a row's keys."""
         return cdiv(self.segments(topk), self.span)
 
+    @property
+    def counters(self) -> int:
+        """Of programs that have come to where two shares meet, for each half of the columns."""
+        return 2 * self.shares
+
     def state_floats(
         self, num_rows: int, num_heads: int, topk: int, rank: int = 512
     ) -> tuple[int, int]:
         """fp32 elements of stored states, and of their maxima and sums; 0 where none is stored."""
+        if self.shares:
+            # Of both parts of a list where two shares meet; sums by each half of the columns.
+            return 2 * self.shares * self.rows * rank, 2 * self.shares * self.rows * 4
         if self.programs(topk) == 1:
             return 0, 0
         slots = num_rows * self.head_tiles(num_heads) * self.segments(topk)

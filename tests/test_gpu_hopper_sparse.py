@@ -30,9 +30,14 @@ COPIES = 40
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"early": True},
-    {"prefetch": True},
+    {"early": False},
+    {"lazy": True},
+    {"lazy": False},
+    {"early": False, "lazy": True},
     {"programs_per_sm": None},
-    {"early": True, "prefetch": True, "programs_per_sm": None},
+    {"early": True, "lazy": True, "programs_per_sm": None},
+    {"balanced": True},
+    {"balanced": True, "early": True, "lazy": True},
 )
 
 FEW_OPTIONS: tuple[dict[str, Any], ...] = (
@@ -148,6 +153,9 @@ def test_every_launch_gives_the_same_bits(layout: LatentFormat, heads: int, rows
         given[name] = torch.cat([given[name]] * COPIES)
     once = trial.results()
     for changes in options_of(heads):
+        if changes.get("balanced"):
+            # Where a row lies in a batch decides where its list is cut.
+            continue
         tile, first = tile_of(trial.case, rows, **changes), None
         for _ in range(LAUNCHES):
             out, lse = (torch.cat([tensor] * COPIES) for tensor in once)
@@ -159,6 +167,34 @@ def test_every_launch_gives_the_same_bits(layout: LatentFormat, heads: int, rows
         assert trial.misses(*first) == {}, changes
 
 
+@pytest.mark.parametrize("copies", [7, 14, COPIES])
+@pytest.mark.parametrize(("layout", "heads"), served(64, 128))
+def test_bits_do_not_depend_on_who_is_last(layout: LatentFormat, heads: int, copies: int) -> None:
+    """Of two programs that have parts of a list."""
+    trial = SparseTrial(case_of(layout, heads))
+    given = trial.arguments()
+    for name in ("query", "rotary", "indices", "topk_lens"):
+        given[name] = torch.cat([given[name]] * copies)
+    rows = len(given["query"])
+    once = trial.results()
+    for changes in ({"balanced": True}, {"balanced": True, "early": False, "lazy": True}):
+        tile, first = tile_of(trial.case, rows, **changes), None
+        workspace = workspace_for(tile, rows, heads, TOPK, 512, DEVICE)
+        assert workspace.counters is not None
+        for launch in range(2 * LAUNCHES):
+            # What one launch leaves is not what another finds.
+            for poison in (workspace.states, workspace.sums):
+                poison.fill_(float("nan") if launch % 2 else 0.0)
+            out, lse = (torch.cat([tensor] * copies) for tensor in once)
+            sparse_mla(**given, output=out, lse=lse, tile=tile, workspace=workspace)
+            first = first or (out, lse)
+            assert same(first, (out, lse)), (changes, launch)
+            assert not workspace.counters.any(), (changes, launch)
+        assert first is not None
+        for copy in zip(*(tensor.chunk(copies) for tensor in first), strict=True):
+            assert trial.misses(*copy) == {}, changes
+
+
 @pytest.mark.parametrize(("layout", "heads"), served(16, 128))
 def test_a_graph_replays_other_lists(layout: LatentFormat, heads: int) -> None:
     trials = [SparseTrial(case_of(layout, heads), seed) for seed in range(3)]
@@ -167,8 +203,10 @@ def test_a_graph_replays_other_lists(layout: LatentFormat, heads: int) -> None:
     for name in ("query", "rotary", "kv_cache"):
         static[name] = static[name].clone()
     out, lse = trials[0].results()
-    for rows in (1, 10**6):
-        tile = tile_of(trials[0].case, rows)
+    for rows, changes in ((1, {}), (10**6, {}), (10**6, {"balanced": True})):
+        if changes and heads <= FEW:
+            continue
+        tile = tile_of(trials[0].case, rows, **changes)
         workspace = workspace_for(tile, len(LENS), heads, TOPK, 512, DEVICE)
         given = {**static, "output": out, "lse": lse, "tile": tile, "workspace": workspace}
         sparse_mla(**given)

@@ -62,6 +62,8 @@ class SparseTensors:
     """fp32 scratch, of :meth:`builders.sparse_tiles.SparseTile.state_floats`; any content."""
     sums: torch.Tensor | None = None
     """Likewise."""
+    counters: torch.Tensor | None = None
+    """int32, of :attr:`builders.sparse_tiles.SparseTile.counters`; zeros, before and after."""
 
 
 def sparse_calls(
@@ -242,6 +244,9 @@ def _check(layer: SparseLayer, tile: SparseTile, tensors: SparseTensors) -> None
         held = 0 if scratch is None else scratch.numel()
         if held < count:
             raise ValueError(f"{name} must hold {count} fp32 elements for this tile, got {held}")
+    held = 0 if tensors.counters is None else tensors.counters.numel()
+    if held < tile.counters:
+        raise ValueError(f"counters must hold {tile.counters} int32 for this tile, got {held}")
 
 
 def _check_lists(tensors: SparseTensors, rows: int, topk: int) -> None:

@@ -112,6 +112,7 @@ def sparse_mla(
         sinks,
         workspace.states,
         workspace.sums,
+        workspace.counters,
     )
     hardware = converts_float8(query.device)
     for call in sparse_calls(layer, tile, tensors, hardware_e4m3=hardware):

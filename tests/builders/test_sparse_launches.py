@@ -40,7 +40,13 @@ def launches(
 
 
 @pytest.mark.parametrize(
-    ("is_invariant", "hopper"), [(False, None), (True, None), (False, HopperSparseTile())]
+    ("is_invariant", "hopper"),
+    [
+        (False, None),
+        (True, None),
+        (False, HopperSparseTile()),
+        (False, HopperSparseTile(balanced=True)),
+    ],
 )
 @pytest.mark.parametrize("heads", [1, 16, 20, 64, 128])
 def test_scratch_holds_every_step_and_is_bounded(
@@ -58,7 +64,9 @@ def test_scratch_holds_every_step_and_is_bounded(
             for tile in (launch.tile, launch.twin):
                 needed = tile.state_floats(launch.rows, heads, TOPK)
                 assert all(one <= held for one, held in zip(needed, scratch, strict=True))
-                most = max(most, sum(tile.state_floats(launch.rows + 1, heads, TOPK)))
+                assert tile.counters <= buffers["counters"].numel()
+                if not tile.shares:
+                    most = max(most, sum(tile.state_floats(launch.rows + 1, heads, TOPK)))
             # Rows are taken in turn only where they would not fit.
             assert launch.rows >= rows or most * 4 > sparse_launches.STATE_BYTES
             assert (launch.tile.hopper is not None) == (phase is PREFILL and hopper is not None)
@@ -125,7 +133,9 @@ def test_what_the_kernel_for_hopper_does_not_serve_goes_to_the_plain_one(
     assert index_tile_of(kind, dtype, heads, width).hopper_pages == 0
 
 
-@pytest.mark.parametrize("hopper", [None, HopperSparseTile(), NarrowSparseTile()])
+@pytest.mark.parametrize(
+    "hopper", [None, HopperSparseTile(), HopperSparseTile(balanced=True), NarrowSparseTile()]
+)
 @pytest.mark.parametrize("heads", [1, 16, 64, 128])
 def test_variants_are_what_any_number_of_rows_is_launched_by(
     facts: Any, heads: int, hopper: HopperOptions | None

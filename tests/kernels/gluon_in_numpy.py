@@ -70,6 +70,9 @@ class Pointer:
     def __add__(self, elements: Any) -> Pointer:
         return Pointer(self.storage, self.offset + np.asarray(elements))
 
+    def __getitem__(self, index: Any) -> Pointer:
+        return Pointer(self.storage, np.asarray(self.offset)[index])
+
     @property
     def dtype(self) -> Any:
         return types.SimpleNamespace(element_ty=self.storage.dtype.type)

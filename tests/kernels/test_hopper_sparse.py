@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from attn.kernels.hopper import sparse_launch, sparse_narrow, sparse_operands, sparse_widen
+from attn.kernels.hopper import (
+    sparse_consume,
+    sparse_finish,
+    sparse_launch,
+    sparse_narrow,
+    sparse_operands,
+    sparse_widen,
+)
 from attn.kernels.hopper.sparse import hopper_sparse_kernel
 from attn.kernels.hopper.sparse_narrow import hopper_narrow_sparse_kernel
 from attn.kernels.launch import KernelCall
@@ -98,6 +105,24 @@ def test_few_heads_have_tiles_of_their_own_and_few_rows_of_them_the_plain_kernel
 
 # -- What it computes, by numpy: see tests.kernels.gluon_in_numpy for what that does not see.
 
+
+def weighted(x: np.ndarray, at: np.ndarray, by_x: np.ndarray, by_y: np.ndarray) -> np.ndarray:
+    """With cells that lie in memory, two of which are a word there."""
+    words = at.item()
+    cells = 2 * words.offset + np.arange(x.shape[1]) % 2
+    return x * by_x + words.storage.view(np.float32)[cells] * by_y
+
+
+@pytest.fixture(autouse=True)
+def _assembly(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, meaning in {
+        sparse_consume._SHRINK: np.multiply,
+        sparse_finish._WEIGHTED: lambda x, y, by_x, by_y: x * by_x + y * by_y,
+        sparse_finish._WEIGHTED_PAIR: weighted,
+    }.items():
+        monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, text.value, meaning)
+
+
 CASES = {
     "64 heads": SparseCase(BF16, 64, (300, 0, 1, 129), 300, 512, 64),
     "128 heads": SparseCase(BF16, 128, (257, 128), 260, 512, 64),
@@ -113,9 +138,12 @@ def tiles_of(case: SparseCase) -> dict[str, SparseTile]:
     return {
         "persistent": hopper_sparse_tile(shape, 1, 99, options),
         "early": hopper_sparse_tile(shape, 1, 99, replace(options, early=True)),
+        "eager": hopper_sparse_tile(shape, 1, 99, replace(options, lazy=False)),
+        "early, eager": hopper_sparse_tile(shape, 1, 99, replace(options, early=True, lazy=False)),
         "a program for each": hopper_sparse_tile(
             shape, 1, 99, replace(options, programs_per_sm=None)
         ),
+        "balanced": hopper_sparse_tile(shape, 4, 99, replace(options, balanced=True)),
         "split": hopper_sparse_tile(shape, 132, 1, options),
         "split persistent": hopper_sparse_tile(shape, 132, 3, options),
     }
@@ -154,10 +182,56 @@ def launched(
         k_scale=given["k_scale"],
         states=torch.full((counts[0],), float("nan")),
         sums=torch.full((counts[1],), float("nan")),
+        counters=torch.zeros(tile.counters, dtype=torch.int32),
     )
     for call in sparse_calls(layer, tile, tensors, hardware_e4m3=True):
         call.launch()
+    assert tensors.counters is not None
+    assert not tensors.counters.any()
     return out, lse
+
+
+# -- Lists that lie in two programs' shares.
+
+SHARED = {
+    "64 heads": SparseCase(BF16, 64, (300, 300, 129, 300, 260), 300, 512, 64),
+    "80 heads, sinks": SparseCase(BF16, 80, (257, 0, 384), 384, 512, 64, sinks=True),
+    "short lists": SparseCase(BF16, 8, (1, 130, 0, 200, 384, 1, 129), 384, 512, 64),
+    "a list for each": SparseCase(BF16, 8, (384, 256), 384, 512, 64),
+    "one list": SparseCase(BF16, 80, (384,), 384, 512, 64),
+}
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("case", SHARED.values(), ids=SHARED)
+def test_programs_that_walk_equally_many_tiles(
+    case: SparseCase, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of programs in any order: bits do not depend on it."""
+    calls = gluon_in_numpy.take_over(
+        monkeypatch, hopper_sparse_kernel, gluon_in_numpy.Translation()
+    )
+    if is_late:
+        gluon_in_numpy.delay(monkeypatch)
+    shape = SparseShape(case.num_heads, case.topk, case.layout)
+    for multiprocessors in (2, 4, 6):
+        tile = hopper_sparse_tile(shape, multiprocessors, 99, HopperSparseTile(balanced=True))
+        assert tile.shares == multiprocessors
+        trial = SparseTrial(case)
+        first = launched(trial, tile)
+        assert trial.misses(*first) == {}, multiprocessors
+        for _ in range(2):
+            assert all(map(torch.equal, first, launched(trial, tile)))
+    assert len(calls) == 9
+
+
+def test_programs_take_whole_lists_where_these_are_too_few() -> None:
+    options = HopperSparseTile(balanced=True)
+    for rows, shares in ((1, 0), (65, 0), (66, 132), (4096, 132)):
+        tile = hopper_sparse_tile(SHAPE, 132, rows, options)
+        assert (tile.shares, tile.counters) == (shares, 2 * shares)
+        assert tile.state_floats(rows, 128, 2048) != (0, 0) or rows == 65
+        assert hopper_sparse_tile(SHAPE, 132, rows).shares == 0
 
 
 # -- Rows of e4m3 that are widened.

@@ -762,6 +762,7 @@ def _hopper_sparse_call(layer: Layer) -> KernelCall:
         torch.empty(rows, heads),
         k_scale=torch.ones(()),
         sinks=torch.empty(heads) if layer.sinks else None,
+        counters=torch.empty(tile.counters, dtype=torch.int32),
         **{
             name: torch.empty(count)
             for name, count in zip(

@@ -28,7 +28,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
         *("ids_row", "topk", "total"),
         *("query_token", "query_head", "rotary_token", "rotary_head"),
     ],
-    do_not_specialize_on_alignment=["ids_ptr", "lens_ptr", "lse_ptr", "sinks_ptr"],
+    do_not_specialize_on_alignment=["ids_ptr", "lens_ptr", "lse_ptr", "sinks_ptr", "counters_ptr"],
 )
 def hopper_sparse_kernel(
     query_ptr,
@@ -41,6 +41,7 @@ def hopper_sparse_kernel(
     lse_ptr,
     states_ptr,
     sums_ptr,
+    counters_ptr,
     ids_row,
     topk,
     total,
@@ -56,24 +57,25 @@ def hopper_sparse_kernel(
     BLOCK_SIZE: gl.constexpr,
     BLOCK_UNITS: gl.constexpr,
     ROW_UNITS: gl.constexpr,
-    ROW_BYTES: gl.constexpr,
     ROPE_AT: gl.constexpr,
     SCALES_AT: gl.constexpr,
     OUT_TOKEN: gl.constexpr,
     OUT_HEAD: gl.constexpr,
     LSE_TOKEN: gl.constexpr,
     HAS_LENS: gl.constexpr,
+    BALANCED: gl.constexpr,
     SCALED: gl.constexpr,
     KEYS: gl.constexpr,
     EARLY: gl.constexpr,
-    PREFETCH: gl.constexpr,
+    LAZY: gl.constexpr,
     SINKS: gl.constexpr,
     LSE: gl.constexpr,
     SECOND: gl.constexpr,
     PRODUCER: gl.constexpr,
 ):
     """Attention over listed rows; grid ``(programs,)``, each of which takes every so-manyth of
-    ``total = T * PARTS * HEAD_TILES`` pieces of work.
+    ``total = T * PARTS * HEAD_TILES`` pieces of work; BALANCED: each walks equally many tiles, and
+    those that have parts of a list meet as :mod:`attn.kernels.hopper.sparse_finish` says.
 
     Arguments as those of :func:`attn.kernels.sparse_mla.sparse_mla_kernel`. Distances of queries,
     which may differ from batch to batch, BLOCK_UNITS and ROW_UNITS are in units of 16 bytes,
@@ -108,7 +110,8 @@ def hopper_sparse_kernel(
             gl.allocate_shared_memory(gl.int32, [STORED_BLOCKS, KEYS, 32], WORDS),
             gl.allocate_shared_memory(gl.int32, [STORED_BLOCKS, KEYS, 4], SCALES),
         )
-    # Of each pair: rope, left and right half of both blocks; what is widened is there as a whole.
+    # Of each pair: rope, the half that comes first and the other of both blocks; what is widened is
+    # there as a whole.
     full = gl.allocate_shared_memory(gl.int64, [2 if SCALED else 6, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [6, 1], BARRIER)
     # Weights of either block, sums of either warp group.
@@ -135,19 +138,21 @@ def hopper_sparse_kernel(
         [
             (consume_listed, (q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, gaps, p,
                 m_first, m_second, sums_of, full, empty, ready, q_full.index(0), q_empty.index(0),
-                out_ptr, lse_ptr, sinks_ptr, lens_ptr, states_ptr, sums_ptr,
+                out_ptr, lse_ptr, sinks_ptr, lens_ptr, states_ptr, sums_ptr, counters_ptr,
                 scale * _LOG2E, topk, total, 0, HEADS, HEAD_TILES, SEGMENT, PARTS, DTYPE,
-                OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, EARLY, SCALED, SINKS, LSE)),
+                OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, BALANCED, EARLY, SCALED, LAZY, SINKS,
+                LSE)),
             (consume_listed, (q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, gaps, p,
                 m_first, m_second, sums_of, full, empty, ready, q_full.index(0), q_empty.index(0),
-                out_ptr, lse_ptr, sinks_ptr, lens_ptr, states_ptr, sums_ptr,
+                out_ptr, lse_ptr, sinks_ptr, lens_ptr, states_ptr, sums_ptr, counters_ptr,
                 scale * _LOG2E, topk, total, 1, HEADS, HEAD_TILES, SEGMENT, PARTS, DTYPE,
-                OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, EARLY, SCALED, SINKS, LSE)),
+                OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, BALANCED, EARLY, SCALED, LAZY, SINKS,
+                LSE)),
             (produce_listed, (query_ptr, rotary_ptr, latent_ptr, ids_ptr, lens_ptr, q_boxes, q_rope,
                 left_boxes, right_boxes, rope_boxes, stored, gaps, full, empty, q_full.index(0),
                 q_empty.index(0), ids_row, topk, total, query_token, query_head, rotary_token,
                 rotary_head, HEADS, HEAD_TILES, SEGMENT, PARTS, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS,
-                ROW_BYTES, ROPE_AT, SCALES_AT, HAS_LENS, SCALED, PREFETCH)),
+                ROPE_AT, SCALES_AT, HAS_LENS, BALANCED, SCALED)),
         ],
         [4, 4],
         [SECOND, PRODUCER],

@@ -7,6 +7,7 @@ to its scores is -inf.
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -19,42 +20,89 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attn.kernels.hopper.compat import reinterpret, thread_barrier
 from attn.kernels.hopper.decode_parts import opaque_zero
 from attn.kernels.hopper.mla_consume import _base, _shrunk, _store_part
-from attn.kernels.hopper.sparse_parts import BLOCK, HALF, work_at
+from attn.kernels.hopper.sparse_finish import finish_shared
+from attn.kernels.hopper.sparse_parts import BLOCK, HALF, work_at, works_of
 from attn.kernels.rows import write_rows
+
+_SLACK = tl.constexpr(8.0)
+"""Powers of two by which weights may exceed 1 before what is summed so far is multiplied again."""
+_CELLS = 128
+"""Of the output, that a thread has."""
+_SHRINK = tl.constexpr(
+    "{ .reg .pred p, q;"
+    # A thread has two rows, two neighbouring cells of each in turn.
+    + f" setp.neu.f32 p, ${2 * _CELLS}, 0f3F800000;"
+    + f" setp.neu.f32 q, ${2 * _CELLS + 2}, 0f3F800000;"
+    + " or.pred p, p, q; vote.sync.any.pred p, p, 0xFFFFFFFF;"
+    + "".join(f" mov.b32 ${i}, ${_CELLS + i};" for i in range(_CELLS))
+    + " @!p bra.uni DONE;"
+    + "".join(f" mul.f32 ${i}, ${i}, ${2 * _CELLS + i};" for i in range(_CELLS))
+    + " DONE: }"
+)
+_SHRINK_REGISTERS = tl.constexpr(",".join(["=&f"] * _CELLS + ["f"] * (2 * _CELLS)))
+_SHRINK_CELLS = tl.constexpr(_CELLS)
+
+
+@gluon.jit
+def _shrunk_by(o, by, LAZY: gl.constexpr):
+    """Rows of the output times factors; LAZY: nothing is done by warps all of whose are 1."""
+    if LAZY:
+        factors = gl.convert_layout(by, gl.SliceLayout(1, o.type.layout))[:, None]
+        o, factors = gl.broadcast(o, factors)
+        return gl.inline_asm_elementwise(
+            _SHRINK, _SHRINK_REGISTERS, [o, factors], dtype=gl.float32, is_pure=True,
+            pack=_SHRINK_CELLS,
+        )  # fmt: skip
+    return _shrunk(o, by)
+
+
+@gluon.jit
+def _highest(before, own, LAZY: gl.constexpr):
+    """Maxima with a block's own. LAZY: those before stay where that costs no accuracy."""
+    if LAZY:
+        return gl.where(own > before + _SLACK, own, before)
+    return gl.maximum(before, own)
 
 
 @gluon.jit
 def _wait_for_keys(full, phase):
-    """Keys come by threads' copies and stores, products read them another way."""
+    """Keys come by copies that arrive by themselves, products read them another way."""
     mbarrier.wait(full, phase)
     fence_async_shared()
 
 
 @gluon.jit
 def _scores(
-    z, phase, q, q_rope, left, right, rope, gaps, full, W: gl.constexpr, WHOLE: gl.constexpr,
-    SCORES: gl.constexpr,
+    z, phase, q, q_rope, keys, rope, gaps, full, W: gl.constexpr, WHOLE: gl.constexpr,
+    FIRST: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Ask for the scores of the warp group's block, as far as its keys come first; and what is to
-    be added to them. WHOLE: they come at once.
+    """Ask for the scores of the warp group's block, as far as its keys come first: rope and half
+    FIRST, whose columns ``keys`` has; and what is to be added to them. WHOLE: they come at once.
     """
     KEYS: gl.constexpr = rope.shape[1]
     zero = gl.zeros([64, KEYS], gl.float32, SCORES)
-    _wait_for_keys(full.index(W), phase)
-    keys = rope.index(z + W).permute((1, 0))
-    s = warpgroup_mma(q_rope.index(z), keys, zero, use_acc=False, is_async=True)
+    if WHOLE:
+        # Who stored them has made them seen before it arrived.
+        mbarrier.wait(full.index(W), phase)
+    else:
+        _wait_for_keys(full.index(W), phase)
+    rotary = rope.index(z + W).permute((1, 0))
+    s = warpgroup_mma(q_rope.index(z), rotary, zero, use_acc=False, is_async=True)
     gap = gaps.index(W).load(gl.SliceLayout(0, SCORES))
     if not WHOLE:
         _wait_for_keys(full.index(2 + W), phase)
-    return warpgroup_mma(q.index(z), left.index(z + W).permute((1, 0)), s, is_async=True), gap
+    half = keys.index(z + W).permute((1, 0))
+    return warpgroup_mma(q.index(z + FIRST), half, s, is_async=True), gap
 
 
 @gluon.jit
-def _all_scores(s, gap, z, phase, q, right, full, W: gl.constexpr, WHOLE: gl.constexpr):
-    """The rest of them."""
+def _all_scores(
+    s, gap, z, phase, q, keys, full, W: gl.constexpr, WHOLE: gl.constexpr, LAST: gl.constexpr
+):
+    """The rest of them, of half LAST."""
     if not WHOLE:
         _wait_for_keys(full.index(4 + W), phase)
-    s = warpgroup_mma(q.index(z + 1), right.index(z + W).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(q.index(z + LAST), keys.index(z + W).permute((1, 0)), s, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     return s + gap[None, :]
 
@@ -74,12 +122,14 @@ def _publish(weights, m, is_last, p, m_of, ready, empty, q_empty, W: gl.constexp
 
 
 @gluon.jit
-def _take_second(z, turn, m, l, o, p, m_second, left, ready, SCORES: gl.constexpr):
+def _take_second(
+    z, turn, m, l, o, p, m_second, left, ready, LAZY: gl.constexpr, SCORES: gl.constexpr
+):  # fmt: skip
     """Warp group 0: takes maximum and weights, and asks for these times the second block."""
     mbarrier.wait(ready.index(1), turn & 1)
     top = m_second.load(gl.SliceLayout(1, SCORES))
     shrink = gl.exp2(m - _base(top))
-    o = _shrunk(o, shrink)
+    o = _shrunk_by(o, shrink, LAZY)
     return top, l * shrink, warpgroup_mma(p.index(z), left.index(z + 1), o, is_async=True)
 
 
@@ -87,33 +137,33 @@ def _take_second(z, turn, m, l, o, p, m_second, left, ready, SCORES: gl.constexp
 def _first_block(
     turn, is_last, m, l, o, q, q_rope, left, right, rope, gaps, p, m_first, m_second, full, empty,
     ready, q_empty, factor, IS_FIRST: gl.constexpr, EARLY: gl.constexpr, WHOLE: gl.constexpr,
-    DTYPE: gl.constexpr, SCORES: gl.constexpr,
+    LAZY: gl.constexpr, DTYPE: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """Warp group 0's part of a tile. EARLY frees half of the second block before more keys come."""
     OUTPUT: gl.constexpr = o.type.layout
     z = opaque_zero()
     phase = turn & 1
     if not IS_FIRST:
-        m, l, o = _take_second(z, turn - 1, m, l, o, p, m_second, left, ready, SCORES)
+        m, l, o = _take_second(z, turn - 1, m, l, o, p, m_second, left, ready, LAZY, SCORES)
         if EARLY:
             o = warpgroup_mma_wait(0, deps=[o])
             thread_barrier()
             mbarrier.arrive(empty.index(3), count=1)
-    s, gap = _scores(z, phase, q, q_rope, left, right, rope, gaps, full, 0, WHOLE, SCORES)
+    s, gap = _scores(z, phase, q, q_rope, left, rope, gaps, full, 0, WHOLE, 0, SCORES)
     if not IS_FIRST and not EARLY:
         # All but the two that were asked for since.
         o = warpgroup_mma_wait(2, deps=[o])
         thread_barrier()
         mbarrier.arrive(empty.index(3), count=1)
-    s = _all_scores(s, gap, z, phase, q, right, full, 0, WHOLE)
+    s = _all_scores(s, gap, z, phase, q, right, full, 0, WHOLE, 1)
     # In units of log 2 and rounded once: differences of maxima are then exact where it counts.
-    top = gl.maximum(m, gl.max(s, 1) * factor)
+    top = _highest(m, gl.max(s, 1) * factor, LAZY)
     base = _base(top)
     weights = gl.exp2(s * factor - base[:, None])
     narrow = weights.to(DTYPE)
     _publish(narrow, top, is_last, p.index(0), m_first, ready, empty, q_empty, 0)
     shrink = gl.exp2(m - base)
-    o = _shrunk(o, shrink)
+    o = _shrunk_by(o, shrink, LAZY)
     l = l * shrink + gl.sum(weights, 1)
     operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, OUTPUT, 2))
     o = warpgroup_mma(operand, left.index(z), o, is_async=True)
@@ -124,36 +174,43 @@ def _first_block(
 
 
 @gluon.jit
-def _take_first(z, turn, m, o, p, m_first, right, ready, SCORES: gl.constexpr):
+def _take_first(
+    z, turn, m, o, p, m_first, right, ready, LAZY: gl.constexpr, SCORES: gl.constexpr
+):  # fmt: skip
     """Warp group 1: takes maximum and weights, and asks for these times the first block."""
     mbarrier.wait(ready.index(0), turn & 1)
     top = m_first.load(gl.SliceLayout(1, SCORES))
     shrink = gl.exp2(m - _base(top))
-    o = _shrunk(o, shrink)
+    o = _shrunk_by(o, shrink, LAZY)
     return top, shrink, warpgroup_mma(p.index(z), right.index(z), o, is_async=True)
 
 
 @gluon.jit
 def _second_block(
     turn, is_last, m, l, o, q, q_rope, left, right, rope, gaps, p, m_first, m_second, full, empty,
-    ready, q_empty, factor, EARLY: gl.constexpr, WHOLE: gl.constexpr, DTYPE: gl.constexpr,
-    SCORES: gl.constexpr,
+    ready, q_empty, factor, EARLY: gl.constexpr, WHOLE: gl.constexpr, LAZY: gl.constexpr,
+    DTYPE: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """Warp group 1's part of a tile. EARLY frees half of the first block while the second comes."""
     OUTPUT: gl.constexpr = o.type.layout
     z = opaque_zero()
     phase = turn & 1
     if EARLY:
-        first, shrink, o = _take_first(z, turn, m, o, p, m_first, right, ready, SCORES)
+        first, shrink, o = _take_first(z, turn, m, o, p, m_first, right, ready, LAZY, SCORES)
         o = warpgroup_mma_wait(0, deps=[o])
         thread_barrier()
         mbarrier.arrive(empty.index(4), count=1)
-    s, gap = _scores(z, phase, q, q_rope, left, right, rope, gaps, full, 1, WHOLE, SCORES)
-    s = _all_scores(s, gap, z, phase, q, right, full, 1, WHOLE)
+    if WHOLE:
+        s, gap = _scores(z, phase, q, q_rope, left, rope, gaps, full, 1, True, 0, SCORES)
+        s = _all_scores(s, gap, z, phase, q, right, full, 1, True, 1)
+    else:
+        # In the order in which the halves are free.
+        s, gap = _scores(z, phase, q, q_rope, right, rope, gaps, full, 1, False, 1, SCORES)
+        s = _all_scores(s, gap, z, phase, q, left, full, 1, False, 0)
     own = gl.max(s, 1) * factor
     if not EARLY:
-        first, shrink, o = _take_first(z, turn, m, o, p, m_first, right, ready, SCORES)
-    top = gl.maximum(first, own)
+        first, shrink, o = _take_first(z, turn, m, o, p, m_first, right, ready, LAZY, SCORES)
+    top = _highest(first, own, LAZY)
     base = _base(top)
     # Under the product, unless EARLY.
     weights = gl.exp2(s * factor - base[:, None])
@@ -166,7 +223,7 @@ def _second_block(
     _publish(narrow, top, is_last, p.index(0), m_second, ready, empty, q_empty, 1)
     if not EARLY:
         mbarrier.arrive(empty.index(4), count=1)
-    o = _shrunk(o, again)
+    o = _shrunk_by(o, again, LAZY)
     operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, OUTPUT, 2))
     o = warpgroup_mma(operand, right.index(z + 1), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])
@@ -179,11 +236,11 @@ def _second_block(
 def consume_listed(
     q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, gaps, p, m_first, m_second, sums_of, full,
     empty, ready, q_full, q_empty, out_ptr, lse_ptr, sinks_ptr, lens_ptr, states_ptr,
-    sums_ptr, factor, topk, total, W: gl.constexpr, HEADS: gl.constexpr,
+    sums_ptr, counters_ptr, factor, topk, total, W: gl.constexpr, HEADS: gl.constexpr,
     HEAD_TILES: gl.constexpr, SEGMENT: gl.constexpr, PARTS: gl.constexpr, DTYPE: gl.constexpr,
     OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr,
-    HAS_LENS: gl.constexpr, EARLY: gl.constexpr, WHOLE: gl.constexpr, SINKS: gl.constexpr,
-    LSE: gl.constexpr,
+    HAS_LENS: gl.constexpr, BALANCED: gl.constexpr, EARLY: gl.constexpr, WHOLE: gl.constexpr,
+    LAZY: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
     """All work that the program takes, in warp group W's columns."""
     KEYS: gl.constexpr = rope_boxes.shape[1]
@@ -197,9 +254,10 @@ def consume_listed(
     rope = reinterpret(rope_boxes, DTYPE, [2, KEYS, 64], LAYOUT)
     turn = 0
     walks = 0
-    for work in range(gl.program_id(0), total, gl.num_programs(0)):
-        token, head_tile, part, _, low, high = work_at(
-            work, lens_ptr, topk, KEYS, HEAD_TILES, SEGMENT, PARTS, HAS_LENS
+    first, last, step = works_of(total, topk, KEYS, HEAD_TILES, BALANCED)
+    for work in range(first, last, step):
+        token, head_tile, part, _, low, high, meets = work_at(
+            work, total, lens_ptr, topk, KEYS, HEAD_TILES, SEGMENT, PARTS, BALANCED, HAS_LENS
         )
         m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         l = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
@@ -211,19 +269,19 @@ def consume_listed(
             if W == 0:
                 m, l, o = _first_block(
                     turn, low + 1 == high, m, l, o, q, q_rope, left, right, rope, gaps, p, m_first,
-                    m_second, full, empty, ready, q_empty, factor, True, EARLY, WHOLE,
-                    DTYPE, SCORES,
+                    m_second, full, empty, ready, q_empty, factor, True, EARLY, WHOLE, LAZY, DTYPE,
+                    SCORES,
                 )  # fmt: skip
                 turn += 1
                 for tile in range(low + 1, high):
                     m, l, o = _first_block(
                         turn, tile + 1 == high, m, l, o, q, q_rope, left, right, rope, gaps, p,
-                        m_first, m_second, full, empty, ready, q_empty, factor, False, EARLY,
-                        WHOLE, DTYPE, SCORES,
+                        m_first, m_second, full, empty, ready, q_empty, factor, False, EARLY, WHOLE,
+                        LAZY, DTYPE, SCORES,
                     )  # fmt: skip
                     turn += 1
                 m, l, o = _take_second(
-                    opaque_zero(), turn - 1, m, l, o, p, m_second, left, ready, SCORES
+                    opaque_zero(), turn - 1, m, l, o, p, m_second, left, ready, LAZY, SCORES
                 )
                 o = warpgroup_mma_wait(0, deps=[o])
                 thread_barrier()
@@ -232,8 +290,8 @@ def consume_listed(
                 for tile in range(low, high):
                     m, l, o = _second_block(
                         turn, tile + 1 == high, m, l, o, q, q_rope, left, right, rope, gaps, p,
-                        m_first, m_second, full, empty, ready, q_empty, factor, EARLY, WHOLE, DTYPE,
-                        SCORES,
+                        m_first, m_second, full, empty, ready, q_empty, factor, EARLY, WHOLE, LAZY,
+                        DTYPE, SCORES,
                     )  # fmt: skip
                     turn += 1
             # Each has the sum over its own blocks, in the same frame.
@@ -245,7 +303,18 @@ def consume_listed(
             l += sums_of.index(1 - W).load(gl.SliceLayout(1, SCORES))
         M = gl.convert_layout(m, gl.SliceLayout(1, OUTPUT))
         L = gl.convert_layout(l, gl.SliceLayout(1, OUTPUT))
-        if PARTS == 1:
+        writes = low == 0
+        if BALANCED:
+            if meets > 0:
+                writes, M, L, o = finish_shared(
+                    meets * HEAD_TILES + head_tile, low > 0, M, L, o, states_ptr, sums_ptr,
+                    counters_ptr, W,
+                )  # fmt: skip
+        if PARTS > 1:
+            if high > low:
+                slot = (token * HEAD_TILES + head_tile) * PARTS + part
+                _store_part(states_ptr, sums_ptr, slot, M, L, o, opaque_zero(), W, BLOCK)
+        elif writes:
             place = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
             head = head_tile * BLOCK + place
             column = gl.arange(0, HALF, layout=gl.SliceLayout(0, OUTPUT))
@@ -254,6 +323,3 @@ def consume_listed(
                 out_ptr + W * HALF, lse_ptr, sinks_ptr, 1.0, lse_ptr, OUT_TOKEN, OUT_HEAD,
                 LSE_TOKEN, SINKS, False, WRITES_LSE, True,
             )  # fmt: skip
-        elif high > low:
-            slot = (token * HEAD_TILES + head_tile) * PARTS + part
-            _store_part(states_ptr, sums_ptr, slot, M, L, o, opaque_zero(), W, BLOCK)

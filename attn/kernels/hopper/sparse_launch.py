@@ -145,25 +145,39 @@ def _wide_call(
             f"{layer.layout.value} are read by the one for few heads, or the plain kernel"
         )
     programs = total = _work(layer, tile, tensors)
-    if asked.programs_per_sm is not None:
+    if tile.shares:
+        programs = tile.shares
+    elif asked.programs_per_sm is not None:
         programs = min(total, asked.programs_per_sm * _multiprocessors(tensors))
     is_scaled = layer.layout is LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE
     row = _row(layer, tensors)
     arguments = {
         **shared,
         "latent_ptr": addresses["latent_ptr"],
+        **_places_to_meet(tile, tensors),
         "total": total,
         "ROPE_AT": row["rope"].offset,
         "SCALES_AT": row["scale"].offset if is_scaled else 0,
-        "ROW_BYTES": row.nbytes,
         "SCALED": is_scaled,
         "KEYS": tile.kv_tile // 2,
+        "BALANCED": tile.shares > 0,
         "EARLY": asked.early,
-        "PREFETCH": asked.prefetch,
+        "LAZY": asked.lazy,
         "SECOND": asked.second_registers,
         "PRODUCER": asked.producer_registers,
     }
     return KernelCall(hopper_sparse_kernel, (programs,), arguments, num_warps=4)
+
+
+def _places_to_meet(tile: SparseTile, tensors: SparseTensors) -> dict[str, Any]:
+    """Scratch of lists that lie in two programs' shares."""
+    if not tile.shares:
+        return {"counters_ptr": tensors.indices}
+    return {
+        "states_ptr": tensors.states,
+        "sums_ptr": tensors.sums,
+        "counters_ptr": tensors.counters,
+    }
 
 
 def _row(layer: SparseLayer, tensors: SparseTensors) -> RowFormat:

@@ -10,21 +10,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from attn.kernels.hopper.compat import arrive_behind_gathers, async_gather
-from attn.kernels.hopper.sparse_parts import BLOCK, HALF, UNIT, listed, units_at, work_at
+from attn.kernels.hopper.compat import arrive_behind_gathers, async_gather, reinterpret
+from attn.kernels.hopper.sparse_parts import BLOCK, HALF, UNIT, listed, units_at, work_at, works_of
 from attn.kernels.hopper.sparse_widen import widen_rows
 from attn.kernels.hopper.tiles import wide
 from attn.kernels.sparse_mla import _row_offsets
-
-
-@gluon.jit
-def prefetch_rows(ptrs, ids, nbytes):
-    """Ask for so many bytes at each pointer into the L2 cache, where ids are not negative."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ge.s32 p, $2, 0; "
-        "@p cp.async.bulk.prefetch.L2.global [$1], $3; mov.b32 $0, 0; }",
-        "=r,l,r,r", [ptrs, ids, ids * 0 + nbytes], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -46,61 +36,67 @@ def _gather_queries(
 
 
 @gluon.jit
-def _gather_half(
-    at, there, turn, full, empty, boxes, FIRST: gl.constexpr, PARTS: gl.constexpr,
-    PLACE: gl.constexpr,
+def _gather_block(
+    at, there, turn, full, empty, columns, BLOCK_OF: gl.constexpr, EMPTY: gl.constexpr,
+    FULL: gl.constexpr,
 ):  # fmt: skip
-    """Some columns of a block: PARTS times 64 from pointers on."""
+    """Some columns of a block, from pointers on."""
     # A fresh barrier lets parity 1 pass at once.
-    mbarrier.wait(empty.index(PLACE), (turn & 1) ^ 1)
-    for i in gl.static_range(PARTS):
-        async_gather(boxes.index(FIRST + i), at + i * 64, mask=there)
-    arrive_behind_gathers(full.index(PLACE), increment_count=False)
+    mbarrier.wait(empty.index(EMPTY), (turn & 1) ^ 1)
+    async_gather(columns.index(BLOCK_OF), at, mask=there)
+    arrive_behind_gathers(full.index(FULL), increment_count=False)
 
 
 @gluon.jit
 def _gather_rope(
-    ids, offset, rope_ptr, turn, gaps, full, empty, rope_boxes, BLOCK_OF: gl.constexpr,
+    ids, rows, turn, gaps, full, empty, rope, ROPE_AT: gl.constexpr, BLOCK_OF: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """A block's rotary part, and which of its keys are none; that is free with it."""
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
-    at = rope_ptr + (offset * (UNIT // 2))[:, None] + column[None, :]
+    at = rows[:, None] + column[None, :] + ROPE_AT // 2
     there = (ids >= 0)[:, None] & (column >= 0)[None, :]
-    _gather_half(at, there, turn, full, empty, rope_boxes, BLOCK_OF, 1, BLOCK_OF)
+    _gather_block(at, there, turn, full, empty, rope, BLOCK_OF, BLOCK_OF, BLOCK_OF)
     gaps.index(BLOCK_OF).store(gl.where(ids >= 0, 0.0, float("-inf")))
     mbarrier.arrive(full.index(BLOCK_OF), count=1)
 
 
 @gluon.jit
 def _copy_rows(
-    mine, latent_ptr, rope_ptr, low, high, length, turn, left_boxes, right_boxes, rope_boxes, gaps,
-    full, empty, BLOCK_SIZE: gl.constexpr, BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr,
-    ROW_BYTES: gl.constexpr, PREFETCH: gl.constexpr, LAYOUT: gl.constexpr,
+    mine, latent_ptr, low, high, length, turn, left_boxes, right_boxes, rope, gaps, full, empty,
+    BLOCK_SIZE: gl.constexpr, BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr,
+    ROPE_AT: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Listed rows of 16 bits, block after block."""
-    KEYS: gl.constexpr = rope_boxes.shape[1]
-    TILE: gl.constexpr = 2 * KEYS
-    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
-    ahead = listed(mine, low * TILE, length, KEYS, ROWS)
+    """Listed rows of 16 bits, block after block; halves of latents in the order in which they are
+    free.
+    """
+    KEYS: gl.constexpr = rope.shape[1]
+    SHAPE: gl.constexpr = [2, KEYS, HALF]
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    left = reinterpret(left_boxes, left_boxes.dtype, SHAPE, SHARED)
+    right = reinterpret(right_boxes, right_boxes.dtype, SHAPE, SHARED)
+    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT))
+    ahead = listed(mine, low * (2 * KEYS), length, KEYS, gl.SliceLayout(1, LAYOUT))
     for tile in range(low, high):
-        if PREFETCH:
-            coming = listed(mine, (tile + 1) * TILE, length, TILE, EACH)
-            units = _row_offsets(coming, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE)
-            start = latent_ptr.to(gl.int64, bitcast=True)
-            prefetch_rows(start + units * UNIT, coming, ROW_BYTES)
         for b in gl.static_range(2):
             ids = ahead
-            # What is past the end of the part is not used.
-            ahead = listed(mine, tile * TILE + (b + 1) * KEYS, length, KEYS, ROWS)
             offset = _row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE)
-            _gather_rope(ids, offset, rope_ptr, turn, gaps, full, empty, rope_boxes, b, LAYOUT)
-            at = latent_ptr + (offset * (UNIT // 2))[:, None] + column[None, :]
+            rows = latent_ptr + offset * (UNIT // 2)
+            _gather_rope(ids, rows, turn, gaps, full, empty, rope, ROPE_AT, b, LAYOUT)
+            # Behind a wait, and ahead of most copies: a use of the list before stands behind all
+            # loads that are asked for, and loads behind all copies. What is past the end of the
+            # part is not used.
+            after = tile * (2 * KEYS) + (b + 1) * KEYS
+            ahead = listed(mine, after, length, KEYS, gl.SliceLayout(1, LAYOUT))
+            # Fields by their place in a row: fewer pointers are kept in registers.
+            at = rows[:, None] + column[None, :]
             there = (ids >= 0)[:, None] & (column >= 0)[None, :]
-            _gather_half(at, there, turn, full, empty, left_boxes, b * 4, 4, 2 + b)
-            _gather_half(at + HALF, there, turn, full, empty, right_boxes, b * 4, 4, 4 + b)
+            if b == 0:
+                _gather_block(at, there, turn, full, empty, left, 0, 2, 2)
+                _gather_block(at + HALF, there, turn, full, empty, right, 0, 4, 4)
+            else:
+                _gather_block(at + HALF, there, turn, full, empty, right, 1, 5, 3)
+                _gather_block(at, there, turn, full, empty, left, 1, 3, 5)
         turn += 1
     return turn
 
@@ -111,25 +107,22 @@ def produce_listed(
     rope_boxes, stored, gaps, full, empty, q_full, q_empty, ids_row, topk, total, query_token,
     query_head, rotary_token, rotary_head, HEADS: gl.constexpr, HEAD_TILES: gl.constexpr,
     SEGMENT: gl.constexpr, PARTS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr, ROW_BYTES: gl.constexpr,
-    ROPE_AT: gl.constexpr, SCALES_AT: gl.constexpr, HAS_LENS: gl.constexpr, SCALED: gl.constexpr,
-    PREFETCH: gl.constexpr,
+    BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr, ROPE_AT: gl.constexpr,
+    SCALES_AT: gl.constexpr, HAS_LENS: gl.constexpr, BALANCED: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """Queries and listed rows of all work that the program takes, tile after tile: of each of its
-    two blocks the rope, the left and the right half, as they are wanted.
+    two blocks the rope and the halves of the latents, as they are wanted.
     """
     KEYS: gl.constexpr = rope_boxes.shape[1]
     # Eight threads have 128 bytes of a row, which is a row of a box.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    DTYPE: gl.constexpr = query_ptr.dtype.element_ty
-    # Fields by their place in a row: fewer pointers are kept in registers.
-    rope_ptr = latent_ptr.to(gl.pointer_type(DTYPE), bitcast=True) + ROPE_AT // 2
     turn = 0
     count = 0
     walks = 0
-    for work in range(gl.program_id(0), total, gl.num_programs(0)):
-        token, head_tile, _, length, low, high = work_at(
-            work, lens_ptr, topk, KEYS, HEAD_TILES, SEGMENT, PARTS, HAS_LENS
+    first, last, step = works_of(total, topk, KEYS, HEAD_TILES, BALANCED)
+    for work in range(first, last, step):
+        token, head_tile, _, length, low, high, _ = work_at(
+            work, total, lens_ptr, topk, KEYS, HEAD_TILES, SEGMENT, PARTS, BALANCED, HAS_LENS
         )
         if high > low:
             mine = ids_ptr + token.to(gl.int64) * wide(ids_row)
@@ -147,7 +140,6 @@ def produce_listed(
                 )  # fmt: skip
             else:
                 turn = _copy_rows(
-                    mine, latent_ptr, rope_ptr, low, high, length, turn, left_boxes, right_boxes,
-                    rope_boxes, gaps, full, empty, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, ROW_BYTES,
-                    PREFETCH, LAYOUT,
+                    mine, latent_ptr, low, high, length, turn, left_boxes, right_boxes, rope_boxes,
+                    gaps, full, empty, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, ROPE_AT, LAYOUT,
                 )  # fmt: skip

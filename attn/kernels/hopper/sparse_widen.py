@@ -37,30 +37,22 @@ def widen_scaled(words, factors):
 
 
 @gluon.jit
-def _copy_words(
-    ids, words_ptr, place, BLOCK_SIZE: gl.constexpr, BLOCK_UNITS: gl.constexpr,
-    ROW_UNITS: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Ask for the words of listed rows, as many as the place has, which is free."""
-    offset = _row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (UNIT // 4)
+def _copy_words(ids, rows, place, AT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Ask for words of rows from a byte of them on, as many as the place has, which is free."""
     column = gl.arange(0, place.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    at = words_ptr + offset[:, None] + column[None, :]
+    # The field's place last: fields share addresses, whose registers copies under way still read.
+    at = rows[:, None] + column[None, :] + AT // 4
     async_gather(place, at, mask=(ids >= 0)[:, None] & (column >= 0)[None, :])
 
 
 @gluon.jit
 def _copy_rest(
-    ids, words_ptr, stored, place, ROPE_AT: gl.constexpr, SCALES_AT: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    ids, rows, stored, place, ROPE_AT: gl.constexpr, SCALES_AT: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Ask for what a block has besides the left half of its latents; with that it is complete."""
-    at = words_ptr + HALF // 4
-    _copy_words(ids, at, stored[1].index(place), BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, LAYOUT)
-    at = words_ptr + ROPE_AT // 4
-    _copy_words(ids, at, stored[2].index(place), BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, LAYOUT)
-    at = words_ptr + SCALES_AT // 4
-    _copy_words(ids, at, stored[3].index(place), BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, LAYOUT)
+    _copy_words(ids, rows, stored[1].index(place), HALF, LAYOUT)
+    _copy_words(ids, rows, stored[2].index(place), ROPE_AT, LAYOUT)
+    _copy_words(ids, rows, stored[3].index(place), SCALES_AT, LAYOUT)
     async_copy.commit_group()
 
 
@@ -154,13 +146,9 @@ def widen_rows(
     for i in gl.static_range(AHEAD):
         place = (count + i) % STORED_BLOCKS
         ids = (ids0, ids1)[i]
-        _copy_words(
-            ids, words_ptr, stored[0].index(place), BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, COPY
-        )
-        _copy_rest(
-            ids, words_ptr, stored, place, ROPE_AT, SCALES_AT, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS,
-            COPY,
-        )  # fmt: skip
+        rows = words_ptr + _row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (UNIT // 4)
+        _copy_words(ids, rows, stored[0].index(place), 0, COPY)
+        _copy_rest(ids, rows, stored, place, ROPE_AT, SCALES_AT, COPY)
     async_copy.wait_group(AHEAD - 1)
     thread_barrier()
     words = _load_half(stored[0].index(count % STORED_BLOCKS), WORDS)
@@ -168,9 +156,8 @@ def widen_rows(
         for b in gl.static_range(2):
             first = tile * (2 * KEYS) + b * KEYS
             place = (count + AHEAD) % STORED_BLOCKS
-            _copy_words(
-                ids2, words_ptr, stored[0].index(place), BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, COPY
-            )
+            rows = words_ptr + _row_offsets(ids2, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (UNIT // 4)
+            _copy_words(ids2, rows, stored[0].index(place), 0, COPY)
             f0, f1, f2, f3 = _load_scales(
                 stored[3].index(count % STORED_BLOCKS), gl.SliceLayout(1, WORDS)
             )
@@ -181,10 +168,7 @@ def widen_rows(
             second = _load_half(stored[1].index(count % STORED_BLOCKS), WORDS)
             # At once: between two stores threads would wait for each other.
             left.index(b).store(wide_left)
-            _copy_rest(
-                ids2, words_ptr, stored, place, ROPE_AT, SCALES_AT, BLOCK_SIZE, BLOCK_UNITS,
-                ROW_UNITS, COPY,
-            )  # fmt: skip
+            _copy_rest(ids2, rows, stored, place, ROPE_AT, SCALES_AT, COPY)
             async_copy.wait_group(AHEAD - 1)
             thread_barrier()
             wide_right = _widened(second, f2, f3)
