@@ -246,10 +246,11 @@ def of_bf16(words: np.ndarray) -> tuple[np.ndarray, ...]:
     return tuple(pairs[..., i].numpy() for i in range(2))
 
 
+@pytest.mark.parametrize("changes", [{}, {"by_sectors": True, "hastens": True}], ids=str)
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("case", FEW.values(), ids=FEW)
 def test_states_of_few_heads_are_the_oracles(
-    case: SparseCase, is_late: bool, monkeypatch: pytest.MonkeyPatch
+    case: SparseCase, is_late: bool, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole, and in parts. Queries are fp16 throughout, which the launcher refuses beside bf16."""
     monkeypatch.setattr(sparse_launch, "hopper_misfit", lambda *_: None)
@@ -269,7 +270,8 @@ def test_states_of_few_heads_are_the_oracles(
     if is_late:
         gluon_in_numpy.delay(monkeypatch)
     shape = SparseShape(case.num_heads, case.topk, case.layout)
-    tiles = hopper_sparse_tile(shape, 1, 99), hopper_sparse_tile(shape, 132, 8)
+    options = replace(usual_options(shape), **changes)
+    tiles = [hopper_sparse_tile(shape, *sizes, options) for sizes in ((1, 99), (132, 8))]
     for tile in tiles:
         trial = SparseTrial(case)
         assert trial.misses(*launched(trial, tile)) == {}
