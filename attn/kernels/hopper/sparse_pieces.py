@@ -60,9 +60,9 @@ def copy_pieces(
     place = begin + (OFFSET + stage * (TILE * PIECES * UNIT)) + row * (PIECES * UNIT) + across
     size = gl.where(there, UNIT, 0) + bent * 0
     if SOME:
-        TEXT: gl.constexpr = _COPY_SOME_ONCE if ONCE else _COPY_SOME
+        WHERE: gl.constexpr = _COPY_SOME_ONCE if ONCE else _COPY_SOME
         gl.inline_asm_elementwise(
-            TEXT, "=r,r,l,r,r", [place, at, size, asked + bent * 0], dtype=gl.int32,
+            WHERE, "=r,r,l,r,r", [place, at, size, asked + bent * 0], dtype=gl.int32,
             is_pure=False, pack=1,
         )  # fmt: skip
     else:
@@ -77,13 +77,13 @@ def _shares(x, SHARES: gl.constexpr):
     """``[TILE]`` of four warps' rows as SHARES of ``[16]``, four rows of each warp."""
     if SHARES == 2:
         x0, x1 = gl.split(gl.permute(gl.reshape(x, [4, 2, 4]), (0, 2, 1)))
-        few = gl.reshape(x0, [16]), gl.reshape(x1, [16])
+        few = (gl.reshape(x0, [16]), gl.reshape(x1, [16]))
     else:
         even, odd = gl.split(gl.permute(gl.reshape(x, [4, 2, 2, 4]), (0, 3, 1, 2)))
         x0, x2 = gl.split(even)
         x1, x3 = gl.split(odd)
         x0, x1 = gl.reshape(x0, [16]), gl.reshape(x1, [16])
-        few = x0, x1, gl.reshape(x2, [16]), gl.reshape(x3, [16])
+        few = (x0, x1, gl.reshape(x2, [16]), gl.reshape(x3, [16]))  # type: ignore[assignment]
     return few
 
 
