@@ -62,14 +62,6 @@ class NarrowSparseTile:
     left of 504."""
     producer_registers: int = 88
     """Per thread of the warp group that copies rows."""
-    by_sectors: bool = False
-    """Neighbouring threads copy what is in one sector of 32 bytes."""
-    once: bool = False
-    """Rows are evicted first from the L2 cache; with ``by_sectors``."""
-    spread: bool = False
-    """The second warp group's sums are stored at banks of their own."""
-    hastens: bool = False
-    """The kernel may start while those before it end."""
 
 
 @dataclass(frozen=True)

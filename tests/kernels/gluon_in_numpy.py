@@ -280,31 +280,6 @@ def _gather(box: Memory, at: Pointer, mask: Any) -> None:
     _here.gathers.append((box, _load(at, mask)))
 
 
-class _Pieces:
-    """Pieces of 16 bytes of a stage's rows."""
-
-    def __init__(self, memory: Memory, rows: np.ndarray, pieces: np.ndarray) -> None:
-        self._memory, self._rows, self._pieces = memory, rows, pieces
-
-    def store(self, x: np.ndarray) -> None:
-        for i in range(4):
-            self._memory.array[self._rows, 4 * self._pieces + i] = x[:, i]
-
-
-def _copy_pieces(
-    memory: Memory, stage: Any, at: Pointer, row: Any, piece: Any, there: Any, asked: Any,
-    offset: int, some: bool, once: bool,
-) -> None:  # fmt: skip
-    """As :func:`_gather`, of four words each."""
-    wanted = np.asarray(asked) != 0 if some else True
-    rows, pieces, wanted, there = np.broadcast_arrays(row, piece, wanted, there)
-    found = np.stack([_load(at + i, wanted & there) for i in range(4)], -1)
-    if not hasattr(_here, "gathers"):
-        _here.gathers = []
-    box = _Pieces(memory.index(stage), rows[wanted], pieces[wanted])
-    _here.gathers.append((box, found[wanted]))
-
-
 def _arrive_behind_gathers(full: Barrier, increment_count: bool) -> None:
     assert not increment_count, "the barrier counts threads"
     gathers, _here.gathers = _here.gathers, []
@@ -462,7 +437,6 @@ _NAMES: dict[str, Any] = {
     ),
     "async_load": _async_load,
     "async_gather": _gather,
-    "copy_pieces": _copy_pieces,
     "arrive_behind_gathers": _arrive_behind_gathers,
     "async_copy": types.SimpleNamespace(commit_group=_commit_group, wait_group=_wait_group),
     "reinterpret": _reinterpret,

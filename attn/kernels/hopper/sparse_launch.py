@@ -126,15 +126,9 @@ def _narrow_call(
         "STAGES": tile.num_stages,
         "SECOND": asked.second_registers,
         "PRODUCER": asked.producer_registers,
-        "BY_SECTORS": asked.by_sectors,
-        "ONCE": asked.once,
-        "SPREAD": asked.spread,
-        "WAITS": asked.hastens,
     }
     grid = (_work(layer, tile, tensors),)
-    return KernelCall(
-        hopper_narrow_sparse_kernel, grid, arguments, num_warps=4, waits=asked.hastens
-    )
+    return KernelCall(hopper_narrow_sparse_kernel, grid, arguments, num_warps=4, waits=True)
 
 
 def _wide_call(

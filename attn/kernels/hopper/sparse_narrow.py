@@ -45,7 +45,6 @@ from attn.kernels.hopper.sparse_operands import (
     weights_layout,
 )
 from attn.kernels.hopper.sparse_parts import THREADS, UNIT, units_at
-from attn.kernels.hopper.sparse_pieces import copy_by_sectors
 from attn.kernels.hopper.tiles import wide
 from attn.kernels.rows import write_rows
 from attn.kernels.sparse_mla import _row_offsets
@@ -128,25 +127,6 @@ def _copy_rows(
         tail_ids = tail_ahead
         ahead = next_ids
         tail_ahead = next_tail
-
-
-@gluon.jit
-def _copy(
-    latent_ptr, ids_ptr, lens_ptr, nope, tail, full, empty, ids_row, topk,
-    HEAD_TILES: gl.constexpr, SEGMENT: gl.constexpr, PARTS: gl.constexpr, HAS_LENS: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr,
-    SKIP: gl.constexpr, BY_SECTORS: gl.constexpr, ONCE: gl.constexpr,
-):  # fmt: skip
-    if BY_SECTORS:
-        copy_by_sectors(
-            latent_ptr, ids_ptr, lens_ptr, nope, tail, full, empty, ids_row, topk, HEAD_TILES,
-            SEGMENT, PARTS, HAS_LENS, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, SKIP, ONCE,
-        )  # fmt: skip
-    else:
-        _copy_rows(
-            latent_ptr, ids_ptr, lens_ptr, nope, tail, full, empty, ids_row, topk, HEAD_TILES,
-            SEGMENT, PARTS, HAS_LENS, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, SKIP,
-        )  # fmt: skip
 
 
 @gluon.jit
@@ -297,7 +277,6 @@ def _multiply(
     HEADS: gl.constexpr, HEAD_TILES: gl.constexpr, SEGMENT: gl.constexpr, PARTS: gl.constexpr,
     OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr,
     HAS_LENS: gl.constexpr, KIND: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
-    SPREAD: gl.constexpr,
 ):  # fmt: skip
     """Warp group W: every other tile, from the W-th on; the first one writes what both have.
 
@@ -370,7 +349,7 @@ def _multiply(
         tiles = (high - low + (TILE - 1)) // TILE
         spare = reinterpret(
             nope.index(gl.maximum(tiles // 2 * 2 - 1, 1) % STAGES), gl.float32, [4, 16, 128],
-            gl.SwizzledSharedLayout(*((8, 1, 4) if SPREAD else (1, 1, 1)), [2, 1, 0]),
+            gl.SwizzledSharedLayout(8, 1, 4, [2, 1, 0]),
         )  # fmt: skip
         if W == 1:
             spare.store(o)
@@ -473,10 +452,6 @@ def hopper_narrow_sparse_kernel(
     STAGES: gl.constexpr,
     SECOND: gl.constexpr,
     PRODUCER: gl.constexpr,
-    BY_SECTORS: gl.constexpr,
-    ONCE: gl.constexpr,
-    SPREAD: gl.constexpr,
-    WAITS: gl.constexpr,
 ):
     """Attention over listed rows; grid ``(T * PARTS * HEAD_TILES,)``.
 
@@ -512,26 +487,23 @@ def hopper_narrow_sparse_kernel(
         mbarrier.init(empty.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(once.index(i), count=1)
-    if WAITS:
-        wait_for_kernels_before()
-        let_kernels_behind_start()
+    wait_for_kernels_before()
+    # Not earlier: who starts then finds what the kernels before this one wrote, if it waits or not.
+    let_kernels_behind_start()
     gl.warp_specialize(
         [
             (_multiply, (query_ptr, rotary_ptr, ids_ptr, lens_ptr, factor_ptr, sinks_ptr, out_ptr,
                 lse_ptr, states_ptr, sums_ptr, nope, tail, q, q_rope, undo, scores.index(0),
                 logs.index(0), ends, full, empty, once.index(0), once.index(1), ids_row, topk,
                 scale, query_token, query_head, rotary_token, rotary_head, 0, HEADS, HEAD_TILES,
-                SEGMENT, PARTS, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE,
-                SPREAD)),
+                SEGMENT, PARTS, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE)),
             (_multiply, (query_ptr, rotary_ptr, ids_ptr, lens_ptr, factor_ptr, sinks_ptr, out_ptr,
                 lse_ptr, states_ptr, sums_ptr, nope, tail, q, q_rope, undo, scores.index(1),
                 logs.index(1), ends, full, empty, once.index(0), once.index(1), ids_row, topk,
                 scale, query_token, query_head, rotary_token, rotary_head, 1, HEADS, HEAD_TILES,
-                SEGMENT, PARTS, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE,
-                SPREAD)),
-            (_copy, (latent_ptr, ids_ptr, lens_ptr, nope, tail, full, empty, ids_row, topk,
-                HEAD_TILES, SEGMENT, PARTS, HAS_LENS, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, SKIP,
-                BY_SECTORS, ONCE)),
+                SEGMENT, PARTS, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE)),
+            (_copy_rows, (latent_ptr, ids_ptr, lens_ptr, nope, tail, full, empty, ids_row, topk,
+                HEAD_TILES, SEGMENT, PARTS, HAS_LENS, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, SKIP)),
         ],
         [4, 4],
         [SECOND, PRODUCER],
