@@ -62,6 +62,8 @@ class NarrowSparseTile:
     left of 504."""
     producer_registers: int = 88
     """Per thread of the warp group that copies rows."""
+    by_group: bool = False
+    """Scores of e4m3 are products by warp group, which read queries from shared memory."""
 
 
 @dataclass(frozen=True)

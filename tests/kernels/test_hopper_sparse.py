@@ -246,7 +246,7 @@ def of_bf16(words: np.ndarray) -> tuple[np.ndarray, ...]:
     return tuple(pairs[..., i].numpy() for i in range(2))
 
 
-@pytest.mark.parametrize("changes", [{}, {"halves": True, "lazy": True}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"by_group": True}], ids=str)
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("case", FEW.values(), ids=FEW)
 def test_states_of_few_heads_are_the_oracles(

@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from attn.kernels.hopper.compat import (
     arrive_behind_gathers,
@@ -45,6 +45,7 @@ from attn.kernels.hopper.sparse_operands import (
     weights_layout,
 )
 from attn.kernels.hopper.sparse_parts import THREADS, UNIT, units_at
+from attn.kernels.hopper.sparse_scores import count_keys, group_scores
 from attn.kernels.hopper.tiles import wide
 from attn.kernels.rows import write_rows
 from attn.kernels.sparse_mla import _row_offsets
@@ -277,13 +278,18 @@ def _multiply(
     HEADS: gl.constexpr, HEAD_TILES: gl.constexpr, SEGMENT: gl.constexpr, PARTS: gl.constexpr,
     OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr,
     HAS_LENS: gl.constexpr, KIND: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
+    BY_GROUP: gl.constexpr,
 ):  # fmt: skip
     """Warp group W: every other tile, from the W-th on; the first one writes what both have.
 
     A stage is always the same warp group's. Else it could be ahead of the other by a tile that has
     not come, where copies overtake each other, and see the parity of the one before that.
     """
-    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
+    PRODUCT: gl.constexpr = (
+        gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
+        if BY_GROUP
+        else gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
+    )
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     STAGES: gl.constexpr = nope.shape[0]
     gl.static_assert(STAGES % 2 == 0)
@@ -307,6 +313,13 @@ def _multiply(
     )
     m = gl.full([16, 16], float("-inf"), gl.float32, COUNTS)
     l = gl.zeros([16, 16], gl.float32, COUNTS)
+    if BY_GROUP:
+        BY_KEY: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 1], [0, 8]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [],
+            [32, 16],
+        )  # fmt: skip
+        m = gl.full([32, 16], float("-inf"), gl.float32, BY_KEY)
+        l = gl.zeros([32, 16], gl.float32, BY_KEY)
     top = gl.full([4, 16], float("-inf"), gl.float32, gl.SliceLayout(2, WEIGHTS))
     o = gl.zeros([4, 16, 128], gl.float32, SUMS)
     factor = 1.0
@@ -315,30 +328,44 @@ def _multiply(
     if high > low:
         if W == 0:
             _store_queries(x, r, q, q_rope.index(0), undo, KIND)
+            if BY_GROUP:
+                fence_async_shared()
             thread_barrier()
             mbarrier.arrive(q_full, count=1)
-        COLUMN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
+        KEY: gl.constexpr = gl.SliceLayout(1 if BY_GROUP else 0, PRODUCT)
         mine = ids_ptr + token.to(gl.int64) * wide(ids_row)
-        present = _listed(mine, low + W * TILE, high, TILE, COLUMN)
+        present = _listed(mine, low + W * TILE, high, TILE, KEY)
         logits_scale = scale * factor * _LOG2E
         mbarrier.wait(q_full, 0)
-        q0 = q.index(0).load(gl.DotOperandLayout(0, PRODUCT, 2))
-        q1 = q.index(1).load(gl.DotOperandLayout(0, PRODUCT, 2))
+        if not BY_GROUP:
+            q0 = q.index(0).load(gl.DotOperandLayout(0, PRODUCT, 2))
+            q1 = q.index(1).load(gl.DotOperandLayout(0, PRODUCT, 2))
         turn = W
         for first in range(low + W * TILE, high, 2 * TILE):
             there = present >= 0
-            present = _listed(mine, first + 2 * TILE, high, TILE, COLUMN)
+            present = _listed(mine, first + 2 * TILE, high, TILE, KEY)
             stage = turn % STAGES
             mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
-            s = _scores(
-                opaque_zero(), q0, q1, q, q_rope, undo, nope.index(stage), tail.index(stage), there,
-                logs, logits_scale, KIND, DTYPE, PRODUCT,
-            )  # fmt: skip
-            m, l = _count(s, m, l)
+            if BY_GROUP:
+                s = group_scores(
+                    opaque_zero(), q, q_rope, undo, nope.index(stage), tail.index(stage), there,
+                    logs, logits_scale, KIND == SCALED, DTYPE, PRODUCT,
+                )  # fmt: skip
+                m, l = count_keys(s, m, l)
+                s = gl.permute(s, (1, 0))
+            else:
+                s = _scores(
+                    opaque_zero(), q0, q1, q, q_rope, undo, nope.index(stage), tail.index(stage),
+                    there, logs, logits_scale, KIND, DTYPE, PRODUCT,
+                )  # fmt: skip
+                m, l = _count(s, m, l)
             top, o = _attend(s, top, o, nope.index(stage), scores, logs, KIND, DTYPE)
             thread_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
             turn += 2
+    if BY_GROUP:
+        m = gl.permute(m, (1, 0))
+        l = gl.permute(l, (1, 0))
     # Each row's over its threads, and values to the same base.
     most = gl.max(m, 1)
     sums = gl.sum(l * _exp2(m - _base(most)[:, None]), 1)
@@ -452,6 +479,7 @@ def hopper_narrow_sparse_kernel(
     STAGES: gl.constexpr,
     SECOND: gl.constexpr,
     PRODUCER: gl.constexpr,
+    BY_GROUP: gl.constexpr,
 ):
     """Attention over listed rows; grid ``(T * PARTS * HEAD_TILES,)``.
 
@@ -465,7 +493,11 @@ def hopper_narrow_sparse_kernel(
     SKIP: gl.constexpr = 28 if KIND == SCALED else 0
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    QUERY: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    QUERY: gl.constexpr = (
+        gl.NVMMASharedLayout(128, 16, 2)
+        if BY_GROUP
+        else gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    )
     DTYPE: gl.constexpr = query_ptr.dtype.element_ty
     nope = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, WORDS], swizzled(TILE, WORDS))
     tail = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, TAIL], swizzled(TILE, TAIL))
@@ -496,12 +528,14 @@ def hopper_narrow_sparse_kernel(
                 lse_ptr, states_ptr, sums_ptr, nope, tail, q, q_rope, undo, scores.index(0),
                 logs.index(0), ends, full, empty, once.index(0), once.index(1), ids_row, topk,
                 scale, query_token, query_head, rotary_token, rotary_head, 0, HEADS, HEAD_TILES,
-                SEGMENT, PARTS, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE)),
+                SEGMENT, PARTS, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE,
+                BY_GROUP)),
             (_multiply, (query_ptr, rotary_ptr, ids_ptr, lens_ptr, factor_ptr, sinks_ptr, out_ptr,
                 lse_ptr, states_ptr, sums_ptr, nope, tail, q, q_rope, undo, scores.index(1),
                 logs.index(1), ends, full, empty, once.index(0), once.index(1), ids_row, topk,
                 scale, query_token, query_head, rotary_token, rotary_head, 1, HEADS, HEAD_TILES,
-                SEGMENT, PARTS, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE)),
+                SEGMENT, PARTS, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE,
+                BY_GROUP)),
             (_copy_rows, (latent_ptr, ids_ptr, lens_ptr, nope, tail, full, empty, ids_row, topk,
                 HEAD_TILES, SEGMENT, PARTS, HAS_LENS, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, SKIP)),
         ],
