@@ -128,6 +128,8 @@ def _narrow_call(
         "PRODUCER": asked.producer_registers,
         # Sixteen keys of each of four warps.
         "BY_GROUP": asked.by_group and tile.kv_tile == 64 and layer.layout is not LatentFormat.BF16,
+        "LAZY": asked.lazy,
+        "LISTS_FIRST": asked.lists_first,
     }
     grid = (_work(layer, tile, tensors),)
     return KernelCall(hopper_narrow_sparse_kernel, grid, arguments, num_warps=4, waits=True)

@@ -7,18 +7,14 @@ four warps read them once; by warps each would read all of them, for 16 of its k
 
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from attn.kernels.hopper.index_logits import _FOUR
 from attn.kernels.hopper.mla_consume import _base
-from attn.kernels.hopper.sparse_operands import row_factors, row_words
-
-_LOG2 = tl.constexpr("lg2.approx.ftz.f32 $0, $1;")
-_EXP2 = tl.constexpr("ex2.approx.ftz.f32 $0, $1;")
-_TWO = tl.constexpr("mov.b32 {$0, $1}, $2;")
+from attn.kernels.hopper.sparse_operands import _TWO, row_factors, row_words
+from attn.kernels.hopper.sparse_parts import exp2, log2
 
 
 @gluon.jit
@@ -47,6 +43,32 @@ def _row_operand(words, E4M3: gl.constexpr, DTYPE: gl.constexpr, OPERAND: gl.con
 
 
 @gluon.jit
+def _block(
+    z, q, nope, words, before, BLOCK: gl.constexpr, DTYPE: gl.constexpr, PRODUCT: gl.constexpr
+):  # fmt: skip
+    """Ask for a block's products, whose first ``words`` are there, half by half: registers hold
+    keys of two halves. Returns the next block's words, the scores ``before``, which are done, and
+    those asked for.
+    """
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
+    zero = gl.zeros([64, 16], gl.float32, PRODUCT)
+    # By a number that the compiler does not know: it would spill places of all queries.
+    queries = q.index(z + BLOCK)
+    more = nope.slice(32 * BLOCK + 16, 16, dim=1).load(row_words(16))
+    keys = _row_operand(words, True, DTYPE, OPERAND)
+    part = queries.slice(0, 64, dim=1).permute((1, 0))
+    s = warpgroup_mma(keys, part, zero, use_acc=False, is_async=True)
+    if BLOCK > 0:
+        before = warpgroup_mma_wait(1, deps=[before])
+    if BLOCK < 3:
+        words = nope.slice(32 * BLOCK + 32, 16, dim=1).load(row_words(16))
+    keys = _row_operand(more, True, DTYPE, OPERAND)
+    part = queries.slice(64, 64, dim=1).permute((1, 0))
+    s = warpgroup_mma(keys, part, s, is_async=True)
+    return words, before, warpgroup_mma_wait(1, deps=[s])
+
+
+@gluon.jit
 def group_scores(
     z, q, q_rope, undo, nope, tail, there, logs, factor, SCALED: gl.constexpr,
     DTYPE: gl.constexpr, PRODUCT: gl.constexpr,
@@ -54,40 +76,27 @@ def group_scores(
     """Scores ``[64, 16]`` of a tile in units of log 2, -inf of keys that are none; SCALED: the
     logarithms of scales go to shared memory. ``q`` ``[4, 16, 128]``, ``q_rope`` ``[1, 16, 64]``.
 
-    While a block is multiplied, the next one is converted.
+    While half a block is multiplied, the next half is converted.
     """
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
     COLUMN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
-    WORDS: gl.constexpr = row_words(32)
     zero = gl.zeros([64, 16], gl.float32, PRODUCT)
-    w0 = nope.slice(0, 32, dim=1).load(WORDS)
-    w1 = nope.slice(32, 32, dim=1).load(WORDS)
-    k0 = _row_operand(w0, True, DTYPE, OPERAND)
-    s0 = warpgroup_mma(k0, q.index(z).permute((1, 0)), zero, use_acc=False, is_async=True)
-    w2 = nope.slice(64, 32, dim=1).load(WORDS)
-    k1 = _row_operand(w1, True, DTYPE, OPERAND)
-    s1 = warpgroup_mma(k1, q.index(z + 1).permute((1, 0)), zero, use_acc=False, is_async=True)
-    w3 = nope.slice(96, 32, dim=1).load(WORDS)
-    s0 = warpgroup_mma_wait(1, deps=[s0])
-    k2 = _row_operand(w2, True, DTYPE, OPERAND)
-    s2 = warpgroup_mma(k2, q.index(z + 2).permute((1, 0)), zero, use_acc=False, is_async=True)
+    words = nope.slice(0, 16, dim=1).load(row_words(16))
+    words, _, s0 = _block(z, q, nope, words, zero, 0, DTYPE, PRODUCT)
+    words, s0, s1 = _block(z, q, nope, words, s0, 1, DTYPE, PRODUCT)
+    words, s1, s2 = _block(z, q, nope, words, s1, 2, DTYPE, PRODUCT)
     rope = tail
     if SCALED:
         rope = tail.slice(32, 32, dim=1)
+    _, s2, s3 = _block(z, q, nope, words, s2, 3, DTYPE, PRODUCT)
     words = rope.load(row_words(rope.shape[1]))
-    s1 = warpgroup_mma_wait(1, deps=[s1])
-    k3 = _row_operand(w3, True, DTYPE, OPERAND)
-    s3 = warpgroup_mma(k3, q.index(z + 3).permute((1, 0)), zero, use_acc=False, is_async=True)
-    s2 = warpgroup_mma_wait(1, deps=[s2])
-    k = _row_operand(words, not SCALED, DTYPE, OPERAND)
-    s = warpgroup_mma(k, q_rope.index(z).permute((1, 0)), zero, use_acc=False, is_async=True)
+    keys = _row_operand(words, not SCALED, DTYPE, OPERAND)
+    s = warpgroup_mma(keys, q_rope.index(z).permute((1, 0)), zero, use_acc=False, is_async=True)
     if SCALED:
         KEY: gl.constexpr = gl.SliceLayout(1, PRODUCT)
         EACH: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [2, 2], [1, 0])
         each = tail.slice(28, 4, dim=1).load(EACH).to(gl.float32, bitcast=True)
-        logs.permute((1, 0)).store(
-            gl.inline_asm_elementwise(_LOG2, "=f,f", [each], dtype=gl.float32, is_pure=True, pack=1)
-        )
+        logs.permute((1, 0)).store(log2(each))
         scales = tail.slice(28, 4, dim=1).load(row_factors()).to(gl.float32, bitcast=True)
         even, odd = gl.split(gl.reshape(scales, [64, 2, 2]))
         f0, f2 = gl.split(even)
@@ -109,11 +118,6 @@ def group_scores(
 
 
 @gluon.jit
-def _exp2(x):
-    return gl.inline_asm_elementwise(_EXP2, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def count_keys(s, m, l):
     """Fold a tile's scores ``[64, 16]`` into maxima and sums of weights ``[32, 16]``, by thread."""
     x = gl.reshape(s, [4, 2, 8, 16])
@@ -123,6 +127,6 @@ def count_keys(s, m, l):
     over = gl.convert_layout(
         gl.reshape(base, [4, 8, 16]), gl.SliceLayout(1, x.type.layout), assert_trivial=True
     )
-    weights = gl.sum(_exp2(x - over[:, None, :, :]), 1)
+    weights = gl.sum(exp2(x - over[:, None, :, :]), 1)
     weights = gl.convert_layout(gl.reshape(weights, [32, 16]), m.type.layout, assert_trivial=True)
-    return new, gl.fma(l, _exp2(m - base), weights)
+    return new, gl.fma(l, exp2(m - base), weights)
