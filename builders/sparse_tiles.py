@@ -68,6 +68,8 @@ class NarrowSparseTile:
     """Sums are rescaled where a maximum grew by 2^8 and more, and else no instruction is spent."""
     lists_first: bool = False
     """Entries of two tiles are asked for before it is known how many count."""
+    waits_late: bool = False
+    """Each partition waits for kernels before by itself, when it has its registers."""
 
 
 @dataclass(frozen=True)

@@ -252,7 +252,9 @@ def of_bf16(words: np.ndarray) -> tuple[np.ndarray, ...]:
     return tuple(pairs[..., i].numpy() for i in range(2))
 
 
-@pytest.mark.parametrize("names", [(), ("by_group",), ("by_group", "lazy", "lists_first")], ids=str)
+@pytest.mark.parametrize(
+    "names", [(), ("by_group",), ("by_group", "lazy", "lists_first", "waits_late")], ids=len
+)
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("case", FEW.values(), ids=FEW)
 def test_states_of_few_heads_are_the_oracles(

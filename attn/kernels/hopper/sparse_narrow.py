@@ -83,11 +83,13 @@ def _copy_rows(
     latent_ptr, ids_ptr, lens_ptr, nope, tail, full, empty, ids_row, topk,
     HEAD_TILES: gl.constexpr, SEGMENT: gl.constexpr, PARTS: gl.constexpr, HAS_LENS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr,
-    SKIP: gl.constexpr, LISTS_FIRST: gl.constexpr,
+    SKIP: gl.constexpr, LISTS_FIRST: gl.constexpr, WAITS_LATE: gl.constexpr,
 ):  # fmt: skip
     """The warp group that copies: listed rows, zeros for those of -1, tile after tile; first their
     latents, then all that is behind these, of which SKIP words are not wanted.
     """
+    if WAITS_LATE:
+        wait_for_kernels_before()
     STAGES: gl.constexpr = nope.shape[0]
     TILE: gl.constexpr = nope.shape[1]
     WORDS: gl.constexpr = nope.shape[2]
@@ -304,13 +306,17 @@ def _multiply(
     HEADS: gl.constexpr, HEAD_TILES: gl.constexpr, SEGMENT: gl.constexpr, PARTS: gl.constexpr,
     OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr,
     HAS_LENS: gl.constexpr, KIND: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
-    BY_GROUP: gl.constexpr, LAZY: gl.constexpr,
+    BY_GROUP: gl.constexpr, LAZY: gl.constexpr, WAITS_LATE: gl.constexpr,
 ):  # fmt: skip
     """Warp group W: every other tile, from the W-th on; the first one writes what both have.
 
     A stage is always the same warp group's. Else it could be ahead of the other by a tile that has
     not come, where copies overtake each other, and see the parity of the one before that.
     """
+    if WAITS_LATE:
+        wait_for_kernels_before()
+        if W == 0:
+            let_kernels_behind_start()
     PRODUCT: gl.constexpr = (
         gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
         if BY_GROUP
@@ -508,6 +514,7 @@ def hopper_narrow_sparse_kernel(
     BY_GROUP: gl.constexpr,
     LAZY: gl.constexpr,
     LISTS_FIRST: gl.constexpr,
+    WAITS_LATE: gl.constexpr,
 ):
     """Attention over listed rows; grid ``(T * PARTS * HEAD_TILES,)``.
 
@@ -545,9 +552,10 @@ def hopper_narrow_sparse_kernel(
         mbarrier.init(empty.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(once.index(i), count=1)
-    wait_for_kernels_before()
-    # Not earlier: who starts then finds what the kernels before this one wrote, if it waits or not.
-    let_kernels_behind_start()
+    if not WAITS_LATE:
+        wait_for_kernels_before()
+        # Not earlier: who starts then finds what kernels before this one wrote, if it waits or not.
+        let_kernels_behind_start()
     gl.warp_specialize(
         [
             (_multiply, (query_ptr, rotary_ptr, ids_ptr, lens_ptr, factor_ptr, sinks_ptr, out_ptr,
@@ -555,16 +563,16 @@ def hopper_narrow_sparse_kernel(
                 logs.index(0), ends, full, empty, once.index(0), once.index(1), ids_row, topk,
                 scale, query_token, query_head, rotary_token, rotary_head, 0, HEADS, HEAD_TILES,
                 SEGMENT, PARTS, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE,
-                BY_GROUP, LAZY)),
+                BY_GROUP, LAZY, WAITS_LATE)),
             (_multiply, (query_ptr, rotary_ptr, ids_ptr, lens_ptr, factor_ptr, sinks_ptr, out_ptr,
                 lse_ptr, states_ptr, sums_ptr, nope, tail, q, q_rope, undo, scores.index(1),
                 logs.index(1), ends, full, empty, once.index(0), once.index(1), ids_row, topk,
                 scale, query_token, query_head, rotary_token, rotary_head, 1, HEADS, HEAD_TILES,
                 SEGMENT, PARTS, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE,
-                BY_GROUP, LAZY)),
+                BY_GROUP, LAZY, WAITS_LATE)),
             (_copy_rows, (latent_ptr, ids_ptr, lens_ptr, nope, tail, full, empty, ids_row, topk,
                 HEAD_TILES, SEGMENT, PARTS, HAS_LENS, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, SKIP,
-                LISTS_FIRST)),
+                LISTS_FIRST, WAITS_LATE)),
         ],
         [4, 4],
         [SECOND, PRODUCER],
