@@ -64,6 +64,14 @@ class NarrowSparseTile:
     left of 504."""
     producer_registers: int = 88
     """Per thread of the warp group that copies rows."""
+    by_group: bool = False
+    """Scores of e4m3 are products by warp group, which read queries from shared memory."""
+    lazy: bool = False
+    """Sums are rescaled where a maximum grew by 2^8 and more, and else no instruction is spent."""
+    lists_first: bool = False
+    """Entries of two tiles are asked for before it is known how many count."""
+    waits_late: bool = False
+    """Each partition waits for kernels before by itself, when it has its registers."""
 
 
 @dataclass(frozen=True)

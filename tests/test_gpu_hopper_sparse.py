@@ -44,6 +44,9 @@ FEW_OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"second_registers": 208, "producer_registers": 88},
     {"second_registers": 216, "producer_registers": 72},
+    {"by_group": True},
+    {"lazy": True},
+    {"by_group": True, "lazy": True, "lists_first": True, "waits_late": True},
 )
 
 pytestmark = pytest.mark.gpu

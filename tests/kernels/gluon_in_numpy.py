@@ -25,7 +25,7 @@ from attn.kernels.launch import KernelCall
 PATIENCE = 10
 """Seconds at a barrier until it counts as a deadlock."""
 _here = threading.local()
-_memory = {"is_open": True, "programs": 1}
+_memory = {"programs": 1}
 """Whether the kernels before are waited for; programs of the launch."""
 _lag = {"share": 0.0}
 """Of loads into shared memory, those that arrive late."""
@@ -57,6 +57,15 @@ def value(x: Any) -> Value:
     return np.asarray(x).view(Value)
 
 
+def _is_open() -> bool:
+    """The partition has waited for the kernels before, or it is not launched ahead of their end."""
+    return getattr(_here, "is_open", True)
+
+
+def _open() -> None:
+    _here.is_open = True
+
+
 class Pointer:
     """An element of a storage, or several."""
 
@@ -79,7 +88,7 @@ class Pointer:
 
     def within(self, mask: Any, *others: Any) -> list[np.ndarray]:
         """Offsets and what goes with them where the mask is set."""
-        assert _memory["is_open"], "kernels before this one may still run"
+        assert _is_open(), "kernels before this one may still run"
         offset, mask, *others = np.broadcast_arrays(self.offset, mask, *others)
         used = offset[mask]
         assert ((used >= 0) & (used < len(self.storage))).all(), "outside of the tensor"
@@ -257,7 +266,7 @@ def _reinterpret(memory: Memory, dtype: Any, shape: Sequence[int], layout: None)
 
 
 def _async_load(rows: np.ndarray, place: Sequence[Any], full: Barrier, box: Memory) -> None:
-    assert _memory["is_open"], "kernels before this one may still run"
+    assert _is_open(), "kernels before this one may still run"
     starts = [int(x) for x in place]
     if len(starts) == 4 and 0 <= starts[0] < len(rows) > 1:
         assert starts[1] + box.array.shape[1] <= rows.shape[1], "a box leaves its page"
@@ -350,13 +359,15 @@ def _where(condition: Any, x: Any, y: Any) -> Value:
 
 
 def _warp_specialize(partitions: Any, warps: Sequence[int], registers: Sequence[int]) -> None:
-    program, failures = _here.program, []
+    program, is_open, failures = _here.program, _is_open(), []
+    waited: list[bool] = []
 
     def run(function: Callable[..., None], arguments: Sequence[Any]) -> None:
-        _here.program = program
+        _here.program, _here.is_open = program, is_open
         try:
             with np.errstate(all="ignore"):
                 function(*arguments)
+            waited.append(_is_open())
         except BaseException as error:
             failures.append(error)
 
@@ -367,6 +378,7 @@ def _warp_specialize(partitions: Any, warps: Sequence[int], registers: Sequence[
         thread.join()
     if failures:
         raise failures[0]
+    _here.is_open = all(waited)
 
 
 def _range(*limits: Any) -> Any:
@@ -451,7 +463,8 @@ _NAMES: dict[str, Any] = {
     "_e4m3_planes": _e4m3_planes,
     "opaque_zero": lambda: 0,
     "prefetch_l2": _nothing,
-    "wait_for_kernels_before": lambda: _memory.update(is_open=True),
+    "let_kernels_behind_start": _nothing,
+    "wait_for_kernels_before": _open,
 }
 
 
@@ -530,9 +543,10 @@ def run(call: KernelCall, programs: Sequence[int], translation: Translation) -> 
     function = translation.function(call.kernel)
     arguments = _arguments(call.arguments)
     for _here.program in programs:
-        _memory.update(is_open=not call.waits, programs=call.grid[0])
+        _memory["programs"] = call.grid[0]
+        _here.is_open = not call.waits
         function(**arguments)
-    assert _memory["is_open"], "it does not wait"
+        assert _is_open(), "a partition does not wait"
 
 
 def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:

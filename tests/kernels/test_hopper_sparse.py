@@ -15,6 +15,7 @@ from attn.kernels.hopper import (
     sparse_launch,
     sparse_narrow,
     sparse_operands,
+    sparse_parts,
     sparse_widen,
 )
 from attn.kernels.hopper.sparse import hopper_sparse_kernel
@@ -320,10 +321,13 @@ def of_bf16(words: np.ndarray) -> tuple[np.ndarray, ...]:
     return tuple(pairs[..., i].numpy() for i in range(2))
 
 
+@pytest.mark.parametrize(
+    "names", [(), ("by_group",), ("by_group", "lazy", "lists_first", "waits_late")], ids=len
+)
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("case", FEW.values(), ids=FEW)
 def test_states_of_few_heads_are_the_oracles(
-    case: SparseCase, is_late: bool, monkeypatch: pytest.MonkeyPatch
+    case: SparseCase, is_late: bool, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole, and in parts. Queries are fp16 throughout, which the launcher refuses beside bf16."""
     monkeypatch.setattr(sparse_launch, "hopper_misfit", lambda *_: None)
@@ -334,8 +338,9 @@ def test_states_of_few_heads_are_the_oracles(
         sparse_operands._TWO: of_bf16
         if case.layout is SCALED
         else lambda x: tuple(halves_of(x)[..., i] for i in range(2)),
-        sparse_narrow._LOG2: np.log2,
-        sparse_narrow._EXP2: np.exp2,
+        sparse_parts._LOG2: np.log2,
+        sparse_parts._EXP2: np.exp2,
+        sparse_narrow._SHRINK: lambda o, by: o * by,
     }.items():
         monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, text.value, meaning)
     translation = gluon_in_numpy.Translation()
@@ -343,7 +348,8 @@ def test_states_of_few_heads_are_the_oracles(
     if is_late:
         gluon_in_numpy.delay(monkeypatch)
     shape = SparseShape(case.num_heads, case.topk, case.layout)
-    tiles = hopper_sparse_tile(shape, 1, 99), hopper_sparse_tile(shape, 132, 8)
+    options = replace(usual_options(shape), **dict.fromkeys(names, True))
+    tiles = [hopper_sparse_tile(shape, *sizes, options) for sizes in ((1, 99), (132, 8))]
     for tile in tiles:
         trial = SparseTrial(case)
         assert trial.misses(*launched(trial, tile)) == {}

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 """Copy a box of a tensor descriptor into shared memory; the barrier counts its bytes."""
@@ -37,6 +37,14 @@ def wait_for_kernels_before(_semantic: Any = None) -> None:
     this. Otherwise nothing happens here.
     """
     gdc_wait(_semantic=_semantic)
+
+
+@builtin
+def let_kernels_behind_start(_semantic: Any = None) -> None:
+    """Kernels that wait by themselves may start from here on, where there is room for them; when
+    all programs have come here. What is written by then or later they see behind their wait.
+    """
+    gdc_launch_dependents(_semantic=_semantic)
 
 
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier

@@ -126,9 +126,14 @@ def _narrow_call(
         "STAGES": tile.num_stages,
         "SECOND": asked.second_registers,
         "PRODUCER": asked.producer_registers,
+        # Sixteen keys of each of four warps.
+        "BY_GROUP": asked.by_group and tile.kv_tile == 64 and layer.layout is not LatentFormat.BF16,
+        "LAZY": asked.lazy,
+        "LISTS_FIRST": asked.lists_first,
+        "WAITS_LATE": asked.waits_late,
     }
     grid = (_work(layer, tile, tensors),)
-    return KernelCall(hopper_narrow_sparse_kernel, grid, arguments, num_warps=4)
+    return KernelCall(hopper_narrow_sparse_kernel, grid, arguments, num_warps=4, waits=True)
 
 
 def _wide_call(

@@ -19,13 +19,15 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from attn.kernels.hopper.compat import (
     arrive_behind_gathers,
     async_gather,
+    let_kernels_behind_start,
     reinterpret,
     thread_barrier,
+    wait_for_kernels_before,
 )
 from attn.kernels.hopper.decode_parts import opaque_zero
 from attn.kernels.hopper.mla_consume import _base
@@ -42,7 +44,8 @@ from attn.kernels.hopper.sparse_operands import (
     value_words,
     weights_layout,
 )
-from attn.kernels.hopper.sparse_parts import THREADS, UNIT, units_at
+from attn.kernels.hopper.sparse_parts import THREADS, UNIT, exp2, log2, units_at
+from attn.kernels.hopper.sparse_scores import count_keys, group_scores
 from attn.kernels.hopper.tiles import wide
 from attn.kernels.rows import write_rows
 from attn.kernels.sparse_mla import _row_offsets
@@ -52,14 +55,20 @@ ROWS = tl.constexpr(16)
 """Heads of a program."""
 NATIVE, RAW, SCALED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """What rows are: 16 bits; e4m3 that have one scale in common; or with scales in each row."""
-_LOG2 = tl.constexpr("lg2.approx.ftz.f32 $0, $1;")
-# Without steps for results below 2^-126, which are zero here.
-_EXP2 = tl.constexpr("ex2.approx.ftz.f32 $0, $1;")
-
-
-@gluon.jit
-def _exp2(x):
-    return gl.inline_asm_elementwise(_EXP2, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+_SLACK = tl.constexpr(8.0)
+"""Lazily, maxima stay until they would grow by more: weights of 2^8 and less are within fp16."""
+_CELLS = tl.constexpr(64)
+"""Of the output, that a thread has: two rows, two neighbouring cells of each in turn."""
+_SHRINK = tl.constexpr(
+    "{ .reg .pred p, q;"
+    + f" setp.neu.f32 p, ${2 * 64}, 0f3F800000; setp.neu.f32 q, ${2 * 64 + 2}, 0f3F800000;"
+    + " or.pred p, p, q; vote.sync.any.pred p, p, 0xFFFFFFFF;"
+    + "".join(f" mov.b32 ${i}, ${64 + i};" for i in range(64))
+    + " @!p bra.uni DONE;"
+    + "".join(f" mul.f32 ${i}, ${i}, ${2 * 64 + i};" for i in range(64))
+    + " DONE: }"
+)
+_SHRINK_REGISTERS = tl.constexpr(",".join(["=f"] * 64 + ["f"] * 128))
 
 
 @gluon.jit
@@ -74,11 +83,13 @@ def _copy_rows(
     latent_ptr, ids_ptr, lens_ptr, nope, tail, full, empty, ids_row, topk,
     HEAD_TILES: gl.constexpr, SEGMENT: gl.constexpr, PARTS: gl.constexpr, HAS_LENS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr,
-    SKIP: gl.constexpr,
+    SKIP: gl.constexpr, LISTS_FIRST: gl.constexpr, WAITS_LATE: gl.constexpr,
 ):  # fmt: skip
     """The warp group that copies: listed rows, zeros for those of -1, tile after tile; first their
     latents, then all that is behind these, of which SKIP words are not wanted.
     """
+    if WAITS_LATE:
+        wait_for_kernels_before()
     STAGES: gl.constexpr = nope.shape[0]
     TILE: gl.constexpr = nope.shape[1]
     WORDS: gl.constexpr = nope.shape[2]
@@ -96,12 +107,21 @@ def _copy_rows(
     ids = _listed(mine, low, end, TILE, ROW)
     tail_ids = _listed(mine, low, end, TILE, TAIL_ROW)
     high = end
+    if LISTS_FIRST:
+        ahead = _listed(mine, low + TILE, end, TILE, ROW)
+        tail_ahead = _listed(mine, low + TILE, end, TILE, TAIL_ROW)
     if HAS_LENS:
         high = gl.minimum(end, gl.load(lens_ptr + token))
-        ids = gl.where(low + gl.arange(0, TILE, layout=ROW) < high, ids, -1)
-        tail_ids = gl.where(low + gl.arange(0, TILE, layout=TAIL_ROW) < high, tail_ids, -1)
-    ahead = _listed(mine, low + TILE, high, TILE, ROW)
-    tail_ahead = _listed(mine, low + TILE, high, TILE, TAIL_ROW)
+        row = low + gl.arange(0, TILE, layout=ROW)
+        tail_row = low + gl.arange(0, TILE, layout=TAIL_ROW)
+        ids = gl.where(row < high, ids, -1)
+        tail_ids = gl.where(tail_row < high, tail_ids, -1)
+        if LISTS_FIRST:
+            ahead = gl.where(row + TILE < high, ahead, -1)
+            tail_ahead = gl.where(tail_row + TILE < high, tail_ahead, -1)
+    if not LISTS_FIRST:
+        ahead = _listed(mine, low + TILE, high, TILE, ROW)
+        tail_ahead = _listed(mine, low + TILE, high, TILE, TAIL_ROW)
     column = gl.arange(0, WORDS, layout=gl.SliceLayout(0, COPY))
     tail_column = gl.arange(0, TAIL, layout=gl.SliceLayout(0, TAIL_COPY))
     for first in range(low, high, TILE):
@@ -200,9 +220,7 @@ def _scores(
         COLUMN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
         EACH: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [2, 2], [1, 0])
         each = tail.slice(28, 4, dim=1).load(EACH).to(gl.float32, bitcast=True)
-        logs.permute((1, 0)).store(
-            gl.inline_asm_elementwise(_LOG2, "=f,f", [each], dtype=gl.float32, is_pure=True, pack=1)
-        )
+        logs.permute((1, 0)).store(log2(each))
         scales = tail.slice(28, 4, dim=1).load(key_factors(TILE)).to(gl.float32, bitcast=True)
         even, odd = gl.split(gl.reshape(scales, [TILE, 2, 2]))
         f0, f2 = gl.split(even)
@@ -238,13 +256,15 @@ def _count(s, m, l):
     base = _base(new)
     x = gl.reshape(s, [16, TILE // 32, 16, 2])
     over = gl.convert_layout(base, gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout)))
-    weights = _exp2(x - over[:, None, :][:, :, :, None])
-    return new, gl.fma(l, _exp2(m - base), gl.convert_layout(
+    weights = exp2(x - over[:, None, :][:, :, :, None])
+    return new, gl.fma(l, exp2(m - base), gl.convert_layout(
         gl.sum(gl.sum(weights, 3), 1), m.type.layout))  # fmt: skip
 
 
 @gluon.jit
-def _attend(s, top, o, nope, scores, logs, KIND: gl.constexpr, DTYPE: gl.constexpr):
+def _attend(
+    s, top, o, nope, scores, logs, KIND: gl.constexpr, DTYPE: gl.constexpr, LAZY: gl.constexpr
+):  # fmt: skip
     """Fold a tile in: maxima ``top`` of scores and scales, ``[4, 16]``, and values."""
     TILE: gl.constexpr = s.shape[1]
     WEIGHTS: gl.constexpr = weights_layout(TILE)
@@ -256,15 +276,26 @@ def _attend(s, top, o, nope, scores, logs, KIND: gl.constexpr, DTYPE: gl.constex
         seen = seen + logs.load(gl.SliceLayout(1, WEIGHTS))[:, None, :]
     else:
         seen = seen + gl.zeros([4, 16, TILE], gl.float32, WEIGHTS)
-    new = gl.maximum(top, gl.max(seen, 2))
+    new = gl.max(seen, 2)
+    if LAZY:
+        new = gl.where(new > top + _SLACK, new, top)
+    else:
+        new = gl.maximum(top, new)
     base = _base(new)
-    weights = _exp2(seen - base[:, :, None])
-    shrink = gl.convert_layout(_exp2(top - base), gl.SliceLayout(2, SUMS))
+    shrink = gl.convert_layout(exp2(top - base), gl.SliceLayout(2, SUMS))
+    if LAZY:
+        o, factors = gl.broadcast(o, shrink[:, :, None])
+        o = gl.inline_asm_elementwise(
+            _SHRINK, _SHRINK_REGISTERS, [o, factors], dtype=gl.float32, is_pure=True, pack=_CELLS
+        )
+    weights = exp2(seen - base[:, :, None])
     NARROW: gl.constexpr = DTYPE if KIND == NATIVE else gl.float16
     p = gl.convert_layout(weights.to(NARROW), gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
     words = nope.load(value_words(TILE, nope.shape[1]))
     v = value_operand(words, KIND != NATIVE, DTYPE, gl.DotOperandLayout(1, SUMS, 2))
-    return new, mma_v2(p, v, o * shrink[:, :, None])
+    if not LAZY:
+        o *= shrink[:, :, None]
+    return new, mma_v2(p, v, o)
 
 
 @gluon.jit
@@ -275,13 +306,22 @@ def _multiply(
     HEADS: gl.constexpr, HEAD_TILES: gl.constexpr, SEGMENT: gl.constexpr, PARTS: gl.constexpr,
     OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr,
     HAS_LENS: gl.constexpr, KIND: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
+    BY_GROUP: gl.constexpr, LAZY: gl.constexpr, WAITS_LATE: gl.constexpr,
 ):  # fmt: skip
     """Warp group W: every other tile, from the W-th on; the first one writes what both have.
 
     A stage is always the same warp group's. Else it could be ahead of the other by a tile that has
     not come, where copies overtake each other, and see the parity of the one before that.
     """
-    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
+    if WAITS_LATE:
+        wait_for_kernels_before()
+        if W == 0:
+            let_kernels_behind_start()
+    PRODUCT: gl.constexpr = (
+        gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
+        if BY_GROUP
+        else gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
+    )
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     STAGES: gl.constexpr = nope.shape[0]
     gl.static_assert(STAGES % 2 == 0)
@@ -305,6 +345,13 @@ def _multiply(
     )
     m = gl.full([16, 16], float("-inf"), gl.float32, COUNTS)
     l = gl.zeros([16, 16], gl.float32, COUNTS)
+    if BY_GROUP:
+        BY_KEY: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 1], [0, 8]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [],
+            [32, 16],
+        )  # fmt: skip
+        m = gl.full([32, 16], float("-inf"), gl.float32, BY_KEY)
+        l = gl.zeros([32, 16], gl.float32, BY_KEY)
     top = gl.full([4, 16], float("-inf"), gl.float32, gl.SliceLayout(2, WEIGHTS))
     o = gl.zeros([4, 16, 128], gl.float32, SUMS)
     factor = 1.0
@@ -313,41 +360,55 @@ def _multiply(
     if high > low:
         if W == 0:
             _store_queries(x, r, q, q_rope.index(0), undo, KIND)
+            if BY_GROUP:
+                fence_async_shared()
             thread_barrier()
             mbarrier.arrive(q_full, count=1)
-        COLUMN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
+        KEY: gl.constexpr = gl.SliceLayout(1 if BY_GROUP else 0, PRODUCT)
         mine = ids_ptr + token.to(gl.int64) * wide(ids_row)
-        present = _listed(mine, low + W * TILE, high, TILE, COLUMN)
+        present = _listed(mine, low + W * TILE, high, TILE, KEY)
         logits_scale = scale * factor * _LOG2E
         mbarrier.wait(q_full, 0)
-        q0 = q.index(0).load(gl.DotOperandLayout(0, PRODUCT, 2))
-        q1 = q.index(1).load(gl.DotOperandLayout(0, PRODUCT, 2))
+        if not BY_GROUP:
+            q0 = q.index(0).load(gl.DotOperandLayout(0, PRODUCT, 2))
+            q1 = q.index(1).load(gl.DotOperandLayout(0, PRODUCT, 2))
         turn = W
         for first in range(low + W * TILE, high, 2 * TILE):
             there = present >= 0
-            present = _listed(mine, first + 2 * TILE, high, TILE, COLUMN)
+            present = _listed(mine, first + 2 * TILE, high, TILE, KEY)
             stage = turn % STAGES
             mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
-            s = _scores(
-                opaque_zero(), q0, q1, q, q_rope, undo, nope.index(stage), tail.index(stage), there,
-                logs, logits_scale, KIND, DTYPE, PRODUCT,
-            )  # fmt: skip
-            m, l = _count(s, m, l)
-            top, o = _attend(s, top, o, nope.index(stage), scores, logs, KIND, DTYPE)
+            if BY_GROUP:
+                s = group_scores(
+                    opaque_zero(), q, q_rope, undo, nope.index(stage), tail.index(stage), there,
+                    logs, logits_scale, KIND == SCALED, DTYPE, PRODUCT,
+                )  # fmt: skip
+                m, l = count_keys(s, m, l)
+                s = gl.permute(s, (1, 0))
+            else:
+                s = _scores(
+                    opaque_zero(), q0, q1, q, q_rope, undo, nope.index(stage), tail.index(stage),
+                    there, logs, logits_scale, KIND, DTYPE, PRODUCT,
+                )  # fmt: skip
+                m, l = _count(s, m, l)
+            top, o = _attend(s, top, o, nope.index(stage), scores, logs, KIND, DTYPE, LAZY)
             thread_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
             turn += 2
+    if BY_GROUP:
+        m = gl.permute(m, (1, 0))
+        l = gl.permute(l, (1, 0))
     # Each row's over its threads, and values to the same base.
     most = gl.max(m, 1)
-    sums = gl.sum(l * _exp2(m - _base(most)[:, None]), 1)
-    grow = _exp2(top - _to(_base(most), gl.SliceLayout(0, gl.SliceLayout(2, WEIGHTS)))[None, :])
+    sums = gl.sum(l * exp2(m - _base(most)[:, None]), 1)
+    grow = exp2(top - _to(_base(most), gl.SliceLayout(0, gl.SliceLayout(2, WEIGHTS)))[None, :])
     o = o * _to(grow, gl.SliceLayout(2, SUMS))[:, :, None]
     if high > low:
         # Into the second warp group's last tile, or one that never was.
         tiles = (high - low + (TILE - 1)) // TILE
         spare = reinterpret(
             nope.index(gl.maximum(tiles // 2 * 2 - 1, 1) % STAGES), gl.float32, [4, 16, 128],
-            gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]),
+            gl.SwizzledSharedLayout(8, 1, 4, [2, 1, 0]),
         )  # fmt: skip
         if W == 1:
             spare.store(o)
@@ -359,8 +420,8 @@ def _multiply(
             mbarrier.wait(done, 0)
             other = ends.index(0).load(most.type.layout)
             both = gl.maximum(most, other)
-            shrink = _exp2(most - _base(both))
-            by = _exp2(other - _base(both))
+            shrink = exp2(most - _base(both))
+            by = exp2(other - _base(both))
             sums = gl.fma(sums, shrink, ends.index(1).load(most.type.layout) * by)
             most = both
             ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, SUMS))
@@ -450,6 +511,10 @@ def hopper_narrow_sparse_kernel(
     STAGES: gl.constexpr,
     SECOND: gl.constexpr,
     PRODUCER: gl.constexpr,
+    BY_GROUP: gl.constexpr,
+    LAZY: gl.constexpr,
+    LISTS_FIRST: gl.constexpr,
+    WAITS_LATE: gl.constexpr,
 ):
     """Attention over listed rows; grid ``(T * PARTS * HEAD_TILES,)``.
 
@@ -463,7 +528,9 @@ def hopper_narrow_sparse_kernel(
     SKIP: gl.constexpr = 28 if KIND == SCALED else 0
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    QUERY: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    QUERY: gl.constexpr = (
+        gl.NVMMASharedLayout(128, 16, 2) if BY_GROUP else gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    )
     DTYPE: gl.constexpr = query_ptr.dtype.element_ty
     nope = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, WORDS], swizzled(TILE, WORDS))
     tail = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, TAIL], swizzled(TILE, TAIL))
@@ -485,20 +552,27 @@ def hopper_narrow_sparse_kernel(
         mbarrier.init(empty.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(once.index(i), count=1)
+    if not WAITS_LATE:
+        wait_for_kernels_before()
+        # Not earlier: who starts then finds what kernels before this one wrote, if it waits or not.
+        let_kernels_behind_start()
     gl.warp_specialize(
         [
             (_multiply, (query_ptr, rotary_ptr, ids_ptr, lens_ptr, factor_ptr, sinks_ptr, out_ptr,
                 lse_ptr, states_ptr, sums_ptr, nope, tail, q, q_rope, undo, scores.index(0),
                 logs.index(0), ends, full, empty, once.index(0), once.index(1), ids_row, topk,
                 scale, query_token, query_head, rotary_token, rotary_head, 0, HEADS, HEAD_TILES,
-                SEGMENT, PARTS, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE)),
+                SEGMENT, PARTS, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE,
+                BY_GROUP, LAZY, WAITS_LATE)),
             (_multiply, (query_ptr, rotary_ptr, ids_ptr, lens_ptr, factor_ptr, sinks_ptr, out_ptr,
                 lse_ptr, states_ptr, sums_ptr, nope, tail, q, q_rope, undo, scores.index(1),
                 logs.index(1), ends, full, empty, once.index(0), once.index(1), ids_row, topk,
                 scale, query_token, query_head, rotary_token, rotary_head, 1, HEADS, HEAD_TILES,
-                SEGMENT, PARTS, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE)),
+                SEGMENT, PARTS, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE,
+                BY_GROUP, LAZY, WAITS_LATE)),
             (_copy_rows, (latent_ptr, ids_ptr, lens_ptr, nope, tail, full, empty, ids_row, topk,
-                HEAD_TILES, SEGMENT, PARTS, HAS_LENS, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, SKIP)),
+                HEAD_TILES, SEGMENT, PARTS, HAS_LENS, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, SKIP,
+                LISTS_FIRST, WAITS_LATE)),
         ],
         [4, 4],
         [SECOND, PRODUCER],

@@ -41,9 +41,11 @@ def swizzled(rows: int, words: int) -> gl.SharedLinearLayout:
 
 @gluon.constexpr_function
 def scores_memory(tile: int) -> gl.SharedLinearLayout:
-    """Scores ``[16, keys]``: four rows' pairs of four threads at banks of their own."""
+    """Scores ``[16, keys]``: four rows' pairs of four threads at banks of their own, and so are
+    eight keys of every other row.
+    """
     columns = [[0, 1 << k] for k in range(tile.bit_length() - 1)]
-    return gl.SharedLinearLayout([*columns, [1, 8], [2, 16], [4, 0], [8, 0]])
+    return gl.SharedLinearLayout([*columns, [1, 8], [2, 16], [4, 8], [8, 0]])
 
 
 @gluon.constexpr_function
@@ -68,6 +70,33 @@ def key_factors(tile: int) -> gl.DistributedLinearLayout:
         warp_bases=[[8, 0], [16, 0]],
         block_bases=[],
         shape=[tile, 4],
+    )
+
+
+@gluon.constexpr_function
+def row_words(words: int) -> gl.DistributedLinearLayout:
+    """``[64, words]`` where keys are rows of a warp group's product: as :func:`key_words`, but that
+    a warp has sixteen keys side by side.
+    """
+    more = [[0, 16 << k] for k in range((words // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], *more, [8, 0]],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, words],
+    )
+
+
+@gluon.constexpr_function
+def row_factors() -> gl.DistributedLinearLayout:
+    """``[64, 4]`` as keys are rows of scores."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[8, 0], [0, 1], [0, 2]],
+        lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 4],
     )
 
 

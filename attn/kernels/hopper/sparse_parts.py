@@ -17,6 +17,21 @@ BLOCK = tl.constexpr(64)
 """Heads of a tile of heads."""
 HALF = tl.constexpr(256)
 """Columns of the latent that a warp group multiplies values of."""
+_LOG2 = tl.constexpr("lg2.approx.ftz.f32 $0, $1;")
+# Without steps for results below 2^-126, which are zero here.
+_EXP2 = tl.constexpr("ex2.approx.ftz.f32 $0, $1;")
+
+
+@gluon.jit
+def log2(x):
+    """To about 22 bits; -inf of zero."""
+    return gl.inline_asm_elementwise(_LOG2, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def exp2(x):
+    """Likewise; of 0 exactly 1."""
+    return gl.inline_asm_elementwise(_EXP2, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
