@@ -5,6 +5,7 @@ Shared by builder and launcher, as the tiles of :mod:`builders.sparse_tiles` are
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Final, TypeAlias
 
@@ -43,6 +44,10 @@ INDEX_PAGES: Final = 16
 """Pages of a program, at most: its queries are loaded once."""
 INDEX_PROGRAMS: Final = 8
 """Of each multiprocessor, at least, before a program takes several pages."""
+MOST_IDLE: Final = 1.1
+"""Programs' time in rounds of whole lists, to that which these take, beyond which lists are dealt
+by tiles: `dec_656_h128_b128` (1.03) took 233 us by tiles and 222 by lists, 80 of its rows (1.65)
+155 and 219."""
 _SIXTEEN_BITS: Final = (DType.FLOAT16, DType.BFLOAT16)
 HopperOptions: TypeAlias = HopperSparseTile | NarrowSparseTile
 """What either kernel for Hopper is asked for."""
@@ -116,7 +121,7 @@ def usual_options(shape: SparseShape) -> HopperOptions:
         return NarrowSparseTile(224, 56) if is_native else NarrowSparseTile()
     if is_native:
         return HopperSparseTile()
-    return HopperSparseTile(early=True, lazy=False, second_registers=200, producer_registers=104)
+    return HopperSparseTile(early=True, second_registers=200, producer_registers=104)
 
 
 def hopper_sparse_tile(
@@ -161,13 +166,21 @@ def hopper_sparse_tile(
     parts = max(1, min(segments, multiprocessors // programs))
     finish = rows_to_finish(programs, multiprocessors)
     tile = replace(tile, segment=max(cdiv(segments, parts), 1) * KV_TILE, finish_rows=finish)
-    if isinstance(options, NarrowSparseTile) or not options.balanced:
-        return tile
-    if options.programs_per_sm is None:
+    if isinstance(options, NarrowSparseTile) or options.programs_per_sm is None:
         return tile
     head_tiles = tile.head_tiles(shape.num_heads)
     groups = options.programs_per_sm * multiprocessors // head_tiles
-    return replace(tile, shares=groups * head_tiles if groups <= num_rows else 0)
+    balanced = options.balanced
+    if not 0 < groups <= num_rows:
+        return tile
+    if balanced is None:
+        balanced = cdiv(num_rows, groups) * groups > MOST_IDLE * num_rows
+    return replace(tile, shares=groups * head_tiles) if balanced else tile
+
+
+def deciding_rows(multiprocessors: int) -> int:
+    """Rows beyond which their number decides nothing: one round more or less is too little."""
+    return math.ceil(multiprocessors / (MOST_IDLE - 1))
 
 
 def index_tile_of(kind: DeviceKind, dtype: DType, num_heads: int, width: int) -> IndexTile:

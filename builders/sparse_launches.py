@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from builders.buffers import GraphBuffers
-from builders.hopper_sparse import HopperOptions, hopper_sparse_tile
+from builders.hopper_sparse import HopperOptions, deciding_rows, hopper_sparse_tile
 from builders.sparse_tiles import SparseShape, SparseTile, sparse_tile
 from builders.triton_attn import device_facts
 from specs.sparse_mla import SparsePhase
@@ -83,8 +83,8 @@ class SparseLaunches:
         self._hopper = hopper
         self._row_sizes = shape.num_heads, shape.topk, shape.rank
         self._facts = device_facts(buffers.device)
-        # Beyond a row for each multiprocessor the number of rows decides nothing.
-        self._sizes = sizes = {*range(1, min(most_rows, self._facts[1]) + 1), most_rows}
+        few = min(most_rows, deciding_rows(self._facts[1]))
+        self._sizes = sizes = {*range(1, few + 1), most_rows}
         counts = [
             (*tile.state_floats(launch_rows, *self._row_sizes), tile.counters)
             for phase, rows in product(hopper, sizes)

@@ -42,10 +42,9 @@ class HopperSparseTile:
 
     early: bool = False
     """Halves of blocks are given back before more keys are waited for: where these come late."""
-    lazy: bool = True
-    """Outputs are multiplied again only where a maximum has grown by much."""
-    balanced: bool = False
-    """Programs walk equally many tiles, where there is a row for each: a list may lie in two."""
+    balanced: bool | None = None
+    """Programs walk equally many tiles, where there is a row for each: a list may lie in two. None:
+    where rounds of whole lists would leave much of the last one idle."""
     second_registers: int = 224
     """Per thread of the second warp group that multiplies, a multiple of 8; the first has what is
     left of 504."""
@@ -64,14 +63,6 @@ class NarrowSparseTile:
     left of 504."""
     producer_registers: int = 88
     """Per thread of the warp group that copies rows."""
-    by_group: bool = False
-    """Scores of e4m3 are products by warp group, which read queries from shared memory."""
-    lazy: bool = False
-    """Sums are rescaled where a maximum grew by 2^8 and more, and else no instruction is spent."""
-    lists_first: bool = False
-    """Entries of two tiles are asked for before it is known how many count."""
-    waits_late: bool = False
-    """Each partition waits for kernels before by itself, when it has its registers."""
 
 
 @dataclass(frozen=True)

@@ -31,22 +31,16 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"early": True},
     {"early": False},
-    {"lazy": True},
-    {"lazy": False},
-    {"early": False, "lazy": True},
     {"programs_per_sm": None},
-    {"early": True, "lazy": True, "programs_per_sm": None},
+    {"early": True, "programs_per_sm": None},
     {"balanced": True},
-    {"balanced": True, "early": True, "lazy": True},
+    {"balanced": True, "early": True},
 )
 
 FEW_OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"second_registers": 208, "producer_registers": 88},
     {"second_registers": 216, "producer_registers": 72},
-    {"by_group": True},
-    {"lazy": True},
-    {"by_group": True, "lazy": True, "lists_first": True, "waits_late": True},
 )
 
 pytestmark = pytest.mark.gpu
@@ -180,7 +174,7 @@ def test_bits_do_not_depend_on_who_is_last(layout: LatentFormat, heads: int, cop
         given[name] = torch.cat([given[name]] * copies)
     rows = len(given["query"])
     once = trial.results()
-    for changes in ({"balanced": True}, {"balanced": True, "early": False, "lazy": True}):
+    for changes in ({"balanced": True}, {"balanced": True, "early": False}):
         tile, first = tile_of(trial.case, rows, **changes), None
         workspace = workspace_for(tile, rows, heads, TOPK, 512, DEVICE)
         assert workspace.counters is not None

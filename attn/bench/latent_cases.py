@@ -90,6 +90,7 @@ def _sparse(name: str, heads: int, rows: int, cache: str, prefills: bool = False
 
 SPARSE_CASES: Final = (
     _sparse("dec_656_h128_b128", 128, 128, "fp8_ds_mla"),
+    _sparse("dec_656_h128_b80", 128, 80, "fp8_ds_mla"),
     _sparse("dec_656_h64_b128", 64, 128, "fp8_ds_mla"),
     _sparse("dec_656_h16_b128", 16, 128, "fp8_ds_mla"),
     _sparse("dec_656_h8_b128", 8, 128, "fp8_ds_mla"),

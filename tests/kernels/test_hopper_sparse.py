@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from attn.kernels.hopper import (
-    sparse_consume,
     sparse_finish,
     sparse_launch,
     sparse_narrow,
@@ -117,7 +116,6 @@ def weighted(x: np.ndarray, at: np.ndarray, by_x: np.ndarray, by_y: np.ndarray) 
 @pytest.fixture(autouse=True)
 def _assembly(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, meaning in {
-        sparse_consume._SHRINK: np.multiply,
         sparse_finish._WEIGHTED: lambda x, y, by_x, by_y: x * by_x + y * by_y,
         sparse_finish._WEIGHTED_PAIR: weighted,
     }.items():
@@ -137,10 +135,8 @@ def tiles_of(case: SparseCase) -> dict[str, SparseTile]:
     shape = SparseShape(case.num_heads, case.topk, case.layout)
     options = HopperSparseTile()
     return {
-        "persistent": hopper_sparse_tile(shape, 1, 99, options),
+        "persistent": hopper_sparse_tile(shape, 1, 99, replace(options, balanced=False)),
         "early": hopper_sparse_tile(shape, 1, 99, replace(options, early=True)),
-        "eager": hopper_sparse_tile(shape, 1, 99, replace(options, lazy=False)),
-        "early, eager": hopper_sparse_tile(shape, 1, 99, replace(options, early=True, lazy=False)),
         "a program for each": hopper_sparse_tile(
             shape, 1, 99, replace(options, programs_per_sm=None)
         ),
@@ -233,6 +229,9 @@ def test_programs_take_whole_lists_where_these_are_too_few() -> None:
         assert (tile.shares, tile.counters) == (shares, 2 * shares)
         assert tile.state_floats(rows, 128, 2048) != (0, 0) or rows == 65
         assert hopper_sparse_tile(SHAPE, 132, rows).shares == 0
+    # By themselves where a second round would be short.
+    assert hopper_sparse_tile(SHAPE, 132, 80).shares == 132
+    assert hopper_sparse_tile(SHAPE, 132, 128).shares == 0
 
 
 # -- Rows of e4m3 that are widened.
@@ -321,13 +320,10 @@ def of_bf16(words: np.ndarray) -> tuple[np.ndarray, ...]:
     return tuple(pairs[..., i].numpy() for i in range(2))
 
 
-@pytest.mark.parametrize(
-    "names", [(), ("by_group",), ("by_group", "lazy", "lists_first", "waits_late")], ids=len
-)
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("case", FEW.values(), ids=FEW)
 def test_states_of_few_heads_are_the_oracles(
-    case: SparseCase, is_late: bool, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    case: SparseCase, is_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole, and in parts. Queries are fp16 throughout, which the launcher refuses beside bf16."""
     monkeypatch.setattr(sparse_launch, "hopper_misfit", lambda *_: None)
@@ -348,8 +344,7 @@ def test_states_of_few_heads_are_the_oracles(
     if is_late:
         gluon_in_numpy.delay(monkeypatch)
     shape = SparseShape(case.num_heads, case.topk, case.layout)
-    options = replace(usual_options(shape), **dict.fromkeys(names, True))
-    tiles = [hopper_sparse_tile(shape, *sizes, options) for sizes in ((1, 99), (132, 8))]
+    tiles = [hopper_sparse_tile(shape, *sizes) for sizes in ((1, 99), (132, 8))]
     for tile in tiles:
         trial = SparseTrial(case)
         assert trial.misses(*launched(trial, tile)) == {}

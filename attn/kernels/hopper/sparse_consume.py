@@ -7,7 +7,6 @@ to its scores is -inf.
 
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,45 +22,6 @@ from attn.kernels.hopper.mla_consume import _base, _shrunk, _store_part
 from attn.kernels.hopper.sparse_finish import finish_shared
 from attn.kernels.hopper.sparse_parts import BLOCK, HALF, work_at, works_of
 from attn.kernels.rows import write_rows
-
-_SLACK = tl.constexpr(8.0)
-"""Powers of two by which weights may exceed 1 before what is summed so far is multiplied again."""
-_CELLS = 128
-"""Of the output, that a thread has."""
-_SHRINK = tl.constexpr(
-    "{ .reg .pred p, q;"
-    # A thread has two rows, two neighbouring cells of each in turn.
-    + f" setp.neu.f32 p, ${2 * _CELLS}, 0f3F800000;"
-    + f" setp.neu.f32 q, ${2 * _CELLS + 2}, 0f3F800000;"
-    + " or.pred p, p, q; vote.sync.any.pred p, p, 0xFFFFFFFF;"
-    + "".join(f" mov.b32 ${i}, ${_CELLS + i};" for i in range(_CELLS))
-    + " @!p bra.uni DONE;"
-    + "".join(f" mul.f32 ${i}, ${i}, ${2 * _CELLS + i};" for i in range(_CELLS))
-    + " DONE: }"
-)
-_SHRINK_REGISTERS = tl.constexpr(",".join(["=&f"] * _CELLS + ["f"] * (2 * _CELLS)))
-_SHRINK_CELLS = tl.constexpr(_CELLS)
-
-
-@gluon.jit
-def _shrunk_by(o, by, LAZY: gl.constexpr):
-    """Rows of the output times factors; LAZY: nothing is done by warps all of whose are 1."""
-    if LAZY:
-        factors = gl.convert_layout(by, gl.SliceLayout(1, o.type.layout))[:, None]
-        o, factors = gl.broadcast(o, factors)
-        return gl.inline_asm_elementwise(
-            _SHRINK, _SHRINK_REGISTERS, [o, factors], dtype=gl.float32, is_pure=True,
-            pack=_SHRINK_CELLS,
-        )  # fmt: skip
-    return _shrunk(o, by)
-
-
-@gluon.jit
-def _highest(before, own, LAZY: gl.constexpr):
-    """Maxima with a block's own. LAZY: those before stay where that costs no accuracy."""
-    if LAZY:
-        return gl.where(own > before + _SLACK, own, before)
-    return gl.maximum(before, own)
 
 
 @gluon.jit
@@ -123,13 +83,13 @@ def _publish(weights, m, is_last, p, m_of, ready, empty, q_empty, W: gl.constexp
 
 @gluon.jit
 def _take_second(
-    z, turn, m, l, o, p, m_second, left, ready, LAZY: gl.constexpr, SCORES: gl.constexpr
+    z, turn, m, l, o, p, m_second, left, ready, SCORES: gl.constexpr
 ):  # fmt: skip
     """Warp group 0: takes maximum and weights, and asks for these times the second block."""
     mbarrier.wait(ready.index(1), turn & 1)
     top = m_second.load(gl.SliceLayout(1, SCORES))
     shrink = gl.exp2(m - _base(top))
-    o = _shrunk_by(o, shrink, LAZY)
+    o = _shrunk(o, shrink)
     return top, l * shrink, warpgroup_mma(p.index(z), left.index(z + 1), o, is_async=True)
 
 
@@ -137,14 +97,14 @@ def _take_second(
 def _first_block(
     turn, is_last, m, l, o, q, q_rope, left, right, rope, gaps, p, m_first, m_second, full, empty,
     ready, q_empty, factor, IS_FIRST: gl.constexpr, EARLY: gl.constexpr, WHOLE: gl.constexpr,
-    LAZY: gl.constexpr, DTYPE: gl.constexpr, SCORES: gl.constexpr,
+    DTYPE: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """Warp group 0's part of a tile. EARLY frees half of the second block before more keys come."""
     OUTPUT: gl.constexpr = o.type.layout
     z = opaque_zero()
     phase = turn & 1
     if not IS_FIRST:
-        m, l, o = _take_second(z, turn - 1, m, l, o, p, m_second, left, ready, LAZY, SCORES)
+        m, l, o = _take_second(z, turn - 1, m, l, o, p, m_second, left, ready, SCORES)
         if EARLY:
             o = warpgroup_mma_wait(0, deps=[o])
             thread_barrier()
@@ -157,13 +117,13 @@ def _first_block(
         mbarrier.arrive(empty.index(3), count=1)
     s = _all_scores(s, gap, z, phase, q, right, full, 0, WHOLE, 1)
     # In units of log 2 and rounded once: differences of maxima are then exact where it counts.
-    top = _highest(m, gl.max(s, 1) * factor, LAZY)
+    top = gl.maximum(m, gl.max(s, 1) * factor)
     base = _base(top)
     weights = gl.exp2(s * factor - base[:, None])
     narrow = weights.to(DTYPE)
     _publish(narrow, top, is_last, p.index(0), m_first, ready, empty, q_empty, 0)
     shrink = gl.exp2(m - base)
-    o = _shrunk_by(o, shrink, LAZY)
+    o = _shrunk(o, shrink)
     l = l * shrink + gl.sum(weights, 1)
     operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, OUTPUT, 2))
     o = warpgroup_mma(operand, left.index(z), o, is_async=True)
@@ -175,20 +135,20 @@ def _first_block(
 
 @gluon.jit
 def _take_first(
-    z, turn, m, o, p, m_first, right, ready, LAZY: gl.constexpr, SCORES: gl.constexpr
+    z, turn, m, o, p, m_first, right, ready, SCORES: gl.constexpr
 ):  # fmt: skip
     """Warp group 1: takes maximum and weights, and asks for these times the first block."""
     mbarrier.wait(ready.index(0), turn & 1)
     top = m_first.load(gl.SliceLayout(1, SCORES))
     shrink = gl.exp2(m - _base(top))
-    o = _shrunk_by(o, shrink, LAZY)
+    o = _shrunk(o, shrink)
     return top, shrink, warpgroup_mma(p.index(z), right.index(z), o, is_async=True)
 
 
 @gluon.jit
 def _second_block(
     turn, is_last, m, l, o, q, q_rope, left, right, rope, gaps, p, m_first, m_second, full, empty,
-    ready, q_empty, factor, EARLY: gl.constexpr, WHOLE: gl.constexpr, LAZY: gl.constexpr,
+    ready, q_empty, factor, EARLY: gl.constexpr, WHOLE: gl.constexpr,
     DTYPE: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """Warp group 1's part of a tile. EARLY frees half of the first block while the second comes."""
@@ -196,7 +156,7 @@ def _second_block(
     z = opaque_zero()
     phase = turn & 1
     if EARLY:
-        first, shrink, o = _take_first(z, turn, m, o, p, m_first, right, ready, LAZY, SCORES)
+        first, shrink, o = _take_first(z, turn, m, o, p, m_first, right, ready, SCORES)
         o = warpgroup_mma_wait(0, deps=[o])
         thread_barrier()
         mbarrier.arrive(empty.index(4), count=1)
@@ -209,8 +169,8 @@ def _second_block(
         s = _all_scores(s, gap, z, phase, q, left, full, 1, False, 0)
     own = gl.max(s, 1) * factor
     if not EARLY:
-        first, shrink, o = _take_first(z, turn, m, o, p, m_first, right, ready, LAZY, SCORES)
-    top = _highest(first, own, LAZY)
+        first, shrink, o = _take_first(z, turn, m, o, p, m_first, right, ready, SCORES)
+    top = gl.maximum(first, own)
     base = _base(top)
     # Under the product, unless EARLY.
     weights = gl.exp2(s * factor - base[:, None])
@@ -223,7 +183,7 @@ def _second_block(
     _publish(narrow, top, is_last, p.index(0), m_second, ready, empty, q_empty, 1)
     if not EARLY:
         mbarrier.arrive(empty.index(4), count=1)
-    o = _shrunk_by(o, again, LAZY)
+    o = _shrunk(o, again)
     operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, OUTPUT, 2))
     o = warpgroup_mma(operand, right.index(z + 1), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])
@@ -240,7 +200,7 @@ def consume_listed(
     HEAD_TILES: gl.constexpr, SEGMENT: gl.constexpr, PARTS: gl.constexpr, DTYPE: gl.constexpr,
     OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr,
     HAS_LENS: gl.constexpr, BALANCED: gl.constexpr, EARLY: gl.constexpr, WHOLE: gl.constexpr,
-    LAZY: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
+    SINKS: gl.constexpr, LSE: gl.constexpr,
 ):  # fmt: skip
     """All work that the program takes, in warp group W's columns."""
     KEYS: gl.constexpr = rope_boxes.shape[1]
@@ -269,7 +229,7 @@ def consume_listed(
             if W == 0:
                 m, l, o = _first_block(
                     turn, low + 1 == high, m, l, o, q, q_rope, left, right, rope, gaps, p, m_first,
-                    m_second, full, empty, ready, q_empty, factor, True, EARLY, WHOLE, LAZY, DTYPE,
+                    m_second, full, empty, ready, q_empty, factor, True, EARLY, WHOLE, DTYPE,
                     SCORES,
                 )  # fmt: skip
                 turn += 1
@@ -277,11 +237,11 @@ def consume_listed(
                     m, l, o = _first_block(
                         turn, tile + 1 == high, m, l, o, q, q_rope, left, right, rope, gaps, p,
                         m_first, m_second, full, empty, ready, q_empty, factor, False, EARLY, WHOLE,
-                        LAZY, DTYPE, SCORES,
+                        DTYPE, SCORES,
                     )  # fmt: skip
                     turn += 1
                 m, l, o = _take_second(
-                    opaque_zero(), turn - 1, m, l, o, p, m_second, left, ready, LAZY, SCORES
+                    opaque_zero(), turn - 1, m, l, o, p, m_second, left, ready, SCORES
                 )
                 o = warpgroup_mma_wait(0, deps=[o])
                 thread_barrier()
@@ -290,7 +250,7 @@ def consume_listed(
                 for tile in range(low, high):
                     m, l, o = _second_block(
                         turn, tile + 1 == high, m, l, o, q, q_rope, left, right, rope, gaps, p,
-                        m_first, m_second, full, empty, ready, q_empty, factor, EARLY, WHOLE, LAZY,
+                        m_first, m_second, full, empty, ready, q_empty, factor, EARLY, WHOLE,
                         DTYPE, SCORES,
                     )  # fmt: skip
                     turn += 1

@@ -126,11 +126,6 @@ def _narrow_call(
         "STAGES": tile.num_stages,
         "SECOND": asked.second_registers,
         "PRODUCER": asked.producer_registers,
-        # Sixteen keys of each of four warps.
-        "BY_GROUP": asked.by_group and tile.kv_tile == 64 and layer.layout is not LatentFormat.BF16,
-        "LAZY": asked.lazy,
-        "LISTS_FIRST": asked.lists_first,
-        "WAITS_LATE": asked.waits_late,
     }
     grid = (_work(layer, tile, tensors),)
     return KernelCall(hopper_narrow_sparse_kernel, grid, arguments, num_warps=4, waits=True)
@@ -167,7 +162,6 @@ def _wide_call(
         "KEYS": tile.kv_tile // 2,
         "BALANCED": tile.shares > 0,
         "EARLY": asked.early,
-        "LAZY": asked.lazy,
         "SECOND": asked.second_registers,
         "PRODUCER": asked.producer_registers,
     }

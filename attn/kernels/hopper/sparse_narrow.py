@@ -4,7 +4,8 @@ What bounds it is how fast rows come: a warp group copies them 16 bytes at a tim
 and what was copied is all that shared memory holds of them. Two warp groups take every other tile,
 so that one multiplies while the other waits, and fold their sums at the end. They put operands
 together in registers. For scores a warp has some keys with all their columns, and takes columns in
-the order in which it loads them: sums run over all. For values a warp has a block of columns of all
+the order in which it loads them: sums run over all; those of e4m3 are products by warp group, see
+:mod:`attn.kernels.hopper.sparse_scores`. For values a warp has a block of columns of all
 keys; words of a key and of the one behind it are woven together, as products want pairs of keys.
 
 e4m3 become fp16, which has all of them, by one instruction for two. The scales of their blocks
@@ -32,7 +33,6 @@ from attn.kernels.hopper.compat import (
 from attn.kernels.hopper.decode_parts import opaque_zero
 from attn.kernels.hopper.mla_consume import _base
 from attn.kernels.hopper.sparse_operands import (
-    key_factors,
     key_operand,
     key_words,
     natural_order,
@@ -44,7 +44,7 @@ from attn.kernels.hopper.sparse_operands import (
     value_words,
     weights_layout,
 )
-from attn.kernels.hopper.sparse_parts import THREADS, UNIT, exp2, log2, units_at
+from attn.kernels.hopper.sparse_parts import THREADS, UNIT, exp2, units_at
 from attn.kernels.hopper.sparse_scores import count_keys, group_scores
 from attn.kernels.hopper.tiles import wide
 from attn.kernels.rows import write_rows
@@ -68,7 +68,7 @@ _SHRINK = tl.constexpr(
     + "".join(f" mul.f32 ${i}, ${i}, ${2 * 64 + i};" for i in range(64))
     + " DONE: }"
 )
-_SHRINK_REGISTERS = tl.constexpr(",".join(["=f"] * 64 + ["f"] * 128))
+_SHRINK_REGISTERS = tl.constexpr(",".join(["=&f"] * 64 + ["f"] * 128))
 
 
 @gluon.jit
@@ -83,13 +83,11 @@ def _copy_rows(
     latent_ptr, ids_ptr, lens_ptr, nope, tail, full, empty, ids_row, topk,
     HEAD_TILES: gl.constexpr, SEGMENT: gl.constexpr, PARTS: gl.constexpr, HAS_LENS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr,
-    SKIP: gl.constexpr, LISTS_FIRST: gl.constexpr, WAITS_LATE: gl.constexpr,
+    SKIP: gl.constexpr,
 ):  # fmt: skip
     """The warp group that copies: listed rows, zeros for those of -1, tile after tile; first their
     latents, then all that is behind these, of which SKIP words are not wanted.
     """
-    if WAITS_LATE:
-        wait_for_kernels_before()
     STAGES: gl.constexpr = nope.shape[0]
     TILE: gl.constexpr = nope.shape[1]
     WORDS: gl.constexpr = nope.shape[2]
@@ -107,21 +105,14 @@ def _copy_rows(
     ids = _listed(mine, low, end, TILE, ROW)
     tail_ids = _listed(mine, low, end, TILE, TAIL_ROW)
     high = end
-    if LISTS_FIRST:
-        ahead = _listed(mine, low + TILE, end, TILE, ROW)
-        tail_ahead = _listed(mine, low + TILE, end, TILE, TAIL_ROW)
     if HAS_LENS:
         high = gl.minimum(end, gl.load(lens_ptr + token))
         row = low + gl.arange(0, TILE, layout=ROW)
         tail_row = low + gl.arange(0, TILE, layout=TAIL_ROW)
         ids = gl.where(row < high, ids, -1)
         tail_ids = gl.where(tail_row < high, tail_ids, -1)
-        if LISTS_FIRST:
-            ahead = gl.where(row + TILE < high, ahead, -1)
-            tail_ahead = gl.where(tail_row + TILE < high, tail_ahead, -1)
-    if not LISTS_FIRST:
-        ahead = _listed(mine, low + TILE, high, TILE, ROW)
-        tail_ahead = _listed(mine, low + TILE, high, TILE, TAIL_ROW)
+    ahead = _listed(mine, low + TILE, high, TILE, ROW)
+    tail_ahead = _listed(mine, low + TILE, high, TILE, TAIL_ROW)
     column = gl.arange(0, WORDS, layout=gl.SliceLayout(0, COPY))
     tail_column = gl.arange(0, TAIL, layout=gl.SliceLayout(0, TAIL_COPY))
     for first in range(low, high, TILE):
@@ -190,54 +181,25 @@ def _store_queries(x, r, q, q_rope, undo, KIND: gl.constexpr):
 
 @gluon.jit
 def _scores(
-    z, q0, q1, q, q_rope, undo, nope, tail, there, logs, factor, KIND: gl.constexpr,
-    DTYPE: gl.constexpr, PRODUCT: gl.constexpr,
+    z, q0, q1, q, q_rope, nope, tail, there, factor, DTYPE: gl.constexpr, PRODUCT: gl.constexpr
 ):  # fmt: skip
-    """Scores ``[16, keys]`` of a tile in units of log 2, eight keys of a warp at a time, -inf of
-    those that are none; the logarithms of scales go to shared memory.
+    """Scores ``[16, keys]`` of a tile of 16 bits in units of log 2, eight keys of a warp at a time,
+    -inf of those that are none.
     """
     OPERAND: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, 2)
     QUERY: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
-    ROW: gl.constexpr = gl.SliceLayout(1, PRODUCT)
-    E4M3: gl.constexpr = KIND != NATIVE
     TILE: gl.constexpr = nope.shape[0]
     zero = gl.zeros([16, TILE], gl.float32, PRODUCT)
     k0, k1, k2, k3 = quarters(nope.load(key_words(TILE, nope.shape[1])))
-    s0 = mma_v2(q0, key_operand(k0, E4M3, DTYPE, OPERAND), zero)
+    s0 = mma_v2(q0, key_operand(k0, DTYPE, OPERAND), zero)
     # Read again for each tile: there are no registers for them.
-    if KIND != NATIVE:
-        q1 = q.index(z + 1).load(QUERY)
     q2 = q.index(z + 2).load(QUERY)
-    s1 = mma_v2(q1, key_operand(k1, E4M3, DTYPE, OPERAND), zero)
-    s2 = mma_v2(q2, key_operand(k2, E4M3, DTYPE, OPERAND), zero)
-    s3 = mma_v2(q.index(z + 3).load(QUERY), key_operand(k3, E4M3, DTYPE, OPERAND), zero)
-    rope = tail
-    if KIND == SCALED:
-        rope = tail.slice(32, 32, dim=1)
-    words = rope.load(key_words(TILE, rope.shape[1]))
-    s = mma_v2(q_rope.index(z).load(QUERY), key_operand(words, KIND == RAW, DTYPE, OPERAND), zero)
-    if KIND == SCALED:
-        COLUMN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
-        EACH: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [2, 2], [1, 0])
-        each = tail.slice(28, 4, dim=1).load(EACH).to(gl.float32, bitcast=True)
-        logs.permute((1, 0)).store(log2(each))
-        scales = tail.slice(28, 4, dim=1).load(key_factors(TILE)).to(gl.float32, bitcast=True)
-        even, odd = gl.split(gl.reshape(scales, [TILE, 2, 2]))
-        f0, f2 = gl.split(even)
-        f1, f3 = gl.split(odd)
-        s0 *= gl.convert_layout(f0, COLUMN, assert_trivial=True)[None, :]
-        s1 *= gl.convert_layout(f1, COLUMN, assert_trivial=True)[None, :]
-        s2 *= gl.convert_layout(f2, COLUMN, assert_trivial=True)[None, :]
-        s3 *= gl.convert_layout(f3, COLUMN, assert_trivial=True)[None, :]
-    latent = (s0 + s1) + (s2 + s3)
-    if KIND == NATIVE:
-        s = (latent + s) * factor
-    else:
-        by = undo.index(0).load(ROW) * factor
-        rope_by = factor
-        if KIND == RAW:
-            rope_by = (undo.index(1).load(ROW) * factor)[:, None]
-        s = gl.fma(latent, by[:, None] + zero, s * rope_by)
+    s1 = mma_v2(q1, key_operand(k1, DTYPE, OPERAND), zero)
+    s2 = mma_v2(q2, key_operand(k2, DTYPE, OPERAND), zero)
+    s3 = mma_v2(q.index(z + 3).load(QUERY), key_operand(k3, DTYPE, OPERAND), zero)
+    words = tail.load(key_words(TILE, tail.shape[1]))
+    s = mma_v2(q_rope.index(z).load(QUERY), key_operand(words, DTYPE, OPERAND), zero)
+    s = ((s0 + s1) + (s2 + s3) + s) * factor
     return gl.where(there[None, :], s, float("-inf"))
 
 
@@ -262,10 +224,13 @@ def _count(s, m, l):
 
 
 @gluon.jit
-def _attend(
-    s, top, o, nope, scores, logs, KIND: gl.constexpr, DTYPE: gl.constexpr, LAZY: gl.constexpr
-):  # fmt: skip
-    """Fold a tile in: maxima ``top`` of scores and scales, ``[4, 16]``, and values."""
+def _attend(s, top, o, nope, scores, logs, KIND: gl.constexpr, DTYPE: gl.constexpr):
+    """Fold a tile in: maxima ``top`` of scores and scales, ``[4, 16]``, and values.
+
+    Of e4m3, whose weights are fp16, maxima stay until they would grow by much, and most tiles are
+    added without another word. In bf16 that would cost accuracy: the largest weight is not 1 then.
+    """
+    LAZY: gl.constexpr = KIND != NATIVE
     TILE: gl.constexpr = s.shape[1]
     WEIGHTS: gl.constexpr = weights_layout(TILE)
     SUMS: gl.constexpr = o.type.layout
@@ -306,20 +271,16 @@ def _multiply(
     HEADS: gl.constexpr, HEAD_TILES: gl.constexpr, SEGMENT: gl.constexpr, PARTS: gl.constexpr,
     OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr,
     HAS_LENS: gl.constexpr, KIND: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
-    BY_GROUP: gl.constexpr, LAZY: gl.constexpr, WAITS_LATE: gl.constexpr,
 ):  # fmt: skip
     """Warp group W: every other tile, from the W-th on; the first one writes what both have.
 
     A stage is always the same warp group's. Else it could be ahead of the other by a tile that has
     not come, where copies overtake each other, and see the parity of the one before that.
     """
-    if WAITS_LATE:
-        wait_for_kernels_before()
-        if W == 0:
-            let_kernels_behind_start()
+    E4M3: gl.constexpr = KIND != NATIVE
     PRODUCT: gl.constexpr = (
         gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
-        if BY_GROUP
+        if E4M3
         else gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
     )
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
@@ -345,7 +306,7 @@ def _multiply(
     )
     m = gl.full([16, 16], float("-inf"), gl.float32, COUNTS)
     l = gl.zeros([16, 16], gl.float32, COUNTS)
-    if BY_GROUP:
+    if E4M3:
         BY_KEY: gl.constexpr = gl.DistributedLinearLayout(
             [[0, 1], [0, 8]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [],
             [32, 16],
@@ -360,16 +321,16 @@ def _multiply(
     if high > low:
         if W == 0:
             _store_queries(x, r, q, q_rope.index(0), undo, KIND)
-            if BY_GROUP:
+            if E4M3:
                 fence_async_shared()
             thread_barrier()
             mbarrier.arrive(q_full, count=1)
-        KEY: gl.constexpr = gl.SliceLayout(1 if BY_GROUP else 0, PRODUCT)
+        KEY: gl.constexpr = gl.SliceLayout(1 if E4M3 else 0, PRODUCT)
         mine = ids_ptr + token.to(gl.int64) * wide(ids_row)
         present = _listed(mine, low + W * TILE, high, TILE, KEY)
         logits_scale = scale * factor * _LOG2E
         mbarrier.wait(q_full, 0)
-        if not BY_GROUP:
+        if not E4M3:
             q0 = q.index(0).load(gl.DotOperandLayout(0, PRODUCT, 2))
             q1 = q.index(1).load(gl.DotOperandLayout(0, PRODUCT, 2))
         turn = W
@@ -378,7 +339,7 @@ def _multiply(
             present = _listed(mine, first + 2 * TILE, high, TILE, KEY)
             stage = turn % STAGES
             mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
-            if BY_GROUP:
+            if E4M3:
                 s = group_scores(
                     opaque_zero(), q, q_rope, undo, nope.index(stage), tail.index(stage), there,
                     logs, logits_scale, KIND == SCALED, DTYPE, PRODUCT,
@@ -387,15 +348,15 @@ def _multiply(
                 s = gl.permute(s, (1, 0))
             else:
                 s = _scores(
-                    opaque_zero(), q0, q1, q, q_rope, undo, nope.index(stage), tail.index(stage),
-                    there, logs, logits_scale, KIND, DTYPE, PRODUCT,
+                    opaque_zero(), q0, q1, q, q_rope, nope.index(stage), tail.index(stage), there,
+                    logits_scale, DTYPE, PRODUCT,
                 )  # fmt: skip
                 m, l = _count(s, m, l)
-            top, o = _attend(s, top, o, nope.index(stage), scores, logs, KIND, DTYPE, LAZY)
+            top, o = _attend(s, top, o, nope.index(stage), scores, logs, KIND, DTYPE)
             thread_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
             turn += 2
-    if BY_GROUP:
+    if E4M3:
         m = gl.permute(m, (1, 0))
         l = gl.permute(l, (1, 0))
     # Each row's over its threads, and values to the same base.
@@ -511,10 +472,6 @@ def hopper_narrow_sparse_kernel(
     STAGES: gl.constexpr,
     SECOND: gl.constexpr,
     PRODUCER: gl.constexpr,
-    BY_GROUP: gl.constexpr,
-    LAZY: gl.constexpr,
-    LISTS_FIRST: gl.constexpr,
-    WAITS_LATE: gl.constexpr,
 ):
     """Attention over listed rows; grid ``(T * PARTS * HEAD_TILES,)``.
 
@@ -529,7 +486,9 @@ def hopper_narrow_sparse_kernel(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     QUERY: gl.constexpr = (
-        gl.NVMMASharedLayout(128, 16, 2) if BY_GROUP else gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+        gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+        if KIND == NATIVE
+        else gl.NVMMASharedLayout(128, 16, 2)
     )
     DTYPE: gl.constexpr = query_ptr.dtype.element_ty
     nope = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, WORDS], swizzled(TILE, WORDS))
@@ -552,27 +511,23 @@ def hopper_narrow_sparse_kernel(
         mbarrier.init(empty.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(once.index(i), count=1)
-    if not WAITS_LATE:
-        wait_for_kernels_before()
-        # Not earlier: who starts then finds what kernels before this one wrote, if it waits or not.
-        let_kernels_behind_start()
+    wait_for_kernels_before()
+    # Not earlier: who starts then finds what kernels before this one wrote, if it waits or not.
+    let_kernels_behind_start()
     gl.warp_specialize(
         [
             (_multiply, (query_ptr, rotary_ptr, ids_ptr, lens_ptr, factor_ptr, sinks_ptr, out_ptr,
                 lse_ptr, states_ptr, sums_ptr, nope, tail, q, q_rope, undo, scores.index(0),
                 logs.index(0), ends, full, empty, once.index(0), once.index(1), ids_row, topk,
                 scale, query_token, query_head, rotary_token, rotary_head, 0, HEADS, HEAD_TILES,
-                SEGMENT, PARTS, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE,
-                BY_GROUP, LAZY, WAITS_LATE)),
+                SEGMENT, PARTS, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE)),
             (_multiply, (query_ptr, rotary_ptr, ids_ptr, lens_ptr, factor_ptr, sinks_ptr, out_ptr,
                 lse_ptr, states_ptr, sums_ptr, nope, tail, q, q_rope, undo, scores.index(1),
                 logs.index(1), ends, full, empty, once.index(0), once.index(1), ids_row, topk,
                 scale, query_token, query_head, rotary_token, rotary_head, 1, HEADS, HEAD_TILES,
-                SEGMENT, PARTS, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE,
-                BY_GROUP, LAZY, WAITS_LATE)),
+                SEGMENT, PARTS, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE)),
             (_copy_rows, (latent_ptr, ids_ptr, lens_ptr, nope, tail, full, empty, ids_row, topk,
-                HEAD_TILES, SEGMENT, PARTS, HAS_LENS, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, SKIP,
-                LISTS_FIRST, WAITS_LATE)),
+                HEAD_TILES, SEGMENT, PARTS, HAS_LENS, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, SKIP)),
         ],
         [4, 4],
         [SECOND, PRODUCER],

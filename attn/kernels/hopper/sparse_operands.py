@@ -10,8 +10,6 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attn.kernels.hopper.index_logits import _FOUR
-
 # Four e4m3 of one key in $8 and of the next one in $9, as pairs of these in fp16.
 _WOVEN = tl.constexpr(
     "{ .reg .b16 a, b, c, d; .reg .b32 x, y, p, q, r, s;"
@@ -58,18 +56,6 @@ def key_words(tile: int, words: int) -> gl.DistributedLinearLayout:
         warp_bases=[[8, 0], [16, 0]],
         block_bases=[],
         shape=[tile, words],
-    )
-
-
-@gluon.constexpr_function
-def key_factors(tile: int) -> gl.DistributedLinearLayout:
-    """``[keys, 4]`` as keys are columns of scores."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[1, 0], *([[32, 0]] if tile > 32 else []), [0, 1], [0, 2]],
-        lane_bases=[[2, 0], [4, 0], [0, 0], [0, 0], [0, 0]],
-        warp_bases=[[8, 0], [16, 0]],
-        block_bases=[],
-        shape=[tile, 4],
     )
 
 
@@ -155,28 +141,18 @@ def result_layout(e4m3: bool) -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def key_operand(words, E4M3: gl.constexpr, DTYPE: gl.constexpr, OPERAND: gl.constexpr):
-    """Words of keys ``[keys, N]`` as the second operand ``[columns, keys]``: word 16 a + 4 c + j is
-    of thread c.
+def key_operand(words, DTYPE: gl.constexpr, OPERAND: gl.constexpr):
+    """Words of keys of 16 bits ``[keys, N]`` as the second operand ``[columns, keys]``: word
+    16 a + 4 c + j is of thread c.
     """
     KEYS: gl.constexpr = words.shape[0]
     N: gl.constexpr = words.shape[1]
-    if E4M3:
-        f0, f1, f2, f3 = gl.inline_asm_elementwise(
-            _FOUR, "=h,=h,=h,=h,r", [words],
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=1,
-        )  # fmt: skip
-        x = gl.join(gl.join(f0, f1), gl.join(f2, f3))
-        # Of a, c, j, which of a pair, which pair: a step of 16 is (a, j), a pair half of it.
-        x = gl.permute(gl.reshape(x, [KEYS, N // 16, 4, 4, 2, 2]), (1, 3, 5, 2, 4, 0))
-        x = gl.reshape(x, [N * 4, KEYS])
-    else:
-        f0, f1 = gl.inline_asm_elementwise(
-            _TWO, "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
-        )
-        x = gl.join(f0, f1).to(DTYPE, bitcast=True)
-        x = gl.permute(gl.reshape(x, [KEYS, N // 16, 4, 2, 2, 2]), (1, 3, 4, 2, 5, 0))
-        x = gl.reshape(x, [N * 2, KEYS])
+    f0, f1 = gl.inline_asm_elementwise(
+        _TWO, "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    x = gl.join(f0, f1).to(DTYPE, bitcast=True)
+    x = gl.permute(gl.reshape(x, [KEYS, N // 16, 4, 2, 2, 2]), (1, 3, 4, 2, 5, 0))
+    x = gl.reshape(x, [N * 2, KEYS])
     return gl.convert_layout(x, OPERAND, assert_trivial=True)
 
 
