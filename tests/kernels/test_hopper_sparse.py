@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from attn.kernels.hopper import (
+    index_logits,
     sparse_finish,
     sparse_launch,
     sparse_narrow,
@@ -328,7 +329,7 @@ def test_states_of_few_heads_are_the_oracles(
     """Whole, and in parts. Queries are fp16 throughout, which the launcher refuses beside bf16."""
     monkeypatch.setattr(sparse_launch, "hopper_misfit", lambda *_: None)
     for text, meaning in {
-        sparse_operands._FOUR: lambda x: tuple(bytes_of(x)[..., i] for i in range(4)),
+        index_logits._FOUR: lambda x: tuple(bytes_of(x)[..., i] for i in range(4)),
         sparse_operands._WOVEN: woven,
         sparse_operands._WOVEN_PAIRS: woven_pairs,
         sparse_operands._TWO: of_bf16
