@@ -35,7 +35,9 @@ def segment_of(position):
     limits = (position >> _LIMIT_BITS).to(tl.float32)
     octave = tl.maximum((limits.to(tl.int32, bitcast=True) >> 23) - 127, 0)
     far = _LIMIT // _SEGMENT + _PER_OCTAVE * octave
-    far += (position - (_LIMIT << octave)) >> (octave + (_SEGMENT_BITS + 1))
+    # No shift: with one, ptxas of Triton 3.9 reads registers that it never wrote in the kernel for
+    # Hopper (64/8/64, window and sinks).
+    far += (position - (_LIMIT << octave)) // ((2 * _SEGMENT) << octave)
     return tl.where(position < _LIMIT, position >> _SEGMENT_BITS, far)
 
 
