@@ -29,15 +29,20 @@ _WASTE = tl.constexpr(WASTE)
 
 
 @triton.jit
-def segment_of(position):
-    """See :func:`builders.segments.segment_of`; scalars or tensors of int32."""
+def segment_of(position, DIVIDES: tl.constexpr = False):
+    """See :func:`builders.segments.segment_of`; scalars or tensors of int32.
+
+    DIVIDES: for the split-KV kernel for Hopper, in which ptxas of Triton 3.9 reads registers that
+    it never wrote where this is a shift (64/8/64, window and sinks).
+    """
     # floor(log2) of the number of whole limits, exact in fp32: its exponent.
     limits = (position >> _LIMIT_BITS).to(tl.float32)
     octave = tl.maximum((limits.to(tl.int32, bitcast=True) >> 23) - 127, 0)
     far = _LIMIT // _SEGMENT + _PER_OCTAVE * octave
-    # No shift: with one, ptxas of Triton 3.9 reads registers that it never wrote in the kernel for
-    # Hopper (64/8/64, window and sinks).
-    far += (position - (_LIMIT << octave)) // ((2 * _SEGMENT) << octave)
+    if DIVIDES:
+        far += (position - (_LIMIT << octave)) // ((2 * _SEGMENT) << octave)
+    else:
+        far += (position - (_LIMIT << octave)) >> (octave + (_SEGMENT_BITS + 1))
     return tl.where(position < _LIMIT, position >> _SEGMENT_BITS, far)
 
 

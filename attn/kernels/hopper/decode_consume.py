@@ -307,8 +307,8 @@ def consume(
                     base = gl.load(fields + 7) + (r % HEAD_LOOPS) * gl.load(fields + 6)
                     lender = lender_of(base, groups, total_ptr)
             slots = (lender * HEADS + lane) * AREA
-            seen = segment_of(low * SEGMENT_UNIT)
-            unseen = segment_of(gl.maximum(high - 1, 0) * SEGMENT_UNIT) + 1
+            seen = segment_of(low * SEGMENT_UNIT, True)
+            unseen = segment_of(gl.maximum(high - 1, 0) * SEGMENT_UNIT, True) + 1
             unseen = gl.where(high > low, unseen, seen)
             if PART == 0:
                 if begin > 0:
