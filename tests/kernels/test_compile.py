@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -43,13 +44,15 @@ ptxas info    : Used 255 registers, used 1 barriers, 32 bytes cumulative stack s
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> ByTarget:
     """What ``make test`` compiles, by two processes at a time."""
 
-    def by_process(targets: Sequence[int], of: str = "triton_attn") -> ByTarget:
-        cache = tmp_path_factory.mktemp("triton")
+    # Made one after another: pytest links to the latest, which two threads undo for each other.
+    first, *caches = [tmp_path_factory.mktemp("triton") for _ in range(1 + len(PROCESSES))]
+
+    def by_process(targets: Sequence[int], cache: Path, of: str = "triton_attn") -> ByTarget:
         return facts_of(targets, tested_only=True, cache=cache, of=of)
 
     with ThreadPoolExecutor(len(PROCESSES)) as pool:
-        latent = pool.submit(by_process, [*TARGETS], "triton_mla")
-        parts = list(pool.map(by_process, PROCESSES))
+        latent = pool.submit(by_process, [*TARGETS], first, "triton_mla")
+        parts = list(pool.map(by_process, PROCESSES, caches))
     found = {target: facts for part in parts for target, facts in part.items()}
     for target, facts in latent.result().items():
         found[target] |= facts
