@@ -114,7 +114,7 @@ def sparse_kernel_of(
 
 def usual_options(shape: SparseShape) -> HopperOptions:
     """What a launch is given: who widens e4m3 needs registers, more than who multiplies gives up,
-    and its blocks come late: `dec_656_h128_b128` took 237 us without ``early``, so 232.
+    and its blocks come late: `dec_656_h128_b128` took 232 us without ``early``, so 222.
     """
     is_native = shape.layout is LatentFormat.BF16
     if shape.num_heads <= MOST_NARROW_HEADS:

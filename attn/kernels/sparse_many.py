@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from attn.kernels.numerics import INTERPRETED, saturate_to, to_float32
 from attn.kernels.rows import load_query, write_rows
-from attn.kernels.sparse_mla import _elements, _listed, _row_offsets, _weights_of
+from attn.kernels.sparse_mla import SPREAD, _elements, _listed, _row_offsets, _weights_of
 from attn.kernels.tile import _halves, dot, scores_of, store_state
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -25,16 +25,11 @@ _LINE = tl.constexpr(128)
 _SHRUNK = tl.constexpr(2.0**-32)
 """What e4m3 are multiplied by besides, so that their factors stay within bf16 below."""
 _LARGEST = tl.constexpr(2.0**39)
-"""Of factors. Latents are no multiples of it."""
-# Four e4m3 in $2 to four bf16 times those in $3 and $4: the same bits, three exponent bits further
-# right, are 2^-120 times as much.
+"""Of factors; larger ones count as it. It is of latents of 2^47 and more, which no model has."""
 _TO_SHRUNK = tl.constexpr(
-    "{ .reg .b32 a, b, d, z;"
-    " mov.b32 z, 0x80008000;"
-    " prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424;"
-    " shr.u32 d, a, 4; and.b32 d, d, 0x07F007F0; and.b32 a, a, 0x80008000; or.b32 a, a, d;"
-    " shr.u32 d, b, 4; and.b32 d, d, 0x07F007F0; and.b32 b, b, 0x80008000; or.b32 b, b, d;"
-    " fma.rn.bf16x2 $0, a, $3, z; fma.rn.bf16x2 $1, b, $4, z; }"
+    "{ .reg .b32 a, b, d, z; mov.b32 z, 0x80008000;"
+    + SPREAD
+    + " fma.rn.bf16x2 $0, a, $3, z; fma.rn.bf16x2 $1, b, $4, z; }"
 )
 
 

@@ -21,24 +21,24 @@ _E4M3 = tl.constexpr(E4M3)
 _LOG2E = tl.constexpr(1.4426950408889634)
 _BLOCK = tl.constexpr(128)
 
-# Four e4m3 in $2 to four bf16 times those in $3 and $4, exactly where the factors are powers of
-# two: the same bits, three exponent bits further right, are 2^-120 times as much.
-_TO_BF16 = tl.constexpr(
-    "{ .reg .b32 a, b, c, d, z;"
-    " mov.b32 z, 0x80008000; mov.b32 c, 0x7B807B80;"
+SPREAD = (
     " prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424;"
     " shr.u32 d, a, 4; and.b32 d, d, 0x07F007F0; and.b32 a, a, 0x80008000; or.b32 a, a, d;"
     " shr.u32 d, b, 4; and.b32 d, d, 0x07F007F0; and.b32 b, b, 0x80008000; or.b32 b, b, d;"
-    " fma.rn.bf16x2 a, a, c, z; fma.rn.bf16x2 b, b, c, z;"
+)
+"""PTX: four e4m3 in $2 to pairs of bf16 in a and b, by way of d: the same bits, three exponent bits
+further right, are 2^-120 times as much."""
+# Times the factors in $3 and $4, exactly where these are powers of two.
+_TO_BF16 = tl.constexpr(
+    "{ .reg .b32 a, b, c, d, z; mov.b32 z, 0x80008000; mov.b32 c, 0x7B807B80;"
+    + SPREAD
+    + " fma.rn.bf16x2 a, a, c, z; fma.rn.bf16x2 b, b, c, z;"
     " fma.rn.bf16x2 $0, a, $3, z; fma.rn.bf16x2 $1, b, $4, z; }"
 )
 _TO_BF16_PLAIN = tl.constexpr(
-    "{ .reg .b32 a, b, c, d, z;"
-    " mov.b32 z, 0x80008000; mov.b32 c, 0x7B807B80;"
-    " prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424;"
-    " shr.u32 d, a, 4; and.b32 d, d, 0x07F007F0; and.b32 a, a, 0x80008000; or.b32 a, a, d;"
-    " shr.u32 d, b, 4; and.b32 d, d, 0x07F007F0; and.b32 b, b, 0x80008000; or.b32 b, b, d;"
-    " fma.rn.bf16x2 $0, a, c, z; fma.rn.bf16x2 $1, b, c, z; }"
+    "{ .reg .b32 a, b, c, d, z; mov.b32 z, 0x80008000; mov.b32 c, 0x7B807B80;"
+    + SPREAD
+    + " fma.rn.bf16x2 $0, a, c, z; fma.rn.bf16x2 $1, b, c, z; }"
 )
 
 
