@@ -206,20 +206,21 @@ def decode_kernel_of(
 def _measured_slower(shape: DenseShape, tile: SplitTile, asks: LayerAsks) -> str | None:
     """Of what a layer has, where the Hopper split-KV kernel was not the faster one on an H200.
 
-    Times of both are in docs/performance.md; large batches over many KV heads are the plain one's.
+    Times of both are in docs/performance.md.
     """
-    if shape.stored_bits != 16:
-        return f"a cache of {shape.stored_bits} bits"
     if asks.is_local:
         return "a window or chunks"
-    if tile.rows > 16:
-        return f"tiles of {tile.tile_heads * tile.query_tokens} rows, which are more than 16"
-    if shape.head_size == 256:
+    if asks.batch_invariant and (shape.stored_bits != 16 or tile.rows > 16):
+        # Most rows of a tile are nobody's in a decode.
+        return f"batch invariance and tiles of {tile.rows} rows"
+    if shape.stored_bits != 16 or tile.rows > 16 or shape.head_size == 256:
         return None
     if shape.head_size != 128:
         return f"head size {shape.head_size}"
-    heads = shape.num_kv_heads
-    return None if heads <= 2 else f"{heads} KV heads of head size 128, which are more than 2"
+    rows, heads = tile.tile_heads * tile.query_tokens, shape.num_kv_heads
+    if rows <= 8 or heads <= 2:
+        return None
+    return f"{rows} rows in a tile, which are more than 8, and {heads} KV heads, more than 2"
 
 
 def hopper_decode_tile(

@@ -9,6 +9,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from attn.kernels.hopper.compat import async_load
 from attn.kernels.hopper.tiles import publish, tile_at
 
+_LEAD = gl.constexpr(2)
+"""Tiles of keys that are still to be asked for when the next tile of queries is taken."""
+
 
 @gluon.jit
 def _load_keys(
@@ -119,6 +122,8 @@ def produce(
     the next that nobody took.
     """
     TOKENS: gl.constexpr = WARP_GROUPS * 64 // PACKED
+    # With three warp groups the producer has no register left for it.
+    LATE: gl.constexpr = WARP_GROUPS == 2
     num_tiles = gl.load(num_tiles_ptr)
     total = num_tiles * HEADS
     work = gl.program_id(0)
@@ -144,9 +149,12 @@ def produce(
             turn, q_desc, q_boxes, q_more, records, q_full, q_empty, head, req, row, left, position,
             kv_len, causal, start, low, high, PACKED, WARP_GROUPS, HALVES, EXTRA, Q_STAGES, 1,
         )  # fmt: skip
-        # Here it costs nothing: what is asked for next has to wait for room.
-        work = next_tile(counter_ptr, total, programs)
-        for i in range(1, high - low):
+        # In the midst of loads it costs nothing: what is asked for next has to wait for room. Late,
+        # since whoever takes one of the last tiles early ends after all others.
+        count = high - low
+        if not LATE or count == 1:
+            work = next_tile(counter_ptr, total, programs)
+        for i in range(1, count):
             _load_keys(
                 k_desc, table_ptr, table, gl.maximum(high - 1 - i, 0), start, kv_len, kv_head,
                 done + i, k_full, k_empty, k_boxes, k_more, KV_TILE, HALVES, EXTRA, BLOCK_SIZE, RUN,
@@ -156,7 +164,10 @@ def produce(
                 v_desc, table_ptr, table, high - i, start, kv_len, kv_head, done + i - 1, v_full,
                 v_empty, v_boxes, v_boxes, KV_TILE, HALVES, 0, BLOCK_SIZE, RUN, STAGES,
             )  # fmt: skip
-        done += high - low
+            if LATE:
+                if i == gl.maximum(count - _LEAD, 1):
+                    work = next_tile(counter_ptr, total, programs)
+        done += count
         # Before the last values, for which there is no room yet: the keys of the next tile are to
         # be asked for right behind them, and where it is takes thousands of clocks to find out.
         last, first_key, keys = low, start, kv_len
