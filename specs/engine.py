@@ -66,9 +66,10 @@ class DecodeKernel(StrEnum):
     """Which kernel of a backend takes the rows with few new tokens, dense or latent."""
 
     AUTO = "auto"
-    """The one for Hopper where it serves and measured faster, group by group: 16-bit caches seen
-    whole, tiles of up to 16 rows, head size 256, or 128 with at most 2 KV heads; and for latent
-    rows, but those of more than 16 heads whose bits are to be their own. Else plain Triton."""
+    """The one for Hopper where it serves and measured faster, group by group: keys seen whole, of
+    e4m3, of head size 256, of 128 in tiles of up to 8 rows or with at most 2 KV heads, or in tiles
+    of more than 16 rows; and for latent rows, but those of more than 16 heads whose bits are to be
+    their own. Else plain Triton."""
     TRITON = "triton"
     """Plain Triton, everywhere."""
     HOPPER = "hopper"
