@@ -165,7 +165,8 @@ def produce(
                 v_empty, v_boxes, v_boxes, KV_TILE, HALVES, 0, BLOCK_SIZE, RUN, STAGES,
             )  # fmt: skip
             if LATE:
-                if i == gl.maximum(count - _LEAD, 1):
+                # As a maximum of both, ptxas of Triton 3.7 and 3.8 has a register too few.
+                if (i == count - _LEAD) | ((count <= _LEAD) & (i == 1)):
                     work = next_tile(counter_ptr, total, programs)
         done += count
         # Before the last values, for which there is no room yet: the keys of the next tile are to
