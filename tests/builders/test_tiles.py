@@ -173,6 +173,8 @@ def test_hopper_gets_its_split_kv_kernel_and_nothing_else_does(kind: DeviceKind)
         (SHARD, 1, ASKED, None),
         (replace(SHARD, num_heads=16, num_kv_heads=2), 2, ASKED, None),
         (WIDE, 4, ASKED, None),
+        (replace(SHARD, num_heads=24, num_kv_heads=3), 1, ASKED, None),
+        (replace(SHARD, num_heads=24, num_kv_heads=3), 2, ASKED, "16 rows in a tile"),
         (SHAPE, 1, ASKED, None),
         (SHAPE, 2, ASKED, None),
         (SHAPE, 4, ASKED, "16 rows in a tile, which are more than 8, and 8 KV heads, more than 2"),

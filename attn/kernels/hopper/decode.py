@@ -22,7 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from attn.kernels.hopper.compat import reinterpret
+from attn.kernels.hopper.compat import reinterpret, wait_for_kernels_before
 from attn.kernels.hopper.decode_consume import consume
 from attn.kernels.hopper.decode_produce import produce
 
@@ -179,6 +179,7 @@ def hopper_decode_kernel(
         mbarrier.init(taken, count=1)
     # TMA sees barriers by another way than threads do.
     fence_async_shared()
+    wait_for_kernels_before()
     if CONSUMERS == 1:
         gl.warp_specialize(
             [

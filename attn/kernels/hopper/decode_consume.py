@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attn.kernels.hopper.compat import thread_barrier, wait_for_kernels_before
+from attn.kernels.hopper.compat import thread_barrier
 from attn.kernels.hopper.decode_finish import finish_part, lender_of, store_state
 from attn.kernels.hopper.decode_parts import FIELDS, opaque_zero, part_at, share_at
 from attn.kernels.hopper.tiles import wide
@@ -234,7 +234,6 @@ def consume(
     # States under way at a row's end: what there are registers for, up to all of a bundle.
     CELLS: gl.constexpr = FINISH_ROWS * FINISH_WIDTH * CONSUMERS
     AT_ONCE: gl.constexpr = 16 if CELLS <= 512 else 12 if CELLS <= 1024 else 8
-    wait_for_kernels_before()
     lane = gl.program_id(0) % HEADS
     first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
     exchange = exchange.index(PART)

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from attn.kernels.hopper.compat import async_load, wait_for_kernels_before
+from attn.kernels.hopper.compat import async_load
 from attn.kernels.hopper.decode_parts import FIELDS, share_at, tiles_of, walked_fields
 
 
@@ -55,8 +55,6 @@ def produce(
     RANGES: gl.constexpr, CLAMP: gl.constexpr,
 ):  # fmt: skip
     """Keys and values of all parts that the program takes, tile after tile."""
-    # Each partition by itself: they are under way by then.
-    wait_for_kernels_before()
     lane = gl.program_id(0) % HEADS
     first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
     # Beside the share, and later a row ahead: of loads in turn each is most of a microsecond.

@@ -122,8 +122,8 @@ def produce(
     the next that nobody took.
     """
     TOKENS: gl.constexpr = WARP_GROUPS * 64 // PACKED
-    # With three warp groups the producer has no register left for it.
-    LATE: gl.constexpr = WARP_GROUPS == 2
+    # The producer has no register left for it with three warp groups, nor, on Triton 3.9, ranges.
+    LATE: gl.constexpr = WARP_GROUPS == 2 and not RANGES
     num_tiles = gl.load(num_tiles_ptr)
     total = num_tiles * HEADS
     work = gl.program_id(0)
@@ -165,7 +165,7 @@ def produce(
                 v_empty, v_boxes, v_boxes, KV_TILE, HALVES, 0, BLOCK_SIZE, RUN, STAGES,
             )  # fmt: skip
             if LATE:
-                # As a maximum of both, ptxas of Triton 3.7 and 3.8 has a register too few.
+                # As a maximum of both, ptxas of Triton 3.7 has a register too few.
                 if (i == count - _LEAD) | ((count <= _LEAD) & (i == 1)):
                     work = next_tile(counter_ptr, total, programs)
         done += count
