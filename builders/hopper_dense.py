@@ -164,7 +164,7 @@ def hopper_tile(
     if extra:
         return HopperTile(packed, 2, 128, 128, min(run, 128), 1, 2, 240, extra)
     if shape.width <= 64:
-        return HopperTile(packed, 3, 128, 64, min(run, 128), 2, 3, 160)
+        return HopperTile(packed, 3, 128, 64, min(run, 128), 2, 4, 160)
     if shape.width <= 128:
         return HopperTile(packed, 2, 128, 128, min(run, 128), 2, 2, 240)
     return HopperTile(packed, 2, 64, 256, min(run, 64), 1, 2, 240)

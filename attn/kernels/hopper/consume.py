@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attn.kernels.hopper.decode_parts import opaque_zero
 from attn.kernels.hopper.tiles import told, wide
 from attn.kernels.masks import biased, is_visible, own_range, reach_of, seen_by_all
 from attn.kernels.numerics import encode_e4m3
@@ -45,15 +46,23 @@ def _within(scores, key, query, window):
 
 
 @gluon.jit
+def _sum_of_own(x):
+    """``[64, KV_TILE]`` summed up by thread: ``[64, 4]``, the four threads of a row."""
+    return gl.sum(gl.sum(gl.reshape(x, [64, x.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
 def _softmax(
     scores, m, l, factor, soft_cap, query, reach, kv_len, first_key, window, chunk, lookback,
     range_first, range_last, MASKED: gl.constexpr, SOFT_CAP: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
+    FIRST: gl.constexpr = False,
 ):  # fmt: skip
     """Weights of a tile of scores and the row's new maximum, sum and what its past is worth.
 
-    A row's scores are in one warp, so that reductions are shuffles. ``factor`` turns the maximum
-    (of raw scores, or of log2 units under a soft cap) into log2 units.
+    A row's scores are in four threads of a warp, which exchange maxima; sums stay by thread,
+    ``[64, 4]``, until the row is written. ``factor`` turns the maximum (of raw scores, or of log2
+    units under a soft cap) into log2 units. FIRST: there is no past.
     """
     if SOFT_CAP:
         scores = biased(scores * factor, None, None, soft_cap, True, 0, False)
@@ -91,26 +100,35 @@ def _softmax(
         # without in 1060.
         left, right = gl.split(gl.reshape(scores, [scores.shape[0], scores.shape[1] // 2, 2]))
         most = gl.convert_layout(gl.max(gl.maximum(left, right), 1), m.type.layout)
-    top = gl.maximum(m, most)
+    if FIRST:
+        top = most
+    else:
+        top = gl.maximum(m, most)
     if MASKED:
         # A row may see nothing of this tile.
         base = gl.where(top == float("-inf"), 0.0, top) * factor
     else:
         base = top * factor
     weights = gl.exp2(scores * factor - base[:, None])
-    shrink = gl.exp2(m * factor - base)
-    return weights, top, l * shrink + gl.sum(weights, 1), shrink
+    sums = _sum_of_own(weights)
+    shrink = base
+    if not FIRST:
+        shrink = gl.exp2(m * factor - base)
+        own = gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))
+        sums = gl.fma(l, own[:, None].broadcast_to(64, 4), sums)
+    return weights, top, sums, shrink
 
 
 @gluon.jit
 def _computed(l):
-    """The sums, behind something that would happen if one were negative. It never does, but the
+    """The sums, behind an event that would be counted if one were negative. It never is, but the
     sums, and with them the whole softmax, have to be known for it: they are computed here, under
     the product that is under way, where ptxas would move all of it behind the wait for that.
     """
     return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.lt.f32 p, $1, 0f00000000; @p nanosleep.u32 1; mov.b32 $0, $1; }",
-        "=f,f", [l], dtype=gl.float32, is_pure=False, pack=1,
+        "{ .reg .pred p; setp.lt.f32 p, $2, 0f00000000; setp.lt.or.f32 p, $3, 0f00000000, p;"
+        " @p pmevent 1; mov.b32 $0, $2; mov.b32 $1, $3; }",
+        "=f,=f,f,f", [l], dtype=gl.float32, is_pure=False, pack=2,
     )  # fmt: skip
 
 
@@ -163,15 +181,15 @@ def _step(
     k_empty, v_full, v_empty, acc, pairs, m, l, factor, soft_cap, query, reach, kv_len, window,
     chunk, lookback, range_first, range_last, MASKED: gl.constexpr, DTYPE: gl.constexpr,
     KV_TILE: gl.constexpr, WIDTH: gl.constexpr, EXTRA: gl.constexpr, Q_STAGES: gl.constexpr,
-    STAGES: gl.constexpr, SOFT_CAP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
+    STAGES: gl.constexpr, JOINT: gl.constexpr, SOFT_CAP: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile ``i`` (from the last), output of the tile before it.
 
     Both products are issued and waited for here: one in flight over a loop's edge would be
     serialised by ptxas. Keys are given back before the softmax, so that the next are on their way
     under it, and so are queries of which there is one stage; narrow heads lose more to the barrier
-    than they gain.
+    than they gain. JOINT: keys and the values before them are given back by one.
     """
     EARLY: gl.constexpr = WIDTH > 64
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -198,9 +216,12 @@ def _step(
     if WIDTH <= 64:
         l = _computed(l)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    if not EARLY:
+    if JOINT:
         mbarrier.arrive(k_empty.index(now % STAGES), count=1)
-    mbarrier.arrive(v_empty.index(before % STAGES), count=1)
+    else:
+        if not EARLY:
+            mbarrier.arrive(k_empty.index(now % STAGES), count=1)
+        mbarrier.arrive(v_empty.index(before % STAGES), count=1)
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
     return acc, _pack(weights, DTYPE, KV_TILE), m, l
 
@@ -236,6 +257,7 @@ def _write(
     wanted = row // PACKED < left
     at = (first_row + row // PACKED).to(gl.int64)
     some = m > float("-inf")
+    l = gl.convert_layout(gl.sum(l, 1), SUMS)
     if not SOFT_CAP:
         m = m * factor
     if SINKS:
@@ -260,6 +282,9 @@ def _write(
     ROWS: gl.constexpr = WIDE if IS_NARROW else OUTPUT
     narrow = gl.convert_layout(narrow, ROWS)
     r = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))
+    if WIDTH <= 64:
+        # Places are not kept in registers from the kernel's beginning on.
+        r += opaque_zero()
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, ROWS))
     offset = (first_row + r // PACKED).to(gl.int64) * wide(out_token)
     offset += (head * PACKED + r % PACKED) * wide(out_head)
@@ -343,10 +368,10 @@ def _first_weights(
         position, left, kv_len, causal, req, ranges_ptr, num_ranges, SUMS, PACKED, CAUSAL, RANGES
     )
     m = gl.full([64], float("-inf"), gl.float32, SUMS)
-    l = gl.zeros([64], gl.float32, SUMS)
     weights, m, l, _ = _softmax(
-        scores, m, l, factor, soft_cap, query, reach, kv_len, (high - 1) * KV_TILE, window, chunk,
+        scores, m, m, factor, soft_cap, query, reach, kv_len, (high - 1) * KV_TILE, window, chunk,
         lookback, range_first, range_last, True, SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+        True,
     )  # fmt: skip
     return _pack(weights, DTYPE, KV_TILE), m, l
 
@@ -373,6 +398,7 @@ def consume(
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     SUMS: gl.constexpr = gl.SliceLayout(1, SCORES)
     SPAN: gl.constexpr = 64 // PACKED
+    JOINT: gl.constexpr = WIDTH <= 64 and KIND <= 0
     turn = 0
     done = 0
     parity = 0
@@ -427,16 +453,16 @@ def consume(
                 i, done, high, _anew(place, _EDGE), i == count - 1, q_tiles, q_more, k_tiles,
                 k_more, v_tiles, q_empty, k_full, k_empty, v_full, v_empty, acc, pairs, m, l,
                 factor, soft_cap, query, reach, kv_len, window, chunk, lookback, range_first,
-                range_last, True, DTYPE, KV_TILE, WIDTH, EXTRA, Q_STAGES, STAGES, SOFT_CAP, CAUSAL,
-                WINDOW, CHUNK, RANGES, CLAMP,
+                range_last, True, DTYPE, KV_TILE, WIDTH, EXTRA, Q_STAGES, STAGES, JOINT, SOFT_CAP,
+                CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
             )  # fmt: skip
         for i in range(inner, outer):
             acc, pairs, m, l = _step(
                 i, done, high, _anew(place, _INNER), i == count - 1, q_tiles, q_more, k_tiles,
                 k_more, v_tiles, q_empty, k_full, k_empty, v_full, v_empty, acc, pairs, m, l,
                 factor, soft_cap, query, reach, kv_len, window, chunk, lookback, range_first,
-                range_last, False, DTYPE, KV_TILE, WIDTH, EXTRA, Q_STAGES, STAGES, SOFT_CAP, CAUSAL,
-                WINDOW, CHUNK, RANGES, CLAMP,
+                range_last, False, DTYPE, KV_TILE, WIDTH, EXTRA, Q_STAGES, STAGES, JOINT, SOFT_CAP,
+                CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
             )  # fmt: skip
         if WINDOW or CHUNK:
             for i in range(outer, count):
@@ -444,8 +470,8 @@ def consume(
                     i, done, high, _anew(place, _FAR), i == count - 1, q_tiles, q_more, k_tiles,
                     k_more, v_tiles, q_empty, k_full, k_empty, v_full, v_empty, acc, pairs, m, l,
                     factor, soft_cap, query, reach, kv_len, window, chunk, lookback, range_first,
-                    range_last, True, DTYPE, KV_TILE, WIDTH, EXTRA, Q_STAGES, STAGES, SOFT_CAP,
-                    CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                    range_last, True, DTYPE, KV_TILE, WIDTH, EXTRA, Q_STAGES, STAGES, JOINT,
+                    SOFT_CAP, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
                 )  # fmt: skip
         if Q_STAGES > 1:
             mbarrier.arrive(q_empty.index(turn % Q_STAGES), count=1)
@@ -466,7 +492,8 @@ def consume(
             KV_TILE, EXTRA, STAGES,
         )  # fmt: skip
         acc = warpgroup_mma_wait(2 if EXTRA > 0 else 1, deps=[acc])
-        mbarrier.arrive(v_empty.index(before % STAGES), count=1)
+        if not JOINT:
+            mbarrier.arrive(v_empty.index(before % STAGES), count=1)
         _write(
             m, l, acc, factor, v_factor, this_row, this_left, this_head, out_ptr, lse_ptr,
             output_scale_ptr, sinks_ptr, out_token, out_head, lse_token, PACKED, WIDTH, SIZE,

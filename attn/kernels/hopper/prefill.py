@@ -192,7 +192,8 @@ def hopper_prefill_kernel(
         mbarrier.init(k_full.index(s), count=1)
         mbarrier.init(v_full.index(s), count=1)
         mbarrier.init(k_empty.index(s), count=WARP_GROUPS)
-        mbarrier.init(v_empty.index(s), count=WARP_GROUPS)
+        if KIND > 0 or WIDTH > 64:
+            mbarrier.init(v_empty.index(s), count=WARP_GROUPS)
     if KIND > 0:
         WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
         k_words = reinterpret(k_boxes, gl.int32, [STAGES, KV_TILE, WIDTH // 2], WORDS)

@@ -15,18 +15,20 @@ _LEAD = gl.constexpr(2)
 
 @gluon.jit
 def _load_keys(
-    desc, table_ptr, table, tile, start, kv_len, kv_head, turn, full, empty, boxes, more,
+    desc, table_ptr, table, tile, start, kv_len, kv_head, turn, room, full, empty, boxes, more,
     KV_TILE: gl.constexpr, HALVES: gl.constexpr, EXTRA: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    RUN: gl.constexpr, STAGES: gl.constexpr,
+    RUN: gl.constexpr, STAGES: gl.constexpr, WAITS: gl.constexpr = True,
 ):  # fmt: skip
     """Fill stage ``turn % STAGES`` with a tile of keys or values, their EXTRA columns in ``more``.
+    WAITS: when ``empty`` says that there is room for turn ``room``.
 
     ``table`` is where the request's part of the block table begins, or, without pages, its keys.
     """
     RUNS: gl.constexpr = KV_TILE // RUN
     stage = turn % STAGES
     # A fresh barrier lets parity 1 pass at once.
-    mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
+    if WAITS:
+        mbarrier.wait(empty.index(room % STAGES), ((room // STAGES) & 1) ^ 1)
     mbarrier.expect(full.index(stage), KV_TILE * (HALVES * 128 + EXTRA * 2))
     for run in gl.static_range(RUNS):
         key = tile * KV_TILE + run * RUN
@@ -124,6 +126,10 @@ def produce(
     TOKENS: gl.constexpr = WARP_GROUPS * 64 // PACKED
     # The producer has no register left for it with three warp groups, nor, on Triton 3.9, ranges.
     LATE: gl.constexpr = WARP_GROUPS == 2 and not RANGES
+    # Of narrow heads keys of a turn and values of the one before are free together: behind keys,
+    # values need not be waited for.
+    JOINT: gl.constexpr = 1 if HALVES == 1 else 0
+    v_room = k_empty if JOINT else v_empty
     num_tiles = gl.load(num_tiles_ptr)
     total = num_tiles * HEADS
     work = gl.program_id(0)
@@ -142,7 +148,7 @@ def produce(
             table = row - position
         kv_head = head * PACKED // GROUP
         _load_keys(
-            k_desc, table_ptr, table, high - 1, start, kv_len, kv_head, done, k_full, k_empty,
+            k_desc, table_ptr, table, high - 1, start, kv_len, kv_head, done, done, k_full, k_empty,
             k_boxes, k_more, KV_TILE, HALVES, EXTRA, BLOCK_SIZE, RUN, STAGES,
         )  # fmt: skip
         load_queries(
@@ -157,12 +163,13 @@ def produce(
         for i in range(1, count):
             _load_keys(
                 k_desc, table_ptr, table, gl.maximum(high - 1 - i, 0), start, kv_len, kv_head,
-                done + i, k_full, k_empty, k_boxes, k_more, KV_TILE, HALVES, EXTRA, BLOCK_SIZE, RUN,
-                STAGES,
+                done + i, done + i, k_full, k_empty, k_boxes, k_more, KV_TILE, HALVES, EXTRA,
+                BLOCK_SIZE, RUN, STAGES,
             )  # fmt: skip
             _load_keys(
-                v_desc, table_ptr, table, high - i, start, kv_len, kv_head, done + i - 1, v_full,
-                v_empty, v_boxes, v_boxes, KV_TILE, HALVES, 0, BLOCK_SIZE, RUN, STAGES,
+                v_desc, table_ptr, table, high - i, start, kv_len, kv_head, done + i - 1,
+                done + i - 1, v_full, v_room, v_boxes, v_boxes, KV_TILE, HALVES, 0, BLOCK_SIZE, RUN,
+                STAGES, not JOINT,
             )  # fmt: skip
             if LATE:
                 # As a maximum of both, ptxas of Triton 3.7 has a register too few.
@@ -178,8 +185,8 @@ def produce(
             HEADS, GROUP // PACKED, TOKENS, KV_TILE, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
         )  # fmt: skip
         _load_keys(
-            v_desc, table_ptr, table, last, first_key, keys, kv_head, done - 1, v_full, v_empty,
-            v_boxes, v_boxes, KV_TILE, HALVES, 0, BLOCK_SIZE, RUN, STAGES,
+            v_desc, table_ptr, table, last, first_key, keys, kv_head, done - 1, done - 1 + JOINT,
+            v_full, v_room, v_boxes, v_boxes, KV_TILE, HALVES, 0, BLOCK_SIZE, RUN, STAGES,
         )  # fmt: skip
         turn += 1
     say_the_end(turn, records, q_full, q_empty, Q_STAGES, 1)

@@ -25,6 +25,19 @@ from attn.kernels.rows import write_rows
 
 
 @gluon.jit
+def _sum_of_own(x):
+    """``[64, KEYS]`` summed up by thread: ``[64, 4]``, the four threads of a row."""
+    return gl.sum(gl.sum(gl.reshape(x, [64, x.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _times(l, shrink):
+    """Sums by thread times a factor for each row."""
+    own = gl.convert_layout(shrink, gl.SliceLayout(1, l.type.layout))
+    return l * own[:, None].broadcast_to(64, 4)
+
+
+@gluon.jit
 def _wait_for_keys(full, phase):
     """Keys come by copies that arrive by themselves, products read them another way."""
     mbarrier.wait(full, phase)
@@ -90,7 +103,7 @@ def _take_second(
     top = m_second.load(gl.SliceLayout(1, SCORES))
     shrink = gl.exp2(m - _base(top))
     o = _shrunk(o, shrink)
-    return top, l * shrink, warpgroup_mma(p.index(z), left.index(z + 1), o, is_async=True)
+    return top, _times(l, shrink), warpgroup_mma(p.index(z), left.index(z + 1), o, is_async=True)
 
 
 @gluon.jit
@@ -124,7 +137,7 @@ def _first_block(
     _publish(narrow, top, is_last, p.index(0), m_first, ready, empty, q_empty, 0)
     shrink = gl.exp2(m - base)
     o = _shrunk(o, shrink)
-    l = l * shrink + gl.sum(weights, 1)
+    l = _times(l, shrink) + _sum_of_own(weights)
     operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, OUTPUT, 2))
     o = warpgroup_mma(operand, left.index(z), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])
@@ -175,7 +188,7 @@ def _second_block(
     # Under the product, unless EARLY.
     weights = gl.exp2(s * factor - base[:, None])
     again = gl.exp2(first - base)
-    l = l * (shrink * again) + gl.sum(weights, 1)
+    l = _times(l, shrink * again) + _sum_of_own(weights)
     narrow = weights.to(DTYPE)
     if not EARLY:
         # The weights' place is free only now.
@@ -220,8 +233,9 @@ def consume_listed(
             work, total, lens_ptr, topk, KEYS, HEAD_TILES, SEGMENT, PARTS, BALANCED, HAS_LENS
         )
         m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        l = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
+        l = _sum_of_own(gl.zeros([64, KEYS], gl.float32, SCORES))
         o = gl.zeros([64, HALF], gl.float32, OUTPUT)
+        total_sum = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
         if high > low:
             mbarrier.wait(q_full, walks & 1)
             # Copied by threads, as keys are.
@@ -255,14 +269,15 @@ def consume_listed(
                     )  # fmt: skip
                     turn += 1
             # Each has the sum over its own blocks, in the same frame.
-            sums_of.index(W).store(l)
+            total_sum = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, SCORES))
+            sums_of.index(W).store(total_sum)
             thread_barrier()
             mbarrier.arrive(ready.index(2 + W), count=1)
             mbarrier.wait(ready.index(3 - W), walks & 1)
             walks += 1
-            l += sums_of.index(1 - W).load(gl.SliceLayout(1, SCORES))
+            total_sum += sums_of.index(1 - W).load(gl.SliceLayout(1, SCORES))
         M = gl.convert_layout(m, gl.SliceLayout(1, OUTPUT))
-        L = gl.convert_layout(l, gl.SliceLayout(1, OUTPUT))
+        L = gl.convert_layout(total_sum, gl.SliceLayout(1, OUTPUT))
         writes = low == 0
         if BALANCED:
             if meets > 0:
