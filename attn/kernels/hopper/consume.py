@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attn.kernels.hopper.decode_parts import opaque_zero
-from attn.kernels.hopper.tiles import told, wide
+from attn.kernels.hopper.tiles import is_joint, sum_of_own, told, wide
 from attn.kernels.masks import biased, is_visible, own_range, reach_of, seen_by_all
 from attn.kernels.numerics import encode_e4m3
 
@@ -43,12 +43,6 @@ def _within(scores, key, query, window):
         " selp.f32 $0, $1, 0fFF800000, p; }",
         "=f,f,r,r,r", [scores, key, query, window], dtype=gl.float32, is_pure=True, pack=1,
     )  # fmt: skip
-
-
-@gluon.jit
-def _sum_of_own(x):
-    """``[64, KV_TILE]`` summed up by thread: ``[64, 4]``, the four threads of a row."""
-    return gl.sum(gl.sum(gl.reshape(x, [64, x.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
@@ -110,7 +104,7 @@ def _softmax(
     else:
         base = top * factor
     weights = gl.exp2(scores * factor - base[:, None])
-    sums = _sum_of_own(weights)
+    sums = sum_of_own(weights)
     shrink = base
     if not FIRST:
         shrink = gl.exp2(m * factor - base)
@@ -398,7 +392,7 @@ def consume(
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     SUMS: gl.constexpr = gl.SliceLayout(1, SCORES)
     SPAN: gl.constexpr = 64 // PACKED
-    JOINT: gl.constexpr = WIDTH <= 64 and KIND <= 0
+    JOINT: gl.constexpr = is_joint(WIDTH, KIND)
     turn = 0
     done = 0
     parity = 0

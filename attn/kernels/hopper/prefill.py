@@ -24,7 +24,7 @@ from attn.kernels.hopper.compat import reinterpret, wait_for_kernels_before
 from attn.kernels.hopper.consume import consume
 from attn.kernels.hopper.convert import convert, convert_values
 from attn.kernels.hopper.produce import produce
-from attn.kernels.hopper.tiles import RECORD
+from attn.kernels.hopper.tiles import RECORD, is_joint
 from attn.kernels.stored import E4M3
 
 _E4M3 = gl.constexpr(E4M3)
@@ -192,7 +192,7 @@ def hopper_prefill_kernel(
         mbarrier.init(k_full.index(s), count=1)
         mbarrier.init(v_full.index(s), count=1)
         mbarrier.init(k_empty.index(s), count=WARP_GROUPS)
-        if KIND > 0 or WIDTH > 64:
+        if not is_joint(WIDTH, KIND):
             mbarrier.init(v_empty.index(s), count=WARP_GROUPS)
     if KIND > 0:
         WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)

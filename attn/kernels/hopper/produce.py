@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attn.kernels.hopper.compat import async_load
-from attn.kernels.hopper.tiles import publish, tile_at
+from attn.kernels.hopper.tiles import is_joint, publish, tile_at
 
 _LEAD = gl.constexpr(2)
 """Tiles of keys that are still to be asked for when the next tile of queries is taken."""
@@ -128,7 +128,8 @@ def produce(
     LATE: gl.constexpr = WARP_GROUPS == 2 and not RANGES
     # Of narrow heads keys of a turn and values of the one before are free together: behind keys,
     # values need not be waited for.
-    JOINT: gl.constexpr = 1 if HALVES == 1 else 0
+    JOINT: gl.constexpr = is_joint(HALVES * 64, 0)
+    MORE: gl.constexpr = 1 if JOINT else 0
     v_room = k_empty if JOINT else v_empty
     num_tiles = gl.load(num_tiles_ptr)
     total = num_tiles * HEADS
@@ -185,7 +186,7 @@ def produce(
             HEADS, GROUP // PACKED, TOKENS, KV_TILE, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
         )  # fmt: skip
         _load_keys(
-            v_desc, table_ptr, table, last, first_key, keys, kv_head, done - 1, done - 1 + JOINT,
+            v_desc, table_ptr, table, last, first_key, keys, kv_head, done - 1, done - 1 + MORE,
             v_full, v_room, v_boxes, v_boxes, KV_TILE, HALVES, 0, BLOCK_SIZE, RUN, STAGES,
         )  # fmt: skip
         turn += 1

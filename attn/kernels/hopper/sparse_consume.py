@@ -21,13 +21,8 @@ from attn.kernels.hopper.decode_parts import opaque_zero
 from attn.kernels.hopper.mla_consume import _base, _shrunk, _store_part
 from attn.kernels.hopper.sparse_finish import finish_shared
 from attn.kernels.hopper.sparse_parts import BLOCK, HALF, work_at, works_of
+from attn.kernels.hopper.tiles import sum_of_own
 from attn.kernels.rows import write_rows
-
-
-@gluon.jit
-def _sum_of_own(x):
-    """``[64, KEYS]`` summed up by thread: ``[64, 4]``, the four threads of a row."""
-    return gl.sum(gl.sum(gl.reshape(x, [64, x.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
@@ -137,7 +132,7 @@ def _first_block(
     _publish(narrow, top, is_last, p.index(0), m_first, ready, empty, q_empty, 0)
     shrink = gl.exp2(m - base)
     o = _shrunk(o, shrink)
-    l = _times(l, shrink) + _sum_of_own(weights)
+    l = _times(l, shrink) + sum_of_own(weights)
     operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, OUTPUT, 2))
     o = warpgroup_mma(operand, left.index(z), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])
@@ -188,7 +183,7 @@ def _second_block(
     # Under the product, unless EARLY.
     weights = gl.exp2(s * factor - base[:, None])
     again = gl.exp2(first - base)
-    l = _times(l, shrink * again) + _sum_of_own(weights)
+    l = _times(l, shrink * again) + sum_of_own(weights)
     narrow = weights.to(DTYPE)
     if not EARLY:
         # The weights' place is free only now.
@@ -233,7 +228,7 @@ def consume_listed(
             work, total, lens_ptr, topk, KEYS, HEAD_TILES, SEGMENT, PARTS, BALANCED, HAS_LENS
         )
         m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        l = _sum_of_own(gl.zeros([64, KEYS], gl.float32, SCORES))
+        l = sum_of_own(gl.zeros([64, KEYS], gl.float32, SCORES))
         o = gl.zeros([64, HALF], gl.float32, OUTPUT)
         total_sum = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
         if high > low:

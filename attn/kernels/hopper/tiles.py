@@ -15,6 +15,20 @@ _LEAST = gl.constexpr(8)
 """Tiles of heads that are walked together, at least: tiles that were measured have no more."""
 
 
+@gluon.constexpr_function
+def is_joint(width: int, kind: int) -> bool:
+    """Keys of a turn and the values of the one before are given back by one barrier, that of keys:
+    of narrow heads that are read as they are stored.
+    """
+    return width <= 64 and kind <= 0
+
+
+@gluon.jit
+def sum_of_own(x):
+    """``[64, keys]`` summed up by thread: ``[64, 4]``, the four threads of a row."""
+    return gl.sum(gl.sum(gl.reshape(x, [64, x.shape[1] // 8, 4, 2]), 3), 1)
+
+
 @gluon.jit
 def wide(stride):
     """A stride, which is not negative, as int64: of a signed one, copies of the sign would be kept
