@@ -232,7 +232,8 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
     def _widened_pages(self) -> WidenedPages | None:
         """Where prefills of this group may have a quantised cache widened; None where they do not.
 
-        Both ways have to take tiles of the same tokens, for which the plan is.
+        Both ways have to take tiles of the same tokens, for which the plan is, and of the same
+        keys, for the same bits.
         """
         config, spec, visible = self.vllm_config, cast(Any, self.kv_cache_spec), self.visible
         of_cache = self.planner.hopper
@@ -244,10 +245,11 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             return None
         asks = replace(self._asks(), cache_dtype=CacheDType.AUTO)
         tile = hopper_tile(replace(self.shape, stored_bits=16), self.kind, PAGE, asks)
-        if isinstance(tile, str) or tile.query_tile != of_cache.query_tile:
+        sides = of_cache.query_tile, of_cache.kv_tile
+        if isinstance(tile, str) or (tile.query_tile, tile.kv_tile) != sides:
             return None
         short, most = self.planner.short_query, config.prefill_workspace_bytes
-        sizes = self.shape, spec.dtype.torch, self._limits
+        sizes = self.shape, spec.dtype.torch, spec.cache_dtype, self._limits
         return WidenedPages(*sizes, short, visible.window, most, self.device)
 
     def build(

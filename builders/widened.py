@@ -6,7 +6,8 @@ tokens it is cheaper to write them out once, into a workspace that is a paged ca
 pages follow one another, request after request, and begin with the first key that a window leaves.
 
 What is widened, and whether, follows from the host's lengths, which have to be exact for it; the
-tables are written on the device from the device's lengths.
+tables are written on the device from the device's lengths. It depends on the whole step, so both
+ways have to give a request the same bits: tiles of the same keys, and elements of the same types.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from builders.split_kv import interprets
 from builders.split_plan import SplitLimits, WidenedKeys
 from builders.tiles import DenseShape, power_of_two
 from specs.base import cdiv
+from specs.dtypes import CacheDType
 
 PAGE = 128
 """Tokens of a page of the workspace: a tile of keys is one piece of it."""
@@ -31,6 +33,20 @@ LEAST_ROWS = 1024
 it again takes 0.2 ns; to convert it anew in every tile takes 40 % of the time of its products,
 0.3 ps for each row."""
 _TILE = 256
+
+
+def widened_value_type(cache_dtype: CacheDType, dtype: torch.dtype) -> torch.dtype:
+    """Of values, and of the weights they are multiplied by, over a quantised cache: fp16 of e4m3.
+
+    Tiles that convert their own have e4m3 as fp16 in one instruction; weights are at most 1, and
+    fp16 rounds them to three bits more than bf16 does.
+
+    Args:
+        cache_dtype: of the cache.
+        dtype: of the model.
+    """
+    is_e5m2 = cache_dtype is CacheDType.FP8_E5M2
+    return dtype if is_e5m2 else torch.float16
 
 
 @dataclass(frozen=True)
@@ -50,6 +66,7 @@ class WidenedPages:
         self,
         shape: DenseShape,
         dtype: torch.dtype,
+        cache_dtype: CacheDType,
         limits: SplitLimits,
         short_query: int,
         window: int | None,
@@ -60,6 +77,7 @@ class WidenedPages:
         Args:
             shape: the layers.
             dtype: of the model.
+            cache_dtype: of the cache.
             limits: of a step.
             short_query: longest query of the split-KV kernel, whose rows are not widened.
             window: visible keys of a query in every layer of the group; None for all.
@@ -80,9 +98,10 @@ class WidenedPages:
         buffers.declare("sources", (self.capacity, 2), int32)
         buffers.declare("total", (1,), int32)
         # A head's keys of a page are one piece, which one request to memory fetches.
-        for name, size in (("key", shape.head_size), ("value", shape.head_size_v)):
-            pages = (self.capacity, shape.num_kv_heads, PAGE, size)
-            buffers.declare(name, pages, dtype)
+        of_values = widened_value_type(cache_dtype, dtype)
+        kinds = ("key", shape.head_size, dtype), ("value", shape.head_size_v, of_values)
+        for name, size, kind in kinds:
+            buffers.declare(name, (self.capacity, shape.num_kv_heads, PAGE, size), kind)
 
     def host_rows(self, query_lens: torch.Tensor, kv_lens: torch.Tensor) -> HostRows:
         """Pages and use of a step's long rows.

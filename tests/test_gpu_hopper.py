@@ -167,6 +167,31 @@ def test_a_request_has_the_same_bits_in_120_launches_among_others(kind: str) -> 
     assert builder.planner.buffers["taken"].item() == 0
 
 
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("cache_dtype", [CacheDType.FP8_E4M3, CacheDType.FP8_E5M2], ids=str)
+@pytest.mark.parametrize("size", [80, 128, 256])
+def test_widened_keys_give_the_bits_of_tiles_that_convert_their_own(
+    size: int, cache_dtype: CacheDType, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which of both it is depends on the whole step."""
+    setup = Setup(
+        head_size=size,
+        cache_dtype=cache_dtype,
+        window=window,
+        prefill_kernel=PrefillKernel.HOPPER,
+    )
+    serving = Serving(setup)
+    builder, counts, lens = serving.builder(), [17, 300, 129, 64], [20, 3300, 129, 833]
+    batch, queries = serving.step(counts, lens, serving.tables(lens)), serving.queries(sum(counts))
+    results = []
+    for least in (0, 1 << 30):
+        monkeypatch.setattr(widened, "LEAST_ROWS", least)
+        record = builder.build(0, batch)
+        assert (record.prefill.hopper.widened is not None) == (least == 0)
+        results.append(serving.forward(record, queries))
+    assert same(*results)
+
+
 def test_an_engine_left_to_itself_takes_it_with_the_same_bits() -> None:
     results = []
     for wanted in (PrefillKernel.AUTO, PrefillKernel.HOPPER):

@@ -29,6 +29,7 @@ from specs.kv_cache import (
 
 CPU = torch.device("cpu")
 SHAPE = DenseShape(8, 2, 128, 128, 2, 8)
+TYPES = torch.float16, CacheDType.FP8_E4M3
 SHORT = 16
 LENS = ([20, 0, 3, 300, 17, 1], [20, 0, 900, 1000, 129, 128])
 """Query and KV lengths: three requests have long queries."""
@@ -84,13 +85,11 @@ def test_the_host_counts_the_same_pages() -> None:
     queries, keys = (torch.tensor(lens) for lens in LENS)
     for window in (None, 1, 100, 513):
         limits = SplitLimits(8, 512, 2048, window)
-        made = WidenedPages(SHAPE, torch.float16, limits, SHORT, window, 1 << 24, CPU)
+        made = WidenedPages(SHAPE, *TYPES, limits, SHORT, window, 1 << 24, CPU)
         starts, lens, pages = pages_of(*LENS, window, 64)
         write_widened_pages(starts, lens, pages, SHORT, window)
         assert made.host_rows(queries, keys).pages == int(pages.total)
-    rows = WidenedPages(
-        SHAPE, torch.float16, SplitLimits(8, 512, 2048, None), SHORT, None, None, CPU
-    )
+    rows = WidenedPages(SHAPE, *TYPES, SplitLimits(8, 512, 2048, None), SHORT, None, None, CPU)
     # 600 new tokens of 800, 4 query heads for each KV head.
     assert rows.host_rows(torch.tensor([600]), torch.tensor([800])).rows_per_key == 2400
 
@@ -200,3 +199,18 @@ def test_ranges_reach_beyond_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_bound_of_rows_is_the_module_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(widened, "LEAST_ROWS", 0)
     assert widened_of(builder_of(monkeypatch).build(0, batch_of([20], [800]))) is not None
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "of_values"),
+    [(CacheDType.FP8_E4M3, torch.float16), (CacheDType.FP8_E5M2, torch.bfloat16)],
+)
+def test_values_have_the_type_that_tiles_convert_to(
+    cache_dtype: CacheDType, of_values: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = FIELDS | {"cache_dtype": cache_dtype, "dtype": DType.BFLOAT16}
+    pages = widened_of(
+        builder_of(monkeypatch, FullAttentionSpec(**fields)).build(0, batch_of([600], [800]))
+    )
+    assert pages is not None
+    assert (pages.key.dtype, pages.value.dtype) == (torch.bfloat16, of_values)

@@ -136,8 +136,9 @@ def hopper_prefill_kernel(
     HALVES: gl.constexpr = WIDTH // 64
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    # Of values and weights: e4m3 becomes fp16 in one instruction, and weights are at most 1.
-    VALUE: gl.constexpr = gl.float16 if KIND == _E4M3 else DTYPE
+    # Of values and weights, see :func:`builders.widened.widened_value_type`.
+    STORED: gl.constexpr = DTYPE if KIND > 0 else v_desc.dtype
+    VALUE: gl.constexpr = gl.float16 if KIND == _E4M3 else STORED
     # Who waits for a tile of queries to be there.
     READERS: gl.constexpr = WARP_GROUPS + 1 if KIND > 0 and WIDTH <= 128 else WARP_GROUPS
     BOXES: gl.constexpr = STAGES * HALVES * (KV_TILE // RUN)
@@ -154,12 +155,12 @@ def hopper_prefill_kernel(
         DTYPE, [BOXES, 1, RUN, 1, 64], gl.NVMMASharedLayout(128, 16, 4)
     )
     v_boxes = gl.allocate_shared_memory(
-        DTYPE, [BOXES, 1, RUN, 1, 64], gl.NVMMASharedLayout(128, 16, 4)
+        VALUE, [BOXES, 1, RUN, 1, 64], gl.NVMMASharedLayout(128, 16, 4)
     )
     q_tiles = reinterpret(q_boxes, DTYPE, [Q_STAGES * WARP_GROUPS, 64, WIDTH], LAYOUT)
     k_tiles = reinterpret(k_boxes, DTYPE, [STAGES, KV_TILE, WIDTH], LAYOUT)
     v_tiles = reinterpret(v_boxes, VALUE, [STAGES, KV_TILE, WIDTH], LAYOUT)
-    v_runs = reinterpret(v_boxes, DTYPE, [BOXES, RUN, 64], LAYOUT)
+    v_runs = reinterpret(v_boxes, VALUE, [BOXES, RUN, 64], LAYOUT)
     q_more, k_more, q_extra, k_extra = q_boxes, k_boxes, q_tiles, k_tiles
     if EXTRA > 0:
         q_more = gl.allocate_shared_memory(
@@ -267,14 +268,14 @@ def hopper_prefill_kernel(
                     q_full, q_empty, k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr,
                     output_scale_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges,
                     factor, soft_cap, window, chunk, lookback, scale_head, out_token, out_head,
-                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH,
+                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, VALUE, KV_TILE, HALVES, WIDTH,
                     EXTRA, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
                     SOFT_CAP, SINKS, FP8_OUT, LSE)),
                 (consume, (1, q_tiles, q_extra, k_tiles, k_extra, v_tiles, v_runs, records,
                     q_full, q_empty, k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr,
                     output_scale_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges,
                     factor, soft_cap, window, chunk, lookback, scale_head, out_token, out_head,
-                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH,
+                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, VALUE, KV_TILE, HALVES, WIDTH,
                     EXTRA, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
                     SOFT_CAP, SINKS, FP8_OUT, LSE)),
                 (produce, (q_desc, k_desc, v_desc, q_boxes, q_more, k_boxes, k_more, v_boxes,
@@ -294,21 +295,21 @@ def hopper_prefill_kernel(
                     q_full, q_empty, k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr,
                     output_scale_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges,
                     factor, soft_cap, window, chunk, lookback, scale_head, out_token, out_head,
-                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH,
+                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, VALUE, KV_TILE, HALVES, WIDTH,
                     EXTRA, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
                     SOFT_CAP, SINKS, FP8_OUT, LSE)),
                 (consume, (1, q_tiles, q_extra, k_tiles, k_extra, v_tiles, v_runs, records,
                     q_full, q_empty, k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr,
                     output_scale_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges,
                     factor, soft_cap, window, chunk, lookback, scale_head, out_token, out_head,
-                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH,
+                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, VALUE, KV_TILE, HALVES, WIDTH,
                     EXTRA, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
                     SOFT_CAP, SINKS, FP8_OUT, LSE)),
                 (consume, (2, q_tiles, q_extra, k_tiles, k_extra, v_tiles, v_runs, records,
                     q_full, q_empty, k_full, k_empty, v_full, v_empty, cleared, out_ptr, lse_ptr,
                     output_scale_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, ranges_ptr, num_ranges,
                     factor, soft_cap, window, chunk, lookback, scale_head, out_token, out_head,
-                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, DTYPE, KV_TILE, HALVES, WIDTH,
+                    lse_token, GROUP, PACKED, WARP_GROUPS, KIND, VALUE, KV_TILE, HALVES, WIDTH,
                     EXTRA, SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
                     SOFT_CAP, SINKS, FP8_OUT, LSE)),
                 (produce, (q_desc, k_desc, v_desc, q_boxes, q_more, k_boxes, k_more, v_boxes,
