@@ -38,8 +38,9 @@ _TILE = 256
 def widened_value_type(cache_dtype: CacheDType, dtype: torch.dtype) -> torch.dtype:
     """Of values, and of the weights they are multiplied by, over a quantised cache: fp16 of e4m3.
 
-    Tiles that convert their own have e4m3 as fp16 in one instruction; weights are at most 1, and
-    fp16 rounds them to three bits more than bf16 does.
+    For the workspace, and for tiles that convert their own: both have to give the same bits. The
+    latter have e4m3 as fp16 in one instruction; weights are at most 1, and fp16 rounds them to
+    three bits more than bf16 does.
 
     Args:
         cache_dtype: of the cache.

@@ -347,8 +347,7 @@ def check_replays(setup: Setup, rows: int, tokens: int, replays: int) -> None:
         for actual, want in zip(held, expected[name], strict=True):
             wrong += (actual != want).any()
     assert int(wrong) == 0
-    # Of rows with many new tokens alone there is no split.
-    assert record.split is None or not bool(record.split.counters.any())
+    assert not bool(record.split.counters.any())
     assert builder.planner.buffers["taken"].item() == 0
 
 

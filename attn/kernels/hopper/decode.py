@@ -61,8 +61,9 @@ _ANYWHERE = [
 def ask_for_tables(table_ptr, table_reqs, table_row):
     """Have the beginnings of the block table's ``table_reqs`` rows brought to the L2 cache.
 
-    The only thing that may be done with memory ahead of the kernels before: nothing is read of it.
-    When it is known which pages are a program's, their numbers are one latency of memory nearer.
+    It may be done ahead of the kernels before, for nothing is read: when it is known which pages
+    are a program's, their numbers are in L2. Line by line, for rows need not begin where a bulk
+    prefetch (:func:`attn.kernels.hopper.mla_produce.prefetch_l2`) could.
     """
     line = gl.program_id(0) * 32 + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [4], [0]))
     table_reqs = gl.maximum(table_reqs, 1)

@@ -30,6 +30,7 @@ from builders.tiles import (
     HopperDecodeTile,
     HopperTile,
 )
+from builders.widened import widened_value_type
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType
 from specs.engine import PrefillKernel
@@ -319,7 +320,10 @@ class HopperLauncher(HopperForms[HopperPlan]):
             return None
         layer, output, lse = self._layer, tensors.output, tensors.lse
         cap, chunk, causal = layer.logits_soft_cap, layer.attention_chunk_size, step.causal
-        key, value = tensors.keys.key, tensors.keys.value
+        key, value, of_values = tensors.keys.key, tensors.keys.value, tensors.keys.value.dtype
+        narrow = layer.cache_dtype.is_quantized
+        if narrow:
+            of_values = widened_value_type(layer.cache_dtype, tensors.query.dtype)
         fixed: dict[str, Any] = {
             "out_token": output.stride(0),
             "out_head": output.stride(1),
@@ -343,6 +347,7 @@ class HopperLauncher(HopperForms[HopperPlan]):
             "Q_STAGES": tile.query_stages,
             "STAGES": tile.num_stages,
             "KIND": self._kind,
+            "FP16_VALUES": of_values == torch.float16,
             "REGISTERS": tile.registers,
             "CAUSAL": 0 if not layer.causal or causal is False else 1 if causal is True else 2,
             "WINDOW": layer.sliding_window is not None,
@@ -354,7 +359,6 @@ class HopperLauncher(HopperForms[HopperPlan]):
             "FP8_OUT": tensors.output_scale is not None,
             "LSE": lse is not None,
         }
-        narrow = layer.cache_dtype.is_quantized
         # Of four bytes.
         words = [stride // 4 for stride in (*key.stride()[:3], *value.stride()[:3])]
         names = ("k_block", "k_token", "k_head", "v_block", "v_token", "v_head")

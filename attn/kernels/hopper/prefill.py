@@ -25,9 +25,7 @@ from attn.kernels.hopper.consume import consume
 from attn.kernels.hopper.convert import convert, convert_values
 from attn.kernels.hopper.produce import produce
 from attn.kernels.hopper.tiles import RECORD, is_joint
-from attn.kernels.stored import E4M3
 
-_E4M3 = gl.constexpr(E4M3)
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -111,6 +109,7 @@ def hopper_prefill_kernel(
     Q_STAGES: gl.constexpr,
     STAGES: gl.constexpr,
     KIND: gl.constexpr,
+    FP16_VALUES: gl.constexpr,
     REGISTERS: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
@@ -129,16 +128,15 @@ def hopper_prefill_kernel(
     value_ptr with their strides, in words of four bytes. Queries and keys have WIDTH and EXTRA
     columns. With BLOCK_SIZE 0 keys lie as queries do, ``[1, T, Hk, SIZE]``. Out ``[T, H, SIZE]``,
     LSE ``[T, H]``, counter ``[1]``, which is 0 before and after, the rest as in
-    :func:`attn.kernels.prefill.prefill_kernel`. HEADS is the number of tiles of PACKED query heads;
-    REGISTERS those of a consumer's thread.
+    :func:`attn.kernels.prefill.prefill_kernel`. FP16_VALUES: values, and the weights they are
+    multiplied by, are fp16 and not of the query's type. HEADS is the number of tiles of PACKED
+    query heads; REGISTERS those of a consumer's thread.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     HALVES: gl.constexpr = WIDTH // 64
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    # Of values and weights, see :func:`builders.widened.widened_value_type`.
-    STORED: gl.constexpr = DTYPE if KIND > 0 else v_desc.dtype
-    VALUE: gl.constexpr = gl.float16 if KIND == _E4M3 else STORED
+    VALUE: gl.constexpr = gl.float16 if FP16_VALUES else DTYPE
     # Who waits for a tile of queries to be there.
     READERS: gl.constexpr = WARP_GROUPS + 1 if KIND > 0 and WIDTH <= 128 else WARP_GROUPS
     BOXES: gl.constexpr = STAGES * HALVES * (KV_TILE // RUN)
