@@ -101,6 +101,8 @@ class CaseResult(Spec):
     """Median time of one forward on the host; None where no target asks for it."""
     allocations: NonNegativeInt | None = None
     """Of device memory, in ten calls of ``forward``; None where it cannot be counted."""
+    run: NonNegativeInt = 0
+    """Which of the runs that were put together; a target names cases of the same run."""
 
     def peer(self, name: str) -> Contender | None:
         """A peer's result by name; None when it was not asked for."""
@@ -159,7 +161,9 @@ class BenchResults(Spec):
             ours, theirs = (str(getattr(x.environment, name)) for x in (self, earlier))
             if ours != theirs:
                 raise ValueError(f"earlier results must have {name} {ours!r}, got {theirs!r}")
-        cases = {result.case.name: result for result in (*earlier.cases, *self.cases)}
+        run = 1 + max((result.run for result in earlier.cases), default=-1)
+        mine = (result.replace(run=run + result.run) for result in self.cases)
+        cases = {result.case.name: result for result in (*earlier.cases, *mine)}
         ranks = {name: rank for rank, name in enumerate(order)}
         ranked = sorted(cases.values(), key=lambda result: ranks.get(result.case.name, len(ranks)))
         commits = [earlier.environment.commit, self.environment.commit]
@@ -190,7 +194,7 @@ def checks_of(result: CaseResult, others: Iterable[CaseResult] = ()) -> list[Che
 
     Args:
         result: of the case.
-        others: the run's, where a target can name another case.
+        others: all results, where a target can name another case; of other runs they do not count.
     """
     target, unit = result.case.target, result.case.unit
     checks = []
@@ -202,7 +206,8 @@ def checks_of(result: CaseResult, others: Iterable[CaseResult] = ()) -> list[Che
         verdict = _against_best(result, target.max_planned_ratio_to_best, planned=True)
         checks.append(Check(text, verdict))
     if target.no_slower_than is not None:
-        named = (other.ours for other in others if other.case.name == target.no_slower_than)
+        beside = (other for other in others if other.run == result.run)
+        named = (other.ours for other in beside if other.case.name == target.no_slower_than)
         verdict = _against(result, next(named, None), 1.0 / target.min_speedup)
         share = "" if target.min_speedup == 1.0 else f"1 / {target.min_speedup:g} of "
         checks.append(Check(f"<= {share}{target.no_slower_than}", verdict))

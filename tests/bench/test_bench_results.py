@@ -299,6 +299,19 @@ def test_results_of_several_runs_are_put_together(results):
         later.replace(environment=ENVIRONMENT.replace(device="NVIDIA H100")).merged(results, order)
 
 
+def test_times_of_two_runs_do_not_compare():
+    order = ["pre_1x8k", "pre_fp8_1x8k"]
+    (twin,) = (case for case in HOPPER_CASES if case.name == order[1])
+    plain, quantised = result_of("pre_1x8k", 800.0), result_of("pre_1x8k", 700.0)
+    quantised = quantised.replace(case=twin)
+    one = BenchResults(environment=ENVIRONMENT, cases=(plain, quantised)).cases
+    assert verdict_of(checks_of(one[1], one)) is Verdict.MET
+    first, second = (BenchResults(environment=ENVIRONMENT, cases=(x,)) for x in (plain, quantised))
+    for whole in (second.merged(first, order), first.merged(second, order)):
+        assert [result.case.name for result in whole.cases] == order
+        assert verdict_of(checks_of(whole.cases[1], whole.cases)) is Verdict.NOT_MEASURED
+
+
 # -- The Hopper table.
 
 HOPPER = {case.name: case for case in HOPPER_CASES}
