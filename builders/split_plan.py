@@ -18,8 +18,10 @@ from builders.tiles import (
     SplitTile,
 )
 
-SHORT_QUERY = 16
-"""Longest query of the split-KV kernel; longer ones go to the prefill kernel."""
+SHORT_QUERY = 8
+"""Longest query of the split-KV kernel; longer ones go to the prefill kernel. Tokens that share no
+tile each walk their keys, by all programs: of 16, in a step of many prompts, that took longer than
+the prefill kernel did for them. Which of both is a row's alone to decide, so that its bits are."""
 SPARE_STATES = 4
 """States of the segments that a program of the latent kernel is at: what is folded so far, and
 those that are to be folded next."""
