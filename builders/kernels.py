@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from builders import segments
 from builders.split_plan import (
@@ -121,18 +121,14 @@ def _bundles_of(
 
 @triton.jit
 def _row_of(
-    k, req_rows, begins, counts, kv_lens, req_bundles, window, chunk, lookback, dcp_size, dcp_rank,
+    live, bundle, skipped, begins, counts, kv_lens, window, chunk, lookback, dcp_size, dcp_rank,
     dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
     BUNDLED: tl.constexpr,
 ):  # fmt: skip
-    """Row ``k`` of every request: first token, tokens, first position, first KV tile, KV tiles,
-    bundle.
-
-    A few query tokens and one bundle of keys each; no tiles past a request's last row.
+    """A row of every request, of the tokens behind those ``skipped`` and a ``bundle`` of keys:
+    first token, tokens, first position, first KV tile, KV tiles; none where it is not ``live``.
     """
-    bundle = k % req_bundles
-    skipped = k // req_bundles * QUERY_TOKENS
     first = tl.maximum(kv_lens - counts, 0) + skipped
     tokens = tl.minimum(counts - skipped, QUERY_TOKENS)
     last = first + tokens - 1
@@ -151,8 +147,21 @@ def _row_of(
         past = segment_start((bundle + 1) * _BUNDLE) // SEGMENT_UNIT
         stop_tile = tl.minimum(stop_tile, past)
     # A row without keys costs one tile, so that somebody writes its zeros.
-    tiles = tl.where(k < req_rows, tl.maximum(stop_tile - first_tile, 1), 0)
-    return begins + skipped, tokens, first, first_tile, tiles, bundle
+    tiles = tl.where(live, tl.maximum(stop_tile - first_tile, 1), 0)
+    return begins + skipped, tokens, first, first_tile, tiles
+
+
+@triton.jit
+def _row_after(bundle, skipped, bundles, QUERY_TOKENS: tl.constexpr, BUNDLED: tl.constexpr):
+    """Bundle and skipped tokens of the row that follows: all bundles of the same tokens first."""
+    if BUNDLED:
+        bundle += 1
+        is_last = bundle == bundles
+        bundle = tl.where(is_last, 0, bundle)
+        skipped += tl.where(is_last, QUERY_TOKENS, 0)
+    else:
+        skipped += QUERY_TOKENS
+    return bundle, skipped
 
 
 @triton.jit
@@ -176,7 +185,7 @@ def _first_group(place, shared, sharers):
     before = tl.maximum(place - 1, 0)
     product = before.to(tl.int64) * sharers
     shared = tl.maximum(shared, 1)
-    group = (before.to(tl.float32) * (sharers.to(tl.float32) / shared.to(tl.float32))).to(tl.int32)
+    group = (before.to(tl.float32) * (sharers / shared.to(tl.float32))).to(tl.int32)
     group -= (group.to(tl.int64) * shared > product).to(tl.int32)
     group += ((group + 1).to(tl.int64) * shared <= product).to(tl.int32)
     return tl.where(place > 0, group + 1, 0)
@@ -195,20 +204,28 @@ def _store_row(
     SEGMENT_UNIT: tl.constexpr,
 ):  # fmt: skip
     """Row ``j``, see :data:`builders.split_plan.ROW_FIELDS`."""
-    out = rows_ptr + j * _FIELDS
-    tl.store(out, req, mask=live)
-    tl.store(out + 1, token, mask=live)
-    tl.store(out + 2, tokens, mask=live)
-    tl.store(out + 3, kv_len, mask=live)
-    tl.store(out + 4, first, mask=live)
-    tl.store(out + 5, first_tile, mask=live)
-    tl.store(out + 6, tiles, mask=live)
-    tl.store(out + 7, place, mask=live)
     part = segment_of(first_tile * SEGMENT_UNIT)
-    tl.store(out + 8, part, mask=live)
-    tl.store(out + 9, segment_of((first_tile + tiles - 1) * SEGMENT_UNIT) + 1 - part, mask=live)
-    tl.store(out + 10, bundle, mask=live)
-    tl.store(out + 11, bundles, mask=live)
+    parts = segment_of((first_tile + tiles - 1) * SEGMENT_UNIT) + 1 - part
+    _store_four(rows_ptr, live, j, 0, req, token, tokens, kv_len)
+    _store_four(rows_ptr, live, j, 4, first, first_tile, tiles, place)
+    _store_four(rows_ptr, live, j, 8, part, parts, bundle, bundles)
+
+
+@triton.jit
+def _store_four(rows_ptr, live, j, first: tl.constexpr, a, b, c, d):
+    """Four fields of row ``j``, of many rows at once: apart, each is a store to as many lines as
+    there are rows. A warp's rows would be exchanged between warps for that.
+    """
+    places = rows_ptr + j * _FIELDS + first
+    if j.shape[0] > 32:
+        # Of the two inner dimensions the last changes first.
+        fields = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [j.shape[0], 4])
+        tl.store(places[:, None] + tl.arange(0, 4)[None, :], fields, mask=live[:, None])
+    else:
+        tl.store(places, a, mask=live)
+        tl.store(places + 1, b, mask=live)
+        tl.store(places + 2, c, mask=live)
+        tl.store(places + 3, d, mask=live)
 
 
 @triton.jit
@@ -224,12 +241,14 @@ def _store_rows(
     ``cost`` tiles more.
     """
     group = _first_group(place, shared, sharers)
+    bundle, skipped = i * 0, i * 0
     for k in range(0, most_rows):
-        token, tokens, first, first_tile, tiles, bundle = _row_of(
-            k, req_rows, begin, count, kv_len, bundles, window, chunk, lookback, dcp_size, dcp_rank,
-            dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED,
-        )  # fmt: skip
         live = k < req_rows
+        token, tokens, first, first_tile, tiles = _row_of(
+            live, bundle, skipped, begin, count, kv_len, window, chunk, lookback, dcp_size,
+            dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
+            BUNDLED,
+        )  # fmt: skip
         _store_row(
             rows_ptr, live, j, i, token, tokens, kv_len, first, first_tile, tiles, place, bundle,
             bundles, SEGMENT_UNIT,
@@ -238,6 +257,7 @@ def _store_rows(
         after = _first_group(place, shared, sharers)
         tl.store(names_ptr + 2 * group, j, mask=live & (group < after))
         group = after
+        bundle, skipped = _row_after(bundle, skipped, bundles, QUERY_TOKENS, BUNDLED)
         j += 1
 
 
@@ -264,11 +284,11 @@ def _rows_at(
     bundles = _bundles_of(
         kv_len, dcp_size, dcp_rank, dcp_interleave, KV_TILE, SEGMENT_UNIT, DCP, BUNDLED
     )
-    k = j - before
-    token, tokens, first, first_tile, tiles, bundle = _row_of(
-        k, tl.where(live, k + 1, 0), begin, count, kv_len, bundles, window, chunk, lookback,
-        dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK,
-        TRIM, DCP, BUNDLED,
+    bundle = (j - before) % bundles
+    skipped = (j - before) // bundles * QUERY_TOKENS
+    token, tokens, first, first_tile, tiles = _row_of(
+        live, bundle, skipped, begin, count, kv_len, window, chunk, lookback, dcp_size, dcp_rank,
+        dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED,
     )  # fmt: skip
     return live, req, kv_len, bundles, token, tokens, first, first_tile, tiles, bundle
 
@@ -283,14 +303,18 @@ def _count_serially(
     """Tiles of every request, and the fewest and the most of a row: of all requests at once, one
     row after the other, so that nothing of one is another thread's.
     """
+    bundle, skipped = tiles_of * 0, tiles_of * 0
     for k in range(0, most_rows):
-        _, _, _, _, tiles, _ = _row_of(
-            k, req_rows, begin, count, kv_len, bundles, window, chunk, lookback, dcp_size, dcp_rank,
-            dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED,
+        live = k < req_rows
+        _, _, _, _, tiles = _row_of(
+            live, bundle, skipped, begin, count, kv_len, window, chunk, lookback, dcp_size,
+            dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
+            BUNDLED,
         )  # fmt: skip
         tiles_of += tiles
-        least = tl.where(k < req_rows, tl.minimum(least, tiles), least)
+        least = tl.where(live, tl.minimum(least, tiles), least)
         most = tl.maximum(most, tiles)
+        bundle, skipped = _row_after(bundle, skipped, bundles, QUERY_TOKENS, BUNDLED)
     return tiles_of, least, most
 
 
@@ -398,6 +422,15 @@ def _store_groups(
     named = tl.load(names_ptr + 2 * c, mask=c <= num_groups, other=-1)
     named_next = tl.load(names_ptr + 2 * c + 2, mask=c < num_groups, other=-1)
     held = tl.associative_scan(named, 0, _larger)
+    real = c < num_groups
+    # Where a group starts in this row or the next one is not known yet: to wait for both at once,
+    # and for what tells them apart, takes half as long.
+    k = tl.arange(0, 16)[None, :]
+    here = rows_ptr + (held * _FIELDS)[:, None] + k
+    inside = real[:, None] & (k < _FIELDS)
+    fields = tl.load(here, mask=inside & (held >= 0)[:, None])
+    if not FREE:
+        following = tl.load(here + _FIELDS, mask=inside & (held + 1 < num_rows)[:, None])
     position = _first_place(c, shared, sharers)
     row, segment = _group_start(
         held, position, (c <= num_groups) & (position < total), cost, num_rows, rows_ptr,
@@ -410,26 +443,27 @@ def _store_groups(
     )  # fmt: skip
     tl.store(starts_ptr + 2 * c, row, mask=c <= num_groups)
     tl.store(starts_ptr + 2 * c + 1, segment, mask=c <= num_groups)
-    real = c < num_groups
+    if not FREE:
+        fields = tl.where((row // HEAD_LOOPS > held)[:, None], following, fields)
     out = shares_ptr + c * _SHARE_FIELDS
     tl.store(out, row, mask=real)
     tl.store(out + 1, segment, mask=real)
     tl.store(out + 2, next_row, mask=real)
     tl.store(out + 3, next_segment, mask=real)
-    k = tl.arange(0, 16)[None, :]
-    mask = (real & (row < num_rows * HEAD_LOOPS))[:, None] & (k < _FIELDS)
-    fields = tl.load(rows_ptr + (row // HEAD_LOOPS * _FIELDS)[:, None] + k, mask=mask)
+    mask = inside & (row < num_rows * HEAD_LOOPS)[:, None]
     tl.store(out[:, None] + (_SHARE_FIELDS - _FIELDS) + k, fields, mask=mask)
 
 
 @triton.jit
-def _store_tiles(starts_ptr, i, tile_ends, num_tiles, max_reqs, REQS: tl.constexpr):
+def _store_tiles(starts_ptr, i, tile_ends, num_tiles, max_reqs, MOST_REQS: tl.constexpr):
     """First tile of each request ``i``, of those with long queries; their ends, and the last."""
     tl.store(starts_ptr + i, 0, mask=i == 0)
-    # Past the last request too: a graph was captured with more of them, perhaps.
     tl.store(starts_ptr + 1 + i, tile_ends, mask=i < max_reqs)
-    for block in range(REQS, max_reqs, REQS):
-        tl.store(starts_ptr + 1 + block + i, i * 0 + num_tiles, mask=block + i < max_reqs)
+    if i.shape[0] < MOST_REQS:
+        # Past the last request too: a graph was captured with more of them, perhaps.
+        every = tl.arange(0, MOST_REQS)
+        beyond = (every >= i.shape[0]) & (every < max_reqs)
+        tl.store(starts_ptr + 1 + every, every * 0 + num_tiles, mask=beyond)
 
 
 @triton.jit
@@ -491,7 +525,6 @@ _VARYING = [
     "num_reqs",
     "max_reqs",
     "max_kv_len",
-    "num_groups",
     "decode_max",
     "window",
     "chunk",
@@ -520,7 +553,6 @@ def plan_kernel(
     num_reqs,
     max_reqs,
     max_kv_len,
-    num_groups,
     decode_max,
     window,
     chunk,
@@ -539,36 +571,37 @@ def plan_kernel(
     TRIM: tl.constexpr,
     DCP: tl.constexpr,
     BUNDLED: tl.constexpr,
+    MOST_REQS: tl.constexpr,
     REQS: tl.constexpr,
     STEPS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
     GROUPS: tl.constexpr,
     FREE: tl.constexpr,
     LEAST: tl.constexpr,
     ROW_COST: tl.constexpr,
-    HASTENS: tl.constexpr,
+    WAITS: tl.constexpr,
 ):
     """The step's plan, by one program: rows, their tiles, and where each group of programs starts.
 
     seq_lens ``[R]``; query_start ``[R + 1]``; rows ``[rows, ROW_FIELDS]``; total ``[2]``: rows, and
-    tiles that the groups share; starts ``[num_groups + 1, 2]``: row * HEAD_LOOPS + head loop, and
-    segment of the row; shares ``[num_groups, SHARE_FIELDS]``; prefill_starts ``[max_reqs + 1]``:
+    tiles that the groups share; starts ``[NUM_GROUPS + 1, 2]``: row * HEAD_LOOPS + head loop, and
+    segment of the row; shares ``[NUM_GROUPS, SHARE_FIELDS]``; prefill_starts ``[max_reqs + 1]``:
     first prefill tile of each request; hopper_starts likewise, unless HOPPER_TILE is 0; row_ends
-    ``[REQS]`` and names ``[num_groups + 1, 2]``: scratch, the latter strided as starts are, so that
+    ``[REQS]`` and names ``[NUM_GROUPS + 1, 2]``: scratch, the latter strided as starts are, so that
     a group stays with one thread. All are int32. REQS is two to the STEPS.
 
     TRIM: no query sees past itself. DCP: keys are those of one rank, in their order there; lengths
     and positions of rows are the request's. With FREE a group starts at its share's first tile, and
     starts hold tiles of rows; a share has LEAST of them at least, and the beginning of a row counts
-    as ROW_COST tiles. HASTENS: this kernel may have been started ahead, and so may the next one,
-    which waits by itself.
+    as ROW_COST tiles. WAITS: this kernel may have been started ahead. The next is not started so by
+    it: it would read no earlier, on other multiprocessors than without a plan before it, and where
+    eight heads are read side by side took 8 us of 1430 more.
     """
-    if HASTENS:
-        # Not the other way round: who is started here would take the place of what is waited for.
+    if WAITS:
         gdc_wait()
-        gdc_launch_dependents()
     i = tl.arange(0, REQS)
     c = tl.arange(0, GROUPS)
-    tl.store(names_ptr + 2 * c, -1, mask=c <= num_groups)
+    tl.store(names_ptr + 2 * c, -1, mask=c <= NUM_GROUPS)
     real = i < num_reqs
     begin = tl.load(query_start_ptr + i, mask=real, other=0)
     count = tl.load(query_start_ptr + 1 + i, mask=real, other=0) - begin
@@ -583,9 +616,9 @@ def plan_kernel(
     req_ends, tile_ends, other_ends, num_rows, most_rows, num_tiles, num_others = _sums_of_requests(
         req_rows, tiles, others, REQS <= 32
     )
-    _store_tiles(prefill_starts_ptr, i, tile_ends, num_tiles, max_reqs, REQS)
+    _store_tiles(prefill_starts_ptr, i, tile_ends, num_tiles, max_reqs, MOST_REQS)
     if HOPPER_TILE > 0:
-        _store_tiles(hopper_starts_ptr, i, other_ends, num_others, max_reqs, REQS)
+        _store_tiles(hopper_starts_ptr, i, other_ends, num_others, max_reqs, MOST_REQS)
     is_serial = most_rows <= _SERIAL
     req_tiles = tl.zeros([REQS], tl.int32)
     least = tl.zeros([REQS], tl.int32) + max_kv_len + 1
@@ -613,10 +646,10 @@ def plan_kernel(
 
     # Group c owns the segments that start in its share of the tiles,
     # ``[c * shared / groups, (c + 1) * shared / groups)``.
-    sharers = num_groups
+    sharers = NUM_GROUPS
     if FREE:
         # A group without a tile would be waited for in vain.
-        sharers = tl.maximum(tl.minimum(num_groups, total // LEAST), 1)
+        sharers = tl.maximum(tl.minimum(NUM_GROUPS, total // LEAST), 1)
     shared = _shared_tiles(total, fewest, largest, sharers)
     tl.store(total_ptr, num_rows)
     tl.store(total_ptr + 1, shared)
@@ -639,6 +672,6 @@ def plan_kernel(
     # Rows and their names are other threads' stores.
     tl.debug_barrier()
     _store_groups(
-        rows_ptr, names_ptr, starts_ptr, shares_ptr, c, shared, sharers, total, cost, num_groups,
+        rows_ptr, names_ptr, starts_ptr, shares_ptr, c, shared, sharers, total, cost, NUM_GROUPS,
         num_rows, SEGMENT_UNIT, HEAD_LOOPS, FREE,
     )  # fmt: skip

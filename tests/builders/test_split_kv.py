@@ -486,7 +486,7 @@ def test_on_hopper_the_plan_and_the_kernels_behind_it_start_ahead_and_wait(
     options = kernel.__getitem__.return_value.call_args.kwargs
     ahead = kind is DeviceKind.SM90
     assert planner.split().waits == ahead
-    assert options["HASTENS"] == options.get("launch_pdl", False) == ahead
+    assert options["WAITS"] == options.get("launch_pdl", False) == ahead
 
 
 # -- Scratch.
