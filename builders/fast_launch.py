@@ -15,6 +15,9 @@ descriptor the same dtype, box and layout. The tests ask Triton whether that is 
 Whoever compares what its tensors are anyway keeps a :class:`Repeat` of a launch: its arguments, in
 which a few addresses and numbers are exchanged.
 
+Where the driver confirms the parameters, it is called in place of that function:
+:mod:`builders.driver_launch`.
+
 What is used of Triton 3.6 to 3.9 is looked up when a launch is learnt from, and nothing is learnt
 where it looks different. Launches stay Triton's where someone watches them (hooks, profilers,
 ``TRITON_DEBUG``), on other devices than the one learnt on, on AMD and under the interpreter.
@@ -36,6 +39,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
+from builders.driver_launch import driver_kernel, driver_launches
 from builders.split_plan import (
     Pointers,
 )
@@ -171,6 +175,8 @@ class Repeat:
         self._places: list[tuple[int, Any]] = []
         self._aligned: list[int] = []
         self._numbers: list[int] = []
+        single: list[int] = []
+        lists: list[int] = []
         for index, name in enumerate(names):
             at = prepared.places.get(name)
             if at is None or values[at[0]] is None:
@@ -185,6 +191,12 @@ class Repeat:
                 if not waives or value >> 31:
                     raise _UnknownError
             self._places.append((index, at[1]))
+            (lists if isinstance(at[1], slice) else single).append(index)
+        wheres = dict(self._places)
+        parts = [[wheres[index] for index in single]]
+        parts += [[*range(len(words))[wheres[index]]] for index in lists]
+        self._single, self._lists = picker(single), picker(lists)
+        self._direct = driver_launches(prepared.direct, words, parts)
 
     def encoded(self, name: str, descriptor: Any) -> list[Any] | None:
         """What stands for a descriptor among what is given; None for one of another kind."""
@@ -198,24 +210,33 @@ class Repeat:
             given: a value of each name: a tensor's address, an integer, the addresses of a
                 :class:`Pointers`, an encoded descriptor.
         """
+        prepared = self._prepared
+        if self._kernel.pre_run_hooks or _is_watched() or not prepared.is_current():
+            return False
+        direct = None if self._direct is None else self._direct.own
+        if direct is None or direct.written != given:
+            if not self._is_alike(given):
+                return False
+            if direct is not None:
+                parts = (self._single(given), *self._lists(given))
+                if not direct.write(parts, given):
+                    direct = None
+        if direct is not None and direct.launch(programs, prepared.stream()):
+            return True
+        words = self._words.copy()
+        for index, place in self._places:
+            words[place] = given[index]
+        prepared.call(programs, 1, 1, words)
+        return True
+
+    def _is_alike(self, given: tuple[Any, ...]) -> bool:
+        """Triton would not specialise anew."""
         addresses = numbers = 0
         for index in self._aligned:
             addresses |= given[index]
         for index in self._numbers:
             numbers |= given[index]
-        if (
-            addresses % _ALIGNMENT
-            or numbers >> 31
-            or self._kernel.pre_run_hooks
-            or _is_watched()
-            or not self._prepared.is_current()
-        ):
-            return False
-        words = self._words.copy()
-        for index, place in self._places:
-            words[place] = given[index]
-        self._prepared.launch(programs, 1, 1, words)
-        return True
+        return not (addresses % _ALIGNMENT or numbers >> 31)
 
 
 class RepeatedLaunch:
@@ -317,6 +338,15 @@ class _Prepared:
         self._remainders = [at % _ALIGNMENT != 0 for at in self._aligned(addresses)]
         self._widths = [value >> 31 for value in self._integers(values)]
         self._values = self._exact(values)
+        signature = compiled.src.signature
+        kinds = [(signature[name], place.stop - place.start) for name, place in places.items()]
+        self.direct = driver_kernel(compiled, self._base, kinds, self._words)
+        """None where only the C function launches it."""
+        single = [*self._tensor_places, *(place for _, place in self._integer_places)]
+        grouped = [where for _, where, _ in (*self._groups, *self._descriptors)]
+        self._single, self._lists = picker(single), picker(grouped)
+        parts = [single, *(range(where.start, where.stop) for where in grouped)]
+        self._own = driver_launches(self.direct, self._words, parts)
 
     def _expanded(
         self, arguments: Mapping[str, Any]
@@ -384,13 +414,28 @@ class _Prepared:
             words[where] = encoded
         return words
 
+    def stream(self) -> int:
+        """The current one."""
+        stream: int = self._driver.get_current_stream(self._device)
+        return stream
+
     def launch(self, x: int, y: int, z: int, words: list[Any]) -> None:
-        """Enqueue on the current stream."""
-        stream = self._driver.get_current_stream(self._device)
+        """Enqueue on the current stream, by the driver where it can."""
+        if self._own is not None:
+            direct = self._own.own
+            parts = (self._single(words), *self._lists(words))
+            if direct.written == parts or direct.write(parts, parts):
+                direct.reshape(y, z)
+                if direct.launch(x, self.stream()):
+                    return
+        self.call(x, y, z, words)
+
+    def call(self, x: int, y: int, z: int, words: list[Any]) -> None:
+        """Enqueue on the current stream, by the C function."""
         if self._is_nested:
-            self._call(x, y, z, stream, *self._base, words)
+            self._call(x, y, z, self.stream(), *self._base, words)
         else:
-            self._call(x, y, z, stream, *self._base, *words)
+            self._call(x, y, z, self.stream(), *self._base, *words)
 
 
 class _Encoder:

@@ -426,7 +426,6 @@ class DenseLauncher:
             tokens,
             None if sinks is None else sinks.data_ptr(),
             None if slopes is None else slopes.data_ptr(),
-            len(table),
             table.stride()[0],
             output.data_ptr(),
             None if lse is None else lse.data_ptr(),
@@ -464,7 +463,6 @@ class DenseLauncher:
             "ranges_ptr": ranges,
             "sinks_ptr": tensors.sinks,
             "slopes_ptr": tensors.alibi_slopes,
-            "table_reqs": len(step.block_table),
             "table_row": step.block_table.stride()[0],
             "num_ranges": 0 if ranges is None else ranges.shape[1],
         }
@@ -547,7 +545,6 @@ _GIVEN = (
     "tokens",
     "sinks_ptr",
     "slopes_ptr",
-    "table_reqs",
     "table_row",
     "out_ptr",
     "lse_ptr",

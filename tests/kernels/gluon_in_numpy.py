@@ -464,7 +464,6 @@ _NAMES: dict[str, Any] = {
     "opaque_zero": lambda: 0,
     "prefetch_l2": _nothing,
     "let_kernels_behind_start": _nothing,
-    "ask_for_tables": _nothing,
     "wait_for_kernels_before": _open,
 }
 

@@ -32,8 +32,6 @@ _REGISTERS = tl.constexpr(96)
 _OF_THREE = tl.constexpr(((224, 56), (232, 40)))
 """Of a consumer's thread and the producer's where there are two consumers, of 16 rows and of 64:
 the three have 504 together, and who multiplies 64 has two states."""
-_LINE = gl.constexpr(32)
-"""Entries of a block table in a cache line."""
 
 _VARYING = [
     "groups",
@@ -41,7 +39,6 @@ _VARYING = [
     "chunk",
     "lookback",
     "num_ranges",
-    "table_reqs",
     "table_row",
     "lse_token",
 ]
@@ -55,25 +52,6 @@ _ANYWHERE = [
     "k_scale_ptr",
     "v_scale_ptr",
 ]
-
-
-@gluon.jit
-def ask_for_tables(table_ptr, table_reqs, table_row):
-    """Have the beginnings of the block table's ``table_reqs`` rows brought to the L2 cache.
-
-    It may be done ahead of the kernels before, for nothing is read: when it is known which pages
-    are a program's, their numbers are in L2. Line by line, for rows need not begin where a bulk
-    prefetch (:func:`attn.kernels.hopper.mla_produce.prefetch_l2`) could.
-    """
-    line = gl.program_id(0) * 32 + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    table_reqs = gl.maximum(table_reqs, 1)
-    within = line // table_reqs * _LINE
-    entry = line % table_reqs * table_row.to(gl.int64) + within
-    entry = gl.where(within < table_row, entry, 0)
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [(table_ptr + entry).to(gl.int64)],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_ANYWHERE)
@@ -102,7 +80,6 @@ def hopper_decode_kernel(
     out_token,
     out_head,
     lse_token,
-    table_reqs,
     table_row,
     scale,
     soft_cap,
@@ -203,7 +180,6 @@ def hopper_decode_kernel(
         mbarrier.init(taken, count=1)
     # TMA sees barriers by another way than threads do.
     fence_async_shared()
-    ask_for_tables(table_ptr, table_reqs, table_row)
     wait_for_kernels_before()
     if CONSUMERS == 1:
         gl.warp_specialize(

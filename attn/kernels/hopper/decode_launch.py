@@ -136,7 +136,6 @@ _VARYING = (
     "sinks_ptr",
     "k_scale_ptr",
     "v_scale_ptr",
-    "table_reqs",
     "table_row",
     "num_ranges",
 )
