@@ -201,8 +201,8 @@ def test_an_engine_left_to_itself_takes_it_with_the_same_bits() -> None:
         assert record.prefill.hopper is not None
         results.append(serving.forward(record, serving.queries(340)))
         (launcher,) = serving.impl._launchers.values()
-        # Only the kernel of the short rows has a form besides.
-        assert len(launcher._splits) == 1
+        # No row is short, and no plain kernel has a form.
+        assert len(launcher._splits) == 0
         assert len(launcher._tiled) == 0
     assert same(*results)
 
