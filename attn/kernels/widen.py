@@ -31,6 +31,7 @@ def _widen_rows(
     tokens,
     places,
     live,
+    written,
     block_stride,
     token_stride,
     SIZE: tl.constexpr,
@@ -38,7 +39,9 @@ def _widen_rows(
     KIND: tl.constexpr,
     DECODE: tl.constexpr,
 ):
-    """Rows of some tokens of one head; ``places`` are theirs in the workspace."""
+    """Rows of some tokens of one head, zeros of those ``written`` that are not ``live``; ``places``
+    are theirs in the workspace.
+    """
     column = tl.arange(0, WORDS)
     there = live[:, None] & (column < SIZE // 2)[None, :]
     at = blocks * block_stride + tokens * token_stride
@@ -46,13 +49,19 @@ def _widen_rows(
     low, high = plane_of(words, 0, KIND, DECODE), plane_of(words, 1, KIND, DECODE)
     wide = round_to(to_float32(tl.interleave(low, high)), out_ptr.dtype.element_ty)
     element = tl.arange(0, 2 * WORDS)
-    there = live[:, None] & (element < SIZE)[None, :]
+    there = written[:, None] & (element < SIZE)[None, :]
     tl.store(out_ptr + places[:, None] * SIZE + element[None, :], wide, mask=there)
 
 
 @triton.jit(
-    do_not_specialize=["table_row"],
-    do_not_specialize_on_alignment=["sources_ptr", "total_ptr", "table_ptr", "seq_lens_ptr"],
+    do_not_specialize=["table_row", "window"],
+    do_not_specialize_on_alignment=[
+        "sources_ptr",
+        "total_ptr",
+        "table_ptr",
+        "query_start_ptr",
+        "seq_lens_ptr",
+    ],
 )
 def widen_kernel(
     key_ptr,
@@ -62,8 +71,10 @@ def widen_kernel(
     sources_ptr,
     total_ptr,
     table_ptr,
+    query_start_ptr,
     seq_lens_ptr,
     table_row,
+    window,
     k_block: tl.int64,
     k_token: tl.int64,
     k_head: tl.int64,
@@ -80,10 +91,12 @@ def widen_kernel(
     DECODE: tl.constexpr,
     PAGE: tl.constexpr,
     TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """One head of one page of the workspace; grid ``(pages, HEADS)``, pages at least those in use.
 
-    Nothing past the request's last key is read; its place keeps what it holds.
+    Nothing past the request's last key is read; its place keeps what it holds. Nor is anything
+    before the first key that a query sees by its window, whose block may be gone: zeros are there.
     """
     page = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -91,21 +104,26 @@ def widen_kernel(
         req = tl.load(sources_ptr + 2 * page).to(tl.int64)
         first = tl.load(sources_ptr + 2 * page + 1) * PAGE
         kv_len = tl.load(seq_lens_ptr + req)
+        start = 0
+        if WINDOW:
+            begin = tl.load(query_start_ptr + req)
+            start = kv_len - (tl.load(query_start_ptr + req + 1) - begin) - (window - 1)
         row_ptr = table_ptr + req * table_row
         place = (page * HEADS + head) * PAGE
         for skipped in range(0, PAGE, TOKENS):
             here = skipped + tl.arange(0, TOKENS)
             token = first + here
-            live = token < kv_len
+            written = token < kv_len
+            live = written & (token >= start)
             block = tl.load(row_ptr + token // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
             inside = (token % BLOCK_SIZE).to(tl.int64)
             _widen_rows(
-                key_ptr + head * k_head, wide_key_ptr, block, inside, place + here, live, k_block,
-                k_token, K_SIZE, K_WORDS, KIND, DECODE,
+                key_ptr + head * k_head, wide_key_ptr, block, inside, place + here, live, written,
+                k_block, k_token, K_SIZE, K_WORDS, KIND, DECODE,
             )  # fmt: skip
             _widen_rows(
                 value_ptr + head * v_head, wide_value_ptr, block, inside, place + here, live,
-                v_block, v_token, V_SIZE, V_WORDS, KIND, DECODE,
+                written, v_block, v_token, V_SIZE, V_WORDS, KIND, DECODE,
             )  # fmt: skip
 
 
@@ -117,17 +135,21 @@ _VARYING = (
     "sources_ptr",
     "total_ptr",
     "table_ptr",
+    "query_start_ptr",
     "seq_lens_ptr",
     "table_row",
 )
 
 
-def widen_form(words: tuple[Any, Any], widened: WidenedKeys, kind: int, decode: int) -> KernelForm:
+def widen_form(
+    words: tuple[Any, Any], widened: WidenedKeys, window: int | None, kind: int, decode: int
+) -> KernelForm:
     """What the launches of a layer share.
 
     Args:
         words: keys and values ``[N, P, Hk, D / 2]`` of the cache, as 16-bit words.
         widened: the workspace.
+        window: visible keys of a query; None for all.
         kind: how the cache stores its elements, as in :mod:`attn.kernels.stored`.
         decode: how that is decoded, likewise.
     """
@@ -145,6 +167,8 @@ def widen_form(words: tuple[Any, Any], widened: WidenedKeys, kind: int, decode: 
         "DECODE": decode,
         "PAGE": page,
         "TOKENS": _TOKENS,
+        "window": window or 0,
+        "WINDOW": window is not None,
     }
     for name, rows in (("k", key), ("v", value)):
         axes = zip(("block", "token", "head"), rows.stride()[:3], strict=True)

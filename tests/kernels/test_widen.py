@@ -26,6 +26,7 @@ KINDS = {CacheDType.FP8_E4M3: E4M3, CacheDType.FP8_E5M2: E5M2}
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("packing", KVPacking)
 @pytest.mark.parametrize("order", KVOrder)
+@pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize(
     ("cache", "size", "block_size"),
     [
@@ -41,6 +42,7 @@ def test_every_live_row_is_widened_exactly(
     order: KVOrder,
     packing: KVPacking,
     dtype: torch.dtype,
+    window: int | None,
 ) -> None:
     model = DType.BFLOAT16
     spec = FullAttentionSpec(
@@ -56,11 +58,15 @@ def test_every_live_row_is_widened_exactly(
     query_lens, kv_lens = [20, 1, 33, 17], [70, 40, 33, 50]
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     lens = torch.tensor(kv_lens, dtype=torch.int32)
-    # Entries past the last block lead nowhere.
+    starts_of_keys = [
+        0 if window is None else max(kv_len - count - (window - 1), 0)
+        for count, kv_len in zip(query_lens, kv_lens, strict=True)
+    ]
+    # Entries past the last block lead nowhere, nor do those of blocks that a window leaves.
     table = torch.full((4, 6), 1 << 30, dtype=torch.int32)
     ids = iter(torch.randperm(BLOCKS, generator=generator).tolist())
     for row, kv_len in enumerate(kv_lens):
-        for block in range(-(-kv_len // block_size)):
+        for block in range(starts_of_keys[row] // block_size, -(-kv_len // block_size)):
             table[row, block] = next(ids)
     wide = [torch.full((8, HEADS, PAGE, size), 7.0, dtype=dtype) for _ in range(2)]
     pages = WidenedKeys(
@@ -71,9 +77,9 @@ def test_every_live_row_is_widened_exactly(
         torch.zeros(1, dtype=torch.int32),
         7,
     )
-    _write_pages(starts, lens, pages)
+    _write_pages(starts, lens, pages, window)
     words = views.key.view(torch.int16), views.value.view(torch.int16)
-    form = widen_form(words, pages, KINDS[cache], PLAIN)
+    form = widen_form(words, pages, window, KINDS[cache], PLAIN)
     varying = {
         "key_ptr": words[0],
         "value_ptr": words[1],
@@ -82,17 +88,20 @@ def test_every_live_row_is_widened_exactly(
         "sources_ptr": pages.sources,
         "total_ptr": pages.total,
         "table_ptr": table,
+        "query_start_ptr": starts,
         "seq_lens_ptr": lens,
         "table_row": table.stride(0),
     }
     form.call((7, HEADS), varying).launch()
-    _check(wide, views, table, lens, pages, block_size)
+    _check(wide, views, table, lens, starts_of_keys, pages, block_size)
 
 
-def _write_pages(starts: torch.Tensor, lens: torch.Tensor, pages: WidenedKeys) -> None:
+def _write_pages(
+    starts: torch.Tensor, lens: torch.Tensor, pages: WidenedKeys, window: int | None
+) -> None:
     """As the builder does, of smaller pages."""
     with mock.patch.object(widened, "PAGE", PAGE):
-        write_widened_pages(starts, lens, pages, 16, None)
+        write_widened_pages(starts, lens, pages, 16, window)
 
 
 def _check(
@@ -100,11 +109,13 @@ def _check(
     views: KVViews,
     table: torch.Tensor,
     lens: torch.Tensor,
+    starts_of_keys: list[int],
     pages: WidenedKeys,
     block_size: int,
 ) -> None:
     used = int(pages.total)
-    assert used == 3 + 2 + 2
+    wanted = [-(-int(lens[req]) // PAGE) - starts_of_keys[req] // PAGE for req in (0, 2, 3)]
+    assert used == sum(wanted)
     for rows, stored in zip(wide, (views.key, views.value), strict=True):
         for place in range(len(rows)):
             req, page = pages.sources[place].tolist()
@@ -113,6 +124,9 @@ def _check(
                 if place >= used or token >= int(lens[req]):
                     # Nobody wrote there.
                     assert bool((found == 7.0).all())
+                    continue
+                if token < starts_of_keys[req]:
+                    assert not bool(found.any())
                     continue
                 block = int(table[req, token // block_size])
                 expected = stored[block, token % block_size].float().to(rows.dtype)

@@ -76,7 +76,8 @@ class WidenedLauncher:
         if not self._widening.has(key):
             words = varying["key_ptr"], varying["value_ptr"]
             decode, _ = decode_form(tensors.query.device)
-            self._widening.keep(key, widen_form(words, widened, self._kind, decode))
+            window = self._layer.sliding_window
+            self._widening.keep(key, widen_form(words, widened, window, self._kind, decode))
         form = self._widening.latest
         assert form is not None
         grid = (widened.pages, self._layer.num_kv_heads)
@@ -86,6 +87,7 @@ class WidenedLauncher:
             "wide_value_ptr": widened.value,
             "sources_ptr": widened.sources,
             "total_ptr": widened.total,
+            "query_start_ptr": step.query_start_loc,
             "seq_lens_ptr": step.seq_lens,
         }
         return form.call(grid, arguments), attends
