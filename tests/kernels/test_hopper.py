@@ -306,7 +306,7 @@ def test_its_tiles_are_counted_beside_the_others() -> None:
     engine = layer.engine(PrefillKernel.HOPPER)
     builder = TritonAttentionMetadataBuilder(layer.spec(), ["layer"], engine, "cpu")
     table = torch.ones(4, 64, dtype=torch.int32)
-    batch = CommonAttentionMetadata.from_lengths([40, 1, 33, 16], [40, 9, 100, 20], table, 16)
+    batch = CommonAttentionMetadata.from_lengths([40, 1, 33, 8], [40, 9, 100, 20], table, 16)
     plan = builder.build(0, batch).prefill
     assert plan is not None
     assert plan.hopper is not None
