@@ -14,7 +14,7 @@ from attn.backends.triton_mla import TritonMLABackend
 from attn.device import detect_device
 from builders import widened
 from builders.common import CommonAttentionMetadata
-from builders.split_plan import WidenedKeys
+from builders.split_plan import SHORT_QUERY, WidenedKeys
 from builders.widened import WidenedPages
 from specs.devices import DeviceKind, kind_of
 from specs.dtypes import CacheDType, DType
@@ -43,7 +43,7 @@ HERE = detect_device().compute_capability
 CASES = [
     case
     for case in cases_for(TritonAttentionBackend)
-    if isinstance(case, Case) and is_served(case) and max(case.batch.query_lens) > 16
+    if isinstance(case, Case) and is_served(case) and max(case.batch.query_lens) > SHORT_QUERY
 ]
 SETUPS = {
     f"{heads}of{kv_heads}-d{size}": Setup(
@@ -61,7 +61,7 @@ WIDENED_CASES = [
     for case in cases_for(TritonAttentionBackend)
     if isinstance(case, Case)
     and case.cache_dtype in (CacheDType.FP8, CacheDType.FP8_E4M3, CacheDType.FP8_E5M2)
-    and max(case.batch.query_lens) > 16
+    and max(case.batch.query_lens) > SHORT_QUERY
     and case.feature.name in ("causal", "soft_cap", "sinks", "fp8_output")
     and is_served(case)
     for feature in (case.feature, FEATURES["window"])[: 2 if case.feature.name == "causal" else 1]

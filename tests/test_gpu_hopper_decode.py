@@ -9,6 +9,7 @@ import pytest
 
 from attn.backends.triton_attn import TritonAttentionBackend
 from attn.device import detect_device
+from builders.split_plan import SHORT_QUERY
 from specs.devices import DeviceKind, kind_of
 from specs.dtypes import CacheDType, DType
 from specs.engine import DecodeKernel
@@ -33,7 +34,7 @@ HERE = detect_device().compute_capability
 CASES = [
     case
     for case in cases_for(TritonAttentionBackend)
-    if isinstance(case, Case) and is_decoded(case) and min(case.batch.query_lens) <= 16
+    if isinstance(case, Case) and is_decoded(case) and min(case.batch.query_lens) <= SHORT_QUERY
 ]
 PLAIN = Setup(decode_kernel=DecodeKernel.HOPPER)
 KINDS = {
