@@ -20,7 +20,6 @@ from builders.split_plan import (
     EVERY_KEY,
     ROW_FIELDS,
     SHARE_FIELDS,
-    SHORT_QUERY,
     HopperPlan,
     PrefillPlan,
     SplitLimits,
@@ -28,6 +27,7 @@ from builders.split_plan import (
     VisibleKeys,
     area_of,
     latent_states,
+    longest_short_query,
 )
 from builders.tiles import (
     DenseShape,
@@ -116,10 +116,12 @@ class SplitPlanner:
         self.requires_hopper = requires_hopper
         self.limits = limits
         self.device = buffers.device
-        self.short_query = limits.max_num_tokens if every_row else max(SHORT_QUERY, max_query_len)
+        head_tiles = shape.num_kv_heads * tile.head_tiles
+        self.short_query = longest_short_query(head_tiles, tile.query_tokens, max_query_len)
+        if every_row:
+            self.short_query = limits.max_num_tokens
         if not takes_rows:
             self.short_query = 0
-        head_tiles = shape.num_kv_heads * tile.head_tiles
         programs = num_multiprocessors * tile.programs_per_sm
         self.heads = parallel_heads(head_tiles, programs)
         self.head_loops = head_tiles // self.heads

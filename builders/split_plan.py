@@ -18,10 +18,11 @@ from builders.tiles import (
     SplitTile,
 )
 
-SHORT_QUERY = 8
-"""Longest query of the split-KV kernel; longer ones go to the prefill kernel. Tokens that share no
-tile each walk their keys, by all programs: of 16, in a step of many prompts, that took longer than
-the prefill kernel did for them. Which of both is a row's alone to decide, so that its bits are."""
+SHORT_QUERY = 16
+"""Longest query of the split-KV kernel beside verifies, see :func:`longest_short_query`."""
+_WALKS = 64
+"""Walks over a request's keys by all programs: half of those that take as long as one program of
+the prefill kernel does for them, on an H200."""
 SPARE_STATES = 4
 """States of the segments that a program of the latent kernel is at: what is folded so far, and
 those that are to be folded next."""
@@ -242,6 +243,24 @@ class PrefillPlan:
         starts = self.tile_starts
         of_hopper = None if self.hopper is None else self.hopper.likeness
         return self.tile, starts.dtype, starts.device, of_hopper
+
+
+def longest_short_query(head_tiles: int, query_tokens: int, max_query_len: int) -> int:
+    """Longest query of the split-KV kernel; longer ones go to the prefill kernel.
+
+    Every head tile of every ``query_tokens`` tokens walks their keys, by all programs; in the
+    prefill kernel one program does for all tokens of a head tile. That takes long where it is
+    waited for, and next to nothing beside tiles of other prompts: in a step of many, 17 of 48
+    requests with up to 16 tokens took a tenth of the time by their walks. Which it is a row may not
+    ask, since its bits are its own: up to half of the walks that take as long as one program
+    neither choice is further from the better one than the other would be.
+
+    Args:
+        head_tiles: of all KV heads.
+        query_tokens: of a tile.
+        max_query_len: query tokens of a verify, which are always short.
+    """
+    return max(max_query_len, min(SHORT_QUERY, max(_WALKS // head_tiles, 1) * query_tokens))
 
 
 def area_of(slots: int, bundles: int, head_loops: int) -> int:

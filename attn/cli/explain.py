@@ -18,12 +18,13 @@ from builders.hopper_dense import (
     prefill_kernel_of,
 )
 from builders.split_plan import (
-    SHORT_QUERY,
+    longest_short_query,
 )
 from builders.tiles import (
     DenseShape,
     HopperDecodeTile,
     HopperTile,
+    split_tile,
 )
 from specs.attention import AttentionType
 from specs.devices import Device, DeviceKind
@@ -210,9 +211,11 @@ def _kernels(
     if not is_paged:
         return {"all rows": longer}
     decode, why = decode_kernel_of(shape, device.kind, pages, 1, asks, DecodeKernel.AUTO)
+    tile = split_tile(shape, device.kind, 1) if decode is None else decode.split
+    short = longest_short_query(shape.num_kv_heads * tile.head_tiles, tile.query_tokens, 1)
     return {
-        f"up to {SHORT_QUERY} new tokens": f"split KV, {_named(decode)}: {why}",
-        f"more than {SHORT_QUERY} new tokens": longer,
+        f"up to {short} new tokens": f"split KV, {_named(decode)}: {why}",
+        f"more than {short} new tokens": longer,
     }
 
 

@@ -31,6 +31,7 @@ from builders.split_plan import (
     WASTE,
     SplitLimits,
     VisibleKeys,
+    longest_short_query,
 )
 from builders.tiles import (
     DenseShape,
@@ -466,6 +467,35 @@ def test_heads_side_by_side_leave_few_programs_idle(head_tiles: int, programs: i
     assert used[heads] * 30 >= max(used.values()) * 29
     more = [one for one in used if one > heads]
     assert all(used[one] * 30 < max(used.values()) * 29 for one in more)
+
+
+# -- Which rows are its own.
+
+
+@pytest.mark.parametrize(
+    ("head_tiles", "query_tokens", "verify", "longest"),
+    [
+        (1, 1, 1, SHORT_QUERY),
+        (8, 1, 1, 8),
+        (32, 1, 1, 2),
+        (128, 1, 1, 1),
+        (8, 4, 4, SHORT_QUERY),
+        (64, 4, 8, 8),
+        (8, 1, 24, 24),
+    ],
+)
+def test_what_walks_its_keys_too_often_is_the_prefill_kernels(
+    head_tiles: int, query_tokens: int, verify: int, longest: int
+) -> None:
+    assert longest_short_query(head_tiles, query_tokens, verify) == longest
+
+
+def test_a_planner_knows_its_longest_row_by_its_heads() -> None:
+    limits = SplitLimits(2, 64, 128, None)
+    for kv_heads, longest in ((2, SHORT_QUERY), (8, 8), (32, 2)):
+        shape = DenseShape(32, kv_heads, 128, 128, 2, 16)
+        planner = SplitPlanner(shape, DeviceKind.SM90, 132, limits, 1, GraphBuffers("cpu"))
+        assert planner.short_query == longest
 
 
 # -- Launches.

@@ -14,7 +14,6 @@ from attn.cli.app import app, known_device, parse_bytes
 from attn.cli.corrupt import Fault
 from attn.cli.report import RunReport
 from attn.registry import AttentionBackendEnum
-from builders.split_plan import SHORT_QUERY
 from specs.devices import KNOWN_DEVICES, DeviceKind
 from specs.hf_config import load_model_geometry
 
@@ -440,11 +439,11 @@ def test_explain_says_which_kernels_serve_and_why(device, dtype, kernel, said):
     result = attn("explain", *arguments, "--kernels", "--json")
     (decision,) = json.loads(result.output)
     short, long = decision["kernels"].items()
-    assert short[0] == f"up to {SHORT_QUERY} new tokens"
+    assert short[0] == "up to 8 new tokens"
     faster = "it measured faster in such layers"
     refused = "the one for Hopper does not serve"
     assert short[1].startswith(f"split KV, {kernel}: {faster if 'Hopper' in kernel else refused}")
-    assert long[0] == f"more than {SHORT_QUERY} new tokens"
+    assert long[0] == "more than 8 new tokens"
     assert said in long[1]
     assert f"prefill, {kernel}: " in attn("explain", *arguments, "--kernels").output
     assert "kernels" not in attn("explain", *arguments).output
@@ -454,7 +453,7 @@ def test_explain_says_where_few_new_tokens_get_the_kernel_for_hopper():
     arguments = ["--model", "gemma-3-4b", "--device", "h200", "--kernels", "--json"]
     result = attn("explain", *arguments)
     local, whole = sorted(json.loads(result.output), key=lambda one: "sliding" not in one["layers"])
-    said = f"up to {SHORT_QUERY} new tokens"
+    said = "up to 16 new tokens"
     slower = "the one for Hopper serves, but did not measure faster with a window or chunks"
     assert local["kernels"][said] == f"split KV, plain Triton: {slower}"
     faster = "it measured faster in such layers, and decode_kernel is 'auto'"
