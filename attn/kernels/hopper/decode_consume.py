@@ -233,9 +233,7 @@ def consume(
     HALVES: gl.constexpr = WIDTH // (128 if E4M3 else 64)
     # States under way at a row's end: what there are registers for, up to all of a bundle.
     CELLS: gl.constexpr = FINISH_ROWS * FINISH_WIDTH * CONSUMERS
-    AT_ONCE: gl.constexpr = (
-        16 if CELLS <= 512 and FINISH_WIDTH < 256 else 12 if CELLS <= 1024 else 8
-    )
+    AT_ONCE: gl.constexpr = 16 if CELLS <= 512 else 12 if CELLS <= 1024 else 8
     lane = gl.program_id(0) % HEADS
     first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
     exchange = exchange.index(PART)

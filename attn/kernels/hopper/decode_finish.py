@@ -92,12 +92,17 @@ def _fold_many(
         n2, k2, b2, n3, k3, b3, n4, k4, b4, n5, k5, b5 = _load_parts(
             states_ptr, sums_ptr, slot, part + 12, parts, row, cells, mine, mask, USED, WIDTH
         )
-    # Without branches: exponentials of all wait for no sum, which only then is known to ptxas.
     m, l, acc = _fold_four(m, l, acc, m0, l0, a0, m1, l1, a1, m2, l2, a2, m3, l3, a3)
-    m, l, acc = _fold_four(m, l, acc, m4, l4, a4, m5, l5, a5, m6, l6, a6, m7, l7, a7)
-    m, l, acc = _fold_four(m, l, acc, m8, l8, a8, m9, l9, a9, n0, k0, b0, n1, k1, b1)
+    # Exponentials wait for no sum, which without a branch between them is known to ptxas; where a
+    # thread has more of a state, it has no registers for that.
+    ALL: gl.constexpr = AT_ONCE == 16 and WIDTH <= 128
+    if ALL or part + 4 < parts:
+        m, l, acc = _fold_four(m, l, acc, m4, l4, a4, m5, l5, a5, m6, l6, a6, m7, l7, a7)
+    if ALL or part + 8 < parts:
+        m, l, acc = _fold_four(m, l, acc, m8, l8, a8, m9, l9, a9, n0, k0, b0, n1, k1, b1)
     if AT_ONCE == 16:
-        m, l, acc = _fold_four(m, l, acc, n2, k2, b2, n3, k3, b3, n4, k4, b4, n5, k5, b5)
+        if ALL or part + 12 < parts:
+            m, l, acc = _fold_four(m, l, acc, n2, k2, b2, n3, k3, b3, n4, k4, b4, n5, k5, b5)
     return m, l, acc
 
 
