@@ -26,7 +26,7 @@ from typing import Any
 
 MAP = "nvTmaDesc"
 """Triton's name for the type of what TMA reads of a descriptor."""
-_CONSTANT = "constexpr"
+CONSTANT = "constexpr"
 """Compiled in: no parameter."""
 _CELLS = {
     "i1": "b7x",
@@ -142,7 +142,7 @@ def driver_kernel(
         return None
     try:
         types = tuple(one for kind, count in kinds for one in _types_of(kind, count))
-        sizes = [_size_of(one) for one in types if one != _CONSTANT]
+        sizes = [_size_of(one) for one in types if one != CONSTANT]
         for one, word in zip(types, words, strict=True):
             if one == MAP:
                 _address_of(word)
@@ -236,6 +236,7 @@ class DriverLaunch:
         Raises:
             ValueError: a word that differs is no parameter, or a map not known here.
             struct.error: a word is not of its type.
+            OverflowError: a number is beyond fp32.
         """
         self.written: Any = None
         """What :meth:`write` was last told to keep."""
@@ -243,7 +244,7 @@ class DriverLaunch:
         self._launch, self._function = kernel.functions.launch, ctypes.c_void_p(kernel.function)
         types = dict(enumerate(kernel.types))
         of_map = [place for place in types if types[place] == MAP]
-        in_cells = [place for place in types if types[place] not in (_CONSTANT, MAP)]
+        in_cells = [place for place in types if types[place] not in (CONSTANT, MAP)]
         maps = [[place for place in part[:1] if place in of_map] for part in parts]
         differing = [part[len(own) :] for part, own in zip(parts, maps, strict=True)]
         # Those of a part stand together, so that they are written at once.
@@ -305,7 +306,7 @@ class DriverLaunch:
                         ctypes.memmove(at_map, _address_of(words[0]), _MAP_BYTES)
                         pack(self._memory, start, *words[1:])
                     held[index] = words
-        except (struct.error, ValueError):
+        except (struct.error, ValueError, OverflowError):
             return False
         self.written = kept
         return True
@@ -361,5 +362,5 @@ def driver_launches(
         return None
     try:
         return DriverLaunches(kernel, words, parts)
-    except (struct.error, ValueError):
+    except (struct.error, ValueError, OverflowError):
         return None

@@ -21,7 +21,7 @@ Where the driver confirms the parameters, it is called in place of that function
 What is used of Triton 3.6 to 3.9 is looked up when a launch is learnt from, and nothing is learnt
 where it looks different. Launches stay Triton's where someone watches them (hooks, profilers,
 ``TRITON_DEBUG``), on other devices than the one learnt on, on AMD and under the interpreter.
-Capturing a CUDA graph needs nothing of its own: function, stream and parameters are Triton's.
+Capturing a CUDA graph needs nothing of its own: a captured launch copies its parameters.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
-from builders.driver_launch import driver_kernel, driver_launches
+from builders.driver_launch import CONSTANT, driver_kernel, driver_launches
 from builders.split_plan import (
     Pointers,
 )
@@ -177,6 +177,7 @@ class Repeat:
         self._numbers: list[int] = []
         single: list[int] = []
         lists: list[int] = []
+        parts: list[list[int]] = [[]]
         for index, name in enumerate(names):
             at = prepared.places.get(name)
             if at is None or values[at[0]] is None:
@@ -191,10 +192,12 @@ class Repeat:
                 if not waives or value >> 31:
                     raise _UnknownError
             self._places.append((index, at[1]))
-            (lists if isinstance(at[1], slice) else single).append(index)
-        wheres = dict(self._places)
-        parts = [[wheres[index] for index in single]]
-        parts += [[*range(len(words))[wheres[index]]] for index in lists]
+            if isinstance(at[1], slice):
+                lists.append(index)
+                parts.append([*range(len(words))[at[1]]])
+            else:
+                single.append(index)
+                parts[0].append(at[1])
         self._single, self._lists = picker(single), picker(lists)
         self._direct = driver_launches(prepared.direct, words, parts)
 
@@ -343,6 +346,9 @@ class _Prepared:
         self.direct = driver_kernel(compiled, self._base, kinds, self._words)
         """None where only the C function launches it."""
         single = [*self._tensor_places, *(place for _, place in self._integer_places)]
+        if self.direct is not None:
+            # A number that the kernel was compiled for is no parameter.
+            single = [place for place in single if self.direct.types[place] != CONSTANT]
         grouped = [where for _, where, _ in (*self._groups, *self._descriptors)]
         self._single, self._lists = picker(single), picker(grouped)
         parts = [single, *(range(where.start, where.stop) for where in grouped)]

@@ -126,7 +126,7 @@ def _row_of(
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
     BUNDLED: tl.constexpr,
 ):  # fmt: skip
-    """A row of every request, of the tokens behind those ``skipped`` and a ``bundle`` of keys:
+    """A row of every request, of the tokens that follow the ``skipped`` and a ``bundle`` of keys:
     first token, tokens, first position, first KV tile, KV tiles; none where it is not ``live``.
     """
     first = tl.maximum(kv_lens - counts, 0) + skipped
@@ -214,10 +214,10 @@ def _store_row(
 @triton.jit
 def _store_four(rows_ptr, live, j, first: tl.constexpr, a, b, c, d):
     """Four fields of row ``j``, of many rows at once: apart, each is a store to as many lines as
-    there are rows. A warp's rows would be exchanged between warps for that.
+    there are rows. Few rows would be exchanged between warps for that.
     """
     places = rows_ptr + j * _FIELDS + first
-    if j.shape[0] > 32:
+    if j.shape[0] > 64:
         # Of the two inner dimensions the last changes first.
         fields = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [j.shape[0], 4])
         tl.store(places[:, None] + tl.arange(0, 4)[None, :], fields, mask=live[:, None])

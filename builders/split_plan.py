@@ -245,22 +245,23 @@ class PrefillPlan:
         return self.tile, starts.dtype, starts.device, of_hopper
 
 
-def longest_short_query(head_tiles: int, query_tokens: int, max_query_len: int) -> int:
+def longest_short_query(num_kv_heads: int, tile: SplitTile, max_query_len: int) -> int:
     """Longest query of the split-KV kernel; longer ones go to the prefill kernel.
 
-    Every head tile of every ``query_tokens`` tokens walks their keys, by all programs; in the
-    prefill kernel one program does for all tokens of a head tile. That takes long where it is
+    Every head tile of every few tokens walks their keys, by all programs; in the prefill kernel one
+    program does for all tokens of a head tile. That takes long where it is
     waited for, and next to nothing beside tiles of other prompts: in a step of many, 17 of 48
     requests with up to 16 tokens took a tenth of the time by their walks. Which it is a row may not
     ask, since its bits are its own: up to half of the walks that take as long as one program
     neither choice is further from the better one than the other would be.
 
     Args:
-        head_tiles: of all KV heads.
-        query_tokens: of a tile.
+        num_kv_heads: of the layer.
+        tile: of the split-KV kernel.
         max_query_len: query tokens of a verify, which are always short.
     """
-    return max(max_query_len, min(SHORT_QUERY, max(_WALKS // head_tiles, 1) * query_tokens))
+    walks = num_kv_heads * tile.head_tiles
+    return max(max_query_len, min(SHORT_QUERY, max(_WALKS // walks, 1) * tile.query_tokens))
 
 
 def area_of(slots: int, bundles: int, head_loops: int) -> int:

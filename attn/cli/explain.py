@@ -212,7 +212,8 @@ def _kernels(
         return {"all rows": longer}
     decode, why = decode_kernel_of(shape, device.kind, pages, 1, asks, DecodeKernel.AUTO)
     tile = split_tile(shape, device.kind, 1) if decode is None else decode.split
-    short = longest_short_query(shape.num_kv_heads * tile.head_tiles, tile.query_tokens, 1)
+    # Without speculation.
+    short = longest_short_query(shape.num_kv_heads, tile, 1)
     return {
         f"up to {short} new tokens": f"split KV, {_named(decode)}: {why}",
         f"more than {short} new tokens": longer,

@@ -473,21 +473,22 @@ def test_heads_side_by_side_leave_few_programs_idle(head_tiles: int, programs: i
 
 
 @pytest.mark.parametrize(
-    ("head_tiles", "query_tokens", "verify", "longest"),
+    ("kv_heads", "head_tiles", "query_tokens", "verify", "longest"),
     [
-        (1, 1, 1, SHORT_QUERY),
-        (8, 1, 1, 8),
-        (32, 1, 1, 2),
-        (128, 1, 1, 1),
-        (8, 4, 4, SHORT_QUERY),
-        (64, 4, 8, 8),
-        (8, 1, 24, 24),
+        (1, 1, 1, 1, SHORT_QUERY),
+        (8, 1, 1, 1, 8),
+        (32, 1, 1, 1, 2),
+        (64, 2, 1, 1, 1),
+        (8, 1, 4, 4, SHORT_QUERY),
+        (32, 2, 4, 8, 8),
+        (8, 1, 1, 24, 24),
     ],
 )
 def test_what_walks_its_keys_too_often_is_the_prefill_kernels(
-    head_tiles: int, query_tokens: int, verify: int, longest: int
+    kv_heads: int, head_tiles: int, query_tokens: int, verify: int, longest: int
 ) -> None:
-    assert longest_short_query(head_tiles, query_tokens, verify) == longest
+    tile = replace(tile_of(1), head_tiles=head_tiles, query_tokens=query_tokens)
+    assert longest_short_query(kv_heads, tile, verify) == longest
 
 
 def test_a_planner_knows_its_longest_row_by_its_heads() -> None:

@@ -16,7 +16,13 @@ import triton.runtime
 
 from attn.kernels.launch import KernelForm
 from builders import driver_launch
-from builders.driver_launch import DriverFunctions, driver_functions, driver_kernel
+from builders.driver_launch import (
+    DriverFunctions,
+    DriverKernel,
+    driver_functions,
+    driver_kernel,
+    driver_launches,
+)
 from builders.fast_launch import GROUPS, Repeat
 from builders.split_plan import (
     Pointers,
@@ -528,3 +534,17 @@ def test_threads_do_not_write_over_each_others_parameters(gpu: DirectDriver) -> 
     first, between, last = gpu.direct
     assert first == last != between
     assert theirs[0] is not mine
+
+
+def test_a_number_beyond_fp32_is_the_c_functions_to_round(gpu: DirectDriver) -> None:
+    assert gpu.functions is not None
+    kernel = DriverKernel(gpu.functions, 1, 32, 0, False, ("fp32",))
+    assert driver_launches(kernel, [1e39], []) is None
+    assert driver_launches(kernel, [1e38], []) is not None
+
+
+def test_a_number_that_is_compiled_in_keeps_no_launch_from_the_driver(gpu: DirectDriver) -> None:
+    form = form_of(gpu)
+    for _ in range(2):
+        form.call((3,), arguments(size=1)).launch()
+    assert len(gpu.direct) == 1

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from attn.kernels.dense import DenseLayer
+from attn.kernels.hopper.widened import window_of
 from attn.kernels.stored import E4M3, E5M2, PLAIN
 from attn.kernels.widen import widen_form
 from builders import widened
@@ -131,3 +135,22 @@ def _check(
                 block = int(table[req, token // block_size])
                 expected = stored[block, token % block_size].float().to(rows.dtype)
                 assert torch.equal(found.nan_to_num(3.0), expected.nan_to_num(3.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranges", "window"),
+    [
+        ({}, False, None),
+        ({"sliding_window": 9}, False, 9),
+        ({"sliding_window": 9}, True, None),
+        ({"sliding_window": 9, "clamps_ranges": True}, True, 9),
+        # A window given as chunks.
+        ({"sliding_window": 9, "attention_chunk_size": 9, "chunk_lookback": 1}, False, None),
+    ],
+)
+def test_a_window_bounds_what_is_widened_unless_chunks_or_ranges_do(
+    changes: dict[str, Any], ranges: bool, window: int | None
+) -> None:
+    layer = DenseLayer(4, 2, 128, 128, 0.1, CacheDType.FP8_E4M3, True, **changes)
+    step: Any = SimpleNamespace(mm_ranges=torch.zeros(1, 1, 2) if ranges else None)
+    assert window_of(layer, step) == window
