@@ -232,9 +232,10 @@ def widened_pages_kernel(
     begins = tl.load(query_start_ptr + i, mask=real, other=0)
     counts = tl.load(query_start_ptr + 1 + i, mask=real, other=0) - begins
     kv_lens = tl.load(seq_lens_ptr + i, mask=real, other=0)
-    first = i * 0
+    seen = i * 0
     if WINDOW:
-        first = tl.maximum(kv_lens - counts - (window - 1), 0) // PAGE_SIZE
+        seen = tl.maximum(kv_lens - counts - (window - 1), 0)
+    first = seen // PAGE_SIZE
     stop = tl.minimum(tl.cdiv(kv_lens, PAGE_SIZE), width)
     pages = tl.where(counts > short_query, tl.maximum(stop - first, 0), 0)
     own_first = tl.sum(tl.where(is_own, first, 0), 0)
@@ -242,8 +243,9 @@ def widened_pages_kernel(
     place = tl.sum(tl.where(i < req, pages, 0), 0) + column - own_first
     there = (column >= own_first) & (column < own_first + own_pages) & (place < capacity)
     tl.store(table_ptr + req.to(tl.int64) * width + column, place, mask=there)
-    tl.store(sources_ptr + 2 * place, req, mask=there)
-    tl.store(sources_ptr + 2 * place + 1, column, mask=there)
+    tl.store(sources_ptr + 3 * place, req, mask=there)
+    tl.store(sources_ptr + 3 * place + 1, column, mask=there)
+    tl.store(sources_ptr + 3 * place + 2, tl.sum(tl.where(is_own, seen, 0), 0), mask=there)
     is_first = (req == 0) & (tl.program_id(1) == 0)
     tl.store(total_ptr, tl.minimum(tl.sum(pages, 0), capacity), mask=is_first)
 

@@ -42,7 +42,7 @@ from specs.base import cdiv
 from specs.devices import DeviceKind
 
 ONE_WARP = 32
-"""Requests whose plan needs no sums over warps: fewer barriers, 0.7 us less on an H200."""
+"""Requests whose plan needs no sums over warps, and so fewer barriers."""
 PARTS_OF_A_PROGRAM = 2
 """Of rows that are cut anywhere, and folded by another kernel: the last part of the row that a
 program's share begins in, and the first one of that which it ends in."""

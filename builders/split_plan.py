@@ -21,8 +21,8 @@ from builders.tiles import (
 SHORT_QUERY = 16
 """Longest query of the split-KV kernel beside verifies, see :func:`longest_short_query`."""
 _WALKS = 64
-"""Walks over a request's keys by all programs: half of those that take as long as one program of
-the prefill kernel does for them, on an H200."""
+"""Walks over a request's keys by all programs: about half of those that take as long as one program
+of the prefill kernel does, reckoned from an H200's rates of both (docs/performance.md)."""
 SPARE_STATES = 4
 """States of the segments that a program of the latent kernel is at: what is folded so far, and
 those that are to be folded next."""
@@ -183,7 +183,8 @@ class WidenedKeys:
     """``[R, max_pages]`` int32: the workspace's pages of each request with a long query, from the
     first that a window leaves; others may be anything."""
     sources: torch.Tensor
-    """``[W, 2]`` int32: request, and which of its pages, of each page of the workspace."""
+    """``[W, 3]`` int32, of each page of the workspace: request, which of its pages, and the first
+    key that any of its queries sees. What lies before that may be gone from the cache."""
     total: torch.Tensor
     """``[1]`` int32: pages in use."""
     pages: int
@@ -249,11 +250,11 @@ def longest_short_query(num_kv_heads: int, tile: SplitTile, max_query_len: int) 
     """Longest query of the split-KV kernel; longer ones go to the prefill kernel.
 
     Every head tile of every few tokens walks their keys, by all programs; in the prefill kernel one
-    program does for all tokens of a head tile. That takes long where it is
-    waited for, and next to nothing beside tiles of other prompts: in a step of many, 17 of 48
-    requests with up to 16 tokens took a tenth of the time by their walks. Which it is a row may not
-    ask, since its bits are its own: up to half of the walks that take as long as one program
-    neither choice is further from the better one than the other would be.
+    program does for all tokens of a head tile. That takes long where it is waited for, and next to
+    nothing beside tiles of other prompts: in a step of many, 17 of 48 requests with up to 16 tokens
+    took 3 to 8 % of the time by their walks. Which it is a row may not ask, since its bits are its
+    own: at half of the walks that take as long as one program either choice is as far from the
+    better one as the other.
 
     Args:
         num_kv_heads: of the layer.

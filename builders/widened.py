@@ -96,7 +96,7 @@ class WidenedPages:
         buffers = self.buffers = GraphBuffers(device)
         reqs, int32 = limits.max_num_seqs, torch.int32
         buffers.declare("table", (reqs, width), int32)
-        buffers.declare("sources", (self.capacity, 2), int32)
+        buffers.declare("sources", (self.capacity, 3), int32)
         buffers.declare("total", (1,), int32)
         # A head's keys of a page are one piece, which one request to memory fetches.
         of_values = widened_value_type(cache_dtype, dtype)
@@ -216,10 +216,10 @@ def write_widened_pages(
         count = starts[req + 1] - starts[req]
         if count <= short_query:
             continue
-        first = 0 if window is None else max(kv_len - count - (window - 1), 0) // PAGE
-        for page in range(first, min(cdiv(kv_len, PAGE), width)):
+        seen = 0 if window is None else max(kv_len - count - (window - 1), 0)
+        for page in range(seen // PAGE, min(cdiv(kv_len, PAGE), width)):
             if place < capacity:
                 pages.table[req, page] = place
-                pages.sources[place] = torch.tensor([req, page], dtype=torch.int32)
+                pages.sources[place] = torch.tensor([req, page, seen], dtype=torch.int32)
             place += 1
     pages.total.fill_(min(place, capacity))

@@ -20,6 +20,7 @@ from specs.devices import DeviceKind, kind_of
 from specs.dtypes import CacheDType, DType
 from specs.engine import PrefillKernel
 from tests import test_random_attention, trials
+from tests.batches import BatchSpec
 from tests.cases import FEATURES, Case, LatentCase, cases_for
 from tests.conformance import check_case
 from tests.hopper_cases import is_served
@@ -56,15 +57,21 @@ SETUPS = {
     )
     for size in (64, 128, 256)
 }
+BEHIND_WINDOW = BatchSpec("behind_window", (40, 1, 20), (300, 50, 90))
+"""Long rows whose first blocks a window has left."""
 WIDENED_CASES = [
-    replace(case, feature=feature)
+    replace(case, feature=feature, batch=batch)
     for case in cases_for(TritonAttentionBackend)
     if isinstance(case, Case)
     and case.cache_dtype in (CacheDType.FP8, CacheDType.FP8_E4M3, CacheDType.FP8_E5M2)
     and max(case.batch.query_lens) > SHORT_QUERY
     and case.feature.name in ("causal", "soft_cap", "sinks", "fp8_output")
     and is_served(case)
-    for feature in (case.feature, FEATURES["window"])[: 2 if case.feature.name == "causal" else 1]
+    for feature, batch in (
+        (case.feature, case.batch),
+        (FEATURES["window"], case.batch),
+        (FEATURES["window"], BEHIND_WINDOW),
+    )[: 3 if case.feature.name == "causal" else 1]
 ]
 LATENT_CASES = [
     replace(case, dtype=DType.BFLOAT16) if case.dtype is DType.FLOAT32 else case

@@ -54,14 +54,8 @@ def _widen_rows(
 
 
 @triton.jit(
-    do_not_specialize=["table_row", "window"],
-    do_not_specialize_on_alignment=[
-        "sources_ptr",
-        "total_ptr",
-        "table_ptr",
-        "query_start_ptr",
-        "seq_lens_ptr",
-    ],
+    do_not_specialize=["table_row"],
+    do_not_specialize_on_alignment=["sources_ptr", "total_ptr", "table_ptr", "seq_lens_ptr"],
 )
 def widen_kernel(
     key_ptr,
@@ -71,10 +65,8 @@ def widen_kernel(
     sources_ptr,
     total_ptr,
     table_ptr,
-    query_start_ptr,
     seq_lens_ptr,
     table_row,
-    window,
     k_block: tl.int64,
     k_token: tl.int64,
     k_head: tl.int64,
@@ -91,30 +83,26 @@ def widen_kernel(
     DECODE: tl.constexpr,
     PAGE: tl.constexpr,
     TOKENS: tl.constexpr,
-    WINDOW: tl.constexpr,
 ):
     """One head of one page of the workspace; grid ``(pages, HEADS)``, pages at least those in use.
 
-    Nothing past the request's last key is read; its place keeps what it holds. Nor is anything
-    before the first key that a query sees by its window, whose block may be gone: zeros are there.
+    Nothing past the request's last key is read; its place keeps what it holds. Nor is anything read
+    before the first key that is seen, whose block may be gone: zeros are written there.
     """
     page = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     if page < tl.load(total_ptr):
-        req = tl.load(sources_ptr + 2 * page).to(tl.int64)
-        first = tl.load(sources_ptr + 2 * page + 1) * PAGE
+        req = tl.load(sources_ptr + 3 * page).to(tl.int64)
+        first = tl.load(sources_ptr + 3 * page + 1) * PAGE
+        seen = tl.load(sources_ptr + 3 * page + 2)
         kv_len = tl.load(seq_lens_ptr + req)
-        start = 0
-        if WINDOW:
-            begin = tl.load(query_start_ptr + req)
-            start = kv_len - (tl.load(query_start_ptr + req + 1) - begin) - (window - 1)
         row_ptr = table_ptr + req * table_row
         place = (page * HEADS + head) * PAGE
         for skipped in range(0, PAGE, TOKENS):
             here = skipped + tl.arange(0, TOKENS)
             token = first + here
             written = token < kv_len
-            live = written & (token >= start)
+            live = written & (token >= seen)
             block = tl.load(row_ptr + token // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
             inside = (token % BLOCK_SIZE).to(tl.int64)
             _widen_rows(
@@ -135,21 +123,17 @@ _VARYING = (
     "sources_ptr",
     "total_ptr",
     "table_ptr",
-    "query_start_ptr",
     "seq_lens_ptr",
     "table_row",
 )
 
 
-def widen_form(
-    words: tuple[Any, Any], widened: WidenedKeys, window: int | None, kind: int, decode: int
-) -> KernelForm:
+def widen_form(words: tuple[Any, Any], widened: WidenedKeys, kind: int, decode: int) -> KernelForm:
     """What the launches of a layer share.
 
     Args:
         words: keys and values ``[N, P, Hk, D / 2]`` of the cache, as 16-bit words.
         widened: the workspace.
-        window: visible keys of a query; None for all.
         kind: how the cache stores its elements, as in :mod:`attn.kernels.stored`.
         decode: how that is decoded, likewise.
     """
@@ -167,8 +151,6 @@ def widen_form(
         "DECODE": decode,
         "PAGE": page,
         "TOKENS": _TOKENS,
-        "window": window or 0,
-        "WINDOW": window is not None,
     }
     for name, rows in (("k", key), ("v", value)):
         axes = zip(("block", "token", "head"), rows.stride()[:3], strict=True)

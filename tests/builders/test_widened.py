@@ -42,7 +42,7 @@ def pages_of(
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     buffers = GraphBuffers(CPU)
     buffers.declare("table", (len(kv_lens), 16), torch.int32, fill=-1)
-    buffers.declare("sources", (capacity, 2), torch.int32, fill=-1)
+    buffers.declare("sources", (capacity, 3), torch.int32, fill=-1)
     buffers.declare("total", (1,), torch.int32, fill=-1)
     rows = torch.zeros(0)
     named = buffers["table"], buffers["sources"], buffers["total"]
@@ -62,10 +62,10 @@ def test_pages_follow_one_another_from_the_first_that_is_seen(
             range(kv_len) if window is None else range(max(kv_len - count - window + 1, 0), kv_len)
         )
         if count > SHORT:
-            expected += [[req, page] for page in sorted({key // PAGE for key in seen})]
+            expected += [[req, page, seen[0]] for page in sorted({key // PAGE for key in seen})]
     assert pages.total.tolist() == [min(len(expected), capacity)]
     assert pages.sources.tolist()[: len(expected)] == expected[:capacity]
-    for place, (req, page) in enumerate(expected[:capacity]):
+    for place, (req, page, _) in enumerate(expected[:capacity]):
         assert int(pages.table[req, page]) == place
 
 
@@ -135,7 +135,7 @@ def test_prompts_long_enough_are_widened(monkeypatch: pytest.MonkeyPatch) -> Non
     pages = widened_of(builder.build(0, batch_of([600, 1], [800, 5])))
     assert pages is not None
     assert pages.pages == 7
-    assert pages.sources[:7].tolist() == [[0, page] for page in range(7)]
+    assert pages.sources[:7].tolist() == [[0, page, 0] for page in range(7)]
     assert pages.key.shape[1:] == (PAGE, 2, 128)
     # A key meets 80 rows; the workspace is too small.
     assert widened_of(builder.build(0, batch_of([20], [800]))) is None

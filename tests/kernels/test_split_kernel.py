@@ -36,7 +36,7 @@ GROUPS = 3
 DECODE = BatchSpec("long_decode", (1,) * 5, (5000, 2100, 40, 3333, 6000))
 VERIFY = BatchSpec("long_verify", (4, 1, 3, 2), (5003, 2049, 4097, 3070), num_speculative_tokens=3)
 SHORT_DECODE = BatchSpec("short_decode", (1,) * 3, (2100, 40, 3333))
-EXTEND = BatchSpec("long_extend", (8, 3, 8), (2051, 3000, 4099), num_speculative_tokens=3)
+EXTEND = BatchSpec("long_extend", (16, 3, 16), (2053, 3000, 4104), num_speculative_tokens=3)
 """Queries of several rows each, of which some do not see the request's last segment."""
 GROUP_OF_FOUR = Heads(4, 1, 64)
 

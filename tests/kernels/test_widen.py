@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from attn.kernels.dense import DenseLayer
-from attn.kernels.hopper.widened import window_of
 from attn.kernels.stored import E4M3, E5M2, PLAIN
 from attn.kernels.widen import widen_form
 from builders import widened
@@ -77,13 +73,13 @@ def test_every_live_row_is_widened_exactly(
         wide[0].transpose(1, 2),
         wide[1].transpose(1, 2),
         torch.zeros(4, 4, dtype=torch.int32),
-        torch.zeros(8, 2, dtype=torch.int32),
+        torch.zeros(8, 3, dtype=torch.int32),
         torch.zeros(1, dtype=torch.int32),
         7,
     )
     _write_pages(starts, lens, pages, window)
     words = views.key.view(torch.int16), views.value.view(torch.int16)
-    form = widen_form(words, pages, window, KINDS[cache], PLAIN)
+    form = widen_form(words, pages, KINDS[cache], PLAIN)
     varying = {
         "key_ptr": words[0],
         "value_ptr": words[1],
@@ -92,7 +88,6 @@ def test_every_live_row_is_widened_exactly(
         "sources_ptr": pages.sources,
         "total_ptr": pages.total,
         "table_ptr": table,
-        "query_start_ptr": starts,
         "seq_lens_ptr": lens,
         "table_row": table.stride(0),
     }
@@ -122,7 +117,7 @@ def _check(
     assert used == sum(wanted)
     for rows, stored in zip(wide, (views.key, views.value), strict=True):
         for place in range(len(rows)):
-            req, page = pages.sources[place].tolist()
+            req, page, _ = pages.sources[place].tolist()
             for inside in range(PAGE):
                 token, found = page * PAGE + inside, rows[place, :, inside]
                 if place >= used or token >= int(lens[req]):
@@ -135,22 +130,3 @@ def _check(
                 block = int(table[req, token // block_size])
                 expected = stored[block, token % block_size].float().to(rows.dtype)
                 assert torch.equal(found.nan_to_num(3.0), expected.nan_to_num(3.0))
-
-
-@pytest.mark.parametrize(
-    ("changes", "ranges", "window"),
-    [
-        ({}, False, None),
-        ({"sliding_window": 9}, False, 9),
-        ({"sliding_window": 9}, True, None),
-        ({"sliding_window": 9, "clamps_ranges": True}, True, 9),
-        # A window given as chunks.
-        ({"sliding_window": 9, "attention_chunk_size": 9, "chunk_lookback": 1}, False, None),
-    ],
-)
-def test_a_window_bounds_what_is_widened_unless_chunks_or_ranges_do(
-    changes: dict[str, Any], ranges: bool, window: int | None
-) -> None:
-    layer = DenseLayer(4, 2, 128, 128, 0.1, CacheDType.FP8_E4M3, True, **changes)
-    step: Any = SimpleNamespace(mm_ranges=torch.zeros(1, 1, 2) if ranges else None)
-    assert window_of(layer, step) == window

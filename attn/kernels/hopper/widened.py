@@ -76,8 +76,7 @@ class WidenedLauncher:
         if not self._widening.has(key):
             words = varying["key_ptr"], varying["value_ptr"]
             decode, _ = decode_form(tensors.query.device)
-            window = window_of(self._layer, step)
-            self._widening.keep(key, widen_form(words, widened, window, self._kind, decode))
+            self._widening.keep(key, widen_form(words, widened, self._kind, decode))
         form = self._widening.latest
         assert form is not None
         grid = (widened.pages, self._layer.num_kv_heads)
@@ -87,19 +86,6 @@ class WidenedLauncher:
             "wide_value_ptr": widened.value,
             "sources_ptr": widened.sources,
             "total_ptr": widened.total,
-            "query_start_ptr": step.query_start_loc,
             "seq_lens_ptr": step.seq_lens,
         }
         return form.call(grid, arguments), attends
-
-
-def window_of(layer: DenseLayer, step: TritonAttentionMetadata) -> int | None:
-    """Keys that a query sees at most, the last its own; None where chunks or ranges say how far.
-
-    Layers that share a plan for all keys may have a window each.
-    """
-    if layer.attention_chunk_size is not None:
-        return None
-    if step.mm_ranges is not None and not layer.clamps_ranges:
-        return None
-    return layer.sliding_window
