@@ -20,11 +20,14 @@ _SEGMENT_BITS = tl.constexpr(segments.SEGMENT.bit_length() - 1)
 _LIMIT_BITS = tl.constexpr(segments.LIMIT.bit_length() - 1)
 _OCTAVE_BITS = tl.constexpr(segments.PER_OCTAVE.bit_length() - 1)
 """Of powers of two, by which a division is a shift; the compiler does not know which are."""
-_BUNDLE = tl.constexpr(segments.BUNDLE)
 _FIELDS = tl.constexpr(ROW_FIELDS)
 _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
 _SERIAL = tl.constexpr(4)
 """Rows of a request that its thread makes one after the other; of more, every row has a thread."""
+_IN_A_WARP = tl.constexpr(32)
+"""Requests that every warp has all of: what goes from one to the other needs no barrier."""
+_WARPS = tl.constexpr(4)
+"""Of its plan."""
 _WASTE = tl.constexpr(WASTE)
 
 
@@ -107,15 +110,15 @@ def first_visible(
 @triton.jit
 def _bundles_of(
     keys, dcp_size, dcp_rank, dcp_interleave, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
-    DCP: tl.constexpr, BUNDLED: tl.constexpr,
+    DCP: tl.constexpr, BUNDLE: tl.constexpr,
 ):  # fmt: skip
     """Bundles that requests of so many keys are cut into."""
     bundles = keys * 0 + 1
-    if BUNDLED:
+    if BUNDLE:
         if DCP:
             keys = local_len(keys, dcp_size, dcp_rank, dcp_interleave)
         last_tile = tl.maximum(tl.cdiv(keys, KV_TILE) - 1, 0)
-        bundles = segment_of(last_tile * SEGMENT_UNIT) // _BUNDLE + 1
+        bundles = segment_of(last_tile * SEGMENT_UNIT) // BUNDLE + 1
     return bundles
 
 
@@ -124,7 +127,7 @@ def _row_of(
     live, bundle, skipped, begins, counts, kv_lens, window, chunk, lookback, dcp_size, dcp_rank,
     dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
-    BUNDLED: tl.constexpr,
+    BUNDLE: tl.constexpr,
 ):  # fmt: skip
     """A row of every request, of the tokens that follow the ``skipped`` and a ``bundle`` of keys:
     first token, tokens, first position, first KV tile, KV tiles; none where it is not ``live``.
@@ -142,9 +145,9 @@ def _row_of(
     if DCP:
         stop = local_len(stop, dcp_size, dcp_rank, dcp_interleave)
     stop_tile = tl.cdiv(stop, KV_TILE)
-    if BUNDLED:
-        first_tile = segment_start(bundle * _BUNDLE) // SEGMENT_UNIT
-        past = segment_start((bundle + 1) * _BUNDLE) // SEGMENT_UNIT
+    if BUNDLE:
+        first_tile = segment_start(bundle * BUNDLE) // SEGMENT_UNIT
+        past = segment_start((bundle + 1) * BUNDLE) // SEGMENT_UNIT
         stop_tile = tl.minimum(stop_tile, past)
     # A row without keys costs one tile, so that somebody writes its zeros.
     tiles = tl.where(live, tl.maximum(stop_tile - first_tile, 1), 0)
@@ -152,9 +155,9 @@ def _row_of(
 
 
 @triton.jit
-def _row_after(bundle, skipped, bundles, QUERY_TOKENS: tl.constexpr, BUNDLED: tl.constexpr):
+def _row_after(bundle, skipped, bundles, QUERY_TOKENS: tl.constexpr, BUNDLE: tl.constexpr):
     """Bundle and skipped tokens of the row that follows: all bundles of the same tokens first."""
-    if BUNDLED:
+    if BUNDLE:
         bundle += 1
         is_last = bundle == bundles
         bundle = tl.where(is_last, 0, bundle)
@@ -206,22 +209,26 @@ def _store_row(
     """Row ``j``, see :data:`builders.split_plan.ROW_FIELDS`."""
     part = segment_of(first_tile * SEGMENT_UNIT)
     parts = segment_of((first_tile + tiles - 1) * SEGMENT_UNIT) + 1 - part
-    _store_four(rows_ptr, live, j, 0, req, token, tokens, kv_len)
-    _store_four(rows_ptr, live, j, 4, first, first_tile, tiles, place)
-    _store_four(rows_ptr, live, j, 8, part, parts, bundle, bundles)
+    _store_four(rows_ptr, j, _FIELDS, 0, live, req, token, tokens, kv_len)
+    _store_four(rows_ptr, j, _FIELDS, 4, live, first, first_tile, tiles, place)
+    _store_four(rows_ptr, j, _FIELDS, 8, live, part, parts, bundle, bundles)
 
 
 @triton.jit
-def _store_four(rows_ptr, live, j, first: tl.constexpr, a, b, c, d):
-    """Four fields of row ``j``, of many rows at once: apart, each is a store to as many lines as
-    there are rows. Few rows would be exchanged between warps for that.
+def _store_four(ptr, j, STRIDE: tl.constexpr, first: tl.constexpr, live, a, b, c, d):
+    """Four numbers of rows ``j``, of many at once: apart, each is a store to as many lines as there
+    are rows. Few rows would be exchanged between warps for that.
     """
-    places = rows_ptr + j * _FIELDS + first
-    if j.shape[0] > 64:
+    if live.numel > 64:
+        # Where a row is, the compiler sees behind this only.
+        j = tl.reshape(j, [live.numel])
+        live = tl.reshape(live, [live.numel])
         # Of the two inner dimensions the last changes first.
-        fields = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [j.shape[0], 4])
-        tl.store(places[:, None] + tl.arange(0, 4)[None, :], fields, mask=live[:, None])
+        fields = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [live.numel, 4])
+        places = (ptr + first + j * STRIDE)[:, None] + tl.arange(0, 4)[None, :]
+        tl.store(places, fields, mask=live[:, None])
     else:
+        places = ptr + first + j * STRIDE
         tl.store(places, a, mask=live)
         tl.store(places + 1, b, mask=live)
         tl.store(places + 2, c, mask=live)
@@ -234,30 +241,33 @@ def _store_rows(
     kv_len, bundles, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
     QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
-    BUNDLED: tl.constexpr, HEAD_LOOPS: tl.constexpr,
+    BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr, NAMES: tl.constexpr,
 ):  # fmt: skip
     """Rows ``j`` on of every request ``i``, of which the first stands at ``place`` among the tiles;
-    a row in which groups begin is named at the first of them. A row takes the place of
+    with NAMES a row in which groups begin is named at the first of them. A row takes the place of
     ``cost`` tiles more.
     """
-    group = _first_group(place, shared, sharers)
+    group = j
+    if NAMES:
+        group = _first_group(place, shared, sharers)
     bundle, skipped = i * 0, i * 0
     for k in range(0, most_rows):
         live = k < req_rows
         token, tokens, first, first_tile, tiles = _row_of(
             live, bundle, skipped, begin, count, kv_len, window, chunk, lookback, dcp_size,
             dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
-            BUNDLED,
+            BUNDLE,
         )  # fmt: skip
         _store_row(
             rows_ptr, live, j, i, token, tokens, kv_len, first, first_tile, tiles, place, bundle,
             bundles, SEGMENT_UNIT,
         )  # fmt: skip
         place += (tiles + cost) * HEAD_LOOPS
-        after = _first_group(place, shared, sharers)
-        tl.store(names_ptr + 2 * group, j, mask=live & (group < after))
-        group = after
-        bundle, skipped = _row_after(bundle, skipped, bundles, QUERY_TOKENS, BUNDLED)
+        if NAMES:
+            after = _first_group(place, shared, sharers)
+            tl.store(names_ptr + 2 * group, j, mask=live & (group < after))
+            group = after
+        bundle, skipped = _row_after(bundle, skipped, bundles, QUERY_TOKENS, BUNDLE)
         j += 1
 
 
@@ -266,7 +276,7 @@ def _rows_at(
     j, num_rows, seq_lens_ptr, query_start_ptr, row_ends_ptr, max_kv_len, window, chunk, lookback,
     dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
     SEGMENT_UNIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr,
-    DCP: tl.constexpr, BUNDLED: tl.constexpr, REQS: tl.constexpr, STEPS: tl.constexpr,
+    DCP: tl.constexpr, BUNDLE: tl.constexpr, REQS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Rows ``j``, each by a thread: request, KV length, bundles, and what :func:`_row_of` says."""
     live = j < num_rows
@@ -282,13 +292,13 @@ def _rows_at(
     count = tl.load(query_start_ptr + 1 + req, mask=live, other=0) - begin
     kv_len = tl.minimum(tl.load(seq_lens_ptr + req, mask=live, other=0), max_kv_len)
     bundles = _bundles_of(
-        kv_len, dcp_size, dcp_rank, dcp_interleave, KV_TILE, SEGMENT_UNIT, DCP, BUNDLED
+        kv_len, dcp_size, dcp_rank, dcp_interleave, KV_TILE, SEGMENT_UNIT, DCP, BUNDLE
     )
     bundle = (j - before) % bundles
     skipped = (j - before) // bundles * QUERY_TOKENS
     token, tokens, first, first_tile, tiles = _row_of(
         live, bundle, skipped, begin, count, kv_len, window, chunk, lookback, dcp_size, dcp_rank,
-        dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED,
+        dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE,
     )  # fmt: skip
     return live, req, kv_len, bundles, token, tokens, first, first_tile, tiles, bundle
 
@@ -298,7 +308,7 @@ def _count_serially(
     tiles_of, least, most, most_rows, req_rows, begin, count, kv_len, bundles, window, chunk,
     lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS: tl.constexpr,
     KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    TRIM: tl.constexpr, DCP: tl.constexpr, BUNDLED: tl.constexpr,
+    TRIM: tl.constexpr, DCP: tl.constexpr, BUNDLE: tl.constexpr,
 ):  # fmt: skip
     """Tiles of every request, and the fewest and the most of a row: of all requests at once, one
     row after the other, so that nothing of one is another thread's.
@@ -309,12 +319,12 @@ def _count_serially(
         _, _, _, _, tiles = _row_of(
             live, bundle, skipped, begin, count, kv_len, window, chunk, lookback, dcp_size,
             dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
-            BUNDLED,
+            BUNDLE,
         )  # fmt: skip
         tiles_of += tiles
         least = tl.where(live, tl.minimum(least, tiles), least)
         most = tl.maximum(most, tiles)
-        bundle, skipped = _row_after(bundle, skipped, bundles, QUERY_TOKENS, BUNDLED)
+        bundle, skipped = _row_after(bundle, skipped, bundles, QUERY_TOKENS, BUNDLE)
     return tiles_of, least, most
 
 
@@ -324,7 +334,7 @@ def _count_by_row(
     max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
     QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    TRIM: tl.constexpr, DCP: tl.constexpr, BUNDLED: tl.constexpr, REQS: tl.constexpr,
+    TRIM: tl.constexpr, DCP: tl.constexpr, BUNDLE: tl.constexpr, REQS: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
     """Tiles of the rows of each thread ``i``, and the fewest and the most of a row."""
@@ -335,7 +345,7 @@ def _count_by_row(
         live, _, _, _, _, _, _, _, tiles, _ = _rows_at(
             block + i, num_rows, seq_lens_ptr, query_start_ptr, row_ends_ptr, max_kv_len, window,
             chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
-            SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED, REQS, STEPS,
+            SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, REQS, STEPS,
         )  # fmt: skip
         tiles_of += tiles
         least = tl.where(live, tl.minimum(least, tiles), least)
@@ -349,7 +359,7 @@ def _store_by_row(
     row_ends_ptr, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
     QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
-    BUNDLED: tl.constexpr, HEAD_LOOPS: tl.constexpr, REQS: tl.constexpr, STEPS: tl.constexpr,
+    BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr, REQS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """As :func:`_store_rows`, each row by a thread."""
     begun = 0
@@ -358,7 +368,7 @@ def _store_by_row(
         live, req, lens, of, token, tokens, first, first_tile, tiles, bundle = _rows_at(
             j, num_rows, seq_lens_ptr, query_start_ptr, row_ends_ptr, max_kv_len, window, chunk,
             lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT,
-            WINDOW, CHUNK, TRIM, DCP, BUNDLED, REQS, STEPS,
+            WINDOW, CHUNK, TRIM, DCP, BUNDLE, REQS, STEPS,
         )  # fmt: skip
         taken = tl.where(live, (tiles + cost) * HEAD_LOOPS, 0)
         past = begun + tl.cumsum(taken, 0)
@@ -379,6 +389,32 @@ def _larger(a, b):
 
 
 @triton.jit
+def _start_in_row(
+    offset, first_tile, tiles, cost, SEGMENT_UNIT: tl.constexpr, HEAD_LOOPS: tl.constexpr,
+    FREE: tl.constexpr,
+):  # fmt: skip
+    """Of places among a row's tiles: the head loop and the segment of the first segment at or after
+    each; and whether that is past the loop's last, where the next loop or row begins.
+    """
+    loop = offset * 0
+    if HEAD_LOOPS > 1:
+        loop = offset // (tiles + cost)
+    within = offset - loop * (tiles + cost)
+    past = within < 0
+    if FREE:
+        segment = tl.maximum(within - cost, 0)
+    else:
+        tile = first_tile + within
+        at = segment_of(tile * SEGMENT_UNIT)
+        # Inside a segment the next one is meant; past the row's last, the next row.
+        inside = tl.maximum(segment_start(at) // SEGMENT_UNIT, first_tile) < tile
+        at = at + inside.to(tl.int32)
+        past = at > segment_of((first_tile + tiles - 1) * SEGMENT_UNIT)
+        segment = tl.where(past, 0, at - segment_of(first_tile * SEGMENT_UNIT))
+    return loop, segment, past
+
+
+@triton.jit
 def _group_start(
     row, position, real, cost, num_rows, rows_ptr, SEGMENT_UNIT: tl.constexpr,
     HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr,
@@ -390,22 +426,10 @@ def _group_start(
     first_tile = tl.load(fields + 5, mask=real, other=0)
     tiles = tl.load(fields + 6, mask=real, other=1)
     offset = position - tl.load(fields + 7, mask=real, other=0)
-    loop = row * 0
-    if HEAD_LOOPS > 1:
-        loop = offset // (tiles + cost)
-    row = row * HEAD_LOOPS + loop
-    within = offset - loop * (tiles + cost)
-    if FREE:
-        segment = tl.maximum(within - cost, 0)
-    else:
-        tile = first_tile + within
-        at = segment_of(tile * SEGMENT_UNIT)
-        # Inside a segment the next one is meant; past the row's last, the next row.
-        inside = tl.maximum(segment_start(at) // SEGMENT_UNIT, first_tile) < tile
-        at = at + inside.to(tl.int32)
-        past = at > segment_of((first_tile + tiles - 1) * SEGMENT_UNIT)
-        segment = tl.where(past, 0, at - segment_of(first_tile * SEGMENT_UNIT))
-        row = tl.where(past, row + 1, row)
+    loop, segment, past = _start_in_row(
+        offset, first_tile, tiles, cost, SEGMENT_UNIT, HEAD_LOOPS, FREE
+    )
+    row = row * HEAD_LOOPS + loop + past.to(tl.int32)
     return tl.where(real, row, num_rows * HEAD_LOOPS), tl.where(real, segment, 0)
 
 
@@ -452,6 +476,128 @@ def _store_groups(
     tl.store(out + 3, next_segment, mask=real)
     mask = inside & (row < num_rows * HEAD_LOOPS)[:, None]
     tl.store(out[:, None] + (_SHARE_FIELDS - _FIELDS) + k, fields, mask=mask)
+
+
+@triton.jit
+def _of_request(values, req):
+    """A number of each of the requests, of which every warp has all ``values``: rows of ``req`` are
+    never shared by two warps, so that this is an exchange within each.
+    """
+    every = tl.broadcast_to(values[None, :], [req.shape[0], values.shape[0]])
+    return tl.gather(every, req, 1)
+
+
+@triton.jit
+def _row_with(
+    place, real, ends, places, first_rows, most_rows, begins, counts, kv_lens, all_bundles, cost,
+    window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS: tl.constexpr,
+    KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    TRIM: tl.constexpr, DCP: tl.constexpr, BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr,
+    STEPS: tl.constexpr,
+):  # fmt: skip
+    """The row in which each place ``[any, 32]`` among the tiles is: its number and place, request,
+    KV length and bundles, what :func:`_row_of` says, and its bundle.
+
+    ends, places, first_rows, begins, counts, kv_lens, all_bundles ``[1 << STEPS]``: of requests.
+    """
+    # Requests that end at or before it.
+    req = tl.zeros_like(place)
+    for step in tl.static_range(STEPS):
+        half = (1 << STEPS) >> (step + 1)
+        req += tl.where(_of_request(ends, req + half - 1) <= place, half, 0)
+    row = _of_request(first_rows, req)
+    before = _of_request(places, req)
+    begin = _of_request(begins, req)
+    count = _of_request(counts, req)
+    kv_len = _of_request(kv_lens, req)
+    bundles = _of_request(all_bundles, req)
+    bundle, skipped = req * 0, req * 0
+    for _ in range(1, most_rows):
+        _, _, _, _, tiles = _row_of(
+            real, bundle, skipped, begin, count, kv_len, window, chunk, lookback, dcp_size,
+            dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
+            BUNDLE,
+        )  # fmt: skip
+        past = before + (tiles + cost) * HEAD_LOOPS
+        goes_on = real & (past <= place)
+        next_bundle, next_skipped = _row_after(bundle, skipped, bundles, QUERY_TOKENS, BUNDLE)
+        bundle = tl.where(goes_on, next_bundle, bundle)
+        skipped = tl.where(goes_on, next_skipped, skipped)
+        before = tl.where(goes_on, past, before)
+        row += goes_on.to(tl.int32)
+    token, tokens, first, first_tile, tiles = _row_of(
+        real, bundle, skipped, begin, count, kv_len, window, chunk, lookback, dcp_size, dcp_rank,
+        dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE,
+    )  # fmt: skip
+    return (
+        row, before, req, kv_len, bundles, token, tokens, first, first_tile, tl.maximum(tiles, 1),
+        bundle,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_shares(
+    starts_ptr, shares_ptr, shared, sharers, total, ends, places, first_rows, most_rows, num_rows,
+    begins, counts, kv_lens, all_bundles, cost, window, chunk, lookback, dcp_size, dcp_rank,
+    dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
+    BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """As :func:`_store_groups`, of no more requests than a warp has threads: each warp has them
+    all, and nothing is read that another thread has stored.
+    """
+    # Those of a warp side by side; all have them if one has all.
+    COLUMNS: tl.constexpr = 1 << STEPS
+    ROWS: tl.constexpr = 1 if GROUPS <= COLUMNS else max(GROUPS // COLUMNS, _WARPS)
+    c = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    real = c < NUM_GROUPS
+    position = _first_place(c, shared, sharers)
+    inside = (c <= NUM_GROUPS) & (position < total)
+    held, place, req, kv_len, bundles, token, tokens, first, first_tile, tiles, bundle = _row_with(
+        position, inside, ends, places, first_rows, most_rows, begins, counts, kv_lens, all_bundles,
+        cost, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
+        SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS, STEPS,
+    )  # fmt: skip
+    loop, segment, past = _start_in_row(
+        position - place, first_tile, tiles, cost, SEGMENT_UNIT, HEAD_LOOPS, FREE
+    )
+    row = tl.where(inside, held * HEAD_LOOPS + loop + past.to(tl.int32), num_rows * HEAD_LOOPS)
+    segment = tl.where(inside, segment, 0)
+    tl.store(starts_ptr + 2 * c, row, mask=c <= NUM_GROUPS)
+    tl.store(starts_ptr + 2 * c + 1, segment, mask=c <= NUM_GROUPS)
+    if not FREE:
+        # The row that a share begins with, where that is the one behind.
+        position = tl.where(past, place + (loop + 1) * tiles, position)
+        inside = inside & (position < total)
+        held, place, req, kv_len, bundles, token, tokens, first, first_tile, tiles, bundle = (
+            _row_with(
+                position, inside, ends, places, first_rows, most_rows, begins, counts, kv_lens,
+                all_bundles, cost, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
+                QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS,
+                STEPS,
+            )
+        )  # fmt: skip
+    position = _first_place(c + 1, shared, sharers)
+    follows = position < total
+    next_held, next_place, _, _, _, _, _, _, next_first_tile, next_tiles, _ = _row_with(
+        position, follows, ends, places, first_rows, most_rows, begins, counts, kv_lens,
+        all_bundles, cost, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
+        QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS, STEPS,
+    )  # fmt: skip
+    loop, next_segment, past = _start_in_row(
+        position - next_place, next_first_tile, next_tiles, cost, SEGMENT_UNIT, HEAD_LOOPS, FREE
+    )
+    next_row = next_held * HEAD_LOOPS + loop + past.to(tl.int32)
+    next_row = tl.where(follows, next_row, num_rows * HEAD_LOOPS)
+    part = segment_of(first_tile * SEGMENT_UNIT)
+    parts = segment_of((first_tile + tiles - 1) * SEGMENT_UNIT) + 1 - part
+    of = tl.where(follows, next_segment, 0)
+    _store_four(shares_ptr, c, _SHARE_FIELDS, 0, real, row, segment, next_row, of)
+    real = real & inside
+    _store_four(shares_ptr, c, _SHARE_FIELDS, 4, real, req, token, tokens, kv_len)
+    _store_four(shares_ptr, c, _SHARE_FIELDS, 8, real, first, first_tile, tiles, place)
+    _store_four(shares_ptr, c, _SHARE_FIELDS, 12, real, part, parts, bundle, bundles)
 
 
 @triton.jit
@@ -570,7 +716,7 @@ def plan_kernel(
     CHUNK: tl.constexpr,
     TRIM: tl.constexpr,
     DCP: tl.constexpr,
-    BUNDLED: tl.constexpr,
+    BUNDLE: tl.constexpr,
     MOST_REQS: tl.constexpr,
     REQS: tl.constexpr,
     STEPS: tl.constexpr,
@@ -591,30 +737,30 @@ def plan_kernel(
     a group stays with one thread. All are int32. REQS is two to the STEPS.
 
     TRIM: no query sees past itself. DCP: keys are those of one rank, in their order there; lengths
-    and positions of rows are the request's. With FREE a group starts at its share's first tile, and
-    starts hold tiles of rows; a share has LEAST of them at least, and the beginning of a row counts
-    as ROW_COST tiles. WAITS: this kernel may have been started ahead. The next is not started so by
-    it: it would read no earlier, on other multiprocessors than without a plan before it, and where
-    eight heads are read side by side took 8 us of 1430 more.
+    and positions of rows are the request's. BUNDLE: segments of a bundle, 0 where rows are of all
+    keys. With FREE a group starts at its share's first tile, and starts hold tiles of rows; a share
+    has LEAST of them at least, and the beginning of a row counts as ROW_COST tiles. WAITS: this
+    kernel may have been started ahead. The next is not started so by it: it would read no earlier,
+    on other multiprocessors than without a plan before it, and where eight heads are read side by
+    side took 8 us of 1430 more.
     """
     if WAITS:
         gdc_wait()
     i = tl.arange(0, REQS)
     c = tl.arange(0, GROUPS)
-    tl.store(names_ptr + 2 * c, -1, mask=c <= NUM_GROUPS)
     real = i < num_reqs
     begin = tl.load(query_start_ptr + i, mask=real, other=0)
     count = tl.load(query_start_ptr + 1 + i, mask=real, other=0) - begin
     # A length beyond the limit would spoil other rows' scratch; its own row is lost anyway.
     kv_len = tl.minimum(tl.load(seq_lens_ptr + i, mask=real, other=0), max_kv_len)
     bundles = _bundles_of(
-        kv_len, dcp_size, dcp_rank, dcp_interleave, KV_TILE, SEGMENT_UNIT, DCP, BUNDLED
+        kv_len, dcp_size, dcp_rank, dcp_interleave, KV_TILE, SEGMENT_UNIT, DCP, BUNDLE
     )
     is_decode = (count > 0) & (count <= decode_max)
     req_rows = tl.where(is_decode, tl.cdiv(count, QUERY_TOKENS) * bundles, 0)
     tiles, others = _tiles_of_long(count, decode_max, PREFILL_TILE, HOPPER_TILE)
     req_ends, tile_ends, other_ends, num_rows, most_rows, num_tiles, num_others = _sums_of_requests(
-        req_rows, tiles, others, REQS <= 32
+        req_rows, tiles, others, REQS <= _IN_A_WARP
     )
     _store_tiles(prefill_starts_ptr, i, tile_ends, num_tiles, max_reqs, MOST_REQS)
     if HOPPER_TILE > 0:
@@ -627,15 +773,15 @@ def plan_kernel(
         req_tiles, least, most = _count_serially(
             req_tiles, least, most, most_rows, req_rows, begin, count, kv_len, bundles, window,
             chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
-            SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED,
+            SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE,
         )  # fmt: skip
     else:
         req_tiles, least, most = _count_by_row(
             req_tiles, least, most, i, req_ends, num_rows, seq_lens_ptr, query_start_ptr,
             row_ends_ptr, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
-            QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED, REQS, STEPS,
+            QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, REQS, STEPS,
         )  # fmt: skip
-    total, fewest, largest = _totals_of_tiles(req_tiles, least, most, REQS <= 32)
+    total, fewest, largest = _totals_of_tiles(req_tiles, least, most, REQS <= _IN_A_WARP)
     cost = 0
     if ROW_COST > 0:
         # Rows of one length are cut into equal parts, which begin alike.
@@ -653,25 +799,41 @@ def plan_kernel(
     shared = _shared_tiles(total, fewest, largest, sharers)
     tl.store(total_ptr, num_rows)
     tl.store(total_ptr + 1, shared)
-    # Nobody is named before all names are gone.
-    tl.debug_barrier()
-    if is_serial:
-        _store_rows(
-            rows_ptr, names_ptr, i, req_ends - req_rows, ends - req_tiles * HEAD_LOOPS,
-            cost, most_rows, shared, sharers, req_rows, begin, count, kv_len, bundles, window,
+    if is_serial and REQS <= _IN_A_WARP:
+        _store_shares(
+            starts_ptr, shares_ptr, shared, sharers, total, ends, ends - req_tiles * HEAD_LOOPS,
+            req_ends - req_rows, most_rows, num_rows, begin, count, kv_len, bundles, cost, window,
             chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
-            SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED, HEAD_LOOPS,
+            SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS, FREE, NUM_GROUPS, GROUPS,
+            STEPS,
+        )  # fmt: skip
+        _store_rows(
+            rows_ptr, names_ptr, i, req_ends - req_rows, ends - req_tiles * HEAD_LOOPS, cost,
+            most_rows, shared, sharers, req_rows, begin, count, kv_len, bundles, window, chunk,
+            lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT,
+            WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS, False,
         )  # fmt: skip
     else:
-        _store_by_row(
-            rows_ptr, names_ptr, i, num_rows, cost, shared, sharers, seq_lens_ptr,
-            query_start_ptr, row_ends_ptr, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank,
-            dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLED,
-            HEAD_LOOPS, REQS, STEPS,
+        tl.store(names_ptr + 2 * c, -1, mask=c <= NUM_GROUPS)
+        # Nobody is named before all names are gone.
+        tl.debug_barrier()
+        if is_serial:
+            _store_rows(
+                rows_ptr, names_ptr, i, req_ends - req_rows, ends - req_tiles * HEAD_LOOPS, cost,
+                most_rows, shared, sharers, req_rows, begin, count, kv_len, bundles, window, chunk,
+                lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT,
+                WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS, True,
+            )  # fmt: skip
+        else:
+            _store_by_row(
+                rows_ptr, names_ptr, i, num_rows, cost, shared, sharers, seq_lens_ptr,
+                query_start_ptr, row_ends_ptr, max_kv_len, window, chunk, lookback, dcp_size,
+                dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM,
+                DCP, BUNDLE, HEAD_LOOPS, REQS, STEPS,
+            )  # fmt: skip
+        # Rows and their names are other threads' stores.
+        tl.debug_barrier()
+        _store_groups(
+            rows_ptr, names_ptr, starts_ptr, shares_ptr, c, shared, sharers, total, cost,
+            NUM_GROUPS, num_rows, SEGMENT_UNIT, HEAD_LOOPS, FREE,
         )  # fmt: skip
-    # Rows and their names are other threads' stores.
-    tl.debug_barrier()
-    _store_groups(
-        rows_ptr, names_ptr, starts_ptr, shares_ptr, c, shared, sharers, total, cost, NUM_GROUPS,
-        num_rows, SEGMENT_UNIT, HEAD_LOOPS, FREE,
-    )  # fmt: skip

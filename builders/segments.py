@@ -4,7 +4,9 @@ A row's result must not depend on what else is in the batch, so the places where
 follow from the position of a key and nothing else: every 512 tokens up to 128k, then 128 per
 octave. Long enough that the states of segments cost little beside their keys, short enough that one
 short request fills a GPU. States are folded in bundles of 16, then those of bundles: side by side,
-and with few steps after the last key. The Triton twins are in :mod:`builders.kernels`.
+and with few steps after the last key. Tiles of many rows have longer segments, and fewer of them in
+a bundle: whoever starts within a bundle stores a state for each segment up to its end. The Triton
+twins are in :mod:`builders.kernels`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ LIMIT = 131072
 PER_OCTAVE = LIMIT // (2 * SEGMENT)
 """Segments of ``[LIMIT, 2 * LIMIT)``, and of every octave after it."""
 BUNDLE = 16
-"""Segments of a bundle; bundle b begins with segment ``b * BUNDLE``."""
+"""Most segments of a bundle."""
+BUNDLE_KEYS = 16384
+"""Most tokens of a bundle, below ``LIMIT``."""
 
 
 def segment_of(position: int) -> int:

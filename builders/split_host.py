@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from builders.segments import BUNDLE, segment_of, segment_start
+from builders.segments import segment_of, segment_start
 from builders.split_plan import EVERY_KEY, WASTE, VisibleKeys
 from builders.tiles import (
     SplitTile,
@@ -59,7 +59,7 @@ def plan_rows(
         short = 0 < count <= short_query
         keys = kv_len if stripe is None else stripe.local_len(kv_len)
         last_tile = max(cdiv(keys, tile.kv_tile) - 1, 0)
-        bundles = segment_of(last_tile * tile.segment_unit) // BUNDLE + 1 if is_bundled else 1
+        bundles = segment_of(last_tile * tile.segment_unit) // tile.bundle + 1 if is_bundled else 1
         for skipped in range(0, count if short else 0, tile.query_tokens):
             first = max(kv_len - count, 0) + skipped
             start = 0
@@ -74,8 +74,8 @@ def plan_rows(
             for bundle in range(bundles):
                 first_tile, stop_tile = max(start, 0) // tile.kv_tile, cdiv(stop, tile.kv_tile)
                 if is_bundled:
-                    first_tile = segment_start(bundle * BUNDLE) // tile.segment_unit
-                    past = segment_start((bundle + 1) * BUNDLE) // tile.segment_unit
+                    first_tile = segment_start(bundle * tile.bundle) // tile.segment_unit
+                    past = segment_start((bundle + 1) * tile.bundle) // tile.segment_unit
                     stop_tile = min(stop_tile, past)
                 tiles = max(stop_tile - first_tile, 1)
                 part = segment_of(first_tile * tile.segment_unit)

@@ -14,7 +14,7 @@ import torch
 
 from builders.buffers import GraphBuffers
 from builders.paging import Stripe
-from builders.segments import BUNDLE, max_segments
+from builders.segments import max_segments
 from builders.split_host import plan_rows
 from builders.split_plan import (
     EVERY_KEY,
@@ -132,7 +132,7 @@ class SplitPlanner:
         # A long row of keys is cut into bundles; behind a window there are not many.
         self.is_bundled = limits.window is None and not self.is_free and takes_rows
         longest = max_segments(cdiv(limits.max_kv_len, tile.segment_scale))
-        self.bundles = cdiv(longest, BUNDLE) if self.is_bundled else 1
+        self.bundles = cdiv(longest, tile.bundle) if self.is_bundled else 1
         self.max_rows = self.bundles * min(
             reqs * cdiv(min(self.short_query, tokens), tile.query_tokens),
             tokens // tile.query_tokens + reqs,
@@ -143,7 +143,7 @@ class SplitPlanner:
             span = limits.window + self.short_query
         self.slots = max_segments(cdiv(limits.max_kv_len, tile.segment_scale), span)
         if self.is_bundled:
-            self.slots = min(self.slots, BUNDLE)
+            self.slots = min(self.slots, tile.bundle)
         if self.is_free:
             # A program has parts of two rows; or it lends states to every other.
             self.slots = self.groups if self.least_tiles is None else PARTS_OF_A_PROGRAM
@@ -275,7 +275,7 @@ class SplitPlanner:
             CHUNK=visible.chunk is not None,
             TRIM=is_causal,
             DCP=visible.stripe is not None,
-            BUNDLED=self.is_bundled,
+            BUNDLE=self.tile.bundle if self.is_bundled else 0,
             MOST_REQS=power_of_two(self.limits.max_num_seqs),
             REQS=reqs,
             STEPS=reqs.bit_length() - 1,

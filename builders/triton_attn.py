@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from functools import cached_property
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 
@@ -71,6 +72,21 @@ CACHE_DTYPES = (
 )
 
 
+class ReadStep(NamedTuple):
+    """What launches of all layers depend on of a step, read once for them all."""
+
+    likeness: tuple[Any, ...]
+    """Everything but lengths, addresses and the plans."""
+    likeness_of_prefill: tuple[Any, ...]
+    """Further types and places, of prefills."""
+    table: tuple[int, int]
+    """Entries from one row of the block table to the next, and its address."""
+    lengths: tuple[int, int, int]
+    """Addresses of ``query_start_loc`` and ``seq_lens``, and the number of requests."""
+    is_plain: bool
+    """Nothing but these differs from step to step: launches are made again with other values."""
+
+
 @dataclass
 class TritonAttentionMetadata(AttentionMetadata):
     """A step of dense attention, for the split-KV kernel and the prefill kernel."""
@@ -101,6 +117,40 @@ class TritonAttentionMetadata(AttentionMetadata):
     """Decode context parallelism: the cache holds this rank's keys; lengths are the requests'."""
     shared: SharedPrefix | None = None
     """The batch's common prefix, computed once for all requests; None without one."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign, and forget what was read before."""
+        self.__dict__.pop("read", None)
+        super().__setattr__(name, value)
+
+    @cached_property
+    def read(self) -> ReadStep:
+        """Of what is assigned now."""
+        causal, table, starts, lens = (
+            self.causal,
+            self.block_table,
+            self.query_start_loc,
+            self.seq_lens,
+        )
+        has_ranges, has_prefixes = self.mm_ranges is not None, self.rswa_prefix_lens is not None
+        is_one = isinstance(causal, bool)
+        return ReadStep(
+            likeness=(
+                table.dtype,
+                table.is_cuda,
+                causal if is_one else None,
+                has_ranges,
+                self.rswa_window if has_prefixes else None,
+                self.stripe,
+            ),
+            likeness_of_prefill=(starts.dtype, starts.is_cuda, lens.dtype, lens.is_cuda),
+            table=(table.stride()[0], table.data_ptr()),
+            lengths=(starts.data_ptr(), lens.data_ptr(), self.num_reqs),
+            is_plain=is_one
+            and not has_ranges
+            and not has_prefixes
+            and self.first_positions is None,
+        )
 
 
 class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMetadata]):

@@ -206,15 +206,9 @@ class DenseLauncher:
         split, prefill = step.split, step.prefill
         if split is None and prefill is None:
             return
-        rows = tensors.rows
+        rows, read = tensors.rows, step.read
         # Rows that are made for one forward do not come back.
-        repeats = (
-            rows is not None
-            and step.mm_ranges is None
-            and step.rswa_prefix_lens is None
-            and step.first_positions is None
-            and type(step.causal) is bool
-        )
+        repeats = rows is not None and read.is_plain
         likeness, given = self._read(step, tensors)
         place = () if rows is None else rows.place
         if split is not None:
@@ -227,12 +221,9 @@ class DenseLauncher:
                 if repeats:
                     self._split_repeats.keep(of_split, call.repeat((*_GIVEN, "plan")))
         if prefill is not None:
-            starts, lens = step.query_start_loc, step.seq_lens
-            kinds = (starts.dtype, starts.is_cuda, lens.dtype, lens.is_cuda)
-            of_prefill = (likeness, place, prefill.likeness, kinds)
-            lengths = (starts.data_ptr(), lens.data_ptr(), step.num_reqs)
+            of_prefill = (likeness, place, prefill.likeness, read.likeness_of_prefill)
             attends = self._prefill_repeats.of(of_prefill) if repeats else None
-            if attends is None or not attends.launch(prefill, tensors.query, given, lengths):
+            if attends is None or not attends.launch(prefill, tensors.query, given, read.lengths):
                 calls = self._prefills(step, tensors, self._varying(step, tensors), likeness)
                 for call in calls:
                     call.launch()
@@ -384,7 +375,7 @@ class DenseLauncher:
         query, output, lse, scale = tensors.query, tensors.output, tensors.lse, tensors.output_scale
         k_scale, v_scale = tensors.k_scale, tensors.v_scale
         sinks, slopes = tensors.sinks, tensors.alibi_slopes
-        causal, table = step.causal, step.block_table
+        read = step.read
         try:
             # A slice of a shape costs more than all of it.
             tokens, heads, size = query.shape
@@ -395,6 +386,13 @@ class DenseLauncher:
         least = tensors.num_tokens
         if tokens < least or out_tokens < least or lse is not None:
             check_lengths(least, query, output, lse)
+        likeness_of_rest, rest = _NOTHING
+        if not (lse is scale is k_scale is v_scale is sinks is slopes is None):
+            likeness_of_rest = (
+                None if lse is None else (lse.dtype, lse.is_cuda, lse.shape[1:], lse.stride()),
+                *map(_kind, (scale, k_scale, v_scale, sinks, slopes)),
+            )
+            rest = (*map(_address, (sinks, slopes, lse, scale, k_scale, v_scale)),)
         # In one piece: each layer of each step comes by.
         likeness = (
             query.dtype,
@@ -408,33 +406,10 @@ class DenseLauncher:
             out_size,
             output.stride(),
             rows.likeness,
-            table.dtype,
-            table.is_cuda,
-            None if lse is None else (lse.dtype, lse.is_cuda, lse.shape[1:], lse.stride()),
-            None if scale is None else _kind(scale),
-            None if k_scale is None else _kind(k_scale),
-            None if v_scale is None else _kind(v_scale),
-            None if sinks is None else _kind(sinks),
-            None if slopes is None else _kind(slopes),
-            causal if isinstance(causal, bool) else None,
-            step.mm_ranges is None,
-            None if step.rswa_prefix_lens is None else step.rswa_window,
-            step.stripe,
+            likeness_of_rest,
+            read.likeness,
         )
-        given = (
-            query.data_ptr(),
-            tokens,
-            None if sinks is None else sinks.data_ptr(),
-            None if slopes is None else slopes.data_ptr(),
-            table.stride()[0],
-            output.data_ptr(),
-            None if lse is None else lse.data_ptr(),
-            None if scale is None else scale.data_ptr(),
-            None if k_scale is None else k_scale.data_ptr(),
-            None if v_scale is None else v_scale.data_ptr(),
-            table.data_ptr(),
-        )
-        return likeness, given
+        return likeness, (query.data_ptr(), tokens, output.data_ptr(), *read.table, *rest)
 
     def _varying(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> dict[str, Any]:
         """Arguments of both kernels that differ from call to call."""
@@ -543,19 +518,21 @@ def prefill_call(
 _GIVEN = (
     "query_ptr",
     "tokens",
+    "out_ptr",
+    "table_row",
+    "table_ptr",
     "sinks_ptr",
     "slopes_ptr",
-    "table_row",
-    "out_ptr",
     "lse_ptr",
     "output_scale_ptr",
     "k_scale_ptr",
     "v_scale_ptr",
-    "table_ptr",
 )
 """What launches are given that are made again."""
 _LENGTHS = ("query_start_ptr", "seq_lens_ptr", "num_reqs")
 """Likewise, of prefills."""
+_NOTHING: tuple[tuple[Any, ...], tuple[int | None, ...]] = ((), (None,) * 6)
+"""What is read of tensors that a forward mostly has none of."""
 
 
 class _PlainPrefill:
@@ -593,9 +570,9 @@ def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _kind(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
     """Of one that is read by a pointer alone."""
-    return tensor.dtype, tensor.is_cuda, tensor.numel()
+    return None if tensor is None else (tensor.dtype, tensor.is_cuda, tensor.numel())
 
 
 def _strides(tensors: DenseTensors, k_words: torch.Tensor, v_words: torch.Tensor) -> dict[str, Any]:

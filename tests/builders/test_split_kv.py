@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from builders import kernels, split_kv, triton_attn
 from builders.buffers import GraphBuffers
 from builders.paging import Stripe
-from builders.segments import BUNDLE, segment_of
+from builders.segments import segment_of
 from builders.split_host import (
     HostPlan,
     plan_rows,
@@ -140,7 +140,7 @@ def planner_of(step: Step) -> SplitPlanner:
     rows = sum(cdiv(count, step.tile.query_tokens) for count, _ in step.lens)
     planner.is_bundled, planner.least_tiles = step.is_bundled, step.least_tiles
     planner.is_free, planner.row_cost = step.least_tiles is not None, step.row_cost
-    most_bundles = cdiv(segment_of(200_000 // step.tile.segment_scale) + 1, BUNDLE)
+    most_bundles = cdiv(segment_of(200_000 // step.tile.segment_scale) + 1, step.tile.bundle)
     planner.max_rows = max(rows, 1) * (most_bundles if step.is_bundled else 1)
     buffers = GraphBuffers(DEVICE)
     int32 = torch.int32
@@ -254,7 +254,7 @@ def bundles_of(step: Step, kv_len: int) -> int:
         return 1
     keys = kv_len if step.stripe is None else kept_by(step.stripe, kv_len)
     tiles = max(cdiv(keys, step.tile.kv_tile), 1)
-    return segment_of((tiles - 1) * step.tile.segment_unit) // BUNDLE + 1
+    return segment_of((tiles - 1) * step.tile.segment_unit) // step.tile.bundle + 1
 
 
 def work_of(step: Step) -> list[tuple[tuple[int, int, int], list[int]]]:
@@ -275,7 +275,7 @@ def work_of(step: Step) -> list[tuple[tuple[int, int, int], list[int]]]:
                 mine = segments
                 if step.is_bundled:
                     # One that its queries do not see has a tile all the same.
-                    mine = [one for one in segments if one // BUNDLE == bundle] or [-1]
+                    mine = [one for one in segments if one // step.tile.bundle == bundle] or [-1]
                 found.append((row, [mine.count(one) for one in dict.fromkeys(mine)]))
         token += count
     return found
@@ -410,7 +410,7 @@ def test_no_two_rows_lend_bundles_from_one_group(step: Step) -> None:
         rows = plan.rows[at : at + bundles]
         assert [row[10] for row in rows] == list(range(bundles))
         assert {tuple(row[:5]) for row in rows} == {tuple(fields[:5])}
-        assert [row[8] for row in rows] == [one * BUNDLE for one in range(bundles)]
+        assert [row[8] for row in rows] == [one * step.tile.bundle for one in range(bundles)]
         for loop in range(loops):
             places = [row[7] + loop * row[6] for row in rows]
             ends = [place + row[6] - 1 for place, row in zip(places, rows, strict=True)]

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-import triton.language as tl
 
 import builders.triton_mla
 from attn.backends.triton_mla import TritonMLABackend
 from attn.kernels.mla_launch import FINISH_CELLS, whole_query
 from attn.reference import cache as reference
-from builders import kernels, split_kv
+from builders import tiles
 from builders.hopper_dense import (
     LayerAsks,
 )
@@ -66,8 +65,7 @@ def smaller_bundles(monkeypatch: pytest.MonkeyPatch, bundle: int) -> None:
     """So that rows of a few segments have several."""
     if DEVICE.type == "cuda":
         pytest.skip("compiled kernels do not change their constants")
-    monkeypatch.setattr(kernels, "_BUNDLE", tl.constexpr(bundle))
-    monkeypatch.setattr(split_kv, "BUNDLE", bundle)
+    monkeypatch.setattr(tiles, "BUNDLE", bundle)
 
 
 def check(trial: LatentTrial, record: Any) -> None:

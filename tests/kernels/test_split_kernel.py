@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from attn.backends.triton_attn import TritonAttentionBackend
 from attn.reference import cache as reference
-from builders import kernels, split_kv
+from builders import tiles
 from builders.segments import BUNDLE, SEGMENT
 from builders.split_plan import (
     SHARE_FIELDS,
@@ -62,8 +61,7 @@ def segments_of_a_bundle(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
         return
     if DEVICE.type == "cuda":
         pytest.skip("compiled kernels do not change their constants")
-    monkeypatch.setattr(kernels, "_BUNDLE", tl.constexpr(request.param))
-    monkeypatch.setattr(split_kv, "BUNDLE", request.param)
+    monkeypatch.setattr(tiles, "BUNDLE", request.param)
 
 
 def case_of(batch: BatchSpec = DECODE, **changes: Any) -> Case:

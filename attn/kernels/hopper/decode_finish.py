@@ -27,10 +27,18 @@ def store_state(
     mine = row < USED
     slot = slot.to(gl.int64)
     sums = sums_ptr + slot * (2 * USED)
-    gl.store(sums + row, m, mask=mine)
-    gl.store(sums + USED + row, l, mask=mine)
+    _store_kept(sums + row, m, mine)
+    _store_kept(sums + USED + row, l, mine)
     cells = row[:, None] * WIDTH + column[None, :]
-    gl.store(states_ptr + slot * (USED * WIDTH) + cells, acc, mask=mine[:, None])
+    _store_kept(states_ptr + slot * (USED * WIDTH) + cells, acc, mine[:, None])
+
+
+@gluon.jit
+def _store_kept(places, values, mask):
+    """Scratch, which stays in L2 until it is read: keys that stream past would have it written back
+    meanwhile, between their own reads.
+    """
+    gl.store(places, values, mask=mask, eviction_policy="evict_last")
 
 
 @gluon.jit
@@ -125,9 +133,11 @@ def _fold_parts(
 ):  # fmt: skip
     """Fold a row's stored states in the order of :func:`attn.kernels.rows.fold_parts`: the prefix
     in slot ``slot``, then ``slot + first`` on; write the row, or its state to ``target``. AT_ONCE
-    of them are under way, 8, 12 or 16.
+    of them are under way, 4, 8, 12 or 16.
     """
-    LANES: gl.constexpr = FINISH_WIDTH // 4 if FINISH_WIDTH < 128 else 32
+    # Of as many rows as there are, at 128 bytes of each: a thread has few maxima and sums then.
+    MOST: gl.constexpr = min(FINISH_WIDTH // 4, 32)
+    LANES: gl.constexpr = min(max(32 * WARPS // FINISH_ROWS, 8), MOST)
     CELLS: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [WARPS, 1], [1, 0])
     row = gl.arange(0, FINISH_ROWS, layout=gl.SliceLayout(1, CELLS)) + zero
     mine = row < USED
@@ -145,6 +155,12 @@ def _fold_parts(
                     m, l, acc, states_ptr, sums_ptr, slot, part, parts, row, cells, mine, mask,
                     USED, WIDTH, AT_ONCE,
                 )  # fmt: skip
+        elif AT_ONCE == 4:
+            for part in range(first, parts, 4):
+                m0, l0, a0, m1, l1, a1, m2, l2, a2, m3, l3, a3 = _load_parts(
+                    states_ptr, sums_ptr, slot, part, parts, row, cells, mine, mask, USED, WIDTH
+                )
+                m, l, acc = _fold_four(m, l, acc, m0, l0, a0, m1, l1, a1, m2, l2, a2, m3, l3, a3)
         else:
             m0, l0, a0, m1, l1, a1, m2, l2, a2, m3, l3, a3 = _load_parts(
                 states_ptr, sums_ptr, slot, first, parts, row, cells, mine, mask, USED, WIDTH
@@ -159,9 +175,9 @@ def _fold_parts(
                 m2, l2, a2, m3, l3, a3 = n2, k2, b2, n3, k3, b3
         if stores:
             sums = sums_ptr + target.to(gl.int64) * (2 * USED)
-            gl.store(sums + row, m, mask=mine)
-            gl.store(sums + USED + row, l, mask=mine)
-            gl.store(states_ptr + target.to(gl.int64) * (USED * WIDTH) + cells, acc, mask=mask)
+            _store_kept(sums + row, m, mine)
+            _store_kept(sums + USED + row, l, mine)
+            _store_kept(states_ptr + target.to(gl.int64) * (USED * WIDTH) + cells, acc, mask)
         else:
             write_rows(
                 m, l, acc, at, head, wanted, column, column >= 0, out_ptr, lse_ptr, sinks_ptr,

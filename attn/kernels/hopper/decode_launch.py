@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from attn.kernels.dense import DenseLayer, DenseTensors
     from builders.triton_attn import TritonAttentionMetadata
 
+FINISH_CELLS = 2048
+"""Of a state, folded at a time: mostly all, since whoever folds waits for memory once for each."""
+
 
 def serves(
     layer: DenseLayer, plan: SplitPlan, step: TritonAttentionMetadata, tensors: DenseTensors
@@ -102,6 +105,7 @@ class HopperDecodeLauncher(HopperForms[SplitPlan]):
             "E4M3": layer.cache_dtype.is_quantized,
             "STAGES": plan.hopper.num_stages,
             "CONSUMERS": plan.hopper.consumers,
+            "FINISH_WIDTH": min(layer.head_size, FINISH_CELLS // constants["FINISH_ROWS"]),
         }
         return KernelForm(hopper_decode_kernel, fixed, _VARYING, num_warps=4, waits=True)
 
@@ -120,7 +124,6 @@ _PLANNED = (
     "KV_TILE",
     "SEGMENT_UNIT",
     "FINISH_ROWS",
-    "FINISH_WIDTH",
 )
 _VARYING = (
     "k_desc",
