@@ -762,9 +762,6 @@ def plan_kernel(
     req_ends, tile_ends, other_ends, num_rows, most_rows, num_tiles, num_others = _sums_of_requests(
         req_rows, tiles, others, REQS <= _IN_A_WARP
     )
-    _store_tiles(prefill_starts_ptr, i, tile_ends, num_tiles, max_reqs, MOST_REQS)
-    if HOPPER_TILE > 0:
-        _store_tiles(hopper_starts_ptr, i, other_ends, num_others, max_reqs, MOST_REQS)
     is_serial = most_rows <= _SERIAL
     req_tiles = tl.zeros([REQS], tl.int32)
     least = tl.zeros([REQS], tl.int32) + max_kv_len + 1
@@ -837,3 +834,7 @@ def plan_kernel(
             rows_ptr, names_ptr, starts_ptr, shares_ptr, c, shared, sharers, total, cost,
             NUM_GROUPS, num_rows, SEGMENT_UNIT, HEAD_LOOPS, FREE,
         )  # fmt: skip
+    # Nothing here waits for these.
+    _store_tiles(prefill_starts_ptr, i, tile_ends, num_tiles, max_reqs, MOST_REQS)
+    if HOPPER_TILE > 0:
+        _store_tiles(hopper_starts_ptr, i, other_ends, num_others, max_reqs, MOST_REQS)

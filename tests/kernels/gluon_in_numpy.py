@@ -102,7 +102,7 @@ def _load(at: Pointer, mask: Any = True, other: Any = 0, cache_modifier: str = "
     return value(out)
 
 
-def _store(at: Pointer, x: Any, mask: Any = True) -> None:
+def _store(at: Pointer, x: Any, mask: Any = True, eviction_policy: str = "") -> None:
     _, used, x = at.within(np.asarray(mask), np.asarray(x))
     at.storage[used] = x.astype(at.storage.dtype)
 
