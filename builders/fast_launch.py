@@ -31,6 +31,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import Any, cast
 
@@ -205,40 +206,41 @@ class Repeat:
         """What stands for a descriptor among what is given; None for one of another kind."""
         return self._prepared.encoders[name].words_of(descriptor)
 
-    def launch(self, programs: int, given: tuple[Any, ...]) -> bool:
+    def launch(self, programs: int, *given: tuple[Any, ...]) -> bool:
         """Enqueue on the current stream; False, and nothing is done, where that is Triton's to do.
 
         Args:
             programs: of a grid of one dimension, not 0.
-            given: a value of each name: a tensor's address, an integer, the addresses of a
-                :class:`Pointers`, an encoded descriptor.
+            given: in turn a value of each name: a tensor's address, an integer, the addresses of a
+                :class:`Pointers`, an encoded descriptor. Tuples that come back cost nothing.
         """
         prepared = self._prepared
         if self._kernel.pre_run_hooks or _is_watched() or not prepared.is_current():
             return False
         direct = None if self._direct is None else self._direct.own
         if direct is None or direct.written != given:
-            if not self._is_alike(given):
+            values = (*chain.from_iterable(given),)
+            if not self._is_alike(values):
                 return False
             if direct is not None:
-                parts = (self._single(given), *self._lists(given))
+                parts = (self._single(values), *self._lists(values))
                 if not direct.write(parts, given):
                     direct = None
         if direct is not None and direct.launch(programs, prepared.stream()):
             return True
-        words = self._words.copy()
+        words, values = self._words.copy(), (*chain.from_iterable(given),)
         for index, place in self._places:
-            words[place] = given[index]
+            words[place] = values[index]
         prepared.call(programs, 1, 1, words)
         return True
 
-    def _is_alike(self, given: tuple[Any, ...]) -> bool:
+    def _is_alike(self, values: tuple[Any, ...]) -> bool:
         """Triton would not specialise anew."""
         addresses = numbers = 0
         for index in self._aligned:
-            addresses |= given[index]
+            addresses |= values[index]
         for index in self._numbers:
-            numbers |= given[index]
+            numbers |= values[index]
         return not (addresses % _ALIGNMENT or numbers >> 31)
 
 
@@ -531,13 +533,13 @@ def _is_watched() -> bool:
     """A knob is set."""
     runtime: Any = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    # Chains of hooks, empty ones as a rule; or one hook, or None.
-    return bool(
-        getattr(enter, "calls", enter)
-        or getattr(leave, "calls", leave)
-        or runtime.debug
-        or runtime.add_stages_inspection_hook
-    )
+    is_changed = runtime.debug or runtime.add_stages_inspection_hook
+    try:
+        # Chains of hooks, empty ones as a rule.
+        return bool(enter.calls or leave.calls or is_changed)
+    except AttributeError:
+        # One hook, or None.
+        return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or is_changed)
 
 
 def picker(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:

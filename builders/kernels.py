@@ -479,6 +479,42 @@ def _store_groups(
 
 
 @triton.jit
+def _store_named(
+    rows_ptr, names_ptr, starts_ptr, shares_ptr, row_ends_ptr, seq_lens_ptr, query_start_ptr, i, c,
+    is_serial, first_rows, places, cost, most_rows, shared, sharers, total, num_rows, req_rows,
+    begin, count, kv_len, bundles, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank,
+    dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
+    BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    REQS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Rows, each named at the first group that begins within it, then the groups by those names."""
+    tl.store(names_ptr + 2 * c, -1, mask=c <= NUM_GROUPS)
+    # Nobody is named before all names are gone.
+    tl.debug_barrier()
+    if is_serial:
+        _store_rows(
+            rows_ptr, names_ptr, i, first_rows, places, cost, most_rows, shared, sharers, req_rows,
+            begin, count, kv_len, bundles, window, chunk, lookback, dcp_size, dcp_rank,
+            dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE,
+            HEAD_LOOPS, True,
+        )  # fmt: skip
+    else:
+        _store_by_row(
+            rows_ptr, names_ptr, i, num_rows, cost, shared, sharers, seq_lens_ptr, query_start_ptr,
+            row_ends_ptr, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
+            QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS, REQS,
+            STEPS,
+        )  # fmt: skip
+    # Rows and their names are other threads' stores.
+    tl.debug_barrier()
+    _store_groups(
+        rows_ptr, names_ptr, starts_ptr, shares_ptr, c, shared, sharers, total, cost, NUM_GROUPS,
+        num_rows, SEGMENT_UNIT, HEAD_LOOPS, FREE,
+    )  # fmt: skip
+
+
+@triton.jit
 def _of_request(values, req):
     """A number of each of the requests, of which every warp has all ``values``: rows of ``req`` are
     never shared by two warps, so that this is an exchange within each.
@@ -796,43 +832,27 @@ def plan_kernel(
     shared = _shared_tiles(total, fewest, largest, sharers)
     tl.store(total_ptr, num_rows)
     tl.store(total_ptr + 1, shared)
+    places, first_rows = ends - req_tiles * HEAD_LOOPS, req_ends - req_rows
     if is_serial and REQS <= _IN_A_WARP:
         _store_shares(
-            starts_ptr, shares_ptr, shared, sharers, total, ends, ends - req_tiles * HEAD_LOOPS,
-            req_ends - req_rows, most_rows, num_rows, begin, count, kv_len, bundles, cost, window,
-            chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
-            SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS, FREE, NUM_GROUPS, GROUPS,
-            STEPS,
+            starts_ptr, shares_ptr, shared, sharers, total, ends, places, first_rows, most_rows,
+            num_rows, begin, count, kv_len, bundles, cost, window, chunk, lookback, dcp_size,
+            dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
+            BUNDLE, HEAD_LOOPS, FREE, NUM_GROUPS, GROUPS, STEPS,
         )  # fmt: skip
         _store_rows(
-            rows_ptr, names_ptr, i, req_ends - req_rows, ends - req_tiles * HEAD_LOOPS, cost,
-            most_rows, shared, sharers, req_rows, begin, count, kv_len, bundles, window, chunk,
-            lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT,
-            WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS, False,
+            rows_ptr, names_ptr, i, first_rows, places, cost, most_rows, shared, sharers, req_rows,
+            begin, count, kv_len, bundles, window, chunk, lookback, dcp_size, dcp_rank,
+            dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE,
+            HEAD_LOOPS, False,
         )  # fmt: skip
     else:
-        tl.store(names_ptr + 2 * c, -1, mask=c <= NUM_GROUPS)
-        # Nobody is named before all names are gone.
-        tl.debug_barrier()
-        if is_serial:
-            _store_rows(
-                rows_ptr, names_ptr, i, req_ends - req_rows, ends - req_tiles * HEAD_LOOPS, cost,
-                most_rows, shared, sharers, req_rows, begin, count, kv_len, bundles, window, chunk,
-                lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT,
-                WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS, True,
-            )  # fmt: skip
-        else:
-            _store_by_row(
-                rows_ptr, names_ptr, i, num_rows, cost, shared, sharers, seq_lens_ptr,
-                query_start_ptr, row_ends_ptr, max_kv_len, window, chunk, lookback, dcp_size,
-                dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM,
-                DCP, BUNDLE, HEAD_LOOPS, REQS, STEPS,
-            )  # fmt: skip
-        # Rows and their names are other threads' stores.
-        tl.debug_barrier()
-        _store_groups(
-            rows_ptr, names_ptr, starts_ptr, shares_ptr, c, shared, sharers, total, cost,
-            NUM_GROUPS, num_rows, SEGMENT_UNIT, HEAD_LOOPS, FREE,
+        _store_named(
+            rows_ptr, names_ptr, starts_ptr, shares_ptr, row_ends_ptr, seq_lens_ptr,
+            query_start_ptr, i, c, is_serial, first_rows, places, cost, most_rows, shared, sharers,
+            total, num_rows, req_rows, begin, count, kv_len, bundles, max_kv_len, window, chunk,
+            lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT,
+            WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS, FREE, NUM_GROUPS, REQS, STEPS,
         )  # fmt: skip
     # Nothing here waits for these.
     _store_tiles(prefill_starts_ptr, i, tile_ends, num_tiles, max_reqs, MOST_REQS)

@@ -80,6 +80,8 @@ class Pointers:
         """
         self.tensors = tensors
         self.addresses = [tensor.data_ptr() for tensor in tensors]
+        self.given = (self.addresses,)
+        """As launches that are made again take them."""
         self.kinds = tuple(
             (tensor.dtype, tensor.is_cuda, address % 16 == 0)
             for tensor, address in zip(tensors, self.addresses, strict=True)
@@ -218,10 +220,10 @@ class HopperPlan:
         return self.query_tile, self.is_required, self.widened is None, kinds
 
     @cached_property
-    def addresses(self) -> tuple[int, ...]:
-        """Of its tensors, in their order."""
+    def given(self) -> tuple[int, ...]:
+        """What launches that are made again are given of it: its tensors' addresses, programs."""
         tensors = self.tile_starts, self.num_tiles, self.counter
-        return tuple(tensor.data_ptr() for tensor in tensors)
+        return (*(tensor.data_ptr() for tensor in tensors), self.programs)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from attn.impls.warm import run_compiled
 from attn.ops.merge import merge_states
 from builders.debug import debug_read
 from builders.triton_attn import check_dtypes, check_head_sizes
+from specs.attention import AttentionType
 from specs.dtypes import KVQuantMode
 from specs.layouts import KVViews
 
@@ -83,15 +84,24 @@ class TritonAttentionImpl(CachedImpl):
             raise NotImplementedError("output_block_scale is not supported")
         if attn_metadata is None:
             return output.zero_()
-        keys = self._keys(query, key, value, kv_cache, attn_metadata)
-        viewed = self._viewed if self._is_cached else None
+        # In few calls: each layer of each step comes by.
+        viewed = None
+        if self._is_cached:
+            if self._debugs:
+                _debug_read(attn_metadata, kv_cache)
+            keys = self._views(kv_cache, query.dtype)
+            viewed = self._viewed
+        else:
+            keys = _rows_of(key, value, attn_metadata.num_actual_tokens, self.attn_type)
         sinks, slopes = self.sinks, self.alibi_slopes
         if sinks is not None or slopes is not None:
             sinks, slopes = self._constants(query.device)
         rows = output
         if output.dim() == 2 and output.shape[1] == self.num_heads * self.head_size_v:
             rows = output.view(output.shape[0], self.num_heads, self.head_size_v)
-        launcher = self._launcher(layer, attn_metadata)
+        launcher = None if attn_metadata.mm_ranges is not None else self._launchers.get(False)
+        if launcher is None:
+            launcher = self._launcher(layer, attn_metadata)
         is_scaled = self._is_scaled
         # By position, which is cheaper.
         tensors = launcher.tensors(
@@ -176,28 +186,6 @@ class TritonAttentionImpl(CachedImpl):
 
         run_compiled(run_steps, device)
 
-    def _keys(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,
-        step: TritonAttentionMetadata,
-    ) -> KVViews:
-        """Where keys and values are read: the cache, or what came with the query."""
-        if not self._is_cached:
-            if key is None or value is None:
-                raise ValueError(f"key and value are needed for attn_type {self.attn_type.value!r}")
-            from attn.kernels.checks import check_lengths
-
-            check_lengths(step.num_actual_tokens, key, value, None)
-            return KVViews(key, value)
-        if self._debugs:
-            # A rank of several has blocks for its own tokens of a request only.
-            span = kv_cache.shape[2] * (1 if step.stripe is None else step.stripe.size)
-            debug_read(step.block_table, step.seq_lens, kv_cache.shape[0], span)
-        return self._views(kv_cache, query.dtype)
-
     def _launcher(self, layer: AttentionLayer, step: TritonAttentionMetadata) -> DenseLauncher:
         """The layer's launches; multimodal ranges obey the window only where the layer says so."""
         clamps = step.mm_ranges is not None and bool(
@@ -261,3 +249,22 @@ def _attend_shared(launcher: DenseLauncher, shared: SharedPrefix, tensors: Dense
         output_lse=tensors.lse,
         output_scale=tensors.output_scale,
     )
+
+
+def _debug_read(step: TritonAttentionMetadata, kv_cache: torch.Tensor) -> None:
+    """Every block that is read lies in the cache."""
+    # A rank of several has blocks for its own tokens of a request only.
+    span = kv_cache.shape[2] * (1 if step.stripe is None else step.stripe.size)
+    debug_read(step.block_table, step.seq_lens, kv_cache.shape[0], span)
+
+
+def _rows_of(
+    key: torch.Tensor | None, value: torch.Tensor | None, num_tokens: int, attn_type: AttentionType
+) -> KVViews:
+    """Keys and values that came with the query."""
+    if key is None or value is None:
+        raise ValueError(f"key and value are needed for attn_type {attn_type.value!r}")
+    from attn.kernels.checks import check_lengths
+
+    check_lengths(num_tokens, key, value, None)
+    return KVViews(key, value)

@@ -215,7 +215,7 @@ class DenseLauncher:
             of_split = (likeness, place, split.likeness)
             again = self._split_repeats.of(of_split) if repeats else None
             programs = split.groups * split.heads
-            if again is None or not again.launch(programs, (*given, split.pointers.addresses)):
+            if again is None or not again.launch(programs, *given, split.pointers.given):
                 call = self._split(step, tensors, self._varying(step, tensors), likeness)
                 call.launch()
                 if repeats:
@@ -223,7 +223,7 @@ class DenseLauncher:
         if prefill is not None:
             of_prefill = (likeness, place, prefill.likeness, read.likeness_of_prefill)
             attends = self._prefill_repeats.of(of_prefill) if repeats else None
-            if attends is None or not attends.launch(prefill, tensors.query, given, read.lengths):
+            if attends is None or not attends.launch(prefill, tensors.query, *given, read.lengths):
                 calls = self._prefills(step, tensors, self._varying(step, tensors), likeness)
                 for call in calls:
                     call.launch()
@@ -362,12 +362,12 @@ class DenseLauncher:
 
     def _read(
         self, step: TritonAttentionMetadata, tensors: DenseTensors
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    ) -> tuple[tuple[Any, ...], tuple[tuple[Any, ...], ...]]:
         """What is read of a step and its tensors, once for all its launches.
 
         Returns:
             The likeness: everything that a form depends on, no length among it, and the types and
-            places of the tensors; and the values of :data:`_GIVEN`.
+            places of the tensors; and in turn the values of :data:`_GIVEN`.
         """
         rows = tensors.rows
         if rows is None:
@@ -409,7 +409,7 @@ class DenseLauncher:
             likeness_of_rest,
             read.likeness,
         )
-        return likeness, (query.data_ptr(), tokens, output.data_ptr(), *read.table, *rest)
+        return likeness, ((query.data_ptr(), tokens, output.data_ptr()), read.table, rest)
 
     def _varying(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> dict[str, Any]:
         """Arguments of both kernels that differ from call to call."""
@@ -549,11 +549,10 @@ class _PlainPrefill:
         self,
         plan: PrefillPlan,
         query: torch.Tensor,
-        given: tuple[Any, ...],
-        lengths: tuple[int, ...],
+        *given: tuple[Any, ...],
     ) -> bool:
         """See :class:`attn.kernels.hopper.launch.RepeatedPrefill`."""
-        return self._repeat.launch(plan.programs, (*given, plan.tile_starts.data_ptr(), *lengths))
+        return self._repeat.launch(plan.programs, *given, (plan.tile_starts.data_ptr(),))
 
 
 def _repeated_prefill(call: FormCall) -> _PlainPrefill | RepeatedPrefill | None:
@@ -561,8 +560,8 @@ def _repeated_prefill(call: FormCall) -> _PlainPrefill | RepeatedPrefill | None:
     if call.form.kernel is not prefill_kernel:
         from attn.kernels.hopper.launch import repeated_prefill
 
-        return repeated_prefill(call, _GIVEN, _LENGTHS)
-    repeat = call.repeat((*_GIVEN, "tile_starts_ptr", *_LENGTHS))
+        return repeated_prefill(call, (*_GIVEN, *_LENGTHS))
+    repeat = call.repeat((*_GIVEN, *_LENGTHS, "tile_starts_ptr"))
     return None if repeat is None else _PlainPrefill(repeat)
 
 

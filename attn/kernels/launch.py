@@ -279,7 +279,9 @@ class Repeats(Kept[Entry]):
 
     def of(self, key: tuple[Any, ...]) -> Entry | None:
         """The one that was kept; None too where launches are collected and not made."""
-        return self._entry if self.has(key) and _collected.get() is None else None
+        if (key != self._latest and not self.has(key)) or _collected.get() is not None:
+            return None
+        return self._entry
 
     def keep(self, key: tuple[Any, ...], entry: Entry | None) -> None:
         """A new entry, if it is one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -10,6 +11,9 @@ from attn.kernels.hopper.decode_parts import FIELDS
 from attn.kernels.hopper.tiles import wide
 from attn.kernels.rows import write_rows
 from attn.kernels.tile import fold
+
+_SMALL = tl.constexpr(4096)
+"""Cells of a small state."""
 
 
 @gluon.jit
@@ -27,18 +31,14 @@ def store_state(
     mine = row < USED
     slot = slot.to(gl.int64)
     sums = sums_ptr + slot * (2 * USED)
-    _store_kept(sums + row, m, mine)
-    _store_kept(sums + USED + row, l, mine)
+    # Small ones stay in L2 until they are read: keys that stream past would have them written back
+    # meanwhile, between their own reads. Large ones gained nothing by it.
+    KEEP: gl.constexpr = "evict_last" if acc.shape[0] * WIDTH <= _SMALL else ""
+    gl.store(sums + row, m, mask=mine, eviction_policy=KEEP)
+    gl.store(sums + USED + row, l, mask=mine, eviction_policy=KEEP)
     cells = row[:, None] * WIDTH + column[None, :]
-    _store_kept(states_ptr + slot * (USED * WIDTH) + cells, acc, mine[:, None])
-
-
-@gluon.jit
-def _store_kept(places, values, mask):
-    """Scratch, which stays in L2 until it is read: keys that stream past would have it written back
-    meanwhile, between their own reads.
-    """
-    gl.store(places, values, mask=mask, eviction_policy="evict_last")
+    places = states_ptr + slot * (USED * WIDTH) + cells
+    gl.store(places, acc, mask=mine[:, None], eviction_policy=KEEP)
 
 
 @gluon.jit
@@ -141,9 +141,6 @@ def _fold_parts(
     CELLS: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [WARPS, 1], [1, 0])
     row = gl.arange(0, FINISH_ROWS, layout=gl.SliceLayout(1, CELLS)) + zero
     mine = row < USED
-    head = kv_head * GROUP + in_group + row % TILE_HEADS
-    wanted = (row < count * TILE_HEADS) & (in_group + row % TILE_HEADS < GROUP)
-    at = token + row // TILE_HEADS
     for c0 in range(0, WIDTH, FINISH_WIDTH):
         column = c0 + gl.arange(0, FINISH_WIDTH, layout=gl.SliceLayout(0, CELLS))
         cells = row[:, None] * WIDTH + column[None, :]
@@ -175,10 +172,13 @@ def _fold_parts(
                 m2, l2, a2, m3, l3, a3 = n2, k2, b2, n3, k3, b3
         if stores:
             sums = sums_ptr + target.to(gl.int64) * (2 * USED)
-            _store_kept(sums + row, m, mine)
-            _store_kept(sums + USED + row, l, mine)
-            _store_kept(states_ptr + target.to(gl.int64) * (USED * WIDTH) + cells, acc, mask)
+            gl.store(sums + row, m, mask=mine)
+            gl.store(sums + USED + row, l, mask=mine)
+            gl.store(states_ptr + target.to(gl.int64) * (USED * WIDTH) + cells, acc, mask=mask)
         else:
+            head = kv_head * GROUP + in_group + row % TILE_HEADS
+            wanted = (row < count * TILE_HEADS) & (in_group + row % TILE_HEADS < GROUP)
+            at = token + row // TILE_HEADS
             write_rows(
                 m, l, acc, at, head, wanted, column, column >= 0, out_ptr, lse_ptr, sinks_ptr,
                 v_factor, output_scale_ptr, out_token, out_head, lse_token, SINKS, FP8_OUT, LSE,

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from builders.triton_attn import TritonAttentionMetadata
 
 FINISH_CELLS = 2048
-"""Of a state, folded at a time: mostly all, since whoever folds waits for memory once for each."""
+"""Of a state, folded at a time: what there are registers for, since whoever folds waits for memory
+each time."""
 
 
 def serves(

@@ -244,33 +244,33 @@ class RepeatedPrefill:
         """
         self._repeat = repeat
         self._box = box
-        self._place: tuple[Any, ...] | None = None
-        self._words: list[Any] | None = None
+        self._place: tuple[int, int] | None = None
+        self._own: tuple[Any, ...] = ()
 
     def launch(
         self,
         plan: PrefillPlan,
         query: torch.Tensor,
-        given: tuple[Any, ...],
-        lengths: tuple[int, ...],
+        *given: tuple[Any, ...],
     ) -> bool:
         """As :meth:`builders.fast_launch.Repeat.launch`.
 
         Args:
             plan: with one for this kernel.
             query: of this forward.
-            given: its address and number of tokens, and further values.
-            lengths: of the step.
+            given: its address and number of tokens, and further values; the lengths of the step.
         """
-        hopper, place = plan.hopper, given[:2]
+        hopper, (address, tokens, _) = plan.hopper, given[0]
         assert hopper is not None
-        if place[0] % 16:
-            return False
-        if place != self._place:
+        if self._place != (address, tokens):
+            if address % 16:
+                return False
             described = _queries.of("q", query, self._box)
-            self._place, self._words = place, self._repeat.encoded("q_desc", described)
-        values = (*given, *hopper.addresses, *lengths, hopper.programs, self._words)
-        return self._words is not None and self._repeat.launch(hopper.programs, values)
+            words = self._repeat.encoded("q_desc", described)
+            if words is None:
+                return False
+            self._place, self._own = (address, tokens), (words,)
+        return self._repeat.launch(hopper.programs, *given, hopper.given, self._own)
 
 
 class HopperLauncher(HopperForms[HopperPlan]):
@@ -369,18 +369,15 @@ class HopperLauncher(HopperForms[HopperPlan]):
         return KernelForm(hopper_prefill_kernel, fixed, varying, num_warps=4, waits=True)
 
 
-def repeated_prefill(
-    call: FormCall, given: tuple[str, ...], lengths: tuple[str, ...]
-) -> RepeatedPrefill | None:
+def repeated_prefill(call: FormCall, given: tuple[str, ...]) -> RepeatedPrefill | None:
     """For prefills like one that was launched; None where they stay as they are.
 
     Args:
         call: of this kernel.
         given: names of what :meth:`RepeatedPrefill.launch` takes.
-        lengths: likewise.
     """
     tiles = ("tile_starts_ptr", "num_tiles_ptr", "counter_ptr")
-    repeat = call.repeat((*given, *tiles, *lengths, "programs", "q_desc"))
+    repeat = call.repeat((*given, *tiles, "programs", "q_desc"))
     return None if repeat is None else RepeatedPrefill(repeat, _query_box(call.form.arguments))
 
 
