@@ -290,6 +290,7 @@ class _Prepared:
         """Kept alive: its code is unloaded with it."""
         self._driver = driver.active
         self._device = self._driver.get_current_device()
+        self._current_device = _device_getter(self._driver)
         self._call, self._base, self._is_nested = _bottom_of(compiled, [*arguments.values()])
         self._words, places, self.encoders = self._expanded(arguments)
         self.places: dict[str, tuple[int, int | slice]] = {}
@@ -386,8 +387,7 @@ class _Prepared:
 
     def is_current(self) -> bool:
         """Launches are made on its device."""
-        active = driver.active
-        return active is self._driver and active.get_current_device() == self._device
+        return driver.active is self._driver and self._current_device() == self._device
 
     def words_of(self, values: Sequence[Any]) -> list[Any] | None:
         """The C function's arguments for these values; None where Triton would specialise anew."""
@@ -444,6 +444,16 @@ class _Prepared:
             self._call(x, y, z, self.stream(), *self._base, words)
         else:
             self._call(x, y, z, self.stream(), *self._base, *words)
+
+
+def _device_getter(active: Any) -> Callable[[], int]:
+    """What tells the current device of a driver that has launched a kernel: torch's own function
+    sees to it first that CUDA is initialised, which takes longer than the answer.
+    """
+    known: Callable[[], int] = active.get_current_device
+    if known is torch.cuda.current_device:
+        return getattr(torch._C, "_cuda_getDevice", known)
+    return known
 
 
 class _Encoder:

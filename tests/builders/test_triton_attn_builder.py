@@ -445,6 +445,25 @@ def test_a_graph_of_short_steps_needs_no_prefill() -> None:
     assert builder.build_for_cudagraph_capture(batch_of(((1,) * 8, (9,) * 8))).prefill is None
 
 
+def test_what_was_read_of_a_record_is_forgotten_when_it_is_written() -> None:
+    record = builder_of().build(0, batch_of(DECODES))
+    first = record.read
+    assert record.read is first
+    assert first.is_plain
+    table = torch.zeros_like(record.block_table)
+    other = copy.copy(record)
+    other.block_table = table
+    assert other.read.table[1] == table.data_ptr() != first.table[1]
+    assert record.read is first
+    assert dataclasses.replace(record, causal=False).read.likeness != first.likeness
+    record.causal = torch.ones(4, dtype=torch.bool)
+    assert not record.read.is_plain
+    record.causal = True
+    record.seq_lens = record.seq_lens.clone()
+    assert record.read == first._replace(lengths=record.read.lengths)
+    assert record.read.lengths[1] == record.seq_lens.data_ptr() != first.lengths[1]
+
+
 # -- Which prefill kernel.
 
 DCP = {"parallel": ParallelConfig(decode_context_parallel_size=2)}

@@ -492,6 +492,15 @@ def test_launches_that_someone_watches_or_of_another_device_are_tritons(
     assert gpu.launches[-1][3:5] == gpu.launches[0][3:5]
 
 
+def test_torch_is_asked_for_the_device_without_what_it_does_besides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
+    usual = types.SimpleNamespace(get_current_device=torch.cuda.current_device)
+    assert fast_launch._device_getter(usual)() == 3
+    assert fast_launch._device_getter(types.SimpleNamespace(get_current_device=lambda: 5))() == 5
+
+
 def test_a_device_is_learnt_on_its_own(gpu: Driver) -> None:
     form, given = new_form(gpu), arguments()
     for device in (0, 1, 0, 1):
