@@ -285,7 +285,7 @@ class SplitPlanner:
             LEAST=self.least_tiles or 1,
             ROW_COST=self.row_cost,
             WAITS=self.starts_ahead,
-            num_warps=min(16, max(4, reqs // 32, power_of_two(self.groups + 1) // 64)),
+            num_warps=min(16, max(4, reqs // 32, power_of_two(self.groups + 1) // 32)),
             **({"launch_pdl": True} if self.starts_ahead else {}),
         )
 
