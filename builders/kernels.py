@@ -27,7 +27,7 @@ _SERIAL = tl.constexpr(4)
 _IN_A_WARP = tl.constexpr(32)
 """Requests that every warp has all of: what goes from one to the other needs no barrier."""
 _WARPS = tl.constexpr(4)
-"""Of its plan."""
+"""Fewest of its plan."""
 _WASTE = tl.constexpr(WASTE)
 
 
@@ -531,10 +531,10 @@ def _row_with(
     TRIM: tl.constexpr, DCP: tl.constexpr, BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
-    """The row in which each place ``[any, 32]`` among the tiles is: its number and place, request,
-    KV length and bundles, what :func:`_row_of` says, and its bundle.
+    """The row in which each place ``[any, REQS]`` among the tiles is: number and place, request, KV
+    length and bundles, what :func:`_row_of` says, and its bundle.
 
-    ends, places, first_rows, begins, counts, kv_lens, all_bundles ``[1 << STEPS]``: of requests.
+    ends, places, first_rows, begins, counts, kv_lens, all_bundles ``[REQS]``: of requests.
     """
     # Requests that end at or before it.
     req = tl.zeros_like(place)

@@ -5,8 +5,8 @@ follow from the position of a key and nothing else: every 512 tokens up to 128k,
 octave. Long enough that the states of segments cost little beside their keys, short enough that one
 short request fills a GPU. States are folded in bundles of 16, then those of bundles: side by side,
 and with few steps after the last key. Tiles of many rows have longer segments, and fewer of them in
-a bundle: whoever starts within a bundle stores a state for each segment up to its end. The Triton
-twins are in :mod:`builders.kernels`.
+a bundle: whoever starts within a bundle stores a state for each segment up to its end. Both follow
+from what never changes between steps. The Triton twins are in :mod:`builders.kernels`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ PER_OCTAVE = LIMIT // (2 * SEGMENT)
 BUNDLE = 16
 """Most segments of a bundle."""
 BUNDLE_KEYS = 16384
-"""Most tokens of a bundle, below ``LIMIT``."""
+"""Most tokens of a bundle, below ``LIMIT``, where rows have no more than ``MOST_BUNDLES`` then."""
+MOST_BUNDLES = 8
+"""Longer rows have longer bundles, up to ``BUNDLE`` segments: scratch has states for them all."""
 
 
 def segment_of(position: int) -> int:
@@ -47,3 +49,17 @@ def max_segments(length: int, window: int | None = None) -> int:
         return whole
     # A window cuts at most one segment on either side.
     return min(whole, -(-window // SEGMENT) + 2)
+
+
+def bundle_segments(max_kv_len: int, scale: int) -> int:
+    """Segments of a bundle; bundle b begins with segment b times as many.
+
+    Args:
+        max_kv_len: of the longest row that there may be, in tokens.
+        scale: segments are this many times as long.
+    """
+    longest = max_segments(-(-max_kv_len // scale))
+    bundle = max(1, min(BUNDLE, BUNDLE_KEYS // (SEGMENT * scale)))
+    while bundle < BUNDLE and longest > MOST_BUNDLES * bundle:
+        bundle *= 2
+    return bundle

@@ -31,7 +31,7 @@ def plan_rows(
     short_query: int,
     visible: VisibleKeys = EVERY_KEY,
     is_causal: bool = False,
-    is_bundled: bool = False,
+    bundle_of: int = 0,
     least_tiles: int | None = None,
     row_cost: int = 0,
 ) -> HostPlan:
@@ -46,7 +46,8 @@ def plan_rows(
         short_query: longest query of a row.
         visible: which keys.
         is_causal: no query sees past itself.
-        is_bundled: rows are cut where bundles begin; every key is seen then.
+        bundle_of: segments of a bundle; rows are cut where bundles begin, and every key is seen. 0
+            where they are not.
         least_tiles: rows are cut between any two tiles, for shares of so many at least; starts hold
             tiles of rows, not segments.
         row_cost: tiles that the beginning of such a row counts as, where rows are of several
@@ -59,7 +60,7 @@ def plan_rows(
         short = 0 < count <= short_query
         keys = kv_len if stripe is None else stripe.local_len(kv_len)
         last_tile = max(cdiv(keys, tile.kv_tile) - 1, 0)
-        bundles = segment_of(last_tile * tile.segment_unit) // tile.bundle + 1 if is_bundled else 1
+        bundles = segment_of(last_tile * tile.segment_unit) // bundle_of + 1 if bundle_of else 1
         for skipped in range(0, count if short else 0, tile.query_tokens):
             first = max(kv_len - count, 0) + skipped
             start = 0
@@ -73,9 +74,9 @@ def plan_rows(
                 stop = stripe.local_len(stop)
             for bundle in range(bundles):
                 first_tile, stop_tile = max(start, 0) // tile.kv_tile, cdiv(stop, tile.kv_tile)
-                if is_bundled:
-                    first_tile = segment_start(bundle * tile.bundle) // tile.segment_unit
-                    past = segment_start((bundle + 1) * tile.bundle) // tile.segment_unit
+                if bundle_of:
+                    first_tile = segment_start(bundle * bundle_of) // tile.segment_unit
+                    past = segment_start((bundle + 1) * bundle_of) // tile.segment_unit
                     stop_tile = min(stop_tile, past)
                 tiles = max(stop_tile - first_tile, 1)
                 part = segment_of(first_tile * tile.segment_unit)

@@ -14,7 +14,7 @@ import torch
 
 from builders.buffers import GraphBuffers
 from builders.paging import Stripe
-from builders.segments import max_segments
+from builders.segments import bundle_segments, max_segments
 from builders.split_host import plan_rows
 from builders.split_plan import (
     EVERY_KEY,
@@ -130,9 +130,11 @@ class SplitPlanner:
         self.num_multiprocessors = num_multiprocessors
         reqs, tokens = limits.max_num_seqs, limits.max_num_tokens
         # A long row of keys is cut into bundles; behind a window there are not many.
-        self.is_bundled = limits.window is None and not self.is_free and takes_rows
+        self.bundle, self.bundles = 0, 1
         longest = max_segments(cdiv(limits.max_kv_len, tile.segment_scale))
-        self.bundles = cdiv(longest, tile.bundle) if self.is_bundled else 1
+        if limits.window is None and not self.is_free and takes_rows:
+            self.bundle = bundle_segments(limits.max_kv_len, tile.segment_scale)
+            self.bundles = cdiv(longest, self.bundle)
         self.max_rows = self.bundles * min(
             reqs * cdiv(min(self.short_query, tokens), tile.query_tokens),
             tokens // tile.query_tokens + reqs,
@@ -142,8 +144,8 @@ class SplitPlanner:
         if limits.window is not None and not every_row:
             span = limits.window + self.short_query
         self.slots = max_segments(cdiv(limits.max_kv_len, tile.segment_scale), span)
-        if self.is_bundled:
-            self.slots = min(self.slots, tile.bundle)
+        if self.bundle:
+            self.slots = min(self.slots, self.bundle)
         if self.is_free:
             # A program has parts of two rows; or it lends states to every other.
             self.slots = self.groups if self.least_tiles is None else PARTS_OF_A_PROGRAM
@@ -275,7 +277,7 @@ class SplitPlanner:
             CHUNK=visible.chunk is not None,
             TRIM=is_causal,
             DCP=visible.stripe is not None,
-            BUNDLE=self.tile.bundle if self.is_bundled else 0,
+            BUNDLE=self.bundle,
             MOST_REQS=power_of_two(self.limits.max_num_seqs),
             REQS=reqs,
             STEPS=reqs.bit_length() - 1,
@@ -306,7 +308,7 @@ class SplitPlanner:
             self.short_query,
             visible,
             is_causal,
-            self.is_bundled,
+            self.bundle,
             (self.least_tiles or 1) if self.is_free else None,
             self.row_cost,
         )

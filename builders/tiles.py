@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from builders.segments import BUNDLE, BUNDLE_KEYS, SEGMENT
 from specs.base import cdiv
 from specs.devices import DeviceKind
 
@@ -83,11 +82,6 @@ class SplitTile:
     def segment_unit(self) -> int:
         """Tokens of a tile, in the positions that :mod:`builders.segments` knows."""
         return self.kv_tile // self.segment_scale
-
-    @property
-    def bundle(self) -> int:
-        """Segments of a bundle; bundle b begins with segment ``b * bundle``."""
-        return min(BUNDLE, BUNDLE_KEYS // (SEGMENT * self.segment_scale))
 
 
 @dataclass(frozen=True)

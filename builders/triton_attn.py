@@ -123,9 +123,13 @@ class TritonAttentionMetadata(AttentionMetadata):
         self.__dict__.pop("read", None)
         super().__setattr__(name, value)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies have: their tensors may lie elsewhere."""
+        return {name: value for name, value in vars(self).items() if name != "read"}
+
     @cached_property
     def read(self) -> ReadStep:
-        """Of what is assigned now."""
+        """Of what is assigned now; none of these tensors moves."""
         causal, table, starts, lens = (
             self.causal,
             self.block_table,

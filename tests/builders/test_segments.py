@@ -15,6 +15,7 @@ from builders.segments import (
     LIMIT,
     PER_OCTAVE,
     SEGMENT,
+    bundle_segments,
     max_segments,
     segment_of,
     segment_start,
@@ -142,3 +143,25 @@ def test_the_device_takes_scalars_too() -> None:
     small = [0, 1, 255, 256, 257, 383, 384, 385, LAST_SEGMENT]
     assert on_device(small, scalar=True)[1] == [segment_start(segment) for segment in small]
     assert len(start) == len(numbers)
+
+
+@pytest.mark.parametrize(
+    ("scale", "max_kv_len", "keys"),
+    [
+        *((1, length, 8192) for length in (100, 131072, 1 << 20)),
+        *((2, length, 16384) for length in (100, 131072, 1 << 20)),
+        *((4, length, 16384) for length in (100, 32768, 131072)),
+        (4, 131073, 32768),
+        (4, 1 << 20, 32768),
+        *((8, length, 16384) for length in (100, 131072)),
+        (8, 262144, 32768),
+        (8, 262145, 65536),
+        (8, 1 << 24, 65536),
+    ],
+)
+def test_bundles_are_short_where_that_makes_few_of_them(
+    scale: int, max_kv_len: int, keys: int
+) -> None:
+    bundle = bundle_segments(max_kv_len, scale)
+    assert 1 <= bundle <= BUNDLE
+    assert segment_start(bundle) * scale == keys

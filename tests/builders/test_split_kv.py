@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from builders import kernels, split_kv, triton_attn
 from builders.buffers import GraphBuffers
 from builders.paging import Stripe
-from builders.segments import segment_of
+from builders.segments import BUNDLE, segment_of
 from builders.split_host import (
     HostPlan,
     plan_rows,
@@ -66,7 +66,7 @@ class Step:
     lookback: int = 0
     is_causal: bool = False
     stripe: Stripe | None = None
-    is_bundled: bool = False
+    bundle: int = 0
     least_tiles: int | None = None
     row_cost: int = 0
 
@@ -77,7 +77,7 @@ class Step:
     def plan(self) -> HostPlan:
         counts, kv_lens = ([pair[side] for pair in self.lens] for side in (0, 1))
         loops, short = self.head_loops, self.short_query
-        rules = (self.visible, self.is_causal, self.is_bundled, self.least_tiles, self.row_cost)
+        rules = (self.visible, self.is_causal, self.bundle, self.least_tiles, self.row_cost)
         return plan_rows(counts, kv_lens, self.tile, self.groups, loops, short, *rules)
 
 
@@ -119,7 +119,7 @@ def steps(draw: st.DrawFn) -> Step:
         lookback=draw(st.integers(0, 2)) if kind == "chunk" else 0,
         is_causal=draw(st.booleans()),
         stripe=stripe if kind == "stripe" else None,
-        is_bundled=kind in ("full", "stripe") and draw(st.booleans()),
+        bundle=draw(st.sampled_from([0, 4, BUNDLE])) if kind in ("full", "stripe") else 0,
     )
 
 
@@ -138,10 +138,10 @@ def planner_of(step: Step) -> SplitPlanner:
     planner.tile, planner.groups = step.tile, step.groups
     planner.head_loops, planner.short_query = step.head_loops, step.short_query
     rows = sum(cdiv(count, step.tile.query_tokens) for count, _ in step.lens)
-    planner.is_bundled, planner.least_tiles = step.is_bundled, step.least_tiles
+    planner.bundle, planner.least_tiles = step.bundle, step.least_tiles
     planner.is_free, planner.row_cost = step.least_tiles is not None, step.row_cost
-    most_bundles = cdiv(segment_of(200_000 // step.tile.segment_scale) + 1, step.tile.bundle)
-    planner.max_rows = max(rows, 1) * (most_bundles if step.is_bundled else 1)
+    most_bundles = cdiv(segment_of(200_000 // step.tile.segment_scale) + 1, step.bundle or 1)
+    planner.max_rows = max(rows, 1) * (most_bundles if step.bundle else 1)
     buffers = GraphBuffers(DEVICE)
     int32 = torch.int32
     for name, shape_of in {
@@ -191,7 +191,7 @@ def filled(step: Step) -> dict[str, list]:
 @example(step=Step(((1, 1000),) * 64, tile_of(), groups=33))
 # More rows than a thread makes in turn: prompts of an invariant engine, bundles of long keys.
 @example(step=Step(((40, 300), (1, 9), (0, 4), (33, 33)), tile_of(1), 33, short_query=64))
-@example(step=Step(((1, 131_073), (2, 199_000), (1, 7)), tile_of(), 66, 2, is_bundled=True))
+@example(step=Step(((1, 131_073), (2, 199_000), (1, 7)), tile_of(), 66, 2, bundle=BUNDLE))
 @example(step=Step(((1, 1000), (2, 7), (1, 0)), tile_of(), 33, least_tiles=2))
 @example(step=Step(((40, 900), (9, 90)), tile_of(1), 33, short_query=64, least_tiles=2, row_cost=2))
 @example(step=Step(((1, 1000), (9, 700)) * 9, tile_of(), 33, 2, least_tiles=1))
@@ -250,11 +250,11 @@ def test_ranks_take_turns_and_keep_everything(ranks: int, interleave: int, lengt
 
 def bundles_of(step: Step, kv_len: int) -> int:
     """Bundles that the keys of a request's rows are cut into."""
-    if not step.is_bundled:
+    if not step.bundle:
         return 1
     keys = kv_len if step.stripe is None else kept_by(step.stripe, kv_len)
     tiles = max(cdiv(keys, step.tile.kv_tile), 1)
-    return segment_of((tiles - 1) * step.tile.segment_unit) // step.tile.bundle + 1
+    return segment_of((tiles - 1) * step.tile.segment_unit) // step.bundle + 1
 
 
 def work_of(step: Step) -> list[tuple[tuple[int, int, int], list[int]]]:
@@ -273,9 +273,9 @@ def work_of(step: Step) -> list[tuple[tuple[int, int, int], list[int]]]:
             row = (req, token + skipped, taken)
             for bundle in range(bundles_of(step, kv_len)):
                 mine = segments
-                if step.is_bundled:
+                if step.bundle:
                     # One that its queries do not see has a tile all the same.
-                    mine = [one for one in segments if one // step.tile.bundle == bundle] or [-1]
+                    mine = [one for one in segments if one // step.bundle == bundle] or [-1]
                 found.append((row, [mine.count(one) for one in dict.fromkeys(mine)]))
         token += count
     return found
@@ -356,7 +356,7 @@ def test_a_group_enters_at_most_one_row_in_its_middle(step: Step) -> None:
 @given(step=steps(), least=st.sampled_from([1, 2, 5]))
 def test_rows_cut_anywhere_are_shared_out_by_tiles(step: Step, least: int) -> None:
     """Even to a tile, none of them idle amid others, and no share of fewer tiles than asked for."""
-    plan = replace(step, is_bundled=False, least_tiles=least).plan()
+    plan = replace(step, bundle=0, least_tiles=least).plan()
     tiles = [fields[6] for fields in plan.rows for _ in range(step.head_loops)]
     starts = [*itertools.accumulate(tiles, initial=0)]
     places = [starts[at] + tile for at, tile in plan.starts]
@@ -376,14 +376,14 @@ def test_rows_cut_anywhere_are_shared_out_by_tiles(step: Step, least: int) -> No
 @example(step=Step(((1, 20_000), *((1, 300),) * 40), tile_of(), 4), cost=2)
 def test_rows_that_begin_are_shared_out_too(step: Step, cost: int) -> None:
     """Nobody has many short rows beside as many tiles as others have of one."""
-    plan = replace(step, is_bundled=False, least_tiles=1, row_cost=cost).plan()
+    plan = replace(step, bundle=0, least_tiles=1, row_cost=cost).plan()
     tiles = [fields[6] for fields in plan.rows for _ in range(step.head_loops)]
     starts = [*itertools.accumulate(tiles, initial=0)]
     places = [starts[at] + tile for at, tile in plan.starts]
     assert places == sorted(places)
     assert (places[0], places[-1]) == (0, starts[-1])
     if len(set(tiles)) < 2:
-        assert plan == replace(step, is_bundled=False, least_tiles=1).plan()
+        assert plan == replace(step, bundle=0, least_tiles=1).plan()
         return
     sharers = max(min(step.groups, plan.shared), 1)
     for (row, tile), (next_row, next_tile) in pairwise(plan.starts):
@@ -395,11 +395,12 @@ def test_rows_that_begin_are_shared_out_too(step: Step, cost: int) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(step=steps())
-@example(step=Step(((1, 131_072), (2, 40_000), (1, 9000)), tile_of(), 3, is_bundled=True))
-@example(step=Step(((1, 20_000),) * 9, tile_of(), 7, head_loops=2, is_bundled=True))
+@example(step=Step(((1, 131_072), (2, 40_000), (1, 9000)), tile_of(), 3, bundle=BUNDLE))
+@example(step=Step(((1, 20_000),) * 9, tile_of(), 7, head_loops=2, bundle=BUNDLE))
 def test_no_two_rows_lend_bundles_from_one_group(step: Step) -> None:
     """And where no group starts among the bundles of a row, one group has all of them."""
-    step = replace(step, is_bundled=step.window is None and step.chunk is None)
+    is_local = step.window is not None or step.chunk is not None
+    step = replace(step, bundle=0 if is_local else step.bundle or BUNDLE)
     plan, loops = step.plan(), step.head_loops
     lenders = []
     for at, fields in enumerate(plan.rows):
@@ -410,7 +411,7 @@ def test_no_two_rows_lend_bundles_from_one_group(step: Step) -> None:
         rows = plan.rows[at : at + bundles]
         assert [row[10] for row in rows] == list(range(bundles))
         assert {tuple(row[:5]) for row in rows} == {tuple(fields[:5])}
-        assert [row[8] for row in rows] == [one * step.tile.bundle for one in range(bundles)]
+        assert [row[8] for row in rows] == [one * step.bundle for one in range(bundles)]
         for loop in range(loops):
             places = [row[7] + loop * row[6] for row in rows]
             ends = [place + row[6] - 1 for place, row in zip(places, rows, strict=True)]
@@ -575,7 +576,7 @@ def test_no_row_has_more_segments_than_slots_and_no_step_more_rows_than_are_kept
     for is_causal in (False, True):
         tile, groups, short = planner.tile, planner.groups, planner.short_query
         step = Step(tuple(lens), tile, groups, 1, short, span, is_causal=is_causal)
-        plan = replace(step, is_bundled=planner.is_bundled).plan()
+        plan = replace(step, bundle=planner.bundle).plan()
         assert len(plan.rows) <= planner.max_rows
         assert max((fields[11] for fields in plan.rows), default=1) <= planner.bundles
         assert max((fields[9] for fields in plan.rows), default=0) <= planner.slots

@@ -11,7 +11,7 @@ from builders.hopper_dense import (
     decode_kernel_of,
     prefill_kernel_of,
 )
-from builders.segments import BUNDLE, BUNDLE_KEYS, segment_start
+from builders.segments import segment_start
 from builders.tiles import (
     MOST_ROWS,
     SHARED_MEMORY,
@@ -65,10 +65,6 @@ def test_split_tiles_fit(kind: DeviceKind, max_query_len: int, window: int | Non
         # Segments are whole numbers of tiles.
         assert tile.segment_unit * tile.segment_scale == tile.kv_tile
         assert segment_start(1) % tile.segment_unit == 0
-        # So are bundles, of 8192 keys or, where segments are longer, of 16384.
-        assert 1 <= tile.bundle <= BUNDLE
-        keys = segment_start(tile.bundle) * tile.segment_scale
-        assert keys == (8192 if tile.segment_scale == 1 else BUNDLE_KEYS), tile
         assert tile.programs_per_sm in (1, 2, 4)
         fits = tile.programs_per_sm * staged_kib(shape, tile) <= SHARED_MEMORY[kind]
         assert fits or tile.programs_per_sm == 1, (shape, tile)

@@ -455,6 +455,8 @@ def test_what_was_read_of_a_record_is_forgotten_when_it_is_written() -> None:
     other.block_table = table
     assert other.read.table[1] == table.data_ptr() != first.table[1]
     assert record.read is first
+    for copied in (copy.copy(record), copy.deepcopy(record)):
+        assert copied.read.table == (first.table[0], copied.block_table.data_ptr())
     assert dataclasses.replace(record, causal=False).read.likeness != first.likeness
     record.causal = torch.ones(4, dtype=torch.bool)
     assert not record.read.is_plain

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -270,7 +270,7 @@ def test_what_a_form_depends_on_prepares_another(
         {"rswa_prefix_lens": torch.ones(2, dtype=torch.int32), "rswa_window": 5},
     ]
     for step in steps * 2:
-        changed = TritonAttentionMetadata(**{**vars(record), **step})
+        changed = replace(record, **step)
         launcher.split(changed, bench.tensors(3))
     assert len(launcher._splits) == len(variants) + len(steps)
 

@@ -11,7 +11,7 @@ import builders.triton_mla
 from attn.backends.triton_mla import TritonMLABackend
 from attn.kernels.mla_launch import FINISH_CELLS, whole_query
 from attn.reference import cache as reference
-from builders import tiles
+from builders import segments
 from builders.hopper_dense import (
     LayerAsks,
 )
@@ -65,7 +65,7 @@ def smaller_bundles(monkeypatch: pytest.MonkeyPatch, bundle: int) -> None:
     """So that rows of a few segments have several."""
     if DEVICE.type == "cuda":
         pytest.skip("compiled kernels do not change their constants")
-    monkeypatch.setattr(tiles, "BUNDLE", bundle)
+    monkeypatch.setattr(segments, "BUNDLE", bundle)
 
 
 def check(trial: LatentTrial, record: Any) -> None:

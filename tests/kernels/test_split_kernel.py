@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn.backends.triton_attn import TritonAttentionBackend
 from attn.reference import cache as reference
-from builders import tiles
+from builders import segments
 from builders.segments import BUNDLE, SEGMENT
 from builders.split_plan import (
     SHARE_FIELDS,
@@ -61,7 +61,7 @@ def segments_of_a_bundle(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
         return
     if DEVICE.type == "cuda":
         pytest.skip("compiled kernels do not change their constants")
-    monkeypatch.setattr(tiles, "BUNDLE", request.param)
+    monkeypatch.setattr(segments, "BUNDLE", request.param)
 
 
 def case_of(batch: BatchSpec = DECODE, **changes: Any) -> Case:

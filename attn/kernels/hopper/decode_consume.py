@@ -233,7 +233,7 @@ def consume(
     HALVES: gl.constexpr = WIDTH // (128 if E4M3 else 64)
     # States under way at a row's end: what there are registers for, up to all of a bundle.
     CELLS: gl.constexpr = FINISH_ROWS * FINISH_WIDTH // 128
-    FEW: gl.constexpr = 8 if ROWS == 16 else 4
+    FEW: gl.constexpr = 8 if ROWS == 16 and CONSUMERS == 1 else 4
     AT_ONCE: gl.constexpr = 16 if CELLS * CONSUMERS <= 4 else 12 if CELLS * CONSUMERS <= 8 else FEW
     lane = gl.program_id(0) % HEADS
     first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)

@@ -12,8 +12,8 @@ from attn.kernels.hopper.tiles import wide
 from attn.kernels.rows import write_rows
 from attn.kernels.tile import fold
 
-_SMALL = tl.constexpr(4096)
-"""Cells of a small state."""
+_SMALL = tl.constexpr(256)
+"""Columns of a small state of 16 rows."""
 
 
 @gluon.jit
@@ -33,7 +33,8 @@ def store_state(
     sums = sums_ptr + slot * (2 * USED)
     # Small ones stay in L2 until they are read: keys that stream past would have them written back
     # meanwhile, between their own reads. Large ones gained nothing by it.
-    KEEP: gl.constexpr = "evict_last" if acc.shape[0] * WIDTH <= _SMALL else ""
+    IS_SMALL: gl.constexpr = acc.shape[0] == 16 and WIDTH <= _SMALL
+    KEEP: gl.constexpr = "evict_last" if IS_SMALL else ""
     gl.store(sums + row, m, mask=mine, eviction_policy=KEEP)
     gl.store(sums + USED + row, l, mask=mine, eviction_policy=KEEP)
     cells = row[:, None] * WIDTH + column[None, :]

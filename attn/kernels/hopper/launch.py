@@ -244,8 +244,8 @@ class RepeatedPrefill:
         """
         self._repeat = repeat
         self._box = box
-        self._place: tuple[int, int] | None = None
-        self._own: tuple[Any, ...] = ()
+        self._latest: tuple[int, int, tuple[Any, ...]] = (0, 0, ())
+        """Address and tokens of a query, and its descriptor: one piece, for several threads."""
 
     def launch(
         self,
@@ -262,15 +262,17 @@ class RepeatedPrefill:
         """
         hopper, (address, tokens, _) = plan.hopper, given[0]
         assert hopper is not None
-        if self._place != (address, tokens):
+        latest_address, latest_tokens, own = self._latest
+        if latest_address != address or latest_tokens != tokens:
             if address % 16:
                 return False
             described = _queries.of("q", query, self._box)
             words = self._repeat.encoded("q_desc", described)
             if words is None:
                 return False
-            self._place, self._own = (address, tokens), (words,)
-        return self._repeat.launch(hopper.programs, *given, hopper.given, self._own)
+            own = (words,)
+            self._latest = address, tokens, own
+        return self._repeat.launch(hopper.programs, *given, hopper.given, own)
 
 
 class HopperLauncher(HopperForms[HopperPlan]):
