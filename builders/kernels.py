@@ -8,6 +8,8 @@ from triton.language.extra.cuda import gdc_wait
 
 from builders import segments
 from builders.split_plan import (
+    FEWEST_WARPS,
+    ONE_WARP,
     ROW_FIELDS,
     SHARE_FIELDS,
     WASTE,
@@ -24,10 +26,8 @@ _FIELDS = tl.constexpr(ROW_FIELDS)
 _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
 _SERIAL = tl.constexpr(4)
 """Rows of a request that its thread makes one after the other; of more, every row has a thread."""
-_IN_A_WARP = tl.constexpr(32)
-"""Requests that every warp has all of: what goes from one to the other needs no barrier."""
-_WARPS = tl.constexpr(4)
-"""Fewest of its plan."""
+_IN_A_WARP = tl.constexpr(ONE_WARP)
+_WARPS = tl.constexpr(FEWEST_WARPS)
 _WASTE = tl.constexpr(WASTE)
 
 
@@ -400,6 +400,7 @@ def _start_in_row(
     if HEAD_LOOPS > 1:
         loop = offset // (tiles + cost)
     within = offset - loop * (tiles + cost)
+    # Never, of tiles.
     past = within < 0
     if FREE:
         segment = tl.maximum(within - cost, 0)

@@ -18,6 +18,8 @@ from builders.segments import bundle_segments, max_segments
 from builders.split_host import plan_rows
 from builders.split_plan import (
     EVERY_KEY,
+    FEWEST_WARPS,
+    ONE_WARP,
     ROW_FIELDS,
     SHARE_FIELDS,
     HopperPlan,
@@ -41,8 +43,6 @@ from builders.tiles import (
 from specs.base import cdiv
 from specs.devices import DeviceKind
 
-ONE_WARP = 32
-"""Requests whose plan needs no sums over warps, and so fewer barriers."""
 PARTS_OF_A_PROGRAM = 2
 """Of rows that are cut anywhere, and folded by another kernel: the last part of the row that a
 program's share begins in, and the first one of that which it ends in."""
@@ -287,7 +287,7 @@ class SplitPlanner:
             LEAST=self.least_tiles or 1,
             ROW_COST=self.row_cost,
             WAITS=self.starts_ahead,
-            num_warps=min(16, max(4, reqs // 32, power_of_two(self.groups + 1) // 32)),
+            num_warps=min(16, max(FEWEST_WARPS, reqs // 32, power_of_two(self.groups + 1) // 32)),
             **({"launch_pdl": True} if self.starts_ahead else {}),
         )
 

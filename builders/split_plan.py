@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -28,6 +28,10 @@ SPARE_STATES = 4
 those that are to be folded next."""
 WASTE = 24
 """One in so many programs may idle where the others then get whole rows, or equal parts of one."""
+ONE_WARP = 32
+"""Requests that every warp has all of: their plan needs no sums over warps, and fewer barriers."""
+FEWEST_WARPS = 4
+"""Of a plan."""
 ROW_FIELDS = 12
 """int32 per row of the plan: request, first token, tokens, KV length, first position, first KV
 tile, KV tiles, place of its first tile among all tiles of the step, first segment, segments, bundle
@@ -70,6 +74,14 @@ class VisibleKeys:
 EVERY_KEY = VisibleKeys()
 
 
+class Copied:
+    """What copies of a record have: its fields, and nothing that was read of them."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The tensors of a copy may lie elsewhere."""
+        return {item.name: vars(self)[item.name] for item in fields(cast(Any, self))}
+
+
 class Pointers:
     """Tensors that the launches of all layers of a step share, read once for them all."""
 
@@ -90,7 +102,7 @@ class Pointers:
 
 
 @dataclass(frozen=True)
-class SplitPlan:
+class SplitPlan(Copied):
     """The step's plan for the split-KV kernel: views of the builder's buffers, and static numbers.
 
     Scratch holds, per program, states of one bundle's segments (of all that a row can touch where
@@ -194,7 +206,7 @@ class WidenedKeys:
 
 
 @dataclass(frozen=True)
-class HopperPlan:
+class HopperPlan(Copied):
     """The step's plan for the prefill kernel on Hopper, in layers whose tiles have those tokens."""
 
     query_tile: int
@@ -227,7 +239,7 @@ class HopperPlan:
 
 
 @dataclass(frozen=True)
-class PrefillPlan:
+class PrefillPlan(Copied):
     """The step's plan for the prefill kernel."""
 
     tile: PrefillTile

@@ -99,9 +99,10 @@ class TritonAttentionImpl(CachedImpl):
         rows = output
         if output.dim() == 2 and output.shape[1] == self.num_heads * self.head_size_v:
             rows = output.view(output.shape[0], self.num_heads, self.head_size_v)
-        launcher = None if attn_metadata.mm_ranges is not None else self._launchers.get(False)
+        clamps = attn_metadata.mm_ranges is not None and _clamps_ranges(layer)
+        launcher = self._launchers.get(clamps)
         if launcher is None:
-            launcher = self._launcher(layer, attn_metadata)
+            launcher = self._launchers[clamps] = self._new_launcher(clamps)
         is_scaled = self._is_scaled
         # By position, which is cheaper.
         tensors = launcher.tensors(
@@ -186,16 +187,6 @@ class TritonAttentionImpl(CachedImpl):
 
         run_compiled(run_steps, device)
 
-    def _launcher(self, layer: AttentionLayer, step: TritonAttentionMetadata) -> DenseLauncher:
-        """The layer's launches; multimodal ranges obey the window only where the layer says so."""
-        clamps = step.mm_ranges is not None and bool(
-            getattr(layer, "mm_prefix_clamp_sliding_window", False)
-        )
-        launcher = self._launchers.get(clamps)
-        if launcher is None:
-            launcher = self._launchers[clamps] = self._new_launcher(clamps)
-        return launcher
-
     def _new_launcher(self, clamps_ranges: bool) -> DenseLauncher:
         from attn.kernels.dense import DenseLauncher, DenseLayer
 
@@ -249,6 +240,11 @@ def _attend_shared(launcher: DenseLauncher, shared: SharedPrefix, tensors: Dense
         output_lse=tensors.lse,
         output_scale=tensors.output_scale,
     )
+
+
+def _clamps_ranges(layer: AttentionLayer) -> bool:
+    """Multimodal ranges obey the window only where the layer says so."""
+    return bool(getattr(layer, "mm_prefix_clamp_sliding_window", False))
 
 
 def _debug_read(step: TritonAttentionMetadata, kv_cache: torch.Tensor) -> None:

@@ -450,6 +450,8 @@ def test_what_was_read_of_a_record_is_forgotten_when_it_is_written() -> None:
     first = record.read
     assert record.read is first
     assert first.is_plain
+    assert record.split is not None
+    assert record.split.pointers.tensors[0] is record.split.rows
     table = torch.zeros_like(record.block_table)
     other = copy.copy(record)
     other.block_table = table
@@ -457,6 +459,10 @@ def test_what_was_read_of_a_record_is_forgotten_when_it_is_written() -> None:
     assert record.read is first
     for copied in (copy.copy(record), copy.deepcopy(record)):
         assert copied.read.table == (first.table[0], copied.block_table.data_ptr())
+        assert copied.split is not None
+        plan = copied.split
+        assert plan.pointers.addresses == [tensor.data_ptr() for tensor in plan.pointers.tensors]
+        assert plan.pointers.tensors[0] is plan.rows
     assert dataclasses.replace(record, causal=False).read.likeness != first.likeness
     record.causal = torch.ones(4, dtype=torch.bool)
     assert not record.read.is_plain

@@ -258,7 +258,8 @@ class RepeatedPrefill:
         Args:
             plan: with one for this kernel.
             query: of this forward.
-            given: its address and number of tokens, and further values; the lengths of the step.
+            given: the query's address, its tokens and the output's address; then what else names
+                were given of.
         """
         hopper, (address, tokens, _) = plan.hopper, given[0]
         assert hopper is not None
