@@ -206,7 +206,7 @@ class Repeat:
         """What stands for a descriptor among what is given; None for one of another kind."""
         return self._prepared.encoders[name].words_of(descriptor)
 
-    def launch(self, programs: int, *given: tuple[Any, ...]) -> bool:
+    def launch(self, programs: int, given: tuple[tuple[Any, ...], ...]) -> bool:
         """Enqueue on the current stream; False, and nothing is done, where that is Triton's to do.
 
         Args:

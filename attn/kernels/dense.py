@@ -215,7 +215,7 @@ class DenseLauncher:
             of_split = (likeness, place, split.likeness)
             again = self._split_repeats.of(of_split) if repeats else None
             programs = split.groups * split.heads
-            if again is None or not again.launch(programs, *given, split.pointers.given):
+            if again is None or not again.launch(programs, (*given, split.pointers.given)):
                 call = self._split(step, tensors, self._varying(step, tensors), likeness)
                 call.launch()
                 if repeats:
@@ -223,7 +223,7 @@ class DenseLauncher:
         if prefill is not None:
             of_prefill = (likeness, place, prefill.likeness, read.likeness_of_prefill)
             attends = self._prefill_repeats.of(of_prefill) if repeats else None
-            if attends is None or not attends.launch(prefill, tensors.query, *given, read.lengths):
+            if attends is None or not attends.launch(prefill, tensors.query, given, read.lengths):
                 calls = self._prefills(step, tensors, self._varying(step, tensors), likeness)
                 for call in calls:
                     call.launch()
@@ -549,10 +549,12 @@ class _PlainPrefill:
         self,
         plan: PrefillPlan,
         query: torch.Tensor,
-        *given: tuple[Any, ...],
+        given: tuple[tuple[Any, ...], ...],
+        lengths: tuple[Any, ...],
     ) -> bool:
         """See :class:`attn.kernels.hopper.launch.RepeatedPrefill`."""
-        return self._repeat.launch(plan.programs, *given, (plan.tile_starts.data_ptr(),))
+        starts = (plan.tile_starts.data_ptr(),)
+        return self._repeat.launch(plan.programs, (*given, lengths, starts))
 
 
 def _repeated_prefill(call: FormCall) -> _PlainPrefill | RepeatedPrefill | None:

@@ -470,7 +470,7 @@ def test_a_value_that_does_not_fit_is_the_c_functions_to_judge(gpu: DirectDriver
         changed = [*words]
         changed[place] = unfit
         launches = len(gpu.launches)
-        assert repeat.launch(4, (*given_of(repeat, values)[:-1], changed))
+        assert repeat.launch(4, (*given_of(repeat, values)[:-1], (changed,)))
         assert len(gpu.launches) == launches + 1
         assert unfit in gpu.launched()
     assert gpu.direct == []

@@ -367,11 +367,12 @@ def repeated(gpu: Driver, **changes: Any) -> tuple[KernelForm, Repeat | None]:
     return form, call.repeat(GIVEN)
 
 
-def given_of(repeat: Repeat, values: dict[str, Any]) -> tuple[Any, ...]:
+def given_of(repeat: Repeat, values: dict[str, Any]) -> tuple[tuple[Any, ...], ...]:
     plan, query, table = values["plan"], values["query_ptr"], values["table_ptr"]
     described = repeat.encoded("desc", values["desc"])
     addresses = query.data_ptr(), table.data_ptr()
-    return 5, addresses[0], values["count"], None, plan.addresses, addresses[1], described
+    rest = None, plan.addresses, addresses[1]
+    return (5, addresses[0], values["count"]), rest, (described,)
 
 
 def test_a_repeat_has_tritons_arguments(gpu: Driver) -> None:

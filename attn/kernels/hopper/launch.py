@@ -251,7 +251,8 @@ class RepeatedPrefill:
         self,
         plan: PrefillPlan,
         query: torch.Tensor,
-        *given: tuple[Any, ...],
+        given: tuple[tuple[Any, ...], ...],
+        lengths: tuple[Any, ...],
     ) -> bool:
         """As :meth:`builders.fast_launch.Repeat.launch`.
 
@@ -259,7 +260,8 @@ class RepeatedPrefill:
             plan: with one for this kernel.
             query: of this forward.
             given: the query's address, its tokens and the output's address; then what else names
-                were given of.
+                were given of but for the lengths.
+            lengths: of the step.
         """
         hopper, (address, tokens, _) = plan.hopper, given[0]
         assert hopper is not None
@@ -273,7 +275,7 @@ class RepeatedPrefill:
                 return False
             own = (words,)
             self._latest = address, tokens, own
-        return self._repeat.launch(hopper.programs, *given, hopper.given, own)
+        return self._repeat.launch(hopper.programs, (*given, lengths, hopper.given, own))
 
 
 class HopperLauncher(HopperForms[HopperPlan]):
