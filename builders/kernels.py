@@ -8,7 +8,6 @@ from triton.language.extra.cuda import gdc_wait
 
 from builders import segments
 from builders.split_plan import (
-    FEWEST_WARPS,
     ONE_WARP,
     ROW_FIELDS,
     SHARE_FIELDS,
@@ -27,7 +26,7 @@ _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
 _SERIAL = tl.constexpr(4)
 """Rows of a request that its thread makes one after the other; of more, every row has a thread."""
 _IN_A_WARP = tl.constexpr(ONE_WARP)
-_WARPS = tl.constexpr(FEWEST_WARPS)
+_WARP_STEPS = tl.constexpr(ONE_WARP.bit_length() - 1)
 _WASTE = tl.constexpr(WASTE)
 
 
@@ -181,6 +180,28 @@ def _shared_tiles(total, least, most, num_groups):
 
 
 @triton.jit
+def _sharing(
+    total, fewest, largest, num_rows, HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr,
+    LEAST: tl.constexpr, ROW_COST: tl.constexpr, NUM_GROUPS: tl.constexpr,
+):  # fmt: skip
+    """From the tiles of all rows, the fewest and the most of one: tiles that the beginning of a row
+    counts as, all tiles of all head loops, groups that share them, and the tiles that are shared.
+
+    Group c owns the segments that start in ``[c * shared / sharers, (c + 1) * shared / sharers)``.
+    """
+    cost = 0
+    if ROW_COST > 0:
+        # Rows of one length are cut into equal parts, which begin alike.
+        cost = tl.where(fewest == largest, 0, ROW_COST)
+    total = (total + cost * num_rows) * HEAD_LOOPS
+    sharers = NUM_GROUPS
+    if FREE:
+        # A group without a tile would be waited for in vain.
+        sharers = tl.maximum(tl.minimum(NUM_GROUPS, total // LEAST), 1)
+    return cost, total, sharers, _shared_tiles(total, fewest, largest, sharers)
+
+
+@triton.jit
 def _first_group(place, shared, sharers):
     """The first group whose share begins at that place among the tiles, or behind it."""
     # The product takes 64 bits, whose division is slow: it is guessed to within one, since there
@@ -202,13 +223,19 @@ def _first_place(c, shared, sharers):
 
 
 @triton.jit
+def _segments_of(first_tile, tiles, SEGMENT_UNIT: tl.constexpr):
+    """The first segment of rows, and their segments."""
+    part = segment_of(first_tile * SEGMENT_UNIT)
+    return part, segment_of((first_tile + tiles - 1) * SEGMENT_UNIT) + 1 - part
+
+
+@triton.jit
 def _store_row(
     rows_ptr, live, j, req, token, tokens, kv_len, first, first_tile, tiles, place, bundle, bundles,
     SEGMENT_UNIT: tl.constexpr,
 ):  # fmt: skip
     """Row ``j``, see :data:`builders.split_plan.ROW_FIELDS`."""
-    part = segment_of(first_tile * SEGMENT_UNIT)
-    parts = segment_of((first_tile + tiles - 1) * SEGMENT_UNIT) + 1 - part
+    part, parts = _segments_of(first_tile, tiles, SEGMENT_UNIT)
     _store_four(rows_ptr, j, _FIELDS, 0, live, req, token, tokens, kv_len)
     _store_four(rows_ptr, j, _FIELDS, 4, live, first, first_tile, tiles, place)
     _store_four(rows_ptr, j, _FIELDS, 8, live, part, parts, bundle, bundles)
@@ -236,20 +263,29 @@ def _store_four(ptr, j, STRIDE: tl.constexpr, first: tl.constexpr, live, a, b, c
 
 
 @triton.jit
+def _load_four(ptr, j, STRIDE: tl.constexpr, first: tl.constexpr, mask):
+    """Four numbers of each of the rows ``j``, which are no fewer than threads; 0 where masked."""
+    places = (ptr + first + j * STRIDE)[:, None] + tl.arange(0, 4)[None, :]
+    fields = tl.load(places, mask=mask[:, None], other=0)
+    even, odd = tl.split(tl.reshape(fields, [j.numel, 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
 def _store_rows(
     rows_ptr, names_ptr, i, j, place, cost, most_rows, shared, sharers, req_rows, begin, count,
     kv_len, bundles, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
     QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
-    BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr, NAMES: tl.constexpr,
+    BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr,
 ):  # fmt: skip
     """Rows ``j`` on of every request ``i``, of which the first stands at ``place`` among the tiles;
-    with NAMES a row in which groups begin is named at the first of them. A row takes the place of
-    ``cost`` tiles more.
+    a row in which groups begin is named at the first of them. A row takes the place of ``cost``
+    tiles more.
     """
-    group = j
-    if NAMES:
-        group = _first_group(place, shared, sharers)
+    group = _first_group(place, shared, sharers)
     bundle, skipped = i * 0, i * 0
     for k in range(0, most_rows):
         live = k < req_rows
@@ -263,10 +299,9 @@ def _store_rows(
             bundles, SEGMENT_UNIT,
         )  # fmt: skip
         place += (tiles + cost) * HEAD_LOOPS
-        if NAMES:
-            after = _first_group(place, shared, sharers)
-            tl.store(names_ptr + 2 * group, j, mask=live & (group < after))
-            group = after
+        after = _first_group(place, shared, sharers)
+        tl.store(names_ptr + 2 * group, j, mask=live & (group < after))
+        group = after
         bundle, skipped = _row_after(bundle, skipped, bundles, QUERY_TOKENS, BUNDLE)
         j += 1
 
@@ -276,14 +311,14 @@ def _rows_at(
     j, num_rows, seq_lens_ptr, query_start_ptr, row_ends_ptr, max_kv_len, window, chunk, lookback,
     dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
     SEGMENT_UNIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr,
-    DCP: tl.constexpr, BUNDLE: tl.constexpr, REQS: tl.constexpr, STEPS: tl.constexpr,
+    DCP: tl.constexpr, BUNDLE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Rows ``j``, each by a thread: request, KV length, bundles, and what :func:`_row_of` says."""
     live = j < num_rows
     # Requests whose rows end at or before it.
     req = j * 0
     for step in tl.static_range(STEPS):
-        half = REQS >> (step + 1)
+        half = (1 << STEPS) >> (step + 1)
         end = tl.load(row_ends_ptr + req + half - 1, mask=live, other=0)
         req = tl.where(end <= j, req + half, req)
     req = tl.where(live, req, 0)
@@ -338,14 +373,14 @@ def _count_by_row(
     STEPS: tl.constexpr,
 ):  # fmt: skip
     """Tiles of the rows of each thread ``i``, and the fewest and the most of a row."""
-    tl.store(row_ends_ptr + i, req_ends)
+    tl.store(row_ends_ptr + i, req_ends, mask=i < (1 << STEPS))
     # Other threads look requests up there.
     tl.debug_barrier()
     for block in range(0, num_rows, REQS):
         live, _, _, _, _, _, _, _, tiles, _ = _rows_at(
             block + i, num_rows, seq_lens_ptr, query_start_ptr, row_ends_ptr, max_kv_len, window,
             chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
-            SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, REQS, STEPS,
+            SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, STEPS,
         )  # fmt: skip
         tiles_of += tiles
         least = tl.where(live, tl.minimum(least, tiles), least)
@@ -368,7 +403,7 @@ def _store_by_row(
         live, req, lens, of, token, tokens, first, first_tile, tiles, bundle = _rows_at(
             j, num_rows, seq_lens_ptr, query_start_ptr, row_ends_ptr, max_kv_len, window, chunk,
             lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT,
-            WINDOW, CHUNK, TRIM, DCP, BUNDLE, REQS, STEPS,
+            WINDOW, CHUNK, TRIM, DCP, BUNDLE, STEPS,
         )  # fmt: skip
         taken = tl.where(live, (tiles + cost) * HEAD_LOOPS, 0)
         past = begun + tl.cumsum(taken, 0)
@@ -416,19 +451,16 @@ def _start_in_row(
 
 
 @triton.jit
-def _group_start(
-    row, position, real, cost, num_rows, rows_ptr, SEGMENT_UNIT: tl.constexpr,
+def _start_from(
+    row, position, real, place, first_tile, tiles, cost, num_rows, SEGMENT_UNIT: tl.constexpr,
     HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr,
 ):  # fmt: skip
     """Row (times head loops) and segment of the first segment at or after a group's position, which
     is within ``row``.
     """
-    fields = rows_ptr + row * _FIELDS
-    first_tile = tl.load(fields + 5, mask=real, other=0)
-    tiles = tl.load(fields + 6, mask=real, other=1)
-    offset = position - tl.load(fields + 7, mask=real, other=0)
+    tiles = tl.maximum(tiles, 1)
     loop, segment, past = _start_in_row(
-        offset, first_tile, tiles, cost, SEGMENT_UNIT, HEAD_LOOPS, FREE
+        position - place, first_tile, tiles, cost, SEGMENT_UNIT, HEAD_LOOPS, FREE
     )
     row = row * HEAD_LOOPS + loop + past.to(tl.int32)
     return tl.where(real, row, num_rows * HEAD_LOOPS), tl.where(real, segment, 0)
@@ -448,57 +480,176 @@ def _store_groups(
     named_next = tl.load(names_ptr + 2 * c + 2, mask=c < num_groups, other=-1)
     held = tl.associative_scan(named, 0, _larger)
     real = c < num_groups
-    # Where a group starts in this row or the next one is not known yet: to wait for both at once,
-    # and for what tells them apart, takes half as long.
-    k = tl.arange(0, 16)[None, :]
-    here = rows_ptr + (held * _FIELDS)[:, None] + k
-    inside = real[:, None] & (k < _FIELDS)
-    fields = tl.load(here, mask=inside & (held >= 0)[:, None])
-    if not FREE:
-        following = tl.load(here + _FIELDS, mask=inside & (held + 1 < num_rows)[:, None])
+    _, first_tile, tiles, place = _load_four(
+        rows_ptr, held, _FIELDS, 4, (c <= num_groups) & (held >= 0)
+    )
+    held_next = tl.maximum(held, named_next)
+    _, first_tile_next, tiles_next, place_next = _load_four(
+        rows_ptr, held_next, _FIELDS, 4, real & (held_next >= 0)
+    )
     position = _first_place(c, shared, sharers)
-    row, segment = _group_start(
-        held, position, (c <= num_groups) & (position < total), cost, num_rows, rows_ptr,
-        SEGMENT_UNIT, HEAD_LOOPS, FREE,
+    row, segment = _start_from(
+        held, position, (c <= num_groups) & (position < total), place, first_tile, tiles, cost,
+        num_rows, SEGMENT_UNIT, HEAD_LOOPS, FREE,
     )  # fmt: skip
     position = _first_place(c + 1, shared, sharers)
-    next_row, next_segment = _group_start(
-        tl.maximum(held, named_next), position, (c < num_groups) & (position < total), cost,
-        num_rows, rows_ptr, SEGMENT_UNIT, HEAD_LOOPS, FREE,
+    next_row, next_segment = _start_from(
+        held_next, position, real & (position < total), place_next, first_tile_next, tiles_next,
+        cost, num_rows, SEGMENT_UNIT, HEAD_LOOPS, FREE,
     )  # fmt: skip
     tl.store(starts_ptr + 2 * c, row, mask=c <= num_groups)
     tl.store(starts_ptr + 2 * c + 1, segment, mask=c <= num_groups)
-    if not FREE:
-        fields = tl.where((row // HEAD_LOOPS > held)[:, None], following, fields)
-    out = shares_ptr + c * _SHARE_FIELDS
-    tl.store(out, row, mask=real)
-    tl.store(out + 1, segment, mask=real)
-    tl.store(out + 2, next_row, mask=real)
-    tl.store(out + 3, next_segment, mask=real)
-    mask = inside & (row < num_rows * HEAD_LOOPS)[:, None]
-    tl.store(out[:, None] + (_SHARE_FIELDS - _FIELDS) + k, fields, mask=mask)
+    _store_four(shares_ptr, c, _SHARE_FIELDS, 0, real, row, segment, next_row, next_segment)
+    real = real & (row < num_rows * HEAD_LOOPS)
+    for part in tl.static_range(_FIELDS // 4):
+        w, x, y, z = _load_four(rows_ptr, row // HEAD_LOOPS, _FIELDS, 4 * part, real)
+        _store_four(shares_ptr, c, _SHARE_FIELDS, 4 * part + 4, real, w, x, y, z)
 
 
 @triton.jit
-def _store_named(
-    rows_ptr, names_ptr, starts_ptr, shares_ptr, row_ends_ptr, seq_lens_ptr, query_start_ptr, i, c,
-    is_serial, first_rows, places, cost, most_rows, shared, sharers, total, num_rows, req_rows,
+def _plan_few(
+    rows_ptr, total_ptr, starts_ptr, shares_ptr, num_reqs, num_rows, most_rows, req_ends, req_rows,
     begin, count, kv_len, bundles, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank,
     dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
-    BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    REQS: tl.constexpr, STEPS: tl.constexpr,
+    BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr, LEAST: tl.constexpr,
+    ROW_COST: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Rows, each named at the first group that begins within it, then the groups by those names."""
+    """The plan of no more requests and rows than a warp has threads: each row is one's, every warp
+    has them all, and nothing is read that another thread has stored.
+
+    Tensors have a line for each warp, so that all along a line is an exchange within it.
+    """
+    LANES: tl.constexpr = _IN_A_WARP
+    lane = tl.arange(0, LANES)[None, :]
+    line = tl.arange(0, GROUPS // LANES)[:, None]
+    j = line * 0 + lane
+    live = j < num_rows
+    req_ends, req_rows = req_ends[None, :] + line * 0, req_rows[None, :] + line * 0
+    begin, count = begin[None, :] + line * 0, count[None, :] + line * 0
+    kv_len, bundles = kv_len[None, :] + line * 0, bundles[None, :] + line * 0
+    req, bundle, skipped = j, j * 0, j * 0
+    if (most_rows > 1) | (num_rows != num_reqs):
+        # Requests whose rows end at or before it.
+        req = j * 0
+        for step in tl.static_range(STEPS):
+            half = (1 << STEPS) >> (step + 1)
+            req += tl.where(tl.gather(req_ends, req + half - 1, 1) <= j, half, 0)
+        later = j - tl.gather(req_ends - req_rows, req, 1)
+        begin, count = tl.gather(begin, req, 1), tl.gather(count, req, 1)
+        kv_len, bundles = tl.gather(kv_len, req, 1), tl.gather(bundles, req, 1)
+        turn = later
+        if BUNDLE:
+            # Of numbers up to a warp's threads the quotient is right in fp32.
+            turn = ((later.to(tl.float32) + 0.5) / bundles.to(tl.float32)).to(tl.int32)
+            bundle = later - turn * bundles
+        skipped = turn * QUERY_TOKENS
+    token, tokens, first, first_tile, tiles = _row_of(
+        live, bundle, skipped, begin, count, kv_len, window, chunk, lookback, dcp_size, dcp_rank,
+        dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE,
+    )  # fmt: skip
+    total = tl.sum(tiles, 1, keep_dims=True)
+    fewest = tl.min(tl.where(live, tiles, max_kv_len + 1), 1, keep_dims=True)
+    largest = tl.maximum(tl.max(tiles, 1, keep_dims=True), 1)
+    cost, total, sharers, shared = _sharing(
+        total, fewest, largest, num_rows, HEAD_LOOPS, FREE, LEAST, ROW_COST, NUM_GROUPS
+    )
+    taken = tl.where(live, (tiles + cost) * HEAD_LOOPS, 0)
+    ends = tl.cumsum(taken, 1)
+    place = ends - taken
+    tiles = tl.maximum(tiles, 1)
+    part, parts = _segments_of(first_tile, tiles, SEGMENT_UNIT)
+    once = line == 0
+    tl.store(total_ptr + line * 0, num_rows, mask=once)
+    tl.store(total_ptr + 1 + line * 0, shared, mask=once)
+    _store_four(rows_ptr, j, _FIELDS, 0, live & once, req, token, tokens, kv_len)
+    _store_four(rows_ptr, j, _FIELDS, 4, live & once, first, first_tile, tiles, place)
+    _store_four(rows_ptr, j, _FIELDS, 8, live & once, part, parts, bundle, bundles)
+
+    # The last thread of a warp computes what is the next warp's, for the group before it.
+    c = line * (LANES - 1) + lane
+    own = lane < LANES - 1
+    position = _first_place(c, shared, sharers)
+    row = c * 0
+    for step in tl.static_range(_WARP_STEPS):
+        half = LANES >> (step + 1)
+        row += tl.where(tl.gather(ends, row + half - 1, 1) <= position, half, 0)
+    start, segment = _start_from(
+        row, position, (c <= NUM_GROUPS) & (position < total), tl.gather(place, row, 1),
+        tl.gather(first_tile, row, 1), tl.gather(tiles, row, 1), cost, num_rows, SEGMENT_UNIT,
+        HEAD_LOOPS, FREE,
+    )  # fmt: skip
+    tl.store(starts_ptr + 2 * c, start, mask=own & (c <= NUM_GROUPS))
+    tl.store(starts_ptr + 2 * c + 1, segment, mask=own & (c <= NUM_GROUPS))
+    following = tl.minimum(j + 1, LANES - 1)
+    stop, stop_segment = tl.gather(start, following, 1), tl.gather(segment, following, 1)
+    real = own & (c < NUM_GROUPS)
+    _store_four(shares_ptr, c, _SHARE_FIELDS, 0, real, start, segment, stop, stop_segment)
+    real = real & (start < num_rows * HEAD_LOOPS)
+    if not FREE:
+        row = tl.minimum(start // HEAD_LOOPS, LANES - 1)
+    _store_four(
+        shares_ptr, c, _SHARE_FIELDS, 4, real, tl.gather(req, row, 1), tl.gather(token, row, 1),
+        tl.gather(tokens, row, 1), tl.gather(kv_len, row, 1),
+    )  # fmt: skip
+    _store_four(
+        shares_ptr, c, _SHARE_FIELDS, 8, real, tl.gather(first, row, 1),
+        tl.gather(first_tile, row, 1), tl.gather(tiles, row, 1), tl.gather(place, row, 1),
+    )  # fmt: skip
+    _store_four(
+        shares_ptr, c, _SHARE_FIELDS, 12, real, tl.gather(part, row, 1), tl.gather(parts, row, 1),
+        tl.gather(bundle, row, 1), tl.gather(bundles, row, 1),
+    )  # fmt: skip
+
+
+@triton.jit
+def _plan_many(
+    rows_ptr, total_ptr, starts_ptr, shares_ptr, row_ends_ptr, names_ptr, seq_lens_ptr,
+    query_start_ptr, num_rows, most_rows, req_ends, req_rows, begin, count, kv_len, bundles,
+    max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
+    QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
+    BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr, LEAST: tl.constexpr,
+    ROW_COST: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr, REQS: tl.constexpr,
+    STEPS: tl.constexpr,
+):  # fmt: skip
+    """The plan of any number of rows: each is named at the first group that begins within it, then
+    the groups by those names.
+    """
+    i, c = tl.arange(0, REQS), tl.arange(0, GROUPS)
     tl.store(names_ptr + 2 * c, -1, mask=c <= NUM_GROUPS)
-    # Nobody is named before all names are gone.
+    is_serial = most_rows <= _SERIAL
+    req_tiles = tl.zeros([REQS], tl.int32)
+    least = tl.zeros([REQS], tl.int32) + max_kv_len + 1
+    most = tl.zeros([REQS], tl.int32) + 1
+    if is_serial:
+        req_tiles, least, most = _count_serially(
+            req_tiles, least, most, most_rows, req_rows, begin, count, kv_len, bundles, window,
+            chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
+            SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE,
+        )  # fmt: skip
+    else:
+        req_tiles, least, most = _count_by_row(
+            req_tiles, least, most, i, req_ends, num_rows, seq_lens_ptr, query_start_ptr,
+            row_ends_ptr, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
+            QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, REQS, STEPS,
+        )  # fmt: skip
+    total, fewest, largest = tl.reduce((req_tiles, least, most), 0, _totalled)
+    cost, total, sharers, shared = _sharing(
+        total, fewest, largest, num_rows, HEAD_LOOPS, FREE, LEAST, ROW_COST, NUM_GROUPS
+    )
+    tl.store(total_ptr, num_rows)
+    tl.store(total_ptr + 1, shared)
+    # Of each request, where rows are one after the other; all names are gone before it is known.
+    taken = (req_tiles + cost * req_rows) * HEAD_LOOPS
+    place = tl.cumsum(taken, 0) - taken
     tl.debug_barrier()
     if is_serial:
         _store_rows(
-            rows_ptr, names_ptr, i, first_rows, places, cost, most_rows, shared, sharers, req_rows,
-            begin, count, kv_len, bundles, window, chunk, lookback, dcp_size, dcp_rank,
+            rows_ptr, names_ptr, i, req_ends - req_rows, place, cost, most_rows, shared, sharers,
+            req_rows, begin, count, kv_len, bundles, window, chunk, lookback, dcp_size, dcp_rank,
             dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE,
-            HEAD_LOOPS, True,
+            HEAD_LOOPS,
         )  # fmt: skip
     else:
         _store_by_row(
@@ -513,128 +664,6 @@ def _store_named(
         rows_ptr, names_ptr, starts_ptr, shares_ptr, c, shared, sharers, total, cost, NUM_GROUPS,
         num_rows, SEGMENT_UNIT, HEAD_LOOPS, FREE,
     )  # fmt: skip
-
-
-@triton.jit
-def _of_request(values, req):
-    """A number of each of the requests, of which every warp has all ``values``: rows of ``req`` are
-    never shared by two warps, so that this is an exchange within each.
-    """
-    every = tl.broadcast_to(values[None, :], [req.shape[0], values.shape[0]])
-    return tl.gather(every, req, 1)
-
-
-@triton.jit
-def _row_with(
-    place, real, ends, places, first_rows, most_rows, begins, counts, kv_lens, all_bundles, cost,
-    window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS: tl.constexpr,
-    KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    TRIM: tl.constexpr, DCP: tl.constexpr, BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr,
-    STEPS: tl.constexpr,
-):  # fmt: skip
-    """The row in which each place ``[any, REQS]`` among the tiles is: number and place, request, KV
-    length and bundles, what :func:`_row_of` says, and its bundle.
-
-    ends, places, first_rows, begins, counts, kv_lens, all_bundles ``[REQS]``: of requests.
-    """
-    # Requests that end at or before it.
-    req = tl.zeros_like(place)
-    for step in tl.static_range(STEPS):
-        half = (1 << STEPS) >> (step + 1)
-        req += tl.where(_of_request(ends, req + half - 1) <= place, half, 0)
-    row = _of_request(first_rows, req)
-    before = _of_request(places, req)
-    begin = _of_request(begins, req)
-    count = _of_request(counts, req)
-    kv_len = _of_request(kv_lens, req)
-    bundles = _of_request(all_bundles, req)
-    bundle, skipped = req * 0, req * 0
-    for _ in range(1, most_rows):
-        _, _, _, _, tiles = _row_of(
-            real, bundle, skipped, begin, count, kv_len, window, chunk, lookback, dcp_size,
-            dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
-            BUNDLE,
-        )  # fmt: skip
-        past = before + (tiles + cost) * HEAD_LOOPS
-        goes_on = real & (past <= place)
-        next_bundle, next_skipped = _row_after(bundle, skipped, bundles, QUERY_TOKENS, BUNDLE)
-        bundle = tl.where(goes_on, next_bundle, bundle)
-        skipped = tl.where(goes_on, next_skipped, skipped)
-        before = tl.where(goes_on, past, before)
-        row += goes_on.to(tl.int32)
-    token, tokens, first, first_tile, tiles = _row_of(
-        real, bundle, skipped, begin, count, kv_len, window, chunk, lookback, dcp_size, dcp_rank,
-        dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE,
-    )  # fmt: skip
-    return (
-        row, before, req, kv_len, bundles, token, tokens, first, first_tile, tl.maximum(tiles, 1),
-        bundle,
-    )  # fmt: skip
-
-
-@triton.jit
-def _store_shares(
-    starts_ptr, shares_ptr, shared, sharers, total, ends, places, first_rows, most_rows, num_rows,
-    begins, counts, kv_lens, all_bundles, cost, window, chunk, lookback, dcp_size, dcp_rank,
-    dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
-    BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """As :func:`_store_groups`, of no more requests than a warp has threads: each warp has them
-    all, and nothing is read that another thread has stored.
-    """
-    # Those of a warp side by side; all have them if one has all.
-    COLUMNS: tl.constexpr = 1 << STEPS
-    ROWS: tl.constexpr = 1 if GROUPS <= COLUMNS else max(GROUPS // COLUMNS, _WARPS)
-    c = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    real = c < NUM_GROUPS
-    position = _first_place(c, shared, sharers)
-    inside = (c <= NUM_GROUPS) & (position < total)
-    held, place, req, kv_len, bundles, token, tokens, first, first_tile, tiles, bundle = _row_with(
-        position, inside, ends, places, first_rows, most_rows, begins, counts, kv_lens, all_bundles,
-        cost, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
-        SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS, STEPS,
-    )  # fmt: skip
-    loop, segment, past = _start_in_row(
-        position - place, first_tile, tiles, cost, SEGMENT_UNIT, HEAD_LOOPS, FREE
-    )
-    row = tl.where(inside, held * HEAD_LOOPS + loop + past.to(tl.int32), num_rows * HEAD_LOOPS)
-    segment = tl.where(inside, segment, 0)
-    tl.store(starts_ptr + 2 * c, row, mask=c <= NUM_GROUPS)
-    tl.store(starts_ptr + 2 * c + 1, segment, mask=c <= NUM_GROUPS)
-    if not FREE:
-        # The row that a share begins with, where that is the one behind.
-        position = tl.where(past, place + (loop + 1) * tiles, position)
-        inside = inside & (position < total)
-        held, place, req, kv_len, bundles, token, tokens, first, first_tile, tiles, bundle = (
-            _row_with(
-                position, inside, ends, places, first_rows, most_rows, begins, counts, kv_lens,
-                all_bundles, cost, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
-                QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS,
-                STEPS,
-            )
-        )  # fmt: skip
-    position = _first_place(c + 1, shared, sharers)
-    follows = position < total
-    next_held, next_place, _, _, _, _, _, _, next_first_tile, next_tiles, _ = _row_with(
-        position, follows, ends, places, first_rows, most_rows, begins, counts, kv_lens,
-        all_bundles, cost, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
-        QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS, STEPS,
-    )  # fmt: skip
-    loop, next_segment, past = _start_in_row(
-        position - next_place, next_first_tile, next_tiles, cost, SEGMENT_UNIT, HEAD_LOOPS, FREE
-    )
-    next_row = next_held * HEAD_LOOPS + loop + past.to(tl.int32)
-    next_row = tl.where(follows, next_row, num_rows * HEAD_LOOPS)
-    part = segment_of(first_tile * SEGMENT_UNIT)
-    parts = segment_of((first_tile + tiles - 1) * SEGMENT_UNIT) + 1 - part
-    of = tl.where(follows, next_segment, 0)
-    _store_four(shares_ptr, c, _SHARE_FIELDS, 0, real, row, segment, next_row, of)
-    real = real & inside
-    _store_four(shares_ptr, c, _SHARE_FIELDS, 4, real, req, token, tokens, kv_len)
-    _store_four(shares_ptr, c, _SHARE_FIELDS, 8, real, first, first_tile, tiles, place)
-    _store_four(shares_ptr, c, _SHARE_FIELDS, 12, real, part, parts, bundle, bundles)
 
 
 @triton.jit
@@ -657,18 +686,6 @@ def _three_added(a, b, c, d, e, f):
 @triton.jit
 def _counted(a, b, c, d, e, f, g, h):
     return a + e, tl.maximum(b, f), c + g, d + h
-
-
-@triton.jit
-def _totals_of_tiles(tiles, least, most, IN_A_WARP: tl.constexpr):
-    """The sum of the first, the least and the most, as :func:`_sums_of_requests` does it."""
-    if IN_A_WARP:
-        total = tl.sum(tiles, 0)
-        fewest = tl.min(least, 0)
-        largest = tl.max(most, 0)
-    else:
-        total, fewest, largest = tl.reduce((tiles, least, most), 0, _totalled)
-    return total, fewest, largest
 
 
 @triton.jit
@@ -770,8 +787,10 @@ def plan_kernel(
     tiles that the groups share; starts ``[NUM_GROUPS + 1, 2]``: row * HEAD_LOOPS + head loop, and
     segment of the row; shares ``[NUM_GROUPS, SHARE_FIELDS]``; prefill_starts ``[max_reqs + 1]``:
     first prefill tile of each request; hopper_starts likewise, unless HOPPER_TILE is 0; row_ends
-    ``[REQS]`` and names ``[NUM_GROUPS + 1, 2]``: scratch, the latter strided as starts are, so that
-    a group stays with one thread. All are int32. REQS is two to the STEPS.
+    ``[2 ** STEPS]`` and names ``[NUM_GROUPS + 1, 2]``: scratch, the latter strided as starts are,
+    so that a group stays with one thread. All are int32. Requests are no more than two to the
+    STEPS. REQS, a warp's threads or no fewer than the program's, and GROUPS, no fewer than these,
+    are powers of two; with REQS of one warp, all but one of GROUPS' 32 each are NUM_GROUPS + 1.
 
     TRIM: no query sees past itself. DCP: keys are those of one rank, in their order there; lengths
     and positions of rows are the request's. BUNDLE: segments of a bundle, 0 where rows are of all
@@ -784,7 +803,6 @@ def plan_kernel(
     if WAITS:
         gdc_wait()
     i = tl.arange(0, REQS)
-    c = tl.arange(0, GROUPS)
     real = i < num_reqs
     begin = tl.load(query_start_ptr + i, mask=real, other=0)
     count = tl.load(query_start_ptr + 1 + i, mask=real, other=0) - begin
@@ -799,61 +817,20 @@ def plan_kernel(
     req_ends, tile_ends, other_ends, num_rows, most_rows, num_tiles, num_others = _sums_of_requests(
         req_rows, tiles, others, REQS <= _IN_A_WARP
     )
-    is_serial = most_rows <= _SERIAL
-    req_tiles = tl.zeros([REQS], tl.int32)
-    least = tl.zeros([REQS], tl.int32) + max_kv_len + 1
-    most = tl.zeros([REQS], tl.int32) + 1
-    if is_serial:
-        req_tiles, least, most = _count_serially(
-            req_tiles, least, most, most_rows, req_rows, begin, count, kv_len, bundles, window,
-            chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
-            SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE,
-        )  # fmt: skip
-    else:
-        req_tiles, least, most = _count_by_row(
-            req_tiles, least, most, i, req_ends, num_rows, seq_lens_ptr, query_start_ptr,
-            row_ends_ptr, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
-            QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, REQS, STEPS,
-        )  # fmt: skip
-    total, fewest, largest = _totals_of_tiles(req_tiles, least, most, REQS <= _IN_A_WARP)
-    cost = 0
-    if ROW_COST > 0:
-        # Rows of one length are cut into equal parts, which begin alike.
-        cost = tl.where(fewest == largest, 0, ROW_COST)
-        req_tiles += cost * req_rows
-    ends = tl.cumsum(req_tiles, 0) * HEAD_LOOPS
-    total = (total + cost * num_rows) * HEAD_LOOPS
-
-    # Group c owns the segments that start in its share of the tiles,
-    # ``[c * shared / groups, (c + 1) * shared / groups)``.
-    sharers = NUM_GROUPS
-    if FREE:
-        # A group without a tile would be waited for in vain.
-        sharers = tl.maximum(tl.minimum(NUM_GROUPS, total // LEAST), 1)
-    shared = _shared_tiles(total, fewest, largest, sharers)
-    tl.store(total_ptr, num_rows)
-    tl.store(total_ptr + 1, shared)
-    places, first_rows = ends - req_tiles * HEAD_LOOPS, req_ends - req_rows
-    if is_serial and REQS <= _IN_A_WARP:
-        _store_shares(
-            starts_ptr, shares_ptr, shared, sharers, total, ends, places, first_rows, most_rows,
-            num_rows, begin, count, kv_len, bundles, cost, window, chunk, lookback, dcp_size,
+    if REQS <= _IN_A_WARP and num_rows <= _IN_A_WARP:
+        _plan_few(
+            rows_ptr, total_ptr, starts_ptr, shares_ptr, num_reqs, num_rows, most_rows, req_ends,
+            req_rows, begin, count, kv_len, bundles, max_kv_len, window, chunk, lookback, dcp_size,
             dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
-            BUNDLE, HEAD_LOOPS, FREE, NUM_GROUPS, GROUPS, STEPS,
-        )  # fmt: skip
-        _store_rows(
-            rows_ptr, names_ptr, i, first_rows, places, cost, most_rows, shared, sharers, req_rows,
-            begin, count, kv_len, bundles, window, chunk, lookback, dcp_size, dcp_rank,
-            dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE,
-            HEAD_LOOPS, False,
+            BUNDLE, HEAD_LOOPS, FREE, LEAST, ROW_COST, NUM_GROUPS, GROUPS, STEPS,
         )  # fmt: skip
     else:
-        _store_named(
-            rows_ptr, names_ptr, starts_ptr, shares_ptr, row_ends_ptr, seq_lens_ptr,
-            query_start_ptr, i, c, is_serial, first_rows, places, cost, most_rows, shared, sharers,
-            total, num_rows, req_rows, begin, count, kv_len, bundles, max_kv_len, window, chunk,
-            lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT,
-            WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS, FREE, NUM_GROUPS, REQS, STEPS,
+        _plan_many(
+            rows_ptr, total_ptr, starts_ptr, shares_ptr, row_ends_ptr, names_ptr, seq_lens_ptr,
+            query_start_ptr, num_rows, most_rows, req_ends, req_rows, begin, count, kv_len, bundles,
+            max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS,
+            KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS, FREE, LEAST,
+            ROW_COST, NUM_GROUPS, GROUPS, REQS, STEPS,
         )  # fmt: skip
     # Nothing here waits for these.
     _store_tiles(prefill_starts_ptr, i, tile_ends, num_tiles, max_reqs, MOST_REQS)

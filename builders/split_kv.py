@@ -18,7 +18,6 @@ from builders.segments import bundle_segments, max_segments
 from builders.split_host import plan_rows
 from builders.split_plan import (
     EVERY_KEY,
-    FEWEST_WARPS,
     ONE_WARP,
     ROW_FIELDS,
     SHARE_FIELDS,
@@ -46,6 +45,8 @@ from specs.devices import DeviceKind
 PARTS_OF_A_PROGRAM = 2
 """Of rows that are cut anywhere, and folded by another kernel: the last part of the row that a
 program's share begins in, and the first one of that which it ends in."""
+FEWEST_PLAN_WARPS, MOST_PLAN_WARPS = 4, 16
+"""Of the plan's program."""
 
 
 def parallel_heads(head_tiles: int, programs: int) -> int:
@@ -242,9 +243,21 @@ class SplitPlanner:
         visible: VisibleKeys,
         is_causal: bool,
     ) -> None:
-        """Compute the plan of ``num_reqs`` requests, each by one of ``reqs`` threads."""
+        """Compute the plan of ``num_reqs`` requests, by a kernel for ``reqs`` at most."""
         from builders.kernels import plan_kernel
 
+        steps, starts = reqs.bit_length() - 1, self.groups + 1
+        if reqs <= ONE_WARP:
+            # The last of a warp's threads computes for the one before it.
+            reqs, starts = ONE_WARP, cdiv(starts, ONE_WARP - 1) * ONE_WARP
+        warps = cdiv(max(reqs, power_of_two(starts)), ONE_WARP)
+        warps = min(MOST_PLAN_WARPS, max(FEWEST_PLAN_WARPS, warps))
+        # Of fewer than threads each would be several threads', and differently where it is stored:
+        # tensors would go from one form to another, behind barriers.
+        threads = ONE_WARP * warps
+        groups = max(power_of_two(starts), threads)
+        if reqs > ONE_WARP:
+            reqs = max(reqs, threads)
         b, stripe = self.buffers, visible.stripe or Stripe(1, 0, 1)
         plan_kernel[(1,)](
             seq_lens,
@@ -280,14 +293,14 @@ class SplitPlanner:
             BUNDLE=self.bundle,
             MOST_REQS=power_of_two(self.limits.max_num_seqs),
             REQS=reqs,
-            STEPS=reqs.bit_length() - 1,
+            STEPS=steps,
             NUM_GROUPS=self.groups,
-            GROUPS=power_of_two(self.groups + 1),
+            GROUPS=groups,
             FREE=self.is_free,
             LEAST=self.least_tiles or 1,
             ROW_COST=self.row_cost,
             WAITS=self.starts_ahead,
-            num_warps=min(16, max(FEWEST_WARPS, reqs // 32, power_of_two(self.groups + 1) // 32)),
+            num_warps=warps,
             **({"launch_pdl": True} if self.starts_ahead else {}),
         )
 

@@ -29,9 +29,7 @@ those that are to be folded next."""
 WASTE = 24
 """One in so many programs may idle where the others then get whole rows, or equal parts of one."""
 ONE_WARP = 32
-"""Requests that every warp has all of: their plan needs no sums over warps, and fewer barriers."""
-FEWEST_WARPS = 4
-"""Of a plan."""
+"""Requests, and rows, that every warp has all of: their plan needs no barriers."""
 ROW_FIELDS = 12
 """int32 per row of the plan: request, first token, tokens, KV length, first position, first KV
 tile, KV tiles, place of its first tile among all tiles of the step, first segment, segments, bundle

@@ -189,6 +189,11 @@ def filled(step: Step) -> dict[str, list]:
 @example(step=Step(((1, 7), (1, 131_073), (1, 9), (1, 4000)) * 3, tile_of(), 300, 3))
 @example(step=Step(((1, 8192),) * 32, tile_of(), groups=264))
 @example(step=Step(((1, 1000),) * 64, tile_of(), groups=33))
+# Around a warp's threads: rows of requests among others that have none, groups of one warp more.
+@example(step=Step(((1, 40_000), (70, 80), (1, 9), (0, 7)) * 4, tile_of(), 31, bundle=4))
+@example(step=Step(((1, 9), (2, 131_073), (1, 0)), tile_of(), 30, 2, bundle=4))
+@example(step=Step(((1, 700), (1, 20)) * 15 + ((2, 9), (1, 0)), tile_of(1), 62))
+@example(step=Step(((1, 700), (1, 20)) * 15 + ((2, 9),), tile_of(1), 61, least_tiles=2))
 # More rows than a thread makes in turn: prompts of an invariant engine, bundles of long keys.
 @example(step=Step(((40, 300), (1, 9), (0, 4), (33, 33)), tile_of(1), 33, short_query=64))
 @example(step=Step(((1, 131_073), (2, 199_000), (1, 7)), tile_of(), 66, 2, bundle=BUNDLE))
