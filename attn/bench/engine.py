@@ -97,8 +97,8 @@ class Target(Spec):
 
 TARGETS: Final = (
     Target(what="decode", against=FLASH, ratio=1.0),
-    Target(what="prefill", against=FLASH, ratio=0.95),
-    Target(what="long", against=FLASH, ratio=0.9),
+    Target(what="prefill", against=FLASH, ratio=1.0),
+    Target(what="long", against=FLASH, ratio=1.0),
     Target(what="prefill", against=TRITON, ratio=1.4),
     Target(what="long", against=TRITON, ratio=1.9),
     Target(what=START_UP, against=TRITON, ratio=1.0),
