@@ -7,6 +7,7 @@ import math
 import torch
 
 from builders.buffers import GraphBuffers
+from builders.kernel_calls import launch
 from specs.base import cdiv
 
 BURST = 64
@@ -99,7 +100,9 @@ def launch_latent_table(
     from builders.page_kernels import latent_table_kernel
 
     reqs, width = pages.shape
-    latent_table_kernel[(reqs, width // BURST)](
+    launch(
+        latent_table_kernel,
+        (reqs, width // BURST),
         block_table,
         query_lens,
         seq_lens,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from builders.buffers import GraphBuffers
+from builders.kernel_calls import launch
 from builders.paging import block_table_to_csr
 from builders.tiles import power_of_two
 from specs.base import cdiv
@@ -123,7 +124,9 @@ def launch_page_table(
     if reqs == 0:
         table.kv_starts.zero_()
         return
-    page_table_kernel[(reqs, cdiv(width, _TILE))](
+    launch(
+        page_table_kernel,
+        (reqs, cdiv(width, _TILE)),
         block_table,
         seq_lens,
         table.pages,

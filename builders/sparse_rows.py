@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from builders.kernel_calls import launch
 from specs.base import cdiv
 
 _TILE = 256
@@ -68,7 +69,9 @@ def launch_rows(
     from builders.page_kernels import sparse_rows_kernel
 
     count = len(rows.reqs)
-    sparse_rows_kernel[(cdiv(count, _TILE),)](
+    launch(
+        sparse_rows_kernel,
+        (cdiv(count, _TILE),),
         query_start_loc,
         seq_lens,
         rows.reqs,
@@ -141,7 +144,9 @@ def launch_context(
     """:func:`list_context` by one kernel."""
     from builders.page_kernels import context_slots_kernel
 
-    context_slots_kernel[(cdiv(len(slots), _TILE),)](
+    launch(
+        context_slots_kernel,
+        (cdiv(len(slots), _TILE),),
         block_table,
         ends,
         slots,

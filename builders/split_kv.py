@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 
 from builders.buffers import GraphBuffers
+from builders.kernel_calls import launch
 from builders.paging import Stripe
 from builders.segments import bundle_segments, max_segments
 from builders.split_host import plan_rows
@@ -259,7 +260,9 @@ class SplitPlanner:
         if reqs > ONE_WARP:
             reqs = max(reqs, threads)
         b, stripe = self.buffers, visible.stripe or Stripe(1, 0, 1)
-        plan_kernel[(1,)](
+        launch(
+            plan_kernel,
+            (1,),
             seq_lens,
             query_start_loc,
             b["rows"],
@@ -301,7 +304,7 @@ class SplitPlanner:
             ROW_COST=self.row_cost,
             WAITS=self.starts_ahead,
             num_warps=warps,
-            **({"launch_pdl": True} if self.starts_ahead else {}),
+            waits=self.starts_ahead,
         )
 
     def _fill_on_host(

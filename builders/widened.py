@@ -18,6 +18,7 @@ import torch
 
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata
+from builders.kernel_calls import launch
 from builders.split_kv import interprets
 from builders.split_plan import SplitLimits, WidenedKeys
 from builders.tiles import DenseShape, power_of_two
@@ -173,7 +174,9 @@ def launch_widened_pages(
     from builders.page_kernels import widened_pages_kernel
 
     reqs, width = pages.table.shape
-    widened_pages_kernel[(reqs, cdiv(width, _TILE))](
+    launch(
+        widened_pages_kernel,
+        (reqs, cdiv(width, _TILE)),
         query_start_loc,
         seq_lens,
         pages.table,

@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from attn.kernels.launch import KernelCall
+from builders.kernel_calls import KernelCall
 
 OPERATIONS = ("cache", "clear", "indexer", "latent_convert", "sparse_mla", "topk_transform")
 """Modules of operations that a sparse layer goes through."""

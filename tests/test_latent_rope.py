@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from attn.backends.base import AttentionBackend
-from attn.kernels.launch import KernelCall
 from attn.registry import AttentionBackendEnum
+from builders.kernel_calls import KernelCall
 from specs.dtypes import CacheDType, DType
 from specs.kv_cache import MLAAttentionSpec
 from tests.batches import POISON_BYTE, Indexer, Projection, is_poison

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from attn.impls.indexer import IndexInputs, SparseIndexer
-from attn.kernels.launch import KernelCall
 from attn.ops import indexer as ops
 from attn.ops.dispatch import has_kernel
 from builders import indexer as builders
 from builders.indexer import IndexerMetadataBuilder
+from builders.kernel_calls import KernelCall
 from specs.dtypes import DType
 from specs.engine import EngineConfig, ParallelConfig
 from specs.kv_cache import FullAttentionSpec, IndexerSpec

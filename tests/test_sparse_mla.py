@@ -18,12 +18,12 @@ from torch import Tensor
 from attn.impls import sparse_mla as impl_module
 from attn.impls.base import LayerScales
 from attn.impls.sparse_mla import ATTENDERS, SparseCall, SparseMLAImpl
-from attn.kernels.launch import KernelCall
 from attn.ops.mla import mla_attention
 from attn.reference import sparse_mla as reference
 from attn.reference.mla import absorb_query, project_latent_output
 from builders import sparse_calls, sparse_mla, sparse_mla_choice
 from builders.common import CommonAttentionMetadata
+from builders.kernel_calls import KernelCall
 from builders.sparse_mla import SparseMLAMetadataBuilder
 from builders.sparse_mla_choice import CALLED, SparsePlan
 from specs.devices import KNOWN_DEVICES

@@ -19,8 +19,8 @@ import attn.impls.triton_attn
 from attn.backends.triton_attn import TritonAttentionBackend
 from attn.impls.base import LayerScales
 from attn.impls.triton_attn import TritonAttentionImpl
-from attn.kernels.launch import KernelCall
 from builders.common import CommonAttentionMetadata
+from builders.kernel_calls import KernelCall
 from builders.triton_attn import (
     BLOCK_MULTIPLE,
     CACHE_DTYPES,

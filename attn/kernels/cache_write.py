@@ -9,8 +9,9 @@ from typing import Any, Final, cast
 import torch
 import triton
 
-from attn.kernels.launch import FormCall, KernelCall, KernelForm, alignment, as_bytes
+from attn.kernels.launch import FormCall, KernelForm, alignment, as_bytes
 from attn.kernels.write_kv import write_kv_kernel
+from builders.kernel_calls import KernelCall
 from builders.triton_attn import HEAD_SIZES, MODEL_DTYPES
 from specs.dtypes import CacheDType
 from specs.layouts import KVViews

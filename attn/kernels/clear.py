@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from attn.kernels.launch import FormCall, KernelCall, KernelForm
+from attn.kernels.launch import FormCall, KernelForm
+from builders.kernel_calls import KernelCall
 from builders.page_tables import MOST_FORMS
 from specs.sentinels import NULL_BLOCK_ID
 

@@ -13,11 +13,12 @@ import triton.language as tl
 
 from attn.kernels.checks import check_call, check_heads, check_lengths
 from attn.kernels.decode import decode_kernel
-from attn.kernels.launch import FormCall, Forms, KernelCall, KernelForm, Repeats
+from attn.kernels.launch import FormCall, Forms, KernelForm, Repeats
 from attn.kernels.numerics import INTERPRETED
 from attn.kernels.prefill import prefill_kernel
 from attn.kernels.stored import E4M3, E5M2, INT4, INT8, NATIVE, PLAIN, PTX, PTX_SM89
 from builders.fast_launch import Repeat
+from builders.kernel_calls import KernelCall
 from builders.paging import Stripe
 from builders.split_plan import (
     HopperPlan,

@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from attn.kernels.launch import KernelCall
 from attn.kernels.numerics import INTERPRETED, decode_e4m3, round_to, to_float32
 from attn.kernels.tile import dot
+from builders.kernel_calls import KernelCall
 from builders.latent_prefill import PagedRows
 from builders.tiles import (
     power_of_two,

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from attn.kernels.launch import KernelCall
 from attn.kernels.numerics import decode_e4m3, divide, encode_e4m3, round_to, to_float32
+from builders.kernel_calls import KernelCall
 
 _TILE = 512
 _VARYING = ["scale"]

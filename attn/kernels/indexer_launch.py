@@ -15,8 +15,8 @@ from attn.kernels.indexer import (
     select_topk_kernel,
     write_keys_kernel,
 )
-from attn.kernels.launch import KernelCall
 from attn.kernels.numerics import INTERPRETED
+from builders.kernel_calls import KernelCall
 from builders.sparse_tiles import IndexTile
 from specs.base import cdiv
 from specs.layouts import latent_views

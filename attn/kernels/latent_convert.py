@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn.kernels.launch import KernelCall, alignment, as_bytes
+from attn.kernels.launch import alignment, as_bytes
 from attn.kernels.numerics import (
     block_scale,
     decode_e4m3_float32,
@@ -20,6 +20,7 @@ from attn.kernels.numerics import (
     to_float32,
 )
 from attn.kernels.write_kv import row_pointers
+from builders.kernel_calls import KernelCall
 from specs.rows import LATENT_BLOCK, LatentFormat
 
 _KINDS: Final = {

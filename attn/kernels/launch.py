@@ -1,55 +1,20 @@
-"""Launch records: what a launcher decided, as data; to run it, or to compile it for another GPU."""
+"""Launches that are prepared once: what they share, and what differs from call to call."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from builders.fast_launch import GROUPS, Relauncher, Repeat, picker
+from builders.kernel_calls import KernelCall, collected
 
 Entry = TypeVar("Entry")
 
 MOST_REPEATS = 64
 """Of a layer; those of a cache that is gone are of no use any more."""
-_COMPILERS = 8
-"""Threads that compile, each in its own kernel."""
-_collected: ContextVar[list[KernelCall] | None] = ContextVar("collected", default=None)
-
-
-@contextmanager
-def collected_calls() -> Iterator[list[KernelCall]]:
-    """Launches of this thread become entries of the list that is given, and do not run."""
-    calls: list[KernelCall] = []
-    token = _collected.set(calls)
-    try:
-        yield calls
-    finally:
-        _collected.reset(token)
-
-
-def compile_calls(calls: Sequence[KernelCall], device: torch.device) -> None:
-    """Compile kernels side by side, for launches like these on a GPU; one takes seconds."""
-    # Every thread has a current device of its own.
-    index = torch.cuda.current_device() if device.index is None else device.index
-    groups: dict[object, list[KernelCall]] = {}
-    for call in calls:
-        groups.setdefault(call.variant, []).append(call)
-
-    def compile_group(group: list[KernelCall]) -> None:
-        # What is alike may still differ in what Triton specialises on; what does not is there.
-        with torch.cuda.device(index):
-            for call in group:
-                call.kernel.warmup(grid=call.grid, **call.arguments, **call.options)
-
-    with ThreadPoolExecutor(_COMPILERS) as pool:
-        list(pool.map(compile_group, groups.values()))
 
 
 def alignment(x: torch.Tensor) -> int:
@@ -64,61 +29,6 @@ def as_bytes(stored: torch.Tensor) -> torch.Tensor:
     dtype = stored.dtype
     is_float8 = dtype.itemsize == 1 and dtype.is_floating_point
     return stored.view(torch.uint8) if is_float8 else stored
-
-
-@dataclass(frozen=True)
-class KernelCall:
-    """One launch of one Triton kernel."""
-
-    kernel: Any
-    """The ``triton.jit`` function."""
-    grid: tuple[int, ...]
-    arguments: Mapping[str, Any]
-    """Every argument by name: tensors, numbers, None and constexprs."""
-    num_warps: int = 4
-    num_stages: int = 2
-    max_registers: int | None = None
-    """Registers per thread, to fit several programs on a multiprocessor; None leaves it open."""
-    waits: bool = False
-    """The kernel waits for those before it by itself, and may start while they end."""
-    in_order: bool = False
-    """Arguments stand in the kernel's own order: they are passed by position, which is cheaper."""
-
-    def launch(self) -> Any:
-        """Enqueue it on the current stream; an empty grid is nothing to do.
-
-        Returns:
-            What Triton gives for a launch: the compiled kernel on a GPU; None without a launch.
-        """
-        if 0 in self.grid:
-            return None
-        collected = _collected.get()
-        if collected is not None:
-            collected.append(self)
-            return None
-        if self.in_order:
-            return self.kernel[self.grid](*self.arguments.values(), **self.options)
-        return self.kernel[self.grid](**self.arguments, **self.options)
-
-    @property
-    def variant(self) -> object:
-        """Equal for calls that differ neither in the kernel nor in a constexpr nor in an option."""
-        constants = (
-            self.arguments[parameter.name]
-            for parameter in self.kernel.params
-            if parameter.is_constexpr
-        )
-        return self.kernel, tuple(self.options.items()), tuple(constants)
-
-    @property
-    def options(self) -> dict[str, int]:
-        """Compile options, in Triton's names."""
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        if self.max_registers is not None:
-            options["maxnreg"] = self.max_registers
-        if self.waits:
-            options["launch_pdl"] = True
-        return options
 
 
 class KernelForm:
@@ -195,7 +105,7 @@ class FormCall:
     def launch(self) -> None:
         """As :meth:`KernelCall.launch`, and past Triton where it made a launch like this before."""
         form = self._form
-        if _collected.get() is None and 0 not in self._grid:
+        if collected.get() is None and 0 not in self._grid:
             if form.relauncher.launch(self._grid, self._values):
                 return
         record = self.record
@@ -279,7 +189,7 @@ class Repeats(Kept[Entry]):
 
     def of(self, key: tuple[Any, ...]) -> Entry | None:
         """The one that was kept; None too where launches are collected and not made."""
-        if (key != self._latest and not self.has(key)) or _collected.get() is not None:
+        if (key != self._latest and not self.has(key)) or collected.get() is not None:
             return None
         return self._entry
 

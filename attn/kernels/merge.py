@@ -8,8 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from attn.kernels.launch import KernelCall, alignment
+from attn.kernels.launch import alignment
 from attn.kernels.numerics import divide, encode_e4m3, round_to, to_float32
+from builders.kernel_calls import KernelCall
 
 NUM_WARPS: Final = 4
 TILE: Final = 1024

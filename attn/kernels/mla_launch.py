@@ -10,10 +10,11 @@ import torch
 import triton.language as tl
 
 from attn.kernels import dense
-from attn.kernels.launch import FormCall, Forms, KernelCall, KernelForm
+from attn.kernels.launch import FormCall, Forms, KernelForm
 from attn.kernels.mla_decode import mla_decode_kernel
 from attn.kernels.numerics import INTERPRETED
 from attn.kernels.stored import E4M3, NATIVE
+from builders.kernel_calls import KernelCall
 from builders.split_plan import (
     SPARE_STATES,
     SplitPlan,

@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from attn.kernels.launch import KernelCall
 from attn.kernels.numerics import divide_for_e4m3, encode_e4m3, to_float32
 from attn.kernels.write_kv import rows_of_table
+from builders.kernel_calls import KernelCall
 
 TILE_HEADS, NUM_WARPS = 2, 1
 """Many small programs: all there is to it is bytes in flight."""

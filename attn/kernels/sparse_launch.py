@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from attn.kernels.launch import KernelCall
 from attn.kernels.numerics import INTERPRETED
 from attn.kernels.sparse_many import sparse_mla_many_kernel
 from attn.kernels.sparse_mla import fold_states_kernel, sparse_mla_kernel
 from attn.kernels.stored import E4M3, NATIVE
+from builders.kernel_calls import KernelCall
 from builders.sparse_tiles import SparseTile
 from specs.dtypes import DType
 from specs.layouts import latent_views

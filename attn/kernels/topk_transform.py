@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn.kernels.launch import KernelCall
+from builders.kernel_calls import KernelCall
 
 _VARYING: Final = ["table_width"]
 _ANYWHERE: Final = [

@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from unittest import mock
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from builders import kernels, split_kv, triton_attn
+from builders import split_kv, triton_attn
 from builders.buffers import GraphBuffers
+from builders.kernel_calls import collected_calls
 from builders.paging import Stripe
 from builders.segments import BUNDLE, segment_of
 from builders.split_host import (
@@ -515,15 +515,14 @@ def test_on_hopper_the_plan_and_the_kernels_behind_it_start_ahead_and_wait(
     monkeypatch.setattr(split_kv, "interprets", lambda: False)
     limits, starts = SplitLimits(4, 4, 512, None), torch.arange(3, dtype=torch.int32)
     planner = SplitPlanner(DenseShape(4, 1, 64, 64, 2, 16), kind, 1, limits, 1, GraphBuffers("cpu"))
-    kernel = mock.MagicMock()
-    monkeypatch.setattr(kernels, "plan_kernel", kernel)
     # Else there is no launch without a GPU.
     monkeypatch.setattr(split_kv, "interprets", lambda: True)
-    planner.fill(starts, starts[1:])
-    options = kernel.__getitem__.return_value.call_args.kwargs
+    with collected_calls() as calls:
+        planner.fill(starts, starts[1:])
+    (call,) = calls
     ahead = kind is DeviceKind.SM90
     assert planner.split().waits == ahead
-    assert options["WAITS"] == options.get("launch_pdl", False) == ahead
+    assert call.arguments["WAITS"] == call.options.get("launch_pdl", False) == ahead
 
 
 # -- Scratch.

@@ -24,9 +24,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from attn.kernels.launch import KernelCall
 from builders.hopper_latent import NARROW_ROWS
 from builders.hopper_sparse import MOST_NARROW_HEADS
+from builders.kernel_calls import KernelCall
 from builders.tiles import (
     SHARED_MEMORY,
 )

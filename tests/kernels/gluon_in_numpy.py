@@ -20,7 +20,7 @@ import torch
 from triton.language.core import constexpr
 
 from attn.kernels.hopper import launch as hopper_launch
-from attn.kernels.launch import KernelCall
+from builders.kernel_calls import KernelCall
 
 PATIENCE = 10
 """Seconds at a barrier until it counts as a deadlock."""

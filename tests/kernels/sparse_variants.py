@@ -23,9 +23,9 @@ from attn.kernels.indexer_launch import (
     select_topk_call,
     write_keys_call,
 )
-from attn.kernels.launch import KernelCall
 from attn.kernels.sparse_launch import SparseLayer, SparseTensors, sparse_calls
 from builders.hopper_sparse import index_tile_of
+from builders.kernel_calls import KernelCall
 from builders.sparse_tiles import IndexTile, SparseShape, SparseTile, sparse_tile
 from specs.devices import KNOWN_DEVICES, DeviceKind
 from specs.dtypes import DType

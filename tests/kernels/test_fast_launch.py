@@ -30,11 +30,12 @@ from attn.kernels.decode import decode_kernel
 from attn.kernels.hopper.decode import hopper_decode_kernel
 from attn.kernels.hopper.mla import hopper_mla_kernel
 from attn.kernels.hopper.prefill import hopper_prefill_kernel
-from attn.kernels.launch import KernelForm, collected_calls
+from attn.kernels.launch import KernelForm
 from attn.kernels.mla_decode import mla_decode_kernel
 from attn.kernels.prefill import prefill_kernel
 from builders import driver_launch, fast_launch
 from builders.fast_launch import GROUPS, MOST_PREPARED, Relauncher, Repeat, RepeatedLaunch
+from builders.kernel_calls import collected_calls
 from builders.split_plan import (
     Pointers,
 )

@@ -15,12 +15,12 @@ from attn.backends.triton_attn import TritonAttentionBackend
 from attn.kernels.dense import DenseLayer, DenseTensors
 from attn.kernels.hopper.decode import hopper_decode_kernel
 from attn.kernels.hopper.decode_launch import serves
-from attn.kernels.launch import KernelCall, collected_calls
 from builders.hopper_dense import (
     HOPPER_RING,
     LayerAsks,
     hopper_decode_tile,
 )
+from builders.kernel_calls import KernelCall, collected_calls
 from builders.segments import SEGMENT
 from builders.split_kv import (
     SplitPlanner,

@@ -15,11 +15,11 @@ from attn.backends.triton_mla import TritonMLABackend
 from attn.kernels.hopper import launch as hopper_launch
 from attn.kernels.hopper.mla import hopper_mla_kernel
 from attn.kernels.hopper.mla_narrow import hopper_mla_narrow_kernel
-from attn.kernels.launch import KernelCall
 from builders.hopper_dense import (
     LayerAsks,
 )
 from builders.hopper_latent import hopper_latent_tile, latent_kernel_of
+from builders.kernel_calls import KernelCall
 from builders.segments import SEGMENT
 from builders.tiles import (
     DenseShape,

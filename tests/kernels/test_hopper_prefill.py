@@ -11,7 +11,7 @@ import torch
 
 from attn.backends.triton_mla import TritonMLABackend
 from attn.kernels.hopper.prefill import hopper_prefill_kernel
-from attn.kernels.launch import KernelCall
+from builders.kernel_calls import KernelCall
 from builders.split_kv import (
     SplitPlanner,
 )

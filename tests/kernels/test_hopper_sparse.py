@@ -20,7 +20,6 @@ from attn.kernels.hopper import (
 )
 from attn.kernels.hopper.sparse import hopper_sparse_kernel
 from attn.kernels.hopper.sparse_narrow import hopper_narrow_sparse_kernel
-from attn.kernels.launch import KernelCall
 from attn.kernels.sparse_launch import SparseLayer, SparseTensors, sparse_calls
 from builders.hopper_sparse import (
     hopper_misfit,
@@ -28,6 +27,7 @@ from builders.hopper_sparse import (
     sparse_kernel_of,
     usual_options,
 )
+from builders.kernel_calls import KernelCall
 from builders.sparse_tiles import (
     HopperSparseTile,
     NarrowSparseTile,

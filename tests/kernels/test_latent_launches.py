@@ -15,9 +15,9 @@ import triton
 from attn.kernels.clear import clear_call, clear_tails_call
 from attn.kernels.expand import expand_call
 from attn.kernels.gather import pack_query_call, unpack_state_call
-from attn.kernels.launch import KernelCall
 from attn.kernels.rope_quant import rope_quantize_call
 from builders import page_kernels
+from builders.kernel_calls import KernelCall
 from builders.latent_prefill import PagedRows
 from builders.latent_tables import BURST
 from tests.kernels.compile_matrix import _Device, limit_of

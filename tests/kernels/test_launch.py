@@ -16,8 +16,9 @@ from attn.impls.base import LayerScales
 from attn.impls.triton_attn import TritonAttentionImpl
 from attn.kernels import dense
 from attn.kernels.dense import DenseLauncher, DenseLayer, DenseTensors, prefill_call, split_call
-from attn.kernels.launch import KernelCall, KernelForm, collected_calls, compile_calls
+from attn.kernels.launch import KernelForm
 from builders.common import CommonAttentionMetadata
+from builders.kernel_calls import KernelCall, collected_calls, compile_calls
 from builders.triton_attn import TritonAttentionMetadata, TritonAttentionMetadataBuilder
 from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig

@@ -20,10 +20,11 @@ from attn.kernels.decode import decode_kernel
 from attn.kernels.hopper import decode_launch, launch
 from attn.kernels.hopper.decode import hopper_decode_kernel
 from attn.kernels.hopper.prefill import hopper_prefill_kernel
-from attn.kernels.launch import MOST_REPEATS, collected_calls
+from attn.kernels.launch import MOST_REPEATS
 from attn.kernels.prefill import prefill_kernel
 from builders import fast_launch
 from builders.common import CommonAttentionMetadata
+from builders.kernel_calls import collected_calls
 from builders.triton_attn import TritonAttentionMetadata, TritonAttentionMetadataBuilder
 from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn.kernels.launch import collected_calls
 from attn.ops import rope_quant
 from attn.ops.rope_quant import rope_quantize
+from builders.kernel_calls import collected_calls
 
 E4M3 = torch.float8_e4m3fn
 T, H, RANK, ROPE, P = 5, 3, 96, 32, 16

@@ -27,7 +27,6 @@ from attn.impls.base import LayerScales
 from attn.impls.triton_attn import TritonAttentionImpl
 from attn.impls.triton_mla import TritonMLAImpl
 from attn.kernels.cache_write import rope_and_write_kv_call, write_kv_call
-from attn.kernels.launch import KernelCall, collected_calls
 from attn.kernels.merge import merge_call
 from attn.kernels.mla_launch import LatentLauncher, LatentLayer, LatentTensors
 from attn.kernels.sparse_launch import SparseLayer, SparseTensors, sparse_calls
@@ -36,6 +35,7 @@ from attn.ops.latent_convert import convert_blocks, convert_rows, write_latent_r
 from attn.ops.topk_transform import transform_topk
 from builders.common import CommonAttentionMetadata
 from builders.hopper_sparse import hopper_sparse_tile
+from builders.kernel_calls import KernelCall, collected_calls
 from builders.sparse_tiles import SparseShape
 from builders.triton_attn import TritonAttentionMetadataBuilder
 from builders.triton_mla import TritonMLAMetadataBuilder
@@ -59,9 +59,6 @@ from specs.sparse_mla import IndexKind
 
 TARGETS: Final = {80: "a100", 90: "h100", 100: "b200", 120: "rtx-pro-6000"}
 """Compute capabilities to compile for, each with a device that has it."""
-
-PLAN_STAGES: Final = 3
-"""Triton's own, which the plan's launch leaves as it is."""
 
 
 @unique
@@ -775,32 +772,15 @@ def _hopper_sparse_call(layer: Layer) -> KernelCall:
         return sparse_calls(known, tile, tensors, hardware_e4m3=True)[0]
 
 
-class _Recorder:
-    """Stands for the plan's kernel, whose launch is not a record."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-        self.calls: list[KernelCall] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, num_warps: int, launch_pdl: bool = False, **kwargs: Any) -> None:
-            named = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
-            launched = (self.kernel, grid, named, num_warps, PLAN_STAGES)
-            self.calls.append(KernelCall(*launched, waits=launch_pdl))
-
-        return launch
-
-
 def _plan_call(layer: Layer) -> KernelCall:
-    recorder = _Recorder(builders.kernels.plan_kernel)
     engine = layer.engine(PrefillKernel.AUTO)
     builder = TritonAttentionMetadataBuilder(layer.spec(), ["layer"], engine, "cpu")
     with (
         mock.patch.object(builders.split_kv, "interprets", return_value=True),
-        mock.patch.object(builders.kernels, "plan_kernel", recorder),
+        collected_calls() as calls,
     ):
         builder.build(0, _batch(layer, 1 + layer.drafts))
-    (call,) = recorder.calls
+    (call,) = calls
     return call
 
 

@@ -6,8 +6,8 @@ import torch
 import triton
 
 from attn.kernels.hopper.index_logits import hopper_paged_logits_kernel
-from attn.kernels.launch import KernelCall
 from builders.hopper_sparse import FEWEST_INDEX_ROWS, index_pages
+from builders.kernel_calls import KernelCall
 from builders.sparse_tiles import IndexTile
 from builders.triton_attn import device_facts
 from specs.base import cdiv

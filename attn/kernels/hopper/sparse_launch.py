@@ -9,8 +9,9 @@ import torch
 
 from attn.kernels.hopper.sparse import hopper_sparse_kernel
 from attn.kernels.hopper.sparse_narrow import NATIVE, RAW, SCALED, hopper_narrow_sparse_kernel
-from attn.kernels.launch import KernelCall, alignment
+from attn.kernels.launch import alignment
 from builders.hopper_sparse import hopper_misfit
+from builders.kernel_calls import KernelCall
 from builders.sparse_tiles import HopperSparseTile, NarrowSparseTile, SparseShape, SparseTile
 from specs.devices import DeviceKind
 from specs.dtypes import DType

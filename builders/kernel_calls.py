@@ -1,0 +1,123 @@
+"""Launch records: what a launcher decided, as data; to run it, or to compile it for another GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_COMPILERS = 8
+"""Threads that compile, each in its own kernel."""
+collected: ContextVar[list[KernelCall] | None] = ContextVar("collected", default=None)
+"""Where launches of this thread go that are collected and not made; None where they are made."""
+
+
+@contextmanager
+def collected_calls() -> Iterator[list[KernelCall]]:
+    """Launches of this thread become entries of the list that is given, and do not run."""
+    calls: list[KernelCall] = []
+    token = collected.set(calls)
+    try:
+        yield calls
+    finally:
+        collected.reset(token)
+
+
+def compile_calls(calls: Sequence[KernelCall], device: torch.device) -> None:
+    """Compile kernels side by side, for launches like these on a GPU; one takes seconds."""
+    # Every thread has a current device of its own.
+    index = torch.cuda.current_device() if device.index is None else device.index
+    groups: dict[object, list[KernelCall]] = {}
+    for call in calls:
+        groups.setdefault(call.variant, []).append(call)
+
+    def compile_group(group: list[KernelCall]) -> None:
+        # What is alike may still differ in what Triton specialises on; what does not is there.
+        with torch.cuda.device(index):
+            for call in group:
+                call.kernel.warmup(grid=call.grid, **call.arguments, **call.options)
+
+    with ThreadPoolExecutor(_COMPILERS) as pool:
+        list(pool.map(compile_group, groups.values()))
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One launch of one Triton kernel."""
+
+    kernel: Any
+    """The ``triton.jit`` function."""
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Any]
+    """Every argument by name: tensors, numbers, None and constexprs."""
+    num_warps: int = 4
+    num_stages: int = 2
+    max_registers: int | None = None
+    """Registers per thread, to fit several programs on a multiprocessor; None leaves it open."""
+    waits: bool = False
+    """The kernel waits for those before it by itself, and may start while they end."""
+    in_order: bool = False
+    """Arguments stand in the kernel's own order: they are passed by position, which is cheaper."""
+
+    def launch(self) -> Any:
+        """Enqueue it on the current stream; an empty grid is nothing to do.
+
+        Returns:
+            What Triton gives for a launch: the compiled kernel on a GPU; None without a launch.
+        """
+        if 0 in self.grid:
+            return None
+        calls = collected.get()
+        if calls is not None:
+            calls.append(self)
+            return None
+        if self.in_order:
+            return self.kernel[self.grid](*self.arguments.values(), **self.options)
+        return self.kernel[self.grid](**self.arguments, **self.options)
+
+    @property
+    def variant(self) -> object:
+        """Equal for calls that differ neither in the kernel nor in a constexpr nor in an option."""
+        constants = (
+            self.arguments[parameter.name]
+            for parameter in self.kernel.params
+            if parameter.is_constexpr
+        )
+        return self.kernel, tuple(self.options.items()), tuple(constants)
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Compile options, in Triton's names."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.max_registers is not None:
+            options["maxnreg"] = self.max_registers
+        if self.waits:
+            options["launch_pdl"] = True
+        return options
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *arguments: Any,
+    num_warps: int = 4,
+    waits: bool = False,
+    **named: Any,
+) -> None:
+    """Enqueue a kernel on the current stream, as :meth:`KernelCall.launch` does.
+
+    Args:
+        kernel: the ``triton.jit`` function.
+        grid: programs.
+        *arguments: of the kernel, by position.
+        num_warps: as in :class:`KernelCall`.
+        waits: likewise.
+        **named: the kernel's other arguments.
+    """
+    every = dict(zip(kernel.arg_names, arguments, strict=False)) | named
+    KernelCall(kernel, grid, every, num_warps, waits=waits).launch()
