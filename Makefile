@@ -23,23 +23,28 @@ test: lint
 test-compile: $(INSTALLED)
 	$(BIN)/python -m tests.kernels.compile_matrix
 
-# The plugin inside each vLLM, without a GPU. Each vLLM has an environment of its own, and comes
-# without its own pins: it is imported there, not served from.
+# The plugin inside each vLLM, without a GPU. What they need is installed once, each of them in a
+# folder of its own, and without its own pins: it is imported there, not served from.
 VLLMS := 0.26.0 0.33.0
+VLLM_VENV := .venv-vllm
 VLLM_PYTEST := -q -p no:cacheprovider -n 2 --dist loadfile -o filterwarnings=default
 
-test-vllm: $(VLLMS:%=.venv-vllm-%/.installed)
-	set -e; for version in $(VLLMS); do \
-	  .venv-vllm-$$version/bin/python -m pytest $(VLLM_PYTEST) tests/vllm $(PYTEST_ARGS); \
+test-vllm: $(VLLMS:%=$(VLLM_VENV)/%/.installed)
+	set -e; for version in $(VLLMS); do PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/$$version \
+	  $(VLLM_VENV)/bin/python -m pytest $(VLLM_PYTEST) tests/vllm $(PYTEST_ARGS); \
 	done
 
 # All that is installed; with -j, side by side.
-environments: $(INSTALLED) $(VLLMS:%=.venv-vllm-%/.installed)
+environments: $(INSTALLED) $(VLLMS:%=$(VLLM_VENV)/%/.installed)
 
-.venv-vllm-%/.installed: tests/vllm/requirements.txt pyproject.toml
-	$(PYTHON) -m venv .venv-vllm-$*
-	.venv-vllm-$*/bin/$(INSTALL) -r tests/vllm/requirements.txt
-	.venv-vllm-$*/bin/$(INSTALL) --no-deps vllm==$* -e .
+$(VLLM_VENV)/.installed: tests/vllm/requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/$(INSTALL) -r tests/vllm/requirements.txt
+	$(VLLM_VENV)/bin/$(INSTALL) --no-deps -e .
+	touch $@
+
+$(VLLM_VENV)/%/.installed: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/$(INSTALL) --no-deps --target $(@D) vllm==$*
 	touch $@
 
 lint: $(INSTALLED)
@@ -53,4 +58,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-vllm-* build dist report
+	rm -rf $(VENV) $(VLLM_VENV) build dist report
