@@ -41,6 +41,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
 from builders.driver_launch import CONSTANT, driver_kernel, driver_launches
+from builders.kernel_calls import KernelCall, collected
 from builders.split_plan import (
     Pointers,
 )
@@ -247,13 +248,24 @@ class Repeat:
 class RepeatedLaunch:
     """Launches of one kernel that differ in few arguments: the others stand ready, in its order."""
 
-    def __init__(self, kernel: Any, fixed: Mapping[str, Any]) -> None:
+    def __init__(
+        self, kernel: Any, fixed: Mapping[str, Any], num_warps: int = 4, waits: bool = False
+    ) -> None:
         """
         Args:
             kernel: the ``triton.jit`` function.
-            fixed: arguments that every launch shares; the others vary.
+            fixed: arguments that every launch shares, no tensor among them; the others vary.
+            num_warps: as in :class:`builders.kernel_calls.KernelCall`.
+            waits: likewise.
+
+        Raises:
+            TypeError: a tensor is to be shared; its address is not kept.
         """
+        for name, value in fixed.items():
+            if isinstance(value, torch.Tensor):
+                raise TypeError(f"{name} must vary, for it is a tensor")
         self._kernel = kernel
+        self._options = (num_warps, waits)
         self._arguments = {name: fixed.get(name) for name in kernel.arg_names}
         self._varying = tuple(name for name in kernel.arg_names if name not in fixed)
         self._relauncher = Relauncher(kernel, self._varying)
@@ -265,11 +277,12 @@ class RepeatedLaunch:
             grid: programs, none of them 0.
             values: of the arguments that vary, in the kernel's order.
         """
-        if self._relauncher.launch(grid, values):
+        if collected.get() is None and self._relauncher.launch(grid, values):
             return
         arguments = self._arguments | dict(zip(self._varying, values, strict=True))
-        compiled = self._kernel[grid](*arguments.values())
-        self._relauncher.learn(compiled, values, arguments)
+        num_warps, waits = self._options
+        call = KernelCall(self._kernel, grid, arguments, num_warps, waits=waits, in_order=True)
+        self._relauncher.learn(call.launch(), values, arguments)
 
 
 class _UnknownError(Exception):

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from builders.buffers import GraphBuffers
-from builders.kernel_calls import launch
 from builders.paging import Stripe
 from builders.segments import bundle_segments, max_segments
 from builders.split_host import plan_rows
@@ -42,6 +42,9 @@ from builders.tiles import (
 )
 from specs.base import cdiv
 from specs.devices import DeviceKind
+
+if TYPE_CHECKING:
+    from builders.fast_launch import RepeatedLaunch
 
 PARTS_OF_A_PROGRAM = 2
 """Of rows that are cut anywhere, and folded by another kernel: the last part of the row that a
@@ -176,6 +179,7 @@ class SplitPlanner:
         buffers.declare("sums", (states * 2,), fp32)
         self.buffers = buffers
         self._compiled_for: set[bool] = set()
+        self._launches: dict[tuple[int, VisibleKeys, bool], RepeatedLaunch] = {}
 
     @property
     def scratch_bytes(self) -> int:
@@ -245,6 +249,29 @@ class SplitPlanner:
         is_causal: bool,
     ) -> None:
         """Compute the plan of ``num_reqs`` requests, by a kernel for ``reqs`` at most."""
+        kind = (reqs, visible, is_causal)
+        launch = self._launches.get(kind)
+        if launch is None:
+            launch = self._launches[kind] = self._launches_of(reqs, visible, is_causal)
+        b = self.buffers
+        launch(
+            (1,),
+            seq_lens,
+            query_start_loc,
+            b["rows"],
+            b["total"],
+            b["starts"],
+            b["shares"],
+            b["tile_starts"],
+            b["hopper_starts"],
+            b["row_ends"],
+            b["names"],
+            num_reqs,
+        )
+
+    def _launches_of(self, reqs: int, visible: VisibleKeys, is_causal: bool) -> RepeatedLaunch:
+        """Launches of the plan's kernel that differ in tensors and the number of requests."""
+        from builders.fast_launch import RepeatedLaunch
         from builders.kernels import plan_kernel
 
         steps, starts = reqs.bit_length() - 1, self.groups + 1
@@ -259,53 +286,39 @@ class SplitPlanner:
         groups = max(power_of_two(starts), threads)
         if reqs > ONE_WARP:
             reqs = max(reqs, threads)
-        b, stripe = self.buffers, visible.stripe or Stripe(1, 0, 1)
-        launch(
-            plan_kernel,
-            (1,),
-            seq_lens,
-            query_start_loc,
-            b["rows"],
-            b["total"],
-            b["starts"],
-            b["shares"],
-            b["tile_starts"],
-            b["hopper_starts"],
-            b["row_ends"],
-            b["names"],
-            num_reqs,
-            self.limits.max_num_seqs,
-            self.limits.max_kv_len,
-            self.short_query,
-            visible.window or 0,
-            visible.chunk or 1,
-            visible.lookback,
-            stripe.size,
-            stripe.rank,
-            stripe.interleave,
-            QUERY_TOKENS=self.tile.query_tokens,
-            KV_TILE=self.tile.kv_tile,
-            SEGMENT_UNIT=self.tile.segment_unit,
-            HEAD_LOOPS=self.head_loops,
-            PREFILL_TILE=self.prefill.query_tile,
-            HOPPER_TILE=0 if self.hopper is None else self.hopper.query_tile,
-            WINDOW=visible.window is not None,
-            CHUNK=visible.chunk is not None,
-            TRIM=is_causal,
-            DCP=visible.stripe is not None,
-            BUNDLE=self.bundle,
-            MOST_REQS=power_of_two(self.limits.max_num_seqs),
-            REQS=reqs,
-            STEPS=steps,
-            NUM_GROUPS=self.groups,
-            GROUPS=groups,
-            FREE=self.is_free,
-            LEAST=self.least_tiles or 1,
-            ROW_COST=self.row_cost,
-            WAITS=self.starts_ahead,
-            num_warps=warps,
-            waits=self.starts_ahead,
-        )
+        stripe = visible.stripe or Stripe(1, 0, 1)
+        fixed: dict[str, Any] = {
+            "max_reqs": self.limits.max_num_seqs,
+            "max_kv_len": self.limits.max_kv_len,
+            "decode_max": self.short_query,
+            "window": visible.window or 0,
+            "chunk": visible.chunk or 1,
+            "lookback": visible.lookback,
+            "dcp_size": stripe.size,
+            "dcp_rank": stripe.rank,
+            "dcp_interleave": stripe.interleave,
+            "QUERY_TOKENS": self.tile.query_tokens,
+            "KV_TILE": self.tile.kv_tile,
+            "SEGMENT_UNIT": self.tile.segment_unit,
+            "HEAD_LOOPS": self.head_loops,
+            "PREFILL_TILE": self.prefill.query_tile,
+            "HOPPER_TILE": 0 if self.hopper is None else self.hopper.query_tile,
+            "WINDOW": visible.window is not None,
+            "CHUNK": visible.chunk is not None,
+            "TRIM": is_causal,
+            "DCP": visible.stripe is not None,
+            "BUNDLE": self.bundle,
+            "MOST_REQS": power_of_two(self.limits.max_num_seqs),
+            "REQS": reqs,
+            "STEPS": steps,
+            "NUM_GROUPS": self.groups,
+            "GROUPS": groups,
+            "FREE": self.is_free,
+            "LEAST": self.least_tiles or 1,
+            "ROW_COST": self.row_cost,
+            "WAITS": self.starts_ahead,
+        }
+        return RepeatedLaunch(plan_kernel, fixed, warps, self.starts_ahead)
 
     def _fill_on_host(
         self,

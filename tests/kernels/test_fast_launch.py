@@ -33,12 +33,15 @@ from attn.kernels.hopper.prefill import hopper_prefill_kernel
 from attn.kernels.launch import KernelForm
 from attn.kernels.mla_decode import mla_decode_kernel
 from attn.kernels.prefill import prefill_kernel
-from builders import driver_launch, fast_launch
+from builders import driver_launch, fast_launch, kernels, split_kv
+from builders.buffers import GraphBuffers
 from builders.fast_launch import GROUPS, MOST_PREPARED, Relauncher, Repeat, RepeatedLaunch
 from builders.kernel_calls import collected_calls
-from builders.split_plan import (
-    Pointers,
-)
+from builders.kernels import plan_kernel
+from builders.split_kv import SplitPlanner
+from builders.split_plan import Pointers, SplitLimits
+from builders.tiles import DenseShape
+from specs.devices import DeviceKind
 
 STREAM = 7
 OPTIONS = {"num_warps": 4, "num_stages": 2}
@@ -654,7 +657,62 @@ def test_a_repeated_launch_goes_past_triton_with_the_same_arguments(gpu: Driver)
     assert gpu.launched()[5:] == past[5:]
 
 
+def test_a_repeated_launch_shares_no_tensors(gpu: Driver) -> None:
+    with pytest.raises(TypeError, match="table_ptr must vary"):
+        RepeatedLaunch(kernel_of(gpu), FIXED | {"table_ptr": tensor(torch.int32)})
+
+
+def test_a_repeated_launch_that_is_collected_is_not_made(gpu: Driver) -> None:
+    given = arguments(count=20)
+    del given["plan"]
+    given = (
+        {"desc": given.pop("desc")} | {name: tensor(torch.int32) for name in GROUPS["plan"]} | given
+    )
+    launch = RepeatedLaunch(kernel_of(gpu), FIXED, num_warps=2, waits=True)
+    for _ in range(2):
+        with collected_calls() as calls:
+            launch((3,), *given.values())
+        (call,) = calls
+        assert (call.grid, call.options["num_warps"], call.waits) == ((3,), 2, True)
+        assert [*call.arguments] == [*call.kernel.arg_names]
+        assert not gpu.launches
+    launch((3,), *given.values())
+    with collected_calls() as calls:
+        launch((3,), *given.values())
+    assert (len(calls), len(gpu.launches)) == (1, 1)
+
+
 # -- The kernels of this library.
+
+
+def test_a_plan_goes_past_triton_with_the_same_arguments(
+    gpu: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split_kv, "interprets", lambda: True)
+    kernel = JITFunction(cast("Any", plan_kernel).fn, **waived(plan_kernel))
+
+    def compile_(
+        key: Any, signature: Any, device: int, constants: Any, options: Any, *rest: Any
+    ) -> Any:
+        compiled = compiled_for(gpu, signature, 100, options)
+        kernel.device_caches[device][0][key] = compiled
+        return compiled
+
+    monkeypatch.setattr(cast("Any", kernel), "_do_compile", compile_)
+    monkeypatch.setattr(kernels, "plan_kernel", kernel)
+    shape, limits = DenseShape(4, 1, 64, 64, 2, 16), SplitLimits(64, 64, 512, None)
+    first, second = (
+        SplitPlanner(shape, DeviceKind.SM90, 132, limits, 1, GraphBuffers("cpu")) for _ in range(2)
+    )
+    second.buffers = first.buffers
+    starts, lens = torch.arange(65, dtype=torch.int32), torch.ones(64, dtype=torch.int32)
+    for count, is_known in ((2, False), (3, True), (40, False), (2, True), (64, True)):
+        first.fill(starts[: count + 1], lens[:count])
+        assert gpu.was_past_triton == is_known
+    past = gpu.launched()
+    second.fill(starts, lens)
+    assert not gpu.was_past_triton
+    assert gpu.launched()[5:] == past[5:]
 
 
 @pytest.mark.parametrize(
