@@ -44,7 +44,7 @@ $(VLLM_VENV)/.installed: tests/vllm/requirements.txt pyproject.toml
 	touch $@
 
 $(VLLM_VENV)/%/.installed: $(VLLM_VENV)/.installed
-	$(VLLM_VENV)/bin/$(INSTALL) --no-deps --target $(@D) vllm==$*
+	$(VLLM_VENV)/bin/$(INSTALL) --no-deps --upgrade --target $(@D) vllm==$*
 	touch $@
 
 lint: $(INSTALLED)
@@ -58,4 +58,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist report
+	rm -rf $(VENV) $(VLLM_VENV)* build dist report

@@ -263,6 +263,15 @@ def _store_four(ptr, j, STRIDE: tl.constexpr, first: tl.constexpr, live, a, b, c
 
 
 @triton.jit
+def _store_two(ptr, j, live, a, b):
+    """Two numbers of rows ``j``, which are no fewer than threads."""
+    j = tl.reshape(j, [live.numel])
+    places = (ptr + 2 * j)[:, None] + tl.arange(0, 2)[None, :]
+    live = tl.reshape(live, [live.numel])
+    tl.store(places, tl.reshape(tl.join(a, b), [live.numel, 2]), mask=live[:, None])
+
+
+@triton.jit
 def _load_four(ptr, j, STRIDE: tl.constexpr, first: tl.constexpr, mask):
     """Four numbers of each of the rows ``j``, which are no fewer than threads; 0 where masked."""
     places = (ptr + first + j * STRIDE)[:, None] + tl.arange(0, 4)[None, :]
@@ -497,8 +506,7 @@ def _store_groups(
         held_next, position, real & (position < total), place_next, first_tile_next, tiles_next,
         cost, num_rows, SEGMENT_UNIT, HEAD_LOOPS, FREE,
     )  # fmt: skip
-    tl.store(starts_ptr + 2 * c, row, mask=c <= num_groups)
-    tl.store(starts_ptr + 2 * c + 1, segment, mask=c <= num_groups)
+    _store_two(starts_ptr, c, c <= num_groups, row, segment)
     _store_four(shares_ptr, c, _SHARE_FIELDS, 0, real, row, segment, next_row, next_segment)
     real = real & (row < num_rows * HEAD_LOOPS)
     for part in tl.static_range(_FIELDS // 4):
@@ -560,8 +568,7 @@ def _plan_few(
     tiles = tl.maximum(tiles, 1)
     part, parts = _segments_of(first_tile, tiles, SEGMENT_UNIT)
     once = line == 0
-    tl.store(total_ptr + line * 0, num_rows, mask=once)
-    tl.store(total_ptr + 1 + line * 0, shared, mask=once)
+    tl.store(total_ptr + j, tl.where(lane == 0, num_rows, shared), mask=once & (lane < 2))
     _store_four(rows_ptr, j, _FIELDS, 0, live & once, req, token, tokens, kv_len)
     _store_four(rows_ptr, j, _FIELDS, 4, live & once, first, first_tile, tiles, place)
     _store_four(rows_ptr, j, _FIELDS, 8, live & once, part, parts, bundle, bundles)
@@ -579,8 +586,7 @@ def _plan_few(
         tl.gather(first_tile, row, 1), tl.gather(tiles, row, 1), cost, num_rows, SEGMENT_UNIT,
         HEAD_LOOPS, FREE,
     )  # fmt: skip
-    tl.store(starts_ptr + 2 * c, start, mask=own & (c <= NUM_GROUPS))
-    tl.store(starts_ptr + 2 * c + 1, segment, mask=own & (c <= NUM_GROUPS))
+    _store_two(starts_ptr, c, own & (c <= NUM_GROUPS), start, segment)
     following = tl.minimum(j + 1, LANES - 1)
     stop, stop_segment = tl.gather(start, following, 1), tl.gather(segment, following, 1)
     real = own & (c < NUM_GROUPS)

@@ -69,6 +69,8 @@ class Step:
     bundle: int = 0
     least_tiles: int | None = None
     row_cost: int = 0
+    unused: int = 40
+    """Requests that a planner has room for beside the step's."""
 
     @property
     def visible(self) -> VisibleKeys:
@@ -120,20 +122,19 @@ def steps(draw: st.DrawFn) -> Step:
         is_causal=draw(st.booleans()),
         stripe=stripe if kind == "stripe" else None,
         bundle=draw(st.sampled_from([0, 4, BUNDLE])) if kind in ("full", "stripe") else 0,
+        unused=draw(st.sampled_from([0, 1, 40])),
     )
 
 
 EXAMPLES = 60 if DEVICE.type == "cpu" else 10
 """On a GPU every one is a compile."""
-UNUSED = 40
-"""Requests that a planner has room for and a step has not."""
 
 
 def planner_of(step: Step) -> SplitPlanner:
     """A planner for the step's tile and groups, which are a matter of the device otherwise."""
     shape = DenseShape(4, 1, 64, 64, 2, 16)
     most = sum(count for count, _ in step.lens)
-    limits = SplitLimits(len(step.lens) + UNUSED, max(most, 1), 200_000, None)
+    limits = SplitLimits(len(step.lens) + step.unused, max(most, 1), 200_000, None)
     planner = SplitPlanner(shape, DeviceKind.SM90, 1, limits, 1, GraphBuffers(DEVICE))
     planner.tile, planner.groups = step.tile, step.groups
     planner.head_loops, planner.short_query = step.head_loops, step.short_query
@@ -194,6 +195,8 @@ def filled(step: Step) -> dict[str, list]:
 @example(step=Step(((1, 9), (2, 131_073), (1, 0)), tile_of(), 30, 2, bundle=4))
 @example(step=Step(((1, 700), (1, 20)) * 15 + ((2, 9), (1, 0)), tile_of(1), 62))
 @example(step=Step(((1, 700), (1, 20)) * 15 + ((2, 9),), tile_of(1), 61, least_tiles=2))
+@example(step=Step(((1, 700),), tile_of(), 132, unused=0))
+@example(step=Step(((1, 700), (2, 9), (1, 9000)), tile_of(1), 132, bundle=4, unused=0))
 # More rows than a thread makes in turn: prompts of an invariant engine, bundles of long keys.
 @example(step=Step(((40, 300), (1, 9), (0, 4), (33, 33)), tile_of(1), 33, short_query=64))
 @example(step=Step(((1, 131_073), (2, 199_000), (1, 7)), tile_of(), 66, 2, bundle=BUNDLE))
@@ -210,7 +213,7 @@ def test_the_kernels_plan_is_the_hosts(step: Step) -> None:
     assert found["total"] == [len(plan.rows), plan.shared]
     assert found["starts"] == plan.starts
     assert set(found["past"]) <= {-5}
-    assert found["later_starts"] == [found["tile_starts"][-1]] * UNUSED
+    assert found["later_starts"] == [found["tile_starts"][-1]] * step.unused
     for share, (start, stop) in zip(found["shares"], pairwise(plan.starts), strict=True):
         assert share[:4] == [*start, *stop]
         idle = start[0] == len(plan.rows) * step.head_loops

@@ -126,6 +126,8 @@ class Layer:
     clamps_ranges: bool = False
     rswa: int | None = None
     drafts: int = 0
+    reqs: int = 2
+    """Of a step."""
     batch_invariant: bool = False
     per_head_scales: bool = False
     lse: bool = False
@@ -338,6 +340,9 @@ VARIANTS: Final = (
     _only(Kernel.PLAN, "32/8/128", 90),
     _only(Kernel.PLAN, "window verify 8", window=128, drafts=7),
     _only(Kernel.PLAN, "chunks", chunk=8192, lookback=1),
+    _only(Kernel.PLAN, "8/1/128", heads=(8, 1, 128)),
+    _only(Kernel.PLAN, "40 requests", 90, reqs=40),
+    _only(Kernel.PLAN, "8/1/128 40 requests", heads=(8, 1, 128), reqs=40),
     *(_only(Kernel.WRITE, cache.value, cache=cache) for cache in (CacheDType.AUTO, _E5M2)),
     *(_only(Kernel.WRITE, cache.value, cache=cache) for cache in (_INT8, _FP8_INLINE)),
     _only(Kernel.WRITE, "fp8", cache=_FP8),
@@ -546,19 +551,20 @@ def _pretending(target: int) -> Iterator[None]:
 
 
 def _batch(layer: Layer, query_len: int, kv_len: int = 41) -> CommonAttentionMetadata:
-    """Two equal requests."""
-    table = torch.ones(2, 64, dtype=torch.int32)
-    lens = [query_len] * 2, [kv_len] * 2
+    """Equal requests."""
+    reqs = layer.reqs
+    table = torch.ones(reqs, 64, dtype=torch.int32)
+    lens = [query_len] * reqs, [kv_len] * reqs
     fields: dict[str, Any] = {}
     if layer.causal is not True:
         flag = layer.causal is False
-        fields["causal"] = False if flag else torch.ones(2, dtype=torch.bool)
+        fields["causal"] = False if flag else torch.ones(reqs, dtype=torch.bool)
     if layer.ranges:
         fields["mm_req_doc_ranges"] = {0: [(1, 5), (8, 9)]}
     if layer.rswa is not None:
-        fields["rswa_prefix_lens"] = torch.ones(2, dtype=torch.int32)
+        fields["rswa_prefix_lens"] = torch.ones(reqs, dtype=torch.int32)
     if layer.attn_type is AttentionType.ENCODER_DECODER:
-        fields["encoder_seq_lens"] = torch.full([2], kv_len, dtype=torch.int32)
+        fields["encoder_seq_lens"] = torch.full([reqs], kv_len, dtype=torch.int32)
     batch = CommonAttentionMetadata.from_lengths(*lens, table, layer.block_size)
     return batch.replace(**fields)
 
