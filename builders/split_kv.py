@@ -6,10 +6,10 @@ The plan is computed on the device, by one launch per step, from ``seq_lens`` an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -42,9 +42,6 @@ from builders.tiles import (
 )
 from specs.base import cdiv
 from specs.devices import DeviceKind
-
-if TYPE_CHECKING:
-    from builders.fast_launch import RepeatedLaunch
 
 PARTS_OF_A_PROGRAM = 2
 """Of rows that are cut anywhere, and folded by another kernel: the last part of the row that a
@@ -179,7 +176,7 @@ class SplitPlanner:
         buffers.declare("sums", (states * 2,), fp32)
         self.buffers = buffers
         self._compiled_for: set[bool] = set()
-        self._launches: dict[tuple[int, VisibleKeys, bool], RepeatedLaunch] = {}
+        self._launches: dict[tuple[int, VisibleKeys, bool], Callable[..., None]] = {}
 
     @property
     def scratch_bytes(self) -> int:
@@ -269,7 +266,7 @@ class SplitPlanner:
             num_reqs,
         )
 
-    def _launches_of(self, reqs: int, visible: VisibleKeys, is_causal: bool) -> RepeatedLaunch:
+    def _launches_of(self, reqs: int, visible: VisibleKeys, is_causal: bool) -> Callable[..., None]:
         """Launches of the plan's kernel that differ in tensors and the number of requests."""
         from builders.fast_launch import RepeatedLaunch
         from builders.kernels import plan_kernel
