@@ -101,23 +101,14 @@ class KernelCall:
         return options
 
 
-def launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    *arguments: Any,
-    num_warps: int = 4,
-    waits: bool = False,
-    **named: Any,
-) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
     """Enqueue a kernel on the current stream, as :meth:`KernelCall.launch` does.
 
     Args:
         kernel: the ``triton.jit`` function.
         grid: programs.
         *arguments: of the kernel, by position.
-        num_warps: as in :class:`KernelCall`.
-        waits: likewise.
         **named: the kernel's other arguments.
     """
     every = dict(zip(kernel.arg_names, arguments, strict=False)) | named
-    KernelCall(kernel, grid, every, num_warps, waits=waits).launch()
+    KernelCall(kernel, grid, every).launch()

@@ -646,9 +646,9 @@ def _plan_many(
     )
     tl.store(total_ptr, num_rows)
     tl.store(total_ptr + 1, shared)
-    # Of each request, where rows are one after the other; all names are gone before it is known.
     taken = (req_tiles + cost * req_rows) * HEAD_LOOPS
     place = tl.cumsum(taken, 0) - taken
+    # Nobody is named before all names are gone.
     tl.debug_barrier()
     if is_serial:
         _store_rows(
@@ -795,8 +795,8 @@ def plan_kernel(
     first prefill tile of each request; hopper_starts likewise, unless HOPPER_TILE is 0; row_ends
     ``[2 ** STEPS]`` and names ``[NUM_GROUPS + 1, 2]``: scratch, the latter strided as starts are,
     so that a group stays with one thread. All are int32. Requests are no more than two to the
-    STEPS. REQS, a warp's threads or no fewer than the program's, and GROUPS, no fewer than these,
-    are powers of two; with REQS of one warp, all but one of GROUPS' 32 each are NUM_GROUPS + 1.
+    STEPS. REQS and GROUPS are powers of two: REQS is 32, or no fewer than the program's threads,
+    GROUPS no fewer than these and than NUM_GROUPS + 1; with REQS of 32, 31 of these fill 32 of it.
 
     TRIM: no query sees past itself. DCP: keys are those of one rank, in their order there; lengths
     and positions of rows are the request's. BUNDLE: segments of a bundle, 0 where rows are of all

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from builders.buffers import GraphBuffers
+from builders.kernel_calls import collected
 from builders.paging import Stripe
 from builders.segments import bundle_segments, max_segments
 from builders.split_host import plan_rows
@@ -233,7 +234,9 @@ class SplitPlanner:
         if self.device.type == "cuda" and other != reqs and is_causal not in self._compiled_for:
             # Of no request: no later step waits for the compiler, for having more than this one.
             self._launch_for(other, 0, query_start_loc, seq_lens, visible, is_causal)
-            self._compiled_for.add(is_causal)
+            # What is collected is compiled, and not loaded yet.
+            if collected.get() is None:
+                self._compiled_for.add(is_causal)
         self._launch_for(reqs, num_reqs, query_start_loc, seq_lens, visible, is_causal)
 
     def _launch_for(
