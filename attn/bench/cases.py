@@ -34,6 +34,9 @@ MAX_FREE_PARTITION_RATIO: Final = 1.03
 """Batch-invariant decode over the same kernel with a free partition, at most."""
 MAX_SCRATCH_BYTES: Final = 64 << 20
 """Of a builder for 256 sequences, 32 query heads, head size 128; must stay below."""
+MAX_PLAN_US: Final = 4.0
+"""Of the plan of any of ``PLAN_SIZES`` decodes on the device, by the builder of one engine."""
+PLAN_SIZES: Final = (1, 32, 64, 128, 256, 512, 1024)
 
 
 @unique
@@ -74,6 +77,11 @@ class BenchTable(StrEnum):
     def times_plans(self) -> bool:
         """What each kernel needs once per step is timed too, and counted."""
         return self in (BenchTable.HOPPER, BenchTable.MLA)
+
+    @property
+    def bounds_plans(self) -> bool:
+        """Plans of ``PLAN_SIZES`` are timed, and judged."""
+        return self is BenchTable.HOPPER
 
     @property
     def backend(self) -> str:

@@ -28,7 +28,7 @@ from attn.bench.case import KernelCase
 from attn.bench.cases import ALL_PEERS, TILES, BenchTable, select_cases
 from attn.bench.latent_lines import latent_lines
 from attn.bench.measure import OURS, Log, bench_case
-from attn.bench.ours import measure_scratch
+from attn.bench.ours import measure_plans, measure_scratch
 from attn.bench.pairs import Rounds
 from attn.bench.reasons import describe
 from attn.bench.report import Report
@@ -70,6 +70,10 @@ def bench_kernels(
     if bench.table is not BenchTable.MLA:
         scratch, reason = measure_scratch(bench.member, device, bench.seed)
     results = results.replace(scratch_bytes=scratch, scratch_reason=reason)
+    if bench.table.bounds_plans:
+        kernels = (bench.table.prefill_kernel, bench.decode_kernel or bench.table.decode_kernel)
+        plans, reason = measure_plans(bench.member, device, *kernels)
+        results = results.replace(plans=plans, plans_reason=reason)
     for case in bench.cases:
         release_memory(device)
         log(f"{case.name}: {case.what}")

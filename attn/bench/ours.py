@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
 
 from attn.bench.case import MODEL_DTYPE, KernelCase
-from attn.bench.cases import SCRATCH_CASE
+from attn.bench.cases import PLAN_SIZES, SCRATCH_CASE
 from attn.bench.inputs import Content, cache_slots, make_content, permuted_table
 from attn.bench.peers import KernelRun
 from attn.bench.reasons import describe
-from attn.bench.results import PlanTime
+from attn.bench.results import PlanOfSize, PlanTime
 from attn.bench.timing import graph_time_us, host_time_us
 from attn.device import detect_device
 from attn.impls.base import AttentionImpl, LayerScales, MLAAttentionImpl
@@ -37,6 +38,8 @@ NOPE_SIZE: Final = 128
 """Of a latent layer's heads, as DeepSeek's are."""
 WRITE_CHUNK: Final = 65536
 """Tokens per cache write."""
+PLAN_LEN: Final = 8192
+"""Keys of requests whose plans alone are timed, on average."""
 
 Builder = AttentionMetadataBuilder[Any]
 MakeBuilder = Callable[..., Builder]
@@ -329,6 +332,48 @@ def plan_time(builder: Builder, layer: OurLayer) -> PlanTime:
         except RuntimeError as error:
             reason = f"build cannot be captured: {describe(error)}"
     return PlanTime(host_us=host_us, gpu_us=gpu_us, reason=reason)
+
+
+def measure_plans(
+    member: RegisteredBackend,
+    device: torch.device,
+    prefill_kernel: PrefillKernel,
+    decode_kernel: DecodeKernel,
+) -> tuple[tuple[PlanOfSize, ...], str]:
+    """Plans of ``PLAN_SIZES`` decodes by the builder of one engine; or none and why."""
+    reasons = backend_refusals(SCRATCH_CASE, member)
+    if reasons:
+        return (), "; ".join(reasons)
+    most, size = PLAN_SIZES[-1], SCRATCH_CASE.block_size
+    config = engine_config(
+        SCRATCH_CASE, prefill_kernel=prefill_kernel, decode_kernel=decode_kernel
+    ).replace(max_num_seqs=most)
+    lens = {
+        "even_us": [PLAN_LEN] * most,
+        # In no order: a number coprime to theirs steps through them.
+        "uneven_us": [1 + PLAN_LEN * 2 * (at * 389 % most) // most for at in range(most)],
+    }
+    plans = []
+    try:
+        make: MakeBuilder = member.get_class().get_builder_cls()
+        builder = make(kv_cache_spec(SCRATCH_CASE), ["layers.0"], config, device)
+        # A plan does not ask which pages they are.
+        table = torch.zeros(most, PLAN_LEN * 2 // size, dtype=torch.int32, device=device)
+        for num_reqs in PLAN_SIZES:
+            times = {}
+            for name, all_lens in lens.items():
+                own = all_lens[:: most // num_reqs]
+                batch = CommonAttentionMetadata.from_lengths(
+                    [1] * num_reqs, own, table[:num_reqs], size
+                )
+                time_us = graph_time_us(partial(builder.build, 0, batch), device)
+                if time_us is None:
+                    return (), "needs a CUDA device"
+                times[name] = time_us
+            plans.append(PlanOfSize(num_reqs=num_reqs, **times))
+    except Exception as error:
+        return (), describe(error)
+    return tuple(plans), ""
 
 
 def measure_scratch(

@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 from pydantic import model_validator
 
 from attn.bench.case import KernelCase
-from attn.bench.cases import MAX_FREE_PARTITION_RATIO, MAX_SCRATCH_BYTES, BenchTable
+from attn.bench.cases import MAX_FREE_PARTITION_RATIO, MAX_PLAN_US, MAX_SCRATCH_BYTES, BenchTable
 from attn.bench.lines import Line
 from specs.base import NonNegativeInt, PositiveInt, Spec
 
@@ -84,6 +84,16 @@ class PlanTime(Spec):
     """Why ``gpu_us`` is None."""
 
 
+class PlanOfSize(Spec):
+    """A step's plan by the number of its decodes, all of one engine."""
+
+    num_reqs: PositiveInt
+    even_us: float
+    """The kernels of ``build`` in a CUDA graph, all requests as long."""
+    uneven_us: float
+    """Likewise, from one to many keys."""
+
+
 class CaseResult(Spec):
     """All that was measured on a case."""
 
@@ -144,6 +154,10 @@ class BenchResults(Spec):
     """Device memory that a builder, a step and its forward take beyond inputs and output."""
     scratch_reason: str = ""
     """Why ``scratch_bytes`` is None."""
+    plans: tuple[PlanOfSize, ...] = ()
+    """In tables that bound them."""
+    plans_reason: str = ""
+    """Why there are none."""
     lines: tuple[Line, ...] = ()
     """Of a table of pairs of times, in place of cases."""
 
@@ -176,6 +190,8 @@ class BenchResults(Spec):
             cases=tuple(ranked),
             scratch_bytes=measured.scratch_bytes,
             scratch_reason=measured.scratch_reason,
+            plans=self.plans or earlier.plans,
+            plans_reason="" if self.plans or earlier.plans else self.plans_reason,
         )
 
 
@@ -274,6 +290,19 @@ def scratch_check(results: BenchResults) -> Check:
     if size is not None:
         verdict = Verdict.MET if size < MAX_SCRATCH_BYTES else Verdict.NOT_MET
     return Check(f"< {MAX_SCRATCH_BYTES >> 20} MiB", verdict)
+
+
+def plan_check(results: BenchResults) -> Check | None:
+    """The slowest plan of any number of decodes; None in tables that do not bound it."""
+    if not results.environment.table.bounds_plans:
+        return None
+    slowest = max(
+        (time for plan in results.plans for time in (plan.even_us, plan.uneven_us)), default=None
+    )
+    verdict = Verdict.NOT_MEASURED
+    if slowest is not None:
+        verdict = Verdict.MET if slowest <= MAX_PLAN_US else Verdict.NOT_MET
+    return Check(f"<= {MAX_PLAN_US:g} us", verdict)
 
 
 def allocation_check(results: BenchResults) -> Check:

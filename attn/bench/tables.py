@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from attn.bench.case import PEERS
-from attn.bench.cases import BenchTable
+from attn.bench.cases import PLAN_SIZES, BenchTable
 from attn.bench.latent_cases import SPARSE_CASES, SPARSE_CONTEXT
 from attn.bench.lines import Line, Part
 from attn.bench.results import (
@@ -22,6 +22,7 @@ from attn.bench.results import (
     host_check,
     line_check,
     plain_check,
+    plan_check,
     scratch_check,
     verdict_of,
 )
@@ -150,6 +151,7 @@ def render_markdown(results: BenchResults) -> str:
         *_section("Batch-invariant prefill", _invariant_table(results)),
         *_section("In plain Triton", _plain_table(results)),
         *_section("The step's plan", _plan_table(results)),
+        *_section("Plans of one engine", _plan_sizes(results)),
         *([] if is_latent else _section("Memory", _memory_table(results))),
         *_section("Not measured", _reasons(results)),
     ]
@@ -262,6 +264,7 @@ def _summary(results: BenchResults) -> str:
     checks += [free_partition_check(r) for r in results.cases if r.case.compare_free_partition]
     if results.environment.table is not BenchTable.MLA:
         checks += [scratch_check(results), allocation_check(results)]
+    checks += filter(None, [plan_check(results)])
     counts = Counter(check.verdict for check in checks)
     return "Targets: " + ", ".join(f"{counts[v]} {v.value}" for v in Verdict) + "."
 
@@ -421,6 +424,22 @@ def _plan_table(results: BenchResults) -> str:
     return _table(header, rows) if rows else ""
 
 
+def _plan_sizes(results: BenchResults) -> str:
+    check = plan_check(results)
+    if check is None:
+        return ""
+    header = ["decodes", "as long, us", "uneven, us"]
+    rows = [
+        [str(plan.num_reqs), f"{plan.even_us:.1f}", f"{plan.uneven_us:.1f}"]
+        for plan in results.plans
+    ]
+    parts = [
+        f"The kernels of `build` in a CUDA graph, of an engine of up to {PLAN_SIZES[-1]} requests. "
+        f"Each of them {check.text}: {check.verdict.value}."
+    ]
+    return "\n\n".join([*parts, _table(header, rows)] if rows else parts)
+
+
 def _memory_table(results: BenchResults) -> str:
     scratch, allocation = scratch_check(results), allocation_check(results)
     size, counts = results.scratch_bytes, [result.allocations for result in results.cases]
@@ -455,6 +474,8 @@ def _reasons(results: BenchResults) -> str:
             found.setdefault(("plan", result.plan.reason), []).append(result.case.name)
     if results.scratch_reason:
         found[("scratch", results.scratch_reason)] = []
+    if results.plans_reason:
+        found[("plans of one engine", results.plans_reason)] = []
     lines = []
     for (what, reason), names in found.items():
         lines.append(f"- {what}: {reason}" + (f" ({', '.join(names)})" if names else ""))

@@ -11,13 +11,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from attn.bench import flashinfer_jit, kernels, measure, peers, settings
+from attn.bench import flashinfer_jit, kernels, measure, ours, peers, settings
 from attn.bench.case import PEERS, KernelCase, Target
-from attn.bench.cases import ALL_PEERS, CASES, HOPPER_CASES, BenchTable
+from attn.bench.cases import ALL_PEERS, CASES, HOPPER_CASES, PLAN_SIZES, BenchTable
 from attn.bench.inputs import expected_rows, make_content, permuted_table, sampled_tokens
 from attn.bench.kernels import bench_kernels, main, run_and_report
 from attn.bench.latent_peers import LATENT_ADAPTERS
-from attn.bench.ours import engine_config, make_layer
+from attn.bench.ours import PLAN_LEN, engine_config, make_layer, measure_plans
 from attn.bench.peers import KernelRun, Refusal, compiled_cases, prepare_peer
 from attn.bench.reasons import describe
 from attn.bench.report import Report
@@ -35,6 +35,7 @@ from attn.impls.torch_ref import TorchRefImpl
 from attn.registry import AttentionBackendEnum
 from builders.torch_ref import TorchRefMetadataBuilder
 from specs.dtypes import CacheDType
+from specs.engine import DecodeKernel, PrefillKernel
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -164,6 +165,35 @@ def test_the_reference_is_right_and_timed_on_every_kind_of_case(name):
     assert result.allocations is None
     assert results.scratch_bytes is None
     assert results.environment.commit == "abc"
+
+
+@pytest.mark.parametrize("kernel", [DecodeKernel.TRITON, DecodeKernel.AUTO])
+def test_plans_of_one_engine_are_built_for_every_number_of_decodes(monkeypatch, kernel):
+    member, built = AttentionBackendEnum.TORCH_REF, []
+    assert measure_plans(member, CPU, PrefillKernel.AUTO, kernel) == ((), "needs a CUDA device")
+
+    def timed(call, device):
+        record = call()
+        built.append((len(record.seq_lens), record.seq_lens.tolist()))
+        return 2.5
+
+    monkeypatch.setattr(ours, "graph_time_us", timed)
+    plans, reason = measure_plans(member, CPU, PrefillKernel.AUTO, kernel)
+    assert reason == ""
+    assert [plan.num_reqs for plan in plans] == list(PLAN_SIZES)
+    assert {(plan.even_us, plan.uneven_us) for plan in plans} == {(2.5, 2.5)}
+    assert [count for count, _ in built] == [size for size in PLAN_SIZES for _ in range(2)]
+    for count, lens in built:
+        assert len(lens) == count
+        assert 1 <= min(lens) <= max(lens) <= 2 * PLAN_LEN
+    assert len(set(built[-1][1])) == PLAN_SIZES[-1]
+    assert sum(built[-1][1]) / PLAN_SIZES[-1] == pytest.approx(PLAN_LEN, rel=0.01)
+
+    def fails(call, device):
+        raise RuntimeError("no graph")
+
+    monkeypatch.setattr(ours, "graph_time_us", fails)
+    assert measure_plans(member, CPU, PrefillKernel.AUTO, kernel) == ((), "RuntimeError: no graph")
 
 
 def test_a_wrong_kernel_is_reported_and_not_timed(monkeypatch):

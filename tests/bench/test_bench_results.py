@@ -12,6 +12,7 @@ from attn.bench.results import (
     CaseResult,
     Contender,
     Environment,
+    PlanOfSize,
     PlanTime,
     Status,
     Verdict,
@@ -19,6 +20,7 @@ from attn.bench.results import (
     checks_of,
     free_partition_check,
     host_check,
+    plan_check,
     scratch_check,
     verdict_of,
 )
@@ -169,6 +171,30 @@ def test_memory_is_judged():
     ):
         cases = tuple(result_of("dec_b8_8k", 1.0, allocations=count) for count in counts)
         assert allocation_check(results.replace(cases=cases)).verdict is verdict
+
+
+def test_the_slowest_plan_of_an_engine_is_judged():
+    results = BenchResults(environment=ENVIRONMENT)
+    assert plan_check(results) is None
+    assert "Plans of one engine" not in render_markdown(results)
+    results = results.replace(environment=ENVIRONMENT.replace(table="hopper"))
+    assert plan_check(results).verdict is Verdict.NOT_MEASURED
+    assert "Each of them <= 4 us: not measured." in render_markdown(results)
+    for uneven, verdict in ((4.0, Verdict.MET), (4.1, Verdict.NOT_MET)):
+        plans = (
+            PlanOfSize(num_reqs=1, even_us=1.5, uneven_us=1.25),
+            PlanOfSize(num_reqs=1024, even_us=3.5, uneven_us=uneven),
+        )
+        found = results.replace(plans=plans)
+        assert plan_check(found).verdict is verdict
+        text = render_markdown(found)
+        assert f"Each of them <= 4 us: {verdict.value}." in text
+        assert cells(text, "Plans of one engine", "1024")[1:] == ["3.5", f"{uneven:.1f}"]
+    later = results.replace(plans_reason="needs a CUDA device")
+    assert later.merged(found, []).plans == found.plans
+    assert later.merged(found, []).plans_reason == ""
+    assert found.merged(later, []).plans_reason == ""
+    assert "plans of one engine: needs a CUDA device" in render_markdown(later)
 
 
 @pytest.mark.parametrize(
