@@ -641,13 +641,14 @@ def _plan_many(
             QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, REQS, STEPS,
         )  # fmt: skip
     total, fewest, largest = tl.reduce((req_tiles, least, most), 0, _totalled)
+    # Summed before the cost of a row is known, which is found meanwhile.
+    tiles_before = tl.cumsum(req_tiles, 0) - req_tiles
     cost, total, sharers, shared = _sharing(
         total, fewest, largest, num_rows, HEAD_LOOPS, FREE, LEAST, ROW_COST, NUM_GROUPS
     )
     tl.store(total_ptr, num_rows)
     tl.store(total_ptr + 1, shared)
-    taken = (req_tiles + cost * req_rows) * HEAD_LOOPS
-    place = tl.cumsum(taken, 0) - taken
+    place = (tiles_before + cost * (req_ends - req_rows)) * HEAD_LOOPS
     # Nobody is named before all names are gone.
     tl.debug_barrier()
     if is_serial:

@@ -184,6 +184,16 @@ class SplitPlanner:
         """Bytes of the states of segments."""
         return 4 * (self.buffers["states"].numel() + self.buffers["sums"].numel())
 
+    @cached_property
+    def plan_sizes(self) -> tuple[int, ...]:
+        """Most requests of each form of the plan's kernel: a step takes the smallest.
+
+        A form's warps wait for each other, few requests as long as many.
+        """
+        most = power_of_two(self.limits.max_num_seqs)
+        steps = range(ONE_WARP.bit_length() - 1, most.bit_length() - 1, 2)
+        return (*(1 << step for step in steps), most)
+
     def check_limits(self, num_reqs: int, num_actual_tokens: int) -> None:
         """Refuse a batch that the buffers are too small for.
 
@@ -228,16 +238,16 @@ class SplitPlanner:
         is_causal: bool,
     ) -> None:
         num_reqs = len(query_start_loc) - 1
-        most = power_of_two(self.limits.max_num_seqs)
-        few = min(ONE_WARP, most)
-        reqs, other = (few, most) if num_reqs <= few else (most, few)
-        if self.device.type == "cuda" and other != reqs and is_causal not in self._compiled_for:
+        own = next(size for size in self.plan_sizes if num_reqs <= size)
+        if self.device.type == "cuda" and is_causal not in self._compiled_for:
             # Of no request: no later step waits for the compiler, for having more than this one.
-            self._launch_for(other, 0, query_start_loc, seq_lens, visible, is_causal)
+            for reqs in self.plan_sizes:
+                if reqs != own:
+                    self._launch_for(reqs, 0, query_start_loc, seq_lens, visible, is_causal)
             # What is collected is compiled, and not loaded yet.
             if collected.get() is None:
                 self._compiled_for.add(is_causal)
-        self._launch_for(reqs, num_reqs, query_start_loc, seq_lens, visible, is_causal)
+        self._launch_for(own, num_reqs, query_start_loc, seq_lens, visible, is_causal)
 
     def _launch_for(
         self,

@@ -190,6 +190,8 @@ def filled(step: Step) -> dict[str, list]:
 @example(step=Step(((1, 7), (1, 131_073), (1, 9), (1, 4000)) * 3, tile_of(), 300, 3))
 @example(step=Step(((1, 8192),) * 32, tile_of(), groups=264))
 @example(step=Step(((1, 1000),) * 64, tile_of(), groups=33))
+# By a form between the smallest and that of all requests that the engine may have.
+@example(step=Step(((1, 1000), (3, 40)) * 20, tile_of(), groups=33, unused=300))
 # Around a warp's threads: rows of requests among others that have none, groups of one warp more.
 @example(step=Step(((1, 40_000), (70, 80), (1, 9), (0, 7)) * 4, tile_of(), 31, bundle=4))
 @example(step=Step(((1, 9), (2, 131_073), (1, 0)), tile_of(), 30, 2, bundle=4))
@@ -509,6 +511,34 @@ def test_a_planner_knows_its_longest_row_by_its_heads() -> None:
 
 
 # -- Launches.
+
+
+def test_every_form_of_the_plan_is_loaded_before_a_step_needs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planner = planner_of(Step(((1, 9),), tile_of(), unused=999))
+    assert planner.plan_sizes == (32, 128, 512, 1024)
+    assert planner_of(Step(((1, 9),), tile_of(), unused=6)).plan_sizes == (8,)
+    assert planner_of(Step(((1, 9),), tile_of(), unused=63)).plan_sizes == (32, 64)
+    launched: list[tuple[int, int]] = []
+    monkeypatch.setattr(planner, "device", torch.device("cuda"))
+    monkeypatch.setattr(
+        planner, "_launch_for", lambda reqs, num_reqs, *_: launched.append((reqs, num_reqs))
+    )
+
+    def launches(num_reqs: int, is_causal: bool = False) -> list[tuple[int, int]]:
+        launched.clear()
+        starts = torch.arange(num_reqs + 1, dtype=torch.int32)
+        planner.fill(starts, starts[1:], is_causal=is_causal)
+        return [*launched]
+
+    with collected_calls():
+        # What is only collected is not loaded: the first step does it again.
+        assert launches(40) == [(32, 0), (512, 0), (1024, 0), (128, 40)]
+    assert launches(129) == [(32, 0), (128, 0), (1024, 0), (512, 129)]
+    assert launches(1000) == [(1024, 1000)]
+    assert launches(32) == [(32, 32)]
+    assert launches(33, is_causal=True) == [(32, 0), (512, 0), (1024, 0), (128, 33)]
 
 
 @pytest.mark.parametrize("kind", [DeviceKind.SM80, DeviceKind.SM90, DeviceKind.SM120])
