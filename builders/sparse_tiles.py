@@ -63,6 +63,8 @@ class NarrowSparseTile:
     left of 504."""
     producer_registers: int = 88
     """Per thread of the warp group that copies rows."""
+    once: bool = False
+    """No other program reads the same rows: L2 evicts them first, where Triton can say so."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from attn.bench.case import MODEL_DTYPE, KernelCase
+from attn.bench.case import MODEL_DTYPE, CaseKind, KernelCase
 from attn.bench.cases import TILES
 from attn.bench.inputs import Expected
 from attn.bench.judge import check_run
@@ -252,7 +252,7 @@ def _hopper_tile(content: SparseContent, kernel: DecodeKernel) -> tuple[SparseTi
     shape = SparseShape(case.num_heads, case.topk, case.latent_format)
     try:
         given = shape, kind, MODEL_DTYPE, False, "decode_kernel", kernel
-        options, why = sparse_kernel_of(*given)
+        options, why = sparse_kernel_of(*given, reads_once=case.kind is CaseKind.DECODE)
     except ValueError as error:
         return None, str(error)
     if options is None:
