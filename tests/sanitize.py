@@ -21,8 +21,10 @@ import ast
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,6 +39,8 @@ SOURCES: Final = ("attn/kernels/hopper", "attn/kernels", "builders", "tests/kern
 SETS: Final = {"plan": 1, "decode": 5, "prefill": 6}
 """Sets of launches, and their weights among the processes."""
 PREFIX: Final = "========= "
+GRACE: Final = 90.0
+"""Seconds in which launches that have begun must end."""
 
 EXPLAINED: Final = {
     ("_put", "_take"): "a tile's record, behind a warp's barrier and one arrival",
@@ -283,32 +287,61 @@ def _alone(names: Iterable[str], logs: Iterable[str]) -> Iterator[tuple[str, lis
         yield f"control: {name}", [log]
 
 
-def _started(tool: str, which: str, share: int, shares: int, seconds: float) -> Any:
+class Running:
+    """A share's process; what it says goes to a file, for a full pipe would stop it."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        """
+        Args:
+            command: what to run, from the project's root.
+        """
+        # It outlives this call.
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=self._said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def log(self, deadline: float) -> str:
+        """All that it said, by a time of the monotonic clock; then it is ended, and said to be."""
+        ended = ""
+        try:
+            self._process.wait(max(deadline - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            # The tool's own child too.
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            ended = "\nFAILED to end in time\n========= ERROR SUMMARY: 1 error\n"
+        with self._said as said:
+            said.seek(0)
+            return said.read() + ended
+
+
+def _started(tool: str, which: str, share: int, shares: int, seconds: float) -> Running:
     options = ["--racecheck-report", "analysis"] if tool == "racecheck" else []
     options += ["--report-api-errors", "no", "--show-backtrace", "no", "--print-limit", "100000"]
     own = [sys.executable, "-m", "tests.sanitize", "--share", which, str(share), str(shares)]
-    return subprocess.Popen(
-        ["compute-sanitizer", "--tool", tool, *options, *own, "--seconds", str(seconds)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = ["compute-sanitizer", "--tool", tool, *options, *own]
+    return Running([*command, "--seconds", str(seconds)])
 
 
 def run(tools: Sequence[str], seconds: float, processes: int) -> list[Outcome]:
     """Every set with every tool, as many processes at once as there may be for each tool."""
     outcomes, weights = [], sum(SETS.values())
     for tool in tools:
-        started: dict[str, list[Any]] = {}
+        started: dict[str, list[Running]] = {}
+        deadline = time.monotonic() + seconds + GRACE
         for which, weight in SETS.items():
             shares = max(1, processes * weight // weights)
             started[which] = [_started(tool, which, n, shares, seconds) for n in range(shares)]
         if tool == "racecheck":
             started["control"] = [_started(tool, "control", n, 3, seconds) for n in range(3)]
         for which, running in started.items():
-            logs = [process.communicate()[0] for process in running]
+            logs = [share.log(deadline) for share in running]
             if which == "control":
                 names = (name for name, _ in _controls())
                 outcomes += [outcome_of(tool, *one) for one in _alone(names, logs)]

@@ -1,6 +1,8 @@
 """What compute-sanitizer says is read in full, and nothing is explained away by its place alone."""
 
 import inspect
+import sys
+import time
 
 import pytest
 
@@ -129,6 +131,18 @@ def test_shares_are_all_launches_once(monkeypatch, capsys):
     assert "FAILED bad: ZeroDivisionError: division by zero" in said
     sanitize.run_share("plan", 0, 3, -1)
     assert capsys.readouterr().out == "OF 4\n"
+
+
+def test_what_a_share_says_is_kept_and_it_ends_in_time():
+    lots = "print('DONE a\\n' * 100_000)"
+    log = sanitize.Running([sys.executable, "-c", lots]).log(time.monotonic() + 60)
+    assert log.count("DONE a") == 100_000
+    hangs = "import time; print('DONE b', flush=True); time.sleep(600)"
+    running = sanitize.Running([sys.executable, "-c", hangs])
+    log = running.log(time.monotonic() + 3)
+    outcome = outcome_of("memcheck", "plan", [log])
+    assert (outcome.done, outcome.failed) == (1, ("FAILED to end in time",))
+    assert outcome.errors == 1
 
 
 def test_every_set_has_launches(monkeypatch):
