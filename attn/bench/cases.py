@@ -35,7 +35,7 @@ MAX_FREE_PARTITION_RATIO: Final = 1.03
 MAX_SCRATCH_BYTES: Final = 64 << 20
 """Of a builder for 256 sequences, 32 query heads, head size 128; must stay below."""
 MAX_PLAN_US: Final = 4.0
-"""Of the plan of any of ``PLAN_SIZES`` decodes on the device, by the builder of one engine."""
+"""Of a plan on the device, of any case and of any of ``PLAN_SIZES`` decodes of one engine."""
 PLAN_SIZES: Final = (1, 32, 64, 128, 256, 512, 1024)
 
 

@@ -435,7 +435,7 @@ def _plan_sizes(results: BenchResults) -> str:
     ]
     parts = [
         f"The kernels of `build` in a CUDA graph, of an engine of up to {PLAN_SIZES[-1]} requests. "
-        f"Each of them {check.text}: {check.verdict.value}."
+        f"Every plan, of cases too, {check.text}: {check.verdict.value}."
     ]
     return "\n\n".join([*parts, _table(header, rows)] if rows else parts)
 
