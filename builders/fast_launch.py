@@ -31,6 +31,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain
 from operator import itemgetter
 from typing import Any, cast
@@ -60,6 +61,9 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 """Arguments that forms take as one :class:`Pointers`, by its name."""
 MOST_PREPARED = 8
 """Specialisations of a form that are kept; launches like others stay Triton's."""
+MOST_SHARED = 256
+"""Kernels with fixed arguments that stand ready: an engine has one or two of each, by the strides
+of its tables."""
 _ALIGNMENT = 16
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _KNOBS = ("launch_enter_hook", "launch_exit_hook", "debug", "add_stages_inspection_hook")
@@ -283,6 +287,12 @@ class RepeatedLaunch:
         num_warps, waits = self._options
         call = KernelCall(self._kernel, grid, arguments, num_warps, waits=waits, in_order=True)
         self._relauncher.learn(call.launch(), values, arguments)
+
+
+@lru_cache(maxsize=MOST_SHARED)
+def repeated_launch(kernel: Any, **fixed: Any) -> RepeatedLaunch:
+    """Launches of a kernel with the same fixed arguments: always the same ones."""
+    return RepeatedLaunch(kernel, fixed)
 
 
 class _UnknownError(Exception):

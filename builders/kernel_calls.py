@@ -99,16 +99,3 @@ class KernelCall:
         if self.waits:
             options["launch_pdl"] = True
         return options
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
-    """Enqueue a kernel on the current stream, as :meth:`KernelCall.launch` does.
-
-    Args:
-        kernel: the ``triton.jit`` function.
-        grid: programs.
-        *arguments: of the kernel, by position.
-        **named: the kernel's other arguments.
-    """
-    every = dict(zip(kernel.arg_names, arguments, strict=False)) | named
-    KernelCall(kernel, grid, every).launch()

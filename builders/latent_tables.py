@@ -7,7 +7,6 @@ import math
 import torch
 
 from builders.buffers import GraphBuffers
-from builders.kernel_calls import launch
 from specs.base import cdiv
 
 BURST = 64
@@ -97,11 +96,15 @@ def launch_latent_table(
     fill: int = SEQ_LEN_FILL,
 ) -> None:
     """:func:`write_latent_table` by one kernel."""
+    from builders.fast_launch import repeated_launch
     from builders.page_kernels import latent_table_kernel
 
     reqs, width = pages.shape
+    stride = block_table.stride(0)
+    launch = repeated_launch(
+        latent_table_kernel, table_stride=stride, PAGE_SIZE=page_size, BURST=BURST
+    )
     launch(
-        latent_table_kernel,
         (reqs, width // BURST),
         block_table,
         query_lens,
@@ -111,9 +114,6 @@ def launch_latent_table(
         block_table.shape[1],
         width,
         fill,
-        block_table.stride(0),
-        PAGE_SIZE=page_size,
-        BURST=BURST,
     )
 
 

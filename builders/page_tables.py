@@ -7,21 +7,16 @@ torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 import torch
 
 from builders.buffers import GraphBuffers
-from builders.kernel_calls import launch
 from builders.paging import block_table_to_csr
 from builders.tiles import power_of_two
 from specs.base import cdiv
 
 PAGE_SIZES = (16, 32, 64, 128)
 """Tokens per page that the vendor kernels take."""
-MOST_FORMS = 64
-"""Forms of a launch that stand ready: an engine has one or two, by the strides of its tables."""
 _TILE = 256
 
 
@@ -118,14 +113,22 @@ def launch_page_table(
     added: int = 0,
 ) -> None:
     """:func:`write_page_table` by one kernel."""
+    from builders.fast_launch import repeated_launch
     from builders.page_kernels import page_table_kernel
 
     reqs, width = table.pages.shape
     if reqs == 0:
         table.kv_starts.zero_()
         return
-    launch(
+    launch = repeated_launch(
         page_table_kernel,
+        table_stride=block_table.stride(0),
+        PAGES_PER_BLOCK=block_size // page_size,
+        PAGE_SIZE=page_size,
+        REQS=power_of_two(table.max_num_seqs),
+        TILE=_TILE,
+    )
+    launch(
         (reqs, cdiv(width, _TILE)),
         block_table,
         seq_lens,
@@ -136,11 +139,6 @@ def launch_page_table(
         added,
         block_table.shape[1],
         width,
-        block_table.stride(0),
-        PAGES_PER_BLOCK=block_size // page_size,
-        PAGE_SIZE=page_size,
-        REQS=power_of_two(table.max_num_seqs),
-        TILE=_TILE,
     )
 
 
@@ -237,30 +235,24 @@ def launch_page_list(
     query_start_loc: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:func:`list_pages` by one kernel."""
+    from builders.fast_launch import repeated_launch
+    from builders.page_kernels import page_list_kernel
+
     reqs, width = block_table.shape
     indices = torch.empty(reqs * width, dtype=torch.int32, device=block_table.device)
     if reqs and width:
-        launch = _page_list(page_size, power_of_two(max_num_seqs), block_table.stride(0))
+        launch = repeated_launch(
+            page_list_kernel,
+            table_stride=block_table.stride(0),
+            PAGE_SIZE=page_size,
+            REQS=power_of_two(max_num_seqs),
+            TILE=_TILE,
+        )
         grid = reqs, cdiv(width, _TILE)
         out, leading = (None, 0) if places is None else (places.out, places.num_leading)
         starts = query_start_loc
         launch(grid, block_table, seq_lens, skipped, indices, starts, out, reqs, width, leading)
     return indices
-
-
-@lru_cache(maxsize=MOST_FORMS)
-def _page_list(page_size: int, most_reqs: int, table_stride: int) -> Any:
-    """Launches over one table of an engine."""
-    from builders.fast_launch import RepeatedLaunch
-    from builders.page_kernels import page_list_kernel
-
-    fixed = {
-        "table_stride": table_stride,
-        "PAGE_SIZE": page_size,
-        "REQS": most_reqs,
-        "TILE": _TILE,
-    }
-    return RepeatedLaunch(page_list_kernel, fixed)
 
 
 def _list_in_torch(

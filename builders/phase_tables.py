@@ -7,12 +7,10 @@ of keys, and what a window leaves of them, is read on the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 import torch
 
-from builders.page_tables import MOST_FORMS, PAGE_SIZES
+from builders.page_tables import PAGE_SIZES
 from builders.tiles import power_of_two
 from specs.base import cdiv
 
@@ -108,6 +106,9 @@ def launch_tables(
     step: StepRows, decode: PhaseTable | None, prefill: PhaseTable | None, window: int | None
 ) -> None:
     """:func:`write_tables` by one kernel."""
+    from builders.fast_launch import repeated_launch
+    from builders.page_kernels import phase_tables_kernel
+
     # Where a phase has no request, nothing is written there.
     first, second = decode or prefill, prefill or decode
     assert first is not None
@@ -117,7 +118,14 @@ def launch_tables(
     if reqs == 0:
         return
     stride, has_window = table.stride(0), window is not None
-    launch = _tables(first.page_size, has_window, power_of_two(first.max_num_seqs), stride)
+    launch = repeated_launch(
+        phase_tables_kernel,
+        table_stride=stride,
+        PAGE_SIZE=first.page_size,
+        WINDOW=has_window,
+        REQS=power_of_two(first.max_num_seqs),
+        TILE=_TILE,
+    )
     width, other_width = first.width, second.width
     launch(
         (reqs, cdiv(max(width, other_width), _TILE)),
@@ -139,22 +147,6 @@ def launch_tables(
         width,
         other_width,
     )
-
-
-@lru_cache(maxsize=MOST_FORMS)
-def _tables(page_size: int, has_window: bool, most_reqs: int, table_stride: int) -> Any:
-    """Launches over one table of an engine."""
-    from builders.fast_launch import RepeatedLaunch
-    from builders.page_kernels import phase_tables_kernel
-
-    fixed = {
-        "table_stride": table_stride,
-        "PAGE_SIZE": page_size,
-        "WINDOW": has_window,
-        "REQS": most_reqs,
-        "TILE": _TILE,
-    }
-    return RepeatedLaunch(phase_tables_kernel, fixed)
 
 
 def write_tables(

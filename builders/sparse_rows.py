@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from builders.kernel_calls import launch
 from specs.base import cdiv
 
 _TILE = 256
@@ -66,11 +65,12 @@ def launch_rows(
     max_num_seqs: int,
 ) -> None:
     """:func:`expand_rows` by one kernel."""
+    from builders.fast_launch import repeated_launch
     from builders.page_kernels import sparse_rows_kernel
 
     count = len(rows.reqs)
+    launch = repeated_launch(sparse_rows_kernel, STEPS=max_num_seqs.bit_length(), TILE=_TILE)
     launch(
-        sparse_rows_kernel,
         (cdiv(count, _TILE),),
         query_start_loc,
         seq_lens,
@@ -81,8 +81,6 @@ def launch_rows(
         first_token,
         count,
         topk,
-        STEPS=max_num_seqs.bit_length(),
-        TILE=_TILE,
     )
 
 
@@ -142,10 +140,17 @@ def launch_context(
     max_num_seqs: int,
 ) -> None:
     """:func:`list_context` by one kernel."""
+    from builders.fast_launch import repeated_launch
     from builders.page_kernels import context_slots_kernel
 
-    launch(
+    launch = repeated_launch(
         context_slots_kernel,
+        table_stride=block_table.stride(0),
+        PAGE_SIZE=page_size,
+        STEPS=max_num_seqs.bit_length(),
+        TILE=_TILE,
+    )
+    launch(
         (cdiv(len(slots), _TILE),),
         block_table,
         ends,
@@ -153,10 +158,6 @@ def launch_context(
         len(ends),
         len(slots),
         block_table.shape[1],
-        block_table.stride(0),
-        PAGE_SIZE=page_size,
-        STEPS=max_num_seqs.bit_length(),
-        TILE=_TILE,
     )
 
 

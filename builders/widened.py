@@ -18,7 +18,6 @@ import torch
 
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata
-from builders.kernel_calls import launch
 from builders.split_kv import interprets
 from builders.split_plan import SplitLimits, WidenedKeys
 from builders.tiles import DenseShape, power_of_two
@@ -171,11 +170,20 @@ def launch_widened_pages(
     max_num_seqs: int,
 ) -> None:
     """:func:`write_widened_pages` by one kernel."""
+    from builders.fast_launch import repeated_launch
     from builders.page_kernels import widened_pages_kernel
 
     reqs, width = pages.table.shape
-    launch(
+    if reqs == 0:
+        return
+    launch = repeated_launch(
         widened_pages_kernel,
+        PAGE_SIZE=PAGE,
+        WINDOW=window is not None,
+        REQS=power_of_two(max_num_seqs),
+        TILE=_TILE,
+    )
+    launch(
         (reqs, cdiv(width, _TILE)),
         query_start_loc,
         seq_lens,
@@ -187,10 +195,6 @@ def launch_widened_pages(
         window or 0,
         width,
         len(pages.sources),
-        PAGE_SIZE=PAGE,
-        WINDOW=window is not None,
-        REQS=power_of_two(max_num_seqs),
-        TILE=_TILE,
     )
 
 

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from attn.kernels.launch import FormCall, KernelForm
+from builders.fast_launch import MOST_SHARED
 from builders.kernel_calls import KernelCall
-from builders.page_tables import MOST_FORMS
 from specs.sentinels import NULL_BLOCK_ID
 
 _TILE = 1024
@@ -106,7 +106,7 @@ def clear_tails_call(
     return form.call((kv_lens.shape[0], shape[2]), varying)
 
 
-@lru_cache(maxsize=MOST_FORMS)
+@lru_cache(maxsize=MOST_SHARED)
 def _tails_form(
     page_size: int, size: int, strides: tuple[tuple[int, ...], tuple[int, ...]], page_row: int
 ) -> KernelForm:

@@ -35,7 +35,14 @@ from attn.kernels.mla_decode import mla_decode_kernel
 from attn.kernels.prefill import prefill_kernel
 from builders import driver_launch, fast_launch, kernels, split_kv
 from builders.buffers import GraphBuffers
-from builders.fast_launch import GROUPS, MOST_PREPARED, Relauncher, Repeat, RepeatedLaunch
+from builders.fast_launch import (
+    GROUPS,
+    MOST_PREPARED,
+    Relauncher,
+    Repeat,
+    RepeatedLaunch,
+    repeated_launch,
+)
 from builders.kernel_calls import collected_calls
 from builders.kernels import plan_kernel
 from builders.split_kv import SplitPlanner
@@ -660,6 +667,15 @@ def test_a_repeated_launch_goes_past_triton_with_the_same_arguments(gpu: Driver)
 def test_a_repeated_launch_shares_no_tensors(gpu: Driver) -> None:
     with pytest.raises(TypeError, match="table_ptr must vary"):
         RepeatedLaunch(kernel_of(gpu), FIXED | {"table_ptr": tensor(torch.int32)})
+
+
+def test_launches_with_the_same_fixed_arguments_are_the_same(gpu: Driver) -> None:
+    kernel = kernel_of(gpu)
+    launch = repeated_launch(kernel, **FIXED)
+    assert repeated_launch(kernel, **FIXED) is launch
+    name, value = next((name, value) for name, value in FIXED.items() if type(value) is int)
+    assert repeated_launch(kernel, **(FIXED | {name: value + 1})) is not launch
+    assert repeated_launch(kernel_of(gpu), **FIXED) is not launch
 
 
 def test_a_repeated_launch_that_is_collected_is_not_made(gpu: Driver) -> None:
