@@ -64,7 +64,8 @@ class NarrowSparseTile:
     producer_registers: int = 88
     """Per thread of the warp group that copies rows."""
     once: bool = False
-    """No other program reads the same rows: L2 evicts them first, where Triton can say so."""
+    """Nobody else reads the same rows, but of requests with a common prefix: L2 evicts them first,
+    where Triton can say so."""
 
 
 @dataclass(frozen=True)

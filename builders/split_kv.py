@@ -47,6 +47,8 @@ from specs.devices import DeviceKind
 PARTS_OF_A_PROGRAM = 2
 """Of rows that are cut anywhere, and folded by another kernel: the last part of the row that a
 program's share begins in, and the first one of that which it ends in."""
+PLAN_SIZES = (ONE_WARP, 4 * ONE_WARP, 16 * ONE_WARP)
+"""Most requests of forms of the plan's kernel, beside that for as many as an engine may have."""
 FEWEST_PLAN_WARPS, MOST_PLAN_WARPS = 4, 16
 """Of the plan's program."""
 
@@ -191,8 +193,7 @@ class SplitPlanner:
         A form's warps wait for each other, few requests as long as many.
         """
         most = power_of_two(self.limits.max_num_seqs)
-        steps = range(ONE_WARP.bit_length() - 1, most.bit_length() - 1, 2)
-        return (*(1 << step for step in steps), most)
+        return (*(size for size in PLAN_SIZES if size < most), most)
 
     def check_limits(self, num_reqs: int, num_actual_tokens: int) -> None:
         """Refuse a batch that the buffers are too small for.
@@ -238,10 +239,11 @@ class SplitPlanner:
         is_causal: bool,
     ) -> None:
         num_reqs = len(query_start_loc) - 1
-        own = next(size for size in self.plan_sizes if num_reqs <= size)
+        sizes = self.plan_sizes
+        own = next((size for size in sizes if num_reqs <= size), sizes[-1])
         if self.device.type == "cuda" and is_causal not in self._compiled_for:
             # Of no request: no later step waits for the compiler, for having more than this one.
-            for reqs in self.plan_sizes:
+            for reqs in sizes:
                 if reqs != own:
                     self._launch_for(reqs, 0, query_start_loc, seq_lens, visible, is_causal)
             # What is collected is compiled, and not loaded yet.

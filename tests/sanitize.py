@@ -11,7 +11,10 @@ not see that a barrier of one partition, or a warp's, is before the one arrival 
 releases what all threads of the partition have written: it reports such writes, but for the
 arriving thread's. PTX orders them (a barrier orders its participants, and an arrival releases what
 is ordered before it). The controls here are the smallest such exchange, one that is read where the
-arriving thread has written, and a race that is none of these.
+arriving thread has written, and a race that is none of these: it has to be found.
+
+Of two sets memcheck sees every tensor by itself; of the others, which capture graphs, only torch's
+larger pieces of memory.
 """
 
 from __future__ import annotations
@@ -28,25 +31,31 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-SOURCES: Final = ("attn/kernels/hopper", "attn/kernels", "builders", "tests/kernels")
-"""Where a file is looked for, by its name, in this order."""
-SETS: Final = {"plan": 1, "decode": 5, "prefill": 6}
+HOPPER: Final = ROOT / "attn/kernels/hopper"
+SOURCES: Final = (ROOT / "attn/kernels", ROOT / "builders", ROOT / "tests/kernels")
+"""Where a file is looked for by its name, those of kernels for Hopper in their own folder first."""
+SETS: Final = {"plan": 1, "kinds": 3, "decode": 3, "prefill": 5}
 """Sets of launches, and their weights among the processes."""
+OWN_MEMORY: Final = ("plan", "kinds")
+"""Sets whose tensors memcheck sees each by itself: torch does not cut them out of larger pieces.
+The others capture graphs, which such memory does not allow."""
+CONTROLS: Final = {"the arriving thread's": False, "another thread's": False, "a race": True}
+"""Controls, and whether racecheck has to find something that is not explained."""
 PREFIX: Final = "========= "
-GRACE: Final = 90.0
-"""Seconds in which launches that have begun must end."""
+GRACE: Final = 150.0
+"""Seconds to begin in, and for launches that have begun to end."""
 
 EXPLAINED: Final = {
-    ("_put", "_take"): "a tile's record, behind a warp's barrier and one arrival",
-    ("_send", "_with_sent"): "a state to the other consumer, behind a partition's barrier and one "
-    "arrival",
-    ("give", "take"): "a control: behind a barrier and one arrival",
+    ("tiles.py:_put", "tiles.py:_take"): "a tile's record, behind a warp's barrier and one arrival",
+    ("decode_consume.py:_send", "decode_consume.py:_with_sent"): "a state to the other consumer, "
+    "behind a partition's barrier and one arrival",
+    ("exchanges.py:give", "exchanges.py:take"): "a control: behind a barrier and one arrival",
 }
 """Functions that write and read, of exchanges that racecheck reports although they are ordered."""
 DISPATCH: Final = "which partition a warp runs: Triton's own words, between barriers of all threads"
@@ -67,8 +76,13 @@ class Place:
 
     @property
     def function(self) -> str:
-        """The innermost function around it."""
-        return function_at(self.file, self.line)
+        """The file and the innermost function around it."""
+        return f"{self.file}:{function_at(self.file, self.line, self.kernel)}"
+
+    @property
+    def is_dispatch(self) -> bool:
+        """A line to which Triton ascribes what it makes of ``warp_specialize`` itself."""
+        return self.line in dispatch_lines(self.file, self.kernel)
 
 
 @dataclass(frozen=True)
@@ -82,16 +96,16 @@ class Race:
     def what(self) -> str:
         """In words, without addresses."""
         kind = "writes" if self.other.kind == "Write" else "reads"
-        places = [f"{place.function} ({place.file})" for place in (self.writer, self.other)]
-        return f"{self.writer.kernel}: {places[0]} writes, {places[1]} {kind}"
+        return f"{self.writer.kernel}: {self.writer.function} writes, {self.other.function} {kind}"
 
     @property
     def reason(self) -> str:
         """Why it is ordered; empty where that is not known."""
-        if self.other.kind != "Read":
+        if self.writer.kind != "Write" or self.other.kind != "Read":
             return ""
-        kernels = {self.writer.kernel, self.other.kernel}
-        if {self.writer.function, self.other.function} == kernels:
+        if self.writer.kernel != self.other.kernel:
+            return ""
+        if self.writer.is_dispatch and self.other.is_dispatch:
             return DISPATCH
         return EXPLAINED.get((self.writer.function, self.other.function), "")
 
@@ -102,60 +116,94 @@ _PLACE: Final = re.compile(r"(Read|Write) access at (\w+)\+0x[0-9a-f]+ in ([\w.]
 def reports(log: str) -> list[list[Race]]:
     """Of a log in racecheck's analysis mode: each report's first access with every other of it.
 
-    Raises:
-        ValueError: a report that is not understood.
+    One of which a line is not understood is empty: it is counted, and not explained.
     """
     found_reports: list[list[Race]] = []
     first: Place | None = None
+    is_broken = False
     for line in log.splitlines():
         is_first = line.startswith(PREFIX) and "Race reported between" in line
-        if not is_first and not (first and line.startswith(PREFIX + "    and ")):
-            first = None
+        is_other = line.startswith(PREFIX + "    and ")
+        if not is_first and not is_other:
             continue
+        if is_first:
+            found_reports.append([])
+            first, is_broken = None, False
         found = _PLACE.search(line)
-        if found is None:
-            raise ValueError(f"racecheck said {line!r}")
+        if found is None or not found_reports:
+            is_broken = True
+        if is_broken:
+            if found_reports:
+                found_reports[-1].clear()
+            continue
+        assert found is not None
         place = Place(found[1], found[2], found[3], int(found[4]))
         if is_first:
             first = place
-            found_reports.append([])
         elif first is not None:
             pair = (first, place) if first.kind == "Write" else (place, first)
             found_reports[-1].append(Race(*pair))
     return found_reports
 
 
-def complaints(log: str) -> int:
-    """Errors that a tool counted.
-
-    Raises:
-        ValueError: it ended without its summary.
-    """
-    found = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards? displayed)", log)
-    if found is None:
-        raise ValueError(f"no summary, but {log[-300:]!r}")
-    return int(found[1])
+def complaints(log: str) -> int | None:
+    """Errors that a tool counted; None where it ended without saying so."""
+    said = r"SUMMARY: (\d+) (?:errors?|hazards? displayed)"
+    found = re.findall(said, log)
+    return sum(map(int, found)) if found else None
 
 
 @cache
-def function_at(file: str, line: int) -> str:
-    """The innermost function of a source file's line; the file's name where there is none.
+def source_of(file: str, kernel: str) -> ast.Module | None:
+    """A source file by its name; of two the one for the kernels that one for Hopper is among."""
+    folders = (HOPPER, *SOURCES) if kernel.startswith("hopper_") else (*SOURCES, HOPPER)
+    path = next((folder / file for folder in folders if (folder / file).exists()), None)
+    return None if path is None else ast.parse(path.read_text())
+
+
+@cache
+def function_at(file: str, line: int, kernel: str = "") -> str:
+    """The innermost function of a source file's line; "?" where there is none.
 
     Args:
         file: name without folders.
         line: from 1.
+        kernel: that the line was compiled into.
     """
-    paths = [ROOT / folder / file for folder in SOURCES] + [Path(__file__).with_name(file)]
-    path = next((path for path in paths if path.exists()), None)
-    if path is None:
-        return file
-    inner, size = file, sys.maxsize
-    for node in ast.walk(ast.parse(path.read_text())):
+    inner, size = "?", sys.maxsize
+    source = source_of(file, kernel)
+    for node in () if source is None else ast.walk(source):
         if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
             own = node.end_lineno - node.lineno
             if node.lineno <= line <= node.end_lineno and own < size:
                 inner, size = node.name, own
     return inner
+
+
+@cache
+def dispatch_lines(file: str, kernel: str) -> frozenset[int]:
+    """Of a kernel its own line, and those of its calls of ``warp_specialize``, or of an ``if`` that
+    decides which; none where it has no such call.
+    """
+    source = source_of(file, kernel)
+    lines: set[int] = set()
+    for node in () if source is None else ast.walk(source):
+        if not isinstance(node, ast.FunctionDef) or node.name != kernel:
+            continue
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.If):
+                calls = [one for one in ast.walk(inner) if _is_dispatch(one)]
+                lines |= {inner.lineno} if calls else set()
+            elif isinstance(inner, ast.Call) and _is_dispatch(inner):
+                lines |= {*range(inner.lineno, (inner.end_lineno or inner.lineno) + 1)}
+        lines |= {node.lineno} if lines else set()
+    return frozenset(lines)
+
+
+def _is_dispatch(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    return node.func.attr == "warp_specialize"
 
 
 # -- The launches.
@@ -169,17 +217,24 @@ def _plans() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"plan {number}", partial(test.hypothesis.inner_test, **example.kwargs)
 
 
-def _decodes() -> Iterator[tuple[str, Callable[[], object]]]:
-    from attn.backends.triton_attn import TritonAttentionBackend
+def _kinds() -> Iterator[tuple[str, Callable[[], object]]]:
     from specs.engine import DecodeKernel
     from tests import test_gpu_hopper_decode, test_gpu_triton_attn, trials
-    from tests.conformance import check_case
 
     trials.Trial.decode_kernel = DecodeKernel.HOPPER
     for name, (setup, query_len) in test_gpu_hopper_decode.KINDS.items():
         longest = 1500 if setup.window is None else min(setup.max_len, setup.window + 1000)
         small = replace(setup, max_len=longest, num_blocks=1024)
         yield name, partial(test_gpu_triton_attn.check_launches, small, query_len, 9, 4)
+
+
+def _decodes() -> Iterator[tuple[str, Callable[[], object]]]:
+    from attn.backends.triton_attn import TritonAttentionBackend
+    from specs.engine import DecodeKernel
+    from tests import test_gpu_hopper_decode, trials
+    from tests.conformance import check_case
+
+    trials.Trial.decode_kernel = DecodeKernel.HOPPER
     for case in test_gpu_hopper_decode.CASES:
         yield str(case), partial(check_case, TritonAttentionBackend, case, "cuda")
 
@@ -207,12 +262,19 @@ def _prefills() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def _controls() -> Iterator[tuple[str, Callable[[], object]]]:
-    from tests.kernels.exchanges import CONTROLS
+    from tests.kernels.exchanges import exchange
 
-    yield from CONTROLS.items()
+    for name, arguments in zip(CONTROLS, ((0, False), (100, False), (0, True)), strict=True):
+        yield name, partial(exchange, *arguments)
 
 
-JOBS: Final = {"plan": _plans, "decode": _decodes, "prefill": _prefills, "control": _controls}
+JOBS: Final = {
+    "plan": _plans,
+    "kinds": _kinds,
+    "decode": _decodes,
+    "prefill": _prefills,
+    "control": _controls,
+}
 
 
 def run_share(which: str, share: int, shares: int, seconds: float) -> None:
@@ -235,7 +297,8 @@ def run_share(which: str, share: int, shares: int, seconds: float) -> None:
             break
         try:
             job()
-        except Exception as error:
+        # A test that fails by pytest's own means raises no Exception.
+        except BaseException as error:
             print(f"FAILED {name}: {type(error).__name__}: {error}", flush=True)
         else:
             print(f"DONE {name}", flush=True)
@@ -256,77 +319,108 @@ class Outcome:
     failed: tuple[str, ...] = ()
     errors: int = 0
     """That the tool counted; with racecheck those without an explanation."""
-    found: Counter[tuple[str, str]] | None = None
+    found: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Races and their reasons."""
 
+    @property
+    def is_as_it_should(self) -> bool:
+        """Nothing is wrong; of a control, that it was seen."""
+        wanted = CONTROLS.get(self.which.removeprefix(CONTROL), False)
+        return self.done > 0 and not self.failed and (self.errors > 0) == wanted
 
-def outcome_of(tool: str, which: str, logs: Iterable[str]) -> Outcome:
+
+CONTROL: Final = "control: "
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a process left behind."""
+
+    said: str
+    """By the launches."""
+    log: str
+    """By the tool."""
+    status: int | None = 0
+    """Of its exit; None where it had to be ended."""
+
+
+def outcome_of(tool: str, which: str, shares: Iterable[Share]) -> Outcome:
     """What a set's processes said, put together.
 
     Args:
         tool: memcheck or racecheck.
         which: set.
-        logs: of each process.
+        shares: of each process.
     """
-    outcome = Outcome(tool, which, found=Counter())
-    assert outcome.found is not None
-    for log in logs:
-        lines = log.splitlines()
+    outcome = Outcome(tool, which)
+    for share in shares:
+        lines = share.said.splitlines()
         outcome.done += sum(line.startswith("DONE ") for line in lines)
         outcome.failed += tuple(line for line in lines if line.startswith("FAILED "))
-        outcome.of += sum(int(line[3:]) for line in lines if re.fullmatch(r"OF \d+", line))
-        outcome.errors += complaints(log)
-        for report in reports(log):
+        of = [int(line[3:]) for line in lines if re.fullmatch(r"OF \d+", line)]
+        outcome.of += sum(of)
+        counted, found = complaints(share.log), reports(share.log)
+        if len(of) != 1 or share.status != 0 or counted is None:
+            tail = f"{share.said[-300:]} {share.log[-300:]}".replace("\n", " ")
+            outcome.failed += (f"FAILED share of {which}, exit {share.status}: {tail}",)
+        explained = 0
+        for report in found:
             outcome.found.update((race.what, race.reason) for race in report)
-            outcome.errors -= bool(report) and all(race.reason for race in report)
+            explained += bool(report) and all(race.reason for race in report)
+        outcome.errors += max((counted or 0) - explained, len(found) - explained)
     return outcome
 
 
-def _alone(names: Iterable[str], logs: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
-    for name, log in zip(names, logs, strict=True):
-        yield f"control: {name}", [log]
-
-
 class Running:
-    """A share's process; what it says goes to a file, for a full pipe would stop it."""
+    """A share's process; what it says goes to files, for a full pipe would stop it."""
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, tool: str, which: str, share: int, shares: int, seconds: float) -> None:
         """
         Args:
-            command: what to run, from the project's root.
+            tool: memcheck or racecheck.
+            which: set.
+            share: number of the process.
+            shares: processes of the set.
+            seconds: to begin launches in.
         """
-        # It outlives this call.
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=self._said,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        self._folder = tempfile.TemporaryDirectory()
+        options = ["--racecheck-report", "analysis"] if tool == "racecheck" else []
+        options += ["--report-api-errors", "no", "--show-backtrace", "no"]
+        options += ["--print-limit", "100000", "--log-file", str(self._path("log"))]
+        own = [sys.executable, "-m", "tests.sanitize", "--share", which, str(share), str(shares)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        if tool == "memcheck" and which in OWN_MEMORY:
+            environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+        with self._path("said").open("w") as said:
+            self._process = subprocess.Popen(
+                ["compute-sanitizer", "--tool", tool, *options, *own, "--seconds", str(seconds)],
+                cwd=ROOT,
+                env=environment,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
-    def log(self, deadline: float) -> str:
-        """All that it said, by a time of the monotonic clock; then it is ended, and said to be."""
-        ended = ""
+    def _path(self, name: str) -> Path:
+        return Path(self._folder.name) / name
+
+    def wait(self, deadline: float) -> Share:
+        """What it left, by a time of the monotonic clock; then it is ended."""
+        status: int | None = None
         try:
-            self._process.wait(max(deadline - time.monotonic(), 0))
+            status = self._process.wait(max(deadline - time.monotonic(), 0))
         except subprocess.TimeoutExpired:
-            # The tool's own child too.
+            self.end()
+        files = (self._path(name) for name in ("said", "log"))
+        said, log = (path.read_text(errors="replace") if path.exists() else "" for path in files)
+        self._folder.cleanup()
+        return Share(said, log, status)
+
+    def end(self) -> None:
+        """It, and the tool's own child; nothing where it has ended."""
+        if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-            ended = "\nFAILED to end in time\n========= ERROR SUMMARY: 1 error\n"
-        with self._said as said:
-            said.seek(0)
-            return said.read() + ended
-
-
-def _started(tool: str, which: str, share: int, shares: int, seconds: float) -> Running:
-    options = ["--racecheck-report", "analysis"] if tool == "racecheck" else []
-    options += ["--report-api-errors", "no", "--show-backtrace", "no", "--print-limit", "100000"]
-    own = [sys.executable, "-m", "tests.sanitize", "--share", which, str(share), str(shares)]
-    command = ["compute-sanitizer", "--tool", tool, *options, *own]
-    return Running([*command, "--seconds", str(seconds)])
 
 
 def run(tools: Sequence[str], seconds: float, processes: int) -> list[Outcome]:
@@ -334,19 +428,22 @@ def run(tools: Sequence[str], seconds: float, processes: int) -> list[Outcome]:
     outcomes, weights = [], sum(SETS.values())
     for tool in tools:
         started: dict[str, list[Running]] = {}
-        deadline = time.monotonic() + seconds + GRACE
-        for which, weight in SETS.items():
-            shares = max(1, processes * weight // weights)
-            started[which] = [_started(tool, which, n, shares, seconds) for n in range(shares)]
-        if tool == "racecheck":
-            started["control"] = [_started(tool, "control", n, 3, seconds) for n in range(3)]
-        for which, running in started.items():
-            logs = [share.log(deadline) for share in running]
-            if which == "control":
-                names = (name for name, _ in _controls())
-                outcomes += [outcome_of(tool, *one) for one in _alone(names, logs)]
-            else:
-                outcomes.append(outcome_of(tool, which, logs))
+        try:
+            for which, weight in SETS.items():
+                shares = max(1, processes * weight // weights)
+                started[which] = [Running(tool, which, n, shares, seconds) for n in range(shares)]
+            if tool == "racecheck":
+                for n, name in enumerate(CONTROLS):
+                    one = Running(tool, "control", n, len(CONTROLS), seconds)
+                    started[CONTROL + name] = [one]
+            deadline = time.monotonic() + seconds + GRACE
+            for which, running in started.items():
+                left = [share.wait(deadline) for share in running]
+                outcomes.append(outcome_of(tool, which, left))
+        finally:
+            for running in started.values():
+                for share in running:
+                    share.end()
     return outcomes
 
 
@@ -364,9 +461,8 @@ def render(outcomes: Sequence[Outcome], head: str) -> str:
     ]
     found: Counter[tuple[str, str]] = Counter()
     for one in outcomes:
-        races_of = one.found or Counter()
-        found.update(races_of)
-        explained = sum(count for (_, reason), count in races_of.items() if reason)
+        found.update(one.found)
+        explained = sum(count for (_, reason), count in one.found.items() if reason)
         cells = [one.tool, one.which, f"{one.done} of {one.of}", str(len(one.failed))]
         lines.append(f"| {' | '.join(cells)} | {one.errors} | {explained} |")
     if found:
@@ -404,10 +500,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.out is not None:
         given.out.write_text(text)
     print(text)
-    for one in outcomes:
-        print(*one.failed, sep="\n")
-    ours = [one for one in outcomes if one.which in SETS]
-    return int(any(one.errors or one.failed or not one.done for one in ours))
+    for failed in (line for one in outcomes for line in one.failed):
+        print(failed)
+    return int(not all(one.is_as_it_should for one in outcomes))
 
 
 if __name__ == "__main__":

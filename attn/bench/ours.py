@@ -362,7 +362,8 @@ def measure_plans(
         for num_reqs in PLAN_SIZES:
             times = {}
             for name, all_lens in lens.items():
-                own = all_lens[:: most // num_reqs]
+                step = most // num_reqs
+                own = all_lens[step - 1 :: step]
                 batch = CommonAttentionMetadata.from_lengths(
                     [1] * num_reqs, own, table[:num_reqs], size
                 )

@@ -299,9 +299,11 @@ def plan_check(results: BenchResults) -> Check | None:
     if not results.environment.table.bounds_plans:
         return None
     times = [time for plan in results.plans for time in (plan.even_us, plan.uneven_us)]
-    planned = (result.plan for result in results.cases if result.plan is not None)
-    times += [plan.gpu_us for plan in planned if plan.gpu_us is not None]
-    verdict = Verdict.MET if results.plans else Verdict.NOT_MEASURED
+    planned = [result.plan.gpu_us for result in results.cases if result.plan is not None]
+    times += [time for time in planned if time is not None]
+    verdict = Verdict.NOT_MEASURED
+    if results.plans and None not in planned:
+        verdict = Verdict.MET
     if max(times, default=0.0) > MAX_PLAN_US:
         verdict = Verdict.NOT_MET
     return Check(f"<= {MAX_PLAN_US:g} us", verdict)

@@ -193,6 +193,10 @@ def test_the_slowest_plan_of_an_engine_is_judged():
     for gpu_us, verdict in ((4.0, Verdict.NOT_MEASURED), (4.1, Verdict.NOT_MET)):
         slow = hopper_result("dec_b64_zipf", 9.0, plan=PlanTime(host_us=9.0, gpu_us=gpu_us))
         assert plan_check(results.replace(cases=(slow,))).verdict is verdict
+    unknown = hopper_result("dec_b64_zipf", 9.0, plan=PlanTime(host_us=9.0, reason="no graph"))
+    for plans, verdict in ((found.plans, Verdict.NOT_MET), (found.plans[:1], Verdict.NOT_MEASURED)):
+        partly = results.replace(plans=plans, cases=(unknown,))
+        assert plan_check(partly).verdict is verdict
     later = results.replace(plans_reason="needs a CUDA device")
     assert later.merged(found, []).plans == found.plans
     assert later.merged(found, []).plans_reason == ""

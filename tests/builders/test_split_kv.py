@@ -518,6 +518,7 @@ def test_every_form_of_the_plan_is_loaded_before_a_step_needs_it(
 ) -> None:
     planner = planner_of(Step(((1, 9),), tile_of(), unused=999))
     assert planner.plan_sizes == (32, 128, 512, 1024)
+    assert planner_of(Step(((1, 9),), tile_of(), unused=3000)).plan_sizes == (32, 128, 512, 4096)
     assert planner_of(Step(((1, 9),), tile_of(), unused=6)).plan_sizes == (8,)
     assert planner_of(Step(((1, 9),), tile_of(), unused=63)).plan_sizes == (32, 64)
     launched: list[tuple[int, int]] = []

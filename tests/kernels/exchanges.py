@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Final
 
 import torch
@@ -76,10 +74,3 @@ def exchange(at: int, races: bool) -> int | None:
         return None
     assert read == at + 5
     return read
-
-
-CONTROLS: Final[dict[str, Callable[[], object]]] = {
-    "the arriving thread's": partial(exchange, 0, False),
-    "another thread's": partial(exchange, 100, False),
-    "a race": partial(exchange, 0, True),
-}

@@ -34,7 +34,7 @@ from attn.kernels.stored import PTX, PTX_SM89
 from attn.ops.latent_convert import convert_blocks, convert_rows, write_latent_rows
 from attn.ops.topk_transform import transform_topk
 from builders.common import CommonAttentionMetadata
-from builders.hopper_sparse import hopper_sparse_tile
+from builders.hopper_sparse import hopper_sparse_tile, usual_options
 from builders.kernel_calls import KernelCall, collected_calls
 from builders.sparse_tiles import SparseShape
 from builders.triton_attn import TritonAttentionMetadataBuilder
@@ -752,7 +752,8 @@ def _hopper_sparse_call(layer: Layer) -> KernelCall:
     layout = latent_format_of(layer.cache)
     dtype, multiprocessors = layer.dtype.torch, KNOWN_DEVICES[TARGETS[90]].num_multiprocessors
     shape = SparseShape(heads, topk, layout, layer.dtype.itemsize, rank, size - rank)
-    tile = hopper_sparse_tile(shape, multiprocessors, rows)
+    # As decodes are given; where Triton cannot say so, nothing differs.
+    tile = hopper_sparse_tile(shape, multiprocessors, rows, usual_options(shape, rows <= 256))
     query = torch.empty(rows, heads, size, dtype=dtype)
     width = layout.row(rank, size - rank, layer.dtype).nbytes
     tensors = SparseTensors(

@@ -483,8 +483,8 @@ def hopper_narrow_sparse_kernel(
 
     Arguments as those of :func:`attn.kernels.hopper.sparse.hopper_sparse_kernel`, but that the
     cache is in words, whose rows are of KIND, and ``factor_ptr`` is the scale of rows that have one
-    in common; TILE and STAGES are keys of a tile and tiles that are held. ONCE: no other program
-    reads the same rows.
+    in common; TILE and STAGES are keys of a tile and tiles that are held. ONCE: nobody
+    else reads the same rows, as a rule.
     """
     WORDS: gl.constexpr = 256 if KIND == NATIVE else 128
     TAIL: gl.constexpr = 64 if KIND == SCALED else 32 if KIND == NATIVE else 16
