@@ -433,11 +433,12 @@ def _plan_sizes(results: BenchResults) -> str:
         [str(plan.num_reqs), f"{plan.even_us:.1f}", f"{plan.uneven_us:.1f}"]
         for plan in results.plans
     ]
-    parts = [
-        f"The kernels of `build` in a CUDA graph, of an engine of up to {PLAN_SIZES[-1]} requests. "
-        f"Every plan, of cases too, {check.text}: {check.verdict.value}."
-    ]
-    return "\n\n".join([*parts, _table(header, rows)] if rows else parts)
+    text = f"Every plan, of cases too, {check.text}: {check.verdict.value}."
+    if not rows:
+        return f"Of one engine's plans by their number of decodes none was measured. {text}"
+    engine = f"an engine of up to {PLAN_SIZES[-1]} requests"
+    how = f"The kernels of `build` in a CUDA graph, of {engine}. {text}"
+    return f"{how}\n\n{_table(header, rows)}"
 
 
 def _memory_table(results: BenchResults) -> str:

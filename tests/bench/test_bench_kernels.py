@@ -173,6 +173,9 @@ def test_plans_of_one_engine_are_built_for_every_number_of_decodes(monkeypatch, 
     assert measure_plans(member, CPU, PrefillKernel.AUTO, kernel) == ((), "needs a CUDA device")
 
     def timed(call, device):
+        engine = call.func.__self__.vllm_config
+        assert engine.decode_kernel is kernel
+        assert engine.max_num_seqs == PLAN_SIZES[-1]
         record = call()
         built.append((len(record.seq_lens), record.seq_lens.tolist()))
         return 2.5
@@ -186,8 +189,10 @@ def test_plans_of_one_engine_are_built_for_every_number_of_decodes(monkeypatch, 
     for count, lens in built:
         assert len(lens) == count
         assert 1 <= min(lens) <= max(lens) <= 2 * PLAN_LEN
-    assert len(set(built[-1][1])) == PLAN_SIZES[-1]
-    assert sum(built[-1][1]) / PLAN_SIZES[-1] == pytest.approx(PLAN_LEN, rel=0.01)
+    # All as far from the next, in no order.
+    assert sorted(built[-1][1]) == [*range(1, 2 * PLAN_LEN, 2 * PLAN_LEN // PLAN_SIZES[-1])]
+    assert sorted(built[-1][1]) != built[-1][1]
+    assert set(built[-2][1]) == {PLAN_LEN}
 
     def fails(call, device):
         raise RuntimeError("no graph")
