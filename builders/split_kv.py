@@ -49,7 +49,7 @@ PARTS_OF_A_PROGRAM = 2
 program's share begins in, and the first one of that which it ends in."""
 PLAN_SIZES = (ONE_WARP, 4 * ONE_WARP, 16 * ONE_WARP)
 """Most requests of forms of the plan's kernel, beside that for as many as an engine may have."""
-FEWEST_PLAN_WARPS, MOST_PLAN_WARPS = 4, 16
+FEWEST_PLAN_WARPS, MOST_PLAN_WARPS = 4, 8
 """Of the plan's program."""
 
 
