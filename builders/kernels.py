@@ -27,6 +27,10 @@ _SERIAL = tl.constexpr(4)
 """Rows of a request that its thread makes one after the other; of more, every row has a thread."""
 _IN_A_WARP = tl.constexpr(ONE_WARP)
 _WARP_STEPS = tl.constexpr(ONE_WARP.bit_length() - 1)
+_MOST_TURNS = tl.constexpr(4)
+"""Of a warp's threads, to requests of one row each that every warp has all of."""
+_MOST_LINES = tl.constexpr(8)
+"""Of groups, where requests take several turns: a thread has each turn as often as lines."""
 _WASTE = tl.constexpr(WASTE)
 
 
@@ -515,97 +519,153 @@ def _store_groups(
 
 
 @triton.jit
+def _of_row(rows, field: tl.constexpr, turn, lane, TURNS: tl.constexpr):
+    """A field of the rows of the turns and lanes given."""
+    found = tl.gather(rows[0][field], lane, 1)
+    for k in tl.static_range(1, TURNS):
+        found = tl.where(turn == k, tl.gather(rows[k][field], lane, 1), found)
+    return found
+
+
+@triton.jit
+def _four_of_row(rows, first: tl.constexpr, turn, lane, TURNS: tl.constexpr):
+    return (
+        _of_row(rows, first, turn, lane, TURNS), _of_row(rows, first + 1, turn, lane, TURNS),
+        _of_row(rows, first + 2, turn, lane, TURNS), _of_row(rows, first + 3, turn, lane, TURNS),
+    )  # fmt: skip
+
+
+@triton.jit
 def _plan_few(
     rows_ptr, total_ptr, starts_ptr, shares_ptr, num_reqs, num_rows, most_rows, req_ends, req_rows,
-    begin, count, kv_len, bundles, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank,
-    dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
+    reqs, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
+    QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
     BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr, LEAST: tl.constexpr,
-    ROW_COST: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr, STEPS: tl.constexpr,
+    ROW_COST: tl.constexpr, NUM_GROUPS: tl.constexpr, LINES: tl.constexpr, TURNS: tl.constexpr,
+    STEPS: tl.constexpr,
 ):  # fmt: skip
-    """The plan of no more requests and rows than a warp has threads: each row is one's, every warp
-    has them all, and nothing is read that another thread has stored.
+    """The plan of few rows: every warp has them all, one of each turn to a thread, and nothing is
+    read that another thread has stored. Of one turn, no more requests and rows than a warp has
+    threads; of more, requests of one row each.
 
-    Tensors have a line for each warp, so that all along a line is an exchange within it.
+    Tensors have a line for each warp, so that all along a line is an exchange within it. ``reqs``:
+    of each turn first tokens, numbers of tokens, lengths, and bundles.
     """
     LANES: tl.constexpr = _IN_A_WARP
     lane = tl.arange(0, LANES)[None, :]
-    line = tl.arange(0, GROUPS // LANES)[:, None]
-    j = line * 0 + lane
-    live = j < num_rows
-    req_ends, req_rows = req_ends[None, :] + line * 0, req_rows[None, :] + line * 0
-    begin, count = begin[None, :] + line * 0, count[None, :] + line * 0
-    kv_len, bundles = kv_len[None, :] + line * 0, bundles[None, :] + line * 0
-    req, bundle, skipped = j, j * 0, j * 0
-    if (most_rows > 1) | (num_rows != num_reqs):
-        # Requests whose rows end at or before it.
-        req = j * 0
-        for step in tl.static_range(STEPS):
-            half = (1 << STEPS) >> (step + 1)
-            req += tl.where(tl.gather(req_ends, req + half - 1, 1) <= j, half, 0)
-        later = j - tl.gather(req_ends - req_rows, req, 1)
-        begin, count = tl.gather(begin, req, 1), tl.gather(count, req, 1)
-        kv_len, bundles = tl.gather(kv_len, req, 1), tl.gather(bundles, req, 1)
-        turn = later
-        if BUNDLE:
-            # Of numbers up to a warp's threads the quotient is right in fp32.
-            turn = ((later.to(tl.float32) + 0.5) / bundles.to(tl.float32)).to(tl.int32)
-            bundle = later - turn * bundles
-        skipped = turn * QUERY_TOKENS
-    token, tokens, first, first_tile, tiles = _row_of(
-        live, bundle, skipped, begin, count, kv_len, window, chunk, lookback, dcp_size, dcp_rank,
-        dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE,
-    )  # fmt: skip
-    total = tl.sum(tiles, 1, keep_dims=True)
-    fewest = tl.min(tl.where(live, tiles, max_kv_len + 1), 1, keep_dims=True)
-    largest = tl.maximum(tl.max(tiles, 1, keep_dims=True), 1)
+    line = tl.arange(0, LINES)[:, None]
+    lanes = line * 0 + lane
+    rows = ()
+    total, fewest, largest = line * 0, line * 0 + max_kv_len + 1, line * 0 + 1
+    for k in tl.static_range(TURNS):
+        j = k * LANES + lanes
+        live = j < num_rows
+        begin, count, kv_len, bundles = reqs[k]
+        req, bundle, skipped = j, j * 0, j * 0
+        if TURNS == 1:
+            if (most_rows > 1) | (num_rows != num_reqs):
+                # Requests whose rows end at or before it.
+                req = j * 0
+                for step in tl.static_range(STEPS):
+                    half = (1 << STEPS) >> (step + 1)
+                    req += tl.where(tl.gather(req_ends, req + half - 1, 1) <= j, half, 0)
+                later = j - tl.gather(req_ends - req_rows, req, 1)
+                begin, count = tl.gather(begin, req, 1), tl.gather(count, req, 1)
+                kv_len, bundles = tl.gather(kv_len, req, 1), tl.gather(bundles, req, 1)
+                turn = later
+                if BUNDLE:
+                    # Of numbers up to a warp's threads the quotient is right in fp32.
+                    turn = ((later.to(tl.float32) + 0.5) / bundles.to(tl.float32)).to(tl.int32)
+                    bundle = later - turn * bundles
+                skipped = turn * QUERY_TOKENS
+        token, tokens, first, first_tile, tiles = _row_of(
+            live, bundle, skipped, begin, count, kv_len, window, chunk, lookback, dcp_size,
+            dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
+            BUNDLE,
+        )  # fmt: skip
+        total += tl.sum(tiles, 1, keep_dims=True)
+        least = tl.min(tl.where(live, tiles, max_kv_len + 1), 1, keep_dims=True)
+        fewest = tl.minimum(fewest, least)
+        largest = tl.maximum(largest, tl.max(tiles, 1, keep_dims=True))
+        # In the order of ROW_FIELDS, but for what is not known yet.
+        rows += ((req, token, tokens, kv_len, first, first_tile, tiles, bundle, bundles),)
     cost, total, sharers, shared = _sharing(
         total, fewest, largest, num_rows, HEAD_LOOPS, FREE, LEAST, ROW_COST, NUM_GROUPS
     )
-    taken = tl.where(live, (tiles + cost) * HEAD_LOOPS, 0)
-    ends = tl.cumsum(taken, 1)
-    place = ends - taken
-    tiles = tl.maximum(tiles, 1)
-    part, parts = _segments_of(first_tile, tiles, SEGMENT_UNIT)
-    once = line == 0
-    tl.store(total_ptr + j, tl.where(lane == 0, num_rows, shared), mask=once & (lane < 2))
-    _store_four(rows_ptr, j, _FIELDS, 0, live & once, req, token, tokens, kv_len)
-    _store_four(rows_ptr, j, _FIELDS, 4, live & once, first, first_tile, tiles, place)
-    _store_four(rows_ptr, j, _FIELDS, 8, live & once, part, parts, bundle, bundles)
+    once = (line == 0) & (lane < 2)
+    tl.store(total_ptr + lanes, tl.where(lane == 0, num_rows, shared), mask=once)
+    placed = ()
+    begun = line * 0
+    for k in tl.static_range(TURNS):
+        j = k * LANES + lanes
+        live = j < num_rows
+        req, token, tokens, kv_len, first, first_tile, tiles, bundle, bundles = rows[k]
+        taken = tl.where(live, (tiles + cost) * HEAD_LOOPS, 0)
+        ends = begun + tl.cumsum(taken, 1)
+        begun += tl.sum(taken, 1, keep_dims=True)
+        place = ends - taken
+        tiles = tl.maximum(tiles, 1)
+        part, parts = _segments_of(first_tile, tiles, SEGMENT_UNIT)
+        # Each turn by a warp of its own.
+        mine = live & (line == k)
+        _store_four(rows_ptr, j, _FIELDS, 0, mine, req, token, tokens, kv_len)
+        _store_four(rows_ptr, j, _FIELDS, 4, mine, first, first_tile, tiles, place)
+        _store_four(rows_ptr, j, _FIELDS, 8, mine, part, parts, bundle, bundles)
+        placed += (
+            (
+                req, token, tokens, kv_len, first, first_tile, tiles, place, part, parts, bundle,
+                bundles, ends, begun,
+            ),
+        )  # fmt: skip
 
     # The last thread of a warp computes what is the next warp's, for the group before it.
     c = line * (LANES - 1) + lane
     own = lane < LANES - 1
     position = _first_place(c, shared, sharers)
-    row = c * 0
+    of = c * 0
+    for k in tl.static_range(TURNS - 1):
+        of += (placed[k][_FIELDS + 1] <= position).to(tl.int32)
+    at = c * 0
     for step in tl.static_range(_WARP_STEPS):
         half = LANES >> (step + 1)
-        row += tl.where(tl.gather(ends, row + half - 1, 1) <= position, half, 0)
+        ends = _of_row(placed, _FIELDS, of, at + half - 1, TURNS)
+        at += tl.where(ends <= position, half, 0)
+    _, first_tile, tiles, place = _four_of_row(placed, 4, of, at, TURNS)
     start, segment = _start_from(
-        row, position, (c <= NUM_GROUPS) & (position < total), tl.gather(place, row, 1),
-        tl.gather(first_tile, row, 1), tl.gather(tiles, row, 1), cost, num_rows, SEGMENT_UNIT,
-        HEAD_LOOPS, FREE,
+        of * LANES + at, position, (c <= NUM_GROUPS) & (position < total), place, first_tile, tiles,
+        cost, num_rows, SEGMENT_UNIT, HEAD_LOOPS, FREE,
     )  # fmt: skip
     _store_two(starts_ptr, c, own & (c <= NUM_GROUPS), start, segment)
-    following = tl.minimum(j + 1, LANES - 1)
+    following = tl.minimum(lanes + 1, LANES - 1)
     stop, stop_segment = tl.gather(start, following, 1), tl.gather(segment, following, 1)
     real = own & (c < NUM_GROUPS)
     _store_four(shares_ptr, c, _SHARE_FIELDS, 0, real, start, segment, stop, stop_segment)
     real = real & (start < num_rows * HEAD_LOOPS)
     if not FREE:
-        row = tl.minimum(start // HEAD_LOOPS, LANES - 1)
-    _store_four(
-        shares_ptr, c, _SHARE_FIELDS, 4, real, tl.gather(req, row, 1), tl.gather(token, row, 1),
-        tl.gather(tokens, row, 1), tl.gather(kv_len, row, 1),
-    )  # fmt: skip
-    _store_four(
-        shares_ptr, c, _SHARE_FIELDS, 8, real, tl.gather(first, row, 1),
-        tl.gather(first_tile, row, 1), tl.gather(tiles, row, 1), tl.gather(place, row, 1),
-    )  # fmt: skip
-    _store_four(
-        shares_ptr, c, _SHARE_FIELDS, 12, real, tl.gather(part, row, 1), tl.gather(parts, row, 1),
-        tl.gather(bundle, row, 1), tl.gather(bundles, row, 1),
-    )  # fmt: skip
+        row = tl.minimum(start // HEAD_LOOPS, TURNS * LANES - 1)
+        of, at = row // LANES, row % LANES
+    for part in tl.static_range(_FIELDS // 4):
+        w, x, y, z = _four_of_row(placed, 4 * part, of, at, TURNS)
+        _store_four(shares_ptr, c, _SHARE_FIELDS, 4 * part + 4, real, w, x, y, z)
+
+
+@triton.jit
+def _requests_by_warp(
+    seq_lens_ptr, query_start_ptr, num_reqs, max_kv_len, LINES: tl.constexpr, TURNS: tl.constexpr
+):  # fmt: skip
+    """Requests of one row each as :func:`_plan_few` takes them: each warp loads them all."""
+    line = tl.arange(0, LINES)[:, None] * 0
+    lanes = line + tl.arange(0, _IN_A_WARP)[None, :]
+    reqs = ()
+    for k in tl.static_range(TURNS):
+        i = k * _IN_A_WARP + lanes
+        real = i < num_reqs
+        begin = tl.load(query_start_ptr + i, mask=real, other=0)
+        count = tl.load(query_start_ptr + 1 + i, mask=real, other=0) - begin
+        kv_len = tl.minimum(tl.load(seq_lens_ptr + i, mask=real, other=0), max_kv_len)
+        reqs += ((begin, count, kv_len, i * 0 + 1),)
+    return reqs
 
 
 @triton.jit
@@ -707,10 +767,9 @@ def _tiles_of_long(count, decode_max, TILE: tl.constexpr, OTHER_TILE: tl.constex
 
 @triton.jit
 def _sums_of_requests(rows, tiles, others, IN_A_WARP: tl.constexpr):
-    """Running sums of all three, the sum and the most of rows, and the sums of tiles: each within a
-    warp, or all by two exchanges between warps.
+    """The sum and the most of rows, and the sums of tiles: each within a warp, or all by one
+    exchange between warps.
     """
-    ends, tile_ends, other_ends = tl.associative_scan((rows, tiles, others), 0, _three_added)
     if IN_A_WARP:
         num_rows = tl.sum(rows, 0)
         most_rows = tl.max(rows, 0)
@@ -720,7 +779,7 @@ def _sums_of_requests(rows, tiles, others, IN_A_WARP: tl.constexpr):
         num_rows, most_rows, num_tiles, num_others = tl.reduce(
             (rows, rows, tiles, others), 0, _counted
         )
-    return ends, tile_ends, other_ends, num_rows, most_rows, num_tiles, num_others
+    return num_rows, most_rows, num_tiles, num_others
 
 
 @triton.jit
@@ -783,6 +842,7 @@ def plan_kernel(
     STEPS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     GROUPS: tl.constexpr,
+    LINES: tl.constexpr,
     FREE: tl.constexpr,
     LEAST: tl.constexpr,
     ROW_COST: tl.constexpr,
@@ -796,8 +856,9 @@ def plan_kernel(
     first prefill tile of each request; hopper_starts likewise, unless HOPPER_TILE is 0; row_ends
     ``[2 ** STEPS]`` and names ``[NUM_GROUPS + 1, 2]``: scratch, the latter strided as starts are,
     so that a group stays with one thread. All are int32. Requests are no more than two to the
-    STEPS. REQS and GROUPS are powers of two: REQS is 32, or no fewer than the program's threads,
-    GROUPS no fewer than these and than NUM_GROUPS + 1; with REQS of 32, 31 of these fill 32 of it.
+    STEPS. REQS, GROUPS and LINES are powers of two: REQS is 32, or no fewer than the program's
+    threads, GROUPS no fewer than these and than NUM_GROUPS + 1, of which 31 make a line; there are
+    no fewer LINES than warps.
 
     TRIM: no query sees past itself. DCP: keys are those of one rank, in their order there; lengths
     and positions of rows are the request's. BUNDLE: segments of a bundle, 0 where rows are of all
@@ -821,24 +882,48 @@ def plan_kernel(
     is_decode = (count > 0) & (count <= decode_max)
     req_rows = tl.where(is_decode, tl.cdiv(count, QUERY_TOKENS) * bundles, 0)
     tiles, others = _tiles_of_long(count, decode_max, PREFILL_TILE, HOPPER_TILE)
-    req_ends, tile_ends, other_ends, num_rows, most_rows, num_tiles, num_others = _sums_of_requests(
+    num_rows, most_rows, num_tiles, num_others = _sums_of_requests(
         req_rows, tiles, others, REQS <= _IN_A_WARP
     )
-    if REQS <= _IN_A_WARP and num_rows <= _IN_A_WARP:
+    TURNS: tl.constexpr = (1 << STEPS) // _IN_A_WARP
+    TAKES_TURNS: tl.constexpr = (
+        REQS > _IN_A_WARP and TURNS > 1 and TURNS <= _MOST_TURNS and LINES <= _MOST_LINES
+    )
+    if TAKES_TURNS and (most_rows <= 1) & (num_rows == num_reqs):
         _plan_few(
-            rows_ptr, total_ptr, starts_ptr, shares_ptr, num_reqs, num_rows, most_rows, req_ends,
-            req_rows, begin, count, kv_len, bundles, max_kv_len, window, chunk, lookback, dcp_size,
-            dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
-            BUNDLE, HEAD_LOOPS, FREE, LEAST, ROW_COST, NUM_GROUPS, GROUPS, STEPS,
-        )  # fmt: skip
-    else:
-        _plan_many(
-            rows_ptr, total_ptr, starts_ptr, shares_ptr, row_ends_ptr, names_ptr, seq_lens_ptr,
-            query_start_ptr, num_rows, most_rows, req_ends, req_rows, begin, count, kv_len, bundles,
+            rows_ptr, total_ptr, starts_ptr, shares_ptr, num_reqs, num_rows, most_rows, 0, 0,
+            _requests_by_warp(seq_lens_ptr, query_start_ptr, num_reqs, max_kv_len, LINES, TURNS),
             max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS,
             KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS, FREE, LEAST,
-            ROW_COST, NUM_GROUPS, GROUPS, REQS, STEPS,
+            ROW_COST, NUM_GROUPS, LINES, TURNS, STEPS,
         )  # fmt: skip
+        # None of them has a long query.
+        tile_ends, other_ends = i * 0, i * 0
+    else:
+        req_ends, tile_ends, other_ends = tl.associative_scan(
+            (req_rows, tiles, others), 0, _three_added
+        )
+        if REQS <= _IN_A_WARP and num_rows <= _IN_A_WARP:
+            line = tl.arange(0, LINES)[:, None] * 0
+            every = (
+                begin[None, :] + line, count[None, :] + line, kv_len[None, :] + line,
+                bundles[None, :] + line,
+            )  # fmt: skip
+            _plan_few(
+                rows_ptr, total_ptr, starts_ptr, shares_ptr, num_reqs, num_rows, most_rows,
+                req_ends[None, :] + line, req_rows[None, :] + line, (every,), max_kv_len, window,
+                chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
+                SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS, FREE, LEAST, ROW_COST,
+                NUM_GROUPS, LINES, 1, STEPS,
+            )  # fmt: skip
+        else:
+            _plan_many(
+                rows_ptr, total_ptr, starts_ptr, shares_ptr, row_ends_ptr, names_ptr, seq_lens_ptr,
+                query_start_ptr, num_rows, most_rows, req_ends, req_rows, begin, count, kv_len,
+                bundles, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
+                QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS,
+                FREE, LEAST, ROW_COST, NUM_GROUPS, GROUPS, REQS, STEPS,
+            )  # fmt: skip
     # Nothing here waits for these.
     _store_tiles(prefill_starts_ptr, i, tile_ends, num_tiles, max_reqs, MOST_REQS)
     if HOPPER_TILE > 0:

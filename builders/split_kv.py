@@ -287,9 +287,10 @@ class SplitPlanner:
         from builders.kernels import plan_kernel
 
         steps, starts = reqs.bit_length() - 1, self.groups + 1
+        # The last of a warp's threads computes for the one before it.
+        lines = power_of_two(cdiv(starts, ONE_WARP - 1))
         if reqs <= ONE_WARP:
-            # The last of a warp's threads computes for the one before it.
-            reqs, starts = ONE_WARP, cdiv(starts, ONE_WARP - 1) * ONE_WARP
+            reqs, starts = ONE_WARP, lines * ONE_WARP
         warps = cdiv(max(reqs, power_of_two(starts)), ONE_WARP)
         warps = min(MOST_PLAN_WARPS, max(FEWEST_PLAN_WARPS, warps))
         # Of fewer than threads each would be several threads', and differently where it is stored:
@@ -325,6 +326,7 @@ class SplitPlanner:
             "STEPS": steps,
             "NUM_GROUPS": self.groups,
             "GROUPS": groups,
+            "LINES": max(lines, warps),
             "FREE": self.is_free,
             "LEAST": self.least_tiles or 1,
             "ROW_COST": self.row_cost,

@@ -105,6 +105,8 @@ def steps(draw: st.DrawFn) -> Step:
     lens = draw(requests)
     if draw(st.booleans()):  # a decode batch
         lens = [(min(count, 1), kv_len) for count, kv_len in lens]
+        if draw(st.booleans()):  # of more requests than a warp has threads
+            lens = [(1, kv_len) for _, kv_len in lens * 12][:128]
     kind = draw(st.sampled_from(["full", "window", "chunk", "stripe"]))
     ranks = draw(st.integers(2, 5))
     stripe = Stripe(ranks, draw(st.integers(0, ranks - 1)), draw(st.sampled_from([1, 3, 16])))
@@ -192,6 +194,13 @@ def filled(step: Step) -> dict[str, list]:
 @example(step=Step(((1, 1000),) * 64, tile_of(), groups=33))
 # By a form between the smallest and that of all requests that the engine may have.
 @example(step=Step(((1, 1000), (3, 40)) * 20, tile_of(), groups=33, unused=300))
+# One row each, of more requests than a warp has threads: every warp has them all.
+@example(step=Step(((1, 700), (2, 9), (1, 0), (3, 4000)) * 25, tile_of(), 132))
+@example(step=Step(((1, 5), (1, 130_000), (1, 700)) * 16, tile_of(1), 123, 2))
+@example(step=Step(((1, 300), (1, 9000)) * 33, tile_of(1), 247, least_tiles=2, row_cost=2))
+@example(step=Step(((1, 300),) * 128, tile_of(1), 16, bundle=BUNDLE, unused=0))
+@example(step=Step(((1, 8000),) * 127 + ((1, 9000),), tile_of(1), 132, bundle=BUNDLE))
+@example(step=Step(((1, 8000),) * 128, tile_of(1), 248))
 # Around a warp's threads: rows of requests among others that have none, groups of one warp more.
 @example(step=Step(((1, 40_000), (70, 80), (1, 9), (0, 7)) * 4, tile_of(), 31, bundle=4))
 @example(step=Step(((1, 9), (2, 131_073), (1, 0)), tile_of(), 30, 2, bundle=4))
