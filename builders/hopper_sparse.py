@@ -88,7 +88,6 @@ def sparse_kernel_of(
     batch_invariant: bool,
     option: str,
     wanted: PrefillKernel | DecodeKernel,
-    reads_once: bool = False,
 ) -> tuple[HopperOptions | None, str]:
     """Which of the library's own kernels takes a layer's rows, and why.
 
@@ -99,7 +98,6 @@ def sparse_kernel_of(
         batch_invariant: a row's bits are to depend on the row alone.
         option: the engine's setting for these rows.
         wanted: its value.
-        reads_once: rows of one request are listed by one query.
 
     Returns:
         What the kernel for Hopper is asked for, None for the plain kernel; and the reason in words.
@@ -110,18 +108,17 @@ def sparse_kernel_of(
     found: HopperOptions | str | None = hopper_misfit(shape, kind, dtype)
     if found is None and batch_invariant:
         found = "it cuts lists where the number of rows leads, and bits are to be a row's own"
-    found = usual_options(shape, reads_once) if found is None else found
+    found = usual_options(shape) if found is None else found
     return chosen_kernel(option, wanted, found, layer="sparse layer")
 
 
-def usual_options(shape: SparseShape, reads_once: bool = False) -> HopperOptions:
+def usual_options(shape: SparseShape) -> HopperOptions:
     """What a launch is given: who widens e4m3 needs registers, more than who multiplies gives up,
     and its blocks come late: `dec_656_h128_b128` took 232 us without ``early``, so 222.
     """
     is_native = shape.layout is LatentFormat.BF16
     if shape.num_heads <= MOST_NARROW_HEADS:
-        narrow = NarrowSparseTile(224, 56) if is_native else NarrowSparseTile()
-        return replace(narrow, once=reads_once and shape.num_heads <= FEWEST_ROWS)
+        return NarrowSparseTile(224, 56) if is_native else NarrowSparseTile()
     if is_native:
         return HopperSparseTile()
     return HopperSparseTile(early=True, second_registers=200, producer_registers=104)

@@ -589,7 +589,8 @@ def _plan_few(
         fewest = tl.minimum(fewest, least)
         largest = tl.maximum(largest, tl.max(tiles, 1, keep_dims=True))
         # In the order of ROW_FIELDS, but for what is not known yet.
-        rows += ((req, token, tokens, kv_len, first, first_tile, tiles, bundle, bundles),)
+        counted = (req, token, tokens, kv_len, first, first_tile, tiles, bundle, bundles)
+        rows += (counted,)  # type: ignore[assignment]
     cost, total, sharers, shared = _sharing(
         total, fewest, largest, num_rows, HEAD_LOOPS, FREE, LEAST, ROW_COST, NUM_GROUPS
     )
@@ -612,12 +613,11 @@ def _plan_few(
         _store_four(rows_ptr, j, _FIELDS, 0, mine, req, token, tokens, kv_len)
         _store_four(rows_ptr, j, _FIELDS, 4, mine, first, first_tile, tiles, place)
         _store_four(rows_ptr, j, _FIELDS, 8, mine, part, parts, bundle, bundles)
-        placed += (
-            (
-                req, token, tokens, kv_len, first, first_tile, tiles, place, part, parts, bundle,
-                bundles, ends, begun,
-            ),
+        stored = (
+            req, token, tokens, kv_len, first, first_tile, tiles, place, part, parts, bundle,
+            bundles, ends, begun,
         )  # fmt: skip
+        placed += (stored,)  # type: ignore[assignment]
 
     # The last thread of a warp computes what is the next warp's, for the group before it.
     c = line * (LANES - 1) + lane
@@ -664,7 +664,7 @@ def _requests_by_warp(
         begin = tl.load(query_start_ptr + i, mask=real, other=0)
         count = tl.load(query_start_ptr + 1 + i, mask=real, other=0) - begin
         kv_len = tl.minimum(tl.load(seq_lens_ptr + i, mask=real, other=0), max_kv_len)
-        reqs += ((begin, count, kv_len, i * 0 + 1),)
+        reqs += ((begin, count, kv_len, i * 0 + 1),)  # type: ignore[assignment]
     return reqs
 
 

@@ -128,8 +128,6 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         return sparse_kernel_of(
             *(shape, device_facts(self.device)[0], self.setup.dtype),
             *(config.batch_invariant, option, wanted),
-            # Tokens of a verify list much the same, as those of a prefill do.
-            reads_once=phase is SparsePhase.DECODE and self.threshold == 1,
         )[0]
 
     def _declare(self) -> None:

@@ -63,9 +63,6 @@ class NarrowSparseTile:
     left of 504."""
     producer_registers: int = 88
     """Per thread of the warp group that copies rows."""
-    once: bool = False
-    """Nobody else reads the same rows, but of requests with a common prefix: L2 evicts them first,
-    where Triton can say so."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +89,6 @@ class SparseTile:
     """The next step's latents wait in registers: where the compiler does not copy them ahead."""
     many: bool = False
     """The kernel for many heads takes the rows."""
-    swapped: bool = False
-    """Keys are the rows of both products, heads their columns: products by warp group of few heads.
-    """
     max_registers: int | None = None
     """Per thread."""
     finish_rows: int = 4
@@ -124,8 +118,6 @@ class SparseTile:
             raise ValueError(
                 "holds_next needs carries_ids: the next step's indices, got holds_next alone"
             )
-        if self.holds_next and self.swapped:
-            raise ValueError("holds_next needs plain scores, got swapped with it")
         if self.span > 1 and not self.folds:
             raise ValueError(
                 f"span must be 1 for tiles of more than {MOST_FOLDED_ROWS} rows, got {self.span}"

@@ -41,7 +41,6 @@ FEW_OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"second_registers": 208, "producer_registers": 88},
     {"second_registers": 216, "producer_registers": 72},
-    {"once": True},
 )
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from attn.bench.case import MODEL_DTYPE, CaseKind, KernelCase
+from attn.bench.case import MODEL_DTYPE, KernelCase
 from attn.bench.cases import TILES
 from attn.bench.inputs import Expected
 from attn.bench.judge import check_run
@@ -71,9 +71,8 @@ for few rows.
 """
 FEW: Final[dict[str, dict[str, Any]]] = {
     "32 keys": {"kv_tile": 32},
-    "ids by the compiler": {"carries_ids": False, "holds_next": False},
+    "ids by the compiler": {"kv_tile": 64, "carries_ids": False, "holds_next": False},
     "2 stages": {"num_stages": 2},
-    "swapped": {"kv_tile": 64, "swapped": True, "carries_ids": False, "holds_next": False},
     "split": {"span": 1},
     "segments of 512": {"segment": 512},
     "one state": WHOLE_LIST,
@@ -252,7 +251,7 @@ def _hopper_tile(content: SparseContent, kernel: DecodeKernel) -> tuple[SparseTi
     shape = SparseShape(case.num_heads, case.topk, case.latent_format)
     try:
         given = shape, kind, MODEL_DTYPE, False, "decode_kernel", kernel
-        options, why = sparse_kernel_of(*given, reads_once=case.kind is CaseKind.DECODE)
+        options, why = sparse_kernel_of(*given)
     except ValueError as error:
         return None, str(error)
     if options is None:
@@ -267,9 +266,8 @@ def alternatives(content: SparseContent) -> Mapping[str, SparseTile]:
     """Other tiles of the plain kernel for a case, by name."""
     usual, found = _usual_tile(content), {}
     for name, changes in (FEW if usual.folds else MANY).items():
-        is_served = not changes.get("swapped") or content.case.latent_format is LatentFormat.BF16
         changed = replace(usual, **changes)
-        if is_served and changed != usual:
+        if changed != usual:
             found[name] = changed
     return found
 

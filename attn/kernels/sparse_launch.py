@@ -137,7 +137,6 @@ def sparse_calls(
             attend["SPAN"] = tile.span
             attend["FOLDS"] = tile.folds
             attend["CARRIES_IDS"] = tile.carries_ids
-            attend["SWAPPED"] = tile.swapped
             attend["HOLDS_NEXT"] = tile.holds_next
         first = KernelCall(
             kernel,

@@ -125,7 +125,7 @@ def _attend_listed(
     stride, BLOCK_SIZE: tl.constexpr, LATENT_UNIT: tl.constexpr, ROPE_UNIT: tl.constexpr,
     SCALE_UNIT: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr, KIND: tl.constexpr,
     SCALED: tl.constexpr, COMPUTE: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
-    SWAPPED: tl.constexpr, HOLDS_NEXT: tl.constexpr,
+    HOLDS_NEXT: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over one step's listed rows; those of -1 are neither read nor counted.
 
@@ -154,28 +154,16 @@ def _attend_listed(
         p = rope
     else:
         p = saturate_to(to_float32(rope), COMPUTE)
-    if SWAPPED:
-        scores = tl.zeros([ids.shape[0], m.shape[0]], tl.float32)
-        scores = scores_of(k, q, scores, IEEE)
-        scores = scores_of(p, r, scores, IEEE)
-        scores = tl.where(there[:, None], scores, float("-inf"))
-        top = tl.maximum(m, tl.max(scores, 0) * scale)
-        base = tl.where(top == float("-inf"), 0.0, top)
-        weights = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + scale, -base[None, :]))
-        alpha = tl.exp2(m - base)
-        l = tl.fma(l, alpha, tl.sum(weights, 0))
-        acc = dot(tl.trans(k), weights.to(COMPUTE), acc * alpha[None, :], IEEE)
-    else:
-        scores = tl.zeros([m.shape[0], ids.shape[0]], tl.float32)
-        scores = scores_of(q, k, scores, IEEE)
-        scores = scores_of(r, p, scores, IEEE)
-        if HOLDS_NEXT:
-            # Asked for once this step's are no longer in registers, and not earlier.
-            latent = _latent_of(ahead, latent_ptr, block, stride, BLOCK_SIZE, LATENT_UNIT, WIDTH)
-        top, alpha, weights = _weights_of(scores, m, there, scale)
-        l = tl.fma(l, alpha, tl.sum(weights, 1))
-        weights = weights.to(COMPUTE)
-        acc = dot(weights, k, acc * alpha[:, None], IEEE)
+    scores = tl.zeros([m.shape[0], ids.shape[0]], tl.float32)
+    scores = scores_of(q, k, scores, IEEE)
+    scores = scores_of(r, p, scores, IEEE)
+    if HOLDS_NEXT:
+        # Asked for once this step's are no longer in registers, and not earlier.
+        latent = _latent_of(ahead, latent_ptr, block, stride, BLOCK_SIZE, LATENT_UNIT, WIDTH)
+    top, alpha, weights = _weights_of(scores, m, there, scale)
+    l = tl.fma(l, alpha, tl.sum(weights, 1))
+    weights = weights.to(COMPUTE)
+    acc = dot(weights, k, acc * alpha[:, None], IEEE)
     return top, l, acc, latent
 
 
@@ -190,21 +178,6 @@ def _write(
         m, l, acc, head * 0 + token, head, wanted, columns, columns >= 0, out_ptr, lse_ptr,
         sinks_ptr, factor, None, out_token, out_head, lse_token, SINKS, False, LSE, False,
     )  # fmt: skip
-
-
-@triton.jit
-def _folded(m, l, acc, m_new, l_new, acc_new, SWAPPED: tl.constexpr):
-    """As :func:`attn.kernels.tile.fold`; SWAPPED: of sums whose heads are columns."""
-    if SWAPPED:
-        top = tl.maximum(m, m_new)
-        base = tl.where(top == float("-inf"), 0.0, top)
-        old = tl.exp2(m - base)
-        new = tl.exp2(m_new - base)
-        sums = tl.fma(l, old, l_new * new)
-        folded = tl.fma(acc, old[None, :], acc_new * new[None, :])
-    else:
-        top, sums, folded = fold(m, l, acc, m_new, l_new, acc_new)
-    return top, sums, folded
 
 
 @triton.jit(
@@ -256,7 +229,6 @@ def sparse_mla_kernel(
     COMPUTE: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
     CARRIES_IDS: tl.constexpr,
-    SWAPPED: tl.constexpr,
     HOLDS_NEXT: tl.constexpr,
     SINKS: tl.constexpr,
     LSE: tl.constexpr,
@@ -302,7 +274,7 @@ def sparse_mla_kernel(
         mine = ids_ptr + token * ids_row
         m = tl.full([ROWS], float("-inf"), tl.float32)
         l = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([WIDTH, ROWS] if SWAPPED else [ROWS, WIDTH], tl.float32)
+        acc = tl.zeros([ROWS, WIDTH], tl.float32)
         M = m
         L = l
         A = acc
@@ -320,7 +292,7 @@ def sparse_mla_kernel(
             m, l, acc, held = _attend_listed(
                 m, l, acc, ids, ahead, latent, q, r, logits_scale, latent_ptr, rope_ptr,
                 scales_ptr, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE, LATENT_UNIT, ROPE_UNIT, SCALE_UNIT,
-                WIDTH, ROPE, KIND, SCALED, COMPUTE, HARDWARE_E4M3, SWAPPED, HOLDS_NEXT,
+                WIDTH, ROPE, KIND, SCALED, COMPUTE, HARDWARE_E4M3, HOLDS_NEXT,
             )  # fmt: skip
             if HOLDS_NEXT:
                 latent = held
@@ -331,11 +303,11 @@ def sparse_mla_kernel(
             if FOLDS and SPAN > 1:
                 if ((tile + 1) % TILES == 0) | (tile + 1 == high):
                     if WHOLE:
-                        M, L, A = _folded(M, L, A, m, l, acc, SWAPPED)
+                        M, L, A = fold(M, L, A, m, l, acc)
                     else:
                         store_state(
-                            states_ptr, sums_ptr, slot + tile // TILES, m, l,
-                            tl.trans(acc) if SWAPPED else acc, None, None, None, ROWS, WIDTH, 1,
+                            states_ptr, sums_ptr, slot + tile // TILES, m, l, acc, None, None,
+                            None, ROWS, WIDTH, 1,
                         )  # fmt: skip
                     m = tl.full([ROWS], float("-inf"), tl.float32)
                     l = tl.zeros([ROWS], tl.float32)
@@ -345,16 +317,13 @@ def sparse_mla_kernel(
                 M = m
                 L = l
                 A = acc
-            if SWAPPED:
-                A = tl.trans(A)
             _write(
                 M, L, A, token, head, wanted, out_ptr, lse_ptr, sinks_ptr, factor, out_token,
                 out_head, lse_token, SINKS, LSE,
             )  # fmt: skip
         elif not (FOLDS and SPAN > 1):
             store_state(
-                states_ptr, sums_ptr, slot + part, m, l, tl.trans(acc) if SWAPPED else acc, None,
-                None, None, ROWS, WIDTH, 1,
+                states_ptr, sums_ptr, slot + part, m, l, acc, None, None, None, ROWS, WIDTH, 1,
             )  # fmt: skip
     elif WHOLE:
         nothing = tl.zeros([ROWS, WIDTH], tl.float32)

@@ -161,8 +161,8 @@ def test_wrong_results_are_lines_without_a_time(name: str, monkeypatch: pytest.M
 def test_other_tiles_are_lines_of_their_own() -> None:
     lines = lines_of("dec_656_h16_b1", peers=(TILES,))
     names = {line.backend for line in lines}
-    # Only bf16 rows are taken swapped; tiles of 32 keys are usual but on Hopper.
-    assert len(names) == 1 + len(FEW.keys() - {"swapped", "32 keys"})
+    # Tiles of 32 keys are usual but on Hopper.
+    assert len(names) == 1 + len(FEW.keys() - {"32 keys"})
     assert "SPARSE_MLA, one state, 32 keys" in names
     assert all(line.other == ALONE and not line.is_broken for line in lines), lines
     assert len({line.key for line in lines}) == len(lines)

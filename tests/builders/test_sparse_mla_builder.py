@@ -12,13 +12,12 @@ from builders import sparse_calls, sparse_mla, sparse_mla_choice
 from builders.common import CommonAttentionMetadata
 from builders.sparse_mla import SparseMLAMetadataBuilder
 from builders.sparse_records import SparseMLAMetadata, SparseRows
-from builders.sparse_tiles import NarrowSparseTile, SparseShape
-from specs.devices import KNOWN_DEVICES, DeviceKind
+from specs.devices import KNOWN_DEVICES
 from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig, ParallelConfig, SpeculativeConfig
 from specs.kv_cache import FullAttentionSpec, MLAAttentionSpec, latent_spec
 from specs.rows import LatentFormat
-from specs.sparse_mla import STORED_FORMATS, ForwardMode, IndexKind, SparseKernel, SparsePhase
+from specs.sparse_mla import STORED_FORMATS, ForwardMode, IndexKind, SparseKernel
 from tests.batches import WILD_BLOCK
 from tests.flashinfer_emulator import MadeOnDevice, OnDevice, on_device
 
@@ -60,21 +59,6 @@ def builder_of(
     return SparseMLAMetadataBuilder(
         spec_of(layout), ["layers.0"], CONFIG.replace(**settings), "cpu"
     )
-
-
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_rows_of_decodes_without_drafts_are_read_once(
-    drafts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tokens of a verify, or of a prefill, list what their neighbours do."""
-    monkeypatch.setattr(sparse_mla, "runs_gluon", lambda device: True)
-    monkeypatch.setattr(sparse_mla, "device_facts", lambda device: (DeviceKind.SM90, 132))
-    speculative = SpeculativeConfig(num_speculative_tokens=drafts) if drafts else None
-    builder = builder_of(SCALED, index_topk=2048, speculative=speculative)
-    for phase in SparsePhase:
-        options = builder._hopper_of(phase, SparseShape(16, 2048, SCALED))
-        assert isinstance(options, NarrowSparseTile)
-        assert options.once is (phase is SparsePhase.DECODE and not drafts)
 
 
 def batch_of(

@@ -452,7 +452,6 @@ _NAMES: dict[str, Any] = {
     ),
     "async_load": _async_load,
     "async_gather": _gather,
-    "async_gather_once": _gather,
     "arrive_behind_gathers": _arrive_behind_gathers,
     "async_copy": types.SimpleNamespace(commit_group=_commit_group, wait_group=_wait_group),
     "reinterpret": _reinterpret,

@@ -136,8 +136,6 @@ def alternatives(target: int) -> dict[str, KernelCall]:
     for layout, short in SHORT.items():
         for heads, changed, steps in ((16, FEW, (1, 128)), (128, MANY, (4096,))):
             for name, changes in changed.items():
-                if changes.get("swapped") and layout is not LatentFormat.BF16:
-                    continue
                 for rows in steps:
                     _, calls = calls_of(layout, heads, rows, device, **changes)
                     found[f"{short} {heads} heads {rows} rows {name}"] = calls[0]

@@ -83,16 +83,6 @@ def test_what_it_serves_it_is_given_unless_the_plain_one_is_asked_for() -> None:
         assert sparse_kernel_of(*given, DecodeKernel.TRITON)[0] is None
 
 
-def test_rows_are_read_once_where_one_program_has_all_heads() -> None:
-    for layout in LAYOUTS:
-        for heads, once in ((1, True), (16, True), (17, False), (32, False)):
-            shape = replace(SHAPE, layout=layout, num_heads=heads)
-            options = usual_options(shape, reads_once=True)
-            assert isinstance(options, NarrowSparseTile)
-            assert options.once is once
-            assert replace(options, once=False) == usual_options(shape)
-
-
 def test_few_rows_are_cut_into_parts_and_many_are_not() -> None:
     for layout in (BF16, SCALED):
         shape = replace(SHAPE, layout=layout)

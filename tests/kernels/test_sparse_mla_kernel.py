@@ -72,8 +72,6 @@ TILES = {
     "whole": SparseTile(16, 16, 32, 99, 4, 2),
     "ids by the compiler": SparseTile(16, 16, 32, 1, 4, 2, carries_ids=False),
     "held": SparseTile(16, 16, 32, 99, 4, 2, holds_next=True),
-    "swapped": SparseTile(16, 16, 32, 1, 4, 2, swapped=True),
-    "swapped whole": SparseTile(16, 16, 32, 99, 4, 2, swapped=True),
     "many": SparseTile(64, 16, 64, 1, 4, 2, many=True),
     "many, no whole steps": SparseTile(64, 64, 64, 1, 4, 2, many=True),
     "many, whole": SparseTile(64, 16, 1 << 16, 1, 4, 2, many=True),
@@ -143,7 +141,6 @@ def test_the_tile_follows_heads_rows_and_device() -> None:
         ({"segment": 40}, "segment must be a multiple of kv_tile"),
         ({"rows": 64, "span": 2}, "span must be 1 for tiles of more than 16 rows, got 2"),
         ({"holds_next": True, "carries_ids": False}, "holds_next needs carries_ids"),
-        ({"holds_next": True, "swapped": True}, "holds_next needs plain scores"),
     ):
         with pytest.raises(ValueError, match=problem):
             replace(SparseTile(16, 16, 32, 1, 4, 2), **tile)  # type: ignore[arg-type]

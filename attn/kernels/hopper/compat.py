@@ -6,7 +6,6 @@ from typing import Any
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia import ampere
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -17,22 +16,6 @@ async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_gather = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 """Copy elements at pointers into shared memory, zeros where they are masked; no barrier counts it,
 see :data:`arrive_behind_gathers`."""
-
-EVICTS_FIRST = hasattr(ampere, "CachePolicy")
-"""Copies can say what L2 is to evict first: from Triton 3.9 on."""
-
-
-@builtin
-def async_gather_once(smem: Any, pointer: Any, mask: Any = None, _semantic: Any = None) -> None:
-    """As :data:`async_gather`, of what is not read again: L2 evicts it first, where
-    :data:`EVICTS_FIRST`.
-    """
-    policy: dict[str, Any] = {}
-    if EVICTS_FIRST:
-        first = ampere.FractionalEvictionPolicy("evict_first", 1.0)
-        policy["cache_policy"] = ampere.CachePolicy(l2=first)
-    async_gather(smem, pointer, mask, **policy, _semantic=_semantic)
-
 
 arrive_behind_gathers = async_copy.mbarrier_arrive
 """Each thread of the partition arrives at a barrier when what it has asked for is there: with

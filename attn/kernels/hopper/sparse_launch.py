@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attn.kernels.hopper.compat import EVICTS_FIRST
 from attn.kernels.hopper.sparse import hopper_sparse_kernel
 from attn.kernels.hopper.sparse_narrow import NATIVE, RAW, SCALED, hopper_narrow_sparse_kernel
 from attn.kernels.launch import alignment
@@ -128,8 +127,6 @@ def _narrow_call(
         "STAGES": tile.num_stages,
         "SECOND": asked.second_registers,
         "PRODUCER": asked.producer_registers,
-        # Another kernel only where it differs.
-        "ONCE": asked.once and EVICTS_FIRST,
     }
     grid = (_work(layer, tile, tensors),)
     return KernelCall(hopper_narrow_sparse_kernel, grid, arguments, num_warps=4, waits=True)

@@ -25,7 +25,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from attn.kernels.hopper.compat import (
     arrive_behind_gathers,
     async_gather,
-    async_gather_once,
     let_kernels_behind_start,
     reinterpret,
     thread_barrier,
@@ -84,7 +83,7 @@ def _copy_rows(
     latent_ptr, ids_ptr, lens_ptr, nope, tail, full, empty, ids_row, topk,
     HEAD_TILES: gl.constexpr, SEGMENT: gl.constexpr, PARTS: gl.constexpr, HAS_LENS: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr,
-    SKIP: gl.constexpr, ONCE: gl.constexpr,
+    SKIP: gl.constexpr,
 ):  # fmt: skip
     """The warp group that copies: listed rows, zeros for those of -1, tile after tile; first their
     latents, then all that is behind these, of which SKIP words are not wanted.
@@ -130,12 +129,8 @@ def _copy_rows(
         tail_there = (tail_ids >= 0)[:, None] & (tail_column >= SKIP)[None, :]
         # A fresh barrier lets parity 1 pass at once.
         mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
-        if ONCE:
-            async_gather_once(nope.index(stage), at, mask=there)
-            async_gather_once(tail.index(stage), tail_at, mask=tail_there)
-        else:
-            async_gather(nope.index(stage), at, mask=there)
-            async_gather(tail.index(stage), tail_at, mask=tail_there)
+        async_gather(nope.index(stage), at, mask=there)
+        async_gather(tail.index(stage), tail_at, mask=tail_there)
         arrive_behind_gathers(full.index(stage), increment_count=False)
         ids = ahead
         tail_ids = tail_ahead
@@ -477,14 +472,12 @@ def hopper_narrow_sparse_kernel(
     STAGES: gl.constexpr,
     SECOND: gl.constexpr,
     PRODUCER: gl.constexpr,
-    ONCE: gl.constexpr,
 ):
     """Attention over listed rows; grid ``(T * PARTS * HEAD_TILES,)``.
 
     Arguments as those of :func:`attn.kernels.hopper.sparse.hopper_sparse_kernel`, but that the
     cache is in words, whose rows are of KIND, and ``factor_ptr`` is the scale of rows that have one
-    in common; TILE and STAGES are keys of a tile and tiles that are held. ONCE: nobody
-    else reads the same rows, as a rule.
+    in common; TILE and STAGES are keys of a tile and tiles that are held.
     """
     WORDS: gl.constexpr = 256 if KIND == NATIVE else 128
     TAIL: gl.constexpr = 64 if KIND == SCALED else 32 if KIND == NATIVE else 16
@@ -534,8 +527,7 @@ def hopper_narrow_sparse_kernel(
                 scale, query_token, query_head, rotary_token, rotary_head, 1, HEADS, HEAD_TILES,
                 SEGMENT, PARTS, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE)),
             (_copy_rows, (latent_ptr, ids_ptr, lens_ptr, nope, tail, full, empty, ids_row, topk,
-                HEAD_TILES, SEGMENT, PARTS, HAS_LENS, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, SKIP,
-                ONCE)),
+                HEAD_TILES, SEGMENT, PARTS, HAS_LENS, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, SKIP)),
         ],
         [4, 4],
         [SECOND, PRODUCER],
