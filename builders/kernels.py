@@ -537,8 +537,8 @@ def _four_of_row(rows, first: tl.constexpr, turn, lane, TURNS: tl.constexpr):
 
 @triton.jit
 def _plan_few(
-    rows_ptr, total_ptr, starts_ptr, shares_ptr, num_reqs, num_rows, most_rows, req_ends, req_rows,
-    reqs, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
+    rows_ptr, total_ptr, starts_ptr, shares_ptr, num_reqs, num_rows, most_rows, req_rows, reqs,
+    max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
     QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
     BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr, LEAST: tl.constexpr,
@@ -567,6 +567,7 @@ def _plan_few(
             if (most_rows > 1) | (num_rows != num_reqs):
                 # Requests whose rows end at or before it.
                 req = j * 0
+                req_ends = tl.cumsum(req_rows, 1)
                 for step in tl.static_range(STEPS):
                     half = (1 << STEPS) >> (step + 1)
                     req += tl.where(tl.gather(req_ends, req + half - 1, 1) <= j, half, 0)
@@ -891,39 +892,40 @@ def plan_kernel(
     )
     if TAKES_TURNS and (most_rows <= 1) & (num_rows == num_reqs):
         _plan_few(
-            rows_ptr, total_ptr, starts_ptr, shares_ptr, num_reqs, num_rows, most_rows, 0, 0,
+            rows_ptr, total_ptr, starts_ptr, shares_ptr, num_reqs, num_rows, most_rows, 0,
             _requests_by_warp(seq_lens_ptr, query_start_ptr, num_reqs, max_kv_len, LINES, TURNS),
             max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS,
             KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS, FREE, LEAST,
             ROW_COST, NUM_GROUPS, LINES, TURNS, STEPS,
         )  # fmt: skip
         # None of them has a long query.
-        tile_ends, other_ends = i * 0, i * 0
+        tile_ends, other_ends = tiles, others
+    elif REQS <= _IN_A_WARP and num_rows <= _IN_A_WARP:
+        line = tl.arange(0, LINES)[:, None] * 0
+        every = (
+            begin[None, :] + line, count[None, :] + line, kv_len[None, :] + line,
+            bundles[None, :] + line,
+        )  # fmt: skip
+        _plan_few(
+            rows_ptr, total_ptr, starts_ptr, shares_ptr, num_reqs, num_rows, most_rows,
+            req_rows[None, :] + line, (every,), max_kv_len, window, chunk, lookback, dcp_size,
+            dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
+            BUNDLE, HEAD_LOOPS, FREE, LEAST, ROW_COST, NUM_GROUPS, LINES, 1, STEPS,
+        )  # fmt: skip
+        tile_ends, other_ends = tiles, others
+        if num_tiles > 0:
+            tile_ends, other_ends = tl.cumsum(tiles, 0), tl.cumsum(others, 0)
     else:
         req_ends, tile_ends, other_ends = tl.associative_scan(
             (req_rows, tiles, others), 0, _three_added
         )
-        if REQS <= _IN_A_WARP and num_rows <= _IN_A_WARP:
-            line = tl.arange(0, LINES)[:, None] * 0
-            every = (
-                begin[None, :] + line, count[None, :] + line, kv_len[None, :] + line,
-                bundles[None, :] + line,
-            )  # fmt: skip
-            _plan_few(
-                rows_ptr, total_ptr, starts_ptr, shares_ptr, num_reqs, num_rows, most_rows,
-                req_ends[None, :] + line, req_rows[None, :] + line, (every,), max_kv_len, window,
-                chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
-                SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS, FREE, LEAST, ROW_COST,
-                NUM_GROUPS, LINES, 1, STEPS,
-            )  # fmt: skip
-        else:
-            _plan_many(
-                rows_ptr, total_ptr, starts_ptr, shares_ptr, row_ends_ptr, names_ptr, seq_lens_ptr,
-                query_start_ptr, num_rows, most_rows, req_ends, req_rows, begin, count, kv_len,
-                bundles, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
-                QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS,
-                FREE, LEAST, ROW_COST, NUM_GROUPS, GROUPS, REQS, STEPS,
-            )  # fmt: skip
+        _plan_many(
+            rows_ptr, total_ptr, starts_ptr, shares_ptr, row_ends_ptr, names_ptr, seq_lens_ptr,
+            query_start_ptr, num_rows, most_rows, req_ends, req_rows, begin, count, kv_len, bundles,
+            max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS,
+            KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS, FREE, LEAST,
+            ROW_COST, NUM_GROUPS, GROUPS, REQS, STEPS,
+        )  # fmt: skip
     # Nothing here waits for these.
     _store_tiles(prefill_starts_ptr, i, tile_ends, num_tiles, max_reqs, MOST_REQS)
     if HOPPER_TILE > 0:
