@@ -537,9 +537,9 @@ def _four_of_row(rows, first: tl.constexpr, turn, lane, TURNS: tl.constexpr):
 
 @triton.jit
 def _plan_few(
-    rows_ptr, total_ptr, starts_ptr, shares_ptr, num_reqs, num_rows, most_rows, req_rows, reqs,
-    max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
-    QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
+    rows_ptr, total_ptr, starts_ptr, shares_ptr, seq_lens_ptr, query_start_ptr, num_reqs, num_rows,
+    most_rows, req_rows, reqs, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank,
+    dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
     BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr, LEAST: tl.constexpr,
     ROW_COST: tl.constexpr, NUM_GROUPS: tl.constexpr, LINES: tl.constexpr, TURNS: tl.constexpr,
@@ -646,9 +646,35 @@ def _plan_few(
     if not FREE:
         row = tl.minimum(start // HEAD_LOOPS, TURNS * LANES - 1)
         of, at = row // LANES, row % LANES
-    for part in tl.static_range(_FIELDS // 4):
-        w, x, y, z = _four_of_row(placed, 4 * part, of, at, TURNS)
-        _store_four(shares_ptr, c, _SHARE_FIELDS, 4 * part + 4, real, w, x, y, z)
+    if TURNS == 1:
+        for part in tl.static_range(_FIELDS // 4):
+            w, x, y, z = _four_of_row(placed, 4 * part, of, at, TURNS)
+            _store_four(shares_ptr, c, _SHARE_FIELDS, 4 * part + 4, real, w, x, y, z)
+    else:
+        # Of so many turns each field is as many exchanges, for which all warps stand in one line.
+        # Of one dimension the compiler has no choice of which to load along.
+        place = tl.reshape(_of_row(placed, 7, of, at, TURNS), [LINES * LANES])
+        req = tl.reshape(of * LANES + at, [LINES * LANES])
+        c, real = tl.reshape(c, [LINES * LANES]), tl.reshape(real, [LINES * LANES])
+        begin, count, kv_len = _request_at(req, real, seq_lens_ptr, query_start_ptr, max_kv_len)
+        token, tokens, first, first_tile, tiles = _row_of(
+            real, c * 0, c * 0, begin, count, kv_len, window, chunk, lookback, dcp_size, dcp_rank,
+            dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE,
+        )  # fmt: skip
+        tiles = tl.maximum(tiles, 1)
+        part, parts = _segments_of(first_tile, tiles, SEGMENT_UNIT)
+        _store_four(shares_ptr, c, _SHARE_FIELDS, 4, real, req, token, tokens, kv_len)
+        _store_four(shares_ptr, c, _SHARE_FIELDS, 8, real, first, first_tile, tiles, place)
+        _store_four(shares_ptr, c, _SHARE_FIELDS, 12, real, part, parts, c * 0, c * 0 + 1)
+
+
+@triton.jit
+def _request_at(i, real, seq_lens_ptr, query_start_ptr, max_kv_len):
+    """First token, tokens and length of requests ``i``."""
+    begin = tl.load(query_start_ptr + i, mask=real, other=0)
+    count = tl.load(query_start_ptr + 1 + i, mask=real, other=0) - begin
+    # A length beyond the limit would spoil other rows' scratch; its own row is lost anyway.
+    return begin, count, tl.minimum(tl.load(seq_lens_ptr + i, mask=real, other=0), max_kv_len)
 
 
 @triton.jit
@@ -661,10 +687,9 @@ def _requests_by_warp(
     reqs = ()
     for k in tl.static_range(TURNS):
         i = k * _IN_A_WARP + lanes
-        real = i < num_reqs
-        begin = tl.load(query_start_ptr + i, mask=real, other=0)
-        count = tl.load(query_start_ptr + 1 + i, mask=real, other=0) - begin
-        kv_len = tl.minimum(tl.load(seq_lens_ptr + i, mask=real, other=0), max_kv_len)
+        begin, count, kv_len = _request_at(
+            i, i < num_reqs, seq_lens_ptr, query_start_ptr, max_kv_len
+        )
         reqs += ((begin, count, kv_len, i * 0 + 1),)  # type: ignore[assignment]
     return reqs
 
@@ -872,11 +897,14 @@ def plan_kernel(
     if WAITS:
         gdc_wait()
     i = tl.arange(0, REQS)
-    real = i < num_reqs
-    begin = tl.load(query_start_ptr + i, mask=real, other=0)
-    count = tl.load(query_start_ptr + 1 + i, mask=real, other=0) - begin
-    # A length beyond the limit would spoil other rows' scratch; its own row is lost anyway.
-    kv_len = tl.minimum(tl.load(seq_lens_ptr + i, mask=real, other=0), max_kv_len)
+    begin, count, kv_len = _request_at(i, i < num_reqs, seq_lens_ptr, query_start_ptr, max_kv_len)
+    TURNS: tl.constexpr = (1 << STEPS) // _IN_A_WARP
+    TAKES_TURNS: tl.constexpr = (
+        REQS > _IN_A_WARP and TURNS > 1 and TURNS <= _MOST_TURNS and LINES <= _MOST_LINES
+    )
+    if TAKES_TURNS:
+        # On the way meanwhile.
+        reqs = _requests_by_warp(seq_lens_ptr, query_start_ptr, num_reqs, max_kv_len, LINES, TURNS)
     bundles = _bundles_of(
         kv_len, dcp_size, dcp_rank, dcp_interleave, KV_TILE, SEGMENT_UNIT, DCP, BUNDLE
     )
@@ -886,17 +914,12 @@ def plan_kernel(
     num_rows, most_rows, num_tiles, num_others = _sums_of_requests(
         req_rows, tiles, others, REQS <= _IN_A_WARP
     )
-    TURNS: tl.constexpr = (1 << STEPS) // _IN_A_WARP
-    TAKES_TURNS: tl.constexpr = (
-        REQS > _IN_A_WARP and TURNS > 1 and TURNS <= _MOST_TURNS and LINES <= _MOST_LINES
-    )
     if TAKES_TURNS and (most_rows <= 1) & (num_rows == num_reqs):
         _plan_few(
-            rows_ptr, total_ptr, starts_ptr, shares_ptr, num_reqs, num_rows, most_rows, 0,
-            _requests_by_warp(seq_lens_ptr, query_start_ptr, num_reqs, max_kv_len, LINES, TURNS),
-            max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS,
-            KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS, FREE, LEAST,
-            ROW_COST, NUM_GROUPS, LINES, TURNS, STEPS,
+            rows_ptr, total_ptr, starts_ptr, shares_ptr, seq_lens_ptr, query_start_ptr, num_reqs,
+            num_rows, most_rows, 0, reqs, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank,
+            dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE,
+            HEAD_LOOPS, FREE, LEAST, ROW_COST, NUM_GROUPS, LINES, TURNS, STEPS,
         )  # fmt: skip
         # None of them has a long query.
         tile_ends, other_ends = tiles, others
@@ -907,10 +930,11 @@ def plan_kernel(
             bundles[None, :] + line,
         )  # fmt: skip
         _plan_few(
-            rows_ptr, total_ptr, starts_ptr, shares_ptr, num_reqs, num_rows, most_rows,
-            req_rows[None, :] + line, (every,), max_kv_len, window, chunk, lookback, dcp_size,
-            dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
-            BUNDLE, HEAD_LOOPS, FREE, LEAST, ROW_COST, NUM_GROUPS, LINES, 1, STEPS,
+            rows_ptr, total_ptr, starts_ptr, shares_ptr, seq_lens_ptr, query_start_ptr, num_reqs,
+            num_rows, most_rows, req_rows[None, :] + line, (every,), max_kv_len, window, chunk,
+            lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT,
+            WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS, FREE, LEAST, ROW_COST, NUM_GROUPS, LINES,
+            1, STEPS,
         )  # fmt: skip
         tile_ends, other_ends = tiles, others
         if num_tiles > 0:
