@@ -35,7 +35,7 @@ def plan_rows(
     least_tiles: int | None = None,
     row_cost: int = 0,
 ) -> HostPlan:
-    """What :func:`builders.kernels.plan_kernel` computes, on the host.
+    """What :func:`builders.plan_kernels.plan_kernel` computes, on the host.
 
     Args:
         query_lens: new tokens of each request.

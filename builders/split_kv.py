@@ -284,7 +284,7 @@ class SplitPlanner:
     def _launches_of(self, reqs: int, visible: VisibleKeys, is_causal: bool) -> Callable[..., None]:
         """Launches of the plan's kernel that differ in tensors and the number of requests."""
         from builders.fast_launch import RepeatedLaunch
-        from builders.kernels import plan_kernel
+        from builders.plan_kernels import plan_kernel
 
         steps, starts = reqs.bit_length() - 1, self.groups + 1
         # The last of a warp's threads computes for the one before it.
@@ -440,6 +440,6 @@ def interprets() -> bool:
     """Triton's interpreter runs kernels on CPU tensors here."""
     from triton.runtime.interpreter import InterpretedFunction
 
-    from builders.kernels import plan_kernel
+    from builders.plan_kernels import plan_kernel
 
     return isinstance(plan_kernel, InterpretedFunction)

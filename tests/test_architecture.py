@@ -39,7 +39,12 @@ ATTN_RANK = {
 AT_MODULE_LEVEL = {"specs": {"pydantic"}, "builders": {"torch"}}
 # Kernels that write metadata, and what launches them: builders, impls and backends import these
 # modules inside a function.
-KERNELS_OF_BUILDERS = ("builders.kernels", "builders.page_kernels", "builders.fast_launch")
+KERNELS_OF_BUILDERS = (
+    "builders.kernels",
+    "builders.plan_kernels",
+    "builders.page_kernels",
+    "builders.fast_launch",
+)
 MAX_BODY_LINES = 80
 
 TOP_LEVEL_FOLDERS = {".ci", "attn", "builders", "docs", "specs", "tests"}

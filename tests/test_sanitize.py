@@ -9,7 +9,7 @@ import time
 import pytest
 
 from attn.kernels.hopper import decode, decode_consume, prefill, tiles
-from builders import kernels
+from builders import plan_kernels
 from tests import sanitize, trials
 from tests.kernels import exchanges
 from tests.sanitize import (
@@ -103,7 +103,7 @@ def test_exchanges_and_the_dispatch_are_explained():
     assert sum(outcome.found.values()) == 3
 
 
-PLAN = line_of(kernels.plan_kernel, "gdc_wait")
+PLAN = line_of(plan_kernels.plan_kernel, "gdc_wait")
 
 
 @pytest.mark.parametrize(

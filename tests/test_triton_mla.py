@@ -11,8 +11,8 @@ import torch
 from attn.backends.triton_mla import TritonMLABackend
 from builders.common import CommonAttentionMetadata
 from builders.kernel_calls import KernelCall, collected_calls
-from builders.kernels import plan_kernel
 from builders.latent_prefill import EXPANDED_WIDTH, PAGE
+from builders.plan_kernels import plan_kernel
 from builders.triton_mla import TritonMLAMetadataBuilder
 from specs.dtypes import CacheDType, DType
 from specs.engine import DecodeKernel, EngineConfig

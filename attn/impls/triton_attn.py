@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attn.impls.base import AttentionLayer
-from attn.impls.cached import CachedImpl
+from attn.impls.cached import CachedImpl, ViewedCache
 from attn.impls.warm import run_compiled
 from attn.ops.merge import merge_states
 from builders.debug import debug_read
@@ -18,9 +18,15 @@ from specs.dtypes import KVQuantMode
 from specs.layouts import KVViews
 
 if TYPE_CHECKING:
+    from attn.kernels.again import PrefillAgain
     from attn.kernels.dense import DenseLauncher, DenseTensors
+    from builders.fast_launch import Repeat
     from builders.shared_prefix import SharedPrefix
     from builders.triton_attn import TritonAttentionMetadata, TritonAttentionMetadataBuilder
+
+MOST_TRIES = 16
+"""Times that a layer makes what launches its forwards again: steps may differ in turn for ever."""
+_NONE: tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]] = ((), (None,) * 6)
 
 
 class TritonAttentionImpl(CachedImpl):
@@ -47,6 +53,9 @@ class TritonAttentionImpl(CachedImpl):
         )
         """The mask is causality alone, so that a prefix is seen whole and positions may shift."""
         self._is_scaled = self.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR
+        self._has_others = (
+            self._is_scaled or self.sinks is not None or self.alibi_slopes is not None
+        )
         self._on_device: dict[torch.device, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
         self._launchers: dict[bool, DenseLauncher] = {}
 
@@ -85,6 +94,19 @@ class TritonAttentionImpl(CachedImpl):
         if attn_metadata is None:
             return output.zero_()
         # In few calls: each layer of each step comes by.
+        viewed = self._viewed
+        is_usual = output_lse is None and output_scale is None
+        if (
+            is_usual
+            and viewed is not None
+            and viewed.kv_cache() is kv_cache
+            and viewed.address == kv_cache.data_ptr()
+        ):
+            again = viewed.again.get(attn_metadata.prefill is None)
+            if again is not None:
+                others, rest = self._others(layer, query.device) if self._has_others else _NONE
+                if again(attn_metadata, query, output, others, rest):
+                    return output
         viewed = None
         if self._is_cached:
             if self._debugs:
@@ -121,11 +143,48 @@ class TritonAttentionImpl(CachedImpl):
         shared = attn_metadata.shared
         if shared is not None and self._is_plainly_causal:
             _attend_shared(launcher, shared, tensors)
+            launched = None
         else:
-            launcher.attend(attn_metadata, tensors)
+            launched = launcher.attend(attn_metadata, tensors)
         if viewed is not None:
             viewed.made = tensors.rows
+            if launched is not None and is_usual and not self._debugs:
+                self._keep(viewed, attn_metadata, layer, query, output, launched)
         return output
+
+    def _others(
+        self, layer: AttentionLayer, device: torch.device
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]:
+        """What a forward is given beside query, output and cache, and the addresses of all that it
+        may be given.
+        """
+        sinks, slopes = self._constants(device)
+        scales = (layer._k_scale, layer._v_scale) if self._is_scaled else (None, None)
+        every = (sinks, slopes, None, None, *scales)
+        return (
+            tuple(tensor for tensor in every if tensor is not None),
+            tuple(None if tensor is None else tensor.data_ptr() for tensor in every),
+        )
+
+    def _keep(
+        self,
+        viewed: ViewedCache,
+        step: TritonAttentionMetadata,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        launched: Repeat | PrefillAgain,
+    ) -> None:
+        """Forwards like this one are launched again by what launched it."""
+        from attn.kernels.again import ForwardAgain, alike
+
+        viewed.tries += 1
+        if viewed.tries > MOST_TRIES:
+            return
+        others, _ = self._others(layer, query.device) if self._has_others else _NONE
+        is_alike = alike((query, output, *others))
+        if is_alike is not None:
+            viewed.again[step.prefill is None] = ForwardAgain(step, launched, is_alike)
 
     def warm_up(
         self,

@@ -35,6 +35,7 @@ from specs.dtypes import CacheDType, KVQuantMode
 from specs.layouts import KVViews
 
 if TYPE_CHECKING:
+    from attn.kernels.again import PrefillAgain
     from attn.kernels.hopper.decode_launch import HopperDecodeLauncher
     from attn.kernels.hopper.launch import HopperLauncher, RepeatedPrefill
     from attn.kernels.hopper.widened import WidenedLauncher
@@ -194,19 +195,26 @@ class DenseLauncher:
         self._widened: WidenedLauncher | None = None
         self._hopper_decode: HopperDecodeLauncher | None = None
 
-    def attend(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> None:
+    def attend(
+        self, step: TritonAttentionMetadata, tensors: DenseTensors
+    ) -> Repeat | PrefillAgain | None:
         """Enqueue the step's launches.
 
         Args:
             step: the builder's record.
             tensors: of this forward.
 
+        Returns:
+            What made the only launch, where that was made before.
+
         Raises:
             ValueError: tensors that do not fit the layer.
         """
         split, prefill = step.split, step.prefill
         if split is None and prefill is None:
-            return
+            return None
+        again: Repeat | None = None
+        attends: PrefillAgain | None = None
         rows, read = tensors.rows, step.read
         # Rows that are made for one forward do not come back.
         repeats = rows is not None and read.is_plain
@@ -219,6 +227,7 @@ class DenseLauncher:
             if again is None or not again.launch(programs, (*given, split.pointers.given)):
                 call = self._split(step, tensors, self._varying(step, tensors), likeness)
                 call.launch()
+                again = None
                 if repeats:
                     self._split_repeats.keep(of_split, call.repeat((*_GIVEN, "plan")))
         if prefill is not None:
@@ -228,8 +237,10 @@ class DenseLauncher:
                 calls = self._prefills(step, tensors, self._varying(step, tensors), likeness)
                 for call in calls:
                     call.launch()
+                attends = None
                 if repeats and len(calls) == 1:
                     self._prefill_repeats.keep(of_prefill, _repeated_prefill(calls[0]))
+        return again if prefill is None else attends if split is None else None
 
     def split(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> KernelCall:
         """The launch that serves the step's rows with few query tokens."""

@@ -44,7 +44,7 @@ from builders.fast_launch import (
     repeated_launch,
 )
 from builders.kernel_calls import collected_calls
-from builders.kernels import plan_kernel
+from builders.plan_kernels import plan_kernel
 from builders.split_kv import SplitPlanner
 from builders.split_plan import Pointers, SplitLimits
 from builders.tiles import DenseShape

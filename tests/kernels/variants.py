@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 import attn.kernels.dense
-import builders.kernels
+import builders.plan_kernels
 import builders.split_kv
 import builders.triton_attn
 import builders.triton_mla
