@@ -86,7 +86,7 @@ def test_the_dispatch_is_where_partitions_are_named():
         lines = dispatch_lines(file, kernel.fn.__name__)
         assert {line_of(kernel, "def "), line_of(kernel, "warp_specialize")} <= lines
         assert line_of(kernel, "mbarrier.init") not in lines
-    assert dispatch_lines("kernels.py", "plan_kernel") == frozenset()
+    assert dispatch_lines("plan_kernels.py", "plan_kernel") == frozenset()
     assert dispatch_lines("no_such_file.py", KERNEL) == frozenset()
 
 
@@ -119,8 +119,8 @@ PLAN = line_of(plan_kernels.plan_kernel, "gdc_wait")
         race(access("Write", "decode.py", DEFINED), access("Read", "decode.py", DEFINED + 90)),
         race(access("Write", "tiles.py", PUT), access("Read", "tiles.py", 3)),
         race(
-            access("Write", "kernels.py", PLAN, "plan_kernel"),
-            access("Read", "kernels.py", PLAN, "plan_kernel"),
+            access("Write", "plan_kernels.py", PLAN, "plan_kernel"),
+            access("Read", "plan_kernels.py", PLAN, "plan_kernel"),
         ),
         race(
             access("Write", "decode.py", DISPATCHED),
