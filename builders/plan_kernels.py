@@ -453,6 +453,75 @@ def _four_of_row(rows, first: tl.constexpr, turn, lane, TURNS: tl.constexpr):
 
 
 @triton.jit
+def _row_of_lane(
+    j, num_rows, num_reqs, most_rows, req_rows, requests, window, chunk, lookback, dcp_size,
+    dcp_rank, dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
+    SEGMENT_UNIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr,
+    DCP: tl.constexpr, BUNDLE: tl.constexpr, TURNS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Row ``j`` of each thread of a turn, in the order of ROW_FIELDS, but for what is not known
+    yet. Of several turns each request has one.
+    """
+    begin, count, kv_len, bundles = requests
+    req, bundle, skipped = j, j * 0, j * 0
+    if TURNS == 1:
+        if (most_rows > 1) | (num_rows != num_reqs):
+            # Requests whose rows end at or before it.
+            req = j * 0
+            req_ends = tl.cumsum(req_rows, 1)
+            for step in tl.static_range(STEPS):
+                half = (1 << STEPS) >> (step + 1)
+                req += tl.where(tl.gather(req_ends, req + half - 1, 1) <= j, half, 0)
+            later = j - tl.gather(req_ends - req_rows, req, 1)
+            begin, count = tl.gather(begin, req, 1), tl.gather(count, req, 1)
+            kv_len, bundles = tl.gather(kv_len, req, 1), tl.gather(bundles, req, 1)
+            turn = later
+            if BUNDLE:
+                # Of numbers up to a warp's threads the quotient is right in fp32.
+                turn = ((later.to(tl.float32) + 0.5) / bundles.to(tl.float32)).to(tl.int32)
+                bundle = later - turn * bundles
+            skipped = turn * QUERY_TOKENS
+    token, tokens, first, first_tile, tiles = _row_of(
+        j < num_rows, bundle, skipped, begin, count, kv_len, window, chunk, lookback, dcp_size,
+        dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
+        BUNDLE,
+    )  # fmt: skip
+    return req, token, tokens, kv_len, first, first_tile, tiles, bundle, bundles
+
+
+@triton.jit
+def _store_turns(
+    rows_ptr, rows, num_rows, cost, lanes, line, SEGMENT_UNIT: tl.constexpr,
+    HEAD_LOOPS: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
+    """Store the rows of all turns, each by a warp of its own; and their fields, their ends among
+    the tiles, and the ends of turns.
+    """
+    placed = ()
+    begun = line * 0
+    for k in tl.static_range(TURNS):
+        j = k * _IN_A_WARP + lanes
+        live = j < num_rows
+        req, token, tokens, kv_len, first, first_tile, tiles, bundle, bundles = rows[k]
+        taken = tl.where(live, (tiles + cost) * HEAD_LOOPS, 0)
+        ends = begun + tl.cumsum(taken, 1)
+        begun += tl.sum(taken, 1, keep_dims=True)
+        place = ends - taken
+        tiles = tl.maximum(tiles, 1)
+        part, parts = _segments_of(first_tile, tiles, SEGMENT_UNIT)
+        mine = live & (line == k)
+        _store_four(rows_ptr, j, _FIELDS, 0, mine, req, token, tokens, kv_len)
+        _store_four(rows_ptr, j, _FIELDS, 4, mine, first, first_tile, tiles, place)
+        _store_four(rows_ptr, j, _FIELDS, 8, mine, part, parts, bundle, bundles)
+        stored = (
+            req, token, tokens, kv_len, first, first_tile, tiles, place, part, parts, bundle,
+            bundles, ends, begun,
+        )  # fmt: skip
+        placed += (stored,)  # type: ignore[assignment]
+    return placed
+
+
+@triton.jit
 def _plan_few(
     rows_ptr, total_ptr, starts_ptr, shares_ptr, seq_lens_ptr, query_start_ptr, num_reqs, num_rows,
     most_rows, req_rows, reqs, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank,
@@ -469,75 +538,53 @@ def _plan_few(
     Tensors have a line for each warp, so that all along a line is an exchange within it. ``reqs``:
     of each turn first tokens, numbers of tokens, lengths, and bundles.
     """
-    LANES: tl.constexpr = _IN_A_WARP
-    lane = tl.arange(0, LANES)[None, :]
+    lane = tl.arange(0, _IN_A_WARP)[None, :]
     line = tl.arange(0, LINES)[:, None]
     lanes = line * 0 + lane
     rows = ()
     total, fewest, largest = line * 0, line * 0 + max_kv_len + 1, line * 0 + 1
     for k in tl.static_range(TURNS):
-        j = k * LANES + lanes
-        live = j < num_rows
-        begin, count, kv_len, bundles = reqs[k]
-        req, bundle, skipped = j, j * 0, j * 0
-        if TURNS == 1:
-            if (most_rows > 1) | (num_rows != num_reqs):
-                # Requests whose rows end at or before it.
-                req = j * 0
-                req_ends = tl.cumsum(req_rows, 1)
-                for step in tl.static_range(STEPS):
-                    half = (1 << STEPS) >> (step + 1)
-                    req += tl.where(tl.gather(req_ends, req + half - 1, 1) <= j, half, 0)
-                later = j - tl.gather(req_ends - req_rows, req, 1)
-                begin, count = tl.gather(begin, req, 1), tl.gather(count, req, 1)
-                kv_len, bundles = tl.gather(kv_len, req, 1), tl.gather(bundles, req, 1)
-                turn = later
-                if BUNDLE:
-                    # Of numbers up to a warp's threads the quotient is right in fp32.
-                    turn = ((later.to(tl.float32) + 0.5) / bundles.to(tl.float32)).to(tl.int32)
-                    bundle = later - turn * bundles
-                skipped = turn * QUERY_TOKENS
-        token, tokens, first, first_tile, tiles = _row_of(
-            live, bundle, skipped, begin, count, kv_len, window, chunk, lookback, dcp_size,
+        j = k * _IN_A_WARP + lanes
+        row = _row_of_lane(
+            j, num_rows, num_reqs, most_rows, req_rows, reqs[k], window, chunk, lookback, dcp_size,
             dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
-            BUNDLE,
+            BUNDLE, TURNS, STEPS,
         )  # fmt: skip
-        total += tl.sum(tiles, 1, keep_dims=True)
-        least = tl.min(tl.where(live, tiles, max_kv_len + 1), 1, keep_dims=True)
+        rows += (row,)  # type: ignore[assignment]
+        total += tl.sum(row[6], 1, keep_dims=True)
+        least = tl.min(tl.where(j < num_rows, row[6], max_kv_len + 1), 1, keep_dims=True)
         fewest = tl.minimum(fewest, least)
-        largest = tl.maximum(largest, tl.max(tiles, 1, keep_dims=True))
-        # In the order of ROW_FIELDS, but for what is not known yet.
-        counted = (req, token, tokens, kv_len, first, first_tile, tiles, bundle, bundles)
-        rows += (counted,)  # type: ignore[assignment]
+        largest = tl.maximum(largest, tl.max(row[6], 1, keep_dims=True))
     cost, total, sharers, shared = _sharing(
         total, fewest, largest, num_rows, HEAD_LOOPS, FREE, LEAST, ROW_COST, NUM_GROUPS
     )
     once = (line == 0) & (lane < 2)
     tl.store(total_ptr + lanes, tl.where(lane == 0, num_rows, shared), mask=once)
-    placed = ()
-    begun = line * 0
-    for k in tl.static_range(TURNS):
-        j = k * LANES + lanes
-        live = j < num_rows
-        req, token, tokens, kv_len, first, first_tile, tiles, bundle, bundles = rows[k]
-        taken = tl.where(live, (tiles + cost) * HEAD_LOOPS, 0)
-        ends = begun + tl.cumsum(taken, 1)
-        begun += tl.sum(taken, 1, keep_dims=True)
-        place = ends - taken
-        tiles = tl.maximum(tiles, 1)
-        part, parts = _segments_of(first_tile, tiles, SEGMENT_UNIT)
-        # Each turn by a warp of its own.
-        mine = live & (line == k)
-        _store_four(rows_ptr, j, _FIELDS, 0, mine, req, token, tokens, kv_len)
-        _store_four(rows_ptr, j, _FIELDS, 4, mine, first, first_tile, tiles, place)
-        _store_four(rows_ptr, j, _FIELDS, 8, mine, part, parts, bundle, bundles)
-        stored = (
-            req, token, tokens, kv_len, first, first_tile, tiles, place, part, parts, bundle,
-            bundles, ends, begun,
-        )  # fmt: skip
-        placed += (stored,)  # type: ignore[assignment]
+    placed = _store_turns(
+        rows_ptr, rows, num_rows, cost, lanes, line, SEGMENT_UNIT, HEAD_LOOPS, TURNS
+    )
+    _share_turns(
+        starts_ptr, shares_ptr, seq_lens_ptr, query_start_ptr, placed, lane, line, num_rows, cost,
+        total, sharers, shared, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank,
+        dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE,
+        HEAD_LOOPS, FREE, NUM_GROUPS, LINES, TURNS,
+    )  # fmt: skip
 
-    # The last thread of a warp computes what is the next warp's, for the group before it.
+
+@triton.jit
+def _share_turns(
+    starts_ptr, shares_ptr, seq_lens_ptr, query_start_ptr, placed, lane, line, num_rows, cost,
+    total, sharers, shared, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
+    QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
+    BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    LINES: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
+    """Where every group starts, and its share, of rows that every warp has.
+
+    The last thread of a warp computes what is the next warp's, for the group before it.
+    """
+    LANES: tl.constexpr = _IN_A_WARP
     c = line * (LANES - 1) + lane
     own = lane < LANES - 1
     position = _first_place(c, shared, sharers)
@@ -555,7 +602,7 @@ def _plan_few(
         cost, num_rows, SEGMENT_UNIT, HEAD_LOOPS, FREE,
     )  # fmt: skip
     _store_two(starts_ptr, c, own & (c <= NUM_GROUPS), start, segment)
-    following = tl.minimum(lanes + 1, LANES - 1)
+    following = tl.minimum(line * 0 + lane + 1, LANES - 1)
     stop, stop_segment = tl.gather(start, following, 1), tl.gather(segment, following, 1)
     real = own & (c < NUM_GROUPS)
     _store_four(shares_ptr, c, _SHARE_FIELDS, 0, real, start, segment, stop, stop_segment)

@@ -18,9 +18,8 @@ from specs.dtypes import KVQuantMode
 from specs.layouts import KVViews
 
 if TYPE_CHECKING:
-    from attn.kernels.again import PrefillAgain
+    from attn.kernels.again import Launched
     from attn.kernels.dense import DenseLauncher, DenseTensors
-    from builders.fast_launch import Repeat
     from builders.shared_prefix import SharedPrefix
     from builders.triton_attn import TritonAttentionMetadata, TritonAttentionMetadataBuilder
 
@@ -173,7 +172,7 @@ class TritonAttentionImpl(CachedImpl):
         layer: AttentionLayer,
         query: torch.Tensor,
         output: torch.Tensor,
-        launched: Repeat | PrefillAgain,
+        launched: Launched,
     ) -> None:
         """Forwards like this one are launched again by what launched it."""
         from attn.kernels.again import ForwardAgain, alike

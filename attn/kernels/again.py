@@ -9,7 +9,7 @@ forwards are read as they are otherwise (:meth:`attn.kernels.dense.DenseLauncher
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from builders.fast_launch import Repeat
     from builders.split_plan import PrefillPlan
     from builders.triton_attn import TritonAttentionMetadata
+
+
+Launched: TypeAlias = "Repeat | PrefillAgain"
+"""What makes a launch again."""
 
 
 class PrefillAgain(Protocol):
@@ -42,7 +46,7 @@ class ForwardAgain:
     def __init__(
         self,
         step: TritonAttentionMetadata,
-        launched: Repeat | PrefillAgain,
+        launched: Launched,
         is_alike: Callable[..., bool],
     ) -> None:
         """

@@ -35,7 +35,7 @@ from specs.dtypes import CacheDType, KVQuantMode
 from specs.layouts import KVViews
 
 if TYPE_CHECKING:
-    from attn.kernels.again import PrefillAgain
+    from attn.kernels.again import Launched, PrefillAgain
     from attn.kernels.hopper.decode_launch import HopperDecodeLauncher
     from attn.kernels.hopper.launch import HopperLauncher, RepeatedPrefill
     from attn.kernels.hopper.widened import WidenedLauncher
@@ -195,9 +195,7 @@ class DenseLauncher:
         self._widened: WidenedLauncher | None = None
         self._hopper_decode: HopperDecodeLauncher | None = None
 
-    def attend(
-        self, step: TritonAttentionMetadata, tensors: DenseTensors
-    ) -> Repeat | PrefillAgain | None:
+    def attend(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> Launched | None:
         """Enqueue the step's launches.
 
         Args:
