@@ -72,6 +72,21 @@ CACHE_DTYPES = (
 )
 
 
+class AloneStep(NamedTuple):
+    """What the only launch of a layer depends on of a step, and is given of it."""
+
+    likeness: tuple[Any, ...]
+    """Everything but lengths and addresses."""
+    least: int
+    """Rows that there must be of query and output."""
+    is_prefill: bool
+    prefill: PrefillPlan | None
+    programs: int
+    """Of the split-KV kernel."""
+    given: tuple[Any, ...]
+    """Addresses of that kernel's plan, or of the lengths."""
+
+
 class ReadStep(NamedTuple):
     """What launches of all layers depend on of a step, read once for them all."""
 
@@ -85,6 +100,8 @@ class ReadStep(NamedTuple):
     """Addresses of ``query_start_loc`` and ``seq_lens``, and the number of requests."""
     is_plain: bool
     """Nothing but these differs from step to step: launches are made again with other values."""
+    alone: AloneStep | None
+    """Of plain steps with rows of one kind, and no common prefix."""
 
 
 @dataclass
@@ -138,22 +155,33 @@ class TritonAttentionMetadata(AttentionMetadata):
         )
         has_ranges, has_prefixes = self.mm_ranges is not None, self.rswa_prefix_lens is not None
         is_one = isinstance(causal, bool)
+        likeness = (
+            table.dtype,
+            table.is_cuda,
+            causal if is_one else None,
+            has_ranges,
+            self.rswa_window if has_prefixes else None,
+            self.stripe,
+        )
+        of_prefill = (starts.dtype, starts.is_cuda, lens.dtype, lens.is_cuda)
+        lengths = (starts.data_ptr(), lens.data_ptr(), self.num_reqs)
+        is_plain = is_one and not (has_ranges or has_prefixes) and self.first_positions is None
+        alone, least, (split, prefill) = None, self.num_actual_tokens, (self.split, self.prefill)
+        if is_plain and self.shared is None:
+            if prefill is None and split is not None:
+                programs, given = split.groups * split.heads, split.pointers.given
+                kind: tuple[Any, ...] = (likeness, split.likeness)
+                alone = AloneStep(kind, least, False, None, programs, given)
+            elif prefill is not None and split is None:
+                kind = (likeness, prefill.likeness, of_prefill)
+                alone = AloneStep(kind, least, True, prefill, 0, lengths)
         return ReadStep(
-            likeness=(
-                table.dtype,
-                table.is_cuda,
-                causal if is_one else None,
-                has_ranges,
-                self.rswa_window if has_prefixes else None,
-                self.stripe,
-            ),
-            likeness_of_prefill=(starts.dtype, starts.is_cuda, lens.dtype, lens.is_cuda),
+            likeness=likeness,
+            likeness_of_prefill=of_prefill,
             table=(table.stride()[0], table.data_ptr()),
-            lengths=(starts.data_ptr(), lens.data_ptr(), self.num_reqs),
-            is_plain=is_one
-            and not has_ranges
-            and not has_prefixes
-            and self.first_positions is None,
+            lengths=lengths,
+            is_plain=is_plain,
+            alone=alone,
         )
 
 

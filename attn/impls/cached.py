@@ -101,7 +101,7 @@ class ViewedCache:
         self.made: Any = None
         """What a forward made of them, to keep with them."""
         self.again: dict[bool, Any] = {}
-        """Likewise: what launches a forward again, of steps without prefills and of others."""
+        """Likewise: what launches a forward again, of steps with prefills and of others."""
         self.tries = 0
         """Times that such was made."""
         self.model_dtype = model_dtype

@@ -101,10 +101,10 @@ class TritonAttentionImpl(CachedImpl):
             and viewed.kv_cache() is kv_cache
             and viewed.address == kv_cache.data_ptr()
         ):
-            again = viewed.again.get(attn_metadata.prefill is None)
+            again = viewed.again.get(attn_metadata.prefill is not None)
             if again is not None:
                 others, rest = self._others(layer, query.device) if self._has_others else _NONE
-                if again(attn_metadata, query, output, others, rest):
+                if again(attn_metadata.read, query, output, others, rest):
                     return output
         viewed = None
         if self._is_cached:
@@ -177,13 +177,14 @@ class TritonAttentionImpl(CachedImpl):
         """Forwards like this one are launched again by what launched it."""
         from attn.kernels.again import ForwardAgain, alike
 
+        alone = step.read.alone
         viewed.tries += 1
-        if viewed.tries > MOST_TRIES:
+        if alone is None or viewed.tries > MOST_TRIES:
             return
         others, _ = self._others(layer, query.device) if self._has_others else _NONE
         is_alike = alike((query, output, *others))
         if is_alike is not None:
-            viewed.again[step.prefill is None] = ForwardAgain(step, launched, is_alike)
+            viewed.again[alone.is_prefill] = ForwardAgain(alone, launched, is_alike)
 
     def warm_up(
         self,

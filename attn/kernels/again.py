@@ -18,7 +18,7 @@ from builders.kernel_calls import collected
 if TYPE_CHECKING:
     from builders.fast_launch import Repeat
     from builders.split_plan import PrefillPlan
-    from builders.triton_attn import TritonAttentionMetadata
+    from builders.triton_attn import AloneStep, ReadStep
 
 
 Launched: TypeAlias = "Repeat | PrefillAgain"
@@ -43,29 +43,20 @@ class ForwardAgain:
     from one that was launched in numbers of rows and addresses.
     """
 
-    def __init__(
-        self,
-        step: TritonAttentionMetadata,
-        launched: Launched,
-        is_alike: Callable[..., bool],
-    ) -> None:
+    def __init__(self, step: AloneStep, launched: Launched, is_alike: Callable[..., bool]) -> None:
         """
         Args:
             step: of that forward.
-            launched: what made its only launch.
+            launched: what made its launch.
             is_alike: as :func:`alike` makes it of its query and output, and what else it was given.
         """
-        plan = step.split if step.prefill is None else step.prefill
-        assert plan is not None
-        self._launched: Any = launched
+        self._likeness = step.likeness
+        self._launch: Callable[..., bool] = launched.launch
         self._is_alike = is_alike
-        self._is_prefill = step.prefill is not None
-        self._plan = plan.likeness
-        self._read, self._of_prefill = step.read.likeness, step.read.likeness_of_prefill
 
     def __call__(
         self,
-        step: TritonAttentionMetadata,
+        read: ReadStep,
         query: torch.Tensor,
         output: torch.Tensor,
         others: Sequence[torch.Tensor],
@@ -74,38 +65,30 @@ class ForwardAgain:
         """Enqueue a forward; False, and nothing is done, where it is not like that one.
 
         Args:
-            step: the builder's record.
+            read: of the builder's record.
             query: ``[T, H, D]``.
             output: ``[T, H, Dv]`` or ``[T, H * Dv]``.
             others: what else it is given.
             rest: addresses of sinks, slopes, LSE, the output's scale and the cache's scales; None
                 of those that there are not.
         """
-        split, prefill, read = step.split, step.prefill, step.read
-        least, tokens = step.num_actual_tokens, query.size(0)
+        alone = read.alone
+        if alone is None:
+            return False
+        likeness, least, is_prefill, prefill, programs, given = alone
+        tokens = query.size(0)
         if (
-            read.likeness != self._read
-            or not read.is_plain
-            or step.shared is not None
+            likeness != self._likeness
             or tokens < least
             or output.size(0) < least
             or not self._is_alike(query, output, *others)
             or collected.get() is not None
         ):
             return False
-        given = ((query.data_ptr(), tokens, output.data_ptr()), read.table, rest)
-        if self._is_prefill:
-            if prefill is None or split is not None or prefill.likeness != self._plan:
-                return False
-            if read.likeness_of_prefill != self._of_prefill:
-                return False
-            done: bool = self._launched.launch(prefill, query, given, read.lengths)
-            return done
-        if split is None or prefill is not None or split.likeness != self._plan:
-            return False
-        programs = split.groups * split.heads
-        done = self._launched.launch(programs, (*given, split.pointers.given))
-        return done
+        rows = (query.data_ptr(), tokens, output.data_ptr())
+        if is_prefill:
+            return self._launch(prefill, query, (rows, read.table, rest), given)
+        return self._launch(programs, (rows, read.table, rest, given))
 
 
 def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:

@@ -33,7 +33,7 @@ from attn.kernels.hopper.prefill import hopper_prefill_kernel
 from attn.kernels.launch import KernelForm
 from attn.kernels.mla_decode import mla_decode_kernel
 from attn.kernels.prefill import prefill_kernel
-from builders import driver_launch, fast_launch, kernels, split_kv
+from builders import driver_launch, fast_launch, plan_kernels, split_kv
 from builders.buffers import GraphBuffers
 from builders.fast_launch import (
     GROUPS,
@@ -715,7 +715,7 @@ def test_a_plan_goes_past_triton_with_the_same_arguments(
         return compiled
 
     monkeypatch.setattr(cast("Any", kernel), "_do_compile", compile_)
-    monkeypatch.setattr(kernels, "plan_kernel", kernel)
+    monkeypatch.setattr(plan_kernels, "plan_kernel", kernel)
     shape, limits = DenseShape(4, 1, 64, 64, 2, 16), SplitLimits(64, 64, 512, None)
     first, second = (
         SplitPlanner(shape, DeviceKind.SM90, 132, limits, 1, GraphBuffers("cpu")) for _ in range(2)

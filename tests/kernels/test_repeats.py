@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction
 
 from attn.impls.base import LayerScales
 from attn.impls.triton_attn import TritonAttentionImpl
-from attn.kernels import dense
+from attn.kernels import again, dense
 from attn.kernels.decode import decode_kernel
 from attn.kernels.hopper import decode_launch, launch
 from attn.kernels.hopper.decode import hopper_decode_kernel
@@ -242,6 +242,92 @@ def test_what_starts_ahead_does_so_when_it_is_launched_again(
         assert words[STARTS_AHEAD] is ahead
         assert gpu.was_past_triton == (number > 0)
         assert bench.taken == [True] * max(0, number - 1)
+
+
+ALONE = {"prefill": ((40,), 40), "decodes": ((1, 2), 4)}
+"""Steps with rows of one kind, and how many query and output have."""
+
+
+def alone(bench: Bench, kind: str) -> dict[str, Any]:
+    lens, rows = ALONE[kind]
+    return {"step": bench.step(*lens), "query": rows_of(rows), "output": rows_of(rows)}
+
+
+@pytest.mark.parametrize("kind", ["hopper", "plain", "fp8"])
+@pytest.mark.parametrize("rows", ALONE)
+def test_the_fourth_forward_with_rows_of_one_kind_reads_no_tensor(
+    gpu: Driver, kind: str, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(gpu, kind, monkeypatch)
+    attend, reads = dense.DenseLauncher.attend, []
+
+    def counted(launcher: Any, *given: Any) -> Any:
+        reads.append(given)
+        return attend(launcher, *given)
+
+    monkeypatch.setattr(dense.DenseLauncher, "attend", counted)
+    for number in range(6):
+        given = alone(bench, rows)
+        launches = bench.forward(bench.impl, given)
+        assert launches == bench.forward(bench.new_impl(), given)
+        # Of which the other layer's first is one.
+        assert len(reads) == number + 1 + min(number + 1, 3)
+
+
+@pytest.mark.parametrize("rows", ALONE)
+def test_what_is_launched_again_is_watched_and_collected(
+    gpu: Driver, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(gpu, "hopper", monkeypatch)
+    given = alone(bench, rows)
+    for _ in range(5):
+        bench.forward(bench.impl, given)
+    with hook_in_chain(cast(Any, None), gpu):
+        bench.forward(bench.impl, given)
+        assert not gpu.was_past_triton
+    with collected_calls() as calls:
+        assert bench.forward(bench.impl, given) == []
+    assert len(calls) == 1
+    fewer = {**given, "query": given["query"][:1]}
+    with pytest.raises(ValueError, match="query"):
+        bench.forward(bench.impl, fewer)
+    bench.taken.clear()
+    bench.forward(bench.impl, given)
+    assert bench.taken == [True]
+
+
+def test_torch_that_does_not_compare_tensors_costs_time_only(
+    gpu: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(again, "alike", lambda tensors: None)
+    bench = Bench(gpu, "hopper", monkeypatch)
+    given = alone(bench, "prefill")
+    launches = [bench.forward(bench.impl, given) for _ in range(5)]
+    assert launches[1:] == launches[:-1]
+    assert bench.taken == [True] * 3
+    assert bench.impl._viewed is not None
+    assert not bench.impl._viewed.again
+
+
+def test_likeness_of_tensors() -> None:
+    query, output, scale = rows_of(40), rows_of(40), torch.ones(1)
+    check = again.alike((query, output, scale))
+    assert check is not None
+    assert check(query, output, scale)
+    assert check(rows_of(7), rows_of(50), torch.zeros(1))
+    wide = torch.zeros(40, 2 * HEADS, SIZE, dtype=torch.float16)
+    for other in (
+        wide,
+        wide[:, :HEADS],
+        query.flatten(1),
+        query.float(),
+        query.to("meta"),
+        query[:, :, : SIZE // 2].contiguous(),
+    ):
+        assert not check(other, output, scale)
+        assert not check(query, other, scale)
+    for other in (torch.ones(2), torch.ones(1, dtype=torch.float64), torch.ones(())):
+        assert not check(query, output, other)
 
 
 def test_what_watches_launches_sees_them(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
