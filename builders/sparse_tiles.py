@@ -108,7 +108,7 @@ class SparseTile:
 
         Raises:
             ValueError: segments that are no whole steps, several of a program without registers to
-                fold them in, or latents asked for before their indices, or where they are not.
+                fold them in, or latents asked for before their indices.
         """
         if self.segment % self.kv_tile:
             raise ValueError(

@@ -37,8 +37,8 @@ ATTN_RANK = {
 
 # Third-party packages that a module of the package may load by being imported.
 AT_MODULE_LEVEL = {"specs": {"pydantic"}, "builders": {"torch"}}
-# Kernels that write metadata, and what launches them: builders, impls and backends import these
-# modules inside a function.
+# Kernels that write metadata, what kernels share with them, and what launches them: builders, impls
+# and backends import these modules inside a function.
 KERNELS_OF_BUILDERS = (
     "builders.kernels",
     "builders.plan_kernels",

@@ -103,7 +103,7 @@ class ViewedCache:
         self.again: dict[bool, Any] = {}
         """Likewise: what launches a forward again, of steps with prefills and of others."""
         self.tries = 0
-        """Times that such was made."""
+        """Times that such was to be made."""
         self.model_dtype = model_dtype
         self.address = kv_cache.data_ptr()
         self.kv_cache = weakref.ref(kv_cache, self._forget)

@@ -52,9 +52,6 @@ class TritonAttentionImpl(CachedImpl):
         )
         """The mask is causality alone, so that a prefix is seen whole and positions may shift."""
         self._is_scaled = self.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR
-        self._has_others = (
-            self._is_scaled or self.sinks is not None or self.alibi_slopes is not None
-        )
         self._on_device: dict[torch.device, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
         self._launchers: dict[bool, DenseLauncher] = {}
 
@@ -103,7 +100,7 @@ class TritonAttentionImpl(CachedImpl):
         ):
             again = viewed.again.get(attn_metadata.prefill is not None)
             if again is not None:
-                others, rest = self._others(layer, query.device) if self._has_others else _NONE
+                others, rest = self._others(layer, query)
                 if again(attn_metadata.read, query, output, others, rest):
                     return output
         viewed = None
@@ -152,16 +149,18 @@ class TritonAttentionImpl(CachedImpl):
         return output
 
     def _others(
-        self, layer: AttentionLayer, device: torch.device
+        self, layer: AttentionLayer, query: torch.Tensor
     ) -> tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]:
-        """What a forward is given beside query, output and cache, and the addresses of all that it
-        may be given.
+        """What a forward is given beside query, output and cache, each tensor once, and the
+        addresses of all that it may be given.
         """
-        sinks, slopes = self._constants(device)
+        if not self._is_scaled and self.sinks is None and self.alibi_slopes is None:
+            return _NONE
+        sinks, slopes = self._constants(query.device)
         scales = (layer._k_scale, layer._v_scale) if self._is_scaled else (None, None)
         every = (sinks, slopes, None, None, *scales)
         return (
-            tuple(tensor for tensor in every if tensor is not None),
+            (*{id(tensor): tensor for tensor in every if tensor is not None}.values(),),
             tuple(None if tensor is None else tensor.data_ptr() for tensor in every),
         )
 
@@ -178,13 +177,16 @@ class TritonAttentionImpl(CachedImpl):
         from attn.kernels.again import ForwardAgain, alike
 
         alone = step.read.alone
-        viewed.tries += 1
-        if alone is None or viewed.tries > MOST_TRIES:
+        if alone is None:
             return
-        others, _ = self._others(layer, query.device) if self._has_others else _NONE
+        viewed.tries += 1
+        if viewed.tries > MOST_TRIES:
+            viewed.again.clear()
+            return
+        others, rest = self._others(layer, query)
         is_alike = alike((query, output, *others))
         if is_alike is not None:
-            viewed.again[alone.is_prefill] = ForwardAgain(alone, launched, is_alike)
+            viewed.again[alone.is_prefill] = ForwardAgain(alone, launched, is_alike, others, rest)
 
     def warm_up(
         self,

@@ -43,13 +43,24 @@ class ForwardAgain:
     from one that was launched in numbers of rows and addresses.
     """
 
-    def __init__(self, step: AloneStep, launched: Launched, is_alike: Callable[..., bool]) -> None:
+    def __init__(
+        self,
+        step: AloneStep,
+        launched: Launched,
+        is_alike: Callable[..., bool],
+        others: Sequence[torch.Tensor],
+        rest: tuple[int | None, ...],
+    ) -> None:
         """
         Args:
             step: of that forward.
             launched: what made its launch.
             is_alike: as :func:`alike` makes it of its query and output, and what else it was given.
+            others: as of a call.
+            rest: likewise.
         """
+        self._num_others = len(others)
+        self._missing = [address is None for address in rest]
         self._likeness = step.likeness
         self._launch: Callable[..., bool] = launched.launch
         self._is_alike = is_alike
@@ -81,6 +92,8 @@ class ForwardAgain:
             likeness != self._likeness
             or tokens < least
             or output.size(0) < least
+            or len(others) != self._num_others
+            or (others and [address is None for address in rest] != self._missing)
             or not self._is_alike(query, output, *others)
             or collected.get() is not None
         ):
@@ -92,8 +105,8 @@ class ForwardAgain:
 
 
 def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
-    """Whether others differ from these in place and, the first two, in their number of rows only;
-    None where torch does not tell.
+    """Whether as many others, no tensor twice, differ from these in place and, the first two, in
+    their number of rows only; None where torch does not tell.
     """
     try:
         from torch._C._dynamo.guards import TensorGuards

@@ -7,12 +7,14 @@ import random
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
+from attn.impls import triton_attn
 from attn.impls.base import LayerScales
 from attn.impls.triton_attn import TritonAttentionImpl
 from attn.kernels import again, dense
@@ -294,6 +296,51 @@ def test_what_is_launched_again_is_watched_and_collected(
     bench.taken.clear()
     bench.forward(bench.impl, given)
     assert bench.taken == [True]
+
+
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
+@pytest.mark.parametrize("before", [0, 2, 5])
+def test_what_a_layer_is_given_later_is_seen(
+    gpu: Driver, name: str, before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(gpu, "plain", monkeypatch)
+    given = alone(bench, "decodes")
+    for value in (None, torch.ones(HEADS), torch.ones(HEADS), None):
+        setattr(bench.impl, name, value)
+        fresh = bench.new_impl()
+        setattr(fresh, name, value)
+        launches = bench.forward(fresh, given)
+        for _ in range(before or 5):
+            assert bench.forward(bench.impl, given) == launches
+
+
+def test_scales_are_compared_one_by_one(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(gpu, "fp8", monkeypatch)
+    given = alone(bench, "prefill")
+    scale = torch.ones(1)
+    both = LayerScales(scale, scale, scale)
+    for layer in (bench.layer, both, bench.layer):
+        bench.layer = layer
+        launches = bench.forward(bench.new_impl(), given)
+        for _ in range(5):
+            assert bench.forward(bench.impl, given) == launches
+    bench.layer = cast(Any, SimpleNamespace(_k_scale=None, _v_scale=scale))
+    with pytest.raises(ValueError, match="k_scale"):
+        bench.forward(bench.impl, given)
+
+
+def test_steps_that_differ_in_turn_stop_being_compared(
+    gpu: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(gpu, "plain", monkeypatch)
+    given = alone(bench, "prefill")
+    wide = {**given, "output": torch.zeros(40, 3 * HEADS, SIZE, dtype=torch.float16)[:, :HEADS]}
+    expected = [bench.forward(bench.new_impl(), one) for one in (given, wide)]
+    for turn in range(2 * triton_attn.MOST_TRIES + 8):
+        one = (given, wide)[turn % 2]
+        assert bench.forward(bench.impl, one) == expected[turn % 2]
+    assert bench.impl._viewed is not None
+    assert not bench.impl._viewed.again
 
 
 def test_torch_that_does_not_compare_tensors_costs_time_only(

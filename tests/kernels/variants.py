@@ -753,7 +753,6 @@ def _hopper_sparse_call(layer: Layer) -> KernelCall:
     layout = latent_format_of(layer.cache)
     dtype, multiprocessors = layer.dtype.torch, KNOWN_DEVICES[TARGETS[90]].num_multiprocessors
     shape = SparseShape(heads, topk, layout, layer.dtype.itemsize, rank, size - rank)
-    # As decodes are given; where Triton cannot say so, nothing differs.
     tile = hopper_sparse_tile(shape, multiprocessors, rows, usual_options(shape))
     query = torch.empty(rows, heads, size, dtype=dtype)
     width = layout.row(rank, size - rank, layer.dtype).nbytes
