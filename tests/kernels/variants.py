@@ -343,7 +343,6 @@ VARIANTS: Final = (
     _only(Kernel.PLAN, "8/1/128", heads=(8, 1, 128)),
     _only(Kernel.PLAN, "100 requests", 90, reqs=100),
     _only(Kernel.PLAN, "8/1/128 100 requests", heads=(8, 1, 128), reqs=100),
-    _only(Kernel.PLAN, "600 requests", reqs=600),
     *(_only(Kernel.WRITE, cache.value, cache=cache) for cache in (CacheDType.AUTO, _E5M2)),
     *(_only(Kernel.WRITE, cache.value, cache=cache) for cache in (_INT8, _FP8_INLINE)),
     _only(Kernel.WRITE, "fp8", cache=_FP8),
