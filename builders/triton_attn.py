@@ -158,6 +158,8 @@ class TritonAttentionMetadata(AttentionMetadata):
         likeness = (
             table.dtype,
             table.is_cuda,
+            # Forms are checked for it, once each.
+            table.stride()[1],
             causal if is_one else None,
             has_ranges,
             self.rswa_window if has_prefixes else None,

@@ -1,8 +1,9 @@
 """Forwards like one before them, launched again for as little of the host's time as there is.
 
 Of a step without host work to hide behind, each layer's forward comes after the one before it.
-What a launch depends on of its tensors torch compares by one call, as it does for compiled code:
-an attribute of a tensor costs as much as that, and there are twenty. Where torch has no such call,
+What a launch depends on of its tensors torch compares by one call, as it does for compiled code,
+which costs what two or three attributes do of the ten that are read otherwise. Where torch has no
+such call,
 forwards are read as they are otherwise (:meth:`attn.kernels.dense.DenseLauncher.attend`).
 """
 

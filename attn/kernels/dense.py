@@ -37,7 +37,7 @@ from specs.layouts import KVViews
 if TYPE_CHECKING:
     from attn.kernels.again import Launched, PrefillAgain
     from attn.kernels.hopper.decode_launch import HopperDecodeLauncher
-    from attn.kernels.hopper.launch import HopperLauncher, RepeatedPrefill
+    from attn.kernels.hopper.launch import HopperLauncher
     from attn.kernels.hopper.widened import WidenedLauncher
 
 FINISH_CELLS = 1024
@@ -190,7 +190,7 @@ class DenseLauncher:
         self._stored = _stored(layer.cache_dtype)
         self._splits, self._tiled = Forms(), Forms()
         self._split_repeats: Repeats[Repeat] = Repeats()
-        self._prefill_repeats: Repeats[_PlainPrefill | RepeatedPrefill] = Repeats()
+        self._prefill_repeats: Repeats[PrefillAgain] = Repeats()
         self._hopper: HopperLauncher | None = None
         self._widened: WidenedLauncher | None = None
         self._hopper_decode: HopperDecodeLauncher | None = None
@@ -567,7 +567,7 @@ class _PlainPrefill:
         return self._repeat.launch(plan.programs, (*given, lengths, starts))
 
 
-def _repeated_prefill(call: FormCall) -> _PlainPrefill | RepeatedPrefill | None:
+def _repeated_prefill(call: FormCall) -> PrefillAgain | None:
     """For prefills like one that was launched."""
     if call.form.kernel is not prefill_kernel:
         from attn.kernels.hopper.launch import repeated_prefill

@@ -329,6 +329,24 @@ def test_scales_are_compared_one_by_one(gpu: Driver, monkeypatch: pytest.MonkeyP
         bench.forward(bench.impl, given)
 
 
+@pytest.mark.parametrize("rows", ALONE)
+def test_a_block_table_with_gaps_is_refused_at_every_step(
+    gpu: Driver, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(gpu, "plain", monkeypatch)
+    given = alone(bench, rows)
+    table = given["step"].block_table
+    gaps = table.repeat_interleave(2, dim=1)[:, ::2]
+    odd = {**given, "step": replace(given["step"], block_table=gaps)}
+    with pytest.raises(ValueError, match="block_table") as fresh:
+        bench.forward(bench.new_impl(), odd)
+    for _ in range(5):
+        bench.forward(bench.impl, given)
+    with pytest.raises(ValueError, match="block_table") as later:
+        bench.forward(bench.impl, odd)
+    assert str(later.value) == str(fresh.value)
+
+
 def test_steps_that_differ_in_turn_stop_being_compared(
     gpu: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
