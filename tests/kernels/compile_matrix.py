@@ -31,7 +31,7 @@ from builders.tiles import (
     SHARED_MEMORY,
 )
 from specs.devices import KNOWN_DEVICES
-from tests.kernels.sass import undefined_reads
+from tests.kernels.sass import overwritten_operands, undefined_reads
 from tests.kernels.variants import (
     HOPPER_VARIANTS,
     MLA_VARIANTS,
@@ -111,6 +111,8 @@ class Facts:
     """``ptxas`` had to order products by warp group that the program left unordered."""
     undefined: int = 0
     """Reads of uniform registers that some path never wrote, of a kernel in Gluon."""
+    overwritten: int = 0
+    """Writes to registers that a product by warp group may still read."""
     idle_barriers: int = 0
     """Barriers that are made and then not used: their place is given to other data."""
     packed_additions: int = 0
@@ -144,6 +146,8 @@ def misses_of(variant: Variant, target: int, facts: Facts) -> list[str]:
         misses.append("products by warp group are serialized")
     if facts.undefined:
         misses.append(f"{facts.undefined} reads of registers that a path never wrote")
+    if facts.overwritten:
+        misses.append(f"{facts.overwritten} writes to operands of products under way")
     if facts.idle_barriers:
         misses.append(f"{facts.idle_barriers} barriers that nobody waits for")
     if facts.packed_additions:
@@ -264,19 +268,22 @@ class Compiler:
         except Exception as error:
             return Facts(error=_first_line(error))
         ptx = compiled.asm["ptx"]
+        products = ptx.count("wgmma.mma_async")
+        sass = _disassembled(compiled.asm["cubin"]) if is_gluon or products else ""
         return Facts(
             **read,
-            undefined=_undefined(compiled.asm["cubin"]) if is_gluon else 0,
+            undefined=len(undefined_reads(sass)) if is_gluon else 0,
+            overwritten=len(overwritten_operands(sass)),
             idle_barriers=len(idle_barriers(compiled.asm["ttgir"])),
             packed_additions=packed_additions(ptx),
             shared=compiled.metadata.shared,
             asynchronous_copies=len(re.findall(r"\bcp\.async\.c[ag]\.", ptx)),
-            warp_group_products=ptx.count("wgmma.mma_async"),
+            warp_group_products=products,
             pipeline=pipeline,
         )
 
 
-def _undefined(cubin: bytes) -> int:
+def _disassembled(cubin: bytes) -> str:
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -286,7 +293,7 @@ def _undefined(cubin: bytes) -> int:
         done = subprocess.run(
             [tool, "-sass", file.name], capture_output=True, text=True, check=True
         )
-    return len(undefined_reads(done.stdout))
+    return done.stdout
 
 
 def idle_barriers(ttgir: str) -> list[str]:

@@ -12,6 +12,19 @@ _PREDICATE = re.compile(r"U?P(T|\d)")
 _NO_TARGET = {"USETMAXREG", "UTMALDG", "UTMASTG", "UTMAPF", "UBLKCP", "UTMACMDFLUSH", "UCGABAR"}
 _TARGET = {"R2UR", "S2UR", "VOTEU", "ELECT", "REDUX"}
 _INDIRECT = -1
+# What writes no register, or none that a thread may not touch meanwhile.
+_NO_RESULT = {
+    *("ST", "STG", "STS", "STL", "STSM", "RED", "BAR", "BRA", "BRX", "CALL", "RET", "EXIT", "NOP"),
+    *("WARPSYNC", "WARPGROUP", "HGMMA", "MEMBAR", "FENCE", "SYNCS", "CCTL", "ERRBAR", "BSSY"),
+    *("BSYNC", "DEPBAR", "UTMALDG", "UTMASTG", "PMTRIG", "NANOSLEEP"),
+    *("ISETP", "FSETP", "DSETP", "HSETP2", "PLOP3", "R2P"),
+}
+_PRODUCT = re.compile(r"(?:@\S+ )?HGMMA\.\S+ R\d+, (?:R(\d+)|gdesc)")
+_WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)")
+_MOST_GROUPS = 8
+
+_Groups = tuple[frozenset[int], ...]
+"""Registers that groups of products under way read, from the first; the last is not closed yet."""
 
 
 @dataclass
@@ -127,3 +140,74 @@ def _next(
     target = place.get(int(operands[-1], 16)) if operands[-1].startswith("0x") else None
     others = predicated or len(operands) > 1 or base == "CALL"
     return [*([] if target is None else [target]), *([i + 1] if others else [])]
+
+
+def overwritten_operands(sass: str) -> list[str]:
+    """Writes to registers that a product by warp group reads, on a path that has not waited for it.
+
+    Such a product reads its left operand, where that is in registers, while the program goes on.
+    ptxas 12.9 lets other values have them meanwhile, NVIDIA says; 13.3 does not.
+
+    Args:
+        sass: of one kernel, as ``cuobjdump -sass`` prints it.
+    """
+    code = [(one.text, _registers(one.text), one.next) for one in _parsed(sass)]
+    seen: list[set[_Groups]] = [set() for _ in code]
+    found: set[int] = set()
+
+    def walk(begin: int) -> None:
+        work: list[tuple[int, _Groups]] = [(begin, (frozenset(),))]
+        while work:
+            i, groups = work.pop()
+            if groups in seen[i]:
+                continue
+            seen[i].add(groups)
+            text, written, following = code[i]
+            if any(written & group for group in groups):
+                found.add(i)
+            after = _under_way(text, groups)
+            work += [(k, after) for k in following if k != _INDIRECT]
+
+    for i in range(len(code)):
+        # What nothing leads to is where an indirect branch goes: nothing is under way there.
+        if not seen[i]:
+            walk(i)
+    return [code[i][0] for i in sorted(found)]
+
+
+def _under_way(text: str, groups: _Groups) -> _Groups:
+    """Groups of products behind an instruction."""
+    product, wait = _PRODUCT.match(text), _WAIT.match(text)
+    if product:
+        first = None if product[1] is None else int(product[1])
+        operand = () if first is None else range(first, first + 4)
+        groups = (*groups[:-1], groups[-1].union(operand))
+        if text.endswith("gsb0"):
+            groups = (*groups, frozenset())
+    elif wait:
+        closed = groups[:-1]
+        groups = (*closed[max(len(closed) - int(wait[1], 16), 0) :], groups[-1])
+    if len(groups) > _MOST_GROUPS:
+        groups = (groups[0] | groups[1], *groups[2:])
+    return groups
+
+
+def _registers(text: str) -> frozenset[int]:
+    """Registers of a thread that an instruction writes."""
+    name, _, rest = re.sub(r"^@\S+\s+", "", text).partition(" ")
+    base, *kinds = name.split(".")
+    if base in _NO_RESULT:
+        return frozenset()
+    operands = [part.strip() for part in rest.split(",")]
+    target = next((part for part in operands if not _PREDICATE.fullmatch(part)), "")
+    register = re.fullmatch(r"R(\d+)", target)
+    if register is None:
+        return frozenset()
+    count = 1
+    if {"64", "WIDE"} & {*kinds} or (base == "CS2R" and "32" not in kinds):
+        count = 2
+    if base == "LDSM":
+        count = int(kinds[-1]) if kinds[-1].isdigit() else 1
+    if "128" in kinds or base in ("HMMA", "QMMA"):
+        count = 4
+    return frozenset(range(int(register[1]), int(register[1]) + count))

@@ -98,6 +98,9 @@ def test_what_must_be_kept_is_told_from_what_need_not() -> None:
     assert misses_of(decode, 90, replace(good, spills=8)) == ["spills 8 bytes"]
     assert misses_of(decode, 80, replace(good, spills=8)) == []
     assert "serialized" in misses_of(decode, 90, replace(good, serialized=True))[0]
+    assert misses_of(prefill, 90, replace(good, overwritten=2)) == [
+        "2 writes to operands of products under way"
+    ]
     assert misses_of(prefill, 90, replace(good, spills=8)) == []
     assert misses_of(decode, 80, replace(good, asynchronous_copies=0)) == ["no asynchronous copies"]
     assert "stages need 65536" in misses_of(decode, 80, replace(good, shared=65535))[0]

@@ -1,8 +1,10 @@
-"""Uniform registers that a path never wrote."""
+"""Registers that a path never wrote, and those that products by warp group may still read."""
 
 from __future__ import annotations
 
-from tests.kernels.sass import undefined_reads
+import pytest
+
+from tests.kernels.sass import overwritten_operands, undefined_reads
 
 HEAD = "        /*0000*/                   UMOV UR5, 0x2 ;  /* 0x0 */\n"
 
@@ -68,3 +70,58 @@ def test_a_called_function_begins_with_what_its_callers_know() -> None:
     assert undefined_reads(sass(*lines)) == []
     lines[0] = "NOP"
     assert undefined_reads(sass(*lines)) == ["UIADD3 UR6, UR4, 0x1, URZ"]
+
+
+# The left operand is R4 to R7.
+PRODUCT = "HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR8].tnspB, R24, gsb0"
+OTHER = "HGMMA.64x64x16.F32.BF16 R56, gdesc[UR8], RZ, !UPT, gsb0"
+
+
+WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        *("FADD R7, R1, R2", "@P1 MOV R4, R2", "IMAD.WIDE R6, R1, R2, R8", "LDS.128 R4, [R1]"),
+        *("LDSM.16.M88.4 R4, [R90]", "CS2R R6, SRZ", "SHFL.BFLY PT, R5, R2, 0x1, 0x1f"),
+    ],
+)
+def test_an_operand_of_a_product_is_not_written_before_it_is_waited_for(write: str) -> None:
+    assert overwritten_operands(sass(write, PRODUCT, write, WAIT, write, "EXIT")) == [write]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        *("FADD R8, R4, R5", "LDSM.16.M88.4 R0, [R4]", "STS [R4], R5", "LDS.64 R2, [R4]"),
+        *("ISETP.GE.AND P1, PT, R4, R5, PT", "@P1 STG.E desc[UR4][R4.64], R6"),
+    ],
+)
+def test_an_operand_of_a_product_may_be_read_and_its_neighbours_written(other: str) -> None:
+    assert overwritten_operands(sass(PRODUCT, other, WAIT, "EXIT")) == []
+
+
+def test_a_wait_leaves_as_many_groups_as_it_says_under_way() -> None:
+    write = "FADD R4, R1, R2"
+    one = WAIT.replace("0x0", "0x1")
+    assert overwritten_operands(sass(PRODUCT, OTHER, one, write, WAIT, "EXIT")) == []
+    assert overwritten_operands(sass(OTHER, PRODUCT, one, write, WAIT, "EXIT")) == [write]
+    # Fewer than it leaves: all of them are.
+    assert overwritten_operands(sass(PRODUCT, one, write, WAIT, "EXIT")) == [write]
+
+
+def test_a_group_is_all_products_up_to_the_one_that_says_so() -> None:
+    first = PRODUCT.removesuffix(", gsb0").replace("R4", "R12")
+    wait = WAIT.replace("0x0", "0x1")
+    write = "FADD R13, R1, R2"
+    assert overwritten_operands(sass(first, PRODUCT, wait, write, "EXIT")) == [write]
+    assert overwritten_operands(sass(first, PRODUCT, OTHER, wait, write, "EXIT")) == []
+
+
+def test_a_product_is_under_way_over_a_loops_edge() -> None:
+    write = "FADD R4, R1, R2"
+    lines = [write, PRODUCT, "@P0 BRA 0x10", "EXIT"]
+    assert overwritten_operands(sass(*lines)) == [write]
+    lines = [write, PRODUCT, WAIT, "@P0 BRA 0x10", "EXIT"]
+    assert overwritten_operands(sass(*lines)) == []
