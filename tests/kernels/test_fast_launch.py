@@ -51,7 +51,7 @@ from builders.tiles import DenseShape
 from specs.devices import DeviceKind
 
 STREAM = 7
-OPTIONS = {"num_warps": 4, "num_stages": 2}
+OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
 FIXED = {"stride": 16, "scale": 0.5, "TILE": 32}
 
 

@@ -92,7 +92,7 @@ def test_variants_compile_side_by_side_and_calls_of_one_after_another(
     compile_calls(calls, torch.device("cuda", 3))
     assert len({call.variant for call in calls}) == 4
     assert entered == [3] * 4
-    options = {"num_stages": 2}
+    options = {"num_stages": 2, "enable_fp_fusion": True}
     same = [{**given} for _, _, given in one.calls if given["B"] == 7 and given["num_warps"] == 8]
     assert same == [{"a": a, "B": 7, "num_warps": 8, **options} for a in (1, 2)]
     assert [given for _, _, given in other.calls] == [{"a": 1, "B": 7, "num_warps": 8, **options}]
@@ -114,7 +114,7 @@ def test_a_compile_that_fails_is_not_passed_over(monkeypatch: pytest.MonkeyPatch
 def test_a_record_launches_by_name() -> None:
     kernel = Recorder(["a", "b"])
     KernelCall(kernel, (2, 3), {"b": 1, "a": 2}, 8, 4, 128).launch()
-    options = {"num_warps": 8, "num_stages": 4, "maxnreg": 128}
+    options = {"num_warps": 8, "num_stages": 4, "maxnreg": 128, "enable_fp_fusion": True}
     assert kernel.calls == [((2, 3), (), {"a": 2, "b": 1, **options})]
 
 
@@ -125,7 +125,7 @@ def test_a_form_launches_by_position_in_the_kernels_order() -> None:
     assert dict(call.record.arguments) == {"a": 1, "b": 2, "c": 3, "d": 4}
     call.launch()
     form.call((6,), {"a": None, "c": 30}).launch()
-    options = {"num_warps": 8, "num_stages": 4}
+    options = {"num_warps": 8, "num_stages": 4, "enable_fp_fusion": True}
     assert kernel.calls == [((5,), (1, 2, 3, 4), options), ((6,), (None, 2, 30, 4), options)]
 
 
