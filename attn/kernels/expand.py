@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from attn.kernels.numerics import INTERPRETED, decode_e4m3, round_to, to_float32
 from attn.kernels.tile import dot
@@ -43,6 +44,19 @@ def _product(x, weights, accumulator, IEEE: tl.constexpr):
     else:
         result = dot(x, weights, accumulator, IEEE)
     return result
+
+
+@triton.jit
+def _waited_for(a, b, at):
+    """Sums of a step, when the products are done. Products by warp group read rows from registers,
+    and the compiler would leave them under way: ptxas before 13.3 gives these registers to the next
+    step's rows meanwhile. What uses the sums is waited for, also where nothing comes of it.
+    """
+    if not INTERPRETED:
+        if cuda_capability_geq(9, 0) and not cuda_capability_geq(10, 0):
+            a = tl.where(at >= 0, a, 0.0)
+            b = tl.where(at >= 0, b, 0.0)
+    return a, b
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_ANYWHERE)
@@ -146,6 +160,8 @@ def expand_kernel(
                 other=0.0,
             )  # fmt: skip
             value = _product(x, weights, value, IEEE)
+            if E4M3:
+                nope, value = _waited_for(nope, value, at)
         out = row.to(tl.int64) * HEADS + head
         key = key_ptr + (out * (NOPE + ROPE))[:, None]
         tl.store(key + p[None, :], round_to(nope, DTYPE), mask=live[:, None] & (p < NOPE)[None, :])

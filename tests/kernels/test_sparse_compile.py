@@ -55,6 +55,7 @@ def test_launches_compile_and_fit(compiled: dict[int, dict[str, Facts]], target:
         assert facts.packed_additions == 0, name
         assert facts.idle_barriers == 0, name
         assert not facts.serialized, name
+        assert facts.overwritten == 0, name
 
 
 def test_nothing_spills_on_hopper(compiled: dict[int, dict[str, Facts]]) -> None:

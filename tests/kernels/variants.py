@@ -374,7 +374,7 @@ MLA_VARIANTS: Final = (
     _of_latents(Kernel.MLA_PREFILL, "context", causal=False),
     _of_latents(Kernel.MLA_PREFILL, "context window", 90, causal=False, window=1024),
     _of_latents(Kernel.MLA_EXPAND, "context", 90, causal=False),
-    _of_latents(Kernel.MLA_EXPAND, "context fp8", causal=False, cache=_FP8),
+    _of_latents(Kernel.MLA_EXPAND, "context fp8", 90, causal=False, cache=_FP8),
     # Rows of one format and place to another.
     _of_latents(Kernel.LATENT_WRITE, "656", 80, 90, speed=True, cache=_DS_MLA),
     _of_latents(
