@@ -91,7 +91,7 @@ class KernelCall:
         return self.kernel, tuple(self.options.items()), tuple(constants)
 
     @property
-    def options(self) -> dict[str, int | bool]:
+    def options(self) -> dict[str, int]:
         """Compile options, in Triton's names."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         # Products and sums are one instruction; Triton 3.10 leaves them two unless it is asked.

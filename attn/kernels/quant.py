@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from attn.kernels.numerics import divide, encode_e4m3, to_float32
+from builders.kernel_calls import KernelCall
 
 TILE = 1024
 
@@ -58,14 +59,15 @@ def quantize_rows(
     if tokens == 0:
         return
     width = heads * head_size
-    quantize_rows_kernel[(tokens, triton.cdiv(width, TILE))](
-        rows,
-        out.view(torch.uint8),
-        scale,
-        rows.stride(0),
-        rows.stride(1),
-        WIDTH=width,
-        HEAD_SIZE=head_size,
-        TILE=TILE,
-        HARDWARE_E4M3=hardware_e4m3,
-    )
+    arguments = {
+        "x_ptr": rows,
+        "out_ptr": out.view(torch.uint8),
+        "scale": scale,
+        "token_stride": rows.stride(0),
+        "head_stride": rows.stride(1),
+        "WIDTH": width,
+        "HEAD_SIZE": head_size,
+        "TILE": TILE,
+        "HARDWARE_E4M3": hardware_e4m3,
+    }
+    KernelCall(quantize_rows_kernel, (tokens, triton.cdiv(width, TILE)), arguments).launch()

@@ -146,7 +146,7 @@ def overwritten_operands(sass: str) -> list[str]:
     """Writes to registers that a product by warp group reads, on a path that has not waited for it.
 
     Such a product reads its left operand, where that is in registers, while the program goes on.
-    ptxas 12.9 lets other values have them meanwhile, NVIDIA says; 13.3 does not.
+    ptxas before 13.3 lets other values have them meanwhile, as CUDA's release notes say.
 
     Args:
         sass: of one kernel, as ``cuobjdump -sass`` prints it.

@@ -75,8 +75,6 @@ def test_a_called_function_begins_with_what_its_callers_know() -> None:
 # The left operand is R4 to R7.
 PRODUCT = "HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR8].tnspB, R24, gsb0"
 OTHER = "HGMMA.64x64x16.F32.BF16 R56, gdesc[UR8], RZ, !UPT, gsb0"
-
-
 WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
 
 
