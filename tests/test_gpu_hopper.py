@@ -199,6 +199,22 @@ def test_widened_keys_give_the_bits_of_tiles_that_convert_their_own(
     assert same(*results)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in SETUPS if not kind.startswith("fp8")])
+def test_outputs_may_lie_at_odd_places(kind: str) -> None:
+    """Rows that begin at odd elements are stored by single ones, and to the same bits."""
+    serving = Serving(SETUPS[kind])
+    counts, lens = [17, 300, 64], [20, 3300, 64]
+    record = serving.builder().build(0, serving.step(counts, lens, serving.tables(lens)))
+    queries = serving.queries(sum(counts))
+    wanted = serving.forward(record, queries)
+    size = serving.setup.head_size
+    for gap in (1, 3):
+        room = torch.full((*queries.shape[:2], size + gap), -7.0, dtype=queries.dtype).to(DEVICE)
+        found = serving.forward(record, queries, room[..., gap:])
+        assert same(found, wanted)
+        assert bool((room[..., :gap] == -7.0).all())
+
+
 def test_an_engine_left_to_itself_takes_it_with_the_same_bits() -> None:
     results = []
     for wanted in (PrefillKernel.AUTO, PrefillKernel.HOPPER):

@@ -43,6 +43,7 @@ class KernelForm:
         num_stages: int = 2,
         max_registers: int | None = None,
         waits: bool = False,
+        few_registers: bool = False,
     ) -> None:
         """
         Args:
@@ -53,6 +54,7 @@ class KernelForm:
             num_stages: likewise.
             max_registers: likewise.
             waits: likewise.
+            few_registers: likewise.
 
         Raises:
             TypeError: the two do not add up to the kernel's arguments.
@@ -73,6 +75,7 @@ class KernelForm:
         self.num_stages = num_stages
         self.max_registers = max_registers
         self.waits = waits
+        self.few_registers = few_registers
         self.relauncher = Relauncher(kernel, self.varying)
         self._values = picker(self.varying)
 
@@ -143,6 +146,7 @@ class FormCall:
             form.num_stages,
             form.max_registers,
             form.waits,
+            form.few_registers,
             in_order=True,
         )
 

@@ -19,6 +19,9 @@ from attn.kernels.numerics import encode_e4m3
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
+_OWN = gl.constexpr(55)
+"""Bits of a row's number that say which thread has it in a product's result; that of 8 says which
+of its registers."""
 _EDGE, _INNER, _FAR = (gl.constexpr("mov.b32 $0, $1; // " + name) for name in ("a", "b", "c"))
 
 
@@ -238,6 +241,18 @@ def _clear_tail(
 
 
 @gluon.jit
+def _taken_apart(row, OWN: gl.constexpr, PACKED: gl.constexpr):
+    """Token and query head, within its tile, of a row's number.
+
+    OWN are the bits that say which thread has it: what comes of them is computed where it is used.
+    The others say which of its registers, and become constants. Together they were a register for
+    each row of a thread, from the kernel's beginning on.
+    """
+    own, rest = (row & OWN) + opaque_zero(), row & ~OWN
+    return own // PACKED + rest // PACKED, own % PACKED + rest % PACKED
+
+
+@gluon.jit
 def _write(
     m, l, acc, factor, v_factor, first_row, left, head, out_ptr, lse_ptr, output_scale_ptr,
     sinks_ptr, out_token, out_head, lse_token, PACKED: gl.constexpr, WIDTH: gl.constexpr,
@@ -275,15 +290,22 @@ def _write(
     IS_NARROW: gl.constexpr = WIDTH <= 128 and out_ptr.dtype.element_ty != gl.float32
     ROWS: gl.constexpr = WIDE if IS_NARROW else OUTPUT
     narrow = gl.convert_layout(narrow, ROWS)
-    r = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))
-    if WIDTH <= 64:
-        # Places are not kept in registers from the kernel's beginning on.
-        r += opaque_zero()
+    # Of narrow heads Triton 3.8 has no register for the constants' sake.
+    OWN: gl.constexpr = (63 if WIDTH <= 64 else 7) if IS_NARROW else _OWN
+    token, lane = _taken_apart(gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS)), OWN, PACKED)
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, ROWS))
-    offset = (first_row + r // PACKED).to(gl.int64) * wide(out_token)
-    offset += (head * PACKED + r % PACKED) * wide(out_head)
-    mask = (r // PACKED < left)[:, None] & (column < SIZE)[None, :]
-    gl.store(out_ptr + offset[:, None] + column[None, :], narrow, mask=mask)
+    offset = (first_row + token).to(gl.int64) * wide(out_token)
+    offset += (head * PACKED + lane) * wide(out_head)
+    mask = (token < left)[:, None] & (column < SIZE)[None, :]
+    if IS_NARROW:
+        places = offset[:, None] + column[None, :]
+    else:
+        # The thread's bits first, so that the others become constants: a register for each of its
+        # columns was kept otherwise. Columns lie in pairs.
+        own = gl.max_constancy(gl.multiple_of(column & 6, 2), 2)
+        rest = gl.max_contiguous(gl.multiple_of(column & ~6, 2), 2)
+        places = (offset[:, None] + own[None, :]) + rest[None, :]
+    gl.store(out_ptr + places, narrow, mask=mask)
     if LSE:
         lse = gl.where(some, (m + gl.log2(l)) * _LN2, float("-inf"))
         gl.store(lse_ptr + at * wide(lse_token) + head * PACKED + row % PACKED, lse, mask=wanted)
@@ -292,7 +314,7 @@ def _write(
 @gluon.jit
 def _rows_of(
     position, left, kv_len, causal, req, ranges_ptr, num_ranges, LAYOUT: gl.constexpr,
-    PACKED: gl.constexpr, CAUSAL: gl.constexpr, RANGES: gl.constexpr,
+    PACKED: gl.constexpr, WIDTH: gl.constexpr, CAUSAL: gl.constexpr, RANGES: gl.constexpr,
 ):  # fmt: skip
     """Positions of a warp group's first, last and each row, and what each reaches.
 
@@ -302,6 +324,9 @@ def _rows_of(
     first = position + gl.minimum(left - 1, 0)
     last = position + gl.minimum(left, SPAN) - 1
     row = gl.arange(0, 64, layout=LAYOUT)
+    if WIDTH > 64:
+        # Not kept in registers from the kernel's beginning on, of which narrow heads spare none.
+        row += opaque_zero()
     query = gl.minimum(position + row // PACKED, last)
     reach = reach_of(query, kv_len, causal, CAUSAL)
     range_first = query
@@ -351,16 +376,17 @@ def _first_scores(
 @gluon.jit
 def _first_weights(
     scores, high, position, left, kv_len, causal, req, ranges_ptr, num_ranges, factor, soft_cap,
-    window, chunk, lookback, DTYPE: gl.constexpr, KV_TILE: gl.constexpr, PACKED: gl.constexpr,
-    SOFT_CAP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr,
-    RANGES: gl.constexpr, CLAMP: gl.constexpr,
+    window, chunk, lookback, DTYPE: gl.constexpr, KV_TILE: gl.constexpr, WIDTH: gl.constexpr,
+    PACKED: gl.constexpr, SOFT_CAP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
 ):  # fmt: skip
     """Weights, maximum and sum of a tile's first keys, the last that any row of it sees."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
     SUMS: gl.constexpr = gl.SliceLayout(1, SCORES)
     _, _, query, reach, range_first, range_last = _rows_of(
-        position, left, kv_len, causal, req, ranges_ptr, num_ranges, SUMS, PACKED, CAUSAL, RANGES
-    )
+        position, left, kv_len, causal, req, ranges_ptr, num_ranges, SUMS, PACKED, WIDTH, CAUSAL,
+        RANGES,
+    )  # fmt: skip
     m = gl.full([64], float("-inf"), gl.float32, SUMS)
     weights, m, l, _ = _softmax(
         scores, m, m, factor, soft_cap, query, reach, kv_len, (high - 1) * KV_TILE, window, chunk,
@@ -411,13 +437,13 @@ def consume(
         mbarrier.arrive(q_empty.index(0), count=1, pred=(high > 0) & (high - low == 1))
     pairs, m, l = _first_weights(
         scores, high, position, left, kv_len, causal, req, ranges_ptr, num_ranges, factor,
-        soft_cap, window, chunk, lookback, DTYPE, KV_TILE, PACKED, SOFT_CAP, CAUSAL, WINDOW, CHUNK,
-        RANGES, CLAMP,
+        soft_cap, window, chunk, lookback, DTYPE, KV_TILE, WIDTH, PACKED, SOFT_CAP, CAUSAL, WINDOW,
+        CHUNK, RANGES, CLAMP,
     )  # fmt: skip
     while high > 0:
         first, last, query, reach, range_first, range_last = _rows_of(
-            position, left, kv_len, causal, req, ranges_ptr, num_ranges, SUMS, PACKED, CAUSAL,
-            RANGES,
+            position, left, kv_len, causal, req, ranges_ptr, num_ranges, SUMS, PACKED, WIDTH,
+            CAUSAL, RANGES,
         )  # fmt: skip
         all_low, all_high = seen_by_all(
             first, last, kv_len, causal, window, chunk, lookback, CAUSAL, WINDOW, CHUNK, False
@@ -481,9 +507,10 @@ def consume(
         mbarrier.wait(q_full.index(stage), (turn // Q_STAGES) & 1)
         head, req, row, left, position, kv_len, causal, low, high = told(records, stage)
         row, left, position = row + PART * SPAN, left - PART * SPAN, position + PART * SPAN
+        # Of one stage, operands' addresses would be kept in registers from the first tile on.
         scores = _first_scores(
-            stage * WARP_GROUPS + PART, q_tiles, q_more, k_tiles, k_more, k_full, done, high > 0,
-            KV_TILE, EXTRA, STAGES,
+            stage * WARP_GROUPS + PART + opaque_zero(), q_tiles, q_more, k_tiles, k_more, k_full,
+            done, high > 0, KV_TILE, EXTRA, STAGES,
         )  # fmt: skip
         acc = warpgroup_mma_wait(2 if EXTRA > 0 else 1, deps=[acc])
         if not JOINT:
@@ -502,6 +529,6 @@ def consume(
             mbarrier.arrive(q_empty.index(0), count=1, pred=(high > 0) & (high - low == 1))
         pairs, m, l = _first_weights(
             scores, high, position, left, kv_len, causal, req, ranges_ptr, num_ranges, factor,
-            soft_cap, window, chunk, lookback, DTYPE, KV_TILE, PACKED, SOFT_CAP, CAUSAL, WINDOW,
-            CHUNK, RANGES, CLAMP,
+            soft_cap, window, chunk, lookback, DTYPE, KV_TILE, WIDTH, PACKED, SOFT_CAP, CAUSAL,
+            WINDOW, CHUNK, RANGES, CLAMP,
         )  # fmt: skip

@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from attn.kernels.hopper.decode_parts import opaque_zero
 from attn.kernels.hopper.produce import load_queries, next_tile, say_the_end
 from attn.kernels.hopper.tiles import tile_at, told_of_keys, wide
 from attn.kernels.stored import E4M3, E5M2
@@ -88,12 +89,21 @@ def _layout(rows: int, width: int) -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
+def _keys(tile, KV_TILE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Keys of a tile, by row of :func:`_layout`, whose threads have the lower six bits."""
+    row = gl.arange(0, KV_TILE, layout=gl.SliceLayout(1, LAYOUT))
+    own, rest = (row & 63) + opaque_zero(), row & ~63
+    # Without a sign, pages and places in them are a shift and a mask.
+    return (tile * KV_TILE + own + rest).to(gl.uint32)
+
+
+@gluon.jit
 def _pages(
     table_ptr, table, tile, start, kv_len, KV_TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The page of each key of a tile; -1 where no row of the query sees it."""
-    key = tile * KV_TILE + gl.arange(0, KV_TILE, layout=gl.SliceLayout(1, LAYOUT))
+    key = _keys(tile, KV_TILE, LAYOUT)
     return gl.load(
         table_ptr + table + key // BLOCK_SIZE, mask=(key < kv_len) & (key >= start), other=-1
     )
@@ -105,7 +115,7 @@ def _words(
     WIDTH: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """A tile of keys or values of one head, as words; zeros where there is no page."""
-    key = tile * KV_TILE + gl.arange(0, KV_TILE, layout=gl.SliceLayout(1, LAYOUT))
+    key = _keys(tile, KV_TILE, LAYOUT)
     column = gl.arange(0, WIDTH // 4, layout=gl.SliceLayout(0, LAYOUT))
     row = pages.to(gl.int64) * wide(per_block) + (key % BLOCK_SIZE) * wide(per_token)
     mask = (pages >= 0)[:, None]

@@ -15,7 +15,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attn.kernels.hopper.compat import thread_barrier
 from attn.kernels.hopper.decode_finish import finish_part, lender_of, store_state
-from attn.kernels.hopper.decode_parts import FIELDS, opaque_zero, part_at, share_at
+from attn.kernels.hopper.decode_parts import (
+    FIELDS,
+    opaque_zero,
+    part_at,
+    program_number,
+    share_at,
+)
 from attn.kernels.hopper.tiles import wide
 from attn.kernels.masks import biased, masked, own_range, reach_of, seen_by_all
 from attn.kernels.rows import write_rows
@@ -235,7 +241,7 @@ def consume(
     CELLS: gl.constexpr = FINISH_ROWS * FINISH_WIDTH // 128
     FEW: gl.constexpr = 8 if ROWS == 16 and CONSUMERS == 1 else 4
     AT_ONCE: gl.constexpr = 16 if CELLS * CONSUMERS <= 4 else 12 if CELLS * CONSUMERS <= 8 else FEW
-    lane = gl.program_id(0) % HEADS
+    lane = program_number() % HEADS
     first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
     exchange = exchange.index(PART)
     turned = turned.index(PART)

@@ -108,7 +108,7 @@ class HopperDecodeLauncher(HopperForms[SplitPlan]):
             "CONSUMERS": plan.hopper.consumers,
             "FINISH_WIDTH": min(layer.head_size, FINISH_CELLS // constants["FINISH_ROWS"]),
         }
-        return KernelForm(hopper_decode_kernel, fixed, _VARYING, num_warps=4, waits=True)
+        return KernelForm(hopper_decode_kernel, fixed, _VARYING, waits=True)
 
 
 _PLANNED = (

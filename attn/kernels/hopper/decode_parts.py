@@ -28,11 +28,21 @@ def opaque_zero():
 
 
 @gluon.jit
+def program_number():
+    """``gl.program_id(0)``, read where it is used: of one that is read once, ptxas 13 keeps what is
+    computed from it from the kernel's beginning on, and spills it.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def share_at(shares_ptr, HEADS: gl.constexpr):
     """What a program begins with: its first row, the segment in it, the row after its last, where
     its share is written, and where its first row's numbers are.
     """
-    mine = shares_ptr + (gl.program_id(0) // HEADS) * _SHARE_FIELDS
+    mine = shares_ptr + (program_number() // HEADS) * _SHARE_FIELDS
     first_row = gl.load(mine)
     begin = gl.load(mine + 1)
     next_row = gl.load(mine + 2)

@@ -7,7 +7,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attn.kernels.hopper.compat import async_load
-from attn.kernels.hopper.decode_parts import FIELDS, share_at, tiles_of, walked_fields
+from attn.kernels.hopper.decode_parts import (
+    FIELDS,
+    program_number,
+    share_at,
+    tiles_of,
+    walked_fields,
+)
 
 
 @gluon.jit
@@ -55,7 +61,7 @@ def produce(
     RANGES: gl.constexpr, CLAMP: gl.constexpr,
 ):  # fmt: skip
     """Keys and values of all parts that the program takes, tile after tile."""
-    lane = gl.program_id(0) % HEADS
+    lane = program_number() % HEADS
     first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
     # Beside the share, and later a row ahead: of loads in turn each is most of a microsecond.
     next_row = gl.load(mine + 2)

@@ -371,7 +371,7 @@ class HopperLauncher(HopperForms[HopperPlan]):
         rows, descriptors = ("key_ptr", "value_ptr"), ("k_desc", "v_desc")
         fixed |= dict.fromkeys(descriptors if narrow else rows)
         varying = (*_VARYING, *(rows if narrow else descriptors))
-        return KernelForm(hopper_prefill_kernel, fixed, varying, num_warps=4, waits=True)
+        return KernelForm(hopper_prefill_kernel, fixed, varying, waits=True, few_registers=True)
 
 
 def repeated_prefill(call: FormCall, given: tuple[str, ...]) -> RepeatedPrefill | None:

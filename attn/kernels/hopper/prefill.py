@@ -284,7 +284,7 @@ def hopper_prefill_kernel(
                     BLOCK_SIZE, RUN, Q_STAGES, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
             ],
             [4, 1],
-            [REGISTERS, 24],
+            [REGISTERS, 504 - 2 * REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
