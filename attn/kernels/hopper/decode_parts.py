@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attn.kernels.masks import last_visible
+from builders.kernel_calls import BY_PTXAS_13
 from builders.kernels import first_visible, segment_start
 from builders.split_plan import (
     ROW_FIELDS,
@@ -15,6 +16,7 @@ from builders.split_plan import (
 
 FIELDS = tl.constexpr(ROW_FIELDS)
 _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
+_ANEW = tl.constexpr(BY_PTXAS_13)
 
 
 @gluon.jit
@@ -29,12 +31,15 @@ def opaque_zero():
 
 @gluon.jit
 def program_number():
-    """``gl.program_id(0)``, read where it is used: of one that is read once, ptxas 13 keeps what is
-    computed from it from the kernel's beginning on, and spills it.
+    """``gl.program_id(0)``; read where it is used by ptxas 13, which else keeps what it computed
+    from it since the kernel's beginning, and spills it.
     """
-    return gl.inline_asm_elementwise(
-        "mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+    number = gl.program_id(0)
+    if _ANEW:
+        number = gl.inline_asm_elementwise(
+            "mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+    return number
 
 
 @gluon.jit
