@@ -7,18 +7,26 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import cache
+from typing import Any
 
 import torch
-import triton
 
 _COMPILERS = 8
 """Threads that compile, each in its own kernel."""
-BY_PTXAS_13: Final = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9)
-"""Triton compiles for Hopper with ptxas 13, not 12: it keeps in registers what ptxas 12 computes
-anew, and Triton can have LLVM order instructions for few of them."""
 collected: ContextVar[list[KernelCall] | None] = ContextVar("collected", default=None)
 """Where launches of this thread go that are collected and not made; None where they are made."""
+
+
+@cache
+def is_by_ptxas_13() -> bool:
+    """Whether Triton compiles for Hopper with ptxas 13, not 12: it keeps in registers what ptxas 12
+    computes anew, and Triton can have LLVM order instructions for few of them.
+    """
+    # Not earlier: whether Triton interprets is decided when it is imported.
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9)
 
 
 @contextmanager
@@ -66,7 +74,7 @@ class KernelCall:
     waits: bool = False
     """The kernel waits for those before it by itself, and may start while they end."""
     few_registers: bool = False
-    """Instructions are ordered for few registers where that helps: see :data:`BY_PTXAS_13`."""
+    """Instructions are ordered for few registers where that helps: see :func:`is_by_ptxas_13`."""
     in_order: bool = False
     """Arguments stand in the kernel's own order: they are passed by position, which is cheaper."""
 
@@ -106,6 +114,6 @@ class KernelCall:
             options["maxnreg"] = self.max_registers
         if self.waits:
             options["launch_pdl"] = True
-        if self.few_registers and BY_PTXAS_13:
+        if self.few_registers and is_by_ptxas_13():
             options["sched4reg"] = True
         return options

@@ -98,8 +98,7 @@ def test_boxes_of_a_tile_are_whole_and_so_are_tiles_of_a_segment() -> None:
             if not every_row:
                 assert split.query_tokens == 1
             ring = tile.num_stages * 2 * split.kv_tile * size * 2
-            if tile.consumers == 1 or split.rows == 16:
-                assert ring == HOPPER_RING
+            assert ring == HOPPER_RING
             # Queries of both consumers and a state on its way are beside it.
             beside = 2 * split.rows * size * 2 + 4 * split.rows * size if tile.consumers > 1 else 0
             assert ring + beside + 2048 <= SHARED_MEMORY[DeviceKind.SM90] * 1024

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attn.kernels.masks import last_visible
-from builders.kernel_calls import BY_PTXAS_13
+from builders.kernel_calls import is_by_ptxas_13
 from builders.kernels import first_visible, segment_start
 from builders.split_plan import (
     ROW_FIELDS,
@@ -16,7 +16,7 @@ from builders.split_plan import (
 
 FIELDS = tl.constexpr(ROW_FIELDS)
 _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
-_ANEW = tl.constexpr(BY_PTXAS_13)
+_ANEW = tl.constexpr(is_by_ptxas_13())
 
 
 @gluon.jit
