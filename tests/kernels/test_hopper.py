@@ -12,6 +12,7 @@ import torch
 import builders.triton_attn
 from attn.kernels.dense import DenseLayer, DenseTensors
 from attn.kernels.hopper.launch import Descriptors, tile_of
+from builders import hopper_dense
 from builders.common import CommonAttentionMetadata
 from builders.hopper_dense import (
     hopper_tile,
@@ -82,7 +83,9 @@ def test_a_geometry_that_it_does_not_take_is_refused_with_both_values(
     assert said in found
 
 
-def test_boxes_of_a_tile_are_whole() -> None:
+@pytest.mark.parametrize("by_13", [False, True])
+def test_boxes_of_a_tile_are_whole(by_13: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_dense, "is_by_ptxas_13", lambda: by_13)
     groups, sizes = (1, 2, 3, 4, 6, 7, 8, 16, 64, 128), (48, 64, 80, 128, 192, 256)
     blocks = (16, 48, 64, 128, 256, 528, 1072)
     for group, head_size, block_size, bits in product(groups, sizes, blocks, (8, 16)):
@@ -95,6 +98,8 @@ def test_boxes_of_a_tile_are_whole() -> None:
         assert tile.kv_tile % tile.run == 0
         assert block_size % tile.run == 0
         assert tile.width >= head_size
+        is_narrow = tile.width == 64 and bits == 16
+        assert tile.warp_groups == (3 if is_narrow and not by_13 else 2)
         # Keys, values and queries under way, beside barriers and the output on its way out.
         rows = 2 * tile.num_stages * tile.kv_tile + tile.query_stages * 64 * tile.warp_groups
         room = (215 if tile.width > 64 else 224) * 1024

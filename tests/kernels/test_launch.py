@@ -17,8 +17,14 @@ from attn.impls.triton_attn import TritonAttentionImpl
 from attn.kernels import dense
 from attn.kernels.dense import DenseLauncher, DenseLayer, DenseTensors, prefill_call, split_call
 from attn.kernels.launch import KernelForm
+from builders import kernel_calls
 from builders.common import CommonAttentionMetadata
-from builders.kernel_calls import KernelCall, collected_calls, compile_calls
+from builders.kernel_calls import (
+    KernelCall,
+    collected_calls,
+    compile_calls,
+    is_by_ptxas_13,
+)
 from builders.triton_attn import TritonAttentionMetadata, TritonAttentionMetadataBuilder
 from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig
@@ -127,6 +133,26 @@ def test_a_form_launches_by_position_in_the_kernels_order() -> None:
     form.call((6,), {"a": None, "c": 30}).launch()
     options = {"num_warps": 8, "num_stages": 4, "enable_fp_fusion": True}
     assert kernel.calls == [((5,), (1, 2, 3, 4), options), ((6,), (None, 2, 30, 4), options)]
+
+
+@pytest.mark.parametrize("by_13", [False, True])
+def test_instructions_are_ordered_for_few_registers_where_that_helps(
+    by_13: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_calls, "is_by_ptxas_13", lambda: by_13)
+    form = KernelForm(Recorder(["a"]), {}, {"a"}, few_registers=True)
+    assert ("sched4reg" in form.call((1,), {"a": 1}).record.options) == by_13
+    assert "sched4reg" not in KernelCall(Recorder(["a"]), (1,), {"a": 1}).options
+
+
+@pytest.mark.parametrize(
+    ("version", "by_13"), [("3.6.0", False), ("3.8.1", False), ("3.9.0+git1", True), ("4.0", True)]
+)
+def test_tritons_version_says_which_ptxas_it_takes(
+    version: str, by_13: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triton.__version__", version)
+    assert is_by_ptxas_13.__wrapped__() == by_13
 
 
 def test_an_empty_grid_launches_nothing() -> None:
