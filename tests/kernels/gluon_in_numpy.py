@@ -397,6 +397,31 @@ _LAYOUTS = (
     "Blocked Slice NVMMADistributed NVMMAShared SwizzledShared SharedLinear DotOperand "
     "DistributedLinear"
 )
+
+
+def _runs(x: Any, length: int) -> np.ndarray:
+    """Numbers in runs of that length, ``[..., length]``."""
+    return np.asarray(x).reshape(-1, length)
+
+
+def _multiple_of(x: Any, divisor: int) -> Any:
+    # Of numbers that follow each other the first is meant.
+    assert (_runs(x, divisor)[:, 0] % divisor == 0).all()
+    return x
+
+
+def _contiguous(x: Any, length: int) -> Any:
+    runs = _runs(x, length)
+    assert (runs - runs[:, :1] == np.arange(length)).all()
+    return x
+
+
+def _constant(x: Any, length: int) -> Any:
+    runs = _runs(x, length)
+    assert (runs == runs[:, :1]).all()
+    return x
+
+
 _GLUON = types.SimpleNamespace(
     **{f"{name}Layout": _nothing for name in _LAYOUTS.split()},
     **{name: getattr(np, name) for name in ("int16", "int32", "int64", "uint8", "uint32")},
@@ -434,6 +459,10 @@ _GLUON = types.SimpleNamespace(
     inline_asm_elementwise=_assembly,
     static_assert=_assert,
     static_range=range,
+    # What a kernel says of numbers is looked at.
+    multiple_of=_multiple_of,
+    max_contiguous=_contiguous,
+    max_constancy=_constant,
     program_id=lambda axis: value(np.int32(_here.program)),
     num_programs=lambda axis: value(np.int32(_memory["programs"])),
     allocate_shared_memory=_allocate,
