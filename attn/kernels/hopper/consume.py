@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attn.kernels.hopper.decode_parts import opaque_zero
+from attn.kernels.hopper.anew import opaque_zero
 from attn.kernels.hopper.tiles import is_joint, sum_of_own, told, wide
 from attn.kernels.masks import biased, is_visible, own_range, reach_of, seen_by_all
 from attn.kernels.numerics import encode_e4m3

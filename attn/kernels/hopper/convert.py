@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from attn.kernels.hopper.decode_parts import opaque_zero
+from attn.kernels.hopper.anew import opaque_zero
 from attn.kernels.hopper.produce import load_queries, next_tile, say_the_end
 from attn.kernels.hopper.tiles import tile_at, told_of_keys, wide
 from attn.kernels.stored import E4M3, E5M2

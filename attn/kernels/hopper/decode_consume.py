@@ -13,15 +13,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attn.kernels.hopper.anew import opaque_zero, program_number
 from attn.kernels.hopper.compat import thread_barrier
 from attn.kernels.hopper.decode_finish import finish_part, lender_of, store_state
-from attn.kernels.hopper.decode_parts import (
-    FIELDS,
-    opaque_zero,
-    part_at,
-    program_number,
-    share_at,
-)
+from attn.kernels.hopper.decode_parts import FIELDS, part_at, share_at
 from attn.kernels.hopper.tiles import wide
 from attn.kernels.masks import biased, masked, own_range, reach_of, seen_by_all
 from attn.kernels.rows import write_rows

@@ -6,8 +6,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attn.kernels.hopper.anew import program_number
 from attn.kernels.masks import last_visible
-from builders.kernel_calls import is_by_ptxas_13
 from builders.kernels import first_visible, segment_start
 from builders.split_plan import (
     ROW_FIELDS,
@@ -16,30 +16,6 @@ from builders.split_plan import (
 
 FIELDS = tl.constexpr(ROW_FIELDS)
 _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
-_ANEW = tl.constexpr(is_by_ptxas_13())
-
-
-@gluon.jit
-def opaque_zero():
-    """A zero that LLVM does not know: what depends on it is computed where it is used, and not kept
-    in registers from the kernel's beginning on.
-    """
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def program_number():
-    """``gl.program_id(0)``; read where it is used by ptxas 13, which else keeps what it computed
-    from it since the kernel's beginning, and spills it.
-    """
-    number = gl.program_id(0)
-    if _ANEW:
-        number = gl.inline_asm_elementwise(
-            "mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-    return number
 
 
 @gluon.jit

@@ -6,14 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from attn.kernels.hopper.anew import program_number
 from attn.kernels.hopper.compat import async_load
-from attn.kernels.hopper.decode_parts import (
-    FIELDS,
-    program_number,
-    share_at,
-    tiles_of,
-    walked_fields,
-)
+from attn.kernels.hopper.decode_parts import FIELDS, share_at, tiles_of, walked_fields
 
 
 @gluon.jit

@@ -20,8 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attn.kernels.hopper.anew import opaque_zero
 from attn.kernels.hopper.compat import reinterpret, thread_barrier
-from attn.kernels.hopper.decode_parts import FIELDS, opaque_zero, share_at
+from attn.kernels.hopper.decode_parts import FIELDS, share_at
 from attn.kernels.hopper.mla_parts import BLOCK, cut_at
 from attn.kernels.hopper.tiles import wide
 from attn.kernels.rows import write_rows

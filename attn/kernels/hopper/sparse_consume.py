@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attn.kernels.hopper.anew import opaque_zero
 from attn.kernels.hopper.compat import reinterpret, thread_barrier
-from attn.kernels.hopper.decode_parts import opaque_zero
 from attn.kernels.hopper.mla_consume import _base, _shrunk, _store_part
 from attn.kernels.hopper.sparse_finish import finish_shared
 from attn.kernels.hopper.sparse_parts import BLOCK, HALF, work_at, works_of

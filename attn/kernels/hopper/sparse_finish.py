@@ -11,8 +11,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attn.kernels.hopper.anew import opaque_zero
 from attn.kernels.hopper.compat import thread_barrier
-from attn.kernels.hopper.decode_parts import opaque_zero
 from attn.kernels.hopper.mla_consume import _base
 from attn.kernels.hopper.sparse_parts import BLOCK, HALF
 

@@ -22,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from attn.kernels.hopper.anew import opaque_zero
 from attn.kernels.hopper.compat import (
     arrive_behind_gathers,
     async_gather,
@@ -30,7 +31,6 @@ from attn.kernels.hopper.compat import (
     thread_barrier,
     wait_for_kernels_before,
 )
-from attn.kernels.hopper.decode_parts import opaque_zero
 from attn.kernels.hopper.mla_consume import _base
 from attn.kernels.hopper.sparse_operands import (
     key_operand,

@@ -6,7 +6,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attn.kernels.hopper.decode_parts import opaque_zero
+from attn.kernels.hopper.anew import opaque_zero
 from attn.kernels.hopper.tiles import wide
 
 THREADS = tl.constexpr(128)
