@@ -62,23 +62,42 @@ def prepared_queries(
 
 
 @triton.jit
+def with_sinks(m, l, head, wanted, sinks_ptr):
+    """Maxima and sums of rows, ``[M]``, with their heads' sinks; and what their values are to be
+    multiplied by.
+    """
+    some = m > float("-inf")
+    sink = tl.load(sinks_ptr + head, mask=wanted, other=0.0).to(tl.float32) * _LOG2E
+    top = tl.where(some, tl.maximum(m, sink), m)
+    base = tl.where(some, top, 0.0)
+    shrink = tl.exp2(m - base)
+    return top, tl.fma(l, shrink, tl.where(some, tl.exp2(sink - base), 0.0)), shrink
+
+
+@triton.jit
+def filled(m, l):
+    """Sums to divide by, ``[M]``: rows without keys have nothing but zeros."""
+    return tl.where(m > float("-inf"), l, 1.0)
+
+
+@triton.jit
+def write_lse(m, l, at, head, wanted, lse_ptr, lse_token):
+    """Rows' LSE from their maxima and sums, ``[M]``."""
+    lse = tl.where(m > float("-inf"), (m + tl.log2(l)) * _LN2, float("-inf"))
+    tl.store(lse_ptr + at.to(tl.int64) * lse_token + head, lse, mask=wanted)
+
+
+@triton.jit
 def write_rows(
     m, l, acc, at, head, wanted, columns, valid, out_ptr, lse_ptr, sinks_ptr, v_factor,
     output_scale_ptr, out_token, out_head, lse_token, SINKS: tl.constexpr, FP8_OUT: tl.constexpr,
     LSE: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
 ):  # fmt: skip
     """Normalise a row's state and write it: output ``[M, columns]`` and LSE ``[M]``."""
-    some = m > float("-inf")
     if SINKS:
-        sink = tl.load(sinks_ptr + head, mask=wanted, other=0.0).to(tl.float32) * _LOG2E
-        top = tl.where(some, tl.maximum(m, sink), m)
-        base = tl.where(some, top, 0.0)
-        shrink = tl.exp2(m - base)
-        l = tl.fma(l, shrink, tl.where(some, tl.exp2(sink - base), 0.0))
+        m, l, shrink = with_sinks(m, l, head, wanted, sinks_ptr)
         acc = acc * shrink[:, None]
-        m = top
-    # Rows without keys have nothing but zeros.
-    out = (acc * v_factor) / tl.where(some, l, 1.0)[:, None]
+    out = (acc * v_factor) / filled(m, l)[:, None]
     offset = at.to(tl.int64) * out_token + head * out_head
     mask = wanted[:, None] & valid[None, :]
     if FP8_OUT:
@@ -91,8 +110,7 @@ def write_rows(
             mask=mask,
         )
     if LSE:
-        lse = tl.where(some, (m + tl.log2(l)) * _LN2, float("-inf"))
-        tl.store(lse_ptr + at.to(tl.int64) * lse_token + head, lse, mask=wanted)
+        write_lse(m, l, at, head, wanted, lse_ptr, lse_token)
 
 
 @triton.jit

@@ -19,10 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attn.kernels.hopper.anew import opaque_zero
 from attn.kernels.hopper.compat import reinterpret, thread_barrier
 from attn.kernels.hopper.mla_consume import _base, _shrunk, _store_part
+from attn.kernels.hopper.quads import side_by_side
 from attn.kernels.hopper.sparse_finish import finish_shared
 from attn.kernels.hopper.sparse_parts import BLOCK, HALF, work_at, works_of
 from attn.kernels.hopper.tiles import sum_of_own
-from attn.kernels.rows import write_rows
+from attn.kernels.rows import filled, with_sinks, write_lse
 
 
 @gluon.jit
@@ -287,9 +288,21 @@ def consume_listed(
         elif writes:
             place = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
             head = head_tile * BLOCK + place
-            column = gl.arange(0, HALF, layout=gl.SliceLayout(0, OUTPUT))
-            write_rows(
-                M, L, o, token + place * 0, head, head < HEADS, column, column >= 0,
-                out_ptr + W * HALF, lse_ptr, sinks_ptr, 1.0, lse_ptr, OUT_TOKEN, OUT_HEAD,
-                LSE_TOKEN, SINKS, False, WRITES_LSE, True,
+            wanted = head < HEADS
+            # By few instructions, which are run once for a list, and waited for as they come.
+            by = gl.full([64], 1.0, gl.float32, L.type.layout)
+            if SINKS:
+                M, L, by = with_sinks(M, L, head, wanted, sinks_ptr)
+            if WRITES_LSE:
+                write_lse(M, L, token + place * 0, head, wanted, lse_ptr, LSE_TOKEN)
+            by /= filled(M, L)
+            out = side_by_side((o * by[:, None]).to(DTYPE))
+            ROWS: gl.constexpr = out.type.layout
+            place = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS)) + opaque_zero()
+            head = head_tile * BLOCK + place
+            column = gl.arange(0, HALF, layout=gl.SliceLayout(0, ROWS)) + W * HALF
+            at = token.to(gl.int64) * OUT_TOKEN + head * OUT_HEAD
+            gl.store(
+                out_ptr + at[:, None] + column[None, :], out,
+                mask=(head < HEADS)[:, None] & (column >= 0)[None, :],
             )  # fmt: skip

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attn.kernels.hopper.compat import arrive_behind_gathers, async_gather, reinterpret
 from attn.kernels.hopper.sparse_parts import BLOCK, HALF, UNIT, listed, units_at, work_at, works_of
-from attn.kernels.hopper.sparse_widen import widen_rows
+from attn.kernels.hopper.sparse_widen import begin_rows, widen_rows
 from attn.kernels.hopper.tiles import wide
 from attn.kernels.sparse_mla import _row_offsets
 
@@ -126,6 +126,12 @@ def produce_listed(
         )
         if high > low:
             mine = ids_ptr + token.to(gl.int64) * wide(ids_row)
+            if SCALED:
+                end = gl.minimum(length, high * (2 * KEYS))
+                ids0, ids1, ids2, ids3, ids4 = begin_rows(
+                    mine, latent_ptr, low * (2 * KEYS), end, count, stored, KEYS, BLOCK_SIZE,
+                    BLOCK_UNITS, ROW_UNITS, ROPE_AT, SCALES_AT,
+                )  # fmt: skip
             mbarrier.wait(q_empty, (walks & 1) ^ 1)
             _gather_queries(
                 query_ptr, rotary_ptr, token, head_tile, q_boxes, q_rope, q_full, query_token,
@@ -134,7 +140,7 @@ def produce_listed(
             walks += 1
             if SCALED:
                 turn, count = widen_rows(
-                    mine, latent_ptr, low, high, gl.minimum(length, high * (2 * KEYS)), turn, count,
+                    ids0, ids1, ids2, ids3, ids4, mine, latent_ptr, low, high, end, turn, count,
                     left_boxes, right_boxes, rope_boxes, stored, gaps, full, empty, BLOCK_SIZE,
                     BLOCK_UNITS, ROW_UNITS, ROPE_AT, SCALES_AT,
                 )  # fmt: skip

@@ -18,6 +18,9 @@ from attn.kernels.sparse_mla import _TO_BF16, _row_offsets
 
 STORED_BLOCKS = tl.constexpr(3)
 """Blocks that are held as they are stored: one that is widened, two that are under way."""
+_AHEAD = tl.constexpr(STORED_BLOCKS.value - 1)
+_COPY = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+_COPIED = gl.constexpr(gl.SliceLayout(1, _COPY.value))
 # Two factors of four elements of one block are the same.
 _SCALED = tl.constexpr(_TO_BF16.value.replace("$4", "$3"))
 _PAIR = tl.constexpr("cvt.rn.bf16x2.f32 $0, $1, $1;")
@@ -116,48 +119,58 @@ def _load_scales(memory, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def widen_rows(
-    mine, latent_ptr, low, high, end, turn, count, left_boxes, right_boxes, rope_boxes, stored,
-    gaps, full, empty, BLOCK_SIZE: gl.constexpr, BLOCK_UNITS: gl.constexpr,
-    ROW_UNITS: gl.constexpr, ROPE_AT: gl.constexpr, SCALES_AT: gl.constexpr,
+def begin_rows(
+    mine, latent_ptr, first, end, count, stored, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr, ROPE_AT: gl.constexpr,
+    SCALES_AT: gl.constexpr,
 ):  # fmt: skip
-    """Listed rows of e4m3, block after block; those of two blocks are under way. Words are in
-    registers half a block before they are widened.
+    """Ask for the first two blocks of a list from an entry on: before its queries are asked for,
+    which wait for the ones before. Returns entries of five blocks.
+    """
+    # Lists are asked for two blocks before they are needed: loads stand in line behind copies.
+    ids0 = listed(mine, first, end, KEYS, _COPIED)
+    ids1 = listed(mine, first + KEYS, end, KEYS, _COPIED)
+    ids2 = listed(mine, first + 2 * KEYS, end, KEYS, _COPIED)
+    ids3 = listed(mine, first + 3 * KEYS, end, KEYS, _COPIED)
+    ids4 = listed(mine, first + 4 * KEYS, end, KEYS, _COPIED)
+    words_ptr = latent_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    # Who widened the rows before has read them all.
+    thread_barrier()
+    for i in gl.static_range(_AHEAD):
+        place = (count + i) % STORED_BLOCKS
+        ids = (ids0, ids1)[i]
+        rows = words_ptr + _row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (UNIT // 4)
+        _copy_words(ids, rows, stored[0].index(place), 0, _COPY)
+        _copy_rest(ids, rows, stored, place, ROPE_AT, SCALES_AT, _COPY)
+    return ids0, ids1, ids2, ids3, ids4
+
+
+@gluon.jit
+def widen_rows(
+    ids0, ids1, ids2, ids3, ids4, mine, latent_ptr, low, high, end, turn, count, left_boxes,
+    right_boxes, rope_boxes, stored, gaps, full, empty, BLOCK_SIZE: gl.constexpr,
+    BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr, ROPE_AT: gl.constexpr,
+    SCALES_AT: gl.constexpr,
+):  # fmt: skip
+    """Listed rows of e4m3, block after block, behind :func:`begin_rows`; those of two blocks are
+    under way. Words are in registers half a block before they are widened.
     """
     KEYS: gl.constexpr = rope_boxes.shape[1]
-    AHEAD: gl.constexpr = STORED_BLOCKS - 1
-    COPY: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     WORDS: gl.constexpr = _words_of(KEYS)
-    COPIED: gl.constexpr = gl.SliceLayout(1, COPY)
     SHAPE: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     left = reinterpret(left_boxes, gl.int32, [2, KEYS, 128], SHAPE)
     right = reinterpret(right_boxes, gl.int32, [2, KEYS, 128], SHAPE)
     rope = reinterpret(rope_boxes, gl.int32, [2, KEYS, 32], SHAPE)
     words_ptr = latent_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    first = low * (2 * KEYS)
-    # Lists are asked for two blocks before they are needed: loads stand in line behind copies.
-    ids0 = listed(mine, first, end, KEYS, COPIED)
-    ids1 = listed(mine, first + KEYS, end, KEYS, COPIED)
-    ids2 = listed(mine, first + 2 * KEYS, end, KEYS, COPIED)
-    ids3 = listed(mine, first + 3 * KEYS, end, KEYS, COPIED)
-    ids4 = listed(mine, first + 4 * KEYS, end, KEYS, COPIED)
-    # Who widened the rows before has read them all.
-    thread_barrier()
-    for i in gl.static_range(AHEAD):
-        place = (count + i) % STORED_BLOCKS
-        ids = (ids0, ids1)[i]
-        rows = words_ptr + _row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (UNIT // 4)
-        _copy_words(ids, rows, stored[0].index(place), 0, COPY)
-        _copy_rest(ids, rows, stored, place, ROPE_AT, SCALES_AT, COPY)
-    async_copy.wait_group(AHEAD - 1)
+    async_copy.wait_group(_AHEAD - 1)
     thread_barrier()
     words = _load_half(stored[0].index(count % STORED_BLOCKS), WORDS)
     for tile in range(low, high):
         for b in gl.static_range(2):
             first = tile * (2 * KEYS) + b * KEYS
-            place = (count + AHEAD) % STORED_BLOCKS
+            place = (count + _AHEAD) % STORED_BLOCKS
             rows = words_ptr + _row_offsets(ids2, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (UNIT // 4)
-            _copy_words(ids2, rows, stored[0].index(place), 0, COPY)
+            _copy_words(ids2, rows, stored[0].index(place), 0, _COPY)
             f0, f1, f2, f3 = _load_scales(
                 stored[3].index(count % STORED_BLOCKS), gl.SliceLayout(1, WORDS)
             )
@@ -168,8 +181,8 @@ def widen_rows(
             second = _load_half(stored[1].index(count % STORED_BLOCKS), WORDS)
             # At once: between two stores threads would wait for each other.
             left.index(b).store(wide_left)
-            _copy_rest(ids2, rows, stored, place, ROPE_AT, SCALES_AT, COPY)
-            async_copy.wait_group(AHEAD - 1)
+            _copy_rest(ids2, rows, stored, place, ROPE_AT, SCALES_AT, _COPY)
+            async_copy.wait_group(_AHEAD - 1)
             thread_barrier()
             wide_right = _widened(second, f2, f3)
             # Behind it the rope and what says which keys are none are free, too.
@@ -184,7 +197,7 @@ def widen_rows(
             ids1 = ids2
             ids2 = ids3
             ids3 = ids4
-            ids4 = listed(mine, first + 5 * KEYS, end, KEYS, COPIED)
+            ids4 = listed(mine, first + 5 * KEYS, end, KEYS, _COPIED)
             # Generic stores before products read them.
             fence_async_shared()
             mbarrier.arrive(full.index(b), count=1)
