@@ -62,11 +62,10 @@ def prepared_queries(
 
 
 @triton.jit
-def with_sinks(m, l, head, wanted, sinks_ptr):
-    """Maxima and sums of rows, ``[M]``, with their heads' sinks; and what their values are to be
-    multiplied by.
+def with_sinks(some, m, l, head, wanted, sinks_ptr):
+    """Maxima and sums of rows with their heads' sinks, where a row has a key, and what its values
+    are to be multiplied by; all ``[M]``.
     """
-    some = m > float("-inf")
     sink = tl.load(sinks_ptr + head, mask=wanted, other=0.0).to(tl.float32) * _LOG2E
     top = tl.where(some, tl.maximum(m, sink), m)
     base = tl.where(some, top, 0.0)
@@ -75,15 +74,9 @@ def with_sinks(m, l, head, wanted, sinks_ptr):
 
 
 @triton.jit
-def filled(m, l):
-    """Sums to divide by, ``[M]``: rows without keys have nothing but zeros."""
-    return tl.where(m > float("-inf"), l, 1.0)
-
-
-@triton.jit
-def write_lse(m, l, at, head, wanted, lse_ptr, lse_token):
-    """Rows' LSE from their maxima and sums, ``[M]``."""
-    lse = tl.where(m > float("-inf"), (m + tl.log2(l)) * _LN2, float("-inf"))
+def write_lse(some, m, l, at, head, wanted, lse_ptr, lse_token):
+    """LSE of rows, ``[M]``, from their maxima and sums; -inf of those without keys."""
+    lse = tl.where(some, (m + tl.log2(l)) * _LN2, float("-inf"))
     tl.store(lse_ptr + at.to(tl.int64) * lse_token + head, lse, mask=wanted)
 
 
@@ -94,10 +87,12 @@ def write_rows(
     LSE: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
 ):  # fmt: skip
     """Normalise a row's state and write it: output ``[M, columns]`` and LSE ``[M]``."""
+    some = m > float("-inf")
     if SINKS:
-        m, l, shrink = with_sinks(m, l, head, wanted, sinks_ptr)
+        m, l, shrink = with_sinks(some, m, l, head, wanted, sinks_ptr)
         acc = acc * shrink[:, None]
-    out = (acc * v_factor) / filled(m, l)[:, None]
+    # Rows without keys have nothing but zeros.
+    out = (acc * v_factor) / tl.where(some, l, 1.0)[:, None]
     offset = at.to(tl.int64) * out_token + head * out_head
     mask = wanted[:, None] & valid[None, :]
     if FP8_OUT:
@@ -110,7 +105,7 @@ def write_rows(
             mask=mask,
         )
     if LSE:
-        write_lse(m, l, at, head, wanted, lse_ptr, lse_token)
+        write_lse(some, m, l, at, head, wanted, lse_ptr, lse_token)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from attn.kernels.hopper.quads import side_by_side
 from attn.kernels.hopper.sparse_finish import finish_shared
 from attn.kernels.hopper.sparse_parts import BLOCK, HALF, work_at, works_of
 from attn.kernels.hopper.tiles import sum_of_own
-from attn.kernels.rows import filled, with_sinks, write_lse
+from attn.kernels.rows import with_sinks, write_lse
 
 
 @gluon.jit
@@ -290,12 +290,13 @@ def consume_listed(
             head = head_tile * BLOCK + place
             wanted = head < HEADS
             # By few instructions, which are run once for a list, and waited for as they come.
+            some = M > float("-inf")  # noqa: SIM300 - M is no constant.
             by = gl.full([64], 1.0, gl.float32, L.type.layout)
             if SINKS:
-                M, L, by = with_sinks(M, L, head, wanted, sinks_ptr)
+                M, L, by = with_sinks(some, M, L, head, wanted, sinks_ptr)
             if WRITES_LSE:
-                write_lse(M, L, token + place * 0, head, wanted, lse_ptr, LSE_TOKEN)
-            by /= filled(M, L)
+                write_lse(some, M, L, token + place * 0, head, wanted, lse_ptr, LSE_TOKEN)
+            by /= gl.where(some, L, 1.0)
             out = side_by_side((o * by[:, None]).to(DTYPE))
             ROWS: gl.constexpr = out.type.layout
             place = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS)) + opaque_zero()
