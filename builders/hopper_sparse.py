@@ -46,8 +46,8 @@ INDEX_PROGRAMS: Final = 8
 """Of each multiprocessor, at least, before a program takes several pages."""
 MOST_IDLE: Final = 1.1
 """Programs' time in rounds of whole lists, to that which these take, beyond which lists are dealt
-by tiles: `dec_656_h128_b128` (1.03) took 233 us by tiles and 222 by lists, 80 of its rows (1.65)
-155 and 219."""
+by tiles: `dec_656_h128_b128` (1.03) took 223 us by tiles and 214 by lists, 100 of its rows (1.32)
+180 and 213."""
 _SIXTEEN_BITS: Final = (DType.FLOAT16, DType.BFLOAT16)
 HopperOptions: TypeAlias = HopperSparseTile | NarrowSparseTile
 """What either kernel for Hopper is asked for."""

@@ -123,6 +123,8 @@ class Facts:
     """``cp.async`` instructions."""
     warp_group_products: int = 0
     """``wgmma`` instructions."""
+    wide_stores: int = 0
+    """Stores of 16 bytes of a thread to global memory."""
     pipeline: int = 0
     """Bytes of shared memory that the stages under way need, of a kernel that attends; 0 where it
     has one stage."""
@@ -279,6 +281,7 @@ class Compiler:
             shared=compiled.metadata.shared,
             asynchronous_copies=len(re.findall(r"\bcp\.async\.c[ag]\.", ptx)),
             warp_group_products=products,
+            wide_stores=ptx.count("st.global.v4.b32"),
             pipeline=pipeline,
         )
 

@@ -128,7 +128,9 @@ def _assembly(monkeypatch: pytest.MonkeyPatch) -> None:
         sparse_finish._WEIGHTED_PAIR: weighted,
         quads._JOIN: lambda low, high: np.stack([low, high], -1).view(np.int32)[..., 0],
         quads._QUADS: runs_exchanged,
-        quads._PART: lambda words: tuple(words[..., None].view(np.int16)[..., i] for i in range(2)),
+        sparse_operands._TWO: lambda x: tuple(
+            x[..., None].view(np.int16)[..., i] for i in range(2)
+        ),
     }.items():
         monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, text.value, meaning)
 

@@ -10,8 +10,9 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attn.kernels.hopper.sparse_operands import _TWO
+
 _JOIN = tl.constexpr("mov.b32 $0, {$1, $2};")
-_PART = tl.constexpr("mov.b32 {$0, $1}, $2;")
 
 
 @gluon.constexpr_function
@@ -70,7 +71,7 @@ def side_by_side(x):
     # What was a run of four is now a thread's.
     words = gl.permute(gl.reshape(words, [64, N // 32, 4, 4]), (0, 1, 3, 2))
     low, high = gl.inline_asm_elementwise(
-        _PART, "=h,=h,r", [gl.reshape(words, [64, N // 2])], dtype=(gl.int16, gl.int16),
+        _TWO, "=h,=h,r", [gl.reshape(words, [64, N // 2])], dtype=(gl.int16, gl.int16),
         is_pure=True, pack=1,
     )  # fmt: skip
     out = gl.reshape(gl.join(low, high), [64, N]).to(x.dtype, bitcast=True)

@@ -272,31 +272,31 @@ def consume_listed(
             mbarrier.wait(ready.index(3 - W), walks & 1)
             walks += 1
             total_sum += sums_of.index(1 - W).load(gl.SliceLayout(1, SCORES))
-        M = gl.convert_layout(m, gl.SliceLayout(1, OUTPUT))
-        L = gl.convert_layout(total_sum, gl.SliceLayout(1, OUTPUT))
+        most = gl.convert_layout(m, gl.SliceLayout(1, OUTPUT))
+        sums = gl.convert_layout(total_sum, gl.SliceLayout(1, OUTPUT))
         writes = low == 0
         if BALANCED:
             if meets > 0:
-                writes, M, L, o = finish_shared(
-                    meets * HEAD_TILES + head_tile, low > 0, M, L, o, states_ptr, sums_ptr,
+                writes, most, sums, o = finish_shared(
+                    meets * HEAD_TILES + head_tile, low > 0, most, sums, o, states_ptr, sums_ptr,
                     counters_ptr, W,
                 )  # fmt: skip
         if PARTS > 1:
             if high > low:
                 slot = (token * HEAD_TILES + head_tile) * PARTS + part
-                _store_part(states_ptr, sums_ptr, slot, M, L, o, opaque_zero(), W, BLOCK)
+                _store_part(states_ptr, sums_ptr, slot, most, sums, o, opaque_zero(), W, BLOCK)
         elif writes:
             place = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
             head = head_tile * BLOCK + place
             wanted = head < HEADS
             # By few instructions, which are run once for a list, and waited for as they come.
-            some = M > float("-inf")  # noqa: SIM300 - M is no constant.
-            by = gl.full([64], 1.0, gl.float32, L.type.layout)
+            some = most > float("-inf")
+            by = gl.full([64], 1.0, gl.float32, sums.type.layout)
             if SINKS:
-                M, L, by = with_sinks(some, M, L, head, wanted, sinks_ptr)
+                most, sums, by = with_sinks(some, most, sums, head, wanted, sinks_ptr)
             if WRITES_LSE:
-                write_lse(some, M, L, token + place * 0, head, wanted, lse_ptr, LSE_TOKEN)
-            by /= gl.where(some, L, 1.0)
+                write_lse(some, most, sums, token + place * 0, head, wanted, lse_ptr, LSE_TOKEN)
+            by /= gl.where(some, sums, 1.0)
             out = side_by_side((o * by[:, None]).to(DTYPE))
             ROWS: gl.constexpr = out.type.layout
             place = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS)) + opaque_zero()
