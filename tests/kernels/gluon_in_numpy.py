@@ -20,6 +20,7 @@ import torch
 from triton.language.core import constexpr
 
 from attn.kernels.hopper import launch as hopper_launch
+from attn.kernels.hopper import quads, sparse_operands
 from builders.kernel_calls import KernelCall
 
 PATIENCE = 10
@@ -341,8 +342,23 @@ def _multiply(
     return value(x @ y + (np.asarray(total) if use_acc else 0))
 
 
-ASSEMBLY: dict[str, Callable[..., Any]] = {}
-"""What inline assembly computes, by its text: of arrays, one or several."""
+def _halves(words: np.ndarray) -> tuple[np.ndarray, ...]:
+    return tuple(words[..., None].view(np.int16)[..., i] for i in range(2))
+
+
+def _runs_exchanged(words: np.ndarray) -> np.ndarray:
+    """A thread's words of four runs are one run of its own."""
+    runs = words.reshape(len(words), -1, 4, 4)
+    return runs.swapaxes(2, 3).reshape(words.shape)
+
+
+ASSEMBLY: dict[str, Callable[..., Any]] = {
+    quads._JOIN.value: lambda low, high: np.stack([low, high], -1).view(np.int32)[..., 0],
+    quads._QUADS.value: _runs_exchanged,
+    sparse_operands._TWO.value: _halves,
+}
+"""What inline assembly computes, by its text: of arrays, one or several. What several kernels use
+is here."""
 
 
 def _assembly(

@@ -54,12 +54,12 @@ def test_a_variant_compiles_without_spills(compiled: ByTarget, variant: Variant)
     assert misses_of(variant, 90, facts) == []
 
 
-@pytest.mark.parametrize("name", ["128 heads", "128 heads 656"])
-def test_sparse_rows_of_many_heads_are_written_in_wide_stores(
-    compiled: ByTarget, name: str
-) -> None:
+@pytest.mark.parametrize(
+    "name", ["hopper_sparse 128 heads", "hopper_sparse 128 heads 656", "hopper_mla 128 heads"]
+)
+def test_rows_of_many_heads_are_written_in_wide_stores(compiled: ByTarget, name: str) -> None:
     """Of each warp group's 64 by 256 results a thread has 128, eight to a store."""
-    assert compiled[90][f"hopper_sparse {name}"].wide_stores == 2 * 128 // 8
+    assert compiled[90][name].wide_stores == 2 * 128 // 8
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import torch
 
 from attn.kernels.hopper import (
     index_logits,
-    quads,
     sparse_finish,
     sparse_launch,
     sparse_narrow,
@@ -115,22 +114,11 @@ def weighted(x: np.ndarray, at: np.ndarray, by_x: np.ndarray, by_y: np.ndarray) 
     return x * by_x + words.storage.view(np.float32)[cells] * by_y
 
 
-def runs_exchanged(words: np.ndarray) -> np.ndarray:
-    """A thread's words of four runs are one run of its own."""
-    runs = words.reshape(len(words), -1, 4, 4)
-    return runs.swapaxes(2, 3).reshape(words.shape)
-
-
 @pytest.fixture(autouse=True)
 def _assembly(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, meaning in {
         sparse_finish._WEIGHTED: lambda x, y, by_x, by_y: x * by_x + y * by_y,
         sparse_finish._WEIGHTED_PAIR: weighted,
-        quads._JOIN: lambda low, high: np.stack([low, high], -1).view(np.int32)[..., 0],
-        quads._QUADS: runs_exchanged,
-        sparse_operands._TWO: lambda x: tuple(
-            x[..., None].view(np.int16)[..., i] for i in range(2)
-        ),
     }.items():
         monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, text.value, meaning)
 

@@ -24,8 +24,9 @@ from attn.kernels.hopper.anew import opaque_zero
 from attn.kernels.hopper.compat import reinterpret, thread_barrier
 from attn.kernels.hopper.decode_parts import FIELDS, share_at
 from attn.kernels.hopper.mla_parts import BLOCK, cut_at
+from attn.kernels.hopper.quads import side_by_side
 from attn.kernels.hopper.tiles import wide
-from attn.kernels.rows import write_rows
+from attn.kernels.rows import write_lse
 
 _TILE = tl.constexpr(128)
 _HALF = tl.constexpr(256)
@@ -344,14 +345,25 @@ def consume_latents(
         if (begin == 0) & (end == gl.load(fields + 6)):
             # Loaded once more, instead of being kept in registers meanwhile.
             count = gl.load(fields + 2)
-            place = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
+            token = gl.load(fields + 1)
+            some = float("-inf") < M
+            if WRITES_LSE:
+                place = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
+                head = in_group + place % TILE_HEADS
+                wanted = (place < count * TILE_HEADS) & (head < GROUP)
+                at = token + place // TILE_HEADS
+                write_lse(some, M, L, at, head, wanted, lse_ptr, LSE_TOKEN)
+            by = 1.0 / gl.where(some, L, 1.0)
+            out = side_by_side((o * by[:, None]).to(out_ptr.dtype.element_ty))
+            ROWS: gl.constexpr = out.type.layout
+            place = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS)) + opaque_zero()
             head = in_group + place % TILE_HEADS
-            column = gl.arange(0, _HALF, layout=gl.SliceLayout(0, OUTPUT))
-            write_rows(
-                M, L, o, gl.load(fields + 1) + place // TILE_HEADS, head,
-                (place < count * TILE_HEADS) & (head < GROUP), column, column >= 0,
-                out_ptr + W * _HALF, lse_ptr, lse_ptr, 1.0, lse_ptr, OUT_TOKEN, OUT_HEAD, LSE_TOKEN,
-                False, False, WRITES_LSE, True,
+            wanted = (place < count * TILE_HEADS) & (head < GROUP)
+            at = (token + place // TILE_HEADS).to(gl.int64) * OUT_TOKEN + head * OUT_HEAD
+            column = gl.arange(0, _HALF, layout=gl.SliceLayout(0, ROWS)) + W * _HALF
+            gl.store(
+                out_ptr + at[:, None] + column[None, :], out,
+                mask=wanted[:, None] & (column >= 0)[None, :],
             )  # fmt: skip
         else:
             # Of a row that goes on behind the program, and of one that another began.
