@@ -1,6 +1,6 @@
 """The kernels for Hopper under compute-sanitizer: what it reports is explained here, or a finding.
 
-    python -m tests.sanitize --out FILE                  # on a Hopper GPU, with both tools
+    python -m tests.sanitize --commit C --out FILE       # on a Hopper GPU, with both tools
     python -m tests.sanitize --tool racecheck --seconds 60 --processes 8
 
 Each tool runs shares of the launches in processes of their own, until time is up; how many of them
@@ -48,6 +48,8 @@ The others capture graphs, which such memory does not allow."""
 CONTROLS: Final = {"the arriving thread's": False, "another thread's": False, "a race": True}
 """Controls, and whether racecheck has to find something that is not explained."""
 PREFIX: Final = "========= "
+UNKNOWN: Final = "unknown"
+"""Of a run whose commit nobody said."""
 GRACE: Final = 150.0
 """Seconds to begin in, and for launches that have begun to end."""
 
@@ -478,7 +480,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tool", action="append", choices=["memcheck", "racecheck"])
     parser.add_argument("--seconds", type=float, default=120.0, help="to begin launches in")
     parser.add_argument("--processes", type=int, default=12, help="of each tool")
-    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--commit", default=UNKNOWN, help="that is run; a copy may have no git")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--share", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -486,6 +488,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         which, share, shares = given.share
         run_share(which, int(share), int(shares), given.seconds)
         return 0
+    if given.out is not None and given.commit == UNKNOWN:
+        parser.error("a table says of which commit it is: --commit")
     if shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer is not on the PATH")
     import torch

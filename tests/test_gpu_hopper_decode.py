@@ -20,11 +20,14 @@ from tests.conformance import check_case
 from tests.hopper_cases import is_decoded
 from tests.test_gpu_triton_attn import (
     DEVICE,
+    SHAPES,
+    Serving,
     Setup,
     check_alone,
     check_drafting,
     check_interrupted,
     check_launches,
+    check_repeats,
     check_replays,
 )
 
@@ -108,6 +111,13 @@ def test_300_random_steps_of_random_layers_are_right(shard: int) -> None:
 def test_120_launches_among_other_neighbours_give_the_same_bits(kind: str) -> None:
     setup, query_len = KINDS[kind]
     check_launches(setup, query_len, launches=120, rows=48)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_120_launches_of_a_batch_give_the_same_bits(kind: str, shape: str) -> None:
+    setup, query_len = KINDS[kind]
+    check_repeats(Serving(setup), query_len, shape)
 
 
 @pytest.mark.parametrize("kind", KINDS)

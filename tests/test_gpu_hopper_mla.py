@@ -228,23 +228,11 @@ def test_120_launches_among_other_neighbours_give_the_same_bits(kind: str) -> No
     gpu.check_launches(setup, query_len, launches=120, rows=48)
 
 
-@pytest.mark.parametrize("shape", ["128 x 8k", "one", "ragged"])
+@pytest.mark.parametrize("shape", gpu.SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_120_launches_of_a_batch_give_the_same_bits(kind: str, shape: str) -> None:
     setup, query_len = KINDS[kind]
-    serving = LatentServing(setup)
-    ragged = gpu.ragged(48, setup.max_len, 1, max(query_len, 4))
-    lens = {"128 x 8k": [8192] * 128, "one": [setup.max_len], "ragged": ragged}[shape]
-    batch = serving.step([query_len] * len(lens), lens, serving.tables(lens))
-    queries, builder = serving.queries(query_len * len(lens)), serving.builder()
-    first = serving.forward(builder.build(0, batch), queries)
-    wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
-    for turn in range(119):
-        gpu.disturb(turn)
-        again = serving.forward(builder.build(0, batch), queries)
-        for actual, expected in zip(again, first, strict=True):
-            wrong += (actual != expected).any() | actual.isnan().any()
-    assert int(wrong) == 0
+    gpu.check_repeats(LatentServing(setup), query_len, shape)
 
 
 @pytest.mark.parametrize("kind", INVARIANT)

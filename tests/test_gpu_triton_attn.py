@@ -210,6 +210,30 @@ def check_launches(setup: Setup, query_len: int, launches: int, rows: int) -> No
     assert len(known) == rows
 
 
+SHAPES = ("128 x 8k", "one", "ragged")
+"""Batches that are launched again and again: the first is where a prototype's race showed most."""
+
+
+def check_repeats(serving: Serving, query_len: int, shape: str) -> None:
+    """120 launches of a batch, each with a plan of its own."""
+    setup = serving.setup
+    lens = {
+        "128 x 8k": [8192] * 128,
+        "one": [setup.max_len],
+        "ragged": ragged(48, setup.max_len, 1, max(query_len, 4)),
+    }[shape]
+    batch = serving.step([query_len] * len(lens), lens, serving.tables(lens))
+    queries, builder = serving.queries(query_len * len(lens)), serving.builder()
+    first = serving.forward(builder.build(0, batch), queries)
+    wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for turn in range(119):
+        disturb(turn)
+        again = serving.forward(builder.build(0, batch), queries)
+        for actual, expected in zip(again, first, strict=True):
+            wrong += (actual != expected).any() | actual.isnan().any()
+    assert int(wrong) == 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_120_launches_among_other_neighbours_give_the_same_bits(kind: str) -> None:
     check_launches(*KINDS[kind], launches=120, rows=48)

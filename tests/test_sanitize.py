@@ -5,6 +5,7 @@ import os
 import stat
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -270,3 +271,11 @@ def test_every_set_has_launches(monkeypatch):
     for of_set in names.values():
         assert of_set
         assert len(set(of_set)) == len(of_set)
+
+
+def test_a_table_is_not_written_of_an_unknown_commit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        sanitize.main(["--out", str(tmp_path / "table.md")])
+    assert "--commit" in capsys.readouterr().err

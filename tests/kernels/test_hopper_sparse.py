@@ -334,12 +334,10 @@ def test_states_of_few_heads_are_the_oracles(
         index_logits._FOUR: lambda x: tuple(bytes_of(x)[..., i] for i in range(4)),
         sparse_operands._WOVEN: woven,
         sparse_operands._WOVEN_PAIRS: woven_pairs,
-        sparse_operands._TWO: of_bf16
-        if case.layout is SCALED
-        else lambda x: tuple(halves_of(x)[..., i] for i in range(2)),
         sparse_parts._LOG2: np.log2,
         sparse_parts._EXP2: np.exp2,
         sparse_narrow._SHRINK: lambda o, by: o * by,
+        **({sparse_operands._TWO: of_bf16} if case.layout is SCALED else {}),
     }.items():
         monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, text.value, meaning)
     translation = gluon_in_numpy.Translation()

@@ -24,7 +24,7 @@ from attn.kernels.hopper.anew import opaque_zero
 from attn.kernels.hopper.compat import reinterpret, thread_barrier
 from attn.kernels.hopper.decode_parts import FIELDS, share_at
 from attn.kernels.hopper.mla_parts import BLOCK, cut_at
-from attn.kernels.hopper.quads import side_by_side
+from attn.kernels.hopper.quads import side_by_side, store_side_by_side
 from attn.kernels.hopper.tiles import wide
 from attn.kernels.rows import write_lse
 
@@ -340,34 +340,31 @@ def consume_latents(
             mbarrier.wait(ready.index(3 - W), walks & 1)
             walks += 1
             l += sums_of.index(1 - W).load(gl.SliceLayout(1, SCORES))
-        M = gl.convert_layout(m, gl.SliceLayout(1, OUTPUT))
-        L = gl.convert_layout(l, gl.SliceLayout(1, OUTPUT))
+        most = gl.convert_layout(m, gl.SliceLayout(1, OUTPUT))
+        sums = gl.convert_layout(l, gl.SliceLayout(1, OUTPUT))
         if (begin == 0) & (end == gl.load(fields + 6)):
             # Loaded once more, instead of being kept in registers meanwhile.
             count = gl.load(fields + 2)
             token = gl.load(fields + 1)
-            some = float("-inf") < M
+            # By few instructions, which are run once for a row, and waited for as they come.
+            some = most > float("-inf")
             if WRITES_LSE:
                 place = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
                 head = in_group + place % TILE_HEADS
                 wanted = (place < count * TILE_HEADS) & (head < GROUP)
                 at = token + place // TILE_HEADS
-                write_lse(some, M, L, at, head, wanted, lse_ptr, LSE_TOKEN)
-            by = 1.0 / gl.where(some, L, 1.0)
+                write_lse(some, most, sums, at, head, wanted, lse_ptr, LSE_TOKEN)
+            by = 1.0 / gl.where(some, sums, 1.0)
             out = side_by_side((o * by[:, None]).to(out_ptr.dtype.element_ty))
             ROWS: gl.constexpr = out.type.layout
             place = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS)) + opaque_zero()
             head = in_group + place % TILE_HEADS
             wanted = (place < count * TILE_HEADS) & (head < GROUP)
             at = (token + place // TILE_HEADS).to(gl.int64) * OUT_TOKEN + head * OUT_HEAD
-            column = gl.arange(0, _HALF, layout=gl.SliceLayout(0, ROWS)) + W * _HALF
-            gl.store(
-                out_ptr + at[:, None] + column[None, :], out,
-                mask=wanted[:, None] & (column >= 0)[None, :],
-            )  # fmt: skip
+            store_side_by_side(out, at, wanted, W * _HALF, out_ptr)
         else:
             # Of a row that goes on behind the program, and of one that another began.
             slot = 2 * gl.program_id(0) + (begin == 0).to(gl.int32)
-            _store_part(states_ptr, sums_ptr, slot, M, L, o, opaque_zero(), W, USED)
+            _store_part(states_ptr, sums_ptr, slot, most, sums, o, opaque_zero(), W, USED)
         begin = 0
         fields = rows_ptr + wide(((r + 1) // HEAD_LOOPS) * FIELDS)

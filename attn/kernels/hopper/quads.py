@@ -76,3 +76,15 @@ def side_by_side(x):
     )  # fmt: skip
     out = gl.reshape(gl.join(low, high), [64, N]).to(x.dtype, bitcast=True)
     return gl.convert_layout(out, side_by_side_layout(N), assert_trivial=True)
+
+
+@gluon.jit
+def store_side_by_side(out, at, wanted, first, out_ptr):
+    """Write rows as :func:`side_by_side` gives them, each from column ``first`` on of the row at
+    element ``at``, where it is wanted; both ``[64]``, as ``out``'s rows lie.
+    """
+    column = gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, out.type.layout)) + first
+    gl.store(
+        out_ptr + at[:, None] + column[None, :], out,
+        mask=wanted[:, None] & (column >= 0)[None, :],
+    )  # fmt: skip

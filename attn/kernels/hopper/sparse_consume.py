@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attn.kernels.hopper.anew import opaque_zero
 from attn.kernels.hopper.compat import reinterpret, thread_barrier
 from attn.kernels.hopper.mla_consume import _base, _shrunk, _store_part
-from attn.kernels.hopper.quads import side_by_side
+from attn.kernels.hopper.quads import side_by_side, store_side_by_side
 from attn.kernels.hopper.sparse_finish import finish_shared
 from attn.kernels.hopper.sparse_parts import BLOCK, HALF, work_at, works_of
 from attn.kernels.hopper.tiles import sum_of_own
@@ -301,9 +301,5 @@ def consume_listed(
             ROWS: gl.constexpr = out.type.layout
             place = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS)) + opaque_zero()
             head = head_tile * BLOCK + place
-            column = gl.arange(0, HALF, layout=gl.SliceLayout(0, ROWS)) + W * HALF
             at = token.to(gl.int64) * OUT_TOKEN + head * OUT_HEAD
-            gl.store(
-                out_ptr + at[:, None] + column[None, :], out,
-                mask=(head < HEADS)[:, None] & (column >= 0)[None, :],
-            )  # fmt: skip
+            store_side_by_side(out, at, head < HEADS, W * HALF, out_ptr)
