@@ -20,7 +20,7 @@ import torch
 from triton.language.core import constexpr
 
 from attn.kernels.hopper import launch as hopper_launch
-from attn.kernels.hopper import quads, sparse_operands
+from attn.kernels.hopper import quads
 from builders.kernel_calls import KernelCall
 
 PATIENCE = 10
@@ -355,7 +355,7 @@ def _runs_exchanged(words: np.ndarray) -> np.ndarray:
 ASSEMBLY: dict[str, Callable[..., Any]] = {
     quads._JOIN.value: lambda low, high: np.stack([low, high], -1).view(np.int32)[..., 0],
     quads._QUADS.value: _runs_exchanged,
-    sparse_operands._TWO.value: _halves,
+    quads._TWO.value: _halves,
 }
 """What inline assembly computes, by its text: of arrays, one or several. What several kernels use
 is here."""

@@ -11,6 +11,7 @@ import torch
 
 from attn.kernels.hopper import (
     index_logits,
+    quads,
     sparse_finish,
     sparse_launch,
     sparse_narrow,
@@ -337,7 +338,7 @@ def test_states_of_few_heads_are_the_oracles(
         sparse_parts._LOG2: np.log2,
         sparse_parts._EXP2: np.exp2,
         sparse_narrow._SHRINK: lambda o, by: o * by,
-        **({sparse_operands._TWO: of_bf16} if case.layout is SCALED else {}),
+        **({quads._TWO: of_bf16} if case.layout is SCALED else {}),
     }.items():
         monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, text.value, meaning)
     translation = gluon_in_numpy.Translation()

@@ -10,9 +10,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attn.kernels.hopper.sparse_operands import _TWO
-
 _JOIN = tl.constexpr("mov.b32 $0, {$1, $2};")
+_TWO = tl.constexpr("mov.b32 {$0, $1}, $2;")
 
 
 @gluon.constexpr_function

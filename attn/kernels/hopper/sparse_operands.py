@@ -10,6 +10,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attn.kernels.hopper.quads import _TWO
+
 # Four e4m3 of one key in $8 and of the next one in $9, as pairs of these in fp16.
 _WOVEN = tl.constexpr(
     "{ .reg .b16 a, b, c, d; .reg .b32 x, y, p, q, r, s;"
@@ -19,7 +21,6 @@ _WOVEN = tl.constexpr(
     " cvt.rn.f16x2.e4m3x2 r, c; cvt.rn.f16x2.e4m3x2 s, d;"
     " mov.b32 {$0, $1}, p; mov.b32 {$2, $3}, q; mov.b32 {$4, $5}, r; mov.b32 {$6, $7}, s; }"
 )
-_TWO = tl.constexpr("mov.b32 {$0, $1}, $2;")
 _WOVEN_PAIRS = tl.constexpr(
     "{ .reg .b32 p, q; prmt.b32 p, $4, $5, 0x5410; prmt.b32 q, $4, $5, 0x7632;"
     " mov.b32 {$0, $1}, p; mov.b32 {$2, $3}, q; }"

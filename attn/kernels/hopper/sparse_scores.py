@@ -13,7 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from attn.kernels.hopper.index_logits import _FOUR
 from attn.kernels.hopper.mla_consume import _base
-from attn.kernels.hopper.sparse_operands import _TWO, row_factors, row_words
+from attn.kernels.hopper.quads import _TWO
+from attn.kernels.hopper.sparse_operands import row_factors, row_words
 from attn.kernels.hopper.sparse_parts import exp2, log2
 
 
