@@ -218,14 +218,10 @@ def _measured_slower(shape: DenseShape, tile: SplitTile, asks: LayerAsks) -> str
     if asks.batch_invariant and (shape.stored_bits != 16 or tile.rows > 16):
         # Most rows of a tile are nobody's in a decode.
         return f"batch invariance and tiles of {tile.rows} rows"
-    if shape.stored_bits != 16 or tile.rows > 16 or shape.head_size == 256:
-        return None
-    if shape.head_size != 128:
-        return f"head size {shape.head_size}"
-    rows, heads = tile.tile_heads * tile.query_tokens, shape.num_kv_heads
-    if rows <= 8 or heads <= 2:
-        return None
-    return f"{rows} rows in a tile, which are more than 8, and {heads} KV heads, more than 2"
+    rows = tile.tile_heads * tile.query_tokens
+    if shape.head_size == 64 and 8 < rows <= 16:
+        return f"head size 64 and tiles of {rows} rows, which are 9 to 16"
+    return None
 
 
 def hopper_decode_tile(

@@ -67,9 +67,8 @@ class DecodeKernel(StrEnum):
 
     AUTO = "auto"
     """The one for Hopper where it serves and measured faster, group by group: keys seen whole, of
-    e4m3, of head size 256, of 128 in tiles of up to 8 rows or with at most 2 KV heads, or in tiles
-    of more than 16 rows; and for latent rows, but those of more than 16 heads whose bits are to be
-    their own. Else plain Triton."""
+    e4m3, of head sizes 128 and 256, and of 64 but in tiles of 9 to 16 rows; and for latent rows,
+    but those of more than 16 heads whose bits are to be their own. Else plain Triton."""
     TRITON = "triton"
     """Plain Triton, everywhere."""
     HOPPER = "hopper"
