@@ -41,7 +41,10 @@ AT_MODULE_LEVEL = {"specs": {"pydantic"}, "builders": {"torch"}}
 # and backends import these modules inside a function.
 KERNELS_OF_BUILDERS = (
     "builders.kernels",
+    "builders.plan_few",
     "builders.plan_kernels",
+    "builders.plan_many",
+    "builders.plan_rows",
     "builders.page_kernels",
     "builders.fast_launch",
 )
