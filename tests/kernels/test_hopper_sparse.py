@@ -14,7 +14,7 @@ from attn.kernels.hopper import (
     quads,
     sparse_finish,
     sparse_launch,
-    sparse_narrow,
+    sparse_narrow_consume,
     sparse_operands,
     sparse_parts,
     sparse_widen,
@@ -337,7 +337,7 @@ def test_states_of_few_heads_are_the_oracles(
         sparse_operands._WOVEN_PAIRS: woven_pairs,
         sparse_parts._LOG2: np.log2,
         sparse_parts._EXP2: np.exp2,
-        sparse_narrow._SHRINK: lambda o, by: o * by,
+        sparse_narrow_consume._SHRINK: lambda o, by: o * by,
         **({quads._TWO: of_bf16} if case.layout is SCALED else {}),
     }.items():
         monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, text.value, meaning)

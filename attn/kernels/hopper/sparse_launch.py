@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attn.kernels.hopper.sparse import hopper_sparse_kernel
-from attn.kernels.hopper.sparse_narrow import NATIVE, RAW, SCALED, hopper_narrow_sparse_kernel
+from attn.kernels.hopper.sparse_narrow import hopper_narrow_sparse_kernel
+from attn.kernels.hopper.sparse_narrow_consume import NATIVE, RAW, SCALED
 from attn.kernels.launch import alignment
 from builders.hopper_sparse import hopper_misfit
 from builders.kernel_calls import KernelCall

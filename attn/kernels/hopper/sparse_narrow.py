@@ -2,80 +2,33 @@
 
 What bounds it is how fast rows come: a warp group copies them 16 bytes at a time, some tiles ahead,
 and what was copied is all that shared memory holds of them. Two warp groups take every other tile,
-so that one multiplies while the other waits, and fold their sums at the end. They put operands
-together in registers. For scores a warp has some keys with all their columns, and takes columns in
-the order in which it loads them: sums run over all; those of e4m3 are products by warp group, see
-:mod:`attn.kernels.hopper.sparse_scores`. For values a warp has a block of columns of all
-keys; words of a key and of the one behind it are woven together, as products want pairs of keys.
-
-e4m3 become fp16, which has all of them, by one instruction for two. The scales of their blocks
-multiply scores of a block. In values they belong to exponents: what is summed for a block is 2 to
-the power of score plus logarithm of the scale, less a maximum of its own. So nothing leaves fp16's
-range, whatever scales there are.
+so that one multiplies while the other waits, put operands together in registers, and fold their
+sums at the end: :mod:`attn.kernels.hopper.sparse_narrow_consume`.
 """
 
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from attn.kernels.hopper.anew import opaque_zero
 from attn.kernels.hopper.compat import (
     arrive_behind_gathers,
     async_gather,
     let_kernels_behind_start,
-    reinterpret,
-    thread_barrier,
     wait_for_kernels_before,
 )
-from attn.kernels.hopper.mla_consume import _base
-from attn.kernels.hopper.sparse_operands import (
-    key_operand,
-    key_words,
-    natural_order,
-    quarters,
-    query_order,
-    scores_memory,
-    swizzled,
-    value_operand,
-    value_words,
-    weights_layout,
+from attn.kernels.hopper.sparse_narrow_consume import (
+    NATIVE,
+    RAW,
+    SCALED,
+    consume_narrow,
+    entries,
 )
-from attn.kernels.hopper.sparse_parts import THREADS, UNIT, exp2, units_at
-from attn.kernels.hopper.sparse_scores import count_keys, group_scores
+from attn.kernels.hopper.sparse_operands import scores_memory, swizzled
+from attn.kernels.hopper.sparse_parts import THREADS, UNIT
 from attn.kernels.hopper.tiles import wide
-from attn.kernels.rows import write_rows
 from attn.kernels.sparse_mla import _row_offsets
-
-_LOG2E = tl.constexpr(1.4426950408889634)
-ROWS = tl.constexpr(16)
-"""Heads of a program."""
-NATIVE, RAW, SCALED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""What rows are: 16 bits; e4m3 that have one scale in common; or with scales in each row."""
-_SLACK = tl.constexpr(8.0)
-"""Lazily, maxima stay until they would grow by more: weights of 2^8 and less are within fp16."""
-_CELLS = tl.constexpr(64)
-"""Of the output, that a thread has: two rows, two neighbouring cells of each in turn."""
-_SHRINK = tl.constexpr(
-    "{ .reg .pred p, q;"
-    + f" setp.neu.f32 p, ${2 * 64}, 0f3F800000; setp.neu.f32 q, ${2 * 64 + 2}, 0f3F800000;"
-    + " or.pred p, p, q; vote.sync.any.pred p, p, 0xFFFFFFFF;"
-    + "".join(f" mov.b32 ${i}, ${64 + i};" for i in range(64))
-    + " @!p bra.uni DONE;"
-    + "".join(f" mul.f32 ${i}, ${i}, ${2 * 64 + i};" for i in range(64))
-    + " DONE: }"
-)
-_SHRINK_REGISTERS = tl.constexpr(",".join(["=&f"] * 64 + ["f"] * 128))
-
-
-@gluon.jit
-def _listed(ids_ptr, first, length, KEYS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Entries of a list, -1 from its end on."""
-    at = first + gl.arange(0, KEYS, layout=LAYOUT)
-    return gl.load(ids_ptr + at, mask=at < length, other=-1)
 
 
 @gluon.jit
@@ -102,8 +55,8 @@ def _copy_rows(
     mine = ids_ptr + token.to(gl.int64) * wide(ids_row)
     # Not yet known how many count, but where the list ends.
     end = gl.minimum(topk, low + SEGMENT)
-    ids = _listed(mine, low, end, TILE, ROW)
-    tail_ids = _listed(mine, low, end, TILE, TAIL_ROW)
+    ids = entries(mine, low, end, TILE, ROW)
+    tail_ids = entries(mine, low, end, TILE, TAIL_ROW)
     high = end
     if HAS_LENS:
         high = gl.minimum(end, gl.load(lens_ptr + token))
@@ -111,16 +64,16 @@ def _copy_rows(
         tail_row = low + gl.arange(0, TILE, layout=TAIL_ROW)
         ids = gl.where(row < high, ids, -1)
         tail_ids = gl.where(tail_row < high, tail_ids, -1)
-    ahead = _listed(mine, low + TILE, high, TILE, ROW)
-    tail_ahead = _listed(mine, low + TILE, high, TILE, TAIL_ROW)
+    ahead = entries(mine, low + TILE, high, TILE, ROW)
+    tail_ahead = entries(mine, low + TILE, high, TILE, TAIL_ROW)
     column = gl.arange(0, WORDS, layout=gl.SliceLayout(0, COPY))
     tail_column = gl.arange(0, TAIL, layout=gl.SliceLayout(0, TAIL_COPY))
     for first in range(low, high, TILE):
         turn = (first - low) // TILE
         stage = turn % STAGES
         # Asked for two tiles ahead: loads stand in line behind copies.
-        next_ids = _listed(mine, first + 2 * TILE, high, TILE, ROW)
-        next_tail = _listed(mine, first + 2 * TILE, high, TILE, TAIL_ROW)
+        next_ids = entries(mine, first + 2 * TILE, high, TILE, ROW)
+        next_tail = entries(mine, first + 2 * TILE, high, TILE, TAIL_ROW)
         offset = _row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (UNIT // 4)
         at = latent_ptr + offset[:, None] + column[None, :]
         there = (ids >= 0)[:, None] & (column >= 0)[None, :]
@@ -136,296 +89,6 @@ def _copy_rows(
         tail_ids = tail_ahead
         ahead = next_ids
         tail_ahead = next_tail
-
-
-@gluon.jit
-def _load_queries(ptr, token, head_tile, per_token, per_head, HEADS: gl.constexpr,
-                  WIDTH: gl.constexpr):  # fmt: skip
-    """Queries of a tile of heads, ``[16, WIDTH]``, zeros where there is no head."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    head = head_tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
-    at = ptr + units_at(token, head, per_token, per_head)[:, None] + column[None, :]
-    return gl.load(at, mask=(head < HEADS)[:, None] & (column >= 0)[None, :], other=0.0)
-
-
-@gluon.jit
-def _within_fp16(q):
-    """Queries as fp16 times a power of two for each head, so that the largest is 2^14 or more; and
-    what undoes it. What is smaller by 2^38 is lost, where products of fp32 lose 2^24.
-    """
-    largest = gl.max(gl.abs(q.to(gl.float32)), 1)
-    # Of 2^-87 to infinity.
-    exponent = gl.maximum(largest.to(gl.int32, bitcast=True) >> 23, 40)
-    by = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
-    undo = ((exponent - 14) << 23).to(gl.float32, bitcast=True)
-    return (q.to(gl.float32) * by[:, None]).to(gl.float16), undo
-
-
-@gluon.jit
-def _store_queries(x, r, q, q_rope, undo, KIND: gl.constexpr):
-    """Queries of a tile of heads into shared memory, and what undoes their factors for fp16."""
-    if KIND != NATIVE:
-        x, by = _within_fp16(x)
-        undo.index(0).store(by)
-    if KIND == RAW:
-        r, by = _within_fp16(r)
-        undo.index(1).store(by)
-    q_rope.store(query_order(r, KIND == RAW))
-    x0, x1, x2, x3 = quarters(query_order(x, KIND != NATIVE))
-    q.index(0).store(x0)
-    q.index(1).store(x1)
-    q.index(2).store(x2)
-    q.index(3).store(x3)
-
-
-@gluon.jit
-def _scores(
-    z, q0, q1, q, q_rope, nope, tail, there, factor, DTYPE: gl.constexpr, PRODUCT: gl.constexpr
-):  # fmt: skip
-    """Scores ``[16, keys]`` of a tile of 16 bits in units of log 2, eight keys of a warp at a time,
-    -inf of those that are none.
-    """
-    OPERAND: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, 2)
-    QUERY: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
-    TILE: gl.constexpr = nope.shape[0]
-    zero = gl.zeros([16, TILE], gl.float32, PRODUCT)
-    k0, k1, k2, k3 = quarters(nope.load(key_words(TILE, nope.shape[1])))
-    s0 = mma_v2(q0, key_operand(k0, DTYPE, OPERAND), zero)
-    # Read again for each tile: there are no registers for them.
-    q2 = q.index(z + 2).load(QUERY)
-    s1 = mma_v2(q1, key_operand(k1, DTYPE, OPERAND), zero)
-    s2 = mma_v2(q2, key_operand(k2, DTYPE, OPERAND), zero)
-    s3 = mma_v2(q.index(z + 3).load(QUERY), key_operand(k3, DTYPE, OPERAND), zero)
-    words = tail.load(key_words(TILE, tail.shape[1]))
-    s = mma_v2(q_rope.index(z).load(QUERY), key_operand(words, DTYPE, OPERAND), zero)
-    s = ((s0 + s1) + (s2 + s3) + s) * factor
-    return gl.where(there[None, :], s, float("-inf"))
-
-
-@gluon.jit
-def _of_thread(x):
-    """Maximum of what a thread has of each row of scores: ``[16, 16]``."""
-    x = gl.reshape(x, [16, x.shape[1] // 32, 16, 2])
-    return gl.max(gl.max(x, 3), 1)
-
-
-@gluon.jit
-def _count(s, m, l):
-    """Fold a tile's scores into maxima and sums of weights, by thread: no other has to be asked."""
-    TILE: gl.constexpr = s.shape[1]
-    new = gl.maximum(m, gl.convert_layout(_of_thread(s), m.type.layout))
-    base = _base(new)
-    x = gl.reshape(s, [16, TILE // 32, 16, 2])
-    over = gl.convert_layout(base, gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout)))
-    weights = exp2(x - over[:, None, :][:, :, :, None])
-    return new, gl.fma(l, exp2(m - base), gl.convert_layout(
-        gl.sum(gl.sum(weights, 3), 1), m.type.layout))  # fmt: skip
-
-
-@gluon.jit
-def _attend(s, top, o, nope, scores, logs, KIND: gl.constexpr, DTYPE: gl.constexpr):
-    """Fold a tile in: maxima ``top`` of scores and scales, ``[4, 16]``, and values.
-
-    Of e4m3, whose weights are fp16, maxima stay until they would grow by much, and most tiles are
-    added without another word. In bf16 that would cost accuracy: the largest weight is not 1 then.
-    """
-    LAZY: gl.constexpr = KIND != NATIVE
-    TILE: gl.constexpr = s.shape[1]
-    WEIGHTS: gl.constexpr = weights_layout(TILE)
-    SUMS: gl.constexpr = o.type.layout
-    scores.store(s)
-    thread_barrier()
-    seen = scores.load(gl.SliceLayout(0, WEIGHTS))[None, :, :]
-    if KIND == SCALED:
-        seen = seen + logs.load(gl.SliceLayout(1, WEIGHTS))[:, None, :]
-    else:
-        seen = seen + gl.zeros([4, 16, TILE], gl.float32, WEIGHTS)
-    new = gl.max(seen, 2)
-    if LAZY:
-        new = gl.where(new > top + _SLACK, new, top)
-    else:
-        new = gl.maximum(top, new)
-    base = _base(new)
-    shrink = gl.convert_layout(exp2(top - base), gl.SliceLayout(2, SUMS))
-    if LAZY:
-        o, factors = gl.broadcast(o, shrink[:, :, None])
-        o = gl.inline_asm_elementwise(
-            _SHRINK, _SHRINK_REGISTERS, [o, factors], dtype=gl.float32, is_pure=True, pack=_CELLS
-        )
-    weights = exp2(seen - base[:, :, None])
-    NARROW: gl.constexpr = DTYPE if KIND == NATIVE else gl.float16
-    p = gl.convert_layout(weights.to(NARROW), gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
-    words = nope.load(value_words(TILE, nope.shape[1]))
-    v = value_operand(words, KIND != NATIVE, DTYPE, gl.DotOperandLayout(1, SUMS, 2))
-    if not LAZY:
-        o *= shrink[:, :, None]
-    return new, mma_v2(p, v, o)
-
-
-@gluon.jit
-def _multiply(
-    query_ptr, rotary_ptr, ids_ptr, lens_ptr, factor_ptr, sinks_ptr, out_ptr, lse_ptr, states_ptr,
-    sums_ptr, nope, tail, q, q_rope, undo, scores, logs, ends, full, empty, q_full, done, ids_row,
-    topk, scale, query_token, query_head, rotary_token, rotary_head, W: gl.constexpr,
-    HEADS: gl.constexpr, HEAD_TILES: gl.constexpr, SEGMENT: gl.constexpr, PARTS: gl.constexpr,
-    OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr,
-    HAS_LENS: gl.constexpr, KIND: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
-):  # fmt: skip
-    """Warp group W: every other tile, from the W-th on; the first one writes what both have.
-
-    A stage is always the same warp group's. Else it could be ahead of the other by a tile that has
-    not come, where copies overtake each other, and see the parity of the one before that.
-    """
-    E4M3: gl.constexpr = KIND != NATIVE
-    PRODUCT: gl.constexpr = (
-        gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
-        if E4M3
-        else gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
-    )
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
-    STAGES: gl.constexpr = nope.shape[0]
-    gl.static_assert(STAGES % 2 == 0)
-    TILE: gl.constexpr = nope.shape[1]
-    WEIGHTS: gl.constexpr = weights_layout(TILE)
-    work = gl.program_id(0)
-    token = work // (HEAD_TILES * PARTS)
-    head_tile = work % HEAD_TILES
-    part = work // HEAD_TILES % PARTS
-    if W == 0:
-        # Before rows are asked for: behind these, queries would come last.
-        x = _load_queries(query_ptr, token, head_tile, query_token, query_head, HEADS, 512)
-        r = _load_queries(rotary_ptr, token, head_tile, rotary_token, rotary_head, HEADS, 64)
-    low = part * SEGMENT
-    high = gl.minimum(topk, low + SEGMENT)
-    if HAS_LENS:
-        high = gl.minimum(high, gl.load(lens_ptr + token))
-    DTYPE: gl.constexpr = query_ptr.dtype.element_ty
-    COUNTS: gl.constexpr = gl.DistributedLinearLayout(
-        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[0, 4], [0, 8]], [], [16, 16]
-    )
-    m = gl.full([16, 16], float("-inf"), gl.float32, COUNTS)
-    l = gl.zeros([16, 16], gl.float32, COUNTS)
-    if E4M3:
-        BY_KEY: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 1], [0, 8]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [],
-            [32, 16],
-        )  # fmt: skip
-        m = gl.full([32, 16], float("-inf"), gl.float32, BY_KEY)
-        l = gl.zeros([32, 16], gl.float32, BY_KEY)
-    top = gl.full([4, 16], float("-inf"), gl.float32, gl.SliceLayout(2, WEIGHTS))
-    o = gl.zeros([4, 16, 128], gl.float32, SUMS)
-    factor = 1.0
-    if KIND == RAW:
-        factor = gl.load(factor_ptr)
-    if high > low:
-        if W == 0:
-            _store_queries(x, r, q, q_rope.index(0), undo, KIND)
-            if E4M3:
-                fence_async_shared()
-            thread_barrier()
-            mbarrier.arrive(q_full, count=1)
-        KEY: gl.constexpr = gl.SliceLayout(1 if E4M3 else 0, PRODUCT)
-        mine = ids_ptr + token.to(gl.int64) * wide(ids_row)
-        present = _listed(mine, low + W * TILE, high, TILE, KEY)
-        logits_scale = scale * factor * _LOG2E
-        mbarrier.wait(q_full, 0)
-        if not E4M3:
-            q0 = q.index(0).load(gl.DotOperandLayout(0, PRODUCT, 2))
-            q1 = q.index(1).load(gl.DotOperandLayout(0, PRODUCT, 2))
-        turn = W
-        for first in range(low + W * TILE, high, 2 * TILE):
-            there = present >= 0
-            present = _listed(mine, first + 2 * TILE, high, TILE, KEY)
-            stage = turn % STAGES
-            mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
-            if E4M3:
-                s = group_scores(
-                    opaque_zero(), q, q_rope, undo, nope.index(stage), tail.index(stage), there,
-                    logs, logits_scale, KIND == SCALED, DTYPE, PRODUCT,
-                )  # fmt: skip
-                m, l = count_keys(s, m, l)
-                s = gl.permute(s, (1, 0))
-            else:
-                s = _scores(
-                    opaque_zero(), q0, q1, q, q_rope, nope.index(stage), tail.index(stage), there,
-                    logits_scale, DTYPE, PRODUCT,
-                )  # fmt: skip
-                m, l = _count(s, m, l)
-            top, o = _attend(s, top, o, nope.index(stage), scores, logs, KIND, DTYPE)
-            thread_barrier()
-            mbarrier.arrive(empty.index(stage), count=1)
-            turn += 2
-    if E4M3:
-        m = gl.permute(m, (1, 0))
-        l = gl.permute(l, (1, 0))
-    # Each row's over its threads, and values to the same base.
-    most = gl.max(m, 1)
-    sums = gl.sum(l * exp2(m - _base(most)[:, None]), 1)
-    grow = exp2(top - _to(_base(most), gl.SliceLayout(0, gl.SliceLayout(2, WEIGHTS)))[None, :])
-    o = o * _to(grow, gl.SliceLayout(2, SUMS))[:, :, None]
-    if high > low:
-        # Into the second warp group's last tile, or one that never was.
-        tiles = (high - low + (TILE - 1)) // TILE
-        spare = reinterpret(
-            nope.index(gl.maximum(tiles // 2 * 2 - 1, 1) % STAGES), gl.float32, [4, 16, 128],
-            gl.SwizzledSharedLayout(8, 1, 4, [2, 1, 0]),
-        )  # fmt: skip
-        if W == 1:
-            spare.store(o)
-            ends.index(0).store(most)
-            ends.index(1).store(sums)
-            thread_barrier()
-            mbarrier.arrive(done, count=1)
-        else:
-            mbarrier.wait(done, 0)
-            other = ends.index(0).load(most.type.layout)
-            both = gl.maximum(most, other)
-            shrink = exp2(most - _base(both))
-            by = exp2(other - _base(both))
-            sums = gl.fma(sums, shrink, ends.index(1).load(most.type.layout) * by)
-            most = both
-            ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, SUMS))
-            o = o * _to(shrink, ROW)[None, :][:, :, None]
-            o = o + spare.load(SUMS) * _to(by, ROW)[None, :][:, :, None]
-    if W == 0:
-        _finish(
-            most, sums, natural_order(o, KIND != NATIVE), token, head_tile, part, high > low,
-            factor, out_ptr, lse_ptr, sinks_ptr, states_ptr, sums_ptr, HEADS, HEAD_TILES, PARTS,
-            OUT_TOKEN, OUT_HEAD, LSE_TOKEN, SINKS, LSE,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _to(x, LAYOUT: gl.constexpr):
-    return gl.convert_layout(x, LAYOUT)
-
-
-@gluon.jit
-def _finish(
-    m, l, o, token, head_tile, part, some, factor, out_ptr, lse_ptr, sinks_ptr, states_ptr,
-    sums_ptr, HEADS: gl.constexpr, HEAD_TILES: gl.constexpr, PARTS: gl.constexpr,
-    OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr, SINKS: gl.constexpr,
-    LSE: gl.constexpr,
-):  # fmt: skip
-    """Write the rows of a tile of heads; or the state of a part of them, if there is one."""
-    OUT: gl.constexpr = o.type.layout
-    l = _to(l, gl.SliceLayout(1, OUT))
-    m = _to(m, gl.SliceLayout(1, OUT))
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
-    column = gl.arange(0, 512, layout=gl.SliceLayout(0, OUT))
-    if PARTS == 1:
-        head = head_tile * ROWS + row
-        write_rows(
-            m, l, o, token + row * 0, head, head < HEADS, column, column >= 0, out_ptr, lse_ptr,
-            sinks_ptr, factor, lse_ptr, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, SINKS, False, LSE, True,
-        )  # fmt: skip
-    elif some:
-        slot = wide((token * HEAD_TILES + head_tile) * PARTS + part)
-        gl.store(sums_ptr + slot * (2 * ROWS) + row, m)
-        gl.store(sums_ptr + slot * (2 * ROWS) + ROWS + row, l)
-        cells = row[:, None] * 512 + column[None, :]
-        gl.store(states_ptr + slot * (ROWS * 512) + cells, o)
 
 
 @gluon.jit(
@@ -516,16 +179,18 @@ def hopper_narrow_sparse_kernel(
     let_kernels_behind_start()
     gl.warp_specialize(
         [
-            (_multiply, (query_ptr, rotary_ptr, ids_ptr, lens_ptr, factor_ptr, sinks_ptr, out_ptr,
-                lse_ptr, states_ptr, sums_ptr, nope, tail, q, q_rope, undo, scores.index(0),
-                logs.index(0), ends, full, empty, once.index(0), once.index(1), ids_row, topk,
-                scale, query_token, query_head, rotary_token, rotary_head, 0, HEADS, HEAD_TILES,
-                SEGMENT, PARTS, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE)),
-            (_multiply, (query_ptr, rotary_ptr, ids_ptr, lens_ptr, factor_ptr, sinks_ptr, out_ptr,
-                lse_ptr, states_ptr, sums_ptr, nope, tail, q, q_rope, undo, scores.index(1),
-                logs.index(1), ends, full, empty, once.index(0), once.index(1), ids_row, topk,
-                scale, query_token, query_head, rotary_token, rotary_head, 1, HEADS, HEAD_TILES,
-                SEGMENT, PARTS, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE)),
+            (consume_narrow, (query_ptr, rotary_ptr, ids_ptr, lens_ptr, factor_ptr, sinks_ptr,
+                out_ptr, lse_ptr, states_ptr, sums_ptr, nope, tail, q, q_rope, undo,
+                scores.index(0), logs.index(0), ends, full, empty, once.index(0),
+                once.index(1), ids_row, topk, scale, query_token, query_head, rotary_token,
+                rotary_head, 0, HEADS, HEAD_TILES, SEGMENT, PARTS, OUT_TOKEN, OUT_HEAD,
+                LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE)),
+            (consume_narrow, (query_ptr, rotary_ptr, ids_ptr, lens_ptr, factor_ptr, sinks_ptr,
+                out_ptr, lse_ptr, states_ptr, sums_ptr, nope, tail, q, q_rope, undo,
+                scores.index(1), logs.index(1), ends, full, empty, once.index(0),
+                once.index(1), ids_row, topk, scale, query_token, query_head, rotary_token,
+                rotary_head, 1, HEADS, HEAD_TILES, SEGMENT, PARTS, OUT_TOKEN, OUT_HEAD,
+                LSE_TOKEN, HAS_LENS, KIND, SINKS, LSE)),
             (_copy_rows, (latent_ptr, ids_ptr, lens_ptr, nope, tail, full, empty, ids_row, topk,
                 HEAD_TILES, SEGMENT, PARTS, HAS_LENS, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, SKIP)),
         ],
