@@ -7,8 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attn.kernels.hopper.anew import program_number
-from attn.kernels.masks import last_visible
-from builders.kernels import first_visible, segment_start
+from attn.kernels.hopper.tiles import keys_seen
+from builders.kernels import segment_start
 from builders.split_plan import (
     ROW_FIELDS,
     SHARE_FIELDS,
@@ -80,19 +80,9 @@ def tiles_of(
     causal flag, the first key that a query sees, and tiles of keys ``[low, high)``.
     """
     last = first + count - 1
-    causal = 1
-    if CAUSAL == 2:
-        causal = gl.load(causal_ptr + req).to(gl.int32)
-    ranges = ranges_ptr
-    if RANGES:
-        ranges = ranges_ptr + req.to(gl.int64) * num_ranges * 2
-    start = first_visible(
-        first, last, window, chunk, lookback, ranges, num_ranges, WINDOW or CHUNK, CHUNK, RANGES,
-        CLAMP,
-    )  # fmt: skip
-    stop = last_visible(
-        last, kv_len, causal, window, ranges, num_ranges, first, CAUSAL, WINDOW, CHUNK, False,
-        RANGES,
+    causal, start, stop = keys_seen(
+        req, first, last, kv_len, causal_ptr, ranges_ptr, num_ranges, window, chunk, lookback,
+        CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
     )  # fmt: skip
     low = gl.maximum(segment_start(first_part + begin) // SEGMENT_UNIT, start // KV_TILE)
     # A layer that sees further back than the plan knows starts earlier than the plan.

@@ -64,6 +64,32 @@ def _place_of(work, num_tiles, programs, HEADS: gl.constexpr, SHARED: gl.constex
 
 
 @gluon.jit
+def keys_seen(
+    req, first, last, kv_len, causal_ptr, ranges_ptr, num_ranges, window, chunk, lookback,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr,
+    CLAMP: gl.constexpr,
+):  # fmt: skip
+    """What a request's queries from position ``first`` to ``last`` see: whether it is causal, and
+    keys ``[start, stop)``.
+    """
+    causal = 1
+    if CAUSAL == 2:
+        causal = gl.load(causal_ptr + req).to(gl.int32)
+    ranges = ranges_ptr
+    if RANGES:
+        ranges = ranges_ptr + req.to(gl.int64) * num_ranges * 2
+    start = first_visible(
+        first, last, window, chunk, lookback, ranges, num_ranges, WINDOW or CHUNK, CHUNK, RANGES,
+        CLAMP,
+    )  # fmt: skip
+    stop = last_visible(
+        last, kv_len, causal, window, ranges, num_ranges, first, CAUSAL, WINDOW, CHUNK, False,
+        RANGES,
+    )  # fmt: skip
+    return causal, start, stop
+
+
+@gluon.jit
 def tile_at(
     work, num_tiles, programs, tile_starts_ptr, query_start_ptr, seq_lens_ptr, causal_ptr,
     ranges_ptr, num_reqs, num_ranges, window, chunk, lookback, HEADS: gl.constexpr,
@@ -90,19 +116,9 @@ def tile_at(
     kv_len = gl.load(seq_lens_ptr + req)
     first = gl.maximum(kv_len - query_len, 0) + token
     last = gl.maximum(kv_len - query_len, 0) + gl.minimum(token + TOKENS, query_len) - 1
-    causal = 1
-    if CAUSAL == 2:
-        causal = gl.load(causal_ptr + req).to(gl.int32)
-    ranges = ranges_ptr
-    if RANGES:
-        ranges = ranges_ptr + req.to(gl.int64) * num_ranges * 2
-    start = first_visible(
-        first, last, window, chunk, lookback, ranges, num_ranges, WINDOW or CHUNK, CHUNK, RANGES,
-        CLAMP,
-    )  # fmt: skip
-    stop = last_visible(
-        last, kv_len, causal, window, ranges, num_ranges, first, CAUSAL, WINDOW, CHUNK, False,
-        RANGES,
+    causal, start, stop = keys_seen(
+        req, first, last, kv_len, causal_ptr, ranges_ptr, num_ranges, window, chunk, lookback,
+        CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
     )  # fmt: skip
     low = start // KV_TILE
     high = gl.maximum((stop + KV_TILE - 1) // KV_TILE, low + 1)
