@@ -190,6 +190,13 @@ def test_hopper_gets_its_split_kv_kernel_and_nothing_else_does(kind: DeviceKind)
         (replace(SHARD, head_size=64, head_size_v=64), 8, ASKED, None),
         (SHARD, 4, ASKED, None),
         (SHARD, 1, replace(ASKED, batch_invariant=True), "batch invariance and tiles of 64 rows"),
+        (
+            replace(SHARD, num_kv_heads=8),
+            1,
+            replace(ASKED, batch_invariant=True),
+            "batch invariance and tiles of 16 rows",
+        ),
+        (WIDE, 1, replace(ASKED, batch_invariant=True), None),
         (WIDE, 1, replace(ASKED, is_local=True), "a window or chunks"),
         (replace(SHARD, stored_bits=8), 1, replace(ASKED, cache_dtype=CacheDType.FP8), None),
         (
