@@ -215,13 +215,12 @@ def _measured_slower(shape: DenseShape, tile: SplitTile, asks: LayerAsks) -> str
     """
     if asks.is_local:
         return "a window or chunks"
-    is_wide = shape.head_size == 256
-    if asks.batch_invariant and not (is_wide and shape.stored_bits == 16):
+    if asks.batch_invariant and not (shape.head_size == 256 and shape.stored_bits == 16):
         # Most rows of a tile are nobody's in a decode, and a prompt's are this kernel's, too.
         return f"batch invariance and tiles of {tile.rows} rows"
-    rows = tile.tile_heads * tile.query_tokens
-    if shape.head_size == 64 and 8 < rows <= 16:
-        return f"head size 64 and tiles of {rows} rows, which are 9 to 16"
+    if shape.head_size == 64 and tile.rows <= 16:
+        # Faster in some batches, slower in others.
+        return f"head size 64 and tiles of {tile.rows} rows"
     return None
 
 

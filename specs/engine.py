@@ -67,9 +67,9 @@ class DecodeKernel(StrEnum):
 
     AUTO = "auto"
     """The one for Hopper where it serves and measured faster, group by group: keys seen whole, of
-    e4m3, of head sizes 128 and 256, and of 64 but in tiles of 9 to 16 rows; where every row's bits
-    are to be its own, of 16 bits and head size 256 alone. And for latent rows, but then those of
-    more than 16 heads. Else plain Triton."""
+    e4m3, of head sizes 128 and 256, and of 64 in tiles of more than 16 rows; with batch invariance
+    of 16 bits and head size 256 alone. And for latent rows, but with batch invariance those of more
+    than 16 heads. Else plain Triton."""
     TRITON = "triton"
     """Plain Triton, everywhere."""
     HOPPER = "hopper"

@@ -173,7 +173,7 @@ def kernel_of(layer: Layer, decode: DecodeKernel = DecodeKernel.AUTO, **given: A
         (Layer(), HOPPER),
         (Layer(drafts=3), HOPPER),
         (Layer(drafts=4), HOPPER),
-        (Layer(heads=(8, 1, 64)), HOPPER),
+        (Layer(heads=(8, 1, 64)), PLAIN),
         (Layer(heads=(8, 1, 64), drafts=1), PLAIN),
         (Layer(heads=(8, 1, 64), drafts=7), HOPPER),
         (replace(FEW_HEADS, drafts=3), HOPPER),
@@ -390,10 +390,13 @@ def test_keys_that_come_late_are_waited_for(
     assert len(launched) == 4
 
 
-def test_the_plain_kernel_computes_alibi_over_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_the_plain_kernel_computes_alibi_over_its_plan(
+    drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(builders.triton_attn, "runs_gluon", lambda device: True)
     monkeypatch.setattr(trials.Trial, "decode_kernel", DecodeKernel.AUTO)
-    batch = BatchSpec("g", (1, 1), (600, 33))
+    batch = BatchSpec("g", (1 + drafts, 1), (600, 33), num_speculative_tokens=drafts or None)
     case = replace(WHOLE, batch=batch, feature=FEATURES["alibi"])
     trial = trials.DenseTrial(TritonAttentionBackend, case, torch.device("cpu"))
     assert trial.builder().planner.hopper_decode is not None

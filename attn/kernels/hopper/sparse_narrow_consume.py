@@ -60,7 +60,9 @@ _SHRINK_REGISTERS = tl.constexpr(",".join(["=&f"] * 64 + ["f"] * 128))
 
 @gluon.jit
 def entries(ids_ptr, first, length, KEYS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Entries of a list, -1 from its end on."""
+    """As :func:`attn.kernels.hopper.sparse_parts.listed`, but that the compiler may keep places:
+    nothing is spilled for them here.
+    """
     at = first + gl.arange(0, KEYS, layout=LAYOUT)
     return gl.load(ids_ptr + at, mask=at < length, other=-1)
 
