@@ -142,7 +142,7 @@ def test_all_entries_count_without_lengths(heads: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 10**6])
-@pytest.mark.parametrize(("layout", "heads"), served(16, 128))
+@pytest.mark.parametrize(("layout", "heads"), served(8, 16, 128))
 def test_every_launch_gives_the_same_bits(layout: LatentFormat, heads: int, rows: int) -> None:
     trial = SparseTrial(case_of(layout, heads))
     given = trial.arguments()

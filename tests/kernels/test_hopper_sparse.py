@@ -8,19 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 
 from attn.kernels.hopper import (
     index_logits,
     quads,
     sparse_finish,
     sparse_launch,
-    sparse_narrow_consume,
     sparse_operands,
     sparse_parts,
     sparse_widen,
 )
 from attn.kernels.hopper.sparse import hopper_sparse_kernel
 from attn.kernels.hopper.sparse_narrow import hopper_narrow_sparse_kernel
+from attn.kernels.hopper.sparse_shrink import shrink_text
 from attn.kernels.sparse_launch import SparseLayer, SparseTensors, sparse_calls
 from builders.hopper_sparse import (
     hopper_misfit,
@@ -318,6 +319,12 @@ def woven_pairs(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, ...]
     return tuple(part[..., i] for i in range(2) for part in (x, y))
 
 
+def shrunk(o: np.ndarray, by: np.ndarray) -> np.ndarray:
+    """What stands beside cell c of a block is the factor of head c, for as many as there are."""
+    heads = o.shape[2]
+    return o * by[:, None, :heads, 0]
+
+
 def of_bf16(words: np.ndarray) -> tuple[np.ndarray, ...]:
     """Two bf16 of a word as patterns of fp16, of which numpy knows more."""
     pairs = torch.from_numpy(halves_of(words)).view(torch.bfloat16).half().view(torch.int16)
@@ -337,7 +344,7 @@ def test_states_of_few_heads_are_the_oracles(
         sparse_operands._WOVEN_PAIRS: woven_pairs,
         sparse_parts._LOG2: np.log2,
         sparse_parts._EXP2: np.exp2,
-        sparse_narrow_consume._SHRINK: lambda o, by: o * by,
+        **{tl.constexpr(shrink_text(cells)): shrunk for cells in (32, 64)},
         **({quads._TWO: of_bf16} if case.layout is SCALED else {}),
     }.items():
         monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, text.value, meaning)

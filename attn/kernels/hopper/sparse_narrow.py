@@ -1,4 +1,4 @@
-"""Sparse latent attention of few heads on Hopper: 16 rows of queries over listed rows of the cache.
+"""Sparse latent attention of few heads on Hopper: eight or 16 of them over listed rows.
 
 What bounds it is how fast rows come: a warp group copies them 16 bytes at a time, some tiles ahead,
 and what was copied is all that shared memory holds of them. Two warp groups take every other tile,
@@ -154,16 +154,18 @@ def hopper_narrow_sparse_kernel(
         else gl.NVMMASharedLayout(128, 16, 2)
     )
     DTYPE: gl.constexpr = query_ptr.dtype.element_ty
+    # Heads of a program. Scores of 16 bits have heads in rows, of which products have 16.
+    ROWS: gl.constexpr = 8 if HEADS <= 8 and KIND != NATIVE else 16
     nope = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, WORDS], swizzled(TILE, WORDS))
     tail = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, TAIL], swizzled(TILE, TAIL))
-    q = gl.allocate_shared_memory(DTYPE if KIND == NATIVE else gl.float16, [4, 16, 128], QUERY)
-    q_rope = gl.allocate_shared_memory(gl.float16 if KIND == RAW else DTYPE, [1, 16, 64], QUERY)
-    undo = gl.allocate_shared_memory(gl.float32, [2, 16], FLAT)
-    ends = gl.allocate_shared_memory(gl.float32, [2, 16], FLAT)
-    SCORES: gl.constexpr = scores_memory(TILE)
+    q = gl.allocate_shared_memory(DTYPE if KIND == NATIVE else gl.float16, [4, ROWS, 128], QUERY)
+    q_rope = gl.allocate_shared_memory(gl.float16 if KIND == RAW else DTYPE, [1, ROWS, 64], QUERY)
+    undo = gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT)
+    ends = gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT)
+    SCORES: gl.constexpr = scores_memory(TILE, ROWS)
     LOGS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     KEYS: gl.constexpr = TILE if KIND == SCALED else 1
-    scores = gl.allocate_shared_memory(gl.float32, [2, 16, TILE], SCORES)
+    scores = gl.allocate_shared_memory(gl.float32, [2, TILE, ROWS], SCORES)
     logs = gl.allocate_shared_memory(gl.float32, [2, 4, KEYS], LOGS)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)

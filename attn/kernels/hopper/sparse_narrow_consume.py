@@ -3,7 +3,8 @@
 For scores a warp has some keys with all their columns, and takes columns in the order in which it
 loads them: sums run over all; those of e4m3 are products by warp group, see
 :mod:`attn.kernels.hopper.sparse_scores`. For values a warp has a block of columns of all keys;
-words of a key and of the one behind it are woven together, as products want pairs of keys.
+words of a key and of the one behind it are woven together, as products want pairs of keys. Columns
+are rows of these products, and heads their columns, of which eight are enough.
 
 e4m3 become fp16, which has all of them, by one instruction for two. The scales of their blocks
 multiply scores of a block. In values they belong to exponents: what is summed for a block is 2 to
@@ -34,28 +35,17 @@ from attn.kernels.hopper.sparse_operands import (
 )
 from attn.kernels.hopper.sparse_parts import exp2, units_at
 from attn.kernels.hopper.sparse_scores import count_keys, group_scores
+from attn.kernels.hopper.sparse_shrink import shrunk
 from attn.kernels.hopper.tiles import wide
 from attn.kernels.rows import write_rows
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-ROWS = tl.constexpr(16)
-"""Heads of a program."""
+STATE_ROWS = tl.constexpr(16)
+"""Heads that a part's state has room for."""
 NATIVE, RAW, SCALED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """What rows are: 16 bits; e4m3 that have one scale in common; or with scales in each row."""
 _SLACK = tl.constexpr(8.0)
 """Lazily, maxima stay until they would grow by more: weights of 2^8 and less are within fp16."""
-_CELLS = tl.constexpr(64)
-"""Of the output, that a thread has: two rows, two neighbouring cells of each in turn."""
-_SHRINK = tl.constexpr(
-    "{ .reg .pred p, q;"
-    + f" setp.neu.f32 p, ${2 * 64}, 0f3F800000; setp.neu.f32 q, ${2 * 64 + 2}, 0f3F800000;"
-    + " or.pred p, p, q; vote.sync.any.pred p, p, 0xFFFFFFFF;"
-    + "".join(f" mov.b32 ${i}, ${64 + i};" for i in range(64))
-    + " @!p bra.uni DONE;"
-    + "".join(f" mul.f32 ${i}, ${i}, ${2 * 64 + i};" for i in range(64))
-    + " DONE: }"
-)
-_SHRINK_REGISTERS = tl.constexpr(",".join(["=&f"] * 64 + ["f"] * 128))
 
 
 @gluon.jit
@@ -69,13 +59,25 @@ def entries(ids_ptr, first, length, KEYS: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _load_queries(ptr, token, head_tile, per_token, per_head, HEADS: gl.constexpr,
-                  WIDTH: gl.constexpr):  # fmt: skip
-    """Queries of a tile of heads, ``[16, WIDTH]``, zeros where there is no head."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+                  ROWS: gl.constexpr, WIDTH: gl.constexpr):  # fmt: skip
+    """Queries of a tile of heads, ``[ROWS, WIDTH]``, zeros where there is no head."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [ROWS // 4, 128 // ROWS], [4, 1], [1, 0])
     head = head_tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
     at = ptr + units_at(token, head, per_token, per_head)[:, None] + column[None, :]
     return gl.load(at, mask=(head < HEADS)[:, None] & (column >= 0)[None, :], other=0.0)
+
+
+@gluon.constexpr_function
+def by_key_layout(rows: int) -> gl.DistributedLinearLayout:
+    """``[32, heads]``: keys of scores by thread, two of a thread's folded into one."""
+    return gl.DistributedLinearLayout(
+        [[0, 1], *([[0, 8]] if rows > 8 else [])],
+        [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[8, 0], [16, 0]],
+        [],
+        [32, rows],
+    )
 
 
 @gluon.jit
@@ -154,42 +156,36 @@ def _count(s, m, l):
 
 @gluon.jit
 def _attend(s, top, o, nope, scores, logs, KIND: gl.constexpr, DTYPE: gl.constexpr):
-    """Fold a tile in: maxima ``top`` of scores and scales, ``[4, 16]``, and values.
+    """Fold a tile in: maxima ``top`` of scores and scales, ``[4, heads]``, and values.
 
     Of e4m3, whose weights are fp16, maxima stay until they would grow by much, and most tiles are
     added without another word. In bf16 that would cost accuracy: the largest weight is not 1 then.
     """
-    LAZY: gl.constexpr = KIND != NATIVE
-    TILE: gl.constexpr = s.shape[1]
-    WEIGHTS: gl.constexpr = weights_layout(TILE)
+    E4M3: gl.constexpr = KIND != NATIVE
+    TILE: gl.constexpr = s.shape[0]
+    ROWS: gl.constexpr = s.shape[1]
+    WEIGHTS: gl.constexpr = weights_layout(TILE, ROWS)
     SUMS: gl.constexpr = o.type.layout
     scores.store(s)
     thread_barrier()
     seen = scores.load(gl.SliceLayout(0, WEIGHTS))[None, :, :]
     if KIND == SCALED:
-        seen = seen + logs.load(gl.SliceLayout(1, WEIGHTS))[:, None, :]
+        seen = seen + logs.load(gl.SliceLayout(2, WEIGHTS))[:, :, None]
     else:
-        seen = seen + gl.zeros([4, 16, TILE], gl.float32, WEIGHTS)
-    new = gl.max(seen, 2)
-    if LAZY:
+        seen = seen + gl.zeros([4, TILE, ROWS], gl.float32, WEIGHTS)
+    new = gl.max(seen, 1)
+    if E4M3:
         new = gl.where(new > top + _SLACK, new, top)
     else:
         new = gl.maximum(top, new)
     base = _base(new)
-    shrink = gl.convert_layout(exp2(top - base), gl.SliceLayout(2, SUMS))
-    if LAZY:
-        o, factors = gl.broadcast(o, shrink[:, :, None])
-        o = gl.inline_asm_elementwise(
-            _SHRINK, _SHRINK_REGISTERS, [o, factors], dtype=gl.float32, is_pure=True, pack=_CELLS
-        )
-    weights = exp2(seen - base[:, :, None])
-    NARROW: gl.constexpr = DTYPE if KIND == NATIVE else gl.float16
-    p = gl.convert_layout(weights.to(NARROW), gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
+    o = shrunk(o, exp2(top - base))
+    weights = exp2(seen - base[:, None, :])
+    NARROW: gl.constexpr = gl.float16 if E4M3 else DTYPE
+    p = gl.convert_layout(weights.to(NARROW), gl.DotOperandLayout(1, SUMS, 2), assert_trivial=True)
     words = nope.load(value_words(TILE, nope.shape[1]))
-    v = value_operand(words, KIND != NATIVE, DTYPE, gl.DotOperandLayout(1, SUMS, 2))
-    if not LAZY:
-        o *= shrink[:, :, None]
-    return new, mma_v2(p, v, o)
+    v = value_operand(words, E4M3, DTYPE, gl.DotOperandLayout(0, SUMS, 2))
+    return new, mma_v2(v, p, o)
 
 
 @gluon.jit
@@ -207,8 +203,9 @@ def consume_narrow(
     not come, where copies overtake each other, and see the parity of the one before that.
     """
     E4M3: gl.constexpr = KIND != NATIVE
+    ROWS: gl.constexpr = q.shape[1]
     PRODUCT: gl.constexpr = (
-        gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
+        gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
         if E4M3
         else gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
     )
@@ -216,15 +213,15 @@ def consume_narrow(
     STAGES: gl.constexpr = nope.shape[0]
     gl.static_assert(STAGES % 2 == 0)
     TILE: gl.constexpr = nope.shape[1]
-    WEIGHTS: gl.constexpr = weights_layout(TILE)
+    WEIGHTS: gl.constexpr = weights_layout(TILE, ROWS)
     work = gl.program_id(0)
     token = work // (HEAD_TILES * PARTS)
     head_tile = work % HEAD_TILES
     part = work // HEAD_TILES % PARTS
     if W == 0:
         # Before rows are asked for: behind these, queries would come last.
-        x = _load_queries(query_ptr, token, head_tile, query_token, query_head, HEADS, 512)
-        r = _load_queries(rotary_ptr, token, head_tile, rotary_token, rotary_head, HEADS, 64)
+        x = _load_queries(query_ptr, token, head_tile, query_token, query_head, HEADS, ROWS, 512)
+        r = _load_queries(rotary_ptr, token, head_tile, rotary_token, rotary_head, HEADS, ROWS, 64)
     low = part * SEGMENT
     high = gl.minimum(topk, low + SEGMENT)
     if HAS_LENS:
@@ -236,14 +233,11 @@ def consume_narrow(
     m = gl.full([16, 16], float("-inf"), gl.float32, COUNTS)
     l = gl.zeros([16, 16], gl.float32, COUNTS)
     if E4M3:
-        BY_KEY: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 1], [0, 8]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [],
-            [32, 16],
-        )  # fmt: skip
-        m = gl.full([32, 16], float("-inf"), gl.float32, BY_KEY)
-        l = gl.zeros([32, 16], gl.float32, BY_KEY)
-    top = gl.full([4, 16], float("-inf"), gl.float32, gl.SliceLayout(2, WEIGHTS))
-    o = gl.zeros([4, 16, 128], gl.float32, SUMS)
+        BY_KEY: gl.constexpr = by_key_layout(ROWS)
+        m = gl.full([32, ROWS], float("-inf"), gl.float32, BY_KEY)
+        l = gl.zeros([32, ROWS], gl.float32, BY_KEY)
+    top = gl.full([4, ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, WEIGHTS))
+    o = gl.zeros([4, 128, ROWS], gl.float32, SUMS)
     factor = 1.0
     if KIND == RAW:
         factor = gl.load(factor_ptr)
@@ -274,13 +268,13 @@ def consume_narrow(
                     logs, logits_scale, KIND == SCALED, DTYPE, PRODUCT,
                 )  # fmt: skip
                 m, l = count_keys(s, m, l)
-                s = gl.permute(s, (1, 0))
             else:
                 s = _scores(
                     opaque_zero(), q0, q1, q, q_rope, nope.index(stage), tail.index(stage), there,
                     logits_scale, DTYPE, PRODUCT,
                 )  # fmt: skip
                 m, l = _count(s, m, l)
+                s = gl.permute(s, (1, 0))
             top, o = _attend(s, top, o, nope.index(stage), scores, logs, KIND, DTYPE)
             thread_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
@@ -291,14 +285,14 @@ def consume_narrow(
     # Each row's over its threads, and values to the same base.
     most = gl.max(m, 1)
     sums = gl.sum(l * exp2(m - _base(most)[:, None]), 1)
-    grow = exp2(top - _to(_base(most), gl.SliceLayout(0, gl.SliceLayout(2, WEIGHTS)))[None, :])
-    o = o * _to(grow, gl.SliceLayout(2, SUMS))[:, :, None]
+    grow = exp2(top - _to(_base(most), gl.SliceLayout(0, gl.SliceLayout(1, WEIGHTS)))[None, :])
+    o = o * _to(grow, gl.SliceLayout(1, SUMS))[:, None, :]
     if high > low:
         # Into the second warp group's last tile, or one that never was.
         tiles = (high - low + (TILE - 1)) // TILE
         spare = reinterpret(
-            nope.index(gl.maximum(tiles // 2 * 2 - 1, 1) % STAGES), gl.float32, [4, 16, 128],
-            gl.SwizzledSharedLayout(8, 1, 4, [2, 1, 0]),
+            nope.index(gl.maximum(tiles // 2 * 2 - 1, 1) % STAGES), gl.float32, [4, 128, ROWS],
+            gl.SwizzledSharedLayout(8, 2, ROWS // 8, [2, 1, 0]),
         )  # fmt: skip
         if W == 1:
             spare.store(o)
@@ -314,9 +308,9 @@ def consume_narrow(
             by = exp2(other - _base(both))
             sums = gl.fma(sums, shrink, ends.index(1).load(most.type.layout) * by)
             most = both
-            ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, SUMS))
-            o = o * _to(shrink, ROW)[None, :][:, :, None]
-            o = o + spare.load(SUMS) * _to(by, ROW)[None, :][:, :, None]
+            ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, SUMS))
+            o = o * _to(shrink, ROW)[None, :][:, None, :]
+            o = o + spare.load(SUMS) * _to(by, ROW)[None, :][:, None, :]
     if W == 0:
         _finish(
             most, sums, natural_order(o, KIND != NATIVE), token, head_tile, part, high > low,
@@ -339,6 +333,7 @@ def _finish(
 ):  # fmt: skip
     """Write the rows of a tile of heads; or the state of a part of them, if there is one."""
     OUT: gl.constexpr = o.type.layout
+    ROWS: gl.constexpr = o.shape[0]
     l = _to(l, gl.SliceLayout(1, OUT))
     m = _to(m, gl.SliceLayout(1, OUT))
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
@@ -351,7 +346,7 @@ def _finish(
         )  # fmt: skip
     elif some:
         slot = wide((token * HEAD_TILES + head_tile) * PARTS + part)
-        gl.store(sums_ptr + slot * (2 * ROWS) + row, m)
-        gl.store(sums_ptr + slot * (2 * ROWS) + ROWS + row, l)
+        gl.store(sums_ptr + slot * (2 * STATE_ROWS) + row, m)
+        gl.store(sums_ptr + slot * (2 * STATE_ROWS) + STATE_ROWS + row, l)
         cells = row[:, None] * 512 + column[None, :]
-        gl.store(states_ptr + slot * (ROWS * 512) + cells, o)
+        gl.store(states_ptr + slot * (STATE_ROWS * 512) + cells, o)

@@ -39,12 +39,12 @@ def swizzled(rows: int, words: int) -> gl.SharedLinearLayout:
 
 
 @gluon.constexpr_function
-def scores_memory(tile: int) -> gl.SharedLinearLayout:
-    """Scores ``[16, keys]``: four rows' pairs of four threads at banks of their own, and so are
-    eight keys of every other row.
+def scores_memory(tile: int, rows: int) -> gl.SharedLinearLayout:
+    """Scores ``[keys, heads]``: four heads' pairs of four threads at banks of their own, and so are
+    eight keys of every other head.
     """
-    columns = [[0, 1 << k] for k in range(tile.bit_length() - 1)]
-    return gl.SharedLinearLayout([*columns, [1, 8], [2, 16], [4, 8], [8, 0]])
+    keys = [[1 << k, 0] for k in range(tile.bit_length() - 1)]
+    return gl.SharedLinearLayout([*keys, [8, 1], [16, 2], [8, 4], *([[0, 8]] if rows > 8 else [])])
 
 
 @gluon.constexpr_function
@@ -109,35 +109,35 @@ def value_words(tile: int, words: int) -> gl.DistributedLinearLayout:
 
 
 @gluon.constexpr_function
-def weights_layout(tile: int) -> gl.DistributedLinearLayout:
-    """``[4, 16, keys]`` weights as the first operand of values: a warp for a block of columns."""
+def weights_layout(tile: int, rows: int) -> gl.DistributedLinearLayout:
+    """``[4, keys, heads]`` weights as the second operand of values, of columns by warp."""
     return gl.DistributedLinearLayout(
         reg_bases=[
-            [0, 0, 1],
+            [0, 1, 0],
             [0, 8, 0],
-            [0, 0, 8],
-            [0, 0, 16],
-            *([[0, 0, 32]] if tile > 32 else []),
+            [0, 16, 0],
+            *([[0, 32, 0]] if tile > 32 else []),
+            *([[0, 0, 8]] if rows > 8 else []),
         ],
-        lane_bases=[[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        lane_bases=[[0, 2, 0], [0, 4, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]],
         warp_bases=[[1, 0, 0], [2, 0, 0]],
         block_bases=[],
-        shape=[4, 16, tile],
+        shape=[4, tile, rows],
     )
 
 
 @gluon.constexpr_function
-def result_layout(e4m3: bool) -> gl.DistributedLinearLayout:
-    """``[16, 512]`` as sums lie, but that columns side by side come first: they are written
+def result_layout(e4m3: bool, rows: int) -> gl.DistributedLinearLayout:
+    """``[heads, 512]`` as sums lie, but that columns side by side come first: they are written
     together.
     """
-    more, lanes = ([[0, 8], [0, 16]], (32, 64)) if e4m3 else ([[0, 64], [0, 8]], (16, 32))
+    more, lanes = ([0, 8], (16, 32, 64)) if e4m3 else ([0, 64], (8, 16, 32))
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], *more, [8, 0]],
-        lane_bases=[*([0, at] for at in lanes), [1, 0], [2, 0], [4, 0]],
+        reg_bases=[[0, 1], [0, 2], [0, 4], more, [1, 0], *([[8, 0]] if rows > 8 else [])],
+        lane_bases=[[2, 0], [4, 0], *([0, at] for at in lanes)],
         warp_bases=[[0, 128], [0, 256]],
         block_bases=[],
-        shape=[16, 512],
+        shape=[rows, 512],
     )
 
 
@@ -159,18 +159,19 @@ def key_operand(words, DTYPE: gl.constexpr, OPERAND: gl.constexpr):
 
 @gluon.jit
 def query_order(x, E4M3: gl.constexpr):
-    """Queries ``[16, columns]`` in the order of :func:`key_operand`."""
+    """Queries ``[heads, columns]`` in the order of :func:`key_operand`."""
+    ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
     if E4M3:
-        x = gl.permute(gl.reshape(x, [16, COLUMNS // 64, 4, 4, 2, 2]), (0, 1, 3, 4, 2, 5))
+        x = gl.permute(gl.reshape(x, [ROWS, COLUMNS // 64, 4, 4, 2, 2]), (0, 1, 3, 4, 2, 5))
     else:
-        x = gl.permute(gl.reshape(x, [16, COLUMNS // 32, 4, 2, 2, 2]), (0, 1, 3, 4, 2, 5))
-    return gl.reshape(x, [16, COLUMNS])
+        x = gl.permute(gl.reshape(x, [ROWS, COLUMNS // 32, 4, 2, 2, 2]), (0, 1, 3, 4, 2, 5))
+    return gl.reshape(x, [ROWS, COLUMNS])
 
 
 @gluon.jit
 def value_operand(words, E4M3: gl.constexpr, DTYPE: gl.constexpr, OPERAND: gl.constexpr):
-    """Words of values ``[keys, N]`` as the second operand ``[4, keys, 128]``, a block of columns
+    """Words of values ``[keys, N]`` as the first operand ``[4, 128, keys]``, a block of columns
     each, in the order that :func:`natural_order` undoes.
     """
     KEYS: gl.constexpr = words.shape[0]
@@ -187,7 +188,7 @@ def value_operand(words, E4M3: gl.constexpr, DTYPE: gl.constexpr, OPERAND: gl.co
         odd = gl.join(gl.join(a1, b1), gl.join(a3, b3))
         # Of keys, four threads of them, block, thread, word, key of a pair, column's high, low bit.
         x = gl.reshape(gl.join(even, odd), [KEYS // 8, 4, 4, 8, 4, 2, 2, 2])
-        x = gl.permute(x, (2, 0, 1, 5, 4, 6, 7, 3))
+        x = gl.permute(x, (2, 4, 6, 7, 3, 0, 1, 5))
     else:
         a0, b0, a1, b1 = gl.inline_asm_elementwise(
             _WOVEN_PAIRS, "=h,=h,=h,=h,r,r", [first, second],
@@ -196,21 +197,23 @@ def value_operand(words, E4M3: gl.constexpr, DTYPE: gl.constexpr, OPERAND: gl.co
         x = gl.join(gl.join(a0, b0), gl.join(a1, b1)).to(DTYPE, bitcast=True)
         # A block's second 16 bytes of each thread come after all first ones.
         x = gl.reshape(x, [KEYS // 8, 4, 4, 2, 8, 4, 2, 2])
-        x = gl.permute(x, (2, 0, 1, 6, 3, 5, 7, 4))
-    x = gl.reshape(x, [4, KEYS, 128])
+        x = gl.permute(x, (2, 3, 5, 7, 4, 0, 1, 6))
+    x = gl.reshape(x, [4, 128, KEYS])
     return gl.convert_layout(x, OPERAND, assert_trivial=True)
 
 
 @gluon.jit
 def natural_order(o, E4M3: gl.constexpr):
-    """``[4, 16, 128]`` sums as ``[16, 512]``: of each block 16 columns of each of eight threads, or
-    twice eight.
+    """``[4, 128, heads]`` sums as ``[heads, 512]``: of each block 16 columns of each of eight
+    threads, or twice eight.
     """
+    ROWS: gl.constexpr = o.shape[2]
     if E4M3:
-        x = gl.permute(gl.reshape(o, [4, 16, 16, 8]), (1, 0, 3, 2))
+        x = gl.permute(gl.reshape(o, [4, 16, 8, ROWS]), (3, 0, 2, 1))
     else:
-        x = gl.permute(gl.reshape(o, [4, 16, 2, 8, 8]), (1, 0, 2, 4, 3))
-    return gl.convert_layout(gl.reshape(x, [16, 512]), result_layout(E4M3), assert_trivial=True)
+        x = gl.permute(gl.reshape(o, [4, 2, 8, 8, ROWS]), (4, 0, 1, 3, 2))
+    LAYOUT: gl.constexpr = result_layout(E4M3, ROWS)
+    return gl.convert_layout(gl.reshape(x, [ROWS, 512]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit

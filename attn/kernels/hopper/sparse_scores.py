@@ -52,7 +52,8 @@ def _block(
     those asked for.
     """
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
-    zero = gl.zeros([64, 16], gl.float32, PRODUCT)
+    ROWS: gl.constexpr = q.shape[1]
+    zero = gl.zeros([64, ROWS], gl.float32, PRODUCT)
     # By a number that the compiler does not know: it would spill places of all queries.
     queries = q.index(z + BLOCK)
     more = nope.slice(32 * BLOCK + 16, 16, dim=1).load(row_words(16))
@@ -74,14 +75,16 @@ def group_scores(
     z, q, q_rope, undo, nope, tail, there, logs, factor, SCALED: gl.constexpr,
     DTYPE: gl.constexpr, PRODUCT: gl.constexpr,
 ):  # fmt: skip
-    """Scores ``[64, 16]`` of a tile in units of log 2, -inf of keys that are none; SCALED: the
-    logarithms of scales go to shared memory. ``q`` ``[4, 16, 128]``, ``q_rope`` ``[1, 16, 64]``.
+    """Scores ``[64, heads]`` of a tile in units of log 2, -inf of keys that are none; SCALED: the
+    logarithms of scales go to shared memory. ``q`` ``[4, heads, 128]``,
+    ``q_rope`` ``[1, heads, 64]``.
 
     While half a block is multiplied, the next half is converted.
     """
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
     COLUMN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
-    zero = gl.zeros([64, 16], gl.float32, PRODUCT)
+    ROWS: gl.constexpr = q.shape[1]
+    zero = gl.zeros([64, ROWS], gl.float32, PRODUCT)
     words = nope.slice(0, 16, dim=1).load(row_words(16))
     words, _, s0 = _block(z, q, nope, words, zero, 0, DTYPE, PRODUCT)
     words, s0, s1 = _block(z, q, nope, words, s0, 1, DTYPE, PRODUCT)
@@ -120,14 +123,18 @@ def group_scores(
 
 @gluon.jit
 def count_keys(s, m, l):
-    """Fold a tile's scores ``[64, 16]`` into maxima and sums of weights ``[32, 16]``, by thread."""
-    x = gl.reshape(s, [4, 2, 8, 16])
-    own = gl.convert_layout(gl.reshape(gl.max(x, 1), [32, 16]), m.type.layout, assert_trivial=True)
+    """Fold a tile's scores ``[64, heads]`` into maxima and sums of weights ``[32, heads]``, by
+    thread.
+    """
+    ROWS: gl.constexpr = s.shape[1]
+    x = gl.reshape(s, [4, 2, 8, ROWS])
+    own = gl.reshape(gl.max(x, 1), [32, ROWS])
+    own = gl.convert_layout(own, m.type.layout, assert_trivial=True)
     new = gl.maximum(m, own)
     base = _base(new)
     over = gl.convert_layout(
-        gl.reshape(base, [4, 8, 16]), gl.SliceLayout(1, x.type.layout), assert_trivial=True
+        gl.reshape(base, [4, 8, ROWS]), gl.SliceLayout(1, x.type.layout), assert_trivial=True
     )
-    weights = gl.sum(exp2(x - over[:, None, :, :]), 1)
-    weights = gl.convert_layout(gl.reshape(weights, [32, 16]), m.type.layout, assert_trivial=True)
+    weights = gl.reshape(gl.sum(exp2(x - over[:, None, :, :]), 1), [32, ROWS])
+    weights = gl.convert_layout(weights, m.type.layout, assert_trivial=True)
     return new, gl.fma(l, exp2(m - base), weights)
