@@ -194,13 +194,26 @@ def test_hopper_gets_its_split_kv_kernel_and_nothing_else_does(kind: DeviceKind)
             "batch invariance and tiles of 16 rows",
         ),
         (WIDE, 1, replace(ASKED, batch_invariant=True), None),
-        (WIDE, 1, replace(ASKED, is_local=True), "a window or chunks"),
+        (
+            WIDE,
+            1,
+            replace(ASKED, batch_invariant=True, is_local=True),
+            "batch invariance and tiles of 16 rows",
+        ),
+        (WIDE, 1, replace(ASKED, is_local=True), None),
+        (WIDE, 1, replace(ASKED, is_local=True, is_chunked=True), "chunks"),
+        (
+            replace(SHARD, head_size=64, head_size_v=64),
+            8,
+            replace(ASKED, is_local=True),
+            "head size 64 and a window",
+        ),
         (replace(SHARD, stored_bits=8), 1, replace(ASKED, cache_dtype=CacheDType.FP8), None),
         (
             replace(SHAPE, stored_bits=8),
             4,
             replace(ASKED, cache_dtype=CacheDType.FP8, is_local=True),
-            "a window or chunks",
+            None,
         ),
         (
             replace(SHAPE, stored_bits=8),
