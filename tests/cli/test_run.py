@@ -450,14 +450,19 @@ def test_explain_says_which_kernels_serve_and_why(device, dtype, kernel, said):
 
 
 def test_explain_says_where_few_new_tokens_get_the_kernel_for_hopper():
-    arguments = ["--model", "gemma-3-4b", "--device", "h200", "--kernels", "--json"]
-    result = attn("explain", *arguments)
-    local, whole = sorted(json.loads(result.output), key=lambda one: "sliding" not in one["layers"])
-    said = "up to 16 new tokens"
-    slower = "the one for Hopper serves, but did not measure faster with a window or chunks"
-    assert local["kernels"][said] == f"split KV, plain Triton: {slower}"
-    faster = "it measured faster in such layers, and decode_kernel is 'auto'"
-    assert whole["kernels"][said] == f"split KV, Gluon for Hopper: {faster}"
+    slower = "did not measure faster with head size 64 and tiles of 16 rows"
+    for model, tokens, kernel in (
+        (
+            "gemma-3-4b",
+            16,
+            "Gluon for Hopper: it measured faster in such layers, and decode_kernel is 'auto'",
+        ),
+        ("gpt-oss-20b", 8, f"plain Triton: the one for Hopper serves, but {slower}"),
+    ):
+        result = attn("explain", "--model", model, "--device", "h200", "--kernels", "--json")
+        local, whole = json.loads(result.output)
+        said = f"up to {tokens} new tokens"
+        assert local["kernels"][said] == whole["kernels"][said] == f"split KV, {kernel}"
 
 
 def test_explain_exits_non_zero_when_nothing_serves():
