@@ -291,9 +291,9 @@ def consume_narrow(
         # Into the second warp group's last tile, or one that never was.
         tiles = (high - low + (TILE - 1)) // TILE
         spare = reinterpret(
-            nope.index(gl.maximum(tiles // 2 * 2 - 1, 1) % STAGES), gl.float32, [4, 128, ROWS],
-            gl.SwizzledSharedLayout(8, 2, ROWS // 8, [2, 1, 0]),
-        )  # fmt: skip
+            nope.index(gl.maximum(tiles // 2 * 2 - 1, 1) % STAGES), gl.float32,
+            [16 // ROWS, 4, 128, ROWS], gl.SwizzledSharedLayout(8, 2, ROWS // 8, [2, 1, 0]),
+        ).index(0)  # fmt: skip
         if W == 1:
             spare.store(o)
             ends.index(0).store(most)
