@@ -18,6 +18,7 @@ from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch, debug_enabled
+from builders.device_facts import device_facts
 from builders.flashinfer_choice import (
     NAME,
     KernelChoice,
@@ -39,7 +40,6 @@ from builders.flashinfer_lengths import (
 )
 from builders.page_tables import RequestPlaces, list_pages
 from builders.tiles import DenseShape
-from builders.triton_attn import device_facts
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
 from specs.engine import EngineConfig

@@ -17,6 +17,7 @@ from builders.base import AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata
 from builders.debug import debug_enabled
+from builders.device_facts import device_facts
 from builders.flashinfer_lengths import (
     HostLengths,
     csr_on_host,
@@ -36,7 +37,6 @@ from builders.latent_prefill import ExpandedPrefill, with_block_table
 from builders.latent_rows import flag_keyless
 from builders.latent_step import LatentStep, captured_query_len, split_step
 from builders.page_tables import list_pages
-from builders.triton_attn import device_facts
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
 from specs.engine import EngineConfig

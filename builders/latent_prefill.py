@@ -14,15 +14,12 @@ import torch
 
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata
+from builders.dense_limits import BLOCK_MULTIPLE, HEAD_SIZES
+from builders.dense_step import TritonAttentionMetadata
+from builders.device_facts import runs_gluon
 from builders.hopper_dense import LayerAsks, prefill_kernel_of
 from builders.split_plan import HopperPlan, PrefillPlan
 from builders.tiles import DenseShape, HopperTile, prefill_tile
-from builders.triton_attn import (
-    BLOCK_MULTIPLE,
-    HEAD_SIZES,
-    TritonAttentionMetadata,
-    runs_gluon,
-)
 from specs.base import cdiv
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType

@@ -14,7 +14,7 @@ from builders.tiles import DenseShape
 from specs.base import cdiv
 
 if TYPE_CHECKING:
-    from builders.triton_attn import TritonAttentionMetadata
+    from builders.dense_step import TritonAttentionMetadata
 
 
 @dataclass

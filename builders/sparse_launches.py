@@ -10,9 +10,9 @@ from typing import Final
 import torch
 
 from builders.buffers import GraphBuffers
+from builders.device_facts import device_facts
 from builders.hopper_sparse import HopperOptions, deciding_rows, hopper_sparse_tile
 from builders.sparse_tiles import SparseShape, SparseTile, sparse_tile
-from builders.triton_attn import device_facts
 from specs.sparse_mla import SparsePhase
 
 STATE_BYTES: Final = 256 << 20

@@ -16,6 +16,7 @@ from builders.base import AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch
+from builders.device_facts import device_facts, runs_gluon
 from builders.hopper_sparse import HopperOptions, sparse_kernel_of
 from builders.sparse_calls import CallPlanner
 from builders.sparse_launches import SparseLaunch, SparseLaunches
@@ -33,7 +34,6 @@ from builders.sparse_records import RowChunk, SparseMLAMetadata, SparseRows
 from builders.sparse_rows import RowLengths, context_slots, fill_rows
 from builders.sparse_tiles import SparseShape
 from builders.split import BatchSplit, split_decodes_and_prefills
-from builders.triton_attn import device_facts, runs_gluon
 from builders.trtllm_mha_choice import capability_of
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from builders.buffers import GraphBuffers
+from builders.device_facts import interprets
 from builders.kernel_calls import collected
 from builders.paging import Stripe
 from builders.segments import bundle_segments, max_segments
@@ -434,12 +435,3 @@ class SplitPlanner:
         own = self.prefill_plan(num_reqs, plan.programs, plan.programs)
         assert own is not None
         return own
-
-
-def interprets() -> bool:
-    """Triton's interpreter runs kernels on CPU tensors here."""
-    from triton.runtime.interpreter import InterpretedFunction
-
-    from builders.plan_kernels import plan_kernel
-
-    return isinstance(plan_kernel, InterpretedFunction)

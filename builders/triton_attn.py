@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, NamedTuple, Self, cast
+from dataclasses import replace
+from typing import Any, Self, cast
 
 import torch
 
-from builders.base import AttentionMetadata, AttentionMetadataBuilder
+from builders.base import AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch, debug_enabled
+from builders.dense_limits import BLOCK_MULTIPLE, check_dtypes, check_head_sizes
+from builders.dense_step import TritonAttentionMetadata
+from builders.device_facts import device_facts, runs_gluon
 from builders.hopper_dense import (
     LayerAsks,
     decode_kernel_of,
@@ -21,14 +23,10 @@ from builders.hopper_dense import (
 )
 from builders.paging import Stripe
 from builders.shared_prefix import SharedBuffers, SharedPrefix, debug_prefix
-from builders.split_kv import (
-    SplitPlanner,
-    interprets,
-)
+from builders.split_kv import SplitPlanner
 from builders.split_plan import (
     PrefillPlan,
     SplitLimits,
-    SplitPlan,
     VisibleKeys,
     WidenedKeys,
 )
@@ -40,7 +38,6 @@ from builders.tiles import (
 from builders.widened import LEAST_ROWS, PAGE, WidenedPages
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
-from specs.devices import ComputeCapability, DeviceKind, kind_of
 from specs.dtypes import CacheDType
 from specs.engine import DecodeKernel, EngineConfig, PrefillKernel
 from specs.kv_cache import (
@@ -54,137 +51,6 @@ from specs.kv_cache import (
 
 CROSS_KV_LEN = 32768
 """Encoder length that scratch is sized for: an engine's limit is that of the decoder."""
-HEAD_SIZES = range(32, 513, 8)
-"""Head sizes that the kernels take."""
-BLOCK_MULTIPLE = 16
-"""Block sizes are multiples of this."""
-MODEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-CACHE_DTYPES = (
-    CacheDType.AUTO,
-    CacheDType.FLOAT16,
-    CacheDType.BFLOAT16,
-    CacheDType.FP8,
-    CacheDType.FP8_E4M3,
-    CacheDType.FP8_E5M2,
-    CacheDType.INT4_PER_TOKEN_HEAD,
-    CacheDType.INT8_PER_TOKEN_HEAD,
-    CacheDType.FP8_PER_TOKEN_HEAD,
-)
-
-
-class AloneStep(NamedTuple):
-    """What the only launch of a layer depends on of a step, and is given of it."""
-
-    likeness: tuple[Any, ...]
-    """Everything but lengths and addresses."""
-    least: int
-    """Rows that there must be of query and output."""
-    is_prefill: bool
-    prefill: PrefillPlan | None
-    programs: int
-    """Of the split-KV kernel."""
-    given: tuple[Any, ...]
-    """Addresses of that kernel's plan, or of the lengths."""
-
-
-class ReadStep(NamedTuple):
-    """What launches of all layers depend on of a step, read once for them all."""
-
-    likeness: tuple[Any, ...]
-    """Everything but lengths, addresses and the plans."""
-    likeness_of_prefill: tuple[Any, ...]
-    """Further types and places, of prefills."""
-    table: tuple[int, int]
-    """Entries from one row of the block table to the next, and its address."""
-    lengths: tuple[int, int, int]
-    """Addresses of ``query_start_loc`` and ``seq_lens``, and the number of requests."""
-    is_plain: bool
-    """Nothing but these differs from step to step: launches are made again with other values."""
-    alone: AloneStep | None
-    """Of plain steps with rows of one kind, and no common prefix."""
-
-
-@dataclass
-class TritonAttentionMetadata(AttentionMetadata):
-    """A step of dense attention, for the split-KV kernel and the prefill kernel."""
-
-    num_actual_tokens: int
-    num_reqs: int
-    query_start_loc: torch.Tensor
-    """``[R + 1]`` int32, device."""
-    seq_lens: torch.Tensor
-    """``[R]`` int32, device: KV lengths (cross attention: the encoder's)."""
-    block_table: torch.Tensor
-    """``[R, max_blocks]`` int32, device."""
-    split: SplitPlan | None
-    """Rows with few query tokens; None where the host knows of none, and for encoders."""
-    prefill: PrefillPlan | None
-    """Rows with many; None where the host knows that there are none."""
-    causal: bool | torch.Tensor = True
-    """One flag, or ``[R]`` per request on the device."""
-    first_positions: torch.Tensor | None = None
-    """``[R]`` int32, device: where each request's first query stands, counted from its first key,
-    of rows of the plain prefill kernel; None where the last keys are the queries' own."""
-    mm_ranges: torch.Tensor | None = None
-    """``[R, max_ranges, 2]`` int32, device: inclusive, attended in both directions; zeros pad."""
-    rswa_prefix_lens: torch.Tensor | None = None
-    """``[R]`` int32, device."""
-    rswa_window: int | None = None
-    stripe: Stripe | None = None
-    """Decode context parallelism: the cache holds this rank's keys; lengths are the requests'."""
-    shared: SharedPrefix | None = None
-    """The batch's common prefix, computed once for all requests; None without one."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Assign, and forget what was read before."""
-        self.__dict__.pop("read", None)
-        super().__setattr__(name, value)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What copies have: their tensors may lie elsewhere."""
-        return {name: value for name, value in vars(self).items() if name != "read"}
-
-    @cached_property
-    def read(self) -> ReadStep:
-        """Of what is assigned now; none of these tensors moves."""
-        causal, table, starts, lens = (
-            self.causal,
-            self.block_table,
-            self.query_start_loc,
-            self.seq_lens,
-        )
-        has_ranges, has_prefixes = self.mm_ranges is not None, self.rswa_prefix_lens is not None
-        is_one = isinstance(causal, bool)
-        likeness = (
-            table.dtype,
-            table.is_cuda,
-            # Forms are checked for it, once each.
-            table.stride()[1],
-            causal if is_one else None,
-            has_ranges,
-            self.rswa_window if has_prefixes else None,
-            self.stripe,
-        )
-        of_prefill = (starts.dtype, starts.is_cuda, lens.dtype, lens.is_cuda)
-        lengths = (starts.data_ptr(), lens.data_ptr(), self.num_reqs)
-        is_plain = is_one and not (has_ranges or has_prefixes) and self.first_positions is None
-        alone, least, (split, prefill) = None, self.num_actual_tokens, (self.split, self.prefill)
-        if is_plain and self.shared is None:
-            if prefill is None and split is not None:
-                programs, given = split.groups * split.heads, split.pointers.given
-                kind: tuple[Any, ...] = (likeness, split.likeness)
-                alone = AloneStep(kind, least, False, None, programs, given)
-            elif prefill is not None and split is None:
-                kind = (likeness, prefill.likeness, of_prefill)
-                alone = AloneStep(kind, least, True, prefill, 0, lengths)
-        return ReadStep(
-            likeness=likeness,
-            likeness_of_prefill=of_prefill,
-            table=(table.stride()[0], table.data_ptr()),
-            lengths=lengths,
-            is_plain=is_plain,
-            alone=alone,
-        )
 
 
 class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMetadata]):
@@ -630,50 +496,6 @@ def _check_support(spec: Any, config: EngineConfig) -> int:
             f"block_size must be a multiple of {BLOCK_MULTIPLE}, got {spec.block_size}"
         )
     return heads
-
-
-def check_head_sizes(head_size: int, head_size_v: int) -> None:
-    """Both head sizes are such that the kernels take them.
-
-    Raises:
-        ValueError: one is not.
-    """
-    for name, size in (("head_size", head_size), ("head_size_v", head_size_v)):
-        if size not in HEAD_SIZES:
-            raise ValueError(
-                f"{name} must be a multiple of {HEAD_SIZES.step} from {HEAD_SIZES.start} to "
-                f"{HEAD_SIZES.stop - 1}, got {size}"
-            )
-
-
-def check_dtypes(model: torch.dtype | None, cache: CacheDType) -> None:
-    """Model and KV cache dtype are such that the kernels take them; None where not known yet.
-
-    Raises:
-        ValueError: one is not.
-    """
-    if model is not None and model not in MODEL_DTYPES:
-        names = ", ".join(str(dtype) for dtype in MODEL_DTYPES)
-        raise ValueError(f"model dtype must be one of {names}, got {model}")
-    if cache not in CACHE_DTYPES:
-        names = ", ".join(dtype.value for dtype in CACHE_DTYPES)
-        raise ValueError(f"kv_cache_dtype must be one of {names}, got {cache.value!r}")
-
-
-def runs_gluon(device: torch.device) -> bool:
-    """Kernels in Gluon can run on a device; the interpreter has none of it."""
-    return device.type == "cuda" and not interprets()
-
-
-def device_facts(device: torch.device) -> tuple[DeviceKind, int]:
-    """Kind and number of multiprocessors; a CPU stands for a small GPU, to test with."""
-    if device.type != "cuda":
-        return DeviceKind.SM90, 3
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip is not None:
-        return DeviceKind.ROCM, properties.multi_processor_count
-    capability = ComputeCapability(major=properties.major, minor=properties.minor)
-    return kind_of(capability) or DeviceKind.SM80, properties.multi_processor_count
 
 
 def _range_tensor(batch: CommonAttentionMetadata, device: torch.device) -> torch.Tensor | None:

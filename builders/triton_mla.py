@@ -17,6 +17,9 @@ from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch
+from builders.dense_limits import BLOCK_MULTIPLE, HEAD_SIZES, check_dtypes
+from builders.dense_step import TritonAttentionMetadata
+from builders.device_facts import device_facts, runs_gluon
 from builders.hopper_dense import (
     LayerAsks,
 )
@@ -35,14 +38,6 @@ from builders.tiles import (
     DenseShape,
     HopperDecodeTile,
     SplitTile,
-)
-from builders.triton_attn import (
-    BLOCK_MULTIPLE,
-    HEAD_SIZES,
-    TritonAttentionMetadata,
-    check_dtypes,
-    device_facts,
-    runs_gluon,
 )
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv

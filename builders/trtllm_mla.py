@@ -18,13 +18,14 @@ from builders import trtllm_mla_calls as compat
 from builders.base import AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata
+from builders.dense_step import TritonAttentionMetadata
+from builders.device_facts import device_facts
 from builders.latent_prefill import ExpandedPrefill, with_block_table
 from builders.latent_rows import flag_keyless, pad_rows, unpad_rows
 from builders.latent_step import LatentStep, captured_query_len, split_step
 from builders.latent_tables import LatentTables
 from builders.split_kv import SplitPlanner
 from builders.split_plan import SplitLimits, VisibleKeys
-from builders.triton_attn import TritonAttentionMetadata, device_facts
 from builders.triton_mla import decode_planner
 from builders.trtllm_mha import MAX_MULTIPROCESSORS
 from builders.trtllm_mla_calls import LatentCalls

@@ -18,7 +18,7 @@ import torch
 
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata
-from builders.split_kv import interprets
+from builders.device_facts import interprets
 from builders.split_plan import SplitLimits, WidenedKeys
 from builders.tiles import DenseShape, power_of_two
 from specs.base import cdiv

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from attn.ops.sparse_mla import sparse_mla, workspace_for
+from builders.device_facts import device_facts
 from builders.hopper_sparse import hopper_sparse_tile, usual_options
 from builders.sparse_tiles import SparseShape, SparseTile
-from builders.triton_attn import device_facts
 from specs.devices import DeviceKind
 from specs.rows import LatentFormat
 from tests.sparse_cases import LAYOUTS, SparseCase, SparseTrial

@@ -18,9 +18,9 @@ from attn.ops.indexer import (
 )
 from attn.ops.sparse_mla import sparse_mla
 from attn.reference import indexer as reference
+from builders.device_facts import device_facts
 from builders.sparse_launches import workspace_for
 from builders.sparse_tiles import IndexTile, SparseShape, SparseTile, sparse_tile
-from builders.triton_attn import device_facts
 from specs.devices import DeviceKind
 from specs.rows import LatentFormat
 from tests.sparse_cases import LAYOUTS, SparseCase, SparseTrial

@@ -20,14 +20,9 @@ from attn.backends.triton_attn import TritonAttentionBackend
 from attn.impls.base import LayerScales
 from attn.impls.triton_attn import TritonAttentionImpl
 from builders.common import CommonAttentionMetadata
+from builders.dense_limits import BLOCK_MULTIPLE, CACHE_DTYPES, HEAD_SIZES, MODEL_DTYPES
 from builders.kernel_calls import KernelCall
-from builders.triton_attn import (
-    BLOCK_MULTIPLE,
-    CACHE_DTYPES,
-    HEAD_SIZES,
-    MODEL_DTYPES,
-    TritonAttentionMetadataBuilder,
-)
+from builders.triton_attn import TritonAttentionMetadataBuilder
 from specs.attention import AttentionType
 from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig

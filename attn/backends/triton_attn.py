@@ -6,13 +6,8 @@ from typing import ClassVar
 
 from attn.backends.base import AttentionBackend
 from attn.impls.triton_attn import TritonAttentionImpl
-from builders.triton_attn import (
-    BLOCK_MULTIPLE,
-    CACHE_DTYPES,
-    HEAD_SIZES,
-    MODEL_DTYPES,
-    TritonAttentionMetadataBuilder,
-)
+from builders.dense_limits import BLOCK_MULTIPLE, CACHE_DTYPES, HEAD_SIZES, MODEL_DTYPES
+from builders.triton_attn import TritonAttentionMetadataBuilder
 from specs.attention import (
     AttentionCGSupport,
     AttentionType,

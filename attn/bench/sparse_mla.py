@@ -29,10 +29,10 @@ from attn.ops.latent_convert import convert_blocks
 from attn.ops.sparse_mla import sparse_mla, tile_for, workspace_for
 from attn.reference import indexer as index_reference
 from attn.reference import sparse_mla as reference
+from builders.device_facts import device_facts, runs_gluon
 from builders.hopper_sparse import hopper_sparse_tile, sparse_kernel_of
 from builders.sparse_calls import load_flashmla
 from builders.sparse_tiles import SparseShape, SparseTile
-from builders.triton_attn import device_facts, runs_gluon
 from specs.base import cdiv
 from specs.dtypes import DType
 from specs.engine import DecodeKernel

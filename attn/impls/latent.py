@@ -19,7 +19,7 @@ from specs.rows import latent_format_of
 
 if TYPE_CHECKING:
     from attn.kernels.dense import DenseLauncher
-    from builders.triton_attn import TritonAttentionMetadata
+    from builders.dense_step import TritonAttentionMetadata
 
 
 class LatentImpl(MLAAttentionImpl):

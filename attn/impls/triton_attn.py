@@ -12,7 +12,7 @@ from attn.impls.cached import CachedImpl, ViewedCache
 from attn.impls.warm import run_compiled
 from attn.ops.merge import merge_states
 from builders.debug import debug_read
-from builders.triton_attn import check_dtypes, check_head_sizes
+from builders.dense_limits import check_dtypes, check_head_sizes
 from specs.attention import AttentionType
 from specs.dtypes import KVQuantMode
 from specs.layouts import KVViews
@@ -20,8 +20,9 @@ from specs.layouts import KVViews
 if TYPE_CHECKING:
     from attn.kernels.again import Launched
     from attn.kernels.dense import DenseLauncher, DenseTensors
+    from builders.dense_step import TritonAttentionMetadata
     from builders.shared_prefix import SharedPrefix
-    from builders.triton_attn import TritonAttentionMetadata, TritonAttentionMetadataBuilder
+    from builders.triton_attn import TritonAttentionMetadataBuilder
 
 MOST_TRIES = 16
 """Times that a layer makes what launches its forwards again: steps may differ in turn for ever."""

@@ -17,9 +17,9 @@ import torch
 from builders.kernel_calls import collected
 
 if TYPE_CHECKING:
+    from builders.dense_step import AloneStep, ReadStep
     from builders.fast_launch import Repeat
     from builders.split_plan import PrefillPlan
-    from builders.triton_attn import AloneStep, ReadStep
 
 
 Launched: TypeAlias = "Repeat | PrefillAgain"

@@ -11,8 +11,8 @@ import triton
 
 from attn.kernels.launch import FormCall, KernelForm, alignment, as_bytes
 from attn.kernels.write_kv import write_kv_kernel
+from builders.dense_limits import HEAD_SIZES, MODEL_DTYPES
 from builders.kernel_calls import KernelCall
-from builders.triton_attn import HEAD_SIZES, MODEL_DTYPES
 from specs.dtypes import CacheDType
 from specs.layouts import KVViews
 

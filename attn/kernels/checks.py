@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from builders.dense_limits import BLOCK_MULTIPLE, MODEL_DTYPES
 from builders.split_plan import (
     SplitPlan,
 )
-from builders.triton_attn import BLOCK_MULTIPLE, MODEL_DTYPES
 from specs.dtypes import KVQuantMode
 
 if TYPE_CHECKING:
     from attn.kernels.dense import DenseLayer, DenseTensors
-    from builders.triton_attn import TritonAttentionMetadata
+    from builders.dense_step import TritonAttentionMetadata
 
 
 def check_call(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors) -> None:

@@ -17,6 +17,7 @@ from attn.kernels.launch import FormCall, Forms, KernelForm, Repeats
 from attn.kernels.numerics import INTERPRETED
 from attn.kernels.prefill import prefill_kernel
 from attn.kernels.stored import E4M3, E5M2, INT4, INT8, NATIVE, PLAIN, PTX, PTX_SM89
+from builders.dense_step import TritonAttentionMetadata
 from builders.fast_launch import Repeat
 from builders.kernel_calls import KernelCall
 from builders.paging import Stripe
@@ -30,7 +31,6 @@ from builders.tiles import (
     PrefillTile,
     power_of_two,
 )
-from builders.triton_attn import TritonAttentionMetadata
 from specs.dtypes import CacheDType, KVQuantMode
 from specs.layouts import KVViews
 

@@ -14,6 +14,7 @@ from attn.kernels.launch import FormCall, Forms, KernelForm
 from attn.kernels.mla_decode import mla_decode_kernel
 from attn.kernels.numerics import INTERPRETED
 from attn.kernels.stored import E4M3, NATIVE
+from builders.dense_step import TritonAttentionMetadata
 from builders.kernel_calls import KernelCall
 from builders.split_plan import (
     SPARE_STATES,
@@ -23,7 +24,6 @@ from builders.split_plan import (
 from builders.tiles import (
     power_of_two,
 )
-from builders.triton_attn import TritonAttentionMetadata
 from specs.dtypes import CacheDType
 from specs.layouts import KVViews
 

@@ -8,9 +8,9 @@ import torch
 
 from attn.ops.dispatch import converts_float8, has_kernel
 from attn.reference import indexer as reference
+from builders.device_facts import device_facts, runs_gluon
 from builders.hopper_sparse import index_sizes, index_tile_of
 from builders.sparse_tiles import IndexTile
-from builders.triton_attn import device_facts, runs_gluon
 from specs.dtypes import DType
 from specs.rows import INDEXER_PAGE, SCALE_BYTES
 

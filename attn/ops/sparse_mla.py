@@ -6,10 +6,10 @@ import torch
 
 from attn.ops.dispatch import converts_float8, has_kernel
 from attn.reference import sparse_mla as reference
+from builders.device_facts import device_facts
 from builders.sparse_launches import SparseWorkspace
 from builders.sparse_launches import workspace_for as workspace_for
 from builders.sparse_tiles import SparseShape, SparseTile, sparse_tile
-from builders.triton_attn import device_facts
 from specs.rows import LatentFormat
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from builders.device_facts import interprets
 from builders.page_tables import (
     PAGE_SIZES,
     PageTable,
@@ -19,7 +20,6 @@ from builders.page_tables import (
     list_pages,
     write_page_table,
 )
-from builders.split_kv import interprets
 
 WILD = 2**30
 WRITERS = [pytest.param(write_page_table, id="torch")]

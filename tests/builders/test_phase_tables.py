@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from builders.device_facts import interprets
 from builders.page_tables import PAGE_SIZES
 from builders.phase_tables import (
     PhaseTable,
@@ -18,7 +19,6 @@ from builders.phase_tables import (
     launch_tables,
     write_tables,
 )
-from builders.split_kv import interprets
 
 WILD = 2**30
 WRITERS = [pytest.param(write_tables, id="torch")]

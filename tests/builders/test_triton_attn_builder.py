@@ -13,11 +13,9 @@ from torch import Tensor
 import builders.triton_attn
 from attn.backends.triton_attn import TritonAttentionBackend
 from builders.common import CommonAttentionMetadata
-from builders.triton_attn import (
-    TritonAttentionMetadata,
-    TritonAttentionMetadataBuilder,
-    runs_gluon,
-)
+from builders.dense_step import TritonAttentionMetadata
+from builders.device_facts import runs_gluon
+from builders.triton_attn import TritonAttentionMetadataBuilder
 from specs.devices import DeviceKind
 from specs.dtypes import DType
 from specs.engine import (

@@ -11,10 +11,11 @@ import builders.triton_attn
 from builders import widened
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata
-from builders.split_kv import interprets
+from builders.dense_step import TritonAttentionMetadata
+from builders.device_facts import interprets
 from builders.split_plan import SplitLimits, WidenedKeys
 from builders.tiles import DenseShape
-from builders.triton_attn import TritonAttentionMetadata, TritonAttentionMetadataBuilder
+from builders.triton_attn import TritonAttentionMetadataBuilder
 from builders.widened import PAGE, WidenedPages, launch_widened_pages, write_widened_pages
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType

@@ -19,13 +19,14 @@ from attn.kernels.dense import DenseLauncher, DenseLayer, DenseTensors, prefill_
 from attn.kernels.launch import KernelForm
 from builders import kernel_calls
 from builders.common import CommonAttentionMetadata
+from builders.dense_step import TritonAttentionMetadata
 from builders.kernel_calls import (
     KernelCall,
     collected_calls,
     compile_calls,
     is_by_ptxas_13,
 )
-from builders.triton_attn import TritonAttentionMetadata, TritonAttentionMetadataBuilder
+from builders.triton_attn import TritonAttentionMetadataBuilder
 from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig
 from specs.kv_cache import FullAttentionSpec

@@ -26,8 +26,9 @@ from attn.kernels.launch import MOST_REPEATS
 from attn.kernels.prefill import prefill_kernel
 from builders import fast_launch
 from builders.common import CommonAttentionMetadata
+from builders.dense_step import TritonAttentionMetadata
 from builders.kernel_calls import collected_calls
-from builders.triton_attn import TritonAttentionMetadata, TritonAttentionMetadataBuilder
+from builders.triton_attn import TritonAttentionMetadataBuilder
 from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig
 from specs.kv_cache import FullAttentionSpec

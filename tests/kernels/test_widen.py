@@ -10,7 +10,7 @@ import torch
 from attn.kernels.stored import E4M3, E5M2, PLAIN
 from attn.kernels.widen import widen_form
 from builders import widened
-from builders.split_kv import interprets
+from builders.device_facts import interprets
 from builders.split_plan import WidenedKeys
 from builders.widened import write_widened_pages
 from specs.dtypes import CacheDType, DType

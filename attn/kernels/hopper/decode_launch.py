@@ -19,7 +19,7 @@ from specs.engine import DecodeKernel
 
 if TYPE_CHECKING:
     from attn.kernels.dense import DenseLayer, DenseTensors
-    from builders.triton_attn import TritonAttentionMetadata
+    from builders.dense_step import TritonAttentionMetadata
 
 FINISH_CELLS = 2048
 """Of a state, folded at a time: what there are registers for, since whoever folds waits for memory

@@ -6,10 +6,10 @@ import torch
 import triton
 
 from attn.kernels.hopper.index_logits import hopper_paged_logits_kernel
+from builders.device_facts import device_facts
 from builders.hopper_sparse import FEWEST_INDEX_ROWS, index_pages
 from builders.kernel_calls import KernelCall
 from builders.sparse_tiles import IndexTile
-from builders.triton_attn import device_facts
 from specs.base import cdiv
 from specs.rows import INDEXER_PAGE
 

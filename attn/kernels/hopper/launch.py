@@ -37,7 +37,7 @@ from specs.engine import PrefillKernel
 
 if TYPE_CHECKING:
     from attn.kernels.dense import DenseLayer, DenseTensors
-    from builders.triton_attn import TritonAttentionMetadata
+    from builders.dense_step import TritonAttentionMetadata
 
 Plan = TypeVar("Plan", HopperPlan, SplitPlan)
 COLUMNS = 64

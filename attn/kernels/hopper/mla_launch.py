@@ -25,7 +25,7 @@ from specs.engine import DecodeKernel
 
 if TYPE_CHECKING:
     from attn.kernels.dense import DenseLayer, DenseTensors
-    from builders.triton_attn import TritonAttentionMetadata
+    from builders.dense_step import TritonAttentionMetadata
 
 FINISH_CELLS = 2048
 """Cells of a state of 16 rows that whoever finishes a row folds at a time."""

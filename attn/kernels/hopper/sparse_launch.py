@@ -186,7 +186,7 @@ def _row(layer: SparseLayer, tensors: SparseTensors) -> RowFormat:
 
 
 def _multiprocessors(tensors: SparseTensors) -> int:
-    from builders.triton_attn import device_facts
+    from builders.device_facts import device_facts
 
     return device_facts(tensors.query.device)[1]
 

@@ -17,8 +17,8 @@ from specs.layouts import KVViews
 
 if TYPE_CHECKING:
     from attn.kernels.dense import DenseLayer, DenseTensors
+    from builders.dense_step import TritonAttentionMetadata
     from builders.split_plan import HopperPlan
-    from builders.triton_attn import TritonAttentionMetadata
 
 
 class WidenedLauncher:
