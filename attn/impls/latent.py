@@ -130,7 +130,7 @@ class LatentImpl(MLAAttentionImpl):
             output_scale: likewise.
         """
         check_scale(k_scale, self.cache_dtype)
-        from attn.kernels.dense import DenseTensors
+        from attn.kernels.dense_tensors import DenseTensors
 
         rows = output.view(len(output), self.num_heads, self.v_head_dim)
         own = self._workspace(q, len(kv_c_normed))
@@ -174,7 +174,7 @@ class LatentImpl(MLAAttentionImpl):
             scale: fp32 scalar, not used.
             output_scale: fp32 scalar; ``output`` is then fp8.
         """
-        from attn.kernels.dense import DenseTensors
+        from attn.kernels.dense_tensors import DenseTensors
 
         tensors = DenseTensors(q, keys, output, scale, scale, output_scale=output_scale)
         self._attender().attend(step, tensors)
@@ -209,7 +209,8 @@ class LatentImpl(MLAAttentionImpl):
 
     def _attender(self) -> DenseLauncher:
         if self._expanded is None:
-            from attn.kernels.dense import DenseLauncher, DenseLayer
+            from attn.kernels.dense import DenseLauncher
+            from attn.kernels.dense_tensors import DenseLayer
 
             self._expanded = DenseLauncher(
                 DenseLayer(

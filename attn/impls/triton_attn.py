@@ -19,7 +19,8 @@ from specs.layouts import KVViews
 
 if TYPE_CHECKING:
     from attn.kernels.again import Launched
-    from attn.kernels.dense import DenseLauncher, DenseTensors
+    from attn.kernels.dense import DenseLauncher
+    from attn.kernels.dense_tensors import DenseTensors
     from builders.dense_step import TritonAttentionMetadata
     from builders.shared_prefix import SharedPrefix
     from builders.triton_attn import TritonAttentionMetadataBuilder
@@ -250,7 +251,8 @@ class TritonAttentionImpl(CachedImpl):
         run_compiled(run_steps, device)
 
     def _new_launcher(self, clamps_ranges: bool) -> DenseLauncher:
-        from attn.kernels.dense import DenseLauncher, DenseLayer
+        from attn.kernels.dense import DenseLauncher
+        from attn.kernels.dense_tensors import DenseLayer
 
         rules = self.rules
         layer = DenseLayer(

@@ -13,7 +13,7 @@ from builders.split_plan import (
 from specs.dtypes import KVQuantMode
 
 if TYPE_CHECKING:
-    from attn.kernels.dense import DenseLayer, DenseTensors
+    from attn.kernels.dense_tensors import DenseLayer, DenseTensors
     from builders.dense_step import TritonAttentionMetadata
 
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton.language as tl
 
 from attn.kernels.checks import check_call, check_heads, check_lengths
 from attn.kernels.decode import decode_kernel
+from attn.kernels.dense_constants import compute_type, prefill_constants, split_constants, strides
+from attn.kernels.dense_tensors import DenseLayer, DenseTensors, KeyRows, address, stored_as
 from attn.kernels.launch import FormCall, Forms, KernelForm, Repeats
 from attn.kernels.numerics import INTERPRETED
 from attn.kernels.prefill import prefill_kernel
-from attn.kernels.stored import E4M3, E5M2, INT4, INT8, NATIVE, PLAIN, PTX, PTX_SM89
+from attn.kernels.stored import PLAIN, PTX, PTX_SM89
 from builders.dense_step import TritonAttentionMetadata
 from builders.fast_launch import Repeat
 from builders.kernel_calls import KernelCall
@@ -25,141 +24,14 @@ from builders.split_plan import (
     HopperPlan,
     PrefillPlan,
     SplitPlan,
-    area_of,
 )
-from builders.tiles import (
-    PrefillTile,
-    power_of_two,
-)
-from specs.dtypes import CacheDType, KVQuantMode
-from specs.layouts import KVViews
+from specs.dtypes import KVQuantMode
 
 if TYPE_CHECKING:
     from attn.kernels.again import Launched, PrefillAgain
     from attn.kernels.hopper.decode_launch import HopperDecodeLauncher
     from attn.kernels.hopper.launch import HopperLauncher
     from attn.kernels.hopper.widened import WidenedLauncher
-
-FINISH_CELLS = 1024
-"""Cells of a state that the program which finishes a row folds at a time."""
-
-
-@dataclass(frozen=True)
-class DenseLayer:
-    """What never changes in a layer."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    head_size_v: int
-    scale: float
-    cache_dtype: CacheDType
-    causal: bool
-    sliding_window: int | None = None
-    attention_chunk_size: int | None = None
-    chunk_lookback: int = 0
-    logits_soft_cap: float | None = None
-    use_alibi_sqrt: bool = False
-    clamps_ranges: bool = False
-    """Multimodal ranges reach no further back than the window."""
-
-
-@dataclass(slots=True)
-class DenseTensors:
-    """The tensors of one forward."""
-
-    query: torch.Tensor
-    """``[T, H, D]``, last dimension contiguous."""
-    keys: KVViews
-    """The cache, or an encoder's ``[T, Hk, D]`` rows as key and value."""
-    output: torch.Tensor
-    """``[T, H, Dv]``, last dimension contiguous; fp8 with ``output_scale``."""
-    k_scale: torch.Tensor | None
-    """fp32 scalar or ``[Hk]`` of an fp8 cache; of others nothing is read, and None is cheaper."""
-    v_scale: torch.Tensor | None
-    lse: torch.Tensor | None = None
-    """``[T, H]`` fp32, last dimension contiguous."""
-    output_scale: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None
-    alibi_slopes: torch.Tensor | None = None
-    rows: KeyRows | None = None
-    """What a forward before made of ``keys``; made here where it is None."""
-    num_tokens: int = 0
-    """Rows that there must be of query and output."""
-
-
-class KeyRows:
-    """Keys and values as kernels read them, and what a form depends on of them."""
-
-    def __init__(self, keys: KVViews, stored: _Stored) -> None:
-        """
-        Args:
-            keys: neither of which moves.
-            stored: how they are read.
-        """
-        key, value, inline = keys.key, keys.value, keys.key_scale
-        self.words = stored.words(key), stored.words(value)
-        self.place = key.data_ptr(), value.data_ptr(), len(key), *map(_address, keys[2:])
-        """All that a launch depends on beside the likeness."""
-        self.likeness = (
-            key.dtype,
-            value.dtype,
-            key.shape[1:],
-            value.shape[1:],
-            key.stride(),
-            value.stride(),
-            (key.data_ptr() | value.data_ptr()) % 64,
-            None if inline is None else inline.stride(),
-        )
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """How rows of a cache are read."""
-
-    kind: int
-    planes: int
-    inline: bool
-
-    def words(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows as the words that kernels load."""
-        return rows if self.kind == NATIVE else rows.view(torch.int16)
-
-    def width(self, size: int) -> tuple[int, int]:
-        """Words of a plane of ``size`` elements: padded to a power of two, and used."""
-        used = size // self.planes
-        return max(power_of_two(used), 16), used
-
-
-def _stored(cache_dtype: CacheDType) -> _Stored:
-    if cache_dtype is CacheDType.INT4_PER_TOKEN_HEAD:
-        return _Stored(INT4, 4, True)
-    if cache_dtype is CacheDType.INT8_PER_TOKEN_HEAD:
-        return _Stored(INT8, 2, True)
-    if cache_dtype is CacheDType.FP8_PER_TOKEN_HEAD:
-        return _Stored(E4M3, 2, True)
-    if cache_dtype is CacheDType.FP8_E5M2:
-        return _Stored(E5M2, 2, False)
-    return _Stored(
-        E4M3 if cache_dtype.is_quantized else NATIVE, 2 if cache_dtype.is_quantized else 1, False
-    )
-
-
-_TRITON_TYPES = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-}
-
-
-def _compute_type(model: torch.dtype, stored: _Stored, element: torch.dtype) -> tuple[Any, bool]:
-    """Type of the products' operands, and whether the query must be brought into its range."""
-    if model == torch.float32:
-        return tl.float32, False
-    if stored.kind != NATIVE or element == torch.float16:
-        return tl.float16, model == torch.bfloat16
-    # A 16-bit type holds neither the other's range nor its precision.
-    return _TRITON_TYPES[model] if element == model else tl.float32, False
 
 
 @cache
@@ -187,7 +59,7 @@ class DenseLauncher:
             layer: what never changes.
         """
         self.layer = layer
-        self._stored = _stored(layer.cache_dtype)
+        self._stored = stored_as(layer.cache_dtype)
         self._splits, self._tiled = Forms(), Forms()
         self._split_repeats: Repeats[Repeat] = Repeats()
         self._prefill_repeats: Repeats[PrefillAgain] = Repeats()
@@ -271,7 +143,7 @@ class DenseLauncher:
         if not self._splits.has(key):
             fixed = self._fixed(step, tensors, varying)
             check_heads(self.layer, plan)
-            fixed |= _split_constants(plan, fixed["V_WIDTH"] * fixed["PLANES"])
+            fixed |= split_constants(plan, fixed["V_WIDTH"] * fixed["PLANES"])
             launch = (tile.num_warps, tile.num_stages, tile.max_registers)
             names = {"plan", *(varying.keys() & set(decode_kernel.arg_names))}
             made = KernelForm(decode_kernel, fixed, names, *launch, waits=plan.waits)
@@ -301,7 +173,7 @@ class DenseLauncher:
         key = (plan.tile, likeness)
         if not self._tiled.has(key):
             fixed = self._fixed(step, tensors, varying)
-            tile, own = _prefill_constants(plan.tile, fixed)
+            tile, own = prefill_constants(plan.tile, fixed)
             fixed |= own
             fixed["HEADS"] = self.layer.num_heads
             launch = (tile.num_warps, tile.num_stages)
@@ -366,7 +238,7 @@ class DenseLauncher:
         if not self._hopper_decode.knows(plan, likeness):
             check_call(self.layer, step, tensors)
             check_heads(self.layer, plan)
-            constants = _split_constants(plan, self.layer.head_size)
+            constants = split_constants(plan, self.layer.head_size)
             self._hopper_decode.prepare(plan, step, tensors, constants, likeness)
         return self._hopper_decode.call(plan, tensors, varying)
 
@@ -402,7 +274,7 @@ class DenseLauncher:
                 None if lse is None else (lse.dtype, lse.is_cuda, lse.shape[1:], lse.stride()),
                 *map(_kind, (scale, k_scale, v_scale, sinks, slopes)),
             )
-            rest = (*map(_address, (sinks, slopes, lse, scale, k_scale, v_scale)),)
+            rest = (*map(address, (sinks, slopes, lse, scale, k_scale, v_scale)),)
         # In one piece: each layer of each step comes by.
         likeness = (
             query.dtype,
@@ -465,9 +337,9 @@ class DenseLauncher:
         causal = step.causal
         k_width, k_used = stored.width(layer.head_size)
         v_width, v_used = stored.width(layer.head_size_v)
-        compute, guard = _compute_type(tensors.query.dtype, stored, tensors.keys.key.dtype)
+        compute, guard = compute_type(tensors.query.dtype, stored, tensors.keys.key.dtype)
         decode, hardware = decode_form(tensors.query.device)
-        return _strides(tensors, varying["key_ptr"], varying["value_ptr"]) | {
+        return strides(tensors, varying["key_ptr"], varying["value_ptr"]) | {
             "scale_head": 1 if tensors.k_scale is not None and tensors.k_scale.numel() > 1 else 0,
             "scale": layer.scale,
             "soft_cap": 1.0 if cap is None else float(cap),
@@ -577,77 +449,6 @@ def _repeated_prefill(call: FormCall) -> PrefillAgain | None:
     return None if repeat is None else _PlainPrefill(repeat)
 
 
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
 def _kind(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
     """Of one that is read by a pointer alone."""
     return None if tensor is None else (tensor.dtype, tensor.is_cuda, tensor.numel())
-
-
-def _strides(tensors: DenseTensors, k_words: torch.Tensor, v_words: torch.Tensor) -> dict[str, Any]:
-    """Strides and alignment of rows, and the block size, 0 for an encoder's."""
-    query, output, lse, inline = tensors.query, tensors.output, tensors.lse, tensors.keys.key_scale
-    paged = k_words.dim() == 4
-    k_strides = k_words.stride()[:3] if paged else (0, *k_words.stride()[:2])
-    v_strides = v_words.stride()[:3] if paged else (0, *v_words.stride()[:2])
-    starts = (rows.data_ptr() // rows.element_size() for rows in (k_words, v_words))
-    named = {"k": k_strides, "v": v_strides, "s": (0, 0, 0) if inline is None else inline.stride()}
-    arguments = {
-        f"{name}_{axis}": stride
-        for name, strides in named.items()
-        for axis, stride in zip(("block", "token", "head"), strides, strict=True)
-    }
-    return arguments | {
-        "query_token": query.stride(0),
-        "query_head": query.stride(1),
-        "out_token": output.stride(0),
-        "out_head": output.stride(1),
-        "lse_token": 0 if lse is None else lse.stride(0),
-        "BLOCK_SIZE": k_words.shape[1] if paged else 0,
-        "SAME_ROWS": k_strides == v_strides,
-        # Largest power of two, up to 16 words, that every row starts at a multiple of.
-        "ALIGN": math.gcd(16, *k_strides, *v_strides, *starts),
-    }
-
-
-def _split_constants(plan: SplitPlan, width: int) -> dict[str, Any]:
-    """The split-KV kernel's own constants; ``width`` is that of a state's row."""
-    tile = plan.tile
-    finish_rows = power_of_two(tile.tile_heads * tile.query_tokens)
-    return {
-        "groups": plan.groups,
-        "WAITS": plan.waits,
-        "HEADS": plan.heads,
-        "HEAD_LOOPS": plan.head_loops,
-        "HEAD_TILES": tile.head_tiles,
-        "TILE_HEADS": tile.tile_heads,
-        "QUERY_TOKENS": tile.query_tokens,
-        "ROWS": tile.rows,
-        "SLOTS": plan.slots,
-        "BUNDLES": plan.bundles,
-        "AREA": area_of(plan.slots, plan.bundles, plan.head_loops),
-        "KV_TILE": tile.kv_tile,
-        "SEGMENT_UNIT": tile.segment_unit,
-        "FREE": plan.is_free,
-        "FINISH_ROWS": finish_rows,
-        "FINISH_WIDTH": max(16, min(width, FINISH_CELLS // finish_rows)),
-        "STAGES": tile.num_stages,
-    }
-
-
-def _prefill_constants(
-    tile: PrefillTile, fixed: Mapping[str, Any]
-) -> tuple[PrefillTile, dict[str, Any]]:
-    """The prefill kernel's own constants, after those of both kernels; and the launch's tile."""
-    sizes = (fixed["K_SIZE"], fixed["V_SIZE"], fixed["KIND"])
-    apart: dict[str, Any] = {"REST": 0}
-    if sizes == (192, 128, NATIVE) and fixed["COMPUTE"] != tl.float32 and tile.pair_stages:
-        tile, apart = tile.for_pair, {"K_WIDTH": 128, "K_USED": 128, "REST": 64}
-    return tile, apart | {
-        "QUERY_TILE": tile.query_tile,
-        "REQ_STEPS": 20,
-        "KV_TILE": tile.kv_tile,
-        "STAGES": tile.num_stages,
-    }

@@ -10,6 +10,7 @@ import torch
 import triton.language as tl
 
 from attn.kernels import dense
+from attn.kernels.dense_tensors import DenseLayer, DenseTensors
 from attn.kernels.launch import FormCall, Forms, KernelForm
 from attn.kernels.mla_decode import mla_decode_kernel
 from attn.kernels.numerics import INTERPRETED
@@ -146,7 +147,7 @@ class LatentLauncher:
 
             sizes = (layer.num_heads, 1, width, layer.rank)
             self._hopper = HopperLatentLauncher(
-                dense.DenseLayer(
+                DenseLayer(
                     *(*sizes, layer.scale, layer.cache_dtype),
                     causal=True,
                     sliding_window=layer.sliding_window,
@@ -162,7 +163,7 @@ class LatentLauncher:
             query.stride(),
             (query.data_ptr() | tensors.output.data_ptr()) % 16,
         )
-        given = dense.DenseTensors(query, keys, tensors.output, scale, scale, lse=tensors.lse)
+        given = DenseTensors(query, keys, tensors.output, scale, scale, lse=tensors.lse)
         if not self._hopper.knows(plan, key):
             _check(layer, plan, step, tensors)
             self._hopper.prepare(plan, step, given, _plan_constants(plan), key)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import builders.triton_attn
-from attn.kernels.dense import DenseLayer, DenseTensors
+from attn.kernels.dense_tensors import DenseLayer, DenseTensors
 from attn.kernels.hopper.launch import Descriptors, tile_of
 from builders import hopper_dense
 from builders.common import CommonAttentionMetadata

@@ -12,7 +12,7 @@ import torch
 
 import builders.triton_attn
 from attn.backends.triton_attn import TritonAttentionBackend
-from attn.kernels.dense import DenseLayer, DenseTensors
+from attn.kernels.dense_tensors import DenseLayer, DenseTensors
 from attn.kernels.hopper.decode import hopper_decode_kernel
 from attn.kernels.hopper.decode_launch import serves
 from builders.hopper_dense import (

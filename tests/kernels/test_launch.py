@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attn.impls.base import LayerScales
 from attn.impls.triton_attn import TritonAttentionImpl
 from attn.kernels import dense
-from attn.kernels.dense import DenseLauncher, DenseLayer, DenseTensors, prefill_call, split_call
+from attn.kernels.dense import DenseLauncher, prefill_call, split_call
+from attn.kernels.dense_tensors import DenseLayer, DenseTensors
 from attn.kernels.launch import KernelForm
 from builders import kernel_calls
 from builders.common import CommonAttentionMetadata

@@ -18,7 +18,7 @@ from specs.devices import DeviceKind
 from specs.engine import DecodeKernel
 
 if TYPE_CHECKING:
-    from attn.kernels.dense import DenseLayer, DenseTensors
+    from attn.kernels.dense_tensors import DenseLayer, DenseTensors
     from builders.dense_step import TritonAttentionMetadata
 
 FINISH_CELLS = 2048

@@ -36,7 +36,7 @@ from specs.dtypes import CacheDType, DType
 from specs.engine import PrefillKernel
 
 if TYPE_CHECKING:
-    from attn.kernels.dense import DenseLayer, DenseTensors
+    from attn.kernels.dense_tensors import DenseLayer, DenseTensors
     from builders.dense_step import TritonAttentionMetadata
 
 Plan = TypeVar("Plan", HopperPlan, SplitPlan)

@@ -16,7 +16,7 @@ from specs.dtypes import CacheDType
 from specs.layouts import KVViews
 
 if TYPE_CHECKING:
-    from attn.kernels.dense import DenseLayer, DenseTensors
+    from attn.kernels.dense_tensors import DenseLayer, DenseTensors
     from builders.dense_step import TritonAttentionMetadata
     from builders.split_plan import HopperPlan
 
