@@ -47,6 +47,7 @@ KERNELS_OF_BUILDERS = (
     "builders.plan_rows",
     "builders.page_kernels",
     "builders.fast_launch",
+    "builders.prepared_launch",
 )
 MAX_BODY_LINES = 80
 

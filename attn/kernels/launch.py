@@ -8,8 +8,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from builders.fast_launch import GROUPS, Relauncher, Repeat, picker
+from builders.fast_launch import Relauncher, Repeat
 from builders.kernel_calls import KernelCall, collected
+from builders.prepared_launch import GROUPS, picker
 
 Entry = TypeVar("Entry")
 

@@ -23,7 +23,8 @@ from builders.driver_launch import (
     driver_kernel,
     driver_launches,
 )
-from builders.fast_launch import GROUPS, Repeat
+from builders.fast_launch import Repeat
+from builders.prepared_launch import GROUPS
 from builders.split_plan import (
     Pointers,
 )

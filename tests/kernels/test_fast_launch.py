@@ -33,10 +33,9 @@ from attn.kernels.hopper.prefill import hopper_prefill_kernel
 from attn.kernels.launch import KernelForm
 from attn.kernels.mla_decode import mla_decode_kernel
 from attn.kernels.prefill import prefill_kernel
-from builders import driver_launch, fast_launch, plan_kernels, split_kv
+from builders import driver_launch, fast_launch, plan_kernels, prepared_launch, split_kv
 from builders.buffers import GraphBuffers
 from builders.fast_launch import (
-    GROUPS,
     MOST_PREPARED,
     Relauncher,
     Repeat,
@@ -45,6 +44,7 @@ from builders.fast_launch import (
 )
 from builders.kernel_calls import collected_calls
 from builders.plan_kernels import plan_kernel
+from builders.prepared_launch import GROUPS
 from builders.split_kv import SplitPlanner
 from builders.split_plan import Pointers, SplitLimits
 from builders.tiles import DenseShape
@@ -509,8 +509,10 @@ def test_torch_is_asked_for_the_device_without_what_it_does_besides(
 ) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
     usual = types.SimpleNamespace(get_current_device=torch.cuda.current_device)
-    assert fast_launch._device_getter(usual)() == 3
-    assert fast_launch._device_getter(types.SimpleNamespace(get_current_device=lambda: 5))() == 5
+    assert prepared_launch._device_getter(usual)() == 3
+    assert (
+        prepared_launch._device_getter(types.SimpleNamespace(get_current_device=lambda: 5))() == 5
+    )
 
 
 def test_a_device_is_learnt_on_its_own(gpu: Driver) -> None:
@@ -623,7 +625,7 @@ def test_what_is_not_learnt_once_is_not_tried_again(
         tried.append(what)
         raise AttributeError
 
-    monkeypatch.setattr(fast_launch, "_bottom_of", bottom)
+    monkeypatch.setattr(prepared_launch, "_bottom_of", bottom)
     for _ in range(3):
         form.call((1,), given).launch()
         assert not gpu.was_past_triton
