@@ -21,7 +21,7 @@ from attn.impls.sparse_mla import ATTENDERS, SparseCall, SparseMLAImpl
 from attn.ops.mla import mla_attention
 from attn.reference import sparse_mla as reference
 from attn.reference.mla import absorb_query, project_latent_output
-from builders import sparse_calls, sparse_mla, sparse_mla_choice
+from builders import sparse_calls, sparse_mla_choice, sparse_setup
 from builders.common import CommonAttentionMetadata
 from builders.kernel_calls import KernelCall
 from builders.sparse_mla import SparseMLAMetadataBuilder
@@ -66,7 +66,7 @@ STEPS = {
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A GPU with every kernel, each stood for by the reference."""
     capability = KNOWN_DEVICES[request.param].compute_capability
-    monkeypatch.setattr(sparse_mla, "capability_of", lambda device: capability)
+    monkeypatch.setattr(sparse_setup, "capability_of", lambda device: capability)
     monkeypatch.setattr(sparse_mla_choice, "unavailable_kernels", dict)
     monkeypatch.setattr(sparse_calls, "LOADERS", {})
     calls = {kernel: checked(kernel) for kernel in K if kernel is not K.FLASHMLA_AUTO}

@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 
 from attn.backends.base import AttentionBackend
 from attn.impls.sparse_mla import SparseMLAImpl
-from builders.sparse_mla import LEAST_WIDTH, ROW_WIDTHS, SparseMLAMetadataBuilder
+from builders.sparse_mla import SparseMLAMetadataBuilder
 from builders.sparse_mla_choice import kernel_notes
+from builders.sparse_setup import LEAST_WIDTH, ROW_WIDTHS
 from builders.trtllm_mha_choice import mixed_dtypes_reason
 from specs.attention import AttentionCGSupport, BackendCapabilities, HeadSizes, MultipleOf
 from specs.devices import ComputeCapability, DeviceKind

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attn.ops.topk_transform import transform_topk
-from builders import sparse_calls, sparse_mla, sparse_mla_choice
+from builders import sparse_calls, sparse_mla_choice, sparse_setup
 from builders.common import CommonAttentionMetadata
 from builders.sparse_mla import SparseMLAMetadataBuilder
 from builders.sparse_records import SparseMLAMetadata, SparseRows
@@ -38,7 +38,7 @@ CONFIG = EngineConfig(
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """An H200 with every kernel."""
     capability = KNOWN_DEVICES["h200"].compute_capability
-    monkeypatch.setattr(sparse_mla, "capability_of", lambda device: capability)
+    monkeypatch.setattr(sparse_setup, "capability_of", lambda device: capability)
     monkeypatch.setattr(sparse_mla_choice, "unavailable_kernels", dict)
     monkeypatch.setattr(sparse_calls, "LOADERS", {})
 
