@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import builders.device_facts
 import builders.triton_attn
 from attn.backends.triton_attn import TritonAttentionBackend
 from builders.common import CommonAttentionMetadata
@@ -539,6 +540,6 @@ def test_a_plan_for_few_tokens_is_the_plain_kernels_where_the_other_does_not_ser
 
 def test_gluon_runs_on_a_gpu_that_nothing_interprets(monkeypatch: pytest.MonkeyPatch) -> None:
     for interpreted in (False, True):
-        monkeypatch.setattr(builders.triton_attn, "interprets", lambda value=interpreted: value)
+        monkeypatch.setattr(builders.device_facts, "interprets", lambda value=interpreted: value)
         assert runs_gluon(torch.device("cuda")) is not interpreted
         assert not runs_gluon(torch.device("cpu"))
