@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from specs.dtypes import CacheDType
@@ -38,8 +40,15 @@ def check_head_sizes(head_size: int, head_size_v: int) -> None:
             )
 
 
-def check_dtypes(model: torch.dtype | None, cache: CacheDType) -> None:
+def check_dtypes(
+    model: torch.dtype | None, cache: CacheDType, served: Sequence[CacheDType] = CACHE_DTYPES
+) -> None:
     """Model and KV cache dtype are such that the kernels take them; None where not known yet.
+
+    Args:
+        model: dtype.
+        cache: dtype.
+        served: of caches.
 
     Raises:
         ValueError: one is not.
@@ -47,6 +56,6 @@ def check_dtypes(model: torch.dtype | None, cache: CacheDType) -> None:
     if model is not None and model not in MODEL_DTYPES:
         names = ", ".join(str(dtype) for dtype in MODEL_DTYPES)
         raise ValueError(f"model dtype must be one of {names}, got {model}")
-    if cache not in CACHE_DTYPES:
-        names = ", ".join(dtype.value for dtype in CACHE_DTYPES)
+    if cache not in served:
+        names = ", ".join(dtype.value for dtype in served)
         raise ValueError(f"kv_cache_dtype must be one of {names}, got {cache.value!r}")

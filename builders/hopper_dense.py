@@ -216,7 +216,8 @@ def _measured_slower(shape: DenseShape, tile: SplitTile, asks: LayerAsks) -> str
     Times of both are in docs/performance.md.
     """
     if asks.is_chunked:
-        return "chunks, which were not measured"
+        # Not measured.
+        return "chunks"
     is_wide = shape.head_size == 256 and shape.stored_bits == 16
     if asks.batch_invariant and (asks.is_local or not is_wide):
         # Most rows of a tile are nobody's in a decode, and a prompt's are this kernel's, too.
@@ -225,7 +226,8 @@ def _measured_slower(shape: DenseShape, tile: SplitTile, asks: LayerAsks) -> str
         # Faster in some batches, slower in others, and behind a narrow window.
         return f"head size 64 and tiles of {tile.rows} rows"
     if shape.head_size == 64 and asks.is_local:
-        return "head size 64 and a window, of which taller tiles were not measured"
+        # Taller tiles were not measured.
+        return "head size 64 and a window"
     return None
 
 

@@ -344,7 +344,4 @@ def check_latent_dtypes(model: torch.dtype | None, cache: CacheDType) -> None:
     Raises:
         ValueError: one is not.
     """
-    check_dtypes(model, CacheDType.AUTO)
-    if cache not in CACHE_DTYPES:
-        names = ", ".join(dtype.value for dtype in CACHE_DTYPES)
-        raise ValueError(f"kv_cache_dtype must be one of {names}, got {cache.value!r}")
+    check_dtypes(model, cache, CACHE_DTYPES)

@@ -66,10 +66,10 @@ class DecodeKernel(StrEnum):
     """Which kernel of a backend takes the rows with few new tokens, dense or latent."""
 
     AUTO = "auto"
-    """The one for Hopper where it serves and measured faster, group by group: keys seen whole, of
-    e4m3, of head sizes 128 and 256, and of 64 in tiles of more than 16 rows; with batch invariance
-    of 16 bits and head size 256 alone. And for latent rows, but with batch invariance those of more
-    than 16 heads. Else plain Triton."""
+    """The one for Hopper where it serves and measured faster, group by group: keys of head sizes
+    128 and 256, seen whole or behind a window, and of 64, seen whole, in tiles of more than 16
+    rows; with batch invariance those of 16 bits and head size 256 alone, seen whole. And for latent
+    rows, but with batch invariance those of more than 16 heads. Else plain Triton."""
     TRITON = "triton"
     """Plain Triton, everywhere."""
     HOPPER = "hopper"

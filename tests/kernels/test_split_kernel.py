@@ -13,6 +13,7 @@ from torch import Tensor
 from attn.backends.triton_attn import TritonAttentionBackend
 from attn.reference import cache as reference
 from builders import segments
+from builders.device_facts import device_facts
 from builders.segments import BUNDLE, SEGMENT
 from builders.split_plan import (
     SHARE_FIELDS,
@@ -45,7 +46,7 @@ def _a_small_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few programs, so that rows are cut; and the reference writes the cache, being fast here."""
     from builders import triton_attn
 
-    facts = triton_attn.device_facts
+    facts = device_facts
 
     def small(device: torch.device) -> tuple[Any, int]:
         return facts(device)[0], GROUPS
