@@ -20,7 +20,6 @@ def shrink_text(cells: int) -> str:
     lines += [f"setp.neu.f32 p, {given[0]}, 0f3F800000;"]
     lines += [f"setp.neu.f32 q, {by}, 0f3F800000; or.pred p, p, q;" for by in given[1:]]
     lines += ["vote.sync.any.pred p, p, 0xFFFFFFFF;"]
-    lines += [f"mov.b32 ${i}, ${cells + i};" for i in range(cells)]
     lines += ["@!p bra.uni DONE;"]
     lines += ["mov.u32 x, %laneid; and.b32 x, x, 3; shl.b32 x, x, 3; add.u32 y, x, 4;"]
     for run, by in enumerate(given):
@@ -34,7 +33,11 @@ def shrink_text(cells: int) -> str:
 
 @gluon.constexpr_function
 def _registers(cells: int) -> str:
-    return ",".join(["=&f"] * cells + ["f"] * 2 * cells)
+    """Cells are multiplied where they are: as inputs beside outputs all of them would be moved for
+    each tile. It does no harm if a factor shares a register: they are read before any cell is
+    written.
+    """
+    return ",".join(["=f"] * cells + [str(i) for i in range(cells)] + ["f"] * cells)
 
 
 @gluon.jit
