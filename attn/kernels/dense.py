@@ -10,7 +10,7 @@ import torch
 
 from attn.kernels.checks import check_call, check_heads, check_lengths
 from attn.kernels.decode import decode_kernel
-from attn.kernels.dense_constants import compute_type, prefill_constants, split_constants, strides
+from attn.kernels.dense_constants import prefill_constants, shared_constants, split_constants
 from attn.kernels.dense_tensors import DenseLayer, DenseTensors, KeyRows, address, stored_as
 from attn.kernels.launch import FormCall, Forms, KernelForm, Repeats
 from attn.kernels.numerics import INTERPRETED
@@ -19,13 +19,7 @@ from attn.kernels.stored import PLAIN, PTX, PTX_SM89
 from builders.dense_step import TritonAttentionMetadata
 from builders.fast_launch import Repeat
 from builders.kernel_calls import KernelCall
-from builders.paging import Stripe
-from builders.split_plan import (
-    HopperPlan,
-    PrefillPlan,
-    SplitPlan,
-)
-from specs.dtypes import KVQuantMode
+from builders.split_plan import HopperPlan, PrefillPlan, SplitPlan
 
 if TYPE_CHECKING:
     from attn.kernels.again import Launched, PrefillAgain
@@ -329,58 +323,8 @@ class DenseLauncher:
     ) -> dict[str, Any]:
         """Arguments of both kernels that a form holds; the tensors are checked on the way."""
         check_call(self.layer, step, tensors)
-        stripe = step.stripe or Stripe(1, 0, 1)
-        layer, stored = self.layer, self._stored
-        rswa = step.rswa_prefix_lens is not None and step.rswa_window is not None
-        window = step.rswa_window if rswa else layer.sliding_window
-        chunk, cap = layer.attention_chunk_size, layer.logits_soft_cap
-        causal = step.causal
-        k_width, k_used = stored.width(layer.head_size)
-        v_width, v_used = stored.width(layer.head_size_v)
-        compute, guard = compute_type(tensors.query.dtype, stored, tensors.keys.key.dtype)
-        decode, hardware = decode_form(tensors.query.device)
-        return strides(tensors, varying["key_ptr"], varying["value_ptr"]) | {
-            "scale_head": 1 if tensors.k_scale is not None and tensors.k_scale.numel() > 1 else 0,
-            "scale": layer.scale,
-            "soft_cap": 1.0 if cap is None else float(cap),
-            "window": window or 0,
-            "chunk": chunk or 1,
-            "lookback": layer.chunk_lookback,
-            "dcp_size": stripe.size,
-            "dcp_rank": stripe.rank,
-            "dcp_interleave": stripe.interleave,
-            "GROUP": layer.num_heads // layer.num_kv_heads,
-            "K_SIZE": layer.head_size,
-            "V_SIZE": layer.head_size_v,
-            "K_WIDTH": k_width,
-            "K_USED": k_used,
-            "V_WIDTH": v_width,
-            "V_USED": v_used,
-            "KIND": stored.kind,
-            "PLANES": stored.planes,
-            "INLINE": stored.inline,
-            "DECODE": decode,
-            "COMPUTE": compute,
-            "GUARD": guard,
-            "PER_TENSOR": layer.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR,
-            "CAUSAL": 0 if not layer.causal or causal is False else 1 if causal is True else 2,
-            "WINDOW": window is not None and not rswa,
-            "CHUNK": chunk is not None,
-            "RSWA": rswa,
-            "RANGES": step.mm_ranges is not None,
-            "CLAMP": layer.clamps_ranges and layer.sliding_window is not None,
-            "DCP": step.stripe is not None,
-            "SOFT_CAP": cap is not None,
-            "ALIBI": 0 if tensors.alibi_slopes is None else 2 if layer.use_alibi_sqrt else 1,
-            "SINKS": tensors.sinks is not None,
-            "SIMPLE": cap is None
-            and tensors.alibi_slopes is None
-            and not stored.inline
-            and layer.scale > 0,
-            "FP8_OUT": tensors.output_scale is not None,
-            "LSE": tensors.lse is not None,
-            "HARDWARE_E4M3": hardware,
-        }
+        form = decode_form(tensors.query.device)
+        return shared_constants(self.layer, self._stored, step, tensors, varying, form)
 
 
 def split_call(

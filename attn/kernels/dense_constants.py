@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton.language as tl
 
-from attn.kernels.dense_tensors import DenseTensors, Stored
+from attn.kernels.dense_tensors import DenseLayer, DenseTensors, Stored
 from attn.kernels.stored import NATIVE
+from builders.paging import Stripe
 from builders.split_plan import SplitPlan, area_of
 from builders.tiles import PrefillTile, power_of_two
+from specs.dtypes import KVQuantMode
+
+if TYPE_CHECKING:
+    from builders.dense_step import TritonAttentionMetadata
 
 FINISH_CELLS = 1024
 """Cells of a state that the program which finishes a row folds at a time."""
@@ -56,6 +61,77 @@ def strides(tensors: DenseTensors, k_words: torch.Tensor, v_words: torch.Tensor)
         "SAME_ROWS": k_strides == v_strides,
         # Largest power of two, up to 16 words, that every row starts at a multiple of.
         "ALIGN": math.gcd(16, *k_strides, *v_strides, *starts),
+    }
+
+
+def shared_constants(
+    layer: DenseLayer,
+    stored: Stored,
+    step: TritonAttentionMetadata,
+    tensors: DenseTensors,
+    varying: Mapping[str, Any],
+    form: tuple[int, bool],
+) -> dict[str, Any]:
+    """What both kernels' forms hold.
+
+    Args:
+        layer: what never changes.
+        stored: how rows of its cache are read.
+        step: the builder's record.
+        tensors: of a forward, which fit both.
+        varying: arguments that differ from call to call, the words of keys and values among them.
+        form: as of :func:`attn.kernels.dense.decode_form`.
+    """
+    stripe = step.stripe or Stripe(1, 0, 1)
+    rswa = step.rswa_prefix_lens is not None and step.rswa_window is not None
+    window = step.rswa_window if rswa else layer.sliding_window
+    chunk, cap = layer.attention_chunk_size, layer.logits_soft_cap
+    causal = step.causal
+    k_width, k_used = stored.width(layer.head_size)
+    v_width, v_used = stored.width(layer.head_size_v)
+    compute, guard = compute_type(tensors.query.dtype, stored, tensors.keys.key.dtype)
+    decode, hardware = form
+    return strides(tensors, varying["key_ptr"], varying["value_ptr"]) | {
+        "scale_head": 1 if tensors.k_scale is not None and tensors.k_scale.numel() > 1 else 0,
+        "scale": layer.scale,
+        "soft_cap": 1.0 if cap is None else float(cap),
+        "window": window or 0,
+        "chunk": chunk or 1,
+        "lookback": layer.chunk_lookback,
+        "dcp_size": stripe.size,
+        "dcp_rank": stripe.rank,
+        "dcp_interleave": stripe.interleave,
+        "GROUP": layer.num_heads // layer.num_kv_heads,
+        "K_SIZE": layer.head_size,
+        "V_SIZE": layer.head_size_v,
+        "K_WIDTH": k_width,
+        "K_USED": k_used,
+        "V_WIDTH": v_width,
+        "V_USED": v_used,
+        "KIND": stored.kind,
+        "PLANES": stored.planes,
+        "INLINE": stored.inline,
+        "DECODE": decode,
+        "COMPUTE": compute,
+        "GUARD": guard,
+        "PER_TENSOR": layer.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR,
+        "CAUSAL": 0 if not layer.causal or causal is False else 1 if causal is True else 2,
+        "WINDOW": window is not None and not rswa,
+        "CHUNK": chunk is not None,
+        "RSWA": rswa,
+        "RANGES": step.mm_ranges is not None,
+        "CLAMP": layer.clamps_ranges and layer.sliding_window is not None,
+        "DCP": step.stripe is not None,
+        "SOFT_CAP": cap is not None,
+        "ALIBI": 0 if tensors.alibi_slopes is None else 2 if layer.use_alibi_sqrt else 1,
+        "SINKS": tensors.sinks is not None,
+        "SIMPLE": cap is None
+        and tensors.alibi_slopes is None
+        and not stored.inline
+        and layer.scale > 0,
+        "FP8_OUT": tensors.output_scale is not None,
+        "LSE": tensors.lse is not None,
+        "HARDWARE_E4M3": hardware,
     }
 
 
