@@ -17,7 +17,6 @@ from builders.buffers import GraphBuffers
 from builders.device_facts import interprets
 from builders.kernel_calls import collected
 from builders.paging import Stripe
-from builders.segments import bundle_segments, max_segments
 from builders.split_host import plan_rows
 from builders.split_plan import (
     EVERY_KEY,
@@ -33,6 +32,13 @@ from builders.split_plan import (
     latent_states,
     longest_short_query,
 )
+from builders.split_sizes import (
+    PARTS_OF_A_PROGRAM,
+    key_bundles,
+    most_rows,
+    most_slots,
+    parallel_heads,
+)
 from builders.tiles import (
     DenseShape,
     HopperDecodeTile,
@@ -45,25 +51,10 @@ from builders.tiles import (
 from specs.base import cdiv
 from specs.devices import DeviceKind
 
-PARTS_OF_A_PROGRAM = 2
-"""Of rows that are cut anywhere, and folded by another kernel: the last part of the row that a
-program's share begins in, and the first one of that which it ends in."""
 PLAN_SIZES = (ONE_WARP, 4 * ONE_WARP, 16 * ONE_WARP)
 """Most requests of forms of the plan's kernel, beside that for as many as an engine may have."""
 FEWEST_PLAN_WARPS, MOST_PLAN_WARPS = 4, 8
 """Of the plan's program."""
-
-
-def parallel_heads(head_tiles: int, programs: int) -> int:
-    """How many head tiles walk the same keys at the same time.
-
-    Neighbouring heads lie side by side in a page, so as many as possible; fewer only where that
-    would leave more than a thirtieth of the programs idle.
-    """
-    divisors = [n for n in range(1, head_tiles + 1) if head_tiles % n == 0 and n <= programs]
-    used = {n: programs // n * n for n in divisors}
-    best = max(used.values())
-    return max(n for n in divisors if used[n] * 30 >= best * 29)
 
 
 class SplitPlanner:
@@ -134,37 +125,35 @@ class SplitPlanner:
         self.groups = max(1, programs // self.heads)
         self.num_heads = shape.num_heads
         self.num_multiprocessors = num_multiprocessors
-        reqs, tokens = limits.max_num_seqs, limits.max_num_tokens
         # A long row of keys is cut into bundles; behind a window there are not many.
         self.bundle, self.bundles = 0, 1
-        longest = max_segments(cdiv(limits.max_kv_len, tile.segment_scale))
         if limits.window is None and not self.is_free and takes_rows:
-            self.bundle = bundle_segments(limits.max_kv_len, tile.segment_scale)
-            self.bundles = cdiv(longest, self.bundle)
-        self.max_rows = self.bundles * min(
-            reqs * cdiv(min(self.short_query, tokens), tile.query_tokens),
-            tokens // tile.query_tokens + reqs,
-        )
-        # Behind a window a short query sees little more than it; a long one moves it through all.
-        span = None
-        if limits.window is not None and not every_row:
-            span = limits.window + self.short_query
-        self.slots = max_segments(cdiv(limits.max_kv_len, tile.segment_scale), span)
-        if self.bundle:
-            self.slots = min(self.slots, self.bundle)
-        if self.is_free:
-            # A program has parts of two rows; or it lends states to every other.
-            self.slots = self.groups if self.least_tiles is None else PARTS_OF_A_PROGRAM
+            self.bundle, self.bundles = key_bundles(limits.max_kv_len, tile)
+        self.max_rows = self.bundles * most_rows(limits, tile, self.short_query)
         if not takes_rows:
             self.slots = 0
+        elif self.is_free:
+            # A program has parts of two rows; or it lends states to every other.
+            self.slots = self.groups if self.least_tiles is None else PARTS_OF_A_PROGRAM
+        else:
+            moved = None if every_row else self.short_query
+            self.slots = most_slots(limits, tile, moved, self.bundle)
+        self._declare(buffers, shape.head_size_v, latent is not None)
+        self.buffers = buffers
+        self._compiled_for: set[bool] = set()
+        self._launches: dict[tuple[int, VisibleKeys, bool], Callable[..., None]] = {}
+
+    def _declare(self, buffers: GraphBuffers, head_size_v: int, is_latent: bool) -> None:
+        """Declare the plan's buffers, and the scratch of states."""
+        tile, reqs = self.tile, self.limits.max_num_seqs
         used = tile.tile_heads * tile.query_tokens
         launched = self.groups * self.heads
         area = area_of(self.slots, self.bundles, self.head_loops)
-        if latent is not None:
+        if is_latent:
             area = sum(latent_states(self.slots, self.bundles, self.head_loops))
         states = launched * area * used
         # Quantised rows are read in planes, each rounded up to a power of two on its own.
-        width = max(power_of_two(shape.head_size_v), 64)
+        width = max(power_of_two(head_size_v), 64)
         int32, fp32 = torch.int32, torch.float32
         buffers.declare("tile_starts", (reqs + 1,), int32)
         buffers.declare("hopper_starts", (reqs + 1,), int32)
@@ -178,9 +167,6 @@ class SplitPlanner:
         buffers.declare("counters", (launched * (1 + self.head_loops),), int32)
         buffers.declare("states", (states * width,), fp32)
         buffers.declare("sums", (states * 2,), fp32)
-        self.buffers = buffers
-        self._compiled_for: set[bool] = set()
-        self._launches: dict[tuple[int, VisibleKeys, bool], Callable[..., None]] = {}
 
     @property
     def scratch_bytes(self) -> int:

@@ -20,10 +20,7 @@ from builders.split_host import (
     HostPlan,
     plan_rows,
 )
-from builders.split_kv import (
-    SplitPlanner,
-    parallel_heads,
-)
+from builders.split_kv import SplitPlanner
 from builders.split_plan import (
     ROW_FIELDS,
     SHARE_FIELDS,
@@ -33,6 +30,7 @@ from builders.split_plan import (
     VisibleKeys,
     longest_short_query,
 )
+from builders.split_sizes import parallel_heads
 from builders.tiles import (
     DenseShape,
     SplitTile,
