@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,12 +80,29 @@ def sparse_calls(
     rows, topk = tensors.indices.shape
     fields = latent_views(tensors.kv_cache, row_of(layer, tensors.query.dtype))
     addresses = _addresses(tensors.kv_cache, fields)
-    segments, programs = tile.segments(topk), tile.programs(topk)
-    head_tiles = tile.head_tiles(layer.num_heads)
+    programs = tile.programs(topk)
     waits = tile.hastens and programs > 1 and not INTERPRETED
-    is_scaled = layer.layout is LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE
+    shared = _shared(layer, tile, tensors)
+    if tile.hopper is None:
+        first = _plain_call(layer, tile, tensors, addresses, shared, waits, hardware_e4m3)
+    else:
+        # Gluon only where it is used.
+        from attn.kernels.hopper.sparse_launch import hopper_sparse_call
+
+        first = hopper_sparse_call(layer, tile, tensors, addresses)
+    if programs == 1:
+        return (first,)
+    finish = (min(tile.finish_rows, tile.rows), min(tile.finish_width, layer.rank))
+    shared |= {"FINISH_ROWS": finish[0], "FINISH_WIDTH": finish[1], "WAITS": waits}
+    grid = (rows * shared["HEAD_TILES"], tile.rows // finish[0], layer.rank // finish[1])
+    return first, KernelCall(fold_states_kernel, grid, shared, num_warps=2, waits=waits)
+
+
+def _shared(layer: SparseLayer, tile: SparseTile, tensors: SparseTensors) -> dict[str, Any]:
+    """What the plain kernels and that which folds their states both take."""
+    topk = tensors.indices.shape[1]
     has_factor = layer.layout is LatentFormat.FP8_NOPE_FP8_ROPE
-    shared: dict[str, Any] = {
+    return {
         "factor_ptr": tensors.k_scale if has_factor else None,
         "sinks_ptr": tensors.sinks,
         "lens_ptr": tensors.topk_lens,
@@ -97,15 +115,28 @@ def sparse_calls(
         "lse_token": 0 if tensors.lse is None else tensors.lse.stride(0),
         "topk": topk,
         "NUM_HEADS": layer.num_heads,
-        "HEAD_TILES": head_tiles,
+        "HEAD_TILES": tile.head_tiles(layer.num_heads),
         "ROWS": tile.rows,
         "SEGMENT": tile.segment,
-        "SEGMENTS": segments,
+        "SEGMENTS": tile.segments(topk),
         "WIDTH": layer.rank,
         "SINKS": tensors.sinks is not None,
         "LSE": tensors.lse is not None,
     }
-    attend = {
+
+
+def _plain_call(
+    layer: SparseLayer,
+    tile: SparseTile,
+    tensors: SparseTensors,
+    addresses: Mapping[str, Any],
+    shared: Mapping[str, Any],
+    waits: bool,
+    hardware_e4m3: bool,
+) -> KernelCall:
+    """The launch that attends, by a kernel of plain Triton."""
+    rows, topk = tensors.indices.shape
+    attend: dict[str, Any] = {
         **shared,
         "query_ptr": tensors.query,
         "rotary_ptr": tensors.rotary,
@@ -121,42 +152,24 @@ def sparse_calls(
         "KV_TILE": tile.kv_tile,
         "ROPE": layer.rope_size,
         "KIND": NATIVE if layer.layout is LatentFormat.BF16 else E4M3,
-        "SCALED": is_scaled,
+        "SCALED": layer.layout is LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE,
         "COMPUTE": _compute_type(tensors.query.dtype),
         "HARDWARE_E4M3": hardware_e4m3,
         "STAGES": tile.num_stages,
         "HASTENS": waits,
     }
-    if tile.hopper is None:
-        kernel: Any = sparse_mla_kernel
-        if tile.many:
-            kernel = sparse_mla_many_kernel
-            attend["WHOLE_STEPS"] = topk % tile.kv_tile == 0
-            attend["ROW_BYTES"] = row_of(layer, tensors.query.dtype).nbytes
-        else:
-            attend["SPAN"] = tile.span
-            attend["FOLDS"] = tile.folds
-            attend["CARRIES_IDS"] = tile.carries_ids
-            attend["HOLDS_NEXT"] = tile.holds_next
-        first = KernelCall(
-            kernel,
-            (rows * head_tiles, programs),
-            attend,
-            tile.num_warps,
-            tile.num_stages,
-            tile.max_registers,
-        )
+    kernel: Any = sparse_mla_kernel
+    if tile.many:
+        kernel = sparse_mla_many_kernel
+        attend["WHOLE_STEPS"] = topk % tile.kv_tile == 0
+        attend["ROW_BYTES"] = row_of(layer, tensors.query.dtype).nbytes
     else:
-        # Gluon only where it is used.
-        from attn.kernels.hopper.sparse_launch import hopper_sparse_call
-
-        first = hopper_sparse_call(layer, tile, tensors, addresses)
-    if programs == 1:
-        return (first,)
-    finish = (min(tile.finish_rows, tile.rows), min(tile.finish_width, layer.rank))
-    shared |= {"FINISH_ROWS": finish[0], "FINISH_WIDTH": finish[1], "WAITS": waits}
-    grid = (rows * head_tiles, tile.rows // finish[0], layer.rank // finish[1])
-    return first, KernelCall(fold_states_kernel, grid, shared, num_warps=2, waits=waits)
+        attend["SPAN"] = tile.span
+        attend["FOLDS"] = tile.folds
+        attend["CARRIES_IDS"] = tile.carries_ids
+        attend["HOLDS_NEXT"] = tile.holds_next
+    grid = (rows * shared["HEAD_TILES"], tile.programs(topk))
+    return KernelCall(kernel, grid, attend, tile.num_warps, tile.num_stages, tile.max_registers)
 
 
 def _compute_type(dtype: torch.dtype) -> Any:
