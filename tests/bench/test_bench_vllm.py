@@ -13,6 +13,7 @@ from attn.bench import vllm as bench
 from attn.bench.engine import (
     BACKENDS,
     FLASH,
+    MAX_MODEL_LEN,
     MODEL,
     OURS,
     START_UP,
@@ -34,18 +35,14 @@ from attn.bench.engine import (
 from attn.bench.results import Verdict
 from attn.bench.vllm import (
     EngineBench,
-    Job,
-    JobResult,
-    Kind,
     Report,
     bench_engine,
-    draw_weights,
     last_words,
     main,
-    make_prompts,
     select_workloads,
     worker_environment,
 )
+from attn.bench.vllm_worker import Job, JobResult, Kind, draw_weights, make_prompts
 
 ENVIRONMENT = EngineEnvironment(
     date="2026-11-21",
@@ -107,7 +104,7 @@ def test_the_workloads_are_those_that_peers_were_measured_on():
         "8 x (12288 in + 64 out), in tok/s",
     ]
     assert [item.tokens for item in WORKLOADS] == [32 * 4096, 128 * 128, 8 * 12288]
-    assert max(item.prompt_len + item.output_len for item in WORKLOADS) <= bench.MAX_MODEL_LEN
+    assert max(item.prompt_len + item.output_len for item in WORKLOADS) <= MAX_MODEL_LEN
 
 
 def test_the_targets_are_all_there():
