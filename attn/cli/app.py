@@ -175,13 +175,7 @@ def run(
         shown = {
             "trace": "synthetic" if trace is None else trace.name,
             "layers": f"{chosen.num_layers} of {geometry.num_layers}",
-            "kv_cache_dtype": settings.kv_cache_dtype.value,
-            "tp": tp,
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "corrupt": None if corrupt is None else corrupt.value,
-            **_said(mla_kernel=None if mla_kernel is MlaKernel.AUTO else mla_kernel.value),
-            **_said(prefill_kernel=prefill_kernel, decode_kernel=decode_kernel),
+            **_shown(settings),
             **_said(kv_layout=kv_layout, speculative=speculative),
         }
         outcome = replay.report(shown, clipped)
@@ -191,15 +185,38 @@ def run(
                 console.print(f"wrote {path}", highlight=False)
     if replay.interrupted:
         raise typer.Exit(INTERRUPTED)
-    if corrupt is not None and outcome.passed:
+    code = _exit_code(settings, outcome.passed)
+    if code:
+        raise typer.Exit(code)
+
+
+def _exit_code(settings: RunSettings, passed: bool) -> int:
+    """Of a run that came to its end: 1 where a check failed; a fault that none saw is told."""
+    if settings.fault is not None and passed:
         print(
-            f"error: no sampled row was long enough to show {corrupt.value!r}; "
+            f"error: no sampled row was long enough to show {settings.fault.value!r}; "
             "take longer requests or more --check-rows",
             file=sys.stderr,
         )
-        raise typer.Exit(USAGE_ERROR)
-    if check_rows and not outcome.passed:
-        raise typer.Exit(1)
+        return USAGE_ERROR
+    return 1 if settings.check_rows and not passed else 0
+
+
+def _shown(settings: RunSettings) -> dict[str, object]:
+    """What a report says of a run's settings."""
+    fault, kernel = settings.fault, settings.mla_kernel
+    return {
+        "kv_cache_dtype": settings.kv_cache_dtype.value,
+        "tp": settings.tensor_parallel_size,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "corrupt": None if fault is None else fault.value,
+        **_said(
+            mla_kernel=None if kernel is MlaKernel.AUTO else kernel.value,
+            prefill_kernel=settings.sparse_prefill_kernel,
+            decode_kernel=settings.sparse_decode_kernel,
+        ),
+    }
 
 
 def _said(**options: object) -> dict[str, object]:
