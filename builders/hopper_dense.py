@@ -40,8 +40,6 @@ class LayerAsks:
     """Same bits however a prompt is chunked: every row is the split-KV kernel's."""
     is_local: bool = False
     """Queries see a window or chunk only."""
-    is_chunked: bool = False
-    """It is a chunk."""
     dcp: bool = False
     """The cache holds one rank's keys."""
     rswa: bool = False
@@ -215,19 +213,17 @@ def _measured_slower(shape: DenseShape, tile: SplitTile, asks: LayerAsks) -> str
 
     Times of both are in docs/performance.md.
     """
-    if asks.is_chunked:
-        # Not measured.
-        return "chunks"
     is_wide = shape.head_size == 256 and shape.stored_bits == 16
     if asks.batch_invariant and (asks.is_local or not is_wide):
         # Most rows of a tile are nobody's in a decode, and a prompt's are this kernel's, too.
         return f"batch invariance and tiles of {tile.rows} rows"
-    if shape.head_size == 64 and tile.rows <= 16:
-        # Faster in some batches, slower in others, and behind a narrow window.
-        return f"head size 64 and tiles of {tile.rows} rows"
-    if shape.head_size == 64 and asks.is_local:
-        # Taller tiles were not measured.
-        return "head size 64 and a window"
+    used = tile.tile_heads * tile.query_tokens
+    if shape.head_size == 64 and used <= 32:
+        # Of up to 16 rows faster in some batches, slower in others. More are multiplied as 64, and
+        # the plain kernel, which has tiles of 32, takes twice as long only beyond these.
+        return f"head size 64 and tiles of {used} query rows"
+    if asks.is_local and 16 < used <= 32:
+        return f"a window or chunk and tiles of {used} query rows"
     return None
 
 

@@ -152,7 +152,6 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         return LayerAsks(
             batch_invariant=config.batch_invariant,
             is_local=self.visible.span is not None,
-            is_chunked=self.visible.chunk is not None,
             dcp=self.visible.stripe is not None,
             query=spec.dtype,
             cache_dtype=spec.cache_dtype,

@@ -58,6 +58,8 @@ KINDS = {
     ),
     "window": (replace(PLAIN, heads=16, head_size=64, speculative=None, window=128), 1),
     "long_window": (replace(PLAIN, window=5000), 4),
+    "wide_window": (replace(PLAIN, heads=16, head_size=64, speculative=7, window=128), 8),
+    "chunk": (replace(PLAIN, speculative=None, chunk=8192), 1),
 }
 
 pytestmark = [
@@ -79,7 +81,7 @@ def test_every_case_that_it_serves_is_right(case: Case) -> None:
 
 
 @pytest.mark.parametrize("size", [128, 256])
-@pytest.mark.parametrize("feature", ["alibi", "causal"])
+@pytest.mark.parametrize("feature", ["alibi", "causal", "chunked"])
 def test_an_engine_left_to_itself_is_right_in_what_is_planned_for_it(
     size: int, feature: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

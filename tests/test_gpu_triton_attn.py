@@ -20,7 +20,7 @@ from builders.common import CommonAttentionMetadata
 from builders.drafting import advance
 from specs.dtypes import CacheDType, DType
 from specs.engine import DecodeKernel, EngineConfig, PrefillKernel, SpeculativeConfig
-from specs.kv_cache import FullAttentionSpec, SlidingWindowSpec
+from specs.kv_cache import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 from tests.batches import Layer
 
 pytestmark = pytest.mark.gpu
@@ -48,6 +48,7 @@ class Setup:
     decode_kernel: DecodeKernel = DecodeKernel.TRITON
     """On every GPU the same ones here; those for Hopper have files of their own."""
     window: int | None = None
+    chunk: int | None = None
     fill_byte: int | None = None
     """Bytes of the whole cache; None fills it with normal rows."""
 
@@ -68,6 +69,8 @@ class Serving:
         self.spec: Any = FullAttentionSpec(**fields)
         if setup.window is not None:
             self.spec = SlidingWindowSpec(**fields, sliding_window=setup.window)
+        if setup.chunk is not None:
+            self.spec = ChunkedLocalAttentionSpec(**fields, attention_chunk_size=setup.chunk)
         speculative = setup.speculative and SpeculativeConfig(
             num_speculative_tokens=setup.speculative
         )
@@ -93,6 +96,7 @@ class Serving:
             None,
             setup.window,
             setup.cache_dtype.value,
+            attention_chunk_size=setup.chunk,
         )
         layout = self.spec.layout()
         fill = 0 if setup.fill_byte is None else setup.fill_byte

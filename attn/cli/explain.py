@@ -202,7 +202,6 @@ def _kernels(
     pages = (block_size or DEFAULT_BLOCK_SIZE) if is_paged else 0
     asks = LayerAsks(
         is_local=layer.sliding_window is not None or layer.attention_chunk_size is not None,
-        is_chunked=layer.attention_chunk_size is not None,
         alibi=layer.use_alibi,
         query=model.dtype,
         cache_dtype=kv_cache_dtype,

@@ -181,8 +181,13 @@ def test_hopper_gets_its_split_kv_kernel_and_nothing_else_does(kind: DeviceKind)
         (SHAPE, 5, ASKED, None),
         (SHAPE, 8, ASKED, None),
         *(
-            (replace(SHARD, head_size=64, head_size_v=64), n, ASKED, "head size 64 and tiles of 16")
-            for n in (1, 2)
+            (
+                replace(SHARD, head_size=64, head_size_v=64),
+                n,
+                ASKED,
+                f"head size 64 and tiles of {8 * n}",
+            )
+            for n in (1, 2, 3, 4)
         ),
         (replace(SHARD, head_size=64, head_size_v=64), 8, ASKED, None),
         (SHARD, 4, ASKED, None),
@@ -201,12 +206,18 @@ def test_hopper_gets_its_split_kv_kernel_and_nothing_else_does(kind: DeviceKind)
             "batch invariance and tiles of 16 rows",
         ),
         (WIDE, 1, replace(ASKED, is_local=True), None),
-        (WIDE, 1, replace(ASKED, is_local=True, is_chunked=True), "chunks"),
-        (
-            replace(SHARD, head_size=64, head_size_v=64),
-            8,
-            replace(ASKED, is_local=True),
-            "head size 64 and a window",
+        *(
+            (replace(SHARD, head_size=64, head_size_v=64), n, replace(ASKED, is_local=True), slower)
+            for n, slower in ((4, "head size 64 and tiles of 32 query rows"), (5, None), (8, None))
+        ),
+        *(
+            (SHARD, n, replace(ASKED, is_local=True), slower)
+            for n, slower in (
+                (2, None),
+                (3, "a window or chunk and tiles of 24 query rows"),
+                (4, "a window or chunk and tiles of 32 query rows"),
+                (5, None),
+            )
         ),
         (replace(SHARD, stored_bits=8), 1, replace(ASKED, cache_dtype=CacheDType.FP8), None),
         (
