@@ -219,9 +219,11 @@ def _measured_slower(shape: DenseShape, tile: SplitTile, asks: LayerAsks) -> str
         return f"batch invariance and tiles of {tile.rows} rows"
     used = tile.tile_heads * tile.query_tokens
     if shape.head_size == 64 and used <= 32:
-        # Of up to 16 rows faster in some batches, slower in others. More are multiplied as 64, and
-        # the plain kernel, which has tiles of 32, takes twice as long only beyond these.
+        # Of up to 16 rows faster in some batches, slower in others; more are multiplied as 64,
+        # where the plain kernel has tiles of 32.
         return f"head size 64 and tiles of {used} query rows"
+    if shape.head_size == 64 and asks.is_local:
+        return "head size 64 and a window or chunk"
     if asks.is_local and 16 < used <= 32:
         return f"a window or chunk and tiles of {used} query rows"
     return None

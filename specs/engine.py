@@ -68,9 +68,9 @@ class DecodeKernel(StrEnum):
     AUTO = "auto"
     """The one for Hopper where it serves and measured faster, group by group: keys of head sizes
     128 and 256, but behind a window or in a chunk not where a tile has 17 to 32 query rows; and of
-    64 where it has more than 32, as in verifies of many tokens. With batch invariance those of 16
-    bits and head size 256 alone, seen whole. And for latent rows, but with batch invariance those
-    of more than 16 heads. Else plain Triton."""
+    64, seen whole, where it has more than 32, as in verifies of many tokens. With batch invariance
+    those of 16 bits and head size 256 alone, seen whole. And for latent rows, but with batch
+    invariance those of more than 16 heads. Else plain Triton."""
     TRITON = "triton"
     """Plain Triton, everywhere."""
     HOPPER = "hopper"

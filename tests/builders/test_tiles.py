@@ -87,6 +87,12 @@ def test_rows_behind_a_narrow_window_are_many_at_once() -> None:
     assert split_tile(shape, DeviceKind.SM90, 1, 4096) == split_tile(shape, DeviceKind.SM90, 1)
 
 
+def test_tall_tiles_of_narrow_heads_have_half_the_keys_whose_scores_would_be_spilled():
+    shape = DenseShape(64, 8, 64, 64, 2, 16)
+    keys = [split_tile(shape, DeviceKind.SM90, tokens).kv_tile for tokens in (1, 4, 5, 8)]
+    assert keys == [128, 128, 64, 64]
+
+
 def test_a_verify_of_a_whole_group_shares_one_pass_over_the_keys() -> None:
     for group in (1, 2, 4, 8, 16):
         tile = split_tile(DenseShape(group, 1, 128, 128, 2, 16), DeviceKind.SM90, 4)
@@ -208,7 +214,10 @@ def test_hopper_gets_its_split_kv_kernel_and_nothing_else_does(kind: DeviceKind)
         (WIDE, 1, replace(ASKED, is_local=True), None),
         *(
             (replace(SHARD, head_size=64, head_size_v=64), n, replace(ASKED, is_local=True), slower)
-            for n, slower in ((4, "head size 64 and tiles of 32 query rows"), (5, None), (8, None))
+            for n, slower in (
+                (4, "head size 64 and tiles of 32 query rows"),
+                (5, "head size 64 and a window or chunk"),
+            )
         ),
         *(
             (SHARD, n, replace(ASKED, is_local=True), slower)

@@ -307,6 +307,7 @@ VARIANTS: Final = (
     _only(_D, "128/1/128", heads=(128, 1, 128)),
     _only(_D, "128/1/512", heads=(128, 1, 512)),
     _only(_D, "8/1/128 verify 8", 90, heads=(8, 1, 128), drafts=7),
+    _only(_D, "64/8/64 verify 8", heads=(64, 8, 64), drafts=7),
     _only(_D, "64/8/256 verify 8", heads=(64, 8, 256), drafts=7),
     _only(_D, "64/8/512 verify 8", heads=(64, 8, 512), drafts=7),
     # What a layer or a step asks.
