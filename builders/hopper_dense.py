@@ -223,8 +223,10 @@ def _measured_slower(shape: DenseShape, tile: SplitTile, asks: LayerAsks) -> str
         # where the plain kernel has tiles of 32.
         return f"head size 64 and tiles of {used} query rows"
     if shape.head_size == 64 and asks.is_local:
+        # By one batch of 64 rows behind a narrow window.
         return "head size 64 and a window or chunk"
     if asks.is_local and 16 < used <= 32:
+        # Likewise by one, of 32 rows.
         return f"a window or chunk and tiles of {used} query rows"
     return None
 

@@ -177,6 +177,9 @@ KINDS = {
     "one_kv_head": (Setup(heads=16, kv_heads=1), 2),
     # A tile of its own: two warps, four programs per multiprocessor.
     "narrow_window": (Setup(heads=16, head_size=64, speculative=None, window=128), 1),
+    # 64 rows, with half the keys of other tiles of such heads.
+    "tall_d64": (Setup(heads=16, head_size=64, speculative=7), 8),
+    "tall_window": (Setup(heads=16, head_size=64, speculative=7, window=128), 8),
     "fp32": (Setup(dtype=DType.FLOAT32, head_size=64), 1),
 }
 

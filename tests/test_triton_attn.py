@@ -55,6 +55,19 @@ PADDED = BatchSpec(
 )
 
 
+TALL = BatchSpec("tall", (8, 8, 5, 1), (200, 70, 9, 140), num_speculative_tokens=7)
+
+
+@pytest.mark.parametrize("feature", ["causal", "window"])
+def test_a_verify_of_64_rows_of_narrow_heads_is_right(feature: str) -> None:
+    """Its tile has fewer keys at a time than any other of such heads."""
+    heads, dtype = Heads(8, 1, 64), DType.FLOAT16
+    case = Case(heads=heads, dtype=dtype, batch=TALL, feature=FEATURES[feature])
+    tile = DenseTrial(BACKEND, case, DEVICE).builder().planner.tile
+    assert (tile.rows, tile.kv_tile) == (64, 64)
+    check_case(BACKEND, case, DEVICE)
+
+
 @pytest.fixture
 def merges(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The states that the impl has merged: cascade attention leaves one entry per forward."""
