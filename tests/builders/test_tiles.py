@@ -87,7 +87,7 @@ def test_rows_behind_a_narrow_window_are_many_at_once() -> None:
     assert split_tile(shape, DeviceKind.SM90, 1, 4096) == split_tile(shape, DeviceKind.SM90, 1)
 
 
-def test_tall_tiles_of_narrow_heads_have_half_the_keys_whose_scores_would_be_spilled():
+def test_tall_tiles_of_narrow_heads_have_half_the_keys_whose_scores_would_be_spilled() -> None:
     shape = DenseShape(64, 8, 64, 64, 2, 16)
     keys = [split_tile(shape, DeviceKind.SM90, tokens).kv_tile for tokens in (1, 4, 5, 8)]
     assert keys == [128, 128, 64, 64]
