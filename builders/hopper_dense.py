@@ -204,7 +204,7 @@ def decode_kernel_of(
     found = hopper_decode_tile(shape, kind, block_size, max_query_len, asks)
     slower = None if isinstance(found, str) else _measured_slower(shape, found.split, asks)
     left = None if slower is None else f"did not measure faster with {slower}"
-    why = "it measured faster with heads of this size"
+    why = "it measured faster at this head size"
     return chosen_kernel("decode_kernel", wanted, found, left=left, why=why)
 
 

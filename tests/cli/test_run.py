@@ -440,7 +440,7 @@ def test_explain_says_which_kernels_serve_and_why(device, dtype, kernel, said):
     (decision,) = json.loads(result.output)
     short, long = decision["kernels"].items()
     assert short[0] == "up to 8 new tokens"
-    faster = "it measured faster with heads of this size"
+    faster = "it measured faster at this head size"
     refused = "the one for Hopper does not serve"
     assert short[1].startswith(f"split KV, {kernel}: {faster if 'Hopper' in kernel else refused}")
     assert long[0] == "more than 8 new tokens"
@@ -455,7 +455,7 @@ def test_explain_says_where_few_new_tokens_get_the_kernel_for_hopper():
         (
             "gemma-3-4b",
             16,
-            "Gluon for Hopper: it measured faster with heads of this size, and decode_kernel is 'auto'",
+            "Gluon for Hopper: it measured faster at this head size, and decode_kernel is 'auto'",
         ),
         ("gpt-oss-20b", 8, f"plain Triton: the one for Hopper serves, but {slower}"),
     ):
