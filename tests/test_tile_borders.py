@@ -142,7 +142,7 @@ def test_split_kv_masks_the_tiles_that_an_edge_crosses(name: str) -> None:
 
 @pytest.mark.parametrize("window", [2, 3])
 def test_split_kv_reaches_as_far_ahead_as_a_window_to_both_sides(window: int) -> None:
-    """A verify in two tiles of queries: the first one's window ends before the request's keys do."""
+    """A verify in two tiles of queries: keys of the request lie beyond the window of the first."""
     drafts, heads = 15, Heads(8, 1, 64)
     feature = replace(FEATURES["non_causal_window"], sliding_window=window)
     case = Case(heads=heads, dtype=DType.FLOAT16, feature=feature)
@@ -154,7 +154,5 @@ def test_split_kv_reaches_as_far_ahead_as_a_window_to_both_sides(window: int) ->
     # The end of what the first tile's last query sees, at the border between two tiles of keys.
     ends = [2 * tile.kv_tile + offset for offset in AROUND]
     lens = tuple(end - window - last + 1 + drafts for end in ends)
-    batch = BatchSpec(
-        "short_ahead", (1 + drafts,) * len(lens), lens, num_speculative_tokens=drafts
-    )
+    batch = BatchSpec("short_ahead", (1 + drafts,) * len(lens), lens, num_speculative_tokens=drafts)
     check_case(TritonAttentionBackend, replace(case, batch=batch), DEVICE)
