@@ -142,7 +142,7 @@ class SparseTrial:
         query = self.query.to(device)
         return {
             "query": query[..., : case.rank],
-            "rotary": query[..., case.rank :],
+            "rotary": self._apart(query[..., case.rank :]),
             "kv_cache": self.cache,
             "indices": self.indices.to(device),
             "topk_lens": self.lens.to(device),
@@ -151,6 +151,17 @@ class SparseTrial:
             "k_scale": torch.tensor(K_SCALE, device=device),
             "sinks": None if self.sinks is None else self.sinks.to(device),
         }
+
+    @staticmethod
+    def _apart(rows: Tensor) -> Tensor:
+        """The same rows with strides of their own: an engine rotates in a tensor beside the query,
+        and a kernel that took the query's strides for both would read other numbers here.
+        """
+        tokens, heads, width = rows.shape
+        room = rows.new_full((tokens, heads + 1, width + 8), float("nan"))
+        apart = room[:, :heads, :width]
+        apart.copy_(rows)
+        return apart
 
     def results(self) -> tuple[Tensor, Tensor]:
         """Tensors to be written, of NaN."""

@@ -361,13 +361,13 @@ def step_of(
 ) -> Any:
     """A forward over a small cache, as a function of what is changed."""
     record = builder_of(spec, **settings).build(0, batch_of([1, 4], [20, 30]))
-    cache = spec.layout().allocate(num_blocks=8)
+    cache = spec.layout().allocate(num_blocks=8).zero_()
     tensors = {
         "layer": LayerScales.of(k=0.5, v=2.0),
         "query": torch.zeros(5, 8, 64, dtype=dtype),
         "kv_cache": cache,
         "attn_metadata": record,
-        "output": torch.zeros(5, 8, 64, dtype=dtype),
+        "output": torch.full((5, 8, 64), float("nan"), dtype=dtype),
     }
 
     def forward(**changes: Any) -> torch.Tensor:
@@ -390,7 +390,10 @@ def test_a_step_planned_for_another_layer_is_refused(layer: dict[str, Any], mess
 
 
 def test_a_step_with_the_layers_soft_cap_is_run() -> None:
-    step_of(impl_of(logits_soft_cap=30.0), logits_soft_cap=30.0)()
+    output = step_of(impl_of(logits_soft_cap=30.0), logits_soft_cap=30.0)()
+    # Queries of zeros weigh every key alike, whatever the cap; a cache of zeros gives zeros.
+    assert output.shape == (5, 8, 64)
+    assert not output.any()
 
 
 @pytest.mark.parametrize(
@@ -452,7 +455,8 @@ def test_scales_that_a_layer_has_on_the_host_are_not_read(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.Tensor, "__float__", refuse)
     layer: Any = LayerScales.of(k=0.5, v=2.0)
     layer._k_scale_float, layer._v_scale_float = 0.5, 2.0
-    step_of(impl_of(kv_cache_dtype="fp8"), FP8)(layer=layer)
+    output = step_of(impl_of(kv_cache_dtype="fp8"), FP8)(layer=layer)
+    assert not output.any()
 
 
 def test_scales_per_head_are_refused() -> None:

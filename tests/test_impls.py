@@ -405,10 +405,12 @@ def test_fp8_output_of_a_latent_prefill_is_the_plain_one_rounded(
     )
     prefill_of(trial, plain)
     scale = torch.tensor(OUTPUT_SCALE, device=trial.device)
-    try:
-        prefill_of(trial, narrow, scale)
-    except NotImplementedError:
-        return  # says so, and vLLM asks fused_output_quant_supported first
+    if getattr(trial.build(trial.builder()), "ragged", None) is not None:
+        # vLLM asks fused_output_quant_supported first.
+        with pytest.raises(NotImplementedError, match="output_scale: trtllm-gen"):
+            prefill_of(trial, narrow, scale)
+        return
+    prefill_of(trial, narrow, scale)
     decodes = trial.build(trial.builder()).num_decode_tokens
     assert batches.is_poison(narrow[:decodes])
     stored = Stored(narrow[decodes:].double(), scale.double(), torch.float8_e4m3fn)

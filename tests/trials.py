@@ -32,6 +32,7 @@ from specs.layouts import KVOrder, KVPacking
 from tests import batches, budget, oracle, stored_rows
 from tests.batches import Indexer, LatentWeights, Layer, Paging, Projection, Request
 from tests.cases import AnyCase, Case, LatentCase, is_inline
+from tests.habits import both, fp8_products, of_wrapper
 from tests.oracle import Rules, State
 from tests.stored_rows import Pages, Stored
 
@@ -570,47 +571,39 @@ class DenseTrial(Trial):
         for request, slots in zip(self.requests, self.written_slots(), strict=True):
             position, rules = request.first_position, request.rules
             expected.append(self._state(request))
-            query, habits = self._read_query(request, record)
+            query, rounding = self._read_query(request, record)
             key, value = request.key, request.value
             if lossy:
                 key = stored_rows.quantized(key, cache_dtype, scales[0])
                 value = stored_rows.quantized(value, cache_dtype, scales[1])
-            low.append(low_precision(query, key, value, position, rules, self.dtype, habits))
+            low.append(low_precision(query, key, value, position, rules, self.dtype, rounding))
             if lossy and self.case.cache_dtype is not CacheDType.AUTO and result.cache_is_right:
                 key, value = (stored.real for stored in self._stored(slots))
                 held = (query, key, value, position, rules)
                 exact.append(oracle.attention(*held))
-                low_exact.append(low_precision(*held, self.dtype, habits))
+                low_exact.append(low_precision(*held, self.dtype, rounding))
         self._judge_states("output", "lse", results, expected, low, result)
         if exact:
             self._judge_states("stored", "stored", results, exact, low_exact, result)
 
     def _read_query(self, request: Request, record: Any) -> tuple[Tensor, budget.Habits]:
         """A request's query as its kernel reads it, and what the kernel is known to round: some
-        round queries and weights to fp8 beside an fp8 cache.
+        round queries and weights to fp8 beside an fp8 cache. The record says which kernel.
         """
         parts = [getattr(record, name, None) for name in ("decode", "prefill")]
         for part in parts:
             rule = getattr(part, "rule", None)
-            if rule is None or not self.case.cache_dtype.value.startswith("fp8"):
+            if rule is None or not _holds(part, request):
                 continue
-            if rule.computes_fp8 and 0 <= request.tokens.start - part.first_token < part.num_tokens:
-                scale = self.layer._q_scale.cpu() if rule.query_is_fp8 else torch.ones(())
+            products = fp8_products(rule, self.case.cache_dtype.value)
+            if products is not None:
+                scale = self.layer._q_scale.cpu() if products.scaled_query else torch.ones(())
                 query = stored_rows.quantized(request.query, "fp8", scale)
                 return query, budget.Habits(fp8_weights=True)
         shared = getattr(record, "shared", None)
         parts += [getattr(shared, name, None) for name in ("prefix", "own")]
-        choices = [
-            part.choice
-            for part in parts
-            if hasattr(part, "choice")
-            and 0 <= request.tokens.start - part.first_token < part.num_tokens
-        ]
-        habits = budget.Habits(
-            rounds_sums=any(choice.rounds_sums for choice in choices),
-            approximates_tanh=bool(choices),
-        )
-        return request.query, habits
+        planned = [part for part in parts if hasattr(part, "choice") and _holds(part, request)]
+        return request.query, both([of_wrapper(part.choice) for part in planned])
 
     def _judge_states(
         self,
@@ -634,6 +627,11 @@ class DenseTrial(Trial):
             lse, low_lse = (torch.cat([one for _, one in states]) for states in (expected, low))
             cap = self.case.feature.logits_soft_cap
             _judge_lse(lse_check, results["lse"][:tokens].cpu(), lse, low_lse, result, cap)
+
+
+def _holds(part: Any, request: Request) -> bool:
+    """A part of a record has the request's rows."""
+    return bool(0 <= request.tokens.start - part.first_token < part.num_tokens)
 
 
 def low_precision(
@@ -1029,6 +1027,8 @@ class LatentTrial(Trial):
         """
         split = getattr(record.decode, "split", None)
         if split is not None and split.is_free:
+            if self.decode_kernel is DecodeKernel.TRITON:
+                raise AssertionError("only the Hopper kernel's rows are cut where the batch says")
             results = {name: rows for name, rows in results.items() if name == "output"}
         kept = {name: rows for name, rows in results.items() if name != "output"}
         if record.num_prefill_tokens:
@@ -1093,6 +1093,8 @@ class LatentTrial(Trial):
         scratch = getattr(record.decode, "query", None)
         if not isinstance(scratch, Tensor) or scratch.dtype is not torch.float8_e4m3fn:
             return absorbed
+        if self.backend.get_name() != "TRTLLM_MLA" or not self.case.cache_dtype.is_quantized:
+            raise AssertionError(f"{self.backend.get_name()} is not known to round queries to e4m3")
         return stored_rows.quantized(absorbed, "fp8", self.layer._q_scale.cpu())
 
     def _judge_outputs(
@@ -1145,6 +1147,8 @@ class LatentTrial(Trial):
 
         stored, scale = self._low_rows(request), None
         if getattr(getattr(record, "ragged", None), "dtype", None) is torch.float8_e4m3fn:
+            if not self.fp8_mla_prefill:
+                raise AssertionError("prefill rounds to e4m3, which nobody asked for")
             scale = self.layer._k_scale.cpu().clamp(min=1)
         given = self.weights, request, stored, attend if is_decode else None
         return low_latent_output(*given, scale)

@@ -167,6 +167,31 @@ def test_steps_equal_fresh_builds(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TRIPLES)
+def test_the_bound_of_lengths_holds_for_every_step_of_one_record(name: str) -> None:
+    """A graph of all steps replays batches of any length, so that the bound is the model's."""
+    batch, rejected, counts = verified()
+    # Far from the model's limit, so that a bound taken from the batch would be exceeded.
+    lens = batch.seq_lens.clamp(max=100)
+    short = batch.replace(seq_lens=lens, seq_lens_cpu_upper_bound=lens, max_seq_len=int(lens.max()))
+    draft = MultiStepDraft(builder_of(name), STEPS)
+    for step in range(STEPS):
+        record = draft.begin(short, rejected, counts) if step == 0 else draft.next()
+        longest = int(draft.batch.seq_lens.max())
+        assert draft.batch.max_seq_len == CONFIG.max_model_len
+        bounds = bounds_of(contents(record))
+        assert all(bound >= longest for bound in bounds), (bounds, longest)
+    assert longest > int(lens.max())
+
+
+def bounds_of(fields: Any) -> list[int]:
+    """Every ``max_seq_len`` of a record and its parts."""
+    if not isinstance(fields, dict):
+        return []
+    own = [fields["max_seq_len"]] if isinstance(fields.get("max_seq_len"), int) else []
+    return own + [bound for part in fields.values() for bound in bounds_of(part)]
+
+
+@pytest.mark.parametrize("name", TRIPLES)
 def test_a_second_draft_starts_anew_in_the_same_tensors(name: str) -> None:
     given = verified()
     draft = MultiStepDraft(builder_of(name), 3)

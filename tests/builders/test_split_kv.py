@@ -8,13 +8,17 @@ from itertools import pairwise
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from builders import split_kv, triton_attn
 from builders.buffers import GraphBuffers
+from builders.device_facts import interprets
 from builders.kernel_calls import collected_calls
 from builders.paging import Stripe
+from builders.plan_rows import first_group, first_place
 from builders.segments import BUNDLE, segment_of
 from builders.split_host import (
     HostPlan,
@@ -625,3 +629,48 @@ def test_no_row_has_more_segments_than_slots_and_no_step_more_rows_than_are_kept
         assert len(plan.rows) <= planner.max_rows
         assert max((fields[11] for fields in plan.rows), default=1) <= planner.bundles
         assert max((fields[9] for fields in plan.rows), default=0) <= planner.slots
+
+
+# -- Groups and places, one the inverse of the other.
+
+
+@triton.jit
+def groups_kernel(places_ptr, shared_ptr, sharers_ptr, groups_ptr, starts_ptr, N: tl.constexpr):
+    """:func:`first_group` of places, and :func:`first_place` of the groups found."""
+    i = tl.arange(0, N)
+    shared, sharers = tl.load(shared_ptr + i), tl.load(sharers_ptr + i)
+    group = first_group(tl.load(places_ptr + i), shared, sharers)
+    tl.store(groups_ptr + i, group)
+    tl.store(starts_ptr + i, first_place(group, shared, sharers))
+
+
+def test_the_first_group_behind_a_place_is_exact_where_fp32_is_not() -> None:
+    """The guess in fp32 may be a group below or above; at places where a share begins exactly, a
+    comparison that leaves equality out keeps the one below.
+    """
+    if DEVICE.type == "cpu" and not interprets():
+        pytest.skip("needs Triton's interpreter")
+    cases = [
+        (place, shared, sharers)
+        for sharers in (1, 3, 7, 33, 41, 66, 132, 264, 299)
+        for shared in (1, 5, sharers, 11 * sharers, 1009 * sharers, 131_073, 41_943_041)
+        for group in {0, 1, sharers // 3, sharers // 2, sharers - 1}
+        for place in {group * shared // sharers + offset for offset in (-1, 0, 1, 2)}
+        if 0 <= place <= shared
+    ]
+    size = power_of_two(len(cases))
+    cases += [(0, 1, 1)] * (size - len(cases))
+    given_ = [
+        torch.tensor(part, dtype=torch.int32, device=DEVICE) for part in zip(*cases, strict=True)
+    ]
+    groups, starts = torch.empty((2, size), dtype=torch.int32, device=DEVICE)
+    groups_kernel[(1,)](*given_, groups, starts, N=size)
+    # Group c begins at c * shared / sharers, rounded up to a whole place.
+    expected = [
+        0 if place == 0 else (place - 1) * sharers // shared + 1 for place, shared, sharers in cases
+    ]
+    assert groups.tolist() == expected
+    assert starts.tolist() == [
+        cdiv(group * shared, sharers)
+        for group, (_, shared, sharers) in zip(expected, cases, strict=True)
+    ]

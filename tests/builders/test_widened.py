@@ -95,6 +95,28 @@ def test_the_host_counts_the_same_pages() -> None:
     assert rows.host_rows(torch.tensor([600]), torch.tensor([800])).rows_per_key == 2400
 
 
+@pytest.mark.parametrize("window", [2, PAGE - 1, PAGE, PAGE + 1, 300])
+def test_the_host_counts_the_page_of_the_first_key_wherever_that_lies(window: int) -> None:
+    """The launch has a program for each page that the host counts: one too few, and the last page
+    would keep the keys of an earlier step.
+    """
+    for context in range(window + PAGE - 3, window + PAGE + 3):
+        lens = [SHORT + 1, 40], [context + SHORT + 1, context + 40]
+        limits = SplitLimits(8, 512, 2048, window)
+        made = WidenedPages(SHAPE, *TYPES, limits, SHORT, window, 1 << 24, CPU)
+        first = context - (window - 1)
+        expected = sum(len({key // PAGE for key in range(first, stop)}) for stop in lens[1])
+        assert made.host_rows(*map(torch.tensor, lens)).pages == expected
+        starts, kv_lens, pages = pages_of(*lens, window, 64)
+        write_widened_pages(starts, kv_lens, pages, SHORT, window)
+        assert int(pages.total) == expected
+        if interprets():
+            launched = pages_of(*lens, window, 64)[2]
+            launch_widened_pages(starts, kv_lens, launched, SHORT, window, 8)
+            assert torch.equal(launched.sources, pages.sources)
+            assert torch.equal(launched.total, pages.total)
+
+
 def builder_of(
     monkeypatch: pytest.MonkeyPatch, spec: AnyKVCacheSpec | None = None, **changes: Any
 ) -> TritonAttentionMetadataBuilder:

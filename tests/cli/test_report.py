@@ -252,7 +252,9 @@ def test_names_with_dollars_and_brackets_are_printed_and_drawn_as_they_are(tmp_p
 
 def test_times_of_zero_are_drawn(tmp_path: Path) -> None:
     zero = step(0, build_seconds=0, forward_seconds=0, blocks_in_use=(0, 0))
-    write_report(report(zero), tmp_path)
+    json_path, picture = write_report(report(zero), tmp_path)
+    assert RunReport.model_validate_json(json_path.read_text()).steps == (zero,)
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_matplotlib_the_json_is_written_and_the_extra_named(

@@ -333,7 +333,10 @@ def test_a_cache_smaller_than_one_request_is_refused_at_once() -> None:
 
 
 def test_a_request_that_fits_exactly_runs() -> None:
-    Replay(Scheduler(trace((16, 5), (20, 0)), allocators(6), 4, 64)).run()
+    replay = Replay(Scheduler(trace((16, 5), (20, 0)), allocators(6), 4, 64))
+    replay.run()
+    assert replay.computed == {0: 20, 1: 20}
+    assert replay.num_preemptions == 0
 
 
 class _Promising(BlockAllocator):

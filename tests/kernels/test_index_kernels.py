@@ -156,6 +156,36 @@ def test_paged_logits_are_those_of_the_definition(heads: int, dtype: torch.dtype
 
 
 @pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("columns", [70, 130, 190])
+def test_a_length_beyond_the_logits_is_cut_there(columns: int) -> None:
+    """The columns end inside a program's keys: those behind them are another row's, or nobody's."""
+    given = Paged((200, 200), 8, E4M3)
+    wide = torch.full((2, 256), float("nan"))
+    lens = torch.tensor(given.lens, dtype=torch.int32)
+    logits = wide[:, :columns]
+    paged_index_logits(
+        given.query, given.weights, given.cache, given.table, None, lens, logits, SMALL
+    )
+    for row in range(2):
+        assert near(logits[row], tuple(x[:columns] for x in given.expected(row, row, 200)))
+    assert bool(wide[:, columns:].isnan().all())
+
+
+@pytest.mark.usefixtures("path")
+def test_a_length_beyond_the_table_is_cut_there() -> None:
+    """An entry behind a row's table is the next row's."""
+    given = Paged((250, 250), 8, E4M3)
+    table = given.table[:, :3]
+    logits = torch.full((2, 256), float("nan"))
+    lens = torch.tensor(given.lens, dtype=torch.int32)
+    paged_index_logits(given.query, given.weights, given.cache, table, None, lens, logits, SMALL)
+    for row in range(2):
+        wanted = given.expected(row, row, 250)
+        assert near(logits[row, : 3 * PAGE], tuple(x[: 3 * PAGE] for x in wanted))
+    assert bool(logits[:, 3 * PAGE :].isnan().all())
+
+
+@pytest.mark.usefixtures("path")
 def test_rows_of_one_request_see_more_and_more_keys() -> None:
     given = Paged((130, 66), 8, E4M3)
     given.query = torch.randn(4, 8, WIDTH).to(E4M3)
