@@ -6,12 +6,17 @@ int32, and a product with the number of a page is one unless the kernel says oth
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from attn.backends.sparse_mla import SparseMLABackend
 from attn.backends.triton_attn import TritonAttentionBackend
 from attn.backends.triton_mla import TritonMLABackend
+from attn.kernels.checks import check_reach
 from attn.ops.clear import clear_tails
 from attn.ops.dispatch import has_kernel
 from attn.ops.gather import pack_query
@@ -19,10 +24,13 @@ from attn.ops.indexer import gather_index_keys, paged_index_logits, write_index_
 from attn.ops.rope_quant import rope_quantize
 from attn.ops.sparse_mla import sparse_mla
 from builders.sparse_tiles import SparseTile
+from specs.attention import AttentionType
 from specs.dtypes import CacheDType, DType
 from specs.layouts import KVOrder, KVPacking
-from tests.batches import BatchSpec, Heads
-from tests.cases import Case, LatentCase
+from specs.rows import LatentFormat
+from tests import batches
+from tests.batches import BatchSpec, Heads, poisoned
+from tests.cases import Case, Feature, LatentCase
 from tests.far_memory import PAGE_BYTES, far_pages, spread
 from tests.kernels.test_index_kernels import Paged
 from tests.sparse_cases import LAYOUTS, SparseCase, SparseTrial
@@ -40,6 +48,8 @@ CACHES = (
     CacheDType.INT8_PER_TOKEN_HEAD,
     CacheDType.INT4_PER_TOKEN_HEAD,
 )
+TOKEN = 1 << 27
+"""From one token to the next, in elements: the seventeenth is 2^31 away."""
 ROW = 1 << 30
 """From one row to the next, in elements: the third is 2^31 away."""
 
@@ -99,6 +109,55 @@ def test_a_sparse_layer_writes_and_attends_its_pages() -> None:
         assert findings(LatentTrial(SparseMLABackend, case, CPU)) == {}
 
 
+def far_rows(*shape: int, **given: Any) -> Tensor:
+    return spread(poisoned(*shape, **given), 0, TOKEN)
+
+
+ENCODER = AttentionType.ENCODER_ONLY
+KINDS = {
+    "paged": (TritonAttentionBackend, Case(batch=STEP, heads=Heads(2, 1, 32))),
+    "encoder": (
+        TritonAttentionBackend,
+        Case(
+            Feature("encoder", attn_type=ENCODER),
+            BatchSpec("far_offsets", (33, 20), (33, 20)),
+            Heads(2, 1, 32),
+        ),
+    ),
+    "latent": (
+        TritonMLABackend,
+        LatentCase(batch=STEP, dtype=DType.FLOAT32, num_heads=1, rank=64, rope_size=32),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_queries_keys_and_outputs_of_tokens_lie_anywhere(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, case = KINDS[name]
+    trial: Any = (LatentTrial if name == "latent" else DenseTrial)(backend, case, CPU)
+    inputs = trial.inputs
+    trial.inputs = replace(
+        inputs,
+        query=spread(inputs.query, 0, TOKEN),
+        key=spread(inputs.key, 0, TOKEN),
+        value=None if inputs.value is None else spread(inputs.value, 0, TOKEN),
+    )
+    monkeypatch.setattr(batches, "poisoned", far_rows)
+    assert findings(trial) == {}
+
+
+def test_heads_of_a_token_beyond_32_bits_are_refused() -> None:
+    near = torch.empty_strided((4, 3, 8), (8, 2**30 - 1, 1), device="meta")
+    check_reach("query", near)
+    far = torch.empty_strided((4, 3, 8), (8, 2**30, 1), device="meta")
+    with pytest.raises(
+        ValueError, match=r"query must have .* within 2\^31 .* got shape \[4, 3, 8\]"
+    ):
+        check_reach("query", far)
+
+
 TILES = {
     "few heads": (4, SparseTile(16, 16, 32, 1, 4, 2)),
     "few heads, held": (4, SparseTile(16, 16, 32, 99, 4, 2, holds_next=True)),
@@ -108,19 +167,19 @@ TILES = {
 
 @pytest.mark.parametrize("name", TILES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.value)
-def test_listed_rows_lie_anywhere(layout: object, name: str) -> None:
+def test_listed_rows_lie_anywhere(layout: LatentFormat, name: str) -> None:
     heads, tile = TILES[name]
-    trial = SparseTrial(SparseCase(layout, heads, (90, 40)))  # type: ignore[arg-type]
+    trial = SparseTrial(SparseCase(layout, heads, (90, 40, 5)))
+    given = trial.arguments()
     # In units of what rows are aligned to, 16 bytes.
     pages = spread(trial.cache, 0, 1 << 33)
     one = trial.cache.reshape(1, -1, trial.cache.shape[2])
     # Of one page rows are numbered through.
     rows = spread(one, 1, 1 << 29)
-    for cache in (pages, rows):
+    queries = {name: spread(given[name], 0, ROW) for name in ("query", "rotary")}
+    for changes in ({"kv_cache": pages}, {"kv_cache": rows}, queries):
         out, lse = trial.results()
-        sparse_mla(
-            **{**trial.arguments(), "kv_cache": cache}, output=out, lse=lse, tile=tile
-        )
+        sparse_mla(**{**given, **changes}, output=out, lse=lse, tile=tile)
         assert trial.misses(out, lse) == {}
 
 
