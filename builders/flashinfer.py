@@ -181,8 +181,8 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             page_size=spec.block_size,
             query_dtype=spec.dtype.torch,
             kv_dtype=element.torch,
-            sliding_window=(
-                cut_window(spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else None
+            sliding_window=cut_window(
+                spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
             ),
             logits_soft_cap=vllm_config.logits_soft_cap,
         )

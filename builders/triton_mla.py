@@ -116,8 +116,8 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
         spec = kv_cache_spec
         _check_support(spec, vllm_config)
         assert isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
-        is_local = isinstance(spec, SlidingWindowMLASpec)
-        self.window = cut_window(spec.sliding_window) if is_local else None
+        window = spec.sliding_window if isinstance(spec, SlidingWindowMLASpec) else None
+        self.window = cut_window(window)
         sizes = (spec.kv_lora_rank, spec.qk_rope_head_dim, spec.block_size)
         self._group = LatentGroup(*sizes, self.window)
         self.kind, multiprocessors = device_facts(self.device)

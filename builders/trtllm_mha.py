@@ -160,8 +160,8 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         spec: Any = kv_cache_spec
         capability = choice.capability_of(self.device)
         self.num_heads = choice.check_support(spec, vllm_config, capability, self.phases)
-        is_local = isinstance(spec, SlidingWindowSpec)
-        self.sliding_window = cut_window(spec.sliding_window) if is_local else None
+        window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+        self.sliding_window = cut_window(window)
         self.query_dtype = spec.dtype.torch
         self._is_fp8 = spec.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR
         self.calls = compat.load_calls()

@@ -145,7 +145,8 @@ def planner_of(step: Step) -> SplitPlanner:
     rows = sum(cdiv(count, step.tile.query_tokens) for count, _ in step.lens)
     planner.bundle, planner.least_tiles = step.bundle, step.least_tiles
     planner.is_free, planner.row_cost = step.least_tiles is not None, step.row_cost
-    most_bundles = cdiv(segment_of(step.max_kv_len // step.tile.segment_scale) + 1, step.bundle or 1)
+    longest = segment_of(step.max_kv_len // step.tile.segment_scale) + 1
+    most_bundles = cdiv(longest, step.bundle or 1)
     planner.max_rows = max(rows, 1) * (most_bundles if step.bundle else 1)
     buffers = GraphBuffers(DEVICE)
     int32 = torch.int32
