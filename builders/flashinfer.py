@@ -44,6 +44,7 @@ from specs.attention import AttentionCGSupport
 from specs.base import cdiv
 from specs.engine import EngineConfig
 from specs.kv_cache import AnyKVCacheSpec, SlidingWindowSpec
+from specs.positions import cut_window
 
 if TYPE_CHECKING:
     import numpy as np
@@ -180,7 +181,9 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             page_size=spec.block_size,
             query_dtype=spec.dtype.torch,
             kv_dtype=element.torch,
-            sliding_window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
+            sliding_window=cut_window(
+                spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+            ),
             logits_soft_cap=vllm_config.logits_soft_cap,
         )
         self.kind = device_facts(self.device)[0]

@@ -14,6 +14,7 @@ from builders.kernels import first_visible, local_len, segment_of, segment_start
 FIELDS = tl.constexpr(split_plan.ROW_FIELDS)
 SHARE_FIELDS = tl.constexpr(split_plan.SHARE_FIELDS)
 _WASTE = tl.constexpr(split_plan.WASTE)
+_MOST_SHARED = tl.constexpr(split_plan.MOST_SHARED)
 
 
 @triton.jit
@@ -79,13 +80,17 @@ def row_after(bundle, skipped, bundles, QUERY_TOKENS: tl.constexpr, BUNDLE: tl.c
 @triton.jit
 def _shared_tiles(total, least, most, num_groups):
     """See :func:`builders.split_host.shared_tiles`."""
+    length = most
+    most = tl.minimum(length, (length * 0 + _MOST_SHARED) // num_groups)
     wave = num_groups * most
     few = total < wave
     # Of a row that parts are cut from, or of rows to a share: one division for both.
-    times = tl.where(few, wave, total + wave - 1) // tl.where(few, tl.maximum(total, 1), wave)
+    times = tl.where(few, wave, total - 1) // tl.where(few, tl.maximum(total, 1), wave)
+    times += tl.where(few, 0, 1)
     share = tl.where(few, tl.cdiv(most, times), times * most)
     shared = share * num_groups
-    even = (least == most) & (shared - total <= total // _WASTE)
+    even = (least == length) & (length == most) & (total <= _MOST_SHARED)
+    even = even & (shared - total <= total // _WASTE)
     return tl.where(even, shared, total)
 
 

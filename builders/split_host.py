@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from builders.segments import segment_of, segment_start
-from builders.split_plan import EVERY_KEY, WASTE, VisibleKeys
+from builders.split_plan import EVERY_KEY, MOST_SHARED, WASTE, VisibleKeys
 from builders.tiles import (
     SplitTile,
 )
@@ -118,6 +118,8 @@ def shared_tiles(total: int, row_tiles: Sequence[int], groups: int) -> int:
     if len(set(row_tiles)) != 1:
         return total
     tiles = row_tiles[0]
+    if tiles > MOST_SHARED // groups or total > MOST_SHARED:
+        return total
     if total < groups * tiles:
         share = cdiv(tiles, max(groups * tiles // total, 1))
     else:

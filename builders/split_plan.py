@@ -28,6 +28,9 @@ SPARE_STATES = 4
 those that are to be folded next."""
 WASTE = 24
 """One in so many programs may idle where the others then get whole rows, or equal parts of one."""
+MOST_SHARED = 1 << 30
+"""Most tiles of a step, and of as many rows as there are groups, that are cut into equal shares:
+twice as many still fit 32 bits. More are cut where the load is even."""
 ONE_WARP = 32
 """Requests, and rows, that every warp has all of: their plan needs no barriers."""
 ROW_FIELDS = 12

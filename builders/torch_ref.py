@@ -14,6 +14,7 @@ from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_batch
 from specs.kv_cache import CrossAttentionSpec, EncoderOnlyAttentionSpec
+from specs.positions import cut_window
 
 
 @dataclass
@@ -76,7 +77,7 @@ class TorchRefMetadataBuilder(AttentionMetadataBuilder[TorchRefMetadata]):
             causal=_causal_flags(causal, batch.num_reqs),
             mm_ranges=batch.mm_req_doc_ranges or {},
             rswa_prefix_lens=None if prefixes is None else prefixes.tolist(),
-            rswa_window=None if prefixes is None else self.vllm_config.rswa_window,
+            rswa_window=None if prefixes is None else cut_window(self.vllm_config.rswa_window),
             common_prefix_len=common_prefix_len,
         )
 

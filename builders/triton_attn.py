@@ -48,6 +48,7 @@ from specs.kv_cache import (
     FullAttentionSpec,
     SlidingWindowSpec,
 )
+from specs.positions import cut_chunks, cut_range, cut_window
 
 CROSS_KV_LEN = 32768
 """Encoder length that scratch is sized for: an engine's limit is that of the decoder."""
@@ -263,7 +264,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             causal=causal,
             mm_ranges=ranges,
             rswa_prefix_lens=prefixes,
-            rswa_window=None if prefixes is None else self.vllm_config.rswa_window,
+            rswa_window=None if prefixes is None else cut_window(self.vllm_config.rswa_window),
             stripe=stripe,
         )
         self.update_draft_decode_metadata(record)
@@ -472,9 +473,10 @@ def _visible_keys(spec: Any, config: EngineConfig) -> VisibleKeys:
             parallel.dcp_interleave,
         )
     if isinstance(spec, SlidingWindowSpec):
-        return VisibleKeys(window=spec.sliding_window)
+        return VisibleKeys(window=cut_window(spec.sliding_window))
     if isinstance(spec, ChunkedLocalAttentionSpec):
-        return VisibleKeys(chunk=spec.attention_chunk_size, lookback=spec.chunk_lookback)
+        chunk, lookback = cut_chunks(spec.attention_chunk_size, spec.chunk_lookback)
+        return VisibleKeys(chunk=chunk, lookback=lookback)
     return VisibleKeys(stripe=stripe)
 
 
@@ -506,5 +508,7 @@ def _range_tensor(batch: CommonAttentionMetadata, device: torch.device) -> torch
     table = torch.zeros((batch.num_reqs, most, 2), dtype=torch.int32)
     for req, spans in ranges.items():
         if spans:
-            table[req, : len(spans)] = torch.tensor(spans, dtype=torch.int32)
+            table[req, : len(spans)] = torch.tensor(
+                [cut_range(*span) for span in spans], dtype=torch.int32
+            )
     return table.to(device, non_blocking=True)

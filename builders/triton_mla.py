@@ -45,6 +45,7 @@ from specs.devices import DeviceKind
 from specs.dtypes import CacheDType
 from specs.engine import DecodeKernel, EngineConfig
 from specs.kv_cache import AnyKVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
+from specs.positions import cut_window
 
 CACHE_DTYPES = (
     CacheDType.AUTO,
@@ -115,7 +116,8 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
         spec = kv_cache_spec
         _check_support(spec, vllm_config)
         assert isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
-        self.window = spec.sliding_window if isinstance(spec, SlidingWindowMLASpec) else None
+        window = spec.sliding_window if isinstance(spec, SlidingWindowMLASpec) else None
+        self.window = cut_window(window)
         sizes = (spec.kv_lora_rank, spec.qk_rope_head_dim, spec.block_size)
         self._group = LatentGroup(*sizes, self.window)
         self.kind, multiprocessors = device_facts(self.device)

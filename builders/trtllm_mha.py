@@ -30,6 +30,7 @@ from specs.base import cdiv
 from specs.dtypes import KVQuantMode
 from specs.engine import EngineConfig
 from specs.kv_cache import AnyKVCacheSpec, SlidingWindowSpec
+from specs.positions import cut_window
 from specs.sentinels import PAD_SLOT_ID
 
 if TYPE_CHECKING:
@@ -159,7 +160,8 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         spec: Any = kv_cache_spec
         capability = choice.capability_of(self.device)
         self.num_heads = choice.check_support(spec, vllm_config, capability, self.phases)
-        self.sliding_window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+        window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+        self.sliding_window = cut_window(window)
         self.query_dtype = spec.dtype.torch
         self._is_fp8 = spec.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR
         self.calls = compat.load_calls()

@@ -9,6 +9,7 @@ from pydantic import StrictBool, model_validator
 
 from specs.attention import MlaKernel
 from specs.base import NonNegativeInt, PositiveFloat, PositiveInt, Spec
+from specs.positions import MOST_POSITIONS, TokenCount
 from specs.sparse_mla import SparseKernel
 
 
@@ -30,6 +31,18 @@ class ParallelConfig(Spec):
             raise ValueError(
                 f"decode_context_parallel_rank must be below decode_context_parallel_size "
                 f"({self.decode_context_parallel_size}), got {self.decode_context_parallel_rank}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _turn_fits_positions(self) -> Self:
+        """A turn of all DCP ranks is no longer than positions go."""
+        turn = self.dcp_interleave * self.decode_context_parallel_size
+        if turn > MOST_POSITIONS:
+            raise ValueError(
+                f"dcp_interleave ({self.dcp_interleave}) times decode_context_parallel_size "
+                f"({self.decode_context_parallel_size}) must be at most {MOST_POSITIONS}, got "
+                f"{turn}"
             )
         return self
 
@@ -80,11 +93,11 @@ class DecodeKernel(StrEnum):
 class EngineConfig(Spec):
     """The few settings that a builder needs; vLLM's config is translated into this."""
 
-    max_model_len: PositiveInt
+    max_model_len: TokenCount
     """Longest sequence, in tokens."""
     max_num_seqs: PositiveInt = 256
     """Most requests in a step."""
-    max_num_batched_tokens: PositiveInt = 8192
+    max_num_batched_tokens: TokenCount = 8192
     """Most tokens in a step."""
     num_heads: PositiveInt | None = None
     """Query heads per rank; None when the builder does not need them."""

@@ -19,6 +19,8 @@ from builders.kernel_calls import KernelCall
 
 OPERATIONS = ("cache", "clear", "indexer", "latent_convert", "sparse_mla", "topk_transform")
 """Modules of operations that a sparse layer goes through."""
+_NARROW = ("int8", "int16", "int32", "uint8", "uint16", "uint32")
+"""Integers whose sums and products are looked at."""
 
 
 @contextmanager
@@ -41,15 +43,25 @@ def make_quick() -> None:
         from triton.runtime import interpreter
     except ImportError:
         return
-    # It looks for overflows in every sum, which compiled kernels do in debug builds only.
-    options = interpreter.interpreter_builder.options
-    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
     _patch_once_per_launch(interpreter)
     _look_up_types_once(interpreter)
     _look_up_shapes_once(interpreter)
     _compare_shapes_quickly(interpreter)
     _call_builtins_directly(interpreter)
     _multiply_in_single_precision(interpreter)
+    _look_for_overflows_quickly(interpreter)
+
+
+@contextmanager
+def wrapping() -> Iterator[None]:
+    """Integers wrap as on a GPU: for kernels with lanes whose results nobody uses, and tests that
+    look at all others.
+    """
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    with mock.patch.object(builder, "options", replace(builder.options, sanitize_overflow=False)):
+        yield
 
 
 def _patch_once_per_launch(interpreter: Any) -> None:
@@ -221,6 +233,32 @@ def _multiply_in_single_precision(interpreter: Any) -> None:
         return multiply(self, left, right, total, *rest)
 
     builder.create_dot = create_dot
+
+
+def _look_for_overflows_quickly(interpreter: Any) -> None:
+    """Sums, differences and products of integers are computed once more in 64 bits, as Triton's
+    own check does by a dozen operations of its language.
+
+    Compiled kernels check nothing and go on with the number that is left. Triton's own random
+    numbers, which overflow on purpose, ask for no check; no kernel of this library does.
+    """
+    semantic = type(interpreter.interpreter_semantic)
+    operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+    limits = {kind: (np.iinfo(kind).min, np.iinfo(kind).max) for kind in map(np.dtype, _NARROW)}
+    least, most = np.minimum.reduce, np.maximum.reduce
+
+    def binary_op_sanitize_overflow_impl(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
+        left, right = lhs.handle.data, rhs.handle.data
+        bounds = limits.get(left.dtype)
+        if bounds is None or not self.builder.options.sanitize_overflow:
+            return
+        exact = operations[binary_op.__name__](left, right, dtype=np.int64).reshape(-1)
+        if least(exact) < bounds[0] or most(exact) > bounds[1]:
+            raise OverflowError(
+                f"{binary_op.__name__} of {left.dtype}: results are {exact.min()} to {exact.max()}"
+            )
+
+    semantic.binary_op_sanitize_overflow_impl = binary_op_sanitize_overflow_impl
 
 
 def variant_of(call: KernelCall) -> tuple[Any, ...]:

@@ -16,6 +16,7 @@ import torch
 from attn.reference.mla import split_kv_b_proj
 from specs.attention import AttentionType
 from specs.dtypes import CacheDType, KVQuantMode
+from specs.positions import cut_window
 
 
 class AttentionLayer(Protocol):
@@ -93,14 +94,14 @@ class AttentionImplBase:
             ("head_size", head_size),
             ("num_kv_heads", num_kv_heads),
         ):
-            if not isinstance(number, int) or isinstance(number, bool):
+            if not is_integer(number):
                 raise TypeError(f"{name} must be an integer, got {number!r}")
             if number < 1:
                 raise ValueError(f"{name} must be positive, got {number}")
         for name, value in (("scale", scale), ("logits_soft_cap", logits_soft_cap or 0.0)):
             if not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"{name} must be a finite number, got {value!r}")
-        if sliding_window is not None and not isinstance(sliding_window, int):
+        if not (sliding_window is None or is_integer(sliding_window)):
             raise TypeError(f"sliding_window must be an integer or None, got {sliding_window!r}")
         if attn_type not in list(AttentionType):
             allowed = ", ".join(kind.value for kind in AttentionType)
@@ -119,7 +120,7 @@ class AttentionImplBase:
         self.num_kv_heads = num_kv_heads
         self.num_queries_per_kv = num_heads // num_kv_heads
         self.alibi_slopes = per_head("alibi_slopes", alibi_slopes, num_heads)
-        self.sliding_window = sliding_window
+        self.sliding_window = cut_window(sliding_window)
         self.kv_cache_dtype = kv_cache_dtype
         self.cache_dtype = CacheDType.parse(kv_cache_dtype)
         self.logits_soft_cap = logits_soft_cap or None
@@ -469,6 +470,11 @@ def check_scale(k_scale: torch.Tensor | None, cache_dtype: CacheDType) -> None:
         raise ValueError(
             f"k_scale must be a float32 scalar for kv_cache_dtype {cache_dtype.value!r}, got {got}"
         )
+
+
+def is_integer(number: object) -> bool:
+    """It is an ``int``, and none of ``True`` and ``False``."""
+    return isinstance(number, int) and not isinstance(number, bool)
 
 
 def per_head(

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from attn.impls.base import AttentionImpl, per_head
+from attn.impls.base import AttentionImpl, is_integer, per_head
 from attn.reference.dense import AttentionRules
 from specs.attention import AttentionType
 from specs.dtypes import CacheDType, DType
 from specs.layouts import KVViews, split_kv_cache
+from specs.positions import cut_chunks
 from specs.rows import dense_row_format
 
 
@@ -76,10 +77,15 @@ class DenseImpl(AttentionImpl):
             ("attention_chunk_size", attention_chunk_size),
             ("head_size_v", head_size_v),
         ):
+            if not (number is None or is_integer(number)):
+                raise TypeError(f"{name} must be an integer or None, got {number!r}")
             if number is not None and number < 1:
                 raise ValueError(f"{name} must be positive or None, got {number}")
+        if not is_integer(chunk_lookback):
+            raise TypeError(f"chunk_lookback must be an integer, got {chunk_lookback!r}")
         if attention_chunk_size is None and chunk_lookback >= 0 and sliding_window is not None:
             attention_chunk_size = sliding_window
+        chunk, lookback = cut_chunks(attention_chunk_size, max(0, chunk_lookback))
         if not self.attn_type.is_cached and self.cache_dtype.is_quantized:
             raise NotImplementedError(
                 f"kv_cache_dtype {kv_cache_dtype!r} for attn_type {self.attn_type.value!r}: "
@@ -92,9 +98,9 @@ class DenseImpl(AttentionImpl):
         self.rules = AttentionRules(
             scale=self.scale,
             causal=self.attn_type is AttentionType.DECODER,
-            sliding_window=sliding_window,
-            attention_chunk_size=attention_chunk_size,
-            chunk_lookback=max(0, chunk_lookback),
+            sliding_window=self.sliding_window,
+            attention_chunk_size=chunk,
+            chunk_lookback=lookback,
             logits_soft_cap=self.logits_soft_cap,
             alibi_slopes=self.alibi_slopes,
             use_alibi_sqrt=use_alibi_sqrt,

@@ -71,6 +71,25 @@ def check_lengths(
         )
 
 
+def check_reach(name: str, rows: torch.Tensor) -> None:
+    """Kernels reckon the place of a token in 64 bits, and that of its heads, or of a token inside
+    its page, in 32.
+
+    Args:
+        name: of the tensor.
+        rows: ``[T, H, D]``, or a cache ``[N, P, ...]``.
+
+    Raises:
+        ValueError: heads of one token, or tokens of one page, lie further apart than that.
+    """
+    reach = (rows.shape[1] - 1) * rows.stride(1)
+    if reach >= 1 << 31:
+        raise ValueError(
+            f"{name} must have all of its second dimension within 2^31 elements, got shape "
+            f"{list(rows.shape)} in strides {rows.stride()}: a copy of it, or fewer tokens, will do"
+        )
+
+
 def check_heads(layer: DenseLayer, plan: SplitPlan) -> None:
     """The plan is for layers with these heads."""
     tile, group = plan.tile, layer.num_heads // layer.num_kv_heads
@@ -153,6 +172,8 @@ def _check_rows(name: str, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(
             f"{name} must be contiguous in its last dimension, got strides {rows.stride()}"
         )
+    if rows.dim() > 2:
+        check_reach(name, rows)
 
 
 def _check_scale(name: str, scale: torch.Tensor | None, counts: tuple[int, ...]) -> None:

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attn.kernels.checks import check_reach
 from attn.kernels.indexer import (
     gather_keys_kernel,
     paged_logits_kernel,
@@ -82,6 +83,7 @@ def planes_of(kv_cache: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.T
 def _query_arguments(
     query: torch.Tensor, weights: torch.Tensor, tile: IndexTile, hardware_e4m3: bool
 ) -> dict[str, Any]:
+    check_reach("q_index", query)
     is_e4m3 = query.dtype == _E4M3
     compute = tl.float16 if is_e4m3 else _TYPES[query.dtype]
     if INTERPRETED.value and query.dtype == torch.bfloat16:

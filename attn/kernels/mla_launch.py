@@ -10,6 +10,7 @@ import torch
 import triton.language as tl
 
 from attn.kernels import dense
+from attn.kernels.checks import check_reach
 from attn.kernels.dense_tensors import DenseLayer, DenseTensors
 from attn.kernels.launch import FormCall, Forms, KernelForm
 from attn.kernels.mla_decode import mla_decode_kernel
@@ -316,6 +317,7 @@ def _check(
                 f"{name} must have shape [{sizes}] and be contiguous in its last dimension, got "
                 f"{list(rows.shape)} with strides {rows.stride()}"
             )
+        check_reach(name, rows)
     query = tensors.query.dtype
     if query not in _TYPES or not query == tensors.rotary.dtype == tensors.output.dtype:
         names = ", ".join(str(dtype) for dtype in _TYPES)

@@ -204,7 +204,7 @@ def prefill_kernel(
             causal = tl.load(causal_ptr + req).to(tl.int32)
         prefix = 0
         if RSWA:
-            prefix = tl.load(prefix_ptr + req)
+            prefix = tl.minimum(tl.load(prefix_ptr + req), kv_len)
         ranges = ranges_ptr
         if RANGES:
             ranges = ranges_ptr + req.to(tl.int64) * num_ranges * 2

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attn.kernels.checks import check_reach
 from attn.kernels.numerics import INTERPRETED
 from attn.kernels.sparse_many import sparse_mla_many_kernel
 from attn.kernels.sparse_mla import fold_states_kernel, sparse_mla_kernel
@@ -223,6 +224,7 @@ def _check(layer: SparseLayer, tile: SparseTile, tensors: SparseTensors) -> None
                 f"{name} must be [{rows}, {heads}, {width}] for indices of {rows} rows, contiguous "
                 f"in its last dimension, got {list(tensor.shape)} with strides {tensor.stride()}"
             )
+        check_reach(name, tensor)
     if query.dtype not in _TYPES or not query.dtype == tensors.rotary.dtype == tensors.output.dtype:
         names = ", ".join(str(dtype) for dtype in _TYPES)
         raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,8 @@ from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig, SpeculativeConfig
 from specs.kv_cache import FullAttentionSpec
+from specs.positions import MOST_POSITIONS
+from tests.interpreter import wrapping
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -71,6 +74,7 @@ class Step:
     bundle: int = 0
     least_tiles: int | None = None
     row_cost: int = 0
+    max_kv_len: int = 200_000
     unused: int = 40
     """Requests that a planner has room for beside the step's."""
 
@@ -138,14 +142,15 @@ def planner_of(step: Step) -> SplitPlanner:
     """A planner for the step's tile and groups, which are a matter of the device otherwise."""
     shape = DenseShape(4, 1, 64, 64, 2, 16)
     most = sum(count for count, _ in step.lens)
-    limits = SplitLimits(len(step.lens) + step.unused, max(most, 1), 200_000, None)
+    limits = SplitLimits(len(step.lens) + step.unused, max(most, 1), step.max_kv_len, None)
     planner = SplitPlanner(shape, DeviceKind.SM90, 1, limits, 1, GraphBuffers(DEVICE))
     planner.tile, planner.groups = step.tile, step.groups
     planner.head_loops, planner.short_query = step.head_loops, step.short_query
     rows = sum(cdiv(count, step.tile.query_tokens) for count, _ in step.lens)
     planner.bundle, planner.least_tiles = step.bundle, step.least_tiles
     planner.is_free, planner.row_cost = step.least_tiles is not None, step.row_cost
-    most_bundles = cdiv(segment_of(200_000 // step.tile.segment_scale) + 1, step.bundle or 1)
+    longest = segment_of(step.max_kv_len // step.tile.segment_scale) + 1
+    most_bundles = cdiv(longest, step.bundle or 1)
     planner.max_rows = max(rows, 1) * (most_bundles if step.bundle else 1)
     buffers = GraphBuffers(DEVICE)
     int32 = torch.int32
@@ -221,6 +226,10 @@ def filled(step: Step) -> dict[str, list]:
 @example(step=Step(((1, 4096),) * 8, tile_of(), 33, least_tiles=2, row_cost=2))
 @example(step=Step(((1, 64), (1, 300), (1, 9)) * 4, tile_of(), 3, least_tiles=1, row_cost=5))
 def test_the_kernels_plan_is_the_hosts(step: Step) -> None:
+    check_plan(step)
+
+
+def check_plan(step: Step) -> None:
     plan, found = step.plan(), filled(step)
     assert found["rows"] == plan.rows
     assert found["total"] == [len(plan.rows), plan.shared]
@@ -231,6 +240,30 @@ def test_the_kernels_plan_is_the_hosts(step: Step) -> None:
         assert share[:4] == [*start, *stop]
         idle = start[0] == len(plan.rows) * step.head_loops
         assert share[4:] == ([-5] * ROW_FIELDS if idle else plan.rows[start[0] // step.head_loops])
+
+
+@pytest.mark.parametrize("groups", [1, 132, 592])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {},
+        {"bundle": BUNDLE},
+        {"window": MOST_POSITIONS},
+        {"chunk": 17, "lookback": MOST_POSITIONS // 17 + 1},
+        {"stripe": Stripe(2, 1, 16)},
+        {"least_tiles": 4, "row_cost": 3},
+    ],
+)
+def test_plans_of_the_longest_requests_there_are(groups: int, rules: dict[str, Any]) -> None:
+    """Of one, of several of one length, and of several lengths; positions end where 32 bits hold
+    their sums, and rows of as many keys as there are positions are planned as short ones are.
+    """
+    most = MOST_POSITIONS
+    for lens in (((1, most),), ((1, most), (3, most)), ((1, most - 63), (2, 40), (20, most))):
+        step = Step(lens, tile_of(kv_tile=64), groups, max_kv_len=most, unused=1, **rules)
+        # Lanes past the last row or group compute, too, what is not stored.
+        with wrapping():
+            check_plan(step)
 
 
 @settings(max_examples=EXAMPLES // 2, deadline=None)

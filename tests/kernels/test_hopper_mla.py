@@ -32,6 +32,7 @@ from tests import trials
 from tests.batches import BATCHES, BatchSpec
 from tests.cases import LatentCase
 from tests.conformance import check_case
+from tests.far_memory import far_pages
 from tests.kernels import gluon_in_numpy
 from tests.trials import CaseResult, LatentTrial
 
@@ -240,6 +241,13 @@ def test_it_computes_a_step_of_every_kind(kind: str, launched: list[KernelCall])
     wanted = hopper_mla_narrow_kernel if is_narrow else hopper_mla_kernel
     assert launched
     assert all(call.kernel is wanted for call in launched)
+
+
+@pytest.mark.parametrize("kind", ["pages_of_16", "few_rows", "e4m3"])
+def test_offsets_of_pages_may_need_more_than_32_bits(kind: str, launched: list[KernelCall]) -> None:
+    with far_pages():
+        assert findings(replace(KINDS[kind], padded_pages=True)) == {}
+    assert launched
 
 
 @pytest.mark.parametrize("kind", KINDS)

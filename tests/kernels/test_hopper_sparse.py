@@ -42,6 +42,7 @@ from specs.dtypes import DType
 from specs.engine import DecodeKernel, PrefillKernel
 from specs.layouts import latent_views
 from specs.rows import LatentFormat
+from tests.far_memory import spread
 from tests.kernels import gluon_in_numpy
 from tests.sparse_cases import LAYOUTS, SparseCase, SparseTrial
 
@@ -164,6 +165,23 @@ def test_states_are_the_oracles(
         trial = SparseTrial(case)
         assert trial.misses(*launched(trial, tile)) == {}, name
     assert len(calls) == len(tiles_of(case))
+
+
+@pytest.mark.parametrize("name", ["128 heads", "8 heads"])
+def test_offsets_of_rows_may_need_more_than_32_bits(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sparse_launch, "_multiprocessors", lambda _: 3)
+    calls = gluon_in_numpy.take_over(
+        monkeypatch, hopper_sparse_kernel, gluon_in_numpy.Translation()
+    )
+    case = CASES[name]
+    trial, tile = SparseTrial(case), tiles_of(case)["persistent"]
+    one = trial.cache.reshape(1, -1, trial.cache.shape[2])
+    # Rows of one page are numbered through; offsets are in units of 16 bytes.
+    for cache in (spread(trial.cache, 0, 1 << 33), spread(one, 1, 1 << 29)):
+        assert trial.misses(*launched(trial, tile, kv_cache=cache)) == {}
+    assert len(calls) == 2
 
 
 def launched(
