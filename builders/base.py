@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 
 from builders.common import CommonAttentionMetadata
+from builders.debug import debug_batch
+from builders.limits import StepLimits
 from specs.attention import AttentionCGSupport
 from specs.engine import EngineConfig
 from specs.kv_cache import AnyKVCacheSpec
@@ -67,6 +69,8 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         self.layer_names = list(layer_names)
         self.vllm_config = vllm_config
         self.device = torch.device(device)
+        self.step_limits = StepLimits.of(kv_cache_spec, vllm_config)
+        """What every batch is held against; a builder with room for more says so here."""
 
     @classmethod
     def get_cudagraph_support(
@@ -118,6 +122,20 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         updated.slot_mapping = slot_mapping
         self._set_block_table(updated, block_table)
         return updated
+
+    def _check_batch(self, batch: CommonAttentionMetadata, fast_build: bool = False) -> None:
+        """Hold a batch against the builder's limits; while debugging, check all of it.
+
+        Args:
+            batch: the step's.
+            fast_build: of a draft step, whose lengths the host knows only where the builder plans
+                there.
+
+        Raises:
+            ValueError: the batch exceeds a limit; the message has both values.
+        """
+        self.step_limits.check(batch, is_draft=fast_build and not self.plans_on_host)
+        debug_batch(batch, self.kv_cache_spec, self.step_limits)
 
     def _set_block_table(self, metadata: M, block_table: torch.Tensor) -> None:
         """Put ``block_table`` where this builder's record keeps it."""

@@ -7,6 +7,7 @@ import os
 import torch
 
 from builders.common import CommonAttentionMetadata, check_invariants
+from builders.limits import StepLimits
 from builders.paging import check_block_table
 from specs.attention import AttentionType
 from specs.kv_cache import AnyKVCacheSpec, CrossAttentionSpec, EncoderOnlyAttentionSpec
@@ -17,17 +18,20 @@ def debug_enabled() -> bool:
     return os.environ.get("ATTN_DEBUG", "0") not in ("", "0")
 
 
-def debug_batch(batch: CommonAttentionMetadata, spec: AnyKVCacheSpec, dcp_size: int = 1) -> None:
+def debug_batch(
+    batch: CommonAttentionMetadata, spec: AnyKVCacheSpec, limits: StepLimits | None = None
+) -> None:
     """At build: check a batch's invariants; nothing unless debugging.
 
     Args:
         batch: the step's.
         spec: the layers' cache.
-        dcp_size: ranks that share the tokens of a request; each has blocks for its own.
+        limits: of the builder; None leaves them unchecked.
 
     Raises:
         TypeError: a tensor of the wrong dtype.
-        ValueError: any other broken invariant, naming field, expectation and value.
+        ValueError: any other broken invariant, naming field, expectation and value; a length of
+            the device beyond the limits.
     """
     if not debug_enabled():
         return
@@ -36,7 +40,37 @@ def debug_batch(batch: CommonAttentionMetadata, spec: AnyKVCacheSpec, dcp_size: 
         attn_type = AttentionType.ENCODER_DECODER
     elif isinstance(spec, EncoderOnlyAttentionSpec):
         attn_type = AttentionType.ENCODER_ONLY
-    check_invariants(batch, attn_type=attn_type, block_size=spec.block_size * dcp_size)
+    block_size = spec.block_size if limits is None else limits.column_tokens
+    check_invariants(batch, attn_type=attn_type, block_size=block_size)
+    if limits is not None:
+        is_encoders = limits.is_cross and batch.encoder_seq_lens is not None
+        lens = batch.encoder_seq_lens if is_encoders else batch.seq_lens
+        assert lens is not None
+        debug_limits(lens, limits)
+
+
+def debug_limits(seq_lens: torch.Tensor, limits: StepLimits) -> None:
+    """At build, and where a draft step moved the device's lengths: none exceeds what the builder's
+    plans and buffers are sized for; nothing unless debugging, or while a graph is captured.
+
+    Args:
+        seq_lens: ``[R]`` int32, device.
+        limits: of the builder.
+
+    Raises:
+        ValueError: a length does; the message has both values.
+    """
+    if not debug_enabled() or len(seq_lens) == 0:
+        return
+    if seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    lens = seq_lens.cpu()
+    row = int(lens.argmax())
+    if int(lens[row]) > limits.max_kv_len:
+        raise ValueError(
+            f"the device's length of request {row} ({int(lens[row])}) exceeds {limits.keys_name} "
+            f"({limits.max_kv_len}), which the builder's plans and buffers are sized for"
+        )
 
 
 def debug_read(

@@ -47,7 +47,7 @@ def advance(
             room,
         )
     elif bound is not None:
-        bound = (bound + 1).clamp(max=max_model_len)
+        bound = (bound + 1).clamp(max=room)
     return replace_known(
         batch,
         query_start_loc=starts,
@@ -55,7 +55,7 @@ def advance(
         seq_lens=seq_lens,
         num_actual_tokens=num_reqs,
         max_query_len=1,
-        max_seq_len=min(batch.max_seq_len + 1, max_model_len),
+        max_seq_len=min(batch.max_seq_len + 1, room),
         slot_mapping=slots,
         causal=True,
         positions=(seq_lens - 1).clamp(min=0).long(),

@@ -10,6 +10,7 @@ import torch
 from builders.common import CommonAttentionMetadata
 from builders.flashinfer_choice import NAME
 from builders.flashinfer_compat import CsrOnHost
+from builders.limits import check_common_prefix
 from specs.base import cdiv
 
 if TYPE_CHECKING:
@@ -102,20 +103,13 @@ def _check_extents(lengths: HostLengths, width: int, size: int) -> None:
             f"seq_lens_cpu_upper_bound of up to {longest} needs {cdiv(longest, size)} blocks "
             f"of {size}, block_table_tensor has {width} columns"
         )
-    prefix, live = lengths.common_prefix_len, lengths.query_lens > 0
+    prefix = lengths.common_prefix_len
     if prefix < 0 or prefix % size:
         raise ValueError(
             f"common_prefix_len must be a multiple of block_size ({size}) and not negative, "
             f"got {prefix}"
         )
-    if not prefix or not live.any():
-        return
-    context = int((lengths.kv_lens - lengths.query_lens)[live].min())
-    if prefix > context:
-        raise ValueError(
-            f"common_prefix_len must be at most the computed tokens of every request, got "
-            f"{prefix} and {context}"
-        )
+    check_common_prefix(prefix, lengths.query_lens, lengths.kv_lens)
 
 
 def csr_on_host(

@@ -129,6 +129,7 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
         self._is_pinned = self.device.type == "cuda"
         self.flashinfer = compat.load_latent()
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self.step_limits = self.step_limits.with_verifies(vllm_config.max_decode_query_len)
         self.buffers = GraphBuffers(self.device)
         self.expanded = ExpandedPrefill(spec, vllm_config, self.kind, multiprocessors, self.buffers)
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
@@ -172,13 +173,8 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
             NotImplementedError: a batch that is not plainly causal.
         """
         batch = common_attn_metadata
-        fields = split_step(batch, self.kv_cache_spec, self.reorder_batch_threshold or 1, NAME)
-        reqs = batch.num_reqs
-        if reqs > self.vllm_config.max_num_seqs:
-            raise ValueError(
-                f"num_reqs must be at most max_num_seqs ({self.vllm_config.max_num_seqs}), got "
-                f"{reqs}"
-            )
+        self._check_batch(batch, fast_build)
+        fields = split_step(batch, self.reorder_batch_threshold or 1, NAME)
         lengths = host_lengths(batch, 0, self.sizes.page_size, NAME)
         if debug_enabled():
             debug_lengths(batch, lengths, NAME)

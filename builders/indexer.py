@@ -15,7 +15,7 @@ import torch
 from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
-from builders.debug import debug_batch
+from builders.debug import debug_limits
 from builders.sparse_rows import RowLengths, context_slots, fill_rows
 from builders.split import split_decodes_and_prefills
 from specs.attention import AttentionCGSupport
@@ -143,7 +143,8 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
         self.head_dim = kv_cache_spec.index_head_dim
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.threshold = self.reorder_batch_threshold or 1
-        self._most_rows = max(config.max_num_batched_tokens, config.max_num_seqs * self.threshold)
+        self.step_limits = self.step_limits.with_verifies(self.threshold)
+        self._most_rows = self.step_limits.max_num_tokens
         self._longest = config.max_model_len
         self.buffers = GraphBuffers(self.device)
         for name in ("reqs", "visible_lens", "topk_lens"):
@@ -176,7 +177,7 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
             ValueError: a batch beyond the engine's limits.
         """
         batch = common_attn_metadata
-        return self._build(batch, min(batch.max_seq_len, self._longest))
+        return self._build(batch, min(batch.max_seq_len, self._longest), fast_build)
 
     def warm_up_steps(self) -> Iterator[IndexerMetadata]:
         """A small step for each way of scoring: of a decode, and of a prompt where limits allow.
@@ -219,7 +220,7 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
     ) -> IndexerMetadata:
         """See the base class: lengths may grow until the record is done with."""
-        return self._build(common_attn_metadata, self._longest)
+        return self._build(common_attn_metadata, self._longest, fast_build=True)
 
     def update_draft_decode_metadata(self, metadata: IndexerMetadata) -> None:
         """Write what rows see anew, from the record's own lengths as they are now; safe to capture.
@@ -228,21 +229,17 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
             metadata: a record of this builder whose rows are all decodes.
         """
         if metadata.decode is not None:
+            debug_limits(metadata.decode.seq_lens, self.step_limits)
             self._fill(metadata.decode)
 
-    def _build(self, batch: CommonAttentionMetadata, longest: int) -> IndexerMetadata:
+    def _build(
+        self, batch: CommonAttentionMetadata, longest: int, fast_build: bool = False
+    ) -> IndexerMetadata:
         """``longest`` bounds the keys of any row that is scored over pages."""
-        debug_batch(batch, self.kv_cache_spec)
+        self._check_batch(batch, fast_build)
         refuse_fields(batch, NAME, "dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
         if batch.causal is not True:
             raise NotImplementedError(f"{NAME} takes causal batches, got causal={batch.causal!r}")
-        limits = (
-            ("num_reqs", batch.num_reqs, self.vllm_config.max_num_seqs),
-            ("num_actual_tokens", batch.num_actual_tokens, self._most_rows),
-        )
-        for name, count, most in limits:
-            if count > most:
-                raise ValueError(f"{name} must be at most {most} for {NAME}, got {count}")
         found = split_decodes_and_prefills(batch, self.threshold)
         # The order in which a product is summed is the kernel's: bits of a row's own need one.
         decodes = batch.num_reqs if self.vllm_config.batch_invariant else found.num_decodes

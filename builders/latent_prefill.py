@@ -207,7 +207,8 @@ class ExpandedPrefill:
         host: list[int],
         context_lens: torch.Tensor,
     ) -> LatentContext | None:
-        longest = _longest_context(batch, decodes, host)
+        # A bound may run ahead of the truth.
+        longest = min(_longest_context(batch, decodes, host), self.config.max_model_len)
         visible = context_lens
         if self.window is not None:
             # What a new token sees is itself and those just before it.

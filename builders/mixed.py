@@ -110,6 +110,9 @@ class MixedMetadataBuilder(AttentionMetadataBuilder[MixedMetadata]):
     ) -> MixedMetadata:
         """The step's two records; errors as of the two builders.
 
+        Raises:
+            ValueError: a batch beyond the engine's limits.
+
         Args:
             common_prefix_len: makes no difference: the two would have to share it.
             common_attn_metadata: the batch.
@@ -162,6 +165,7 @@ class MixedMetadataBuilder(AttentionMetadataBuilder[MixedMetadata]):
     def _parts(
         self, batch: CommonAttentionMetadata, method: str, fast_build: bool
     ) -> MixedMetadata:
+        self._check_batch(batch, fast_build)
         starts = batch.query_start_loc_cpu[: batch.num_reqs + 1].tolist()
         decodes = self._num_decodes(starts)
         cut = starts[decodes]

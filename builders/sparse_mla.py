@@ -15,7 +15,7 @@ import torch
 from builders.base import AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
-from builders.debug import debug_batch
+from builders.debug import debug_limits
 from builders.device_facts import device_facts, runs_gluon
 from builders.hopper_sparse import HopperOptions, sparse_kernel_of
 from builders.sparse_calls import CallPlanner
@@ -81,7 +81,8 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.threshold = self.reorder_batch_threshold or 1
         config = vllm_config
-        self._most_rows = max(config.max_num_batched_tokens, config.max_num_seqs * self.threshold)
+        self.step_limits = self.step_limits.with_verifies(self.threshold)
+        self._most_rows = self.step_limits.max_num_tokens
         self._plans = [plan for phase in SparsePhase for plan in reachable_plans(self.setup, phase)]
         self._width = max(plan.index_width for plan in self._plans)
         self.buffers = GraphBuffers(self.device)
@@ -186,7 +187,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             ValueError: a batch beyond the engine's limits.
         """
         batch = common_attn_metadata
-        self._check(batch)
+        self._check(batch, fast_build)
         found = split_decodes_and_prefills(batch, self.threshold)
         bounds = self._key_bounds(batch, found.num_decodes)
         stats = BatchStats(found.num_prefill_tokens, sum(bounds))
@@ -269,21 +270,15 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             metadata: a record of this builder whose rows are all decodes.
         """
         if metadata.decode is not None:
+            debug_limits(metadata.decode.seq_lens, self.step_limits)
             self._fill(metadata.decode)
 
-    def _check(self, batch: CommonAttentionMetadata) -> None:
-        debug_batch(batch, self.kv_cache_spec)
+    def _check(self, batch: CommonAttentionMetadata, fast_build: bool) -> None:
+        self._check_batch(batch, fast_build)
         ignored = ("dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
         refuse_fields(batch, NAME, *ignored)
         if batch.causal is not True:
             raise NotImplementedError(f"{NAME} takes causal batches, got causal={batch.causal!r}")
-        limits = (
-            ("num_reqs", batch.num_reqs, self.vllm_config.max_num_seqs),
-            ("num_actual_tokens", batch.num_actual_tokens, self._most_rows),
-        )
-        for name, count, most in limits:
-            if count > most:
-                raise ValueError(f"{name} must be at most {most} for {NAME}, got {count}")
 
     def _key_bounds(self, batch: CommonAttentionMetadata, first: int) -> list[int]:
         """Host bounds of the keys of the requests from ``first`` on."""

@@ -182,22 +182,6 @@ class SplitPlanner:
         most = power_of_two(self.limits.max_num_seqs)
         return (*(size for size in PLAN_SIZES if size < most), most)
 
-    def check_limits(self, num_reqs: int, num_actual_tokens: int) -> None:
-        """Refuse a batch that the buffers are too small for.
-
-        Raises:
-            ValueError: more requests or tokens than the engine's limits.
-        """
-        for name, value, limit in (
-            ("num_reqs", num_reqs, self.limits.max_num_seqs),
-            ("num_actual_tokens", num_actual_tokens, self.limits.max_num_tokens),
-        ):
-            if value > limit:
-                raise ValueError(
-                    f"{name} ({value}) exceeds the engine's limit ({limit}), which the builder's "
-                    "buffers are sized for"
-                )
-
     def fill(
         self,
         query_start_loc: torch.Tensor,

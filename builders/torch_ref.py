@@ -12,7 +12,6 @@ import torch
 
 from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.common import CommonAttentionMetadata, refuse_fields
-from builders.debug import debug_batch
 from specs.kv_cache import CrossAttentionSpec, EncoderOnlyAttentionSpec
 from specs.positions import cut_window
 
@@ -53,9 +52,14 @@ class TorchRefMetadataBuilder(AttentionMetadataBuilder[TorchRefMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> TorchRefMetadata:
-        """The step's record; the batch, ours or vLLM's own, is not written."""
+        """The step's record; the batch, ours or vLLM's own, is not written.
+
+        Raises:
+            ValueError: a batch beyond the engine's limits.
+            NotImplementedError: a batch that asks for what the backend does not compute.
+        """
         batch = common_attn_metadata
-        debug_batch(batch, self.kv_cache_spec)
+        self._check_batch(batch, fast_build)
         refuse_fields(batch, "TORCH_REF", "dcp_local_seq_lens")
         seq_lens = batch.seq_lens
         causal: bool | torch.Tensor = batch.causal

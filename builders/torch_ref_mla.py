@@ -9,7 +9,6 @@ import torch
 
 from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.common import CommonAttentionMetadata, refuse_fields
-from builders.debug import debug_batch
 from builders.split import split_decodes_and_prefills
 from specs.engine import EngineConfig
 from specs.kv_cache import AnyKVCacheSpec
@@ -60,9 +59,14 @@ class TorchRefMLAMetadataBuilder(AttentionMetadataBuilder[TorchRefMLAMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> TorchRefMLAMetadata:
-        """The step's record; the batch, ours or vLLM's own, is not written."""
+        """The step's record; the batch, ours or vLLM's own, is not written.
+
+        Raises:
+            ValueError: a batch beyond the engine's limits.
+            NotImplementedError: a batch that asks for what the backend does not compute.
+        """
         batch = common_attn_metadata
-        debug_batch(batch, self.kv_cache_spec)
+        self._check_batch(batch, fast_build)
         ignored = ("dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
         refuse_fields(batch, "TORCH_REF_MLA", *ignored)
         if isinstance(batch.causal, torch.Tensor) or not batch.causal:

@@ -11,7 +11,7 @@ import torch
 from builders.base import AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
-from builders.debug import debug_batch, debug_enabled
+from builders.debug import debug_enabled, debug_limits
 from builders.dense_limits import BLOCK_MULTIPLE, check_dtypes, check_head_sizes
 from builders.dense_step import TritonAttentionMetadata
 from builders.device_facts import device_facts, runs_gluon
@@ -21,6 +21,7 @@ from builders.hopper_dense import (
     hopper_tile,
     prefill_kernel_of,
 )
+from builders.limits import check_common_prefix
 from builders.paging import Stripe
 from builders.shared_prefix import SharedBuffers, SharedPrefix, debug_prefix
 from builders.split_kv import SplitPlanner
@@ -49,9 +50,6 @@ from specs.kv_cache import (
     SlidingWindowSpec,
 )
 from specs.positions import cut_chunks, cut_range, cut_window
-
-CROSS_KV_LEN = 32768
-"""Encoder length that scratch is sized for: an engine's limit is that of the decoder."""
 
 
 class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMetadata]):
@@ -100,7 +98,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         self._limits = SplitLimits(
             vllm_config.max_num_seqs,
             vllm_config.max_num_batched_tokens,
-            max(vllm_config.max_model_len, CROSS_KV_LEN if self.is_cross else 0),
+            self.step_limits.max_kv_len,
             self.visible.span,
         )
         self._multiprocessors = multiprocessors
@@ -223,13 +221,12 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
 
         Raises:
             ValueError: a batch beyond the engine's limits, or ``common_prefix_len`` that is not a
-                whole number of the table's blocks.
+                whole number of the table's blocks, or more than a request's computed tokens.
         """
         batch = common_attn_metadata
         stripe = self.visible.stripe
-        debug_batch(batch, self.kv_cache_spec, 1 if stripe is None else stripe.size)
-        self.planner.check_limits(batch.num_reqs, batch.num_actual_tokens)
-        self._check_prefix(common_prefix_len, batch.block_table_tensor)
+        self._check_batch(batch, fast_build)
+        self._check_prefix(common_prefix_len, batch)
         if stripe is None:
             refuse_fields(batch, "TRITON_ATTN", "dcp_local_seq_lens")
         seq_lens = batch.seq_lens
@@ -238,11 +235,6 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             causal = False
             if self.is_cross and batch.encoder_seq_lens is not None:
                 seq_lens = batch.encoder_seq_lens
-        if len(seq_lens) < batch.num_reqs or len(batch.query_start_loc) <= batch.num_reqs:
-            raise ValueError(
-                f"seq_lens and query_start_loc must have at least num_reqs ({batch.num_reqs}) and "
-                f"num_reqs + 1 elements, got {len(seq_lens)} and {len(batch.query_start_loc)}"
-            )
         if isinstance(causal, torch.Tensor) and tuple(causal.shape) != (batch.num_reqs,):
             raise ValueError(
                 f"causal must be a bool or have shape [{batch.num_reqs}], got {[*causal.shape]}"
@@ -281,6 +273,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         Args:
             metadata: a record of this builder.
         """
+        debug_limits(metadata.seq_lens, self.step_limits)
         metadata.prefill = _over(metadata.prefill, None)
         self.planner.fill(
             metadata.query_start_loc,
@@ -382,7 +375,11 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
                     [tokens], [prefix + tokens], table, block_size
                 )
                 unwritten = torch.full_like(batch.slot_mapping, -1)
-                batch = batch.replace(slot_mapping=unwritten, encoder_seq_lens=one)
+                batch = batch.replace(
+                    slot_mapping=unwritten,
+                    encoder_seq_lens=one,
+                    encoder_seq_lens_cpu=torch.ones(1, dtype=torch.int32).numpy(),
+                )
                 for kind in kinds[:1] if prefix else kinds:
                     yield prefix, batch.replace(**kind)
 
@@ -436,8 +433,8 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             own=replace(shared.own, slot_mapping=slots, block_table=block_table[:, skipped:]),
         )
 
-    def _check_prefix(self, length: int, block_table: torch.Tensor) -> None:
-        block_size = self.kv_cache_spec.block_size
+    def _check_prefix(self, length: int, batch: CommonAttentionMetadata) -> None:
+        block_size, block_table = self.kv_cache_spec.block_size, batch.block_table_tensor
         if length < 0 or length % block_size:
             raise ValueError(
                 f"common_prefix_len must be a multiple of block_size ({block_size}) and not "
@@ -448,6 +445,10 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
                 f"common_prefix_len must be within block_table_tensor's {block_table.shape[1]} "
                 f"blocks of {block_size}, got {length}"
             )
+        known, reqs = batch.seq_lens_cpu_upper_bound, batch.num_reqs
+        if length and known is not None and self.vllm_config.exact_host_lengths:
+            query_lens = batch.query_start_loc_cpu[: reqs + 1].diff()
+            check_common_prefix(length, query_lens.numpy(), known[:reqs].numpy())
 
 
 def _over(plan: PrefillPlan | None, widened: WidenedKeys | None) -> PrefillPlan | None:

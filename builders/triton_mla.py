@@ -16,7 +16,7 @@ import torch
 from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
-from builders.debug import debug_batch
+from builders.debug import debug_limits
 from builders.dense_limits import BLOCK_MULTIPLE, HEAD_SIZES, check_dtypes
 from builders.dense_step import TritonAttentionMetadata
 from builders.device_facts import device_facts, runs_gluon
@@ -149,12 +149,11 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             ValueError: a batch beyond the engine's limits.
         """
         batch = common_attn_metadata
-        debug_batch(batch, self.kv_cache_spec)
+        self._check_batch(batch, fast_build)
         ignored = ("dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
         refuse_fields(batch, "TRITON_MLA", *ignored)
         if isinstance(batch.causal, torch.Tensor) or not batch.causal:
             raise NotImplementedError(f"TRITON_MLA supports causal=True, got {batch.causal}")
-        self.planner.check_limits(batch.num_reqs, batch.num_actual_tokens)
         found = split_decodes_and_prefills(batch, self.reorder_batch_threshold or 1)
         return TritonMLAMetadata(
             slot_mapping=batch.slot_mapping,
@@ -173,6 +172,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
         """Plan the record's decodes anew from its lengths as they are now; safe to capture."""
         step = metadata.decode
         if step is not None:
+            debug_limits(step.seq_lens, self.step_limits)
             visible = VisibleKeys(self.window)
             self.planner.fill(step.query_start_loc, step.seq_lens, visible, is_causal=True)
 

@@ -18,7 +18,7 @@ from builders import trtllm_mha_choice as choice
 from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
-from builders.debug import debug_batch
+from builders.debug import debug_limits
 from builders.flashinfer_compat import DirectCalls, LayerCall, StepCall
 from builders.phase_tables import PhaseTable, StepRows, fill_tables
 from builders.trtllm_mha_choice import NAME, KernelRule, Phase, VendorKernel
@@ -250,7 +250,7 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
             NotImplementedError: a batch that is not plainly causal.
         """
         batch = common_attn_metadata
-        debug_batch(batch, self.kv_cache_spec)
+        self._check_batch(batch, fast_build)
         refuse_fields(batch, NAME, "dcp_local_seq_lens", "rswa_prefix_lens")
         if batch.causal is not True:
             raise NotImplementedError(f"{NAME} takes causal batches, got causal={batch.causal!r}")
@@ -313,6 +313,7 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         Args:
             metadata: a record of this builder.
         """
+        debug_limits(metadata.seq_lens, self.step_limits)
         self._fill(copy.copy(metadata))
         if metadata.keyless is not None:
             self._keyless(metadata)
@@ -329,7 +330,11 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         Args:
             common_attn_metadata: the batch, whose keys are all written.
             num_steps: of the draft model.
+
+        Raises:
+            ValueError: a batch beyond the engine's limits.
         """
+        self._check_batch(common_attn_metadata, fast_build=True)
         return build_draft_steps(self, common_attn_metadata, num_steps)
 
     def draft_buffers(self, step: int) -> DraftBuffers:

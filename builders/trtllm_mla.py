@@ -18,6 +18,7 @@ from builders import trtllm_mla_calls as compat
 from builders.base import AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata
+from builders.debug import debug_limits
 from builders.dense_step import TritonAttentionMetadata
 from builders.device_facts import device_facts
 from builders.latent_prefill import ExpandedPrefill, with_block_table
@@ -136,7 +137,8 @@ class TrtllmMlaMetadataBuilder(AttentionMetadataBuilder[TrtllmMlaMetadata]):
         self.planner: SplitPlanner | None = None
         kind, multiprocessors = facts = device_facts(self.device)
         most = vllm_config.max_num_seqs
-        tokens = max(vllm_config.max_num_batched_tokens, most * self.threshold)
+        self.step_limits = self.step_limits.with_verifies(self.threshold)
+        tokens = self.step_limits.max_num_tokens
         if not self._is_gen:
             limits = SplitLimits(most, tokens, vllm_config.max_model_len, None)
             self.planner = decode_planner(spec, vllm_config, facts, limits, self.buffers)
@@ -188,8 +190,8 @@ class TrtllmMlaMetadataBuilder(AttentionMetadataBuilder[TrtllmMlaMetadata]):
             NotImplementedError: a batch that is not plainly causal.
         """
         batch = common_attn_metadata
-        fields = split_step(batch, self.kv_cache_spec, self.threshold, NAME)
-        self._check_limits(batch)
+        self._check_batch(batch, fast_build)
+        fields = split_step(batch, self.threshold, NAME)
         decodes = fields["num_decodes"]
         lens = batch.query_start_loc_cpu[: decodes + 1].diff()
         record = TrtllmMlaMetadata(
@@ -203,15 +205,6 @@ class TrtllmMlaMetadataBuilder(AttentionMetadataBuilder[TrtllmMlaMetadata]):
         if record.num_prefills:
             self._plan_prefill(record, batch)
         return record
-
-    def _check_limits(self, batch: CommonAttentionMetadata) -> None:
-        config = self.vllm_config
-        for name, count, most in (
-            ("num_reqs", batch.num_reqs, config.max_num_seqs),
-            ("num_actual_tokens", batch.num_actual_tokens, len(self.buffers["keyless"])),
-        ):
-            if count > most:
-                raise ValueError(f"{name} must be at most {most} for {NAME}, got {count}")
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -244,6 +237,7 @@ class TrtllmMlaMetadataBuilder(AttentionMetadataBuilder[TrtllmMlaMetadata]):
         Args:
             metadata: a record of this builder whose rows are all decodes.
         """
+        debug_limits(metadata.seq_lens, self.step_limits)
         if metadata.keyless is not None:
             flag_keyless(metadata.query_start_loc, metadata.seq_lens, metadata.keyless)
         self._filled_rows(metadata)

@@ -95,6 +95,9 @@ class EngineConfig(Spec):
 
     max_model_len: TokenCount
     """Longest sequence, in tokens."""
+    max_encoder_len: PositiveInt | None = None
+    """Longest input of an encoder, in tokens, that cross attention reads; None is
+    ``max_model_len``."""
     max_num_seqs: PositiveInt = 256
     """Most requests in a step."""
     max_num_batched_tokens: TokenCount = 8192

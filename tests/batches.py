@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -401,6 +402,7 @@ def make_batch(
         fields.setdefault(
             "encoder_seq_lens", torch.tensor(spec.encoder_lens, dtype=torch.int32).to(device)
         )
+        fields.setdefault("encoder_seq_lens_cpu", np.array(spec.encoder_lens, dtype=np.int32))
     # A decode's length may be overestimated on the host, a prefill's never is.
     bound = seq_lens + 3 * ((query_lens > 0) & (query_lens <= 5)).int()
     return CommonAttentionMetadata(

@@ -301,7 +301,7 @@ def test_a_batch_that_cannot_be_planned_is_refused(
 
 
 def test_a_batch_of_too_many_requests_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_reqs must be at most 8 for FLASHINFER, got 9"):
+    with pytest.raises(ValueError, match=r"num_reqs \(9\) exceeds max_num_seqs \(8\)"):
         builder_of().build(0, batch_of([1] * 9, [20] * 9))
 
 

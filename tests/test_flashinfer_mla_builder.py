@@ -138,7 +138,7 @@ def test_batches_that_cannot_be_planned_are_refused() -> None:
         builder.build(0, batch.replace(causal=False))
     with pytest.raises(NotImplementedError, match=r"draft step 2.*host lengths are not exact"):
         builder.build_for_drafting(batch, 2)
-    with pytest.raises(ValueError, match=r"num_reqs must be at most max_num_seqs \(8\), got 9"):
+    with pytest.raises(ValueError, match=r"num_reqs \(9\) exceeds max_num_seqs \(8\)"):
         builder.build(0, batch_of([1] * 9, [5] * 9))
     with pytest.raises(ValueError, match=r"same number of tokens, got \[1, 2\]"):
         builder.build_for_cudagraph_capture(batch_of([1, 2], [40, 33]))

@@ -266,7 +266,7 @@ def test_the_builder_refuses_batches_that_it_cannot_plan() -> None:
     with pytest.raises(NotImplementedError, match="causal"):
         builder.build(0, batch.replace(causal=False))
     small = trial.builder(trial.config.replace(max_num_seqs=2))
-    with pytest.raises(ValueError, match=r"num_reqs \(4\) exceeds the engine's limit \(2\)"):
+    with pytest.raises(ValueError, match=r"num_reqs \(4\) exceeds max_num_seqs \(2\)"):
         small.build(0, batch)
 
 

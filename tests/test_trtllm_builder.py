@@ -490,7 +490,7 @@ def test_a_build_reads_nothing_of_the_device(
 def test_host_lengths_of_keys_decide_nothing() -> None:
     batch = batch_of([1, 1, 30], [100, 257, 30])
     with emulated(H200):
-        builder = builder_of()
+        builder = builder_of(exact_host_lengths=False)
         wrong = batch.replace(
             max_seq_len=511, seq_lens_cpu_upper_bound=torch.full((3,), 511, dtype=torch.int32)
         )

@@ -161,7 +161,7 @@ def test_batches_that_cannot_be_taken_are_refused() -> None:
     builder, batch = builder_of(), batch_of([1, 1], [40, 33])
     with pytest.raises(NotImplementedError, match="causal=False"):
         builder.build(0, batch.replace(causal=False))
-    with pytest.raises(ValueError, match="num_reqs must be at most 8 for TRTLLM_MLA, got 9"):
+    with pytest.raises(ValueError, match=r"num_reqs \(9\) exceeds max_num_seqs \(8\)"):
         builder.build(0, batch_of([1] * 9, [5] * 9))
     with pytest.raises(ValueError, match=r"same number of tokens, got \[1, 2\]"):
         builder.build_for_cudagraph_capture(batch_of([1, 2], [40, 33]))

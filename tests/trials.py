@@ -254,6 +254,9 @@ def _single_request(
         slot_mapping=batch.slot_mapping[tokens].clone(),
         causal=request(batch.causal),
         encoder_seq_lens=request(batch.encoder_seq_lens),
+        encoder_seq_lens_cpu=None
+        if batch.encoder_seq_lens_cpu is None
+        else batch.encoder_seq_lens_cpu[one],
         positions=None if batch.positions is None else batch.positions[tokens].clone(),
         seq_lens_cpu_upper_bound=request(batch.seq_lens_cpu_upper_bound),
         rswa_prefix_lens=request(batch.rswa_prefix_lens),

@@ -249,6 +249,11 @@ class SparseMLAImpl(MLAAttentionImpl):
         attend = ATTENDERS.get(kernel)
         if attend is None:
             raise NotImplementedError(f"{kernel.value} is not called by SPARSE_MLA yet")
+        if self.indexer.topk_indices_buffer.shape[1] != rows.plan.topk:
+            raise ValueError(
+                f"topk_indices_buffer must have index_topk ({rows.plan.topk}) columns, got "
+                f"{self.indexer.topk_indices_buffer.shape[1]}"
+            )
         k_scale, stored = layer._k_scale, self._row(self.cache_dtype, tensors[0].dtype)
         run = partial(self._call, rows, tensors, layer, attend)
         if rows.converted is None or rows.converted_row is None:

@@ -285,7 +285,8 @@ def test_the_dense_reference_reads_exact_lengths() -> None:
         mm_req_doc_ranges={3: [(1, 2)]},
         causal=torch.tensor([1, 0, 1, 1, 0, 1], dtype=torch.int32),
     )
-    record = TorchRefMetadataBuilder(DENSE, [], CONFIG, "cpu").build(8, batch)
+    config = CONFIG.replace(exact_host_lengths=False)
+    record = TorchRefMetadataBuilder(DENSE, [], config, "cpu").build(8, batch)
     assert record.kv_lens == list(SEQ_LENS)
     assert record.query_starts == [0, 1, 2, 4, 10, 15, 15]
     assert record.causal == [True, False, True, True, False, True]

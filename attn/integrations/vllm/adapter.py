@@ -25,6 +25,7 @@ from attn.impls.base import AttentionImpl
 from attn.integrations.vllm import compat, translate
 from attn.integrations.vllm.common import CommonBackend, served_line
 from attn.integrations.vllm.latent import LatentBackend, LatentBuilder, LatentImpl
+from builders.limits import StepLimits
 from specs.attention import AttentionCGSupport, AttentionType
 from specs.dtypes import CacheDType
 from specs.layouts import DenseKVLayout, KVPacking
@@ -180,6 +181,7 @@ class DenseBuilder:
     shares_prefix: bool
     label: str
     """Our name and vLLM's, for the log."""
+    step_limits: StepLimits
 
     def __init__(
         self,
@@ -215,6 +217,8 @@ class DenseBuilder:
         config = config.replace(has_sinks=any(one is not None for one in sinks))
         ours: Any = super()
         ours.__init__(spec, layer_names, config, device)
+        # Those of vLLM hold its longest sequence; dummy batches before a capture can be longer.
+        self.step_limits = self.step_limits.without_table()
         logger.info("%s", served_line(self.label, spec, heads, layer_names))
         if device.type == "cuda":
             warm_up(self, layers, compat.features_of(vllm_config, kv_cache_spec))

@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from attn.integrations.vllm import compat, translate
 from attn.integrations.vllm.common import CommonBackend, served_line
 from attn.reference.mla import split_kv_b_proj
+from builders.limits import StepLimits
 
 logger = init_logger("vllm.attn_backends")
 
@@ -64,6 +65,7 @@ class LatentBuilder:
 
     label: str
     """Our name and vLLM's, for the log."""
+    step_limits: StepLimits
 
     def __init__(
         self,
@@ -99,6 +101,8 @@ class LatentBuilder:
             config = config.replace(softmax_scale=scales.pop())
         ours: Any = super()
         ours.__init__(spec, layer_names, config, device)
+        # Those of vLLM hold its longest sequence; dummy batches before a capture can be longer.
+        self.step_limits = self.step_limits.without_table()
         for layer in layers:
             layer.impl.take_projection(dtype)
         logger.info("%s", served_line(self.label, spec, heads, layer_names))

@@ -202,7 +202,8 @@ def engine_config(
     max_tokens = max(scheduler.max_num_batched_tokens, *captured, 1)
     # A graph's padding can exceed the scheduler's limit.
     max_reqs = max(scheduler.max_num_seqs, *captured, 1)
-    max_len = model.max_model_len
+    # So can the lengths of the dummy batches before a capture.
+    max_len = max(model.max_model_len, *captured, 1)
     if isinstance(spec, vllm_specs.SinkFullAttentionSpec):
         max_len += spec.sink_len
     if isinstance(spec, vllm_specs.ChunkedLocalAttentionSpec):
@@ -217,6 +218,7 @@ def engine_config(
     is_exact = not is_optimistic and not isinstance(spec, vllm_specs.SinkFullAttentionSpec)
     return EngineConfig(
         max_model_len=max_len,
+        max_encoder_len=_encoder_len(vllm_config, spec),
         max_num_seqs=max_reqs,
         max_num_batched_tokens=max_tokens,
         # Each rank attends with the heads of all, over its own tokens.
@@ -242,6 +244,17 @@ def engine_config(
         prefill_kernel=_named(PREFILL_VARIABLE, PrefillKernel.AUTO),
         decode_kernel=_named(DECODE_VARIABLE, DecodeKernel.AUTO),
     )
+
+
+def _encoder_len(vllm_config: Any, spec: Any) -> int | None:
+    """The longest input of an encoder: as many tokens as vLLM has blocks for, or captures graphs
+    with; None of layers without an encoder.
+    """
+    if not isinstance(spec, vllm_specs.CrossAttentionSpec):
+        return None
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    positions = getattr(model.hf_config, "max_source_positions", None) or 0
+    return int(max(scheduler.max_num_encoder_input_tokens, positions, model.max_model_len))
 
 
 _Kernel = TypeVar("_Kernel", PrefillKernel, DecodeKernel)
