@@ -5,15 +5,24 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, Generic, TypedDict, TypeVar
 
 import torch
 
 from builders.common import CommonAttentionMetadata
+from builders.debug import debug_batch
 from specs.attention import AttentionCGSupport
 from specs.engine import EngineConfig
-from specs.kv_cache import AnyKVCacheSpec
+from specs.kv_cache import AnyKVCacheSpec, EncoderOnlyAttentionSpec
+
+
+class CachePages(TypedDict):
+    """What a step's record knows of the cache that it was built for."""
+
+    block_size: int
+    cache_dtype: torch.dtype
 
 
 @dataclass
@@ -25,6 +34,31 @@ class AttentionMetadata:
 
     slot_mapping: torch.Tensor
     """``[T]`` int64: where each new token is written; -1 skips it."""
+    block_size: int | None = field(default=None, kw_only=True)
+    """Tokens of a page of the cache that the step was built for."""
+    cache_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    """Type of the elements of that cache's rows: of the first part of a row with several, and bytes
+    for planes of the indexer."""
+
+    def check_cache(self, block_size: int, dtype: torch.dtype) -> None:
+        """A cache is the kind that the step was built for; at every call that reads it.
+
+        Args:
+            block_size: tokens of a page of the cache.
+            dtype: of its stored elements, as the layer reads them.
+
+        Raises:
+            ValueError: one is not what the step was built for; both values are named.
+        """
+        if block_size != self.block_size:
+            raise ValueError(
+                f"kv_cache must have pages of {self.block_size} tokens, for which the step was "
+                f"built, got pages of {block_size}"
+            )
+        if dtype != self.cache_dtype:
+            raise ValueError(
+                f"kv_cache must hold {self.cache_dtype}, for which the step was built, got {dtype}"
+            )
 
 
 M = TypeVar("M", bound=AttentionMetadata)
@@ -62,11 +96,50 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
             layer_names: layers of the group.
             vllm_config: engine limits; the parameter has vLLM's name.
             device: where the records' tensors live.
+
+        Raises:
+            ValueError: a device that this machine does not have.
         """
         self.kv_cache_spec = kv_cache_spec
         self.layer_names = list(layer_names)
         self.vllm_config = vllm_config
         self.device = torch.device(device)
+        _check_device(self.device)
+
+    @cached_property
+    def pages(self) -> CachePages:
+        """What every record of this builder is given of its cache."""
+        layout = self.kv_cache_spec.layout()
+        # Rows of the indexer lie in planes of bytes.
+        stored = layout.storage_dtype if layout.row.planar else layout.row.fields[0].dtype
+        return {"block_size": self.kv_cache_spec.block_size, "cache_dtype": stored.torch}
+
+    def check_batch(
+        self, common_prefix_len: int, batch: CommonAttentionMetadata, dcp_size: int = 1
+    ) -> None:
+        """What every builder refuses of a batch; with ``ATTN_DEBUG=1`` all of its invariants.
+
+        Args:
+            common_prefix_len: leading tokens that all requests share.
+            batch: ours or vLLM's own object.
+            dcp_size: ranks that share the tokens of a request; each has blocks for its own.
+
+        Raises:
+            ValueError: a negative ``common_prefix_len``; a batch made for blocks of another size
+                than the builder's.
+        """
+        if common_prefix_len < 0:
+            raise ValueError(f"common_prefix_len must not be negative, got {common_prefix_len}")
+        spec, block_size = self.kv_cache_spec, getattr(batch, "block_size", None)
+        # Nothing of encoders lies in blocks.
+        if block_size not in (None, spec.block_size) and not isinstance(
+            spec, EncoderOnlyAttentionSpec
+        ):
+            raise ValueError(
+                f"block_size of the batch must be the KV cache spec's {spec.block_size}, got "
+                f"{block_size}"
+            )
+        debug_batch(batch, spec, dcp_size)
 
     @classmethod
     def get_cudagraph_support(
@@ -116,6 +189,8 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         """
         updated = copy.copy(metadata)
         updated.slot_mapping = slot_mapping
+        updated.block_size = self.pages["block_size"]
+        updated.cache_dtype = self.pages["cache_dtype"]
         self._set_block_table(updated, block_table)
         return updated
 
@@ -133,3 +208,16 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
             self.reorder_batch_threshold = max(
                 reorder_batch_threshold, self.vllm_config.max_decode_query_len
             )
+
+
+def _check_device(device: torch.device) -> None:
+    """The machine has it.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if device.type != "cuda":
+        return
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        raise ValueError(f"device must be there, got {str(device)!r} on a machine of {count} GPUs")

@@ -17,7 +17,7 @@ from builders import flashinfer_compat as compat
 from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
-from builders.debug import debug_batch, debug_enabled
+from builders.debug import debug_enabled
 from builders.device_facts import device_facts
 from builders.flashinfer_choice import (
     NAME,
@@ -220,9 +220,8 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
                 ``common_prefix_len`` that is not a whole number of the table's blocks.
             NotImplementedError: a batch that is not plainly causal.
         """
-        batch, debugs = common_attn_metadata, debug_enabled()
-        if debugs:
-            debug_batch(batch, self.kv_cache_spec)
+        batch = common_attn_metadata
+        self.check_batch(common_prefix_len, batch)
         refuse_fields(batch, NAME, "dcp_local_seq_lens", "rswa_prefix_lens")
         if batch.causal is not True:
             raise NotImplementedError(f"{NAME} plans causal batches, got causal={batch.causal!r}")
@@ -233,7 +232,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             most = self.vllm_config.max_num_seqs
             raise ValueError(f"num_reqs must be at most {most} for {NAME}, got {reqs}")
         lengths = host_lengths(batch, common_prefix_len, self.sizes.page_size)
-        if debugs:
+        if debug_enabled():
             debug_lengths(batch, lengths)
         # A slice of all of it costs as much as any.
         starts, lens = batch.query_start_loc, batch.seq_lens
@@ -250,6 +249,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             prefill=None,
             shared=None,
             keyless=None,
+            **self.pages,
         )
         self._plan(record)
         return record

@@ -172,7 +172,8 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
             NotImplementedError: a batch that is not plainly causal.
         """
         batch = common_attn_metadata
-        fields = split_step(batch, self.kv_cache_spec, self.reorder_batch_threshold or 1, NAME)
+        self.check_batch(common_prefix_len, batch)
+        fields = split_step(batch, self.reorder_batch_threshold or 1, NAME)
         reqs = batch.num_reqs
         if reqs > self.vllm_config.max_num_seqs:
             raise ValueError(
@@ -182,7 +183,8 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
         lengths = host_lengths(batch, 0, self.sizes.page_size, NAME)
         if debug_enabled():
             debug_lengths(batch, lengths, NAME)
-        record = FlashInferMlaMetadata(**fields, lengths=lengths, sizes=self.sizes, decode=None)
+        own: Any = {"lengths": lengths, "sizes": self.sizes, "decode": None}
+        record = FlashInferMlaMetadata(**fields, **own, **self.pages)
         if record.num_prefills:
             record.prefill = self.expanded.plan(batch, record.num_decodes)
         self._plan_decodes(record)

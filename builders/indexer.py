@@ -15,7 +15,6 @@ import torch
 from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
-from builders.debug import debug_batch
 from builders.sparse_rows import RowLengths, context_slots, fill_rows
 from builders.split import split_decodes_and_prefills
 from specs.attention import AttentionCGSupport
@@ -176,7 +175,7 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
             ValueError: a batch beyond the engine's limits.
         """
         batch = common_attn_metadata
-        return self._build(batch, min(batch.max_seq_len, self._longest))
+        return self._build(batch, min(batch.max_seq_len, self._longest), common_prefix_len)
 
     def warm_up_steps(self) -> Iterator[IndexerMetadata]:
         """A small step for each way of scoring: of a decode, and of a prompt where limits allow.
@@ -230,9 +229,11 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
         if metadata.decode is not None:
             self._fill(metadata.decode)
 
-    def _build(self, batch: CommonAttentionMetadata, longest: int) -> IndexerMetadata:
+    def _build(
+        self, batch: CommonAttentionMetadata, longest: int, common_prefix_len: int = 0
+    ) -> IndexerMetadata:
         """``longest`` bounds the keys of any row that is scored over pages."""
-        debug_batch(batch, self.kv_cache_spec)
+        self.check_batch(common_prefix_len, batch)
         refuse_fields(batch, NAME, "dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
         if batch.causal is not True:
             raise NotImplementedError(f"{NAME} takes causal batches, got causal={batch.causal!r}")
@@ -258,6 +259,7 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
             num_actual_tokens=batch.num_actual_tokens,
             decode=decode,
             prefill=prefill,
+            **self.pages,
         )
 
     def _rows(self, batch: CommonAttentionMetadata, first: int, stop: int) -> IndexRows:

@@ -9,10 +9,8 @@ import torch
 
 from builders.base import AttentionMetadata
 from builders.common import CommonAttentionMetadata, refuse_fields
-from builders.debug import debug_batch
 from builders.latent_prefill import LatentPrefill
 from builders.split import split_decodes_and_prefills
-from specs.kv_cache import AnyKVCacheSpec
 
 
 @dataclass
@@ -37,21 +35,17 @@ class LatentStep(AttentionMetadata):
     where there cannot be such rows."""
 
 
-def split_step(
-    batch: CommonAttentionMetadata, spec: AnyKVCacheSpec, threshold: int, name: str
-) -> dict[str, Any]:
+def split_step(batch: CommonAttentionMetadata, threshold: int, name: str) -> dict[str, Any]:
     """The common fields of a step's record, nothing planned yet.
 
     Args:
         batch: ours or vLLM's own object.
-        spec: the group's.
         threshold: most tokens of a decode.
         name: of the backend, for messages.
 
     Raises:
         NotImplementedError: a batch that is not plainly causal.
     """
-    debug_batch(batch, spec)
     refuse_fields(batch, name, "dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
     if batch.causal is not True:
         raise NotImplementedError(f"{name} takes causal batches, got causal={batch.causal!r}")

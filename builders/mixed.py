@@ -115,6 +115,7 @@ class MixedMetadataBuilder(AttentionMetadataBuilder[MixedMetadata]):
             common_attn_metadata: the batch.
             fast_build: handed on.
         """
+        self.check_batch(common_prefix_len, common_attn_metadata)
         return self._parts(common_attn_metadata, "build", fast_build)
 
     def build_for_cudagraph_capture(
@@ -136,6 +137,7 @@ class MixedMetadataBuilder(AttentionMetadataBuilder[MixedMetadata]):
             batch.num_reqs,
             record,
             None,
+            **self.pages,
         )
 
     def update_block_table(
@@ -181,7 +183,13 @@ class MixedMetadataBuilder(AttentionMetadataBuilder[MixedMetadata]):
             else:
                 parts[place] = builder.build_for_cudagraph_capture(own)
         return MixedMetadata(
-            batch.slot_mapping, batch.num_actual_tokens, cut, decodes, parts[0], parts[1]
+            batch.slot_mapping,
+            batch.num_actual_tokens,
+            cut,
+            decodes,
+            parts[0],
+            parts[1],
+            **self.pages,
         )
 
     def _num_decodes(self, starts: list[int]) -> int:

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from builders.base import AttentionMetadataBuilder
+from builders.base import AttentionMetadataBuilder, CachePages
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
-from builders.debug import debug_batch
 from builders.device_facts import device_facts, runs_gluon
 from builders.hopper_sparse import HopperOptions, sparse_kernel_of
 from builders.sparse_calls import CallPlanner
@@ -186,6 +185,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             ValueError: a batch beyond the engine's limits.
         """
         batch = common_attn_metadata
+        self.check_batch(common_prefix_len, batch)
         self._check(batch)
         found = split_decodes_and_prefills(batch, self.threshold)
         bounds = self._key_bounds(batch, found.num_decodes)
@@ -196,7 +196,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             decode = self._rows(plan.decode, batch, 0, found.num_decodes, [])
         if plan.prefill is not None:
             prefill = self._rows(plan.prefill, batch, found.num_decodes, batch.num_reqs, bounds)
-        return _record(batch, plan, decode, prefill)
+        return _record(batch, plan, decode, prefill, self.pages)
 
     def warm_up_steps(self) -> Iterator[tuple[CommonAttentionMetadata, SparseMLAMetadata]]:
         """A small step for each kernel that rows can come to, and each way of launching it.
@@ -222,10 +222,10 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
                 given = replace(rows, launch=launch)
                 if is_prefill:
                     step = SparsePlan(ForwardMode.EXTEND, None, plan)
-                    yield batch, _record(batch, step, None, given)
+                    yield batch, _record(batch, step, None, given, self.pages)
                 else:
                     step = SparsePlan(ForwardMode.DECODE, plan, None)
-                    yield batch, _record(batch, step, given, None)
+                    yield batch, _record(batch, step, given, None, self.pages)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -272,7 +272,6 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             self._fill(metadata.decode)
 
     def _check(self, batch: CommonAttentionMetadata) -> None:
-        debug_batch(batch, self.kv_cache_spec)
         ignored = ("dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
         refuse_fields(batch, NAME, *ignored)
         if batch.causal is not True:
@@ -434,6 +433,7 @@ def _record(
     plan: SparsePlan,
     decode: SparseRows | None,
     prefill: SparseRows | None,
+    pages: CachePages,
 ) -> SparseMLAMetadata:
     return SparseMLAMetadata(
         slot_mapping=batch.slot_mapping,
@@ -445,6 +445,7 @@ def _record(
         plan=plan,
         decode=decode,
         prefill=prefill,
+        **pages,
     )
 
 

@@ -12,7 +12,6 @@ import torch
 
 from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.common import CommonAttentionMetadata, refuse_fields
-from builders.debug import debug_batch
 from specs.kv_cache import CrossAttentionSpec, EncoderOnlyAttentionSpec
 
 
@@ -54,7 +53,7 @@ class TorchRefMetadataBuilder(AttentionMetadataBuilder[TorchRefMetadata]):
     ) -> TorchRefMetadata:
         """The step's record; the batch, ours or vLLM's own, is not written."""
         batch = common_attn_metadata
-        debug_batch(batch, self.kv_cache_spec)
+        self.check_batch(common_prefix_len, batch)
         refuse_fields(batch, "TORCH_REF", "dcp_local_seq_lens")
         seq_lens = batch.seq_lens
         causal: bool | torch.Tensor = batch.causal
@@ -78,6 +77,7 @@ class TorchRefMetadataBuilder(AttentionMetadataBuilder[TorchRefMetadata]):
             rswa_prefix_lens=None if prefixes is None else prefixes.tolist(),
             rswa_window=None if prefixes is None else self.vllm_config.rswa_window,
             common_prefix_len=common_prefix_len,
+            **self.pages,
         )
 
 

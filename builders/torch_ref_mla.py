@@ -9,7 +9,6 @@ import torch
 
 from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.common import CommonAttentionMetadata, refuse_fields
-from builders.debug import debug_batch
 from builders.split import split_decodes_and_prefills
 from specs.engine import EngineConfig
 from specs.kv_cache import AnyKVCacheSpec
@@ -62,7 +61,7 @@ class TorchRefMLAMetadataBuilder(AttentionMetadataBuilder[TorchRefMLAMetadata]):
     ) -> TorchRefMLAMetadata:
         """The step's record; the batch, ours or vLLM's own, is not written."""
         batch = common_attn_metadata
-        debug_batch(batch, self.kv_cache_spec)
+        self.check_batch(common_prefix_len, batch)
         ignored = ("dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
         refuse_fields(batch, "TORCH_REF_MLA", *ignored)
         if isinstance(batch.causal, torch.Tensor) or not batch.causal:
@@ -87,6 +86,7 @@ class TorchRefMLAMetadataBuilder(AttentionMetadataBuilder[TorchRefMLAMetadata]):
             num_prefill_tokens=batch.num_actual_tokens - boundary if prefill else 0,
             decode=decode,
             prefill=prefill,
+            **self.pages,
         )
 
     def _num_decodes(self, batch: CommonAttentionMetadata) -> int:

@@ -11,7 +11,7 @@ import torch
 from builders.base import AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
-from builders.debug import debug_batch, debug_enabled
+from builders.debug import debug_enabled
 from builders.dense_limits import BLOCK_MULTIPLE, check_dtypes, check_head_sizes
 from builders.dense_step import TritonAttentionMetadata
 from builders.device_facts import device_facts, runs_gluon
@@ -226,7 +226,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         """
         batch = common_attn_metadata
         stripe = self.visible.stripe
-        debug_batch(batch, self.kv_cache_spec, 1 if stripe is None else stripe.size)
+        self.check_batch(common_prefix_len, batch, 1 if stripe is None else stripe.size)
         self.planner.check_limits(batch.num_reqs, batch.num_actual_tokens)
         self._check_prefix(common_prefix_len, batch.block_table_tensor)
         if stripe is None:
@@ -265,6 +265,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             rswa_prefix_lens=prefixes,
             rswa_window=None if prefixes is None else self.vllm_config.rswa_window,
             stripe=stripe,
+            **self.pages,
         )
         self.update_draft_decode_metadata(record)
         record.shared = self._shared_prefix(record, batch, common_prefix_len)

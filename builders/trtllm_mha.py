@@ -18,7 +18,6 @@ from builders import trtllm_mha_choice as choice
 from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
-from builders.debug import debug_batch
 from builders.flashinfer_compat import DirectCalls, LayerCall, StepCall
 from builders.phase_tables import PhaseTable, StepRows, fill_tables
 from builders.trtllm_mha_choice import NAME, KernelRule, Phase, VendorKernel
@@ -248,7 +247,7 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
             NotImplementedError: a batch that is not plainly causal.
         """
         batch = common_attn_metadata
-        debug_batch(batch, self.kv_cache_spec)
+        self.check_batch(common_prefix_len, batch)
         refuse_fields(batch, NAME, "dcp_local_seq_lens", "rswa_prefix_lens")
         if batch.causal is not True:
             raise NotImplementedError(f"{NAME} takes causal batches, got causal={batch.causal!r}")
@@ -276,6 +275,7 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
             decode=None,
             prefill=None,
             keyless=None,
+            **self.pages,
         )
         if self._may_lack_keys(batch, query_lens):
             record.keyless = self._keyless(record)
