@@ -35,7 +35,7 @@ class AttentionMetadata:
     slot_mapping: torch.Tensor
     """``[T]`` int64: where each new token is written; -1 skips it."""
     block_size: int | None = field(default=None, kw_only=True)
-    """Tokens of a page of the cache that the step was built for."""
+    """Tokens of a block of the cache that the step was built for."""
     cache_dtype: torch.dtype | None = field(default=None, kw_only=True)
     """Type of the elements of that cache's rows: of the first part of a row with several, and bytes
     for planes of the indexer."""
@@ -44,7 +44,7 @@ class AttentionMetadata:
         """A cache is the kind that the step was built for; at every call that reads it.
 
         Args:
-            block_size: tokens of a page of the cache.
+            block_size: tokens of a block of the cache.
             dtype: of its stored elements, as the layer reads them.
 
         Raises:
@@ -52,8 +52,8 @@ class AttentionMetadata:
         """
         if block_size != self.block_size:
             raise ValueError(
-                f"kv_cache must have pages of {self.block_size} tokens, for which the step was "
-                f"built, got pages of {block_size}"
+                f"kv_cache must have blocks of {self.block_size} tokens, for which the step was "
+                f"built, got blocks of {block_size}"
             )
         if dtype != self.cache_dtype:
             raise ValueError(

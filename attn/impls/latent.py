@@ -51,8 +51,8 @@ class LatentImpl(MLAAttentionImpl):
     ) -> None:
         """Write this step's latent rows in one launch; see the base class."""
         cache_dtype = CacheDType.parse(kv_cache_dtype)
-        check_latent_rows(self, kv_c_normed, k_pe, slot_mapping, k_scale)
         check_scale(k_scale, cache_dtype)
+        check_latent_rows(self, kv_c_normed, k_pe, slot_mapping, k_scale)
         views = self._written(kv_cache, cache_dtype, kv_c_normed.dtype, slot_mapping)
         scale = torch.ones_like(k_scale) if skip_scale else k_scale
         key, value = k_pe.reshape(len(k_pe), 1, self.qk_rope_head_dim), kv_c_normed[:, None]
@@ -78,8 +78,8 @@ class LatentImpl(MLAAttentionImpl):
     ) -> None:
         """Rotate both rotary parts and write latent rows, in one launch; see the base class."""
         cache_dtype = CacheDType.parse(kv_cache_dtype)
-        check_latent_rows(self, kv_c_normed, k_pe, slot_mapping, k_scale)
         check_scale(k_scale, cache_dtype)
+        check_latent_rows(self, kv_c_normed, k_pe, slot_mapping, k_scale)
         views = self._written(kv_cache, cache_dtype, kv_c_normed.dtype, slot_mapping)
         scale = torch.ones_like(k_scale) if skip_scale else k_scale
         rope_and_write_kv(
@@ -133,8 +133,8 @@ class LatentImpl(MLAAttentionImpl):
             output: likewise.
             output_scale: likewise.
         """
-        check_expanded(self, q, kv_c_normed, k_pe, output, prefill.num_tokens, output_scale)
         check_scale(k_scale, self.cache_dtype)
+        check_expanded(self, q, kv_c_normed, k_pe, output, prefill.num_tokens, output_scale)
         from attn.kernels.dense_tensors import DenseTensors
 
         rows = output.view(len(output), self.num_heads, self.v_head_dim)

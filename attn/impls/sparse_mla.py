@@ -106,8 +106,8 @@ class SparseMLAImpl(MLAAttentionImpl):
     ) -> None:
         """Write this step's latent rows in one launch; see the base class."""
         cache_dtype = CacheDType.parse(kv_cache_dtype)
-        check_latent_rows(self, kv_c_normed, k_pe, slot_mapping, k_scale)
         check_scale(k_scale, cache_dtype)
+        check_latent_rows(self, kv_c_normed, k_pe, slot_mapping, k_scale)
         scale = torch.ones_like(k_scale) if skip_scale else k_scale
         row = self._row(cache_dtype, kv_c_normed.dtype)
         rope = k_pe.reshape(len(k_pe), self.qk_rope_head_dim)
@@ -134,8 +134,8 @@ class SparseMLAImpl(MLAAttentionImpl):
     ) -> None:
         """Rotate both rotary parts and write latent rows, in one launch; see the base class."""
         cache_dtype = CacheDType.parse(kv_cache_dtype)
-        check_latent_rows(self, kv_c_normed, k_pe, slot_mapping, k_scale)
         check_scale(k_scale, cache_dtype)
+        check_latent_rows(self, kv_c_normed, k_pe, slot_mapping, k_scale)
         rope_and_write_latent_rows(
             q_pe,
             kv_c_normed,

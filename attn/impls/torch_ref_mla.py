@@ -99,8 +99,8 @@ class TorchRefMLAImpl(MLAAttentionImpl):
     ) -> None:
         """Write this step's latent rows; see the base class."""
         cache_dtype = CacheDType.parse(kv_cache_dtype)
-        check_latent_rows(self, kv_c_normed, k_pe, slot_mapping, k_scale)
         check_scale(k_scale, cache_dtype)
+        check_latent_rows(self, kv_c_normed, k_pe, slot_mapping, k_scale)
         row = self._row(kv_c_normed.dtype, cache_dtype)
         scale = torch.ones_like(k_scale) if skip_scale else k_scale
         k_pe = k_pe.reshape(len(k_pe), self.qk_rope_head_dim)

@@ -65,7 +65,6 @@ class TritonMLAImpl(LatentImpl):
         if step is None:
             return out, lse
         self._check_step(attn_metadata, kv_c_and_k_pe_cache, query.dtype)
-        check_count("q", query, attn_metadata.num_covered_tokens)
         k_scale = k_scale_of(layer)
         check_scale(k_scale, self.cache_dtype)
         if debug_enabled():
@@ -75,6 +74,7 @@ class TritonMLAImpl(LatentImpl):
         from attn.kernels.mla_launch import LatentTensors
 
         fields = self._fields(kv_c_and_k_pe_cache, self.cache_dtype, query.dtype)
+        check_count("q", query, attn_metadata.num_covered_tokens)
         tensors = LatentTensors(query, rotary, *fields, out, lse, k_scale)
         self._decoder().attend(step, tensors)
         return out, lse
