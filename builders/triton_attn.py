@@ -438,10 +438,9 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
 
     def _check_prefix(self, length: int, block_table: torch.Tensor) -> None:
         block_size = self.kv_cache_spec.block_size
-        if length < 0 or length % block_size:
+        if length % block_size:
             raise ValueError(
-                f"common_prefix_len must be a multiple of block_size ({block_size}) and not "
-                f"negative, got {length}"
+                f"common_prefix_len must be a multiple of block_size ({block_size}), got {length}"
             )
         if length and length > block_table.shape[1] * block_size:
             raise ValueError(

@@ -40,7 +40,6 @@ from tests import (
 )
 from tests.batches import BATCHES, Heads
 from tests.cases import FEATURES, Case, LatentCase
-from tests.conformance import check_case
 from tests.trials import DenseTrial, LatentTrial, Trial
 
 CPU = torch.device("cpu")
@@ -746,22 +745,3 @@ def test_an_indexer_refuses_a_batch_of_another_block_size_and_a_negative_prefix(
         builder.build(0, batch)
     with pytest.raises(ValueError, match="common_prefix_len must not be negative, got -64"):
         builder.build(-64, batch.replace(block_size=None))
-
-
-# -- bf16 under Triton's interpreter, which multiplies its bits.
-
-
-@pytest.mark.parametrize(
-    ("name", "case"),
-    [
-        ("TRITON_ATTN", dense(DType.BFLOAT16)),
-        ("TRITON_ATTN", replace(dense(DType.BFLOAT16), cache_dtype=CacheDType.FLOAT16)),
-        ("TRITON_ATTN", replace(dense(), cache_dtype=CacheDType.BFLOAT16)),
-        ("TRITON_ATTN", replace(dense(DType.BFLOAT16), cache_dtype=CacheDType.FP8)),
-        ("TRITON_MLA", latent(DType.BFLOAT16)),
-        ("TRITON_MLA", replace(latent(), cache_dtype=CacheDType.BFLOAT16)),
-    ],
-    ids=str,
-)
-def test_bf16_is_right_under_the_interpreter(name: str, case: Case | LatentCase) -> None:
-    check_case(EVERY[name].backend, case)

@@ -64,7 +64,8 @@ class TritonMLAImpl(LatentImpl):
             lse.fill_(float("-inf"))
         if step is None:
             return out, lse
-        self._check_step(attn_metadata, kv_c_and_k_pe_cache, query.dtype)
+        self._check_step(attn_metadata)
+        self._check_cache(attn_metadata, kv_c_and_k_pe_cache, query.dtype)
         k_scale = k_scale_of(layer)
         check_scale(k_scale, self.cache_dtype)
         if debug_enabled():
@@ -94,7 +95,8 @@ class TritonMLAImpl(LatentImpl):
         prefill = attn_metadata.prefill
         if prefill is None:
             return
-        self._check_step(attn_metadata, kv_c_and_k_pe_cache, q.dtype)
+        self._check_step(attn_metadata)
+        self._check_cache(attn_metadata, kv_c_and_k_pe_cache, q.dtype)
         debug_slots(attn_metadata.slot_mapping, attn_metadata.num_actual_tokens)
         cache = kv_c_and_k_pe_cache
         self.attend_prefill(q, kv_c_normed, k_pe, cache, prefill, k_scale, output, output_scale)
@@ -153,11 +155,8 @@ class TritonMLAImpl(LatentImpl):
 
         run_compiled(run_steps, builder.device)
 
-    def _check_step(
-        self, metadata: TritonMLAMetadata, kv_cache: torch.Tensor, model_dtype: torch.dtype
-    ) -> None:
+    def _check_step(self, metadata: TritonMLAMetadata) -> None:
         """A step that is planned for other rows, or leaves keys out that the layer sees."""
-        self._check_cache(metadata, kv_cache, model_dtype)
         group, window = metadata.group, self.sliding_window
         planned = group.rank, group.rope_size
         sizes = self.kv_lora_rank, self.qk_rope_head_dim
