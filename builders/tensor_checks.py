@@ -6,7 +6,7 @@ Shapes and types alone are compared: nothing here reads a device, and nothing is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -173,6 +173,46 @@ def check_scale(name: str, scale: torch.Tensor | None, counts: tuple[int, ...]) 
             f"{name} must be contiguous float32 of {wanted} elements, got shape "
             f"{list(scale.shape)} of {scale.dtype}"
         )
+
+
+def scales_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V scale of a layer.
+
+    Args:
+        layer: an ``attn.impls.base.AttentionLayer``.
+
+    Raises:
+        ValueError: the layer lacks one; the message names it.
+    """
+    try:
+        scales: tuple[torch.Tensor, torch.Tensor] = layer._k_scale, layer._v_scale
+    except AttributeError:
+        raise _no_scale(layer, "_k_scale", "_v_scale") from None
+    return scales
+
+
+def k_scale_of(layer: Any) -> torch.Tensor:
+    """K scale of a layer, which a latent cache has alone.
+
+    Args:
+        layer: an ``attn.impls.base.AttentionLayer``.
+
+    Raises:
+        ValueError: the layer lacks it.
+    """
+    try:
+        scale: torch.Tensor = layer._k_scale
+    except AttributeError:
+        raise _no_scale(layer, "_k_scale") from None
+    return scale
+
+
+def _no_scale(layer: Any, *names: str) -> ValueError:
+    missing = [name for name in names if not hasattr(layer, name)]
+    return ValueError(
+        f"layer must have {' and '.join(missing)}, a float32 tensor, got a "
+        f"{type(layer).__name__} without"
+    )
 
 
 def check_written(
@@ -448,20 +488,41 @@ def check_expanded(
         ValueError: what does not fit, or is None; the message names the argument and both values.
     """
     check_given(kv_c_normed=kv_c_normed, k_pe=k_pe)
-    heads, size = layer.num_heads, layer.v_head_dim
-    if q.shape[1:] != (heads, layer.qk_head_dim):
-        raise ValueError(f"q must have shape [*, {heads}, {layer.qk_head_dim}], got {[*q.shape]}")
+    shape = layer.num_heads, layer.qk_head_dim
+    if q.shape[1:] != shape:
+        raise ValueError(f"q must have shape [*, {shape[0]}, {shape[1]}], got {list(q.shape)}")
     _check_latent(layer, kv_c_normed, k_pe)
     if kv_c_normed.dtype != q.dtype:
         raise ValueError(
             f"kv_c_normed and k_pe must have q's dtype {q.dtype}, got {kv_c_normed.dtype}"
         )
-    if output.shape[1:] not in ((heads * size,), (heads, size)):
-        raise ValueError(f"output must have shape [*, {heads * size}], got {list(output.shape)}")
-    _check_output_type(q.dtype, output, output_scale)
+    check_latent_output(layer, q.dtype, output, output_scale)
     named = {"q": q, "kv_c_normed": kv_c_normed, "k_pe": k_pe, "output": output}
     for name, rows in named.items():
         check_count(name, rows, num_tokens)
+
+
+def check_latent_output(
+    layer: LatentSizes,
+    query_dtype: torch.dtype,
+    output: torch.Tensor,
+    output_scale: torch.Tensor | None = None,
+) -> None:
+    """An output of a latent layer fits it.
+
+    Args:
+        layer: sizes.
+        query_dtype: of its queries.
+        output: ``[T, H * V]`` or ``[T, H, V]``.
+        output_scale: of an fp8 output.
+
+    Raises:
+        ValueError: another shape or type.
+    """
+    heads, size = layer.num_heads, layer.v_head_dim
+    if output.shape[1:] not in ((heads * size,), (heads, size)):
+        raise ValueError(f"output must have shape [*, {heads * size}], got {list(output.shape)}")
+    _check_output_type(query_dtype, output, output_scale)
 
 
 def _check_latent(layer: LatentSizes, kv_c_normed: torch.Tensor, k_pe: torch.Tensor) -> None:

@@ -26,6 +26,7 @@ from attn.backends.triton_mla import TritonMLABackend
 from attn.backends.trtllm_mha import TrtllmMhaBackend
 from attn.backends.trtllm_mla import TrtllmMlaBackend
 from attn.impls.indexer import IndexInputs, SparseIndexer
+from attn.ops.mla import mla_attention
 from builders.common import CommonAttentionMetadata
 from builders.indexer import IndexerMetadataBuilder
 from specs.devices import KNOWN_DEVICES
@@ -558,6 +559,26 @@ def test_a_latent_prefill_with_a_wrong_tensor_is_refused(name: str, what: str) -
         given = mha_of(trial)
         with pytest.raises(ValueError, match=message):
             trial.impl.forward_mha(**{**given, **change(given)})
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (lambda good: good.to(torch.int8), "output must be .* got torch.int8"),
+        (lambda good: good[:, :-8], r"output must have shape \[\*, "),
+    ],
+)
+def test_a_latent_layer_refuses_an_output_that_does_not_fit(
+    output: Callable[[Tensor], Tensor], message: str
+) -> None:
+    trial = latent_trial("TORCH_REF_MLA")
+    given = mha_of(trial)
+    inputs, record = trial.inputs, given["attn_metadata"]
+    assert inputs.key is not None
+    rows = torch.zeros(len(inputs.query), given["output"].shape[1], dtype=trial.dtype)
+    tensors = inputs.query, *trial._parts(inputs.key), trial.cache(), record, output(rows)
+    with pytest.raises(ValueError, match=message):
+        mla_attention(trial.impl, trial.layer, *tensors)
 
 
 @pytest.mark.parametrize("name", LATENT)

@@ -28,38 +28,6 @@ class AttentionLayer(Protocol):
     _v_scale: torch.Tensor
 
 
-def scales_of(layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V scale of a layer.
-
-    Raises:
-        ValueError: the layer lacks one; the message names it.
-    """
-    try:
-        return layer._k_scale, layer._v_scale
-    except AttributeError:
-        raise _no_scale(layer, "_k_scale", "_v_scale") from None
-
-
-def k_scale_of(layer: AttentionLayer) -> torch.Tensor:
-    """K scale of a layer, which a latent cache has alone.
-
-    Raises:
-        ValueError: the layer lacks it.
-    """
-    try:
-        return layer._k_scale
-    except AttributeError:
-        raise _no_scale(layer, "_k_scale") from None
-
-
-def _no_scale(layer: AttentionLayer, *names: str) -> ValueError:
-    missing = [name for name in names if not hasattr(layer, name)]
-    return ValueError(
-        f"layer must have {' and '.join(missing)}, a float32 tensor, got a "
-        f"{type(layer).__name__} without"
-    )
-
-
 @dataclass
 class LayerScales:
     """The plainest :class:`AttentionLayer`: scales and nothing else."""

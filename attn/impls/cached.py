@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from attn.impls.base import AttentionLayer, scales_of
+from attn.impls.base import AttentionLayer
 from attn.impls.dense import DenseImpl
 from attn.ops.cache import rope_and_write_kv, write_kv
 from builders.debug import debug_enabled
 from builders.paging import check_slots
-from builders.tensor_checks import check_given
+from builders.tensor_checks import check_given, scales_of
 from specs.layouts import KVViews
 
 

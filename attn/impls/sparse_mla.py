@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
-from attn.impls.base import AttentionLayer, MLAAttentionImpl, check_scale, k_scale_of
+from attn.impls.base import AttentionLayer, MLAAttentionImpl, check_scale
 from attn.impls.sparse_callers import (
     attend_by_fa3,
     attend_by_flashinfer_mla,
@@ -25,7 +25,7 @@ from builders.debug import debug_enabled, debug_read, debug_slots
 from builders.sparse_calls import PlannedCalls
 from builders.sparse_launches import SparseLaunch
 from builders.sparse_records import RowChunk, SparseMLAMetadata, SparseRows
-from builders.tensor_checks import check_count, check_latent_rows, latent_query
+from builders.tensor_checks import check_count, check_latent_rows, k_scale_of, latent_query
 from specs.dtypes import CacheDType, DType
 from specs.rows import RowFormat, latent_element, latent_format_of
 from specs.sparse_mla import IndexKind, SparseKernel

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 
-from attn.impls.base import AttentionLayer, scales_of
+from attn.impls.base import AttentionLayer
 from attn.impls.dense import DenseImpl, given_rows
 from attn.reference.cache import read_kv, write_kv
 from attn.reference.dense import AttentionRules, ReadKV, Request, attend_batch
@@ -22,6 +22,7 @@ from builders.tensor_checks import (
     check_given,
     check_lengths,
     check_rotated,
+    scales_of,
 )
 from builders.torch_ref import TorchRefMetadata
 from specs.attention import AttentionType

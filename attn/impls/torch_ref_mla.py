@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from attn.impls.base import AttentionLayer, MLAAttentionImpl, check_scale, k_scale_of
+from attn.impls.base import AttentionLayer, MLAAttentionImpl, check_scale
 from attn.reference.cache import gather_positions, latent_values, read_latent, write_latent
 from attn.reference.dense import AttentionRules, attend_request
 from attn.reference.mla import attend_topk, expand_latent, read_as_mqa
@@ -22,6 +22,7 @@ from builders.tensor_checks import (
     check_expanded,
     check_latent_rows,
     check_rotated,
+    k_scale_of,
     latent_query,
 )
 from builders.torch_ref_mla import LatentRows, TorchRefMLAMetadata

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attn.impls.base import AttentionLayer, scales_of
+from attn.impls.base import AttentionLayer
 from attn.impls.cached import CachedImpl, ViewedCache
 from attn.impls.dense import given_rows
 from attn.impls.warm import run_compiled
 from attn.ops.merge import merge_states
 from builders.debug import debug_read, debug_slots
 from builders.dense_limits import check_dtypes, check_head_sizes
-from builders.tensor_checks import check_lengths
+from builders.tensor_checks import check_lengths, scales_of
 from specs.attention import AttentionType
 from specs.dtypes import KVQuantMode
 from specs.layouts import KVViews

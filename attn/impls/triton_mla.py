@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from attn.impls.base import AttentionLayer, check_scale, k_scale_of
+from attn.impls.base import AttentionLayer, check_scale
 from attn.impls.latent import LatentImpl
 from attn.impls.warm import run_compiled
 from builders.debug import debug_enabled, debug_read, debug_slots
-from builders.tensor_checks import check_count, latent_query
+from builders.tensor_checks import check_count, k_scale_of, latent_query
 from builders.triton_mla import check_latent_dtypes, check_latent_widths
 
 if TYPE_CHECKING:
