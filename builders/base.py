@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, Generic, TypedDict, TypeVar
 
 import torch
 
@@ -15,7 +16,14 @@ from builders.debug import debug_batch
 from builders.limits import StepLimits
 from specs.attention import AttentionCGSupport
 from specs.engine import EngineConfig
-from specs.kv_cache import AnyKVCacheSpec
+from specs.kv_cache import AnyKVCacheSpec, EncoderOnlyAttentionSpec
+
+
+class CachePages(TypedDict):
+    """What a step's record knows of the cache that it was built for."""
+
+    block_size: int
+    cache_dtype: torch.dtype
 
 
 @dataclass
@@ -27,6 +35,31 @@ class AttentionMetadata:
 
     slot_mapping: torch.Tensor
     """``[T]`` int64: where each new token is written; -1 skips it."""
+    block_size: int | None = field(default=None, kw_only=True)
+    """Tokens of a block of the cache that the step was built for."""
+    cache_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    """Type of the elements of that cache's rows: of the first part of a row with several, and bytes
+    for planes of the indexer."""
+
+    def check_cache(self, block_size: int, dtype: torch.dtype) -> None:
+        """A cache is the kind that the step was built for; at every call that reads it.
+
+        Args:
+            block_size: tokens of a block of the cache.
+            dtype: of its stored elements, as the layer reads them.
+
+        Raises:
+            ValueError: one is not what the step was built for; both values are named.
+        """
+        if block_size != self.block_size:
+            raise ValueError(
+                f"kv_cache must have blocks of {self.block_size} tokens, for which the step was "
+                f"built, got blocks of {block_size}"
+            )
+        if dtype != self.cache_dtype:
+            raise ValueError(
+                f"kv_cache must hold {self.cache_dtype}, for which the step was built, got {dtype}"
+            )
 
 
 M = TypeVar("M", bound=AttentionMetadata)
@@ -64,6 +97,9 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
             layer_names: layers of the group.
             vllm_config: engine limits; the parameter has vLLM's name.
             device: where the records' tensors live.
+
+        Raises:
+            ValueError: a device that this machine does not have.
         """
         self.kv_cache_spec = kv_cache_spec
         self.layer_names = list(layer_names)
@@ -71,6 +107,44 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         self.device = torch.device(device)
         self.step_limits = StepLimits.of(kv_cache_spec, vllm_config)
         """What every batch is held against; a builder with room for more says so here."""
+        _check_device(self.device)
+
+    @cached_property
+    def pages(self) -> CachePages:
+        """What every record of this builder is given of its cache."""
+        layout = self.kv_cache_spec.layout()
+        # Rows of the indexer lie in planes of bytes.
+        stored = layout.storage_dtype if layout.row.planar else layout.row.fields[0].dtype
+        return {"block_size": self.kv_cache_spec.block_size, "cache_dtype": stored.torch}
+
+    def check_batch(
+        self, common_prefix_len: int, batch: CommonAttentionMetadata, fast_build: bool = False
+    ) -> None:
+        """Hold a batch against the builder's cache and limits; while debugging, check all of it.
+
+        Args:
+            common_prefix_len: leading tokens that all requests share.
+            batch: the step's; ours or vLLM's own object.
+            fast_build: of a draft step, whose lengths the host knows only where the builder plans
+                there.
+
+        Raises:
+            ValueError: a negative ``common_prefix_len``; a batch made for blocks of another size
+                than the builder's; a batch beyond a limit. The message has both values.
+        """
+        if common_prefix_len < 0:
+            raise ValueError(f"common_prefix_len must not be negative, got {common_prefix_len}")
+        spec, block_size = self.kv_cache_spec, getattr(batch, "block_size", None)
+        # Nothing of encoders lies in blocks.
+        if block_size not in (None, spec.block_size) and not isinstance(
+            spec, EncoderOnlyAttentionSpec
+        ):
+            raise ValueError(
+                f"block_size of the batch must be the KV cache spec's {spec.block_size}, got "
+                f"{block_size}"
+            )
+        self.step_limits.check(batch, is_draft=fast_build and not self.plans_on_host)
+        debug_batch(batch, spec, self.step_limits)
 
     @classmethod
     def get_cudagraph_support(
@@ -120,22 +194,10 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         """
         updated = copy.copy(metadata)
         updated.slot_mapping = slot_mapping
+        updated.block_size = self.pages["block_size"]
+        updated.cache_dtype = self.pages["cache_dtype"]
         self._set_block_table(updated, block_table)
         return updated
-
-    def _check_batch(self, batch: CommonAttentionMetadata, fast_build: bool = False) -> None:
-        """Hold a batch against the builder's limits; while debugging, check all of it.
-
-        Args:
-            batch: the step's.
-            fast_build: of a draft step, whose lengths the host knows only where the builder plans
-                there.
-
-        Raises:
-            ValueError: the batch exceeds a limit; the message has both values.
-        """
-        self.step_limits.check(batch, is_draft=fast_build and not self.plans_on_host)
-        debug_batch(batch, self.kv_cache_spec, self.step_limits)
 
     def _set_block_table(self, metadata: M, block_table: torch.Tensor) -> None:
         """Put ``block_table`` where this builder's record keeps it."""
@@ -151,3 +213,16 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
             self.reorder_batch_threshold = max(
                 reorder_batch_threshold, self.vllm_config.max_decode_query_len
             )
+
+
+def _check_device(device: torch.device) -> None:
+    """The machine has it.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if device.type != "cuda":
+        return
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        raise ValueError(f"device must be there, got {str(device)!r} on a machine of {count} GPUs")

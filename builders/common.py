@@ -76,6 +76,9 @@ class CommonAttentionMetadata:
     rswa_prefix_lens: torch.Tensor | None = None
     """``[R]`` int32, device: prefix that stays visible beside the window (R-SWA)."""
     replayssm_decode_base_cpu: torch.Tensor | None = None
+    block_size: int | None = None
+    """Tokens per block of the table; None where whoever made the batch does not say, as vLLM's own
+    object does not. Builders refuse a batch of another size than their cache's."""
 
     @classmethod
     def from_lengths(
@@ -95,7 +98,8 @@ class CommonAttentionMetadata:
 
         Raises:
             ValueError: lengths that are negative or of different counts, a query longer than its
-                sequence, or a table of another number of rows.
+                sequence, a table of another number of rows, or one with fewer columns than a
+                request with new tokens needs; one without columns is of layers that cache nothing.
         """
         _check_lengths(query_lens, seq_lens, block_table, block_size)
         device = block_table.device
@@ -122,6 +126,7 @@ class CommonAttentionMetadata:
             ),
             positions=torch.cat([*positions, torch.arange(0)]).to(device),
             seq_lens_cpu_upper_bound=lens,
+            block_size=block_size,
         )
 
     def batch_size(self) -> int:
@@ -250,11 +255,20 @@ def _check_lengths(
             f"query_lens, seq_lens and block_table must have one entry per request, got "
             f"{len(query_lens)}, {len(seq_lens)} and {block_table.shape[0]}"
         )
+    columns = block_table.shape[1]
     for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
-        if not 0 <= query_len <= max(seq_len, 0):
+        if seq_len < 0:
+            raise ValueError(f"seq_lens[{row}] must not be negative, got {seq_len}")
+        if not 0 <= query_len <= seq_len:
             raise ValueError(
                 f"query_lens[{row}] must be in [0, seq_lens[{row}]] = [0, {seq_len}], "
                 f"got {query_len}"
+            )
+        # A row without new tokens is padding.
+        if query_len and 0 < columns * block_size < seq_len:
+            raise ValueError(
+                f"block_table must have a column for each block of {block_size} tokens of "
+                f"seq_lens[{row}] = {seq_len}, got {columns} columns"
             )
 
 

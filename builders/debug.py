@@ -83,3 +83,20 @@ def debug_read(
     """
     if debug_enabled():
         check_block_table(block_table, seq_lens, block_size, num_blocks)
+
+
+def debug_slots(slot_mapping: torch.Tensor, num_tokens: int) -> None:
+    """At forward: every new token of a step has its slot; nothing unless debugging.
+
+    Args:
+        slot_mapping: ``[T]`` of a record.
+        num_tokens: of the step.
+
+    Raises:
+        ValueError: fewer slots than tokens.
+    """
+    if debug_enabled() and len(slot_mapping) < num_tokens:
+        raise ValueError(
+            f"slot_mapping must have a slot for each of the step's {num_tokens} tokens, got "
+            f"{len(slot_mapping)}"
+        )

@@ -106,6 +106,9 @@ class TritonAttentionMetadata(AttentionMetadata):
             has_ranges,
             self.rswa_window if has_prefixes else None,
             self.stripe,
+            # Caches of every kind are compared with the step before a first launch.
+            self.block_size,
+            self.cache_dtype,
         )
         of_prefill = (starts.dtype, starts.is_cuda, lens.dtype, lens.is_cuda)
         lengths = (starts.data_ptr(), lens.data_ptr(), self.num_reqs)

@@ -224,7 +224,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             NotImplementedError: a batch that is not plainly causal.
         """
         batch = common_attn_metadata
-        self._check_batch(batch, fast_build)
+        self.check_batch(common_prefix_len, batch, fast_build)
         refuse_fields(batch, NAME, "dcp_local_seq_lens", "rswa_prefix_lens")
         if batch.causal is not True:
             raise NotImplementedError(f"{NAME} plans causal batches, got causal={batch.causal!r}")
@@ -249,6 +249,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             prefill=None,
             shared=None,
             keyless=None,
+            **self.pages,
         )
         self._plan(record)
         return record

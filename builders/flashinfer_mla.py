@@ -173,12 +173,13 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
             NotImplementedError: a batch that is not plainly causal.
         """
         batch = common_attn_metadata
-        self._check_batch(batch, fast_build)
+        self.check_batch(common_prefix_len, batch, fast_build)
         fields = split_step(batch, self.reorder_batch_threshold or 1, NAME)
         lengths = host_lengths(batch, 0, self.sizes.page_size, NAME)
         if debug_enabled():
             debug_lengths(batch, lengths, NAME)
-        record = FlashInferMlaMetadata(**fields, lengths=lengths, sizes=self.sizes, decode=None)
+        own: Any = {"lengths": lengths, "sizes": self.sizes, "decode": None}
+        record = FlashInferMlaMetadata(**fields, **own, **self.pages)
         if record.num_prefills:
             record.prefill = self.expanded.plan(batch, record.num_decodes)
         self._plan_decodes(record)

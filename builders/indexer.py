@@ -177,7 +177,8 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
             ValueError: a batch beyond the engine's limits.
         """
         batch = common_attn_metadata
-        return self._build(batch, min(batch.max_seq_len, self._longest), fast_build)
+        longest = min(batch.max_seq_len, self._longest)
+        return self._build(batch, longest, common_prefix_len, fast_build)
 
     def warm_up_steps(self) -> Iterator[IndexerMetadata]:
         """A small step for each way of scoring: of a decode, and of a prompt where limits allow.
@@ -233,10 +234,14 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
             self._fill(metadata.decode)
 
     def _build(
-        self, batch: CommonAttentionMetadata, longest: int, fast_build: bool = False
+        self,
+        batch: CommonAttentionMetadata,
+        longest: int,
+        common_prefix_len: int = 0,
+        fast_build: bool = False,
     ) -> IndexerMetadata:
         """``longest`` bounds the keys of any row that is scored over pages."""
-        self._check_batch(batch, fast_build)
+        self.check_batch(common_prefix_len, batch, fast_build)
         refuse_fields(batch, NAME, "dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
         if batch.causal is not True:
             raise NotImplementedError(f"{NAME} takes causal batches, got causal={batch.causal!r}")
@@ -255,6 +260,7 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
             num_actual_tokens=batch.num_actual_tokens,
             decode=decode,
             prefill=prefill,
+            **self.pages,
         )
 
     def _rows(self, batch: CommonAttentionMetadata, first: int, stop: int) -> IndexRows:

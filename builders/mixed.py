@@ -118,12 +118,14 @@ class MixedMetadataBuilder(AttentionMetadataBuilder[MixedMetadata]):
             common_attn_metadata: the batch.
             fast_build: handed on.
         """
+        self.check_batch(common_prefix_len, common_attn_metadata, fast_build)
         return self._parts(common_attn_metadata, "build", fast_build)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> MixedMetadata:
         """The record to capture with: of one of the two builders."""
+        self.check_batch(0, common_attn_metadata)
         return self._parts(common_attn_metadata, "build_for_cudagraph_capture", False)
 
     def build_for_drafting(
@@ -139,6 +141,7 @@ class MixedMetadataBuilder(AttentionMetadataBuilder[MixedMetadata]):
             batch.num_reqs,
             record,
             None,
+            **self.pages,
         )
 
     def update_block_table(
@@ -165,7 +168,6 @@ class MixedMetadataBuilder(AttentionMetadataBuilder[MixedMetadata]):
     def _parts(
         self, batch: CommonAttentionMetadata, method: str, fast_build: bool
     ) -> MixedMetadata:
-        self._check_batch(batch, fast_build)
         starts = batch.query_start_loc_cpu[: batch.num_reqs + 1].tolist()
         decodes = self._num_decodes(starts)
         cut = starts[decodes]
@@ -185,7 +187,13 @@ class MixedMetadataBuilder(AttentionMetadataBuilder[MixedMetadata]):
             else:
                 parts[place] = builder.build_for_cudagraph_capture(own)
         return MixedMetadata(
-            batch.slot_mapping, batch.num_actual_tokens, cut, decodes, parts[0], parts[1]
+            batch.slot_mapping,
+            batch.num_actual_tokens,
+            cut,
+            decodes,
+            parts[0],
+            parts[1],
+            **self.pages,
         )
 
     def _num_decodes(self, starts: list[int]) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from builders.base import AttentionMetadataBuilder
+from builders.base import AttentionMetadataBuilder, CachePages
 from builders.buffers import GraphBuffers
 from builders.common import CommonAttentionMetadata, refuse_fields
 from builders.debug import debug_limits
@@ -187,7 +187,8 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             ValueError: a batch beyond the engine's limits.
         """
         batch = common_attn_metadata
-        self._check(batch, fast_build)
+        self.check_batch(common_prefix_len, batch, fast_build)
+        self._check(batch)
         found = split_decodes_and_prefills(batch, self.threshold)
         bounds = self._key_bounds(batch, found.num_decodes)
         stats = BatchStats(found.num_prefill_tokens, sum(bounds))
@@ -197,7 +198,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             decode = self._rows(plan.decode, batch, 0, found.num_decodes, [])
         if plan.prefill is not None:
             prefill = self._rows(plan.prefill, batch, found.num_decodes, batch.num_reqs, bounds)
-        return _record(batch, plan, decode, prefill)
+        return _record(batch, plan, decode, prefill, self.pages)
 
     def warm_up_steps(self) -> Iterator[tuple[CommonAttentionMetadata, SparseMLAMetadata]]:
         """A small step for each kernel that rows can come to, and each way of launching it.
@@ -223,10 +224,10 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
                 given = replace(rows, launch=launch)
                 if is_prefill:
                     step = SparsePlan(ForwardMode.EXTEND, None, plan)
-                    yield batch, _record(batch, step, None, given)
+                    yield batch, _record(batch, step, None, given, self.pages)
                 else:
                     step = SparsePlan(ForwardMode.DECODE, plan, None)
-                    yield batch, _record(batch, step, given, None)
+                    yield batch, _record(batch, step, given, None, self.pages)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -273,8 +274,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             debug_limits(metadata.decode.seq_lens, self.step_limits)
             self._fill(metadata.decode)
 
-    def _check(self, batch: CommonAttentionMetadata, fast_build: bool) -> None:
-        self._check_batch(batch, fast_build)
+    def _check(self, batch: CommonAttentionMetadata) -> None:
         ignored = ("dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
         refuse_fields(batch, NAME, *ignored)
         if batch.causal is not True:
@@ -429,6 +429,7 @@ def _record(
     plan: SparsePlan,
     decode: SparseRows | None,
     prefill: SparseRows | None,
+    pages: CachePages,
 ) -> SparseMLAMetadata:
     return SparseMLAMetadata(
         slot_mapping=batch.slot_mapping,
@@ -440,6 +441,7 @@ def _record(
         plan=plan,
         decode=decode,
         prefill=prefill,
+        **pages,
     )
 
 

@@ -59,7 +59,7 @@ class TorchRefMetadataBuilder(AttentionMetadataBuilder[TorchRefMetadata]):
             NotImplementedError: a batch that asks for what the backend does not compute.
         """
         batch = common_attn_metadata
-        self._check_batch(batch, fast_build)
+        self.check_batch(common_prefix_len, batch, fast_build)
         refuse_fields(batch, "TORCH_REF", "dcp_local_seq_lens")
         seq_lens = batch.seq_lens
         causal: bool | torch.Tensor = batch.causal
@@ -83,6 +83,7 @@ class TorchRefMetadataBuilder(AttentionMetadataBuilder[TorchRefMetadata]):
             rswa_prefix_lens=None if prefixes is None else prefixes.tolist(),
             rswa_window=None if prefixes is None else cut_window(self.vllm_config.rswa_window),
             common_prefix_len=common_prefix_len,
+            **self.pages,
         )
 
 

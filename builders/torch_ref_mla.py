@@ -66,7 +66,7 @@ class TorchRefMLAMetadataBuilder(AttentionMetadataBuilder[TorchRefMLAMetadata]):
             NotImplementedError: a batch that asks for what the backend does not compute.
         """
         batch = common_attn_metadata
-        self._check_batch(batch, fast_build)
+        self.check_batch(common_prefix_len, batch, fast_build)
         ignored = ("dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
         refuse_fields(batch, "TORCH_REF_MLA", *ignored)
         if isinstance(batch.causal, torch.Tensor) or not batch.causal:
@@ -91,6 +91,7 @@ class TorchRefMLAMetadataBuilder(AttentionMetadataBuilder[TorchRefMLAMetadata]):
             num_prefill_tokens=batch.num_actual_tokens - boundary if prefill else 0,
             decode=decode,
             prefill=prefill,
+            **self.pages,
         )
 
     def _num_decodes(self, batch: CommonAttentionMetadata) -> int:

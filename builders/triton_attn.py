@@ -225,7 +225,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         """
         batch = common_attn_metadata
         stripe = self.visible.stripe
-        self._check_batch(batch, fast_build)
+        self.check_batch(common_prefix_len, batch, fast_build)
         self._check_prefix(common_prefix_len, batch)
         if stripe is None:
             refuse_fields(batch, "TRITON_ATTN", "dcp_local_seq_lens")
@@ -258,6 +258,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             rswa_prefix_lens=prefixes,
             rswa_window=None if prefixes is None else cut_window(self.vllm_config.rswa_window),
             stripe=stripe,
+            **self.pages,
         )
         self.update_draft_decode_metadata(record)
         record.shared = self._shared_prefix(record, batch, common_prefix_len)
@@ -435,10 +436,9 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
 
     def _check_prefix(self, length: int, batch: CommonAttentionMetadata) -> None:
         block_size, block_table = self.kv_cache_spec.block_size, batch.block_table_tensor
-        if length < 0 or length % block_size:
+        if length % block_size:
             raise ValueError(
-                f"common_prefix_len must be a multiple of block_size ({block_size}) and not "
-                f"negative, got {length}"
+                f"common_prefix_len must be a multiple of block_size ({block_size}), got {length}"
             )
         if length and length > block_table.shape[1] * block_size:
             raise ValueError(

@@ -63,7 +63,6 @@ class LatentGroup:
 
     rank: int
     rope_size: int
-    block_size: int
     window: int | None
     """Keys that a token sees, itself included: others are left out. None where all are there."""
 
@@ -118,8 +117,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
         assert isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
         window = spec.sliding_window if isinstance(spec, SlidingWindowMLASpec) else None
         self.window = cut_window(window)
-        sizes = (spec.kv_lora_rank, spec.qk_rope_head_dim, spec.block_size)
-        self._group = LatentGroup(*sizes, self.window)
+        self._group = LatentGroup(spec.kv_lora_rank, spec.qk_rope_head_dim, self.window)
         self.kind, multiprocessors = device_facts(self.device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.buffers = GraphBuffers(self.device)
@@ -149,7 +147,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             ValueError: a batch beyond the engine's limits.
         """
         batch = common_attn_metadata
-        self._check_batch(batch, fast_build)
+        self.check_batch(common_prefix_len, batch, fast_build)
         ignored = ("dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
         refuse_fields(batch, "TRITON_MLA", *ignored)
         if isinstance(batch.causal, torch.Tensor) or not batch.causal:
@@ -166,6 +164,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             decode=self._decode(batch, found.num_decodes) if found.num_decodes else None,
             prefill=self.expanded.plan(batch, found.num_decodes) if found.num_prefills else None,
             group=self._group,
+            **self.pages,
         )
 
     def update_draft_decode_metadata(self, metadata: TritonMLAMetadata) -> None:
@@ -216,6 +215,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             block_table=batch.block_table_tensor[:decodes],
             split=self.planner.split(),
             prefill=None,
+            **self.pages,
         )
 
     def _set_block_table(self, metadata: TritonMLAMetadata, block_table: torch.Tensor) -> None:

@@ -250,7 +250,7 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
             NotImplementedError: a batch that is not plainly causal.
         """
         batch = common_attn_metadata
-        self._check_batch(batch, fast_build)
+        self.check_batch(common_prefix_len, batch, fast_build)
         refuse_fields(batch, NAME, "dcp_local_seq_lens", "rswa_prefix_lens")
         if batch.causal is not True:
             raise NotImplementedError(f"{NAME} takes causal batches, got causal={batch.causal!r}")
@@ -278,6 +278,7 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
             decode=None,
             prefill=None,
             keyless=None,
+            **self.pages,
         )
         if self._may_lack_keys(batch, query_lens):
             record.keyless = self._keyless(record)
@@ -334,7 +335,7 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         Raises:
             ValueError: a batch beyond the engine's limits.
         """
-        self._check_batch(common_attn_metadata, fast_build=True)
+        self.check_batch(0, common_attn_metadata, fast_build=True)
         return build_draft_steps(self, common_attn_metadata, num_steps)
 
     def draft_buffers(self, step: int) -> DraftBuffers:

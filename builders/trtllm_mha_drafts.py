@@ -78,6 +78,7 @@ def build_draft_steps(
             decode=None,
             prefill=None,
             keyless=own.keyless[:reqs],
+            **builder.pages,
         )
         builder.fill(record, own.phase, None)
         records.append(record)

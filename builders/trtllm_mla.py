@@ -190,12 +190,12 @@ class TrtllmMlaMetadataBuilder(AttentionMetadataBuilder[TrtllmMlaMetadata]):
             NotImplementedError: a batch that is not plainly causal.
         """
         batch = common_attn_metadata
-        self._check_batch(batch, fast_build)
+        self.check_batch(common_prefix_len, batch, fast_build)
         fields = split_step(batch, self.threshold, NAME)
         decodes = fields["num_decodes"]
         lens = batch.query_start_loc_cpu[: decodes + 1].diff()
         record = TrtllmMlaMetadata(
-            **fields, query_lens=tuple(lens.tolist()), decode=None, ragged=None
+            **fields, **self.pages, query_lens=tuple(lens.tolist()), decode=None, ragged=None
         )
         if self._may_lack_keys(batch, record):
             flags = self.buffers.view("keyless", record.num_decode_tokens)
@@ -321,6 +321,7 @@ class TrtllmMlaMetadataBuilder(AttentionMetadataBuilder[TrtllmMlaMetadata]):
             block_table=pages,
             split=self.planner.split(),
             prefill=None,
+            **self.pages,
         )
 
     def _may_lack_keys(self, batch: CommonAttentionMetadata, record: TrtllmMlaMetadata) -> bool:

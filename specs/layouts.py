@@ -249,8 +249,10 @@ def split_kv_cache(kv_cache: torch.Tensor, row: RowFormat) -> KVViews:
         row: what the rows hold, from :func:`specs.rows.dense_row_format`.
 
     Raises:
-        ValueError: a shape that is neither, or a width that does not fit the row.
+        ValueError: a type that is neither, whose bits would mean other numbers; a shape that is
+            neither; a width that does not fit the row.
     """
+    _check_stored(kv_cache, row["k"].dtype, row.name)
     if kv_cache.dim() == 5 and kv_cache.shape[1] == 2:
         planes = [kv_cache[:, 0], kv_cache[:, 1]]
     elif kv_cache.dim() == 4:
@@ -280,6 +282,16 @@ def split_kv_cache(kv_cache: torch.Tensor, row: RowFormat) -> KVViews:
                 ..., 0
             ]
     return KVViews(views["k"], views["v"], views.get("k_scale"), views.get("v_scale"))
+
+
+def _check_stored(kv_cache: torch.Tensor, element: DType, name: str) -> None:
+    """Elements are of the stored type, or bytes that may be viewed as it."""
+    dtype = kv_cache.dtype
+    is_bytes = dtype.itemsize == 1 and not dtype.is_floating_point
+    if dtype != element.torch and not is_bytes:
+        raise ValueError(
+            f"kv_cache must hold {element.torch} or bytes for {name} rows, got {dtype}"
+        )
 
 
 class LatentKVLayout(_Layout):
@@ -350,12 +362,15 @@ def latent_views(kv_cache: torch.Tensor, row: RowFormat) -> dict[str, torch.Tens
     """Views of a latent cache's fields, by name: ``[N, P, count]`` each, in the field's type.
 
     Args:
-        kv_cache: ``[N, P, row width]``; planar formats need blocks that are dense inside.
+        kv_cache: ``[N, P, row width]``, in bytes or in the type of the row's first field; planar
+            formats need blocks that are dense inside.
         row: what the rows hold, from :meth:`specs.rows.LatentFormat.row`.
 
     Raises:
-        ValueError: a shape whose rows do not hold ``row.nbytes`` bytes.
+        ValueError: a tensor that holds neither bytes nor elements of the first field's type, whose
+            bits would mean other numbers; a shape whose rows do not hold ``row.nbytes`` bytes.
     """
+    _check_stored(kv_cache, row.fields[0].dtype, row.name)
     size = kv_cache.element_size()
     if kv_cache.dim() != 3 or kv_cache.shape[-1] * size != row.nbytes:
         raise ValueError(

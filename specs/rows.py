@@ -218,6 +218,17 @@ def latent_format_of(cache_dtype: CacheDType) -> LatentFormat:
     raise NotImplementedError(f"kv_cache_dtype {cache_dtype.value!r} has no latent row format")
 
 
+def latent_element(cache_dtype: CacheDType, model_dtype: DType) -> DType:
+    """Type of the first field of a latent row: what its latent is stored in.
+
+    Raises:
+        NotImplementedError: a string that means no latent format of this library.
+    """
+    if latent_format_of(cache_dtype) is LatentFormat.BF16:
+        return cache_dtype.element(model_dtype)
+    return DType.FLOAT8_E4M3FN
+
+
 def dense_row_format(
     head_size: int, head_size_v: int, cache_dtype: CacheDType, model_dtype: DType
 ) -> RowFormat:

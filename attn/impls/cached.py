@@ -12,6 +12,7 @@ from attn.impls.dense import DenseImpl
 from attn.ops.cache import rope_and_write_kv, write_kv
 from builders.debug import debug_enabled
 from builders.paging import check_slots
+from builders.tensor_checks import check_given, scales_of
 from specs.layouts import KVViews
 
 
@@ -37,9 +38,10 @@ class CachedImpl(DenseImpl):
         """Cast and write this step's keys and values in one launch; see the base class."""
         if not self._is_cached:
             return
+        check_given(key=key, value=value)
         views = self._views(kv_cache, key.dtype)
         self._debug_slots(slot_mapping, views)
-        write_kv(key, value, views, slot_mapping, layer._k_scale, layer._v_scale, self.cache_dtype)
+        write_kv(key, value, views, slot_mapping, *scales_of(layer), self.cache_dtype)
 
     def do_rope_and_kv_cache_update(
         self,
@@ -54,11 +56,12 @@ class CachedImpl(DenseImpl):
         layer_slot_mapping: torch.Tensor,
     ) -> None:
         """Rotate query and key in place and write the cache, in one launch; see the base class."""
+        check_given(query=query, key=key, value=value)
         views = self._views(kv_cache, key.dtype)
         self._debug_slots(layer_slot_mapping, views)
         rotated = query, key, value, positions, cos_sin_cache, is_neox
-        scales = layer._k_scale, layer._v_scale
-        rope_and_write_kv(*rotated, views, layer_slot_mapping, *scales, self.cache_dtype)
+        written = views, layer_slot_mapping, *scales_of(layer), self.cache_dtype
+        rope_and_write_kv(*rotated, *written)
 
     def _views(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews:
         """Those of the last cache are kept for as long as it lives: a layer has but one."""

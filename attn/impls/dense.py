@@ -121,7 +121,34 @@ class DenseImpl(AttentionImpl):
         shared = self.kv_sharing_target_layer_name is not None
         return self.attn_type is AttentionType.DECODER and not shared
 
+    def _by_head(self, output: torch.Tensor) -> torch.Tensor:
+        """``[T, H, Dv]`` of an output whose rows may be flat; itself where it has another shape."""
+        if output.dim() == 2 and output.shape[1] == self.num_heads * self.head_size_v:
+            return output.view(output.shape[0], self.num_heads, self.head_size_v)
+        return output
+
     def _views(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews:
+        """K and V of the cache, which is of this layer's kind."""
         model = DType.parse(model_dtype)
         row = dense_row_format(self.head_size, self.head_size_v, self.cache_dtype, model)
-        return split_kv_cache(kv_cache, row)
+        views = split_kv_cache(kv_cache, row)
+        if views.key.shape[2] != self.num_kv_heads:
+            raise ValueError(
+                f"kv_cache must have the layer's {self.num_kv_heads} KV heads, got "
+                f"{views.key.shape[2]} in shape {tuple(kv_cache.shape)}"
+            )
+        return views
+
+
+def given_rows(
+    key: torch.Tensor | None, value: torch.Tensor | None, attn_type: AttentionType
+) -> KVViews:
+    """Keys and values that came with the query, for a layer that caches none.
+
+    Raises:
+        ValueError: one is None.
+    """
+    if key is None or value is None:
+        name = "key" if key is None else "value"
+        raise ValueError(f"{name} is needed for attn_type {attn_type.value!r}, got None")
+    return KVViews(key, value)

@@ -67,11 +67,6 @@ class FlashInferImpl(VendorImpl):
         output: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
-        if views.key.shape[1] != step.sizes.page_size:
-            raise ValueError(
-                f"kv_cache must have blocks of {step.sizes.page_size} tokens, as was planned, got "
-                f"{views.key.shape[1]}"
-            )
         scales = self._run_scales(layer)
         if step.shared is not None:
             self._attend_shared(step.shared, query, views, output, lse, scales)

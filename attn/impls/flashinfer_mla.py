@@ -11,10 +11,11 @@ from attn.impls.base import AttentionLayer
 from attn.impls.host_scales import HostScales
 from attn.impls.latent import LatentImpl
 from attn.ops.clear import clear_rows
-from builders.debug import debug_enabled, debug_read
+from builders.debug import debug_enabled, debug_read, debug_slots
 from builders.flashinfer_mla import FlashInferMlaMetadata, PlannedLatentRows
 from builders.flashinfer_mla_choice import NAME, check_model_dtype, check_rows, padded_heads
 from builders.flashinfer_mla_compat import LatentCall, LatentSizes
+from builders.tensor_checks import latent_query
 
 
 class FlashInferMlaImpl(LatentImpl):
@@ -59,10 +60,7 @@ class FlashInferMlaImpl(LatentImpl):
         Raises:
             ValueError: a query that does not fit the step, or a step planned for another layer.
         """
-        if isinstance(q, tuple):
-            query, rotary = q
-        else:
-            query, rotary = q[..., : self.kv_lora_rank], q[..., self.kv_lora_rank :]
+        query, rotary = latent_query(self, q)
         step, rows = attn_metadata.decode, len(query)
         if attn_metadata.sizes is not self._planned:
             self._check_planned(attn_metadata.sizes)
@@ -99,6 +97,8 @@ class FlashInferMlaImpl(LatentImpl):
         prefill = attn_metadata.prefill
         if prefill is None:
             return
+        self._check_cache(attn_metadata, kv_c_and_k_pe_cache, q.dtype)
+        debug_slots(attn_metadata.slot_mapping, attn_metadata.lengths.num_tokens)
         cache = kv_c_and_k_pe_cache
         self.attend_prefill(q, kv_c_normed, k_pe, cache, prefill, k_scale, output, output_scale)
 
@@ -113,8 +113,10 @@ class FlashInferMlaImpl(LatentImpl):
     ) -> None:
         """The wrapper over its rows."""
         count = step.num_tokens
-        self._check_rows(metadata.sizes, query[0], kv_cache, count)
+        self._check_rows(metadata.sizes, query[0], count)
+        self._check_cache(metadata, kv_cache, query[0].dtype)
         if debug_enabled():
+            debug_slots(metadata.slot_mapping, metadata.lengths.num_tokens)
             num_blocks, block_size = kv_cache.shape[:2]
             decodes = slice(0, metadata.num_decodes)
             lens = metadata.seq_lens[decodes].cpu()
@@ -143,9 +145,7 @@ class FlashInferMlaImpl(LatentImpl):
         if rest != 1.0:
             call.output.mul_(rest)
 
-    def _check_rows(
-        self, sizes: LatentSizes, query: torch.Tensor, kv_cache: torch.Tensor, count: int
-    ) -> None:
+    def _check_rows(self, sizes: LatentSizes, query: torch.Tensor, count: int) -> None:
         if query.dtype != sizes.query_dtype:
             raise ValueError(
                 f"query must be {sizes.query_dtype}, as was planned, got {query.dtype}"
@@ -154,11 +154,6 @@ class FlashInferMlaImpl(LatentImpl):
             raise ValueError(
                 f"query must have a row for each of the step's {count} tokens, padding of a "
                 f"captured batch included, got {len(query)}"
-            )
-        if kv_cache.shape[1] != sizes.page_size:
-            raise ValueError(
-                f"kv_cache must have blocks of {sizes.page_size} tokens, as was planned, got "
-                f"{kv_cache.shape[1]}"
             )
 
     def _check_planned(self, sizes: LatentSizes) -> None:

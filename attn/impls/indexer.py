@@ -15,6 +15,7 @@ from attn.ops.indexer import (
     select_topk,
     write_index_keys,
 )
+from builders.debug import debug_slots
 from builders.indexer import (
     IndexChunk,
     IndexerMetadata,
@@ -22,6 +23,7 @@ from builders.indexer import (
     IndexGroup,
     IndexRows,
 )
+from builders.tensor_checks import check_count
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,10 @@ class SparseIndexer:
         """
         record, buffer = inputs.metadata, self.topk_indices_buffer
         tokens = record.num_actual_tokens
+        record.check_cache(inputs.kv_cache.shape[1], inputs.kv_cache.dtype)
+        debug_slots(record.slot_mapping, tokens)
+        for name in ("query", "key", "weights"):
+            check_count(name, getattr(inputs, name), tokens)
         if tokens > len(buffer):
             raise ValueError(
                 f"topk_indices_buffer must have a row for each of {tokens} tokens, got "

@@ -13,12 +13,14 @@ from attn.ops.merge import merge_states
 from builders.debug import debug_enabled
 from builders.latent_prefill import PAGE, LatentPrefill, check_head_pair
 from builders.paging import check_slots
+from builders.tensor_checks import check_expanded, check_latent_rows
 from specs.dtypes import CacheDType, DType
 from specs.layouts import KVViews, latent_views
-from specs.rows import latent_format_of
+from specs.rows import latent_element, latent_format_of
 
 if TYPE_CHECKING:
     from attn.kernels.dense import DenseLauncher
+    from builders.base import AttentionMetadata
     from builders.dense_step import TritonAttentionMetadata
 
 
@@ -50,6 +52,7 @@ class LatentImpl(MLAAttentionImpl):
         """Write this step's latent rows in one launch; see the base class."""
         cache_dtype = CacheDType.parse(kv_cache_dtype)
         check_scale(k_scale, cache_dtype)
+        check_latent_rows(self, kv_c_normed, k_pe, slot_mapping, k_scale)
         views = self._written(kv_cache, cache_dtype, kv_c_normed.dtype, slot_mapping)
         scale = torch.ones_like(k_scale) if skip_scale else k_scale
         key, value = k_pe.reshape(len(k_pe), 1, self.qk_rope_head_dim), kv_c_normed[:, None]
@@ -76,6 +79,7 @@ class LatentImpl(MLAAttentionImpl):
         """Rotate both rotary parts and write latent rows, in one launch; see the base class."""
         cache_dtype = CacheDType.parse(kv_cache_dtype)
         check_scale(k_scale, cache_dtype)
+        check_latent_rows(self, kv_c_normed, k_pe, slot_mapping, k_scale)
         views = self._written(kv_cache, cache_dtype, kv_c_normed.dtype, slot_mapping)
         scale = torch.ones_like(k_scale) if skip_scale else k_scale
         rope_and_write_kv(
@@ -130,6 +134,7 @@ class LatentImpl(MLAAttentionImpl):
             output_scale: likewise.
         """
         check_scale(k_scale, self.cache_dtype)
+        check_expanded(self, q, kv_c_normed, k_pe, output, prefill.num_tokens, output_scale)
         from attn.kernels.dense_tensors import DenseTensors
 
         rows = output.view(len(output), self.num_heads, self.v_head_dim)
@@ -206,6 +211,13 @@ class LatentImpl(MLAAttentionImpl):
         row = latent_format_of(cache_dtype).row(self.kv_lora_rank, self.qk_rope_head_dim, element)
         latent, rope = latent_views(kv_cache, row).values()
         return latent, rope
+
+    def _check_cache(
+        self, step: AttentionMetadata, kv_cache: torch.Tensor, model_dtype: torch.dtype
+    ) -> None:
+        """The cache is of the kind that the step was built for."""
+        stored = latent_element(self.cache_dtype, DType.parse(model_dtype))
+        step.check_cache(kv_cache.shape[1], stored.torch)
 
     def _attender(self) -> DenseLauncher:
         if self._expanded is None:

@@ -21,12 +21,13 @@ from attn.impls.sparse_callers import (
 from attn.impls.warm import run_compiled
 from attn.ops.latent_convert import convert_rows, rope_and_write_latent_rows, write_latent_rows
 from attn.ops.topk_transform import transform_topk
-from builders.debug import debug_enabled, debug_read
+from builders.debug import debug_enabled, debug_read, debug_slots
 from builders.sparse_calls import PlannedCalls
 from builders.sparse_launches import SparseLaunch
 from builders.sparse_records import RowChunk, SparseMLAMetadata, SparseRows
+from builders.tensor_checks import check_count, check_latent_rows, k_scale_of, latent_query
 from specs.dtypes import CacheDType, DType
-from specs.rows import RowFormat, latent_format_of
+from specs.rows import RowFormat, latent_element, latent_format_of
 from specs.sparse_mla import IndexKind, SparseKernel
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class SparseMLAImpl(MLAAttentionImpl):
         """Write this step's latent rows in one launch; see the base class."""
         cache_dtype = CacheDType.parse(kv_cache_dtype)
         check_scale(k_scale, cache_dtype)
+        check_latent_rows(self, kv_c_normed, k_pe, slot_mapping, k_scale)
         scale = torch.ones_like(k_scale) if skip_scale else k_scale
         row = self._row(cache_dtype, kv_c_normed.dtype)
         rope = k_pe.reshape(len(k_pe), self.qk_rope_head_dim)
@@ -133,6 +135,7 @@ class SparseMLAImpl(MLAAttentionImpl):
         """Rotate both rotary parts and write latent rows, in one launch; see the base class."""
         cache_dtype = CacheDType.parse(kv_cache_dtype)
         check_scale(k_scale, cache_dtype)
+        check_latent_rows(self, kv_c_normed, k_pe, slot_mapping, k_scale)
         rope_and_write_latent_rows(
             q_pe,
             kv_c_normed,
@@ -154,11 +157,12 @@ class SparseMLAImpl(MLAAttentionImpl):
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """All rows of the step, decodes first; see the base class."""
-        if isinstance(q, tuple):
-            query, rotary = q
-        else:
-            query, rotary = q[..., : self.kv_lora_rank], q[..., self.kv_lora_rank :]
-        check_scale(layer._k_scale, self.cache_dtype)
+        query, rotary = latent_query(self, q)
+        check_scale(k_scale_of(layer), self.cache_dtype)
+        check_count("q", query, attn_metadata.num_actual_tokens)
+        stored = latent_element(self.cache_dtype, DType.parse(query.dtype))
+        attn_metadata.check_cache(kv_c_and_k_pe_cache.shape[1], stored.torch)
+        debug_slots(attn_metadata.slot_mapping, attn_metadata.num_actual_tokens)
         out = query.new_empty((*query.shape[:2], self.kv_lora_rank))
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)
         covered = 0

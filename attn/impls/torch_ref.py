@@ -10,14 +10,23 @@ from itertools import pairwise
 import torch
 
 from attn.impls.base import AttentionLayer
-from attn.impls.dense import DenseImpl
+from attn.impls.dense import DenseImpl, given_rows
 from attn.reference.cache import read_kv, write_kv
 from attn.reference.dense import AttentionRules, ReadKV, Request, attend_batch
 from attn.reference.quant import saturate
-from attn.reference.rope import apply_rope
-from builders.debug import debug_read
+from attn.reference.rope import rotate_in_place
+from builders.debug import debug_read, debug_slots
+from builders.tensor_checks import (
+    REFERENCE_DTYPES,
+    check_dense,
+    check_given,
+    check_lengths,
+    check_rotated,
+    scales_of,
+)
 from builders.torch_ref import TorchRefMetadata
-from specs.dtypes import CacheDType
+from specs.attention import AttentionType
+from specs.dtypes import CacheDType, KVQuantMode
 from specs.layouts import KVViews
 
 
@@ -35,8 +44,9 @@ class TorchRefImpl(DenseImpl):
         """Write this step's keys and values; see the base class."""
         if not self.attn_type.is_cached:
             return
+        check_given(key=key, value=value)
         views = self._views(kv_cache, key.dtype)
-        write_kv(key, value, views, slot_mapping, layer._k_scale, layer._v_scale, self.cache_dtype)
+        write_kv(key, value, views, slot_mapping, *scales_of(layer), self.cache_dtype)
 
     def do_rope_and_kv_cache_update(
         self,
@@ -51,8 +61,11 @@ class TorchRefImpl(DenseImpl):
         layer_slot_mapping: torch.Tensor,
     ) -> None:
         """Rotate query and key in place, then write the cache; see the base class."""
+        check_given(query=query, key=key, value=value)
+        given = query, key, positions, cos_sin_cache, len(layer_slot_mapping)
+        check_rotated(*given, REFERENCE_DTYPES)
         for rows in (query, key):
-            rows.copy_(apply_rope(rows, positions[: len(rows)], cos_sin_cache, is_neox))
+            rotate_in_place(rows, positions, cos_sin_cache, is_neox)
         self.do_kv_cache_update(layer, key, value, kv_cache, layer_slot_mapping)
 
     def forward(
@@ -69,12 +82,20 @@ class TorchRefImpl(DenseImpl):
         *,
         output_lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of this step's tokens; see the base class."""
+        """Attention of this step's tokens; see the base class.
+
+        Raises:
+            NotImplementedError: with ``output_block_scale``.
+            ValueError: tensors that do not fit the layer or the step.
+        """
         if output_block_scale is not None:
             raise NotImplementedError("output_block_scale: no kernel writes block-scaled output")
         if attn_metadata is None:
             return output.zero_()
-        rows = output.view(output.shape[0], self.num_heads, self.head_size_v)
+        rows = self._by_head(output)
+        keys = self._checked_keys(
+            *(layer, query, key, value, kv_cache, attn_metadata, rows, output_scale, output_lse)
+        )
 
         def write(tokens: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
             if output_scale is not None:
@@ -90,13 +111,46 @@ class TorchRefImpl(DenseImpl):
                 kv_cache.shape[0],
                 kv_cache.shape[2],
             )
-            requests = self._cached_requests(layer, query.dtype, kv_cache, attn_metadata)
+            if self.attn_type is AttentionType.DECODER:
+                debug_slots(attn_metadata.slot_mapping, attn_metadata.num_actual_tokens)
+            requests = self._cached_requests(layer, query.dtype, keys, attn_metadata)
         else:
-            if key is None or value is None:
-                raise ValueError(f"key and value are needed for attn_type {self.attn_type.value!r}")
-            requests = self._encoder_requests(key, value, query.dtype, attn_metadata)
+            requests = self._encoder_requests(keys, query.dtype, attn_metadata)
         attend_batch(query, requests, write, attn_metadata.common_prefix_len)
         return output
+
+    def _checked_keys(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        metadata: TorchRefMetadata,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None,
+        lse: torch.Tensor | None,
+    ) -> KVViews:
+        """What is attended, of the cache or as it came; every tensor fits layer and step."""
+        tokens = metadata.num_actual_tokens
+        if self.attn_type.is_cached:
+            keys = self._views(kv_cache, query.dtype)
+            metadata.check_cache(keys.key.shape[1], keys.key.dtype)
+        else:
+            keys = given_rows(key, value, self.attn_type)
+            check_lengths(tokens, keys.key, keys.value, None)
+        is_scaled = self.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR
+        k_scale, v_scale = scales_of(layer) if is_scaled else (None, None)
+        check_dense(
+            *(self, query, keys, output),
+            dtypes=REFERENCE_DTYPES,
+            output_scale=output_scale,
+            lse=lse,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+        check_lengths(tokens, query, output, lse)
+        return keys
 
     def _rules_of(
         self, layer: AttentionLayer, metadata: TorchRefMetadata, row: int
@@ -119,12 +173,11 @@ class TorchRefImpl(DenseImpl):
         self,
         layer: AttentionLayer,
         query_dtype: torch.dtype,
-        kv_cache: torch.Tensor,
+        views: KVViews,
         metadata: TorchRefMetadata,
     ) -> Iterator[Request]:
-        views = self._views(kv_cache, query_dtype)
         compute = torch.float64 if query_dtype == torch.float64 else torch.float32
-        scales = (layer._k_scale, layer._v_scale)
+        scales = scales_of(layer)
         for row, num_keys in enumerate(metadata.kv_lens):
             start, stop = metadata.query_starts[row], metadata.query_starts[row + 1]
             if stop > start:
@@ -137,12 +190,12 @@ class TorchRefImpl(DenseImpl):
 
     def _encoder_requests(
         self,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        keys: KVViews,
         query_dtype: torch.dtype,
         metadata: TorchRefMetadata,
     ) -> Iterator[Request]:
         compute = torch.float64 if query_dtype == torch.float64 else torch.float32
+        key, value = keys.key, keys.value
         for start, stop in pairwise(metadata.query_starts):
             if stop > start:
                 own_key, own_value = key[start:stop].to(compute), value[start:stop].to(compute)

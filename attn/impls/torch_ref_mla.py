@@ -15,11 +15,20 @@ from attn.reference.dense import AttentionRules, attend_request
 from attn.reference.mla import attend_topk, expand_latent, read_as_mqa
 from attn.reference.quant import saturate
 from attn.reference.rope import rotate_in_place
-from builders.debug import debug_enabled, debug_read
+from builders.debug import debug_enabled, debug_read, debug_slots
+from builders.tensor_checks import (
+    REFERENCE_DTYPES,
+    check_count,
+    check_expanded,
+    check_latent_rows,
+    check_rotated,
+    k_scale_of,
+    latent_query,
+)
 from builders.torch_ref_mla import LatentRows, TorchRefMLAMetadata
 from specs.dtypes import CacheDType, DType
 from specs.layouts import latent_views
-from specs.rows import RowFormat, latent_format_of
+from specs.rows import RowFormat, latent_element, latent_format_of
 
 
 @dataclass(frozen=True)
@@ -64,9 +73,17 @@ class TorchRefMLAImpl(MLAAttentionImpl):
         return latent_format_of(cache_dtype).row(self.kv_lora_rank, self.qk_rope_head_dim, element)
 
     def _cache(
-        self, kv_cache: torch.Tensor, k_scale: torch.Tensor, query_dtype: torch.dtype
+        self,
+        metadata: TorchRefMLAMetadata,
+        kv_cache: torch.Tensor,
+        k_scale: torch.Tensor,
+        query_dtype: torch.dtype,
     ) -> _LatentCache:
+        """The cache, of the kind that the step was built for."""
         check_scale(k_scale, self.cache_dtype)
+        stored = latent_element(self.cache_dtype, DType.parse(query_dtype))
+        metadata.check_cache(kv_cache.shape[1], stored.torch)
+        debug_slots(metadata.slot_mapping, metadata.num_actual_tokens)
         compute = torch.float64 if query_dtype == torch.float64 else torch.float32
         row = self._row(query_dtype, self.cache_dtype)
         return _LatentCache(kv_cache, k_scale, row, compute)
@@ -84,6 +101,7 @@ class TorchRefMLAImpl(MLAAttentionImpl):
         """Write this step's latent rows; see the base class."""
         cache_dtype = CacheDType.parse(kv_cache_dtype)
         check_scale(k_scale, cache_dtype)
+        check_latent_rows(self, kv_c_normed, k_pe, slot_mapping, k_scale)
         row = self._row(kv_c_normed.dtype, cache_dtype)
         scale = torch.ones_like(k_scale) if skip_scale else k_scale
         k_pe = k_pe.reshape(len(k_pe), self.qk_rope_head_dim)
@@ -108,7 +126,11 @@ class TorchRefMLAImpl(MLAAttentionImpl):
         skip_scale: bool = False,
     ) -> None:
         """Rotate both rotary parts in place, then write; see the base class."""
-        for rows in (q_pe, k_pe if k_pe.dim() == 3 else k_pe[:, None]):
+        check_latent_rows(self, kv_c_normed, k_pe, slot_mapping, k_scale)
+        rotary = k_pe if k_pe.dim() == 3 else k_pe[:, None]
+        count = len(slot_mapping)
+        check_rotated(q_pe, rotary, positions, cos_sin_cache, count, REFERENCE_DTYPES)
+        for rows in (q_pe, rotary):
             rotate_in_place(rows, positions, cos_sin_cache, is_neox)
         self.do_kv_cache_update(
             *(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale)
@@ -122,11 +144,12 @@ class TorchRefMLAImpl(MLAAttentionImpl):
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Absorbed decode; see the base class."""
-        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        cache = self._cache(kv_c_and_k_pe_cache, layer._k_scale, query.dtype)
+        query = torch.cat(latent_query(self, q), dim=-1)
+        cache = self._cache(attn_metadata, kv_c_and_k_pe_cache, k_scale_of(layer), query.dtype)
         out = query.new_zeros((*query.shape[:2], self.kv_lora_rank))
         lse = torch.full(query.shape[:2], float("-inf"), dtype=torch.float32, device=query.device)
         if attn_metadata.decode is not None:
+            check_count("q", query, attn_metadata.decode.query_starts[-1])
             _debug_read(attn_metadata.decode, kv_c_and_k_pe_cache)
             for tokens, num_keys, table_row in _rows(attn_metadata.decode):
                 part = query[tokens].to(cache.compute)
@@ -161,8 +184,10 @@ class TorchRefMLAImpl(MLAAttentionImpl):
         """Expanded prefill: context from the cache, new tokens as they came; see the base class."""
         if attn_metadata.prefill is None:
             return
+        count = attn_metadata.prefill.query_starts[-1]
+        check_expanded(self, q, kv_c_normed, k_pe, output, count, output_scale)
         _debug_read(attn_metadata.prefill, kv_c_and_k_pe_cache)
-        cache = self._cache(kv_c_and_k_pe_cache, k_scale, q.dtype)
+        cache = self._cache(attn_metadata, kv_c_and_k_pe_cache, k_scale, q.dtype)
         k_pe = k_pe.reshape(len(k_pe), self.qk_rope_head_dim)
         new = torch.cat([kv_c_normed, k_pe], dim=-1).to(cache.compute)
         rows = output.view(len(output), self.num_heads, self.v_head_dim)

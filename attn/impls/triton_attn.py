@@ -9,10 +9,12 @@ import torch
 
 from attn.impls.base import AttentionLayer
 from attn.impls.cached import CachedImpl, ViewedCache
+from attn.impls.dense import given_rows
 from attn.impls.warm import run_compiled
 from attn.ops.merge import merge_states
-from builders.debug import debug_read
+from builders.debug import debug_read, debug_slots
 from builders.dense_limits import check_dtypes, check_head_sizes
+from builders.tensor_checks import check_lengths, scales_of
 from specs.attention import AttentionType
 from specs.dtypes import KVQuantMode
 from specs.layouts import KVViews
@@ -108,29 +110,29 @@ class TritonAttentionImpl(CachedImpl):
         viewed = None
         if self._is_cached:
             if self._debugs:
-                _debug_read(attn_metadata, kv_cache)
+                _debug_read(attn_metadata, kv_cache, self.attn_type)
             keys = self._views(kv_cache, query.dtype)
+            # A forward that is launched again has the cache and a step like those compared here.
+            attn_metadata.check_cache(keys.key.shape[1], keys.key.dtype)
             viewed = self._viewed
         else:
             keys = _rows_of(key, value, attn_metadata.num_actual_tokens, self.attn_type)
         sinks, slopes = self.sinks, self.alibi_slopes
         if sinks is not None or slopes is not None:
             sinks, slopes = self._constants(query.device)
-        rows = output
-        if output.dim() == 2 and output.shape[1] == self.num_heads * self.head_size_v:
-            rows = output.view(output.shape[0], self.num_heads, self.head_size_v)
+        rows = self._by_head(output)
         clamps = attn_metadata.mm_ranges is not None and _clamps_ranges(layer)
         launcher = self._launchers.get(clamps)
         if launcher is None:
             launcher = self._launchers[clamps] = self._new_launcher(clamps)
-        is_scaled = self._is_scaled
+        k_scale, v_scale = scales_of(layer) if self._is_scaled else (None, None)
         # By position, which is cheaper.
         tensors = launcher.tensors(
             query,
             keys,
             rows,
-            layer._k_scale if is_scaled else None,
-            layer._v_scale if is_scaled else None,
+            k_scale,
+            v_scale,
             output_lse,
             output_scale,
             sinks,
@@ -159,7 +161,7 @@ class TritonAttentionImpl(CachedImpl):
         if not self._is_scaled and self.sinks is None and self.alibi_slopes is None:
             return _NONE
         sinks, slopes = self._constants(query.device)
-        scales = (layer._k_scale, layer._v_scale) if self._is_scaled else (None, None)
+        scales = scales_of(layer) if self._is_scaled else (None, None)
         every = (sinks, slopes, None, None, *scales)
         return (
             (*{id(tensor): tensor for tensor in every if tensor is not None}.values(),),
@@ -289,8 +291,6 @@ def _attend_shared(launcher: DenseLauncher, shared: SharedPrefix, tensors: Dense
 
     Sinks join the softmax once, with the part that every row has: its own.
     """
-    from attn.kernels.checks import check_lengths
-
     check_lengths(tensors.num_tokens, tensors.query, tensors.output, tensors.lse)
     outputs, lses = shared.outputs, shared.lses
     # The buffers have rows for the tokens of the batch without padding.
@@ -311,8 +311,12 @@ def _clamps_ranges(layer: AttentionLayer) -> bool:
     return bool(getattr(layer, "mm_prefix_clamp_sliding_window", False))
 
 
-def _debug_read(step: TritonAttentionMetadata, kv_cache: torch.Tensor) -> None:
-    """Every block that is read lies in the cache."""
+def _debug_read(
+    step: TritonAttentionMetadata, kv_cache: torch.Tensor, attn_type: AttentionType
+) -> None:
+    """Every block that is read lies in the cache, and every token has its slot."""
+    if attn_type is AttentionType.DECODER:
+        debug_slots(step.slot_mapping, step.num_actual_tokens)
     # A rank of several has blocks for its own tokens of a request only.
     span = kv_cache.shape[2] * (1 if step.stripe is None else step.stripe.size)
     debug_read(step.block_table, step.seq_lens, kv_cache.shape[0], span)
@@ -322,9 +326,6 @@ def _rows_of(
     key: torch.Tensor | None, value: torch.Tensor | None, num_tokens: int, attn_type: AttentionType
 ) -> KVViews:
     """Keys and values that came with the query."""
-    if key is None or value is None:
-        raise ValueError(f"key and value are needed for attn_type {attn_type.value!r}")
-    from attn.kernels.checks import check_lengths
-
-    check_lengths(num_tokens, key, value, None)
-    return KVViews(key, value)
+    keys = given_rows(key, value, attn_type)
+    check_lengths(num_tokens, keys.key, keys.value, None)
+    return keys

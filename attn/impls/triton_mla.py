@@ -9,7 +9,8 @@ import torch
 from attn.impls.base import AttentionLayer, check_scale
 from attn.impls.latent import LatentImpl
 from attn.impls.warm import run_compiled
-from builders.debug import debug_enabled, debug_read
+from builders.debug import debug_enabled, debug_read, debug_slots
+from builders.tensor_checks import check_count, k_scale_of, latent_query
 from builders.triton_mla import check_latent_dtypes, check_latent_widths
 
 if TYPE_CHECKING:
@@ -53,10 +54,7 @@ class TritonMLAImpl(LatentImpl):
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Absorbed decode; see the base class."""
-        if isinstance(q, tuple):
-            query, rotary = q
-        else:
-            query, rotary = q[..., : self.kv_lora_rank], q[..., self.kv_lora_rank :]
+        query, rotary = latent_query(self, q)
         step = attn_metadata.decode
         out = query.new_empty((*query.shape[:2], self.kv_lora_rank))
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)
@@ -66,15 +64,19 @@ class TritonMLAImpl(LatentImpl):
             lse.fill_(float("-inf"))
         if step is None:
             return out, lse
-        self._check_step(attn_metadata, kv_c_and_k_pe_cache)
-        check_scale(layer._k_scale, self.cache_dtype)
+        self._check_step(attn_metadata)
+        self._check_cache(attn_metadata, kv_c_and_k_pe_cache, query.dtype)
+        k_scale = k_scale_of(layer)
+        check_scale(k_scale, self.cache_dtype)
         if debug_enabled():
+            debug_slots(attn_metadata.slot_mapping, attn_metadata.num_actual_tokens)
             num_blocks, block_size = kv_c_and_k_pe_cache.shape[:2]
             debug_read(step.block_table, step.seq_lens.cpu(), num_blocks, block_size)
         from attn.kernels.mla_launch import LatentTensors
 
         fields = self._fields(kv_c_and_k_pe_cache, self.cache_dtype, query.dtype)
-        tensors = LatentTensors(query, rotary, *fields, out, lse, layer._k_scale)
+        check_count("q", query, attn_metadata.num_covered_tokens)
+        tensors = LatentTensors(query, rotary, *fields, out, lse, k_scale)
         self._decoder().attend(step, tensors)
         return out, lse
 
@@ -93,7 +95,9 @@ class TritonMLAImpl(LatentImpl):
         prefill = attn_metadata.prefill
         if prefill is None:
             return
-        self._check_step(attn_metadata, kv_c_and_k_pe_cache)
+        self._check_step(attn_metadata)
+        self._check_cache(attn_metadata, kv_c_and_k_pe_cache, q.dtype)
+        debug_slots(attn_metadata.slot_mapping, attn_metadata.num_actual_tokens)
         cache = kv_c_and_k_pe_cache
         self.attend_prefill(q, kv_c_normed, k_pe, cache, prefill, k_scale, output, output_scale)
 
@@ -151,15 +155,15 @@ class TritonMLAImpl(LatentImpl):
 
         run_compiled(run_steps, builder.device)
 
-    def _check_step(self, metadata: TritonMLAMetadata, kv_cache: torch.Tensor) -> None:
+    def _check_step(self, metadata: TritonMLAMetadata) -> None:
         """A step that is planned for other rows, or leaves keys out that the layer sees."""
         group, window = metadata.group, self.sliding_window
-        planned = group.rank, group.rope_size, group.block_size
-        sizes = self.kv_lora_rank, self.qk_rope_head_dim, kv_cache.shape[1]
+        planned = group.rank, group.rope_size
+        sizes = self.kv_lora_rank, self.qk_rope_head_dim
         if planned != sizes:
             raise ValueError(
-                f"the step is planned for latent rows of {planned[0]} + {planned[1]} in blocks of "
-                f"{planned[2]}, the layer has {sizes[0]} + {sizes[1]} in blocks of {sizes[2]}"
+                f"the step is planned for latent rows of {planned[0]} + {planned[1]}, the layer "
+                f"has {sizes[0]} + {sizes[1]}"
             )
         if group.window is not None and (window is None or window > group.window):
             raise ValueError(

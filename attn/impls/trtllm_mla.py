@@ -18,9 +18,10 @@ from attn.ops.merge import merge_states
 from attn.ops.quant import quantize_into
 from attn.ops.rope_quant import rope_quantize, rope_quantize_by_flashinfer
 from builders import flashinfer_rope
-from builders.debug import debug_enabled, debug_read
+from builders.debug import debug_enabled, debug_read, debug_slots
 from builders.flashinfer_compat import LSE_UNIT
 from builders.latent_prefill import LatentPrefill
+from builders.tensor_checks import check_expanded, latent_query
 from builders.trtllm_mla import LatentRows, RaggedChunks, TrtllmMlaMetadata
 from builders.trtllm_mla_calls import LatentDecodeCall, RaggedCall
 from builders.trtllm_mla_choice import EXPANDED_SIZES, NAME, dtypes_reason
@@ -139,10 +140,7 @@ class TrtllmMlaImpl(LatentImpl):
         Raises:
             ValueError: a query or a cache that does not fit the step.
         """
-        if isinstance(q, tuple):
-            query = q
-        else:
-            query = q[..., : self.kv_lora_rank], q[..., self.kv_lora_rank :]
+        query = latent_query(self, q)
         step, rows = attn_metadata.decode, len(query[0])
         size = rows, self.num_heads, self.kv_lora_rank
         out = query[0].new_empty(size, dtype=self._model_dtype)
@@ -151,8 +149,10 @@ class TrtllmMlaImpl(LatentImpl):
         covered = 0
         if step is not None:
             covered = step.num_tokens
-            self._check_rows(step, rows, kv_c_and_k_pe_cache)
+            self._check_rows(step, rows)
+            self._check_cache(attn_metadata, kv_c_and_k_pe_cache, self._model_dtype)
             if debug_enabled():
+                debug_slots(attn_metadata.slot_mapping, int(attn_metadata.query_start_loc[-1]))
                 self._debug_read(attn_metadata, kv_c_and_k_pe_cache)
             self._attend(step, query, kv_c_and_k_pe_cache, layer, flags, (out, lse))
         if flags is not None and (step is None or step.unpadded is None or covered < len(flags)):
@@ -284,6 +284,9 @@ class TrtllmMlaImpl(LatentImpl):
         prefill, ragged = attn_metadata.prefill, attn_metadata.ragged
         if prefill is None:
             return
+        self._check_cache(attn_metadata, kv_c_and_k_pe_cache, q.dtype)
+        if debug_enabled():
+            debug_slots(attn_metadata.slot_mapping, int(attn_metadata.query_start_loc[-1]))
         given = q, kv_c_normed, k_pe, kv_c_and_k_pe_cache
         if ragged is None:
             self.attend_prefill(*given, prefill, k_scale, output, output_scale)
@@ -297,6 +300,7 @@ class TrtllmMlaImpl(LatentImpl):
                 f"qk_head_dim and v_head_dim must be one of {known} for trtllm-gen, got "
                 f"{sizes[0]} and {sizes[1]}"
             )
+        check_expanded(self, q, kv_c_normed, k_pe, output, prefill.num_tokens)
         rows = output.view(len(output), self.num_heads, self.v_head_dim)
         self._attend_ragged(*given, prefill, ragged, k_scale, rows)
 
@@ -391,7 +395,7 @@ class TrtllmMlaImpl(LatentImpl):
             return 1.0
         return self._scales.of(layer, name)
 
-    def _check_rows(self, step: LatentRows, rows: int, kv_cache: torch.Tensor) -> None:
+    def _check_rows(self, step: LatentRows, rows: int) -> None:
         if rows < step.num_tokens:
             raise ValueError(
                 f"query must have a row for each of the step's {step.num_tokens} tokens, got {rows}"

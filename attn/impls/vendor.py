@@ -10,7 +10,8 @@ import torch
 from attn.impls.base import AttentionLayer
 from attn.impls.cached import CachedImpl
 from attn.impls.host_scales import HostScales
-from builders.debug import debug_read
+from builders.debug import debug_read, debug_slots
+from builders.tensor_checks import check_rows
 from specs.attention import AttentionType
 from specs.dtypes import KVQuantMode
 from specs.layouts import KVViews
@@ -20,8 +21,13 @@ class VendorStep(Protocol):
     """What every step record has."""
 
     num_actual_tokens: int
+    query_start_loc: torch.Tensor
+    slot_mapping: torch.Tensor
     block_table: torch.Tensor
     seq_lens: torch.Tensor
+
+    def check_cache(self, block_size: int, dtype: torch.dtype) -> None:
+        """See :meth:`builders.base.AttentionMetadata.check_cache`."""
 
 
 class VendorRows(Protocol):
@@ -70,7 +76,7 @@ class VendorImpl(CachedImpl):
         key: torch.Tensor | None,
         value: torch.Tensor | None,
         kv_cache: torch.Tensor,
-        attn_metadata: Any,
+        attn_metadata: VendorStep | None,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
@@ -95,17 +101,44 @@ class VendorImpl(CachedImpl):
             )
         if attn_metadata is None:
             return output.zero_()
-        rows = output
-        if output.dim() == 2:
-            rows = output.view(output.shape[0], self.num_heads, self.head_size)
-        self._check_step(attn_metadata, query, rows, output_lse)
-        _check_rows(attn_metadata.num_actual_tokens, query, rows, output_lse)
+        rows, step = self._by_head(output), attn_metadata
+        self._check_step(step, query, rows, output_lse)
+        self._check_rows(step.num_actual_tokens, query, rows, output_lse)
         views = self._views(kv_cache, query.dtype)
+        step.check_cache(views.key.shape[1], views.key.dtype)
         if self._debugs:
-            step: VendorStep = attn_metadata
+            debug_slots(step.slot_mapping, int(step.query_start_loc[-1]))
             debug_read(step.block_table, step.seq_lens, kv_cache.shape[0], views.key.shape[1])
-        self._attend_step(attn_metadata, layer, query, views, rows, output_lse)
+        self._attend_step(step, layer, query, views, rows, output_lse)
         return output
+
+    def _check_rows(
+        self, tokens: int, query: torch.Tensor, rows: torch.Tensor, lse: torch.Tensor | None
+    ) -> None:
+        """Every tensor has the layer's rows, one for each token of the step, as the kernels address
+        them.
+        """
+        # Neither len nor size, which cost three times and twice as much.
+        shape = self.num_heads, self.head_size
+        if query.shape[1:] != shape or query.stride()[-1] != 1:
+            check_rows("query", query, shape)
+        if rows.shape[1:] != shape:
+            check_rows("output", rows, shape)
+        if query.shape[0] < tokens:
+            raise _too_short("query", query, tokens)
+        if rows.shape[0] < tokens:
+            raise _too_short("output", rows, tokens)
+        if not rows.is_contiguous():
+            raise ValueError(f"output must be contiguous, got strides {rows.stride()}")
+        if lse is not None:
+            if lse.dtype != torch.float32:
+                raise ValueError(f"output_lse must be float32, got {lse.dtype}")
+            if lse.shape[1:] != (self.num_heads,):
+                check_rows("output_lse", lse, (self.num_heads,))
+            if lse.shape[0] < tokens:
+                raise _too_short("output_lse", lse, tokens)
+            if not lse.is_contiguous():
+                raise ValueError(f"output_lse must be contiguous, got strides {lse.stride()}")
 
     @abstractmethod
     def _check_step(
@@ -135,28 +168,6 @@ def rows_of(
         return query, output, None
     rows = slice(part.first_token, part.first_token + tokens)
     return query[rows], output[rows], None if lse is None else lse[rows]
-
-
-def _check_rows(
-    tokens: int, query: torch.Tensor, rows: torch.Tensor, lse: torch.Tensor | None
-) -> None:
-    """Every tensor has a row for each token of the step, as the kernels address them."""
-    # Neither len nor size, which cost three times and twice as much.
-    if query.shape[0] < tokens:
-        raise _too_short("query", query, tokens)
-    if rows.shape[0] < tokens:
-        raise _too_short("output", rows, tokens)
-    if not rows.is_contiguous():
-        raise ValueError(f"output must be contiguous, got strides {rows.stride()}")
-    if lse is not None:
-        if lse.shape[0] < tokens:
-            raise _too_short("output_lse", lse, tokens)
-        if not lse.is_contiguous():
-            raise ValueError(f"output_lse must be contiguous, got strides {lse.stride()}")
-    if query.stride()[-1] != 1:
-        raise ValueError(
-            f"query must be contiguous in its last dimension, got strides {query.stride()}"
-        )
 
 
 def _too_short(name: str, tensor: torch.Tensor, tokens: int) -> ValueError:

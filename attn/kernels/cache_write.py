@@ -13,6 +13,7 @@ from attn.kernels.launch import FormCall, KernelForm, alignment, as_bytes
 from attn.kernels.write_kv import write_kv_kernel
 from builders.dense_limits import HEAD_SIZES, MODEL_DTYPES
 from builders.kernel_calls import KernelCall
+from builders.tensor_checks import check_counts, check_kv_scale, check_rotated, check_written
 from specs.dtypes import CacheDType
 from specs.layouts import KVViews
 
@@ -97,7 +98,7 @@ def write_again(
         fixed = {name: x for name, x in made.items() if name not in _VARYING}
         form = _forms[likeness] = KernelForm(write_kv_kernel, fixed, _VARYING, NUM_WARPS)
     count, rows = len(slot_mapping), cast("int", form.arguments["ROWS"])
-    _check_counts(key, value, count)
+    check_counts(key, value, count)
     is_scaled = form.arguments["FORMAT"] in ("e4m3", "e5m2")
     varying = {
         "key": key,
@@ -213,7 +214,7 @@ def rope_and_write_kv_call(
         NotImplementedError: as there.
     """
     arguments = _write_arguments(key, value, views, slot_mapping, k_scale, v_scale, cache_dtype)
-    _check_rope(query, key, positions, cos_sin_cache, arguments["num_slots"])
+    check_rotated(query, key, positions, cos_sin_cache, arguments["num_slots"], MODEL_DTYPES)
     num_tokens = min(len(key), len(positions))
     num_query_tokens = min(len(query), len(positions))
     # Of a query only what rotates is touched, which beside a wide value is few elements.
@@ -256,8 +257,9 @@ def _write_arguments(
     cache_dtype: CacheDType,
 ) -> dict[str, Any]:
     """The kernel's arguments that do not concern RoPE."""
-    form = _format_of(key, value, views, cache_dtype)
-    _check_shapes(key, value, views, slot_mapping, form)
+    form = _format_of(key, views, cache_dtype)
+    check_written(key, value, views, slot_mapping, cache_dtype)
+    _check_layout(key, value, views, slot_mapping)
     arguments: dict[str, Any] = {}
     for name, rows in (("key", key), ("value", value)):
         arguments[name] = rows
@@ -273,7 +275,7 @@ def _write_arguments(
     is_scaled = form in ("e4m3", "e5m2")
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if is_scaled:
-            _check_scale(name, scale, key.shape[1])
+            check_kv_scale(name, scale, key.shape[1])
         arguments[name] = scale if is_scaled else None
         arguments[f"{name}_stride"] = scale.stride(0) if is_scaled and scale.numel() > 1 else 0
     itemsize = min(key.element_size(), views.key.element_size())
@@ -297,17 +299,13 @@ def _strides(name: str, x: torch.Tensor | None) -> dict[str, int]:
 # -- What callers can get wrong.
 
 
-def _format_of(
-    key: torch.Tensor, value: torch.Tensor, views: KVViews, cache_dtype: CacheDType
-) -> str:
+def _format_of(key: torch.Tensor, views: KVViews, cache_dtype: CacheDType) -> str:
     """How elements are encoded, with every dtype checked against it."""
     form = _FORMATS.get(cache_dtype)
     if form is None:
         raise NotImplementedError(f"kv_cache_dtype {cache_dtype.value!r} has no cache-write kernel")
     if key.dtype not in MODEL_DTYPES:
         raise NotImplementedError(f"key must be float16, bfloat16 or float32, got {key.dtype}")
-    if value.dtype != key.dtype:
-        raise ValueError(f"value must have key's dtype {key.dtype}, got {value.dtype}")
     is_inline = cache_dtype.quant_mode.is_per_token_head
     for name, stored, scales in (
         ("key", views.key, views.key_scale),
@@ -329,103 +327,19 @@ def _format_of(
     return form
 
 
-def _check_shapes(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    views: KVViews,
-    slot_mapping: torch.Tensor,
-    form: str,
+def _check_layout(
+    key: torch.Tensor, value: torch.Tensor, views: KVViews, slot_mapping: torch.Tensor
 ) -> None:
-    if key.dim() != 3:
-        raise ValueError(f"key must be [T, Hk, D], got shape {tuple(key.shape)}")
-    if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1:
-        raise ValueError(
-            f"slot_mapping must be [T] int64, got shape {tuple(slot_mapping.shape)} of "
-            f"{slot_mapping.dtype}"
-        )
-    _check_counts(key, value, len(slot_mapping))
+    """Sizes and strides that the kernel takes."""
     if len(slot_mapping) > 1 and slot_mapping.stride(0) != 1:
         raise ValueError(f"slot_mapping must be contiguous, got strides {slot_mapping.stride()}")
-    pages = views.key.shape[:2]
-    for name, rows, stored, scales in (
-        ("key", key, views.key, views.key_scale),
-        ("value", value, views.value, views.value_scale),
-    ):
+    for name, rows, stored in (("key", key, views.key), ("value", value, views.value)):
         size = rows.shape[2]
         if size not in HEAD_SIZES:
             raise NotImplementedError(
                 f"{name} head size must be a multiple of {HEAD_SIZES.step} from "
                 f"{HEAD_SIZES.start} to {HEAD_SIZES.stop - 1}, got {size}"
             )
-        expected = (*pages, rows.shape[1], size // 2 if form == "int4" else size)
-        if tuple(stored.shape) != expected:
-            raise ValueError(
-                f"views.{name} must have shape {expected} for {name} of shape "
-                f"{tuple(rows.shape)}, got {tuple(stored.shape)}"
-            )
-        if scales is not None and tuple(scales.shape) != expected[:3]:
-            raise ValueError(
-                f"views.{name}_scale must have shape {expected[:3]}, got {tuple(scales.shape)}"
-            )
         for what, x in ((name, rows), (f"views.{name}", stored)):
             if x.stride(-1) != 1:
                 raise ValueError(f"{what} must have contiguous rows, got strides {x.stride()}")
-
-
-def _check_counts(key: torch.Tensor, value: torch.Tensor, num_slots: int) -> None:
-    """What depends on the number of tokens."""
-    if value.dim() != 3 or value.shape[:2] != key.shape[:2]:
-        raise ValueError(
-            f"value must be [{key.shape[0]}, {key.shape[1]}, Dv] like key, got shape "
-            f"{tuple(value.shape)}"
-        )
-    if num_slots > len(key):
-        raise ValueError(f"slot_mapping must have at most key's {len(key)} rows, got {num_slots}")
-
-
-def _check_scale(name: str, scale: torch.Tensor, num_kv_heads: int) -> None:
-    shape = tuple(scale.shape)
-    if scale.dtype != torch.float32 or (scale.numel() != 1 and shape != (num_kv_heads,)):
-        raise ValueError(
-            f"{name} must be a float32 scalar or [{num_kv_heads}], got shape {shape} of "
-            f"{scale.dtype}"
-        )
-
-
-def _check_rope(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    num_slots: int,
-) -> None:
-    head_size = key.shape[2]
-    if query.dim() != 3 or query.shape[2] != head_size or query.dtype != key.dtype:
-        raise ValueError(
-            f"query must be [T, H, {head_size}] of {key.dtype} like key, got shape "
-            f"{tuple(query.shape)} of {query.dtype}"
-        )
-    if query.stride(-1) != 1:
-        raise ValueError(f"query must have contiguous rows, got strides {query.stride()}")
-    if positions.dim() != 1 or positions.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            f"positions must be [T] int64 or int32, got shape {tuple(positions.shape)} of "
-            f"{positions.dtype}"
-        )
-    if len(positions) < num_slots:
-        raise ValueError(
-            f"positions must have a row for each of {num_slots} slots, got {len(positions)}"
-        )
-    if len(positions) > 1 and positions.stride(0) != 1:
-        raise ValueError(f"positions must be contiguous, got strides {positions.stride()}")
-    shape = tuple(cos_sin_cache.shape)
-    if len(shape) != 2 or shape[1] % 2 or not 0 < shape[1] <= head_size:
-        raise ValueError(
-            f"cos_sin_cache must be [max_position, rotary_dim] with an even rotary_dim up to "
-            f"{head_size}, got shape {shape}"
-        )
-    if cos_sin_cache.dtype not in MODEL_DTYPES or cos_sin_cache.stride(-1) != 1:
-        raise ValueError(
-            f"cos_sin_cache must be float16, bfloat16 or float32 with contiguous rows, got "
-            f"{cos_sin_cache.dtype} with strides {cos_sin_cache.stride()}"
-        )

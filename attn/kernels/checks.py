@@ -10,7 +10,7 @@ from builders.dense_limits import BLOCK_MULTIPLE, MODEL_DTYPES
 from builders.split_plan import (
     SplitPlan,
 )
-from specs.dtypes import KVQuantMode
+from builders.tensor_checks import check_dense
 
 if TYPE_CHECKING:
     from attn.kernels.dense_tensors import DenseLayer, DenseTensors
@@ -29,45 +29,24 @@ def check_call(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseT
 
 
 def _check_tensors(layer: DenseLayer, tensors: DenseTensors) -> None:
-    query, output, scale = tensors.query, tensors.output, tensors.output_scale
-    if query.dtype not in MODEL_DTYPES:
-        names = ", ".join(str(dtype) for dtype in MODEL_DTYPES)
-        raise ValueError(f"query must be one of {names}, got {query.dtype}")
-    _check_rows("query", query, (layer.num_heads, layer.head_size))
-    _check_rows("output", output, (layer.num_heads, layer.head_size_v))
-    # Scratch of a merge is fp32.
-    allowed = {query.dtype, torch.float32} if scale is None else {torch.float8_e4m3fn}
-    if output.dtype not in allowed:
-        given = "without" if scale is None else "with"
-        names = " or ".join(sorted(str(dtype) for dtype in allowed))
-        raise ValueError(f"output must be {names} {given} an output_scale, got {output.dtype}")
-    if scale is not None:
-        _check_scale("output_scale", scale, (1,))
-    lse = tensors.lse
-    if lse is not None:
-        if lse.dtype != torch.float32:
-            raise ValueError(f"output_lse must be float32, got {lse.dtype}")
-        _check_rows("output_lse", lse, (layer.num_heads,))
-    _check_keys(layer, tensors)
-
-
-def check_lengths(
-    num_tokens: int, first: torch.Tensor, second: torch.Tensor, lse: torch.Tensor | None
-) -> None:
-    """Every tensor has a row for each token of the step.
-
-    Raises:
-        ValueError: one has fewer.
-    """
-    if first.shape[0] < num_tokens or second.shape[0] < num_tokens:
+    check_dense(
+        layer,
+        tensors.query,
+        tensors.keys,
+        tensors.output,
+        dtypes=MODEL_DTYPES,
+        output_scale=tensors.output_scale,
+        lse=tensors.lse,
+        k_scale=tensors.k_scale,
+        v_scale=tensors.v_scale,
+    )
+    key, value = tensors.keys.key, tensors.keys.value
+    rows = {"query": tensors.query, "key": key, "value": value, "output": tensors.output}
+    for name, tensor in rows.items():
+        check_reach(name, tensor)
+    if key.dim() == 4 and key.shape[1] % BLOCK_MULTIPLE:
         raise ValueError(
-            f"query, key, value and output must have at least num_actual_tokens ({num_tokens}) "
-            f"rows, got {first.shape[0]} and {second.shape[0]}"
-        )
-    if lse is not None and lse.shape[0] < num_tokens:
-        raise ValueError(
-            f"output_lse must have at least num_actual_tokens ({num_tokens}) rows, got "
-            f"{lse.shape[0]}"
+            f"block size of kv_cache must be a multiple of {BLOCK_MULTIPLE}, got {key.shape[1]}"
         )
 
 
@@ -134,54 +113,4 @@ def _check_stripe(layer: DenseLayer, step: TritonAttentionMetadata, tensors: Den
         raise ValueError(
             f"decode_context_parallel_size ({step.stripe.size}) does not go together with "
             f"{', '.join(names)}"
-        )
-
-
-def _check_keys(layer: DenseLayer, tensors: DenseTensors) -> None:
-    """Shapes of the keys and values, and the layer's scales."""
-    key, value = tensors.keys.key, tensors.keys.value
-    packing = layer.cache_dtype.packing
-    if key.dim() == 4 and key.shape[1] % BLOCK_MULTIPLE:
-        raise ValueError(
-            f"block size of kv_cache must be a multiple of {BLOCK_MULTIPLE}, got {key.shape[1]}"
-        )
-    page = key.shape[1:2] if key.dim() == 4 else ()
-    for name, rows, size in (("key", key, layer.head_size), ("value", value, layer.head_size_v)):
-        _check_rows(name, rows, (*page, layer.num_kv_heads, size // packing))
-    if key.dim() == 3 and not key.dtype == value.dtype == tensors.query.dtype:
-        raise ValueError(
-            f"key and value must have query's dtype {tensors.query.dtype}, got {key.dtype} and "
-            f"{value.dtype}"
-        )
-    if layer.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR:
-        k_scale, v_scale = tensors.k_scale, tensors.v_scale
-        for name, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
-            _check_scale(name, factor, (1, layer.num_kv_heads))
-        if k_scale is not None and v_scale is not None and k_scale.numel() != v_scale.numel():
-            raise ValueError(
-                f"k_scale and v_scale must both be per tensor or both per head, got "
-                f"{k_scale.numel()} and {v_scale.numel()} elements"
-            )
-
-
-def _check_rows(name: str, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
-    if rows.shape[1:] != shape:
-        wanted = ", ".join(["*", *(str(size) for size in shape)])
-        raise ValueError(f"{name} must have shape [{wanted}], got {list(rows.shape)}")
-    if rows.stride(-1) != 1 and shape[-1] > 1:
-        raise ValueError(
-            f"{name} must be contiguous in its last dimension, got strides {rows.stride()}"
-        )
-    if rows.dim() > 2:
-        check_reach(name, rows)
-
-
-def _check_scale(name: str, scale: torch.Tensor | None, counts: tuple[int, ...]) -> None:
-    if scale is None:
-        raise ValueError(f"{name} is needed, got None")
-    if scale.dtype != torch.float32 or scale.numel() not in counts or not scale.is_contiguous():
-        wanted = " or ".join(str(count) for count in dict.fromkeys(counts))
-        raise ValueError(
-            f"{name} must be contiguous float32 of {wanted} elements, got shape "
-            f"{list(scale.shape)} of {scale.dtype}"
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attn.kernels.checks import check_call, check_heads, check_lengths
+from attn.kernels.checks import check_call, check_heads
 from attn.kernels.decode import decode_kernel
 from attn.kernels.dense_constants import prefill_constants, shared_constants, split_constants
 from attn.kernels.dense_tensors import DenseLayer, DenseTensors, KeyRows, address, stored_as
@@ -20,6 +20,7 @@ from builders.dense_step import TritonAttentionMetadata
 from builders.fast_launch import Repeat
 from builders.kernel_calls import KernelCall
 from builders.split_plan import HopperPlan, PrefillPlan, SplitPlan
+from builders.tensor_checks import check_lengths
 
 if TYPE_CHECKING:
     from attn.kernels.again import Launched, PrefillAgain

@@ -10,6 +10,7 @@ import torch
 import triton.language as tl
 
 from attn.kernels.dense_tensors import DenseLayer, DenseTensors, Stored
+from attn.kernels.numerics import INTERPRETED
 from attn.kernels.stored import NATIVE
 from builders.paging import Stripe
 from builders.split_plan import SplitPlan, area_of
@@ -34,8 +35,10 @@ def compute_type(model: torch.dtype, stored: Stored, element: torch.dtype) -> tu
         return tl.float32, False
     if stored.kind != NATIVE or element == torch.float16:
         return tl.float16, model == torch.bfloat16
-    # A 16-bit type holds neither the other's range nor its precision.
-    return _TRITON_TYPES[model] if element == model else tl.float32, False
+    # A 16-bit type holds neither the other's range nor its precision, and the interpreter
+    # multiplies bf16 by its bits.
+    is_right = element == model and not (INTERPRETED.value and model == torch.bfloat16)
+    return _TRITON_TYPES[model] if is_right else tl.float32, False
 
 
 def strides(tensors: DenseTensors, k_words: torch.Tensor, v_words: torch.Tensor) -> dict[str, Any]:

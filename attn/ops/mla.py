@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attn.reference.mla import absorb_query, project_latent_output
+from builders.tensor_checks import check_latent_output, k_scale_of
 
 if TYPE_CHECKING:
     from attn.impls.base import AttentionLayer, MLAAttentionImpl
@@ -42,9 +43,13 @@ def mla_attention(
 
     Returns:
         ``output``.
+
+    Raises:
+        ValueError: tensors that do not fit the layer or the step.
     """
     if attn_metadata is None:
         return output.zero_()
+    check_latent_output(impl, q.dtype, output)
     if index is not None:
         impl.indexer.forward(index)
     decodes, tokens = attn_metadata.num_decode_tokens, attn_metadata.num_actual_tokens
@@ -56,7 +61,7 @@ def mla_attention(
             k_pe[prefill],
             kv_cache,
             attn_metadata,
-            layer._k_scale,
+            k_scale_of(layer),
             output[prefill],
         )
     if decodes:

@@ -13,7 +13,8 @@ from attn.reference.quant import (
     saturate,
 )
 from builders.paging import check_slots
-from specs.dtypes import CacheDType
+from builders.tensor_checks import check_kv_scale, check_written
+from specs.dtypes import CacheDType, KVQuantMode
 from specs.layouts import KVViews, latent_views
 from specs.rows import LatentFormat, RowFormat
 
@@ -122,18 +123,25 @@ def write_kv(
         k_scale: fp32 scalar or ``[Hk]``, for per-tensor fp8.
         v_scale: likewise.
         cache_dtype: how the cache is quantised.
+
+    Raises:
+        ValueError: tensors that do not fit together.
     """
+    check_written(key, value, views, slots, cache_dtype)
+    if cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR:
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            check_kv_scale(name, scale, key.shape[1])
     sides = (
         (key, views.key, views.key_scale, k_scale),
         (value, views.value, views.value_scale, v_scale),
     )
-    for rows, target, inline, scale in sides:
+    for rows, target, inline, factor in sides:
         rows = rows[: len(slots)]
         if inline is not None:
             rows, inline_scale = quantize_per_token_head(rows, cache_dtype)
             scatter_rows(inline, slots, inline_scale)
         elif cache_dtype.is_quantized:
-            rows = quantize_per_tensor(rows, scale, target.dtype)
+            rows = quantize_per_tensor(rows, factor, target.dtype)
         elif rows.dtype != target.dtype:
             rows = saturate(rows, target.dtype)
         scatter_rows(target, slots, rows)

@@ -169,8 +169,9 @@ def test_every_public_field_of_vllm_033_is_here(name: str) -> None:
     assert name in FIELDS
 
 
-def test_there_are_no_other_fields_and_their_order_is_vllms() -> None:
-    assert list(FIELDS) == VLLM_033_FIELDS
+def test_there_is_one_other_field_behind_vllms_in_their_order() -> None:
+    assert list(FIELDS) == [*VLLM_033_FIELDS, "block_size"]
+    assert FIELDS["block_size"].default is None
 
 
 @pytest.mark.parametrize("name", VLLM_033_FIELDS)
@@ -467,6 +468,8 @@ def test_cross_attention_is_checked_by_the_encoder_lengths() -> None:
         ([-1], [4], 1, 16, r"query_lens\[0\] must be in \[0, seq_lens\[0\]\] = \[0, 4\], got -1"),
         ([5], [4], 1, 16, r"query_lens\[0\] must be in .*, got 5"),
         ([1], [4], 1, 0, "block_size must be positive, got 0"),
+        ([0], [-5], 1, 16, r"seq_lens\[0\] must not be negative, got -5"),
+        ([1, 3], [4, 17], 2, 16, r"block_table must .* of 16 .*seq_lens\[1\] = 17, got 1 columns"),
     ],
 )
 def test_lengths_that_cannot_be_are_named(
@@ -475,6 +478,21 @@ def test_lengths_that_cannot_be_are_named(
     table = torch.ones(rows, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match=message):
         CommonAttentionMetadata.from_lengths(query_lens, seq_lens, table, block_size)
+
+
+@pytest.mark.parametrize("columns", [0, 1])
+def test_a_table_may_be_too_short_for_padding_and_missing_for_encoders(columns: int) -> None:
+    table = torch.ones(2, columns, dtype=torch.int32)
+    batch = CommonAttentionMetadata.from_lengths([3, 0], [16, 40], table, 16)
+    assert batch.block_size == 16
+    slots = [16 + 13, 16 + 14, 16 + 15] if columns else [-1, -1, -1]
+    assert batch.slot_mapping.tolist() == slots
+
+
+def test_copies_keep_the_block_size() -> None:
+    batch = CommonAttentionMetadata.from_lengths([2, 1], [2, 1], torch.ones(2, 1).int(), 32)
+    for copied in (batch.replace(causal=False), batch.unpadded(2, 1)):
+        assert copied.block_size == 32
 
 
 def test_padding_tokens_belong_to_the_last_request() -> None:

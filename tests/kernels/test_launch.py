@@ -416,11 +416,16 @@ def test_an_output_scale_is_one_number() -> None:
 
 
 def test_a_cache_of_other_heads_or_blocks_is_refused() -> None:
-    bench = Bench()
-    for shape in ((BLOCKS, 2, BLOCK, KV_HEADS + 1, SIZE), (BLOCKS, 2, 24, KV_HEADS, SIZE)):
-        bench.cache = torch.zeros(shape, dtype=torch.float16)
-        with pytest.raises(ValueError, match=r"(key|block size) .*(multiple of 16|\[\*, 16, 2)"):
-            bench.forward(bench.record(1, 2), 3)
+    bench, record = Bench(), Bench().record(1, 2)
+    wrong = (
+        ((BLOCK, KV_HEADS + 1), record, "kv_cache must have the layer's 2 KV heads, got 3"),
+        ((24, KV_HEADS), record, "kv_cache must have blocks of 16 tokens, .* got blocks of 24"),
+        ((24, KV_HEADS), replace(record, block_size=24), "block size of kv_cache .* of 16, got 24"),
+    )
+    for shape, step, problem in wrong:
+        bench.cache = torch.zeros(BLOCKS, 2, *shape, SIZE, dtype=torch.float16)
+        with pytest.raises(ValueError, match=problem):
+            bench.forward(step, 3)
 
 
 def test_fewer_rows_than_tokens_are_refused() -> None:

@@ -1,0 +1,554 @@
+"""What callers of impls and operations can get wrong in their tensors, for kernels and reference.
+
+Shapes and types alone are compared: nothing here reads a device, and nothing is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from specs.dtypes import CacheDType, KVQuantMode
+from specs.layouts import KVViews
+
+REFERENCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Model types that the reference computes in."""
+
+
+class DenseSizes(Protocol):
+    """What of a dense layer its tensors must fit."""
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads."""
+
+    @property
+    def head_size(self) -> int:
+        """Columns of a query and of a key."""
+
+    @property
+    def head_size_v(self) -> int:
+        """Columns of a value."""
+
+    @property
+    def cache_dtype(self) -> CacheDType:
+        """How the cache is stored."""
+
+
+def check_dense(
+    layer: DenseSizes,
+    query: torch.Tensor,
+    keys: KVViews,
+    output: torch.Tensor,
+    *,
+    dtypes: Sequence[torch.dtype],
+    output_scale: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    """Tensors of a forward fit the layer.
+
+    Args:
+        layer: sizes and cache type.
+        query: ``[T, H, D]``.
+        keys: of the cache, or an encoder's ``[T, Hk, D]`` rows.
+        output: ``[T, H, Dv]``.
+        dtypes: of queries that are served.
+        output_scale: as of ``forward``.
+        lse: its ``output_lse``.
+        k_scale: of the layer, read for a cache with one scale per tensor or per head.
+        v_scale: likewise.
+
+    Raises:
+        ValueError: what does not fit; the message names the argument and both values.
+    """
+    if query.dtype not in dtypes:
+        raise ValueError(f"query must be one of {_names(dtypes)}, got {query.dtype}")
+    check_rows("query", query, (layer.num_heads, layer.head_size))
+    check_rows("output", output, (layer.num_heads, layer.head_size_v))
+    _check_output_type(query.dtype, output, output_scale)
+    if lse is not None:
+        if lse.dtype != torch.float32:
+            raise ValueError(f"output_lse must be float32, got {lse.dtype}")
+        check_rows("output_lse", lse, (layer.num_heads,))
+    key, value = keys.key, keys.value
+    page = key.shape[1:2] if key.dim() == 4 else ()
+    for name, rows, size in (("key", key, layer.head_size), ("value", value, layer.head_size_v)):
+        check_rows(name, rows, (*page, layer.num_kv_heads, size // layer.cache_dtype.packing))
+    if key.dim() == 3 and not key.dtype == value.dtype == query.dtype:
+        raise ValueError(
+            f"key and value must have query's dtype {query.dtype}, got {key.dtype} and "
+            f"{value.dtype}"
+        )
+    if layer.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR:
+        for name, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
+            check_scale(name, factor, (1, layer.num_kv_heads))
+        if k_scale is not None and v_scale is not None and k_scale.numel() != v_scale.numel():
+            raise ValueError(
+                f"k_scale and v_scale must both be per tensor or both per head, got "
+                f"{k_scale.numel()} and {v_scale.numel()} elements"
+            )
+
+
+def check_lengths(
+    num_tokens: int, first: torch.Tensor, second: torch.Tensor, lse: torch.Tensor | None
+) -> None:
+    """Every tensor has a row for each token of the step.
+
+    Args:
+        num_tokens: of the step.
+        first: query, or an encoder's key.
+        second: output, or its value.
+        lse: ``[T, H]``, or None.
+
+    Raises:
+        ValueError: one has fewer.
+    """
+    if first.shape[0] < num_tokens or second.shape[0] < num_tokens:
+        raise ValueError(
+            f"query, key, value and output must have at least num_actual_tokens ({num_tokens}) "
+            f"rows, got {first.shape[0]} and {second.shape[0]}"
+        )
+    if lse is not None and lse.shape[0] < num_tokens:
+        raise ValueError(
+            f"output_lse must have at least num_actual_tokens ({num_tokens}) rows, got "
+            f"{lse.shape[0]}"
+        )
+
+
+def check_given(**tensors: torch.Tensor | None) -> None:
+    """Tensors that a call cannot do without are there, by the names of its arguments.
+
+    Raises:
+        ValueError: one is None; the message names it.
+    """
+    for name, tensor in tensors.items():
+        if tensor is None:
+            raise ValueError(f"{name} is needed, got None")
+
+
+def check_rows(name: str, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Rows of any number, each of one shape and dense in its last dimension.
+
+    Args:
+        name: of the argument.
+        rows: ``[T, *shape]``.
+        shape: of a row.
+
+    Raises:
+        ValueError: they are not; the message names argument, shape and strides.
+    """
+    if rows.shape[1:] != shape:
+        wanted = ", ".join(["*", *(str(size) for size in shape)])
+        raise ValueError(f"{name} must have shape [{wanted}], got {list(rows.shape)}")
+    if rows.stride(-1) != 1 and shape[-1] > 1:
+        raise ValueError(
+            f"{name} must be contiguous in its last dimension, got strides {rows.stride()}"
+        )
+
+
+def check_scale(name: str, scale: torch.Tensor | None, counts: tuple[int, ...]) -> None:
+    """A scale is there, in fp32, for a tensor or for each head.
+
+    Args:
+        name: of the argument.
+        scale: to be checked.
+        counts: elements that it may have.
+
+    Raises:
+        ValueError: it is not; the message names argument, shape and type.
+    """
+    if scale is None:
+        raise ValueError(f"{name} is needed, got None")
+    if scale.dtype != torch.float32 or scale.numel() not in counts or not scale.is_contiguous():
+        wanted = " or ".join(str(count) for count in dict.fromkeys(counts))
+        raise ValueError(
+            f"{name} must be contiguous float32 of {wanted} elements, got shape "
+            f"{list(scale.shape)} of {scale.dtype}"
+        )
+
+
+def scales_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V scale of a layer.
+
+    Args:
+        layer: an ``attn.impls.base.AttentionLayer``.
+
+    Raises:
+        ValueError: the layer lacks one; the message names it.
+    """
+    try:
+        scales: tuple[torch.Tensor, torch.Tensor] = layer._k_scale, layer._v_scale
+    except AttributeError:
+        raise _no_scale(layer, "_k_scale", "_v_scale") from None
+    return scales
+
+
+def k_scale_of(layer: Any) -> torch.Tensor:
+    """K scale of a layer, which a latent cache has alone.
+
+    Args:
+        layer: an ``attn.impls.base.AttentionLayer``.
+
+    Raises:
+        ValueError: the layer lacks it.
+    """
+    try:
+        scale: torch.Tensor = layer._k_scale
+    except AttributeError:
+        raise _no_scale(layer, "_k_scale") from None
+    return scale
+
+
+def _no_scale(layer: Any, *names: str) -> ValueError:
+    missing = [name for name in names if not hasattr(layer, name)]
+    return ValueError(
+        f"layer must have {' and '.join(missing)}, a float32 tensor, got a "
+        f"{type(layer).__name__} without"
+    )
+
+
+def check_written(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    views: KVViews,
+    slot_mapping: torch.Tensor,
+    cache_dtype: CacheDType,
+) -> None:
+    """Keys and values of a cache write fit the cache and each other.
+
+    Args:
+        key: ``[T, Hk, D]``.
+        value: ``[T, Hk, Dv]``.
+        views: K and V of the cache.
+        slot_mapping: ``[<= T]`` int64.
+        cache_dtype: how the cache is stored.
+
+    Raises:
+        ValueError: what does not fit; the message names the argument and both values.
+    """
+    if key.dim() != 3:
+        raise ValueError(f"key must be [T, Hk, D], got shape {tuple(key.shape)}")
+    if value.dtype != key.dtype:
+        raise ValueError(f"value must have key's dtype {key.dtype}, got {value.dtype}")
+    if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1:
+        raise ValueError(
+            f"slot_mapping must be [T] int64, got shape {tuple(slot_mapping.shape)} of "
+            f"{slot_mapping.dtype}"
+        )
+    check_counts(key, value, len(slot_mapping))
+    pages = views.key.shape[:2]
+    for name, rows, stored, scales in (
+        ("key", key, views.key, views.key_scale),
+        ("value", value, views.value, views.value_scale),
+    ):
+        expected = (*pages, rows.shape[1], rows.shape[2] // cache_dtype.packing)
+        if tuple(stored.shape) != expected:
+            raise ValueError(
+                f"views.{name} must have shape {expected} for {name} of shape "
+                f"{tuple(rows.shape)}, got {tuple(stored.shape)}"
+            )
+        if scales is not None and tuple(scales.shape) != expected[:3]:
+            raise ValueError(
+                f"views.{name}_scale must have shape {expected[:3]}, got {tuple(scales.shape)}"
+            )
+
+
+def check_counts(key: torch.Tensor, value: torch.Tensor, num_slots: int) -> None:
+    """Of a cache write what depends on the number of tokens.
+
+    Args:
+        key: ``[T, Hk, D]``.
+        value: ``[T, Hk, Dv]``.
+        num_slots: of its slot mapping.
+
+    Raises:
+        ValueError: a value of another number of tokens or heads than the key, or more slots than
+            tokens.
+    """
+    if value.dim() != 3 or value.shape[:2] != key.shape[:2]:
+        raise ValueError(
+            f"value must be [{key.shape[0]}, {key.shape[1]}, Dv] like key, got shape "
+            f"{tuple(value.shape)}"
+        )
+    if num_slots > len(key):
+        raise ValueError(f"slot_mapping must have at most key's {len(key)} rows, got {num_slots}")
+
+
+def check_kv_scale(name: str, scale: torch.Tensor, num_kv_heads: int) -> None:
+    """A scale of a cache write, for a tensor or for each KV head.
+
+    Args:
+        name: of the argument.
+        scale: fp32.
+        num_kv_heads: of the key.
+
+    Raises:
+        ValueError: another type or shape.
+    """
+    shape = tuple(scale.shape)
+    if scale.dtype != torch.float32 or (scale.numel() != 1 and shape != (num_kv_heads,)):
+        raise ValueError(
+            f"{name} must be a float32 scalar or [{num_kv_heads}], got shape {shape} of "
+            f"{scale.dtype}"
+        )
+
+
+def check_rotated(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    num_slots: int,
+    dtypes: Sequence[torch.dtype],
+) -> None:
+    """Queries, positions and table of a rotation fit the key.
+
+    Args:
+        query: ``[T, H, D]``.
+        key: ``[T, Hk, D]``.
+        positions: ``[>= num_slots]`` int64 or int32.
+        cos_sin_cache: ``[max_position, rotary_dim]``.
+        num_slots: of the slot mapping.
+        dtypes: of tables that are served.
+
+    Raises:
+        ValueError: what does not fit; the message names the argument and both values.
+    """
+    head_size = key.shape[2]
+    if query.dim() != 3 or query.shape[2] != head_size or query.dtype != key.dtype:
+        raise ValueError(
+            f"query must be [T, H, {head_size}] of {key.dtype} like key, got shape "
+            f"{tuple(query.shape)} of {query.dtype}"
+        )
+    if query.stride(-1) != 1:
+        raise ValueError(f"query must have contiguous rows, got strides {query.stride()}")
+    if positions.dim() != 1 or positions.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"positions must be [T] int64 or int32, got shape {tuple(positions.shape)} of "
+            f"{positions.dtype}"
+        )
+    if len(positions) < num_slots:
+        raise ValueError(
+            f"positions must have a row for each of {num_slots} slots, got {len(positions)}"
+        )
+    if len(positions) > 1 and positions.stride(0) != 1:
+        raise ValueError(f"positions must be contiguous, got strides {positions.stride()}")
+    shape = tuple(cos_sin_cache.shape)
+    if len(shape) != 2 or shape[1] % 2 or not 0 < shape[1] <= head_size:
+        raise ValueError(
+            f"cos_sin_cache must be [max_position, rotary_dim] with an even rotary_dim up to "
+            f"{head_size}, got shape {shape}"
+        )
+    if cos_sin_cache.dtype not in dtypes or cos_sin_cache.stride(-1) != 1:
+        raise ValueError(
+            f"cos_sin_cache must be {_names(dtypes)} with contiguous rows, got "
+            f"{cos_sin_cache.dtype} with strides {cos_sin_cache.stride()}"
+        )
+
+
+# -- Latent layers.
+
+
+class LatentSizes(Protocol):
+    """What of a latent layer its tensors must fit."""
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads H."""
+
+    @property
+    def kv_lora_rank(self) -> int:
+        """Columns of a latent, L."""
+
+    @property
+    def qk_rope_head_dim(self) -> int:
+        """Columns of a rotary key, r."""
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Columns of an expanded key."""
+
+    @property
+    def v_head_dim(self) -> int:
+        """Columns of an expanded value, V."""
+
+
+def latent_query(
+    layer: LatentSizes, q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both parts of an absorbed query, which fits the layer.
+
+    Args:
+        layer: sizes.
+        q: as of ``forward_mqa``.
+
+    Returns:
+        ``[T, H, L]`` and ``[T, H, r]``.
+
+    Raises:
+        ValueError: other shapes, or two types.
+    """
+    heads, rank, rope = layer.num_heads, layer.kv_lora_rank, layer.qk_rope_head_dim
+    if isinstance(q, tuple):
+        query, rotary = q
+        is_right = query.shape[1:] == (heads, rank) and rotary.shape[1:] == (heads, rope)
+        if not is_right or query.dtype != rotary.dtype or len(query) != len(rotary):
+            raise ValueError(
+                f"q must be a pair [T, {heads}, {rank}] and [T, {heads}, {rope}] of one type, got "
+                f"{list(query.shape)} of {query.dtype} and {list(rotary.shape)} of {rotary.dtype}"
+            )
+        return query, rotary
+    if q.shape[1:] != (heads, rank + rope):
+        raise ValueError(f"q must have shape [*, {heads}, {rank + rope}], got {list(q.shape)}")
+    return q[..., :rank], q[..., rank:]
+
+
+def check_count(name: str, rows: torch.Tensor, num_tokens: int) -> None:
+    """A tensor has a row for each token of the step.
+
+    Args:
+        name: of the argument.
+        rows: ``[T, ...]``.
+        num_tokens: of the step, or of one phase of it.
+
+    Raises:
+        ValueError: it has fewer.
+    """
+    if rows.shape[0] < num_tokens:
+        raise ValueError(
+            f"{name} must have a row for each of the step's {num_tokens} tokens, got "
+            f"{rows.shape[0]}"
+        )
+
+
+def check_latent_rows(
+    layer: LatentSizes,
+    kv_c_normed: torch.Tensor,
+    k_pe: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor,
+) -> None:
+    """New latent rows fit the layer and their slots.
+
+    Args:
+        layer: sizes.
+        kv_c_normed: ``[T, L]``.
+        k_pe: ``[T, 1, r]`` or ``[T, r]``.
+        slot_mapping: ``[<= T]`` int64.
+        k_scale: fp32 scalar.
+
+    Raises:
+        ValueError: what does not fit, or is None; the message names the argument and both values.
+    """
+    check_given(kv_c_normed=kv_c_normed, k_pe=k_pe, k_scale=k_scale)
+    _check_latent(layer, kv_c_normed, k_pe)
+    if len(k_pe) != len(kv_c_normed):
+        raise ValueError(f"k_pe must have kv_c_normed's {len(kv_c_normed)} rows, got {len(k_pe)}")
+    if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1:
+        raise ValueError(
+            f"slot_mapping must be [T] int64, got shape {tuple(slot_mapping.shape)} of "
+            f"{slot_mapping.dtype}"
+        )
+    if len(slot_mapping) > len(kv_c_normed):
+        raise ValueError(
+            f"slot_mapping must have at most kv_c_normed's {len(kv_c_normed)} rows, got "
+            f"{len(slot_mapping)}"
+        )
+
+
+def check_expanded(
+    layer: LatentSizes,
+    q: torch.Tensor,
+    kv_c_normed: torch.Tensor,
+    k_pe: torch.Tensor,
+    output: torch.Tensor,
+    num_tokens: int,
+    output_scale: torch.Tensor | None = None,
+) -> None:
+    """Tensors of an expanded prefill fit the layer and the step's prefill rows.
+
+    Args:
+        layer: sizes.
+        q: ``[T, H, P + r]``.
+        kv_c_normed: ``[T, L]``.
+        k_pe: ``[T, 1, r]`` or ``[T, r]``.
+        output: ``[T, H * V]`` or ``[T, H, V]``.
+        num_tokens: of these rows.
+        output_scale: as of ``forward_mha``.
+
+    Raises:
+        ValueError: what does not fit, or is None; the message names the argument and both values.
+    """
+    check_given(kv_c_normed=kv_c_normed, k_pe=k_pe)
+    shape = layer.num_heads, layer.qk_head_dim
+    if q.shape[1:] != shape:
+        raise ValueError(f"q must have shape [*, {shape[0]}, {shape[1]}], got {list(q.shape)}")
+    _check_latent(layer, kv_c_normed, k_pe)
+    if kv_c_normed.dtype != q.dtype:
+        raise ValueError(
+            f"kv_c_normed and k_pe must have q's dtype {q.dtype}, got {kv_c_normed.dtype}"
+        )
+    check_latent_output(layer, q.dtype, output, output_scale)
+    named = {"q": q, "kv_c_normed": kv_c_normed, "k_pe": k_pe, "output": output}
+    for name, rows in named.items():
+        check_count(name, rows, num_tokens)
+
+
+def check_latent_output(
+    layer: LatentSizes,
+    query_dtype: torch.dtype,
+    output: torch.Tensor,
+    output_scale: torch.Tensor | None = None,
+) -> None:
+    """An output of a latent layer fits it.
+
+    Args:
+        layer: sizes.
+        query_dtype: of its queries.
+        output: ``[T, H * V]`` or ``[T, H, V]``.
+        output_scale: of an fp8 output.
+
+    Raises:
+        ValueError: another shape or type.
+    """
+    heads, size = layer.num_heads, layer.v_head_dim
+    if output.shape[1:] not in ((heads * size,), (heads, size)):
+        raise ValueError(f"output must have shape [*, {heads * size}], got {list(output.shape)}")
+    _check_output_type(query_dtype, output, output_scale)
+
+
+def _check_latent(layer: LatentSizes, kv_c_normed: torch.Tensor, k_pe: torch.Tensor) -> None:
+    rank, rope = layer.kv_lora_rank, layer.qk_rope_head_dim
+    if kv_c_normed.shape[1:] != (rank,):
+        raise ValueError(f"kv_c_normed must have shape [*, {rank}], got {list(kv_c_normed.shape)}")
+    if k_pe.shape[1:] not in ((rope,), (1, rope)):
+        raise ValueError(f"k_pe must have shape [*, {rope}], got {list(k_pe.shape)}")
+    if k_pe.dtype != kv_c_normed.dtype:
+        raise ValueError(
+            f"k_pe must have kv_c_normed's dtype {kv_c_normed.dtype}, got {k_pe.dtype}"
+        )
+
+
+def _check_output_type(
+    query: torch.dtype, output: torch.Tensor, scale: torch.Tensor | None
+) -> None:
+    # Scratch of a merge is fp32.
+    allowed = {query, torch.float32} if scale is None else {torch.float8_e4m3fn}
+    if output.dtype not in allowed:
+        given = "without" if scale is None else "with"
+        names = " or ".join(sorted(str(dtype) for dtype in allowed))
+        raise ValueError(f"output must be {names} {given} an output_scale, got {output.dtype}")
+    if scale is not None:
+        check_scale("output_scale", scale, (1,))
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(dtype) for dtype in dtypes)
