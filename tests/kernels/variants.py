@@ -57,7 +57,7 @@ from specs.layouts import KVOrder, KVPacking, KVViews, LatentKVLayout, latent_vi
 from specs.rows import RowFormat, latent_format_of
 from specs.sparse_mla import IndexKind
 
-TARGETS: Final = {80: "a100", 90: "h100", 100: "b200", 120: "rtx-pro-6000"}
+TARGETS: Final = {80: "a100", 86: "a10", 90: "h100", 100: "b200", 120: "rtx-pro-6000"}
 """Compute capabilities to compile for, each with a device that has it."""
 
 
@@ -542,11 +542,10 @@ def call_of(variant: Variant, target: int) -> KernelCall:
 def _pretending(target: int) -> Iterator[None]:
     """CPU tensors are on the target, as far as tiles and instructions go."""
     device = KNOWN_DEVICES[TARGETS[target]]
-    facts = (device.kind, device.num_multiprocessors)
     form = (PTX_SM89, True) if target >= 89 else (PTX, False)
     with (
-        mock.patch.object(builders.triton_attn, "device_facts", return_value=facts),
-        mock.patch.object(builders.triton_mla, "device_facts", return_value=facts),
+        mock.patch.object(builders.triton_attn, "device_facts", return_value=device.facts),
+        mock.patch.object(builders.triton_mla, "device_facts", return_value=device.facts),
         mock.patch.object(attn.kernels.dense, "decode_form", return_value=form),
     ):
         yield
