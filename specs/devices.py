@@ -196,8 +196,10 @@ def shared_memory_of(capability: ComputeCapability) -> int:
     """
     major = capability.major
     known = SHARED_MEMORY.get((major, capability.minor))
+    if known is not None:
+        return known
     family = [memory for pair, memory in SHARED_MEMORY.items() if pair[0] == major]
-    return known or min(family or SHARED_MEMORY.values())
+    return min(family or SHARED_MEMORY.values())
 
 
 def kind_of(capability: ComputeCapability) -> DeviceKind | None:

@@ -27,9 +27,9 @@ from typing import Any, Final
 from builders.hopper_latent import NARROW_ROWS
 from builders.hopper_sparse import MOST_NARROW_HEADS
 from builders.kernel_calls import KernelCall
-from specs.devices import KNOWN_DEVICES
 from tests.kernels.sass import overwritten_operands, undefined_reads
 from tests.kernels.variants import (
+    DEVICES,
     HOPPER_VARIANTS,
     MLA_VARIANTS,
     TARGETS,
@@ -129,7 +129,7 @@ class Facts:
 
 def limit_of(target: int) -> int:
     """Bytes of shared memory that a program can have."""
-    return KNOWN_DEVICES[TARGETS[target]].facts.shared_memory
+    return DEVICES[target].facts.shared_memory
 
 
 def misses_of(variant: Variant, target: int, facts: Facts) -> list[str]:
