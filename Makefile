@@ -19,7 +19,7 @@ run: $(INSTALLED)
 test: lint
 	$(BIN)/pytest -q -n auto --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-# Every kernel variant for four GPUs by four versions of Triton; writes the committed table.
+# Every kernel variant for five GPUs by four versions of Triton; writes the committed table.
 test-compile: $(INSTALLED)
 	$(BIN)/python -m tests.kernels.compile_matrix
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from specs.devices import ComputeCapability, DeviceKind, kind_of
+from specs.devices import ComputeCapability, GpuFacts
 
 
-def device_facts(device: torch.device) -> tuple[DeviceKind, int]:
-    """Kind and number of multiprocessors; a CPU stands for a small GPU, to test with."""
+def device_facts(device: torch.device) -> GpuFacts:
+    """What tiles and plans depend on; a CPU stands for a small GPU of Hopper's, to test with."""
     if device.type != "cuda":
-        return DeviceKind.SM90, 3
+        return GpuFacts.of(ComputeCapability(major=9), 3)
     properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip is not None:
-        return DeviceKind.ROCM, properties.multi_processor_count
-    capability = ComputeCapability(major=properties.major, minor=properties.minor)
-    return kind_of(capability) or DeviceKind.SM80, properties.multi_processor_count
+    capability = None
+    if torch.version.hip is None:
+        capability = ComputeCapability(major=properties.major, minor=properties.minor)
+    return GpuFacts.of(capability, properties.multi_processor_count)
 
 
 def interprets() -> bool:

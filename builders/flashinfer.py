@@ -186,7 +186,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             ),
             logits_soft_cap=vllm_config.logits_soft_cap,
         )
-        self.kind = device_facts(self.device)[0]
+        self.kind = device_facts(self.device).kind
         self._is_pinned = self.device.type == "cuda"
         self.flashinfer = compat.load()
         self.shares_prefix = self.sizes.sliding_window is None

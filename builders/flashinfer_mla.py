@@ -113,8 +113,8 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         spec: Any = kv_cache_spec
-        self.kind, multiprocessors = device_facts(self.device)
-        self.num_heads = check_support(spec, vllm_config, self.kind)
+        gpu = device_facts(self.device)
+        self.num_heads = check_support(spec, vllm_config, gpu.kind)
         assert vllm_config.softmax_scale is not None
         self.sizes = LatentSizes(
             num_heads=padded_heads(self.num_heads),
@@ -125,13 +125,13 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
             query_dtype=spec.dtype.torch,
             kv_dtype=spec.cache_dtype.element(spec.dtype).torch,
         )
-        self._choice = latent_wrapper_kernel(self.kind)
+        self._choice = latent_wrapper_kernel(gpu.kind)
         self._is_pinned = self.device.type == "cuda"
         self.flashinfer = compat.load_latent()
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.step_limits = self.step_limits.with_verifies(vllm_config.max_decode_query_len)
         self.buffers = GraphBuffers(self.device)
-        self.expanded = ExpandedPrefill(spec, vllm_config, self.kind, multiprocessors, self.buffers)
+        self.expanded = ExpandedPrefill(spec, vllm_config, gpu, self.buffers)
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         self._wrapper: Any = None
         self._graphs: dict[tuple[int, int], Any] = {}

@@ -21,7 +21,7 @@ from builders.hopper_dense import LayerAsks, prefill_kernel_of
 from builders.split_plan import HopperPlan, PrefillPlan
 from builders.tiles import DenseShape, HopperTile, prefill_tile
 from specs.base import cdiv
-from specs.devices import DeviceKind
+from specs.devices import DeviceKind, GpuFacts
 from specs.dtypes import CacheDType
 from specs.engine import EngineConfig, PrefillKernel
 
@@ -104,8 +104,7 @@ class ExpandedPrefill:
         self,
         spec: Any,
         config: EngineConfig,
-        kind: DeviceKind,
-        num_multiprocessors: int,
+        gpu: GpuFacts,
         buffers: GraphBuffers,
         window: int | None = None,
     ) -> None:
@@ -113,8 +112,7 @@ class ExpandedPrefill:
         Args:
             spec: the group's, of latent rows.
             config: engine limits; ``num_heads`` is needed.
-            kind: device.
-            num_multiprocessors: of the device.
+            gpu: what runs it.
             buffers: of the builder.
             window: keys that a token sees, itself included; None for all.
 
@@ -124,7 +122,7 @@ class ExpandedPrefill:
         heads = config.num_heads
         assert heads is not None
         self.config, self.window, self._heads = config, window, heads
-        self._buffers, self._num_multiprocessors = buffers, num_multiprocessors
+        self._buffers, self._num_multiprocessors = buffers, gpu.num_multiprocessors
         expanded = DenseShape(
             num_heads=heads,
             num_kv_heads=heads,
@@ -133,8 +131,8 @@ class ExpandedPrefill:
             itemsize=spec.dtype.itemsize,
             stored_bits=8 * spec.dtype.itemsize,
         )
-        self._tile = prefill_tile(expanded, kind)
-        self._hopper = self._hopper_tile(expanded, kind, spec)
+        self._tile = prefill_tile(expanded, gpu)
+        self._hopper = self._hopper_tile(expanded, gpu.kind, spec)
         if self._hopper is not None and "taken" not in buffers:
             buffers.declare("taken", (1,), torch.int32)
         self.workspace_tokens = _workspace_tokens(config, heads, spec.dtype.itemsize)

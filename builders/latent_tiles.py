@@ -1,4 +1,4 @@
-"""Tiles of the latent (MLA) decode kernel: a function of the layer's shape and the kind of device.
+"""Tiles of the latent (MLA) decode kernel: a function of the layer's shape and the GPU.
 
 Builders and launchers share them, so that a plan and the kernel that it is for agree.
 """
@@ -8,13 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from builders.tiles import (
-    NVIDIA,
-    SHARED_MEMORY,
     SplitTile,
     power_of_two,
 )
 from specs.base import cdiv
-from specs.devices import DeviceKind
+from specs.devices import DeviceKind, GpuFacts
 
 MULTIPLIES_64_ROWS = frozenset({DeviceKind.SM90})
 """Devices where a tile of 64 rows fits: products by warp group take the query from shared memory.
@@ -44,7 +42,7 @@ class LatentShape:
         return (power_of_two(self.rank) + power_of_two(self.rope_size)) * self.stored_bits // 8
 
 
-def latent_tile(shape: LatentShape, kind: DeviceKind, max_query_len: int) -> SplitTile:
+def latent_tile(shape: LatentShape, gpu: GpuFacts, max_query_len: int) -> SplitTile:
     """The latent decode tile of a layer.
 
     One shape serves every row of a configuration, so that a row's bits do not depend on the number
@@ -52,12 +50,12 @@ def latent_tile(shape: LatentShape, kind: DeviceKind, max_query_len: int) -> Spl
 
     Args:
         shape: the layer.
-        kind: device.
+        gpu: what runs it.
         max_query_len: query tokens of a verify, as many of which as fit share a pass over the keys.
     """
     tokens = min(max_query_len, MOST_QUERY_TOKENS)
     wide = shape.itemsize > 2
-    by_group = not wide and kind in MULTIPLIES_64_ROWS and shape.num_heads * tokens > 16
+    by_group = not wide and gpu.kind in MULTIPLIES_64_ROWS and shape.num_heads * tokens > 16
     rows = 64 if by_group else 16
     head_tiles = cdiv(shape.num_heads, rows)
     tile_heads = cdiv(shape.num_heads, head_tiles)
@@ -68,7 +66,7 @@ def latent_tile(shape: LatentShape, kind: DeviceKind, max_query_len: int) -> Spl
         kv_tile, stages = 32, 4
     elif wide:
         kv_tile = 16
-    room = SHARED_MEMORY.get(kind, 99) * 1024
+    room = gpu.shared_memory
     width = power_of_two(shape.rank) + power_of_two(shape.rope_size)
 
     def needed() -> int:
@@ -105,5 +103,5 @@ def latent_tile(shape: LatentShape, kind: DeviceKind, max_query_len: int) -> Spl
         num_warps=8,
         num_stages=stages,
         programs_per_sm=1,
-        max_registers=255 if kind in NVIDIA else None,
+        max_registers=255 if gpu.is_nvidia else None,
     )

@@ -82,8 +82,8 @@ class SparseLaunches:
         self._shape, self._is_invariant = shape, batch_invariant
         self._hopper = hopper
         self._row_sizes = shape.num_heads, shape.topk, shape.rank
-        self._facts = device_facts(buffers.device)
-        few = min(most_rows, deciding_rows(self._facts[1]))
+        self._gpu = device_facts(buffers.device)
+        few = min(most_rows, deciding_rows(self._gpu.num_multiprocessors))
         self._sizes = sizes = {*range(1, few + 1), most_rows}
         counts = [
             (*tile.state_floats(launch_rows, *self._row_sizes), tile.counters)
@@ -112,8 +112,9 @@ class SparseLaunches:
 
     def _sized(self, num_rows: int, phase: SparsePhase) -> tuple[SparseTile, SparseTile, int]:
         """The tile and its twin, and how many rows a launch takes."""
-        shape, (kind, multiprocessors) = self._shape, self._facts
-        twin = tile = sparse_tile(shape, kind, multiprocessors, num_rows, self._is_invariant)
+        shape, multiprocessors = self._shape, self._gpu.num_multiprocessors
+        given = shape, self._gpu.kind, multiprocessors
+        twin = tile = sparse_tile(*given, num_rows, self._is_invariant)
         options = self._hopper[phase]
         if options is not None:
             tile = hopper_sparse_tile(shape, multiprocessors, num_rows, options)

@@ -122,7 +122,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         if wanted.value == "auto" and not runs_gluon(self.device):
             return None
         return sparse_kernel_of(
-            *(shape, device_facts(self.device)[0], self.setup.dtype),
+            *(shape, device_facts(self.device).kind, self.setup.dtype),
             *(config.batch_invariant, option, wanted),
         )[0]
 

@@ -49,7 +49,7 @@ from builders.tiles import (
     split_tile,
 )
 from specs.base import cdiv
-from specs.devices import DeviceKind
+from specs.devices import DeviceKind, GpuFacts
 
 PLAN_SIZES = (ONE_WARP, 4 * ONE_WARP, 16 * ONE_WARP)
 """Most requests of forms of the plan's kernel, beside that for as many as an engine may have."""
@@ -63,8 +63,7 @@ class SplitPlanner:
     def __init__(
         self,
         shape: DenseShape,
-        kind: DeviceKind,
-        num_multiprocessors: int,
+        gpu: GpuFacts,
         limits: SplitLimits,
         max_query_len: int,
         buffers: GraphBuffers,
@@ -80,8 +79,7 @@ class SplitPlanner:
         """
         Args:
             shape: the layer.
-            kind: device.
-            num_multiprocessors: of the device.
+            gpu: what runs it.
             limits: what the buffers must hold.
             max_query_len: query tokens of a verify.
             buffers: where the buffers are declared.
@@ -104,11 +102,11 @@ class SplitPlanner:
         elif hopper_decode is not None:
             tile = hopper_decode.split
         else:
-            tile = split_tile(shape, kind, 16 if every_row else max_query_len, limits.window)
+            tile = split_tile(shape, gpu, 16 if every_row else max_query_len, limits.window)
         self.tile = tile
         # The plan's kernel and those behind it, which wait by themselves.
-        self.starts_ahead = kind is DeviceKind.SM90 and not interprets()
-        self.prefill = prefill_tile(shape, kind)
+        self.starts_ahead = gpu.kind is DeviceKind.SM90 and not interprets()
+        self.prefill = prefill_tile(shape, gpu)
         self.hopper = hopper
         self.requires_hopper = requires_hopper
         self.limits = limits
@@ -119,12 +117,12 @@ class SplitPlanner:
             self.short_query = limits.max_num_tokens
         if not takes_rows:
             self.short_query = 0
-        programs = num_multiprocessors * tile.programs_per_sm
+        programs = gpu.num_multiprocessors * tile.programs_per_sm
         self.heads = parallel_heads(head_tiles, programs)
         self.head_loops = head_tiles // self.heads
         self.groups = max(1, programs // self.heads)
         self.num_heads = shape.num_heads
-        self.num_multiprocessors = num_multiprocessors
+        self.num_multiprocessors = gpu.num_multiprocessors
         # A long row of keys is cut into bundles; behind a window there are not many.
         self.bundle, self.bundles = 0, 1
         if limits.window is None and not self.is_free and takes_rows:

@@ -1,4 +1,4 @@
-"""Tiles of the dense attention kernels: functions of the layer's shape and the kind of device.
+"""Tiles of the dense attention kernels: functions of the layer's shape and the GPU.
 
 Builders and launchers share them, so that a plan and the kernels that it is for agree.
 """
@@ -8,22 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from specs.base import cdiv
-from specs.devices import DeviceKind
+from specs.devices import DeviceKind, GpuFacts
 
 MOST_ROWS = 64
 """Query rows (tokens x heads of a group) of a tile of the split-KV kernel, at most."""
 MOST_CELLS = 8192
 """Elements of such a tile's output, at most: a thread keeps two states of its share."""
-SHARED_MEMORY = {
-    DeviceKind.SM80: 163,
-    DeviceKind.SM89: 99,
-    DeviceKind.SM90: 227,
-    DeviceKind.SM100: 227,
-    DeviceKind.SM120: 99,
-    DeviceKind.ROCM: 64,
-}
-"""KiB of shared memory that the programs of one multiprocessor may use."""
-NVIDIA = frozenset(SHARED_MEMORY) - {DeviceKind.ROCM}
+LARGE_SHARED_MEMORY = 160 * 1024
+"""Bytes of shared memory from which on prefill has its large tiles."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +149,7 @@ class HopperDecodeTile:
 
 
 def split_tile(
-    shape: DenseShape, kind: DeviceKind, max_query_len: int, window: int | None = None
+    shape: DenseShape, gpu: GpuFacts, max_query_len: int, window: int | None = None
 ) -> SplitTile:
     """The split-KV tile of a layer.
 
@@ -166,7 +158,7 @@ def split_tile(
 
     Args:
         shape: the layer.
-        kind: device.
+        gpu: what runs it.
         max_query_len: query tokens of a verify, all of which should share one pass over the keys.
         window: largest visible span of one query, or None.
     """
@@ -192,7 +184,7 @@ def split_tile(
         # would spill with two warps.
         kv_tile, stages, warps, most_programs = 64, 2, 2, 4
     row_bytes = 2 * shape.width * shape.stored_bits // 8
-    room = SHARED_MEMORY.get(kind, 99) * 1024
+    room = gpu.shared_memory
     # The query, and the output on its way from one arrangement to another.
     fixed = rows * shape.width * (shape.itemsize + 4)
 
@@ -205,7 +197,7 @@ def split_tile(
         kv_tile //= 2
     if needed() > room:
         stages = 1
-    programs = max(1, min(most_programs, room // max(needed(), 1)))
+    programs = max(1, min(most_programs, gpu.programs(needed())))
     return SplitTile(
         rows=rows,
         tile_heads=tile_heads,
@@ -217,7 +209,7 @@ def split_tile(
         num_warps=warps,
         num_stages=stages,
         programs_per_sm=programs,
-        max_registers=registers_per_thread(warps * programs) if kind in NVIDIA else None,
+        max_registers=registers_per_thread(warps * programs) if gpu.is_nvidia else None,
     )
 
 
@@ -226,11 +218,11 @@ def registers_per_thread(num_warps: int) -> int:
     return min(65536 // (32 * num_warps), 255)
 
 
-def prefill_tile(shape: DenseShape, kind: DeviceKind) -> PrefillTile:
-    """The prefill tile of a layer."""
+def prefill_tile(shape: DenseShape, gpu: GpuFacts) -> PrefillTile:
+    """The prefill tile of a layer on a GPU."""
     if shape.itemsize > 2:
         return PrefillTile(32, 32 if shape.width <= 128 else 16, 4, 2)
-    small = SHARED_MEMORY.get(kind, 99) < 160
+    small = gpu.shared_memory < LARGE_SHARED_MEMORY
     if shape.width <= 64:
         return PrefillTile(128, 64, 4, 3)
     if shape.width <= 128:
@@ -238,6 +230,6 @@ def prefill_tile(shape: DenseShape, kind: DeviceKind) -> PrefillTile:
     if shape.width <= 256:
         # Products by warp group read from one stage more than is loaded: with two, each iteration
         # waits for what the last one asked for.
-        pair = 3 if kind is DeviceKind.SM90 else 0
+        pair = 3 if gpu.kind is DeviceKind.SM90 else 0
         return PrefillTile(64, 32, 4, 2) if small else PrefillTile(128, 64, 8, 2, pair)
     return PrefillTile(32, 16, 4, 2) if small else PrefillTile(64, 32, 8, 2)

@@ -93,7 +93,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         self.is_encoder = isinstance(spec, EncoderOnlyAttentionSpec)
         self.is_cross = isinstance(spec, CrossAttentionSpec)
         self.visible = _visible_keys(spec, vllm_config)
-        self.kind, multiprocessors = device_facts(self.device)
+        self.gpu = device_facts(self.device)
         self.buffers = GraphBuffers(self.device)
         self._limits = SplitLimits(
             vllm_config.max_num_seqs,
@@ -101,7 +101,6 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             self.step_limits.max_kv_len,
             self.visible.span,
         )
-        self._multiprocessors = multiprocessors
         self.planner = self._new_planner(self.buffers)
         self._widened = self._widened_pages()
         self._shared: SharedBuffers | None = None
@@ -131,8 +130,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         config = self.vllm_config
         return SplitPlanner(
             self.shape,
-            self.kind,
-            self._multiprocessors,
+            self.gpu,
             self._limits,
             config.max_decode_query_len,
             buffers,
@@ -166,7 +164,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         wanted = self.vllm_config.prefill_kernel
         if wanted is PrefillKernel.AUTO and not runs_gluon(self.device):
             return None
-        return prefill_kernel_of(self.shape, self.kind, self._page, self._asks(), wanted)[0]
+        return prefill_kernel_of(self.shape, self.gpu.kind, self._page, self._asks(), wanted)[0]
 
     def _hopper_decode_tile(self) -> HopperDecodeTile | None:
         """The tile of the split-KV kernel for Hopper, where layers of this group take it."""
@@ -176,7 +174,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             return None
         # There is one plan: it is not made for steps that will go to the plain kernel.
         asks = replace(self._asks(), rswa=config.rswa_window is not None)
-        return decode_kernel_of(self.shape, self.kind, self._page, tokens, asks, wanted)[0]
+        return decode_kernel_of(self.shape, self.gpu.kind, self._page, tokens, asks, wanted)[0]
 
     def _widened_pages(self) -> WidenedPages | None:
         """Where prefills of this group may have a quantised cache widened; None where they do not.
@@ -193,7 +191,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         if not config.exact_host_lengths:
             return None
         asks = replace(self._asks(), cache_dtype=CacheDType.AUTO)
-        tile = hopper_tile(replace(self.shape, stored_bits=16), self.kind, PAGE, asks)
+        tile = hopper_tile(replace(self.shape, stored_bits=16), self.gpu.kind, PAGE, asks)
         sides = of_cache.query_tile, of_cache.kv_tile
         if isinstance(tile, str) or (tile.query_tile, tile.kv_tile) != sides:
             return None

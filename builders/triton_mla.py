@@ -41,7 +41,7 @@ from builders.tiles import (
 )
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
-from specs.devices import DeviceKind
+from specs.devices import DeviceKind, GpuFacts
 from specs.dtypes import CacheDType
 from specs.engine import DecodeKernel, EngineConfig
 from specs.kv_cache import AnyKVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
@@ -118,7 +118,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
         window = spec.sliding_window if isinstance(spec, SlidingWindowMLASpec) else None
         self.window = cut_window(window)
         self._group = LatentGroup(spec.kv_lora_rank, spec.qk_rope_head_dim, self.window)
-        self.kind, multiprocessors = device_facts(self.device)
+        self.gpu = device_facts(self.device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.buffers = GraphBuffers(self.device)
         limits = SplitLimits(
@@ -127,12 +127,8 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             vllm_config.max_model_len,
             self.window,
         )
-        self.planner = decode_planner(
-            spec, vllm_config, (self.kind, multiprocessors), limits, self.buffers
-        )
-        self.expanded = ExpandedPrefill(
-            spec, vllm_config, self.kind, multiprocessors, self.buffers, self.window
-        )
+        self.planner = decode_planner(spec, vllm_config, self.gpu, limits, self.buffers)
+        self.expanded = ExpandedPrefill(spec, vllm_config, self.gpu, self.buffers, self.window)
 
     def build(
         self,
@@ -231,7 +227,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
 def decode_planner(
     spec: _LatentSpec,
     config: EngineConfig,
-    facts: tuple[DeviceKind, int],
+    gpu: GpuFacts,
     limits: SplitLimits,
     buffers: GraphBuffers,
 ) -> SplitPlanner:
@@ -240,7 +236,7 @@ def decode_planner(
     Args:
         spec: the group's.
         config: engine limits; ``num_heads`` is needed.
-        facts: kind of the device, and its number of multiprocessors.
+        gpu: what runs them.
         limits: what the buffers must hold, the window included.
         buffers: of the builder.
 
@@ -257,16 +253,14 @@ def decode_planner(
         itemsize=spec.dtype.itemsize,
         stored_bits=spec.cache_dtype.element(spec.dtype).itemsize * 8,
     )
-    kind, multiprocessors = facts
-    tile = _hopper_tile(shape, kind, spec, config, buffers.device)
+    tile = _hopper_tile(shape, gpu.kind, spec, config, buffers.device)
     return SplitPlanner(
         shape,
-        kind,
-        multiprocessors,
+        gpu,
         limits,
         tokens,
         buffers,
-        latent=None if tile is not None else _latent_tile(spec, kind, heads, tokens),
+        latent=None if tile is not None else _latent_tile(spec, gpu, heads, tokens),
         hopper_decode=tile,
         requires_hopper_decode=config.decode_kernel is DecodeKernel.HOPPER,
     )
@@ -294,7 +288,7 @@ def _hopper_tile(
     return latent_kernel_of(shape, kind, spec.block_size, tokens, asks, wanted)[0]
 
 
-def _latent_tile(spec: _LatentSpec, kind: DeviceKind, heads: int, tokens: int) -> SplitTile:
+def _latent_tile(spec: _LatentSpec, gpu: GpuFacts, heads: int, tokens: int) -> SplitTile:
     """The decode tile of the group's layers."""
     stored = spec.cache_dtype.element(spec.dtype)
     # Of two 16-bit types neither holds the other's range and precision: fp32 does.
@@ -307,7 +301,7 @@ def _latent_tile(spec: _LatentSpec, kind: DeviceKind, heads: int, tokens: int) -
         # A tile of the other type is converted as a whole.
         stored_bits=32 if mixed else 8 * stored.itemsize,
     )
-    return latent_tile(shape, kind, tokens)
+    return latent_tile(shape, gpu, tokens)
 
 
 def _check_support(spec: Any, config: EngineConfig) -> None:

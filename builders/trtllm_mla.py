@@ -135,16 +135,16 @@ class TrtllmMlaMetadataBuilder(AttentionMetadataBuilder[TrtllmMlaMetadata]):
         self.threshold = self.reorder_batch_threshold or 1
         self.buffers = GraphBuffers(self.device)
         self.planner: SplitPlanner | None = None
-        kind, multiprocessors = facts = device_facts(self.device)
+        gpu = device_facts(self.device)
         most = vllm_config.max_num_seqs
         self.step_limits = self.step_limits.with_verifies(self.threshold)
         tokens = self.step_limits.max_num_tokens
         if not self._is_gen:
             limits = SplitLimits(most, tokens, vllm_config.max_model_len, None)
-            self.planner = decode_planner(spec, vllm_config, facts, limits, self.buffers)
+            self.planner = decode_planner(spec, vllm_config, gpu, limits, self.buffers)
         self.expanded: ExpandedPrefill | None = None
         if not vllm_config.skip_prefill:
-            self.expanded = ExpandedPrefill(spec, vllm_config, kind, multiprocessors, self.buffers)
+            self.expanded = ExpandedPrefill(spec, vllm_config, gpu, self.buffers)
         self._max_kv_len = vllm_config.max_model_len
         self._tables = LatentTables(most, self._max_kv_len, spec.block_size, self.device)
         self._has_padding = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum, unique
 from typing import Any, Final, Self
 
@@ -85,6 +86,68 @@ class DeviceKind(StrEnum):
     ROCM = "rocm"
 
 
+_KIB: Final = 1 << 10
+SHARED_MEMORY: Final = {
+    (8, 0): 163 * _KIB,
+    (8, 6): 99 * _KIB,
+    (8, 7): 163 * _KIB,
+    (8, 9): 99 * _KIB,
+    (9, 0): 227 * _KIB,
+    (10, 0): 227 * _KIB,
+    (10, 3): 227 * _KIB,
+    (11, 0): 227 * _KIB,
+    (12, 0): 99 * _KIB,
+    (12, 1): 99 * _KIB,
+}
+"""Bytes of shared memory that a program can have, by compute capability: "maximum amount of shared
+memory per thread block" in the table of technical specifications of the CUDA programming guide."""
+ROCM_SHARED_MEMORY: Final = 64 * _KIB
+"""Of CDNA 3 (LDS)."""
+RESERVED_SHARED_MEMORY: Final = 1 * _KIB
+"""Bytes that CUDA takes for itself beside each program: a multiprocessor has so many more than one
+program can have."""
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """What tiles and plans depend on, of a GPU that is present or not."""
+
+    kind: DeviceKind
+    num_multiprocessors: int
+    shared_memory: int
+    """Bytes of shared memory that one program can have."""
+    reserved_shared_memory: int = RESERVED_SHARED_MEMORY
+    """Bytes that are lost beside each program."""
+
+    @classmethod
+    def of(cls, capability: ComputeCapability | None, num_multiprocessors: int) -> Self:
+        """The facts of a compute capability; of ROCm where there is none.
+
+        Args:
+            capability: of an NVIDIA GPU. One below 8.0, which no backend serves, counts as 8.0's
+                kind.
+            num_multiprocessors: of the GPU.
+        """
+        if capability is None:
+            return cls(DeviceKind.ROCM, num_multiprocessors, ROCM_SHARED_MEMORY, 0)
+        kind = kind_of(capability) or DeviceKind.SM80
+        return cls(kind, num_multiprocessors, shared_memory_of(capability))
+
+    @property
+    def is_nvidia(self) -> bool:
+        """It is programmed by way of CUDA."""
+        return self.kind is not DeviceKind.ROCM
+
+    def programs(self, needed: int) -> int:
+        """Programs that fit on one multiprocessor at the same time, by their shared memory.
+
+        Args:
+            needed: bytes of shared memory of each.
+        """
+        reserved = self.reserved_shared_memory
+        return (self.shared_memory + reserved) // max(needed + reserved, 1)
+
+
 class Device(Spec):
     """One device, as selection and launch planning see it."""
 
@@ -113,6 +176,30 @@ class Device(Spec):
     def torch_type(self) -> str:
         """``torch.device`` type: ``cpu`` or ``cuda`` (ROCm builds of torch say ``cuda`` too)."""
         return "cpu" if self.kind is DeviceKind.CPU else "cuda"
+
+    @property
+    def facts(self) -> GpuFacts:
+        """What tiles and plans depend on; of a GPU whose size is not known, one multiprocessor.
+
+        Raises:
+            ValueError: a CPU.
+        """
+        if self.kind is DeviceKind.CPU:
+            raise ValueError(f"device {self.name!r} must be a GPU, got kind {self.kind.value}")
+        return GpuFacts.of(self.compute_capability, self.num_multiprocessors or 1)
+
+
+def shared_memory_of(capability: ComputeCapability) -> int:
+    """Bytes of shared memory that a program can have.
+
+    A compute capability that the table does not know has the least of its major version, or of all.
+    """
+    major = capability.major
+    known = SHARED_MEMORY.get((major, capability.minor))
+    if known is not None:
+        return known
+    family = [memory for pair, memory in SHARED_MEMORY.items() if pair[0] == major]
+    return min(family or SHARED_MEMORY.values())
 
 
 def kind_of(capability: ComputeCapability) -> DeviceKind | None:
@@ -150,11 +237,18 @@ KNOWN_DEVICES: Final[dict[str, Device]] = {
     "cpu": Device(name="cpu", kind=DeviceKind.CPU),
     "a100": _cuda("a100", "8.0", 108, 80),
     "a10": _cuda("a10", "8.6", 72, 24),
+    "a40": _cuda("a40", "8.6", 84, 48),
+    "rtx-3090": _cuda("rtx-3090", "8.6", 82, 24),
+    "orin": _cuda("orin", "8.7", 16, 64),
+    "l4": _cuda("l4", "8.9", 58, 24),
+    "l40": _cuda("l40", "8.9", 142, 48),
     "l40s": _cuda("l40s", "8.9", 142, 48),
     "h100": _cuda("h100", "9.0", 132, 80),
     "h200": _cuda("h200", "9.0", 132, 141),
+    "h20": _cuda("h20", "9.0", 78, 96),
     "b200": _cuda("b200", "10.0", 148, 180),
     "b300": _cuda("b300", "10.3", 148, 288),
+    "rtx-5090": _cuda("rtx-5090", "12.0", 170, 32),
     "rtx-pro-6000": _cuda("rtx-pro-6000", "12.0", 188, 96),
     "mi300x": Device(
         name="mi300x", kind=DeviceKind.ROCM, num_multiprocessors=304, memory_bytes=192 * _GIB

@@ -38,7 +38,7 @@ from attn.bench.flashinfer_jit import modules_of as modules_of_bench
 from attn.bench.latent_cases import LATENT_VENDOR_CASES
 from builders import flashinfer, flashinfer_mla
 from builders.trtllm_mha_choice import VendorKernel
-from specs.devices import KNOWN_DEVICES, DeviceKind
+from specs.devices import KNOWN_DEVICES
 from specs.layouts import KVOrder
 from tests import (
     cases,
@@ -52,6 +52,7 @@ from tests import trtllm_emulator as trtllm
 from tests.batches import BATCHES
 from tests.cases import FEATURES, HEADS, Case, LatentCase, cases_for
 from tests.flashinfer_signatures import installed_version
+from tests.gpus import hopper
 from tests.trials import DenseTrial, LatentTrial
 
 DEVICE = KNOWN_DEVICES["h200"]
@@ -65,9 +66,8 @@ def emulated(version: str) -> Iterator[None]:
         stack.enter_context(flashinfer_emulator.emulated(version))
         stack.enter_context(trtllm.emulated(DEVICE, version))
         stack.enter_context(flashinfer_mla_emulator.emulated(version))
-        facts = flashinfer.device_facts(torch.device("cpu"))
         for module in (flashinfer, flashinfer_mla):
-            patch.setattr(module, "device_facts", lambda _: (DeviceKind.SM90, *facts[1:]))
+            patch.setattr(module, "device_facts", lambda _: hopper(3))
         patch.setattr(cases, "detect_device", lambda: DEVICE)
         yield
 

@@ -48,7 +48,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def _on_hopper() -> None:
-    if device_facts(DEVICE)[0] is not DeviceKind.SM90:
+    if device_facts(DEVICE).kind is not DeviceKind.SM90:
         pytest.skip("it is for Hopper")
 
 
@@ -66,7 +66,7 @@ def tile_of(case: SparseCase, rows: int, **changes: Any) -> SparseTile:
     options = replace(usual_options(shape), **changes)
     if case.num_heads <= FEW:
         rows = max(rows, 8)
-    tile = hopper_sparse_tile(shape, device_facts(DEVICE)[1], rows, options)
+    tile = hopper_sparse_tile(shape, device_facts(DEVICE).num_multiprocessors, rows, options)
     assert tile.hopper == options
     return tile
 

@@ -46,10 +46,10 @@ def case_of(layout: LatentFormat, heads: int, **given: Any) -> SparseCase:
 
 def tile_of(case: SparseCase, rows: int, batch_invariant: bool = False) -> SparseTile:
     """What so many rows are given on this device."""
-    kind, multiprocessors = device_facts(DEVICE)
+    gpu = device_facts(DEVICE)
     size = torch.empty((), dtype=case.dtype).element_size()
     shape = SparseShape(case.num_heads, case.topk, case.layout, size)
-    return sparse_tile(shape, kind, multiprocessors, rows, batch_invariant)
+    return sparse_tile(shape, gpu.kind, gpu.num_multiprocessors, rows, batch_invariant)
 
 
 def run(trial: SparseTrial, tile: SparseTile, **changes: Any) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ def test_other_types_sinks_and_padded_blocks(
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.value)
 def test_alternatives_are_right_too(layout: LatentFormat, heads: int) -> None:
-    if device_facts(DEVICE)[0] is not DeviceKind.SM90:
+    if device_facts(DEVICE).kind is not DeviceKind.SM90:
         pytest.skip("they are for Hopper")
     trial = SparseTrial(case_of(layout, heads))
     for rows in (1, 10**6):

@@ -247,16 +247,16 @@ def _hopper_tile(content: SparseContent, kernel: DecodeKernel) -> tuple[SparseTi
     case, device = content.case, content.query.device
     if not runs_gluon(device):
         return None, f"kernels in Gluon do not run on {device.type}"
-    kind, multiprocessors = device_facts(device)
+    gpu = device_facts(device)
     shape = SparseShape(case.num_heads, case.topk, case.latent_format)
     try:
-        given = shape, kind, MODEL_DTYPE, False, "decode_kernel", kernel
+        given = shape, gpu.kind, MODEL_DTYPE, False, "decode_kernel", kernel
         options, why = sparse_kernel_of(*given)
     except ValueError as error:
         return None, str(error)
     if options is None:
         return None, why
-    tile = hopper_sparse_tile(shape, multiprocessors, case.num_tokens, options)
+    tile = hopper_sparse_tile(shape, gpu.num_multiprocessors, case.num_tokens, options)
     if tile.hopper is None:
         return None, "the plain kernel takes so few rows"
     return tile, why

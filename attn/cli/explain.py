@@ -211,7 +211,7 @@ def _kernels(
     if not is_paged:
         return {"all rows": longer}
     decode, why = decode_kernel_of(shape, device.kind, pages, 1, asks, DecodeKernel.AUTO)
-    tile = split_tile(shape, device.kind, 1) if decode is None else decode.split
+    tile = split_tile(shape, device.facts, 1) if decode is None else decode.split
     # Without speculation.
     short = longest_short_query(shape.num_kv_heads, tile, 1)
     return {

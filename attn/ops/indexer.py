@@ -135,14 +135,16 @@ def index_launches(
     tile = _tile_for(q_index)
     if not tile.hopper_pages:
         return ()
-    return index_sizes(tile, device_facts(q_index.device)[1], most_rows, most_blocks)
+    return index_sizes(
+        tile, device_facts(q_index.device).num_multiprocessors, most_rows, most_blocks
+    )
 
 
 def _tile_for(q_index: torch.Tensor) -> IndexTile:
     """The launch record of rows over pages."""
     if not runs_gluon(q_index.device):
         return IndexTile()
-    kind, dtype = device_facts(q_index.device)[0], DType.parse(q_index.dtype)
+    kind, dtype = device_facts(q_index.device).kind, DType.parse(q_index.dtype)
     return index_tile_of(kind, dtype, q_index.shape[1], q_index.shape[2])
 
 

@@ -28,11 +28,11 @@ def tile_for(
         layout: of the cache.
         batch_invariant: a row's bits depend on the row alone with any number of heads.
     """
-    kind, multiprocessors = device_facts(query.device)
+    gpu = device_facts(query.device)
     shape = SparseShape(
         query.shape[1], indices.shape[1], layout, query.element_size(), query.shape[2]
     )
-    return sparse_tile(shape, kind, multiprocessors, len(indices), batch_invariant)
+    return sparse_tile(shape, gpu.kind, gpu.num_multiprocessors, len(indices), batch_invariant)
 
 
 def sparse_mla(

@@ -92,10 +92,9 @@ def test_a_forward_is_timed_beside_the_run_that_it_calls(name: str, version: str
 
 def test_an_fp8_cache_is_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     from builders import flashinfer_mla
-    from specs.devices import DeviceKind
+    from tests.gpus import hopper
 
-    facts = flashinfer_mla.device_facts(CPU)
-    monkeypatch.setattr(flashinfer_mla, "device_facts", lambda _: (DeviceKind.SM90, *facts[1:]))
+    monkeypatch.setattr(flashinfer_mla, "device_facts", lambda _: hopper(3))
     lines = lines_of("mla_fp8_h16_b128_4k", "FLASHINFER_MLA")
     assert len(lines) == 3
     assert not any(line.is_broken for line in lines), lines

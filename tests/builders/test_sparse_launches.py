@@ -13,7 +13,7 @@ from builders.buffers import GraphBuffers
 from builders.hopper_sparse import HopperOptions, index_pages, index_sizes, index_tile_of
 from builders.sparse_launches import SparseLaunches
 from builders.sparse_tiles import HopperSparseTile, NarrowSparseTile, SparseShape
-from specs.devices import DeviceKind
+from specs.devices import KNOWN_DEVICES, DeviceKind
 from specs.dtypes import DType
 from specs.rows import LatentFormat
 from specs.sparse_mla import STORED_FORMATS, SparsePhase
@@ -21,10 +21,10 @@ from tests.sparse_layers import Sizes, SparseLayer
 
 TOPK = 2048
 PREFILL, DECODE = SparsePhase.PREFILL, SparsePhase.DECODE
-H200 = DeviceKind.SM90, 132
+H200 = KNOWN_DEVICES["h200"].facts
 
 
-@pytest.fixture(params=[H200, (DeviceKind.SM80, 108)], ids=["h200", "a100"])
+@pytest.fixture(params=[H200, KNOWN_DEVICES["a100"].facts], ids=["h200", "a100"])
 def facts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(sparse_launches, "device_facts", lambda device: request.param)
     return request.param

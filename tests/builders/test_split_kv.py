@@ -43,11 +43,12 @@ from builders.tiles import (
 )
 from builders.triton_attn import TritonAttentionMetadataBuilder
 from specs.base import cdiv
-from specs.devices import DeviceKind
+from specs.devices import KNOWN_DEVICES, DeviceKind
 from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig, SpeculativeConfig
 from specs.kv_cache import FullAttentionSpec
 from specs.positions import MOST_POSITIONS
+from tests.gpus import hopper
 from tests.interpreter import wrapping
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -143,7 +144,7 @@ def planner_of(step: Step) -> SplitPlanner:
     shape = DenseShape(4, 1, 64, 64, 2, 16)
     most = sum(count for count, _ in step.lens)
     limits = SplitLimits(len(step.lens) + step.unused, max(most, 1), step.max_kv_len, None)
-    planner = SplitPlanner(shape, DeviceKind.SM90, 1, limits, 1, GraphBuffers(DEVICE))
+    planner = SplitPlanner(shape, hopper(1), limits, 1, GraphBuffers(DEVICE))
     planner.tile, planner.groups = step.tile, step.groups
     planner.head_loops, planner.short_query = step.head_loops, step.short_query
     rows = sum(cdiv(count, step.tile.query_tokens) for count, _ in step.lens)
@@ -550,7 +551,7 @@ def test_a_planner_knows_its_longest_row_by_its_heads() -> None:
     limits = SplitLimits(2, 64, 128, None)
     for kv_heads, longest in ((2, SHORT_QUERY), (8, 8), (32, 2)):
         shape = DenseShape(32, kv_heads, 128, 128, 2, 16)
-        planner = SplitPlanner(shape, DeviceKind.SM90, 132, limits, 1, GraphBuffers("cpu"))
+        planner = SplitPlanner(shape, hopper(132), limits, 1, GraphBuffers("cpu"))
         assert planner.short_query == longest
 
 
@@ -586,19 +587,20 @@ def test_every_form_of_the_plan_is_loaded_before_a_step_needs_it(
     assert launches(33, is_causal=True) == [(32, 0), (512, 0), (1024, 0), (128, 33)]
 
 
-@pytest.mark.parametrize("kind", [DeviceKind.SM80, DeviceKind.SM90, DeviceKind.SM120])
+@pytest.mark.parametrize("device", ["a100", "h100", "rtx-pro-6000"])
 def test_on_hopper_the_plan_and_the_kernels_behind_it_start_ahead_and_wait(
-    kind: DeviceKind, monkeypatch: pytest.MonkeyPatch
+    device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(split_kv, "interprets", lambda: False)
     limits, starts = SplitLimits(4, 4, 512, None), torch.arange(3, dtype=torch.int32)
-    planner = SplitPlanner(DenseShape(4, 1, 64, 64, 2, 16), kind, 1, limits, 1, GraphBuffers("cpu"))
+    shape, gpu = DenseShape(4, 1, 64, 64, 2, 16), KNOWN_DEVICES[device].facts
+    planner = SplitPlanner(shape, gpu, limits, 1, GraphBuffers("cpu"))
     # Else there is no launch without a GPU.
     monkeypatch.setattr(split_kv, "interprets", lambda: True)
     with collected_calls() as calls:
         planner.fill(starts, starts[1:])
     (call,) = calls
-    ahead = kind is DeviceKind.SM90
+    ahead = gpu.kind is DeviceKind.SM90
     assert planner.split().waits == ahead
     assert call.arguments["WAITS"] == call.options.get("launch_pdl", False) == ahead
 
@@ -613,7 +615,7 @@ def test_on_hopper_the_plan_and_the_kernels_behind_it_start_ahead_and_wait(
 def test_scratch_of_a_large_engine_is_small(
     monkeypatch: pytest.MonkeyPatch, cache_dtype: CacheDType, speculative: int | None
 ) -> None:
-    monkeypatch.setattr(triton_attn, "device_facts", lambda device: (DeviceKind.SM90, 132))
+    monkeypatch.setattr(triton_attn, "device_facts", lambda device: hopper(132))
     spec = FullAttentionSpec(
         block_size=16, num_kv_heads=8, head_size=128, dtype=DType.BFLOAT16, cache_dtype=cache_dtype
     )
@@ -652,9 +654,7 @@ def test_no_row_has_more_segments_than_slots_and_no_step_more_rows_than_are_kept
     tokens = max(sum(count for count, _ in lens), 1)
     limits = SplitLimits(len(lens), tokens, 16384, span)
     buffers = GraphBuffers("cpu")
-    planner = SplitPlanner(
-        shape, DeviceKind.SM90, 3, limits, max_query_len, buffers, every_row=every_row
-    )
+    planner = SplitPlanner(shape, hopper(3), limits, max_query_len, buffers, every_row=every_row)
     for is_causal in (False, True):
         tile, groups, short = planner.tile, planner.groups, planner.short_query
         step = Step(tuple(lens), tile, groups, 1, short, span, is_causal=is_causal)

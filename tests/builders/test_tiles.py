@@ -14,7 +14,6 @@ from builders.hopper_dense import (
 from builders.segments import segment_start
 from builders.tiles import (
     MOST_ROWS,
-    SHARED_MEMORY,
     DenseShape,
     HopperDecodeTile,
     PrefillTile,
@@ -23,11 +22,19 @@ from builders.tiles import (
     prefill_tile,
     split_tile,
 )
-from specs.devices import DeviceKind
+from specs.devices import KNOWN_DEVICES, DeviceKind, GpuFacts
 from specs.dtypes import CacheDType, DType
 from specs.engine import DecodeKernel, PrefillKernel
 
-GPUS = [kind for kind in DeviceKind if kind in SHARED_MEMORY]
+ONE_OF_EACH_SIZE = {
+    name: KNOWN_DEVICES[name]
+    for name in (
+        *("a100", "a10", "orin", "l40s", "h200", "b200"),
+        *("b300", "rtx-pro-6000", "mi300x"),
+    )
+}
+GPUS = [pytest.param(device.facts, id=name) for name, device in ONE_OF_EACH_SIZE.items()]
+HOPPER = KNOWN_DEVICES["h200"].facts
 SIZES = range(32, 513, 8)
 
 
@@ -43,18 +50,18 @@ def shapes() -> list[DenseShape]:
     ]
 
 
-def staged_kib(shape: DenseShape, tile: SplitTile | PrefillTile) -> float:
-    """KiB that the keys and values under way hold, besides those that are being multiplied."""
-    row = (power_of_two(shape.head_size) + power_of_two(shape.head_size_v)) * shape.stored_bits / 8
-    return (tile.num_stages - 1) * tile.kv_tile * row / 1024
+def staged_bytes(shape: DenseShape, tile: SplitTile | PrefillTile) -> int:
+    """Bytes that the keys and values under way hold, besides those that are being multiplied."""
+    row = (power_of_two(shape.head_size) + power_of_two(shape.head_size_v)) * shape.stored_bits // 8
+    return (tile.num_stages - 1) * tile.kv_tile * row
 
 
-@pytest.mark.parametrize("kind", GPUS, ids=str)
+@pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("max_query_len", [1, 4, 16])
 @pytest.mark.parametrize("window", [None, 128, 4096])
-def test_split_tiles_fit(kind: DeviceKind, max_query_len: int, window: int | None) -> None:
+def test_split_tiles_fit(gpu: GpuFacts, max_query_len: int, window: int | None) -> None:
     for shape in shapes():
-        tile = split_tile(shape, kind, max_query_len, window)
+        tile = split_tile(shape, gpu, max_query_len, window)
         assert 16 <= tile.rows <= MOST_ROWS
         assert power_of_two(tile.rows) == tile.rows
         assert tile.query_tokens >= 1
@@ -66,36 +73,34 @@ def test_split_tiles_fit(kind: DeviceKind, max_query_len: int, window: int | Non
         assert tile.segment_unit * tile.segment_scale == tile.kv_tile
         assert segment_start(1) % tile.segment_unit == 0
         assert tile.programs_per_sm in (1, 2, 4)
-        fits = tile.programs_per_sm * staged_kib(shape, tile) <= SHARED_MEMORY[kind]
-        assert fits or tile.programs_per_sm == 1, (shape, tile)
-        assert staged_kib(shape, tile) <= SHARED_MEMORY[kind], (shape, tile)
+        assert tile.programs_per_sm <= gpu.programs(staged_bytes(shape, tile)), (shape, tile)
 
 
-@pytest.mark.parametrize("kind", GPUS, ids=str)
-def test_prefill_tiles_fit(kind: DeviceKind) -> None:
+@pytest.mark.parametrize("gpu", GPUS)
+def test_prefill_tiles_fit(gpu: GpuFacts) -> None:
     for shape in shapes():
-        tile = prefill_tile(shape, kind)
+        tile = prefill_tile(shape, gpu)
         assert power_of_two(tile.query_tile) == tile.query_tile >= 16
         assert power_of_two(tile.kv_tile) == tile.kv_tile >= 16
-        assert staged_kib(shape, tile) <= SHARED_MEMORY[kind], (shape, tile)
+        assert staged_bytes(shape, tile) <= gpu.shared_memory, (shape, tile)
 
 
 def test_rows_behind_a_narrow_window_are_many_at_once() -> None:
     shape = DenseShape(64, 8, 64, 64, 2, 16)
-    narrow = split_tile(shape, DeviceKind.SM90, 1, 128)
-    assert narrow.programs_per_sm > split_tile(shape, DeviceKind.SM90, 1, 4096).programs_per_sm
-    assert split_tile(shape, DeviceKind.SM90, 1, 4096) == split_tile(shape, DeviceKind.SM90, 1)
+    narrow = split_tile(shape, HOPPER, 1, 128)
+    assert narrow.programs_per_sm > split_tile(shape, HOPPER, 1, 4096).programs_per_sm
+    assert split_tile(shape, HOPPER, 1, 4096) == split_tile(shape, HOPPER, 1)
 
 
 def test_tall_tiles_of_narrow_heads_have_half_the_keys_whose_scores_would_be_spilled() -> None:
     shape = DenseShape(64, 8, 64, 64, 2, 16)
-    keys = [split_tile(shape, DeviceKind.SM90, tokens).kv_tile for tokens in (1, 4, 5, 8)]
+    keys = [split_tile(shape, HOPPER, tokens).kv_tile for tokens in (1, 4, 5, 8)]
     assert keys == [128, 128, 64, 64]
 
 
 def test_a_verify_of_a_whole_group_shares_one_pass_over_the_keys() -> None:
     for group in (1, 2, 4, 8, 16):
-        tile = split_tile(DenseShape(group, 1, 128, 128, 2, 16), DeviceKind.SM90, 4)
+        tile = split_tile(DenseShape(group, 1, 128, 128, 2, 16), HOPPER, 4)
         assert tile.query_tokens >= 4
 
 

@@ -17,7 +17,6 @@ from builders.common import CommonAttentionMetadata
 from builders.dense_step import TritonAttentionMetadata
 from builders.device_facts import runs_gluon
 from builders.triton_attn import TritonAttentionMetadataBuilder
-from specs.devices import DeviceKind
 from specs.dtypes import DType
 from specs.engine import (
     DecodeKernel,
@@ -38,6 +37,7 @@ from tests import batches
 from tests.batches import WILD_BLOCK, BatchSpec, Heads
 from tests.builders.test_common import make_batch, same
 from tests.cases import Case
+from tests.gpus import hopper
 from tests.trials import CaseResult, DenseTrial, Inputs, Results
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -480,7 +480,7 @@ DCP = {"parallel": ParallelConfig(decode_context_parallel_size=2)}
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Builders take their device for a Hopper GPU that runs Gluon."""
     monkeypatch.setattr(builders.triton_attn, "runs_gluon", lambda device: True)
-    monkeypatch.setattr(builders.triton_attn, "device_facts", lambda device: (DeviceKind.SM90, 3))
+    monkeypatch.setattr(builders.triton_attn, "device_facts", lambda device: hopper(3))
 
 
 @pytest.mark.usefixtures("on_hopper")

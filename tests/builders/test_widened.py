@@ -17,7 +17,6 @@ from builders.split_plan import SplitLimits, WidenedKeys
 from builders.tiles import DenseShape
 from builders.triton_attn import TritonAttentionMetadataBuilder
 from builders.widened import PAGE, WidenedPages, launch_widened_pages, write_widened_pages
-from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType
 from specs.engine import DecodeKernel, EngineConfig, PrefillKernel
 from specs.kv_cache import (
@@ -27,6 +26,7 @@ from specs.kv_cache import (
     FullAttentionSpec,
     SlidingWindowSpec,
 )
+from tests.gpus import hopper
 
 CPU = torch.device("cpu")
 SHAPE = DenseShape(8, 2, 128, 128, 2, 8)
@@ -121,7 +121,7 @@ def builder_of(
     monkeypatch: pytest.MonkeyPatch, spec: AnyKVCacheSpec | None = None, **changes: Any
 ) -> TritonAttentionMetadataBuilder:
     """For a group of a Hopper GPU, on the CPU."""
-    monkeypatch.setattr(builders.triton_attn, "device_facts", lambda _: (DeviceKind.SM90, 132))
+    monkeypatch.setattr(builders.triton_attn, "device_facts", lambda _: hopper(132))
     config = EngineConfig(
         max_model_len=2048,
         max_num_seqs=8,

@@ -27,12 +27,9 @@ from typing import Any, Final
 from builders.hopper_latent import NARROW_ROWS
 from builders.hopper_sparse import MOST_NARROW_HEADS
 from builders.kernel_calls import KernelCall
-from builders.tiles import (
-    SHARED_MEMORY,
-)
-from specs.devices import KNOWN_DEVICES
 from tests.kernels.sass import overwritten_operands, undefined_reads
 from tests.kernels.variants import (
+    DEVICES,
     HOPPER_VARIANTS,
     MLA_VARIANTS,
     TARGETS,
@@ -132,7 +129,7 @@ class Facts:
 
 def limit_of(target: int) -> int:
     """Bytes of shared memory that a program can have."""
-    return SHARED_MEMORY[KNOWN_DEVICES[TARGETS[target]].kind] * 1024
+    return DEVICES[target].facts.shared_memory
 
 
 def misses_of(variant: Variant, target: int, facts: Facts) -> list[str]:

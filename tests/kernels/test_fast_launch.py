@@ -48,7 +48,7 @@ from builders.prepared_launch import GROUPS
 from builders.split_kv import SplitPlanner
 from builders.split_plan import Pointers, SplitLimits
 from builders.tiles import DenseShape
-from specs.devices import DeviceKind
+from tests.gpus import hopper
 
 STREAM = 7
 OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
@@ -720,7 +720,7 @@ def test_a_plan_goes_past_triton_with_the_same_arguments(
     monkeypatch.setattr(plan_kernels, "plan_kernel", kernel)
     shape, limits = DenseShape(4, 1, 64, 64, 2, 16), SplitLimits(64, 64, 512, None)
     first, second = (
-        SplitPlanner(shape, DeviceKind.SM90, 132, limits, 1, GraphBuffers("cpu")) for _ in range(2)
+        SplitPlanner(shape, hopper(132), limits, 1, GraphBuffers("cpu")) for _ in range(2)
     )
     second.buffers = first.buffers
     starts, lens = torch.arange(65, dtype=torch.int32), torch.ones(64, dtype=torch.int32)

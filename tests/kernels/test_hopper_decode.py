@@ -26,12 +26,11 @@ from builders.split_kv import (
     SplitPlanner,
 )
 from builders.tiles import (
-    SHARED_MEMORY,
     DenseShape,
     HopperDecodeTile,
 )
 from builders.triton_attn import TritonAttentionMetadataBuilder
-from specs.devices import DeviceKind
+from specs.devices import KNOWN_DEVICES, DeviceKind
 from specs.dtypes import CacheDType, DType
 from specs.engine import DecodeKernel, PrefillKernel
 from specs.layouts import KVViews
@@ -101,11 +100,11 @@ def test_boxes_of_a_tile_are_whole_and_so_are_tiles_of_a_segment() -> None:
             assert ring == HOPPER_RING
             # Queries of both consumers and a state on its way are beside it.
             beside = 2 * split.rows * size * 2 + 4 * split.rows * size if tile.consumers > 1 else 0
-            assert ring + beside + 2048 <= SHARED_MEMORY[DeviceKind.SM90] * 1024
+            assert ring + beside + 2048 <= KNOWN_DEVICES["h100"].facts.shared_memory
             # A launcher knows no more than the plan's tokens.
             tokens = split.query_tokens
             assert hopper_decode_tile(shape, DeviceKind.SM90, block_size, tokens) == tile
-    assert SHARED_MEMORY[DeviceKind.SM90] * 1024 > HOPPER_RING
+    assert KNOWN_DEVICES["h100"].facts.shared_memory > HOPPER_RING
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from tests.batches import BATCHES, BatchSpec
 from tests.cases import LatentCase
 from tests.conformance import check_case
 from tests.far_memory import far_pages
+from tests.gpus import hopper
 from tests.kernels import gluon_in_numpy
 from tests.trials import CaseResult, LatentTrial
 
@@ -269,7 +270,7 @@ def test_one_program_has_all_of_a_row_or_many_a_part_each(
     launched: list[KernelCall],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    facts = (HOPPER, programs)
+    facts = hopper(programs)
     monkeypatch.setattr(builders.triton_mla, "device_facts", lambda device: facts)
     lens = (2100, 40, 33) if programs > 1 else (521, 40, 33)
     batch = BatchSpec("c", (2, 1, 1), lens, num_speculative_tokens=1)

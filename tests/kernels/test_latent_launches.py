@@ -24,7 +24,7 @@ from tests.kernels.compile_matrix import _Device, limit_of
 
 T, H, RANK, ROPE = 4, 128, 512, 64
 E4M3 = torch.float8_e4m3fn
-TARGETS = (80, 90, 100, 120)
+TARGETS = (80, 86, 90, 100, 120)
 
 
 def calls(target: int) -> Iterator[KernelCall]:

@@ -22,16 +22,16 @@ from builders.split_plan import (
     latent_states,
 )
 from builders.tiles import (
-    SHARED_MEMORY,
     DenseShape,
 )
 from builders.triton_mla import TritonMLAMetadataBuilder
-from specs.devices import DeviceKind
+from specs.devices import KNOWN_DEVICES, DeviceKind
 from specs.dtypes import CacheDType, DType
 from specs.engine import DecodeKernel, EngineConfig
 from specs.kv_cache import MLAAttentionSpec
 from tests.batches import BatchSpec
 from tests.cases import LatentCase
+from tests.gpus import hopper
 from tests.trials import CaseResult, LatentTrial
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -48,7 +48,7 @@ VERIFY = BatchSpec("long_verify", (4, 1, 3), (2603, 1049, 300), num_speculative_
 @pytest.fixture(autouse=True)
 def _a_small_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few programs of Hopper, so that rows are cut; the reference writes the cache."""
-    monkeypatch.setattr(builders.triton_mla, "device_facts", lambda _: (DeviceKind.SM90, GROUPS))
+    monkeypatch.setattr(builders.triton_mla, "device_facts", lambda _: hopper(GROUPS))
     monkeypatch.setattr("attn.impls.latent.write_kv", reference.write_kv)
 
 
@@ -131,7 +131,7 @@ def test_what_is_folded_where_it_lies_is_right(
     """Rows that are one program's, whose states are wider than what is folded at a time."""
     if bundle != BUNDLE:
         smaller_bundles(monkeypatch, bundle)
-    facts = (DeviceKind.SM90, len(batch.query_lens))
+    facts = hopper(len(batch.query_lens))
     monkeypatch.setattr(builders.triton_mla, "device_facts", lambda _: facts)
     trial = trial_of(batch, heads, **{"rank": 256, **given})
     record = trial.build(trial.builder())
@@ -160,7 +160,7 @@ def test_where_rows_are_cut_makes_no_difference(
         smaller_bundles(monkeypatch, bundle)
     trial = trial_of(batch, heads, sliding_window=window)
     for multiprocessors in (1, 5):
-        facts = (DeviceKind.SM90, multiprocessors)
+        facts = hopper(multiprocessors)
         monkeypatch.setattr(builders.triton_mla, "device_facts", lambda _, facts=facts: facts)
         record = trial.build(trial.builder())
         check(trial, record)
@@ -221,7 +221,7 @@ def test_scratch_is_what_must_exist_at_once(
     own: int,
     mebibytes: int,
 ) -> None:
-    monkeypatch.setattr(builders.triton_mla, "device_facts", lambda _: (DeviceKind.SM90, 132))
+    monkeypatch.setattr(builders.triton_mla, "device_facts", lambda _: hopper(132))
     found = []
     for requests in (8, 512):
         limits = {"max_num_seqs": requests, "max_num_batched_tokens": 8192}
@@ -235,18 +235,16 @@ def test_scratch_is_what_must_exist_at_once(
     assert found[0] == 132 * (lent + own) * rows * (512 + 2) * 4 <= mebibytes << 20
 
 
-@pytest.mark.parametrize("kind", DeviceKind)
+@pytest.mark.parametrize("device", [name for name in KNOWN_DEVICES if name != "cpu"])
 @pytest.mark.parametrize(("itemsize", "bits"), [(2, 16), (2, 8), (4, 32), (4, 8)])
-def test_every_number_of_heads_has_a_tile_that_fits(
-    kind: DeviceKind, itemsize: int, bits: int
-) -> None:
+def test_every_number_of_heads_has_a_tile_that_fits(device: str, itemsize: int, bits: int) -> None:
+    gpu = KNOWN_DEVICES[device].facts
     for heads in range(1, 129):
         for tokens in (1, 4, 16):
             shape = LatentShape(heads, 512, 64, itemsize, bits)
-            tile = latent_tile(shape, kind, tokens)
+            tile = latent_tile(shape, gpu, tokens)
             assert tile.tile_heads * tile.query_tokens <= tile.rows
             assert 0 <= tile.head_tiles * tile.tile_heads - heads < tile.tile_heads
             # With one stage a tile passes through registers.
             stages = (tile.num_stages - 1) * tile.kv_tile * shape.row_bytes
-            room = SHARED_MEMORY.get(kind, 99) * 1024
-            assert stages + tile.rows * 576 * itemsize <= room
+            assert stages + tile.rows * 576 * itemsize <= gpu.shared_memory

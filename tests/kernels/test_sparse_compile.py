@@ -14,7 +14,7 @@ import pytest
 from tests.kernels.compile_matrix import Facts, limit_of
 
 ROOT = Path(__file__).resolve().parents[2]
-TARGETS = (90, 80, 100, 120)
+TARGETS = (90, 80, 86, 100, 120)
 
 
 def facts_on(target: int, cache: Path) -> dict[str, Facts]:

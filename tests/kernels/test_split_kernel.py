@@ -18,6 +18,7 @@ from builders.segments import BUNDLE, SEGMENT
 from builders.split_plan import (
     SHARE_FIELDS,
 )
+from specs.devices import GpuFacts
 from specs.dtypes import CacheDType, DType
 from specs.kv_cache import (
     AnyKVCacheSpec,
@@ -48,8 +49,8 @@ def _a_small_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     facts = device_facts
 
-    def small(device: torch.device) -> tuple[Any, int]:
-        return facts(device)[0], GROUPS
+    def small(device: torch.device) -> GpuFacts:
+        return replace(facts(device), num_multiprocessors=GROUPS)
 
     monkeypatch.setattr(triton_attn, "device_facts", small)
     monkeypatch.setattr("attn.impls.cached.write_kv", reference.write_kv)

@@ -57,8 +57,14 @@ from specs.layouts import KVOrder, KVPacking, KVViews, LatentKVLayout, latent_vi
 from specs.rows import RowFormat, latent_format_of
 from specs.sparse_mla import IndexKind
 
-TARGETS: Final = {80: "a100", 90: "h100", 100: "b200", 120: "rtx-pro-6000"}
+TARGETS: Final = {80: "a100", 86: "a10", 90: "h100", 100: "b200", 120: "rtx-pro-6000"}
 """Compute capabilities to compile for, each with a device that has it."""
+DEVICES: Final = {
+    device.compute_capability.to_int(): device
+    for device in reversed(KNOWN_DEVICES.values())
+    if device.compute_capability is not None
+}
+"""A device of each compute capability that is known: the first one."""
 
 
 @unique
@@ -137,6 +143,10 @@ class Layer:
     neox: bool = True
     left_to_itself: bool = False
     """The engine chooses kernels."""
+    nope: int = 128
+    """Elements of an expanded latent key that are not rotary."""
+    expanded_v: int = 128
+    """Elements of an expanded latent value."""
     target: CacheDType = CacheDType.AUTO
     """What latent rows are converted to."""
     whole: bool = False
@@ -280,7 +290,7 @@ VARIANTS: Final = (
     # The shapes of the speed table.
     *_attending("32/8/128", 80, 90, 100, 120, speed=True),
     *_attending("64/8/64", 90, speed=True, heads=(64, 8, 64)),
-    *_attending("16/8/256", 90, speed=True, heads=(16, 8, 256)),
+    *_attending("16/8/256", 86, 90, speed=True, heads=(16, 8, 256)),
     _only(_D, "64/8/64 window sinks", 90, speed=True, heads=(64, 8, 64), window=128, sinks=True),
     _only(_D, "8/1/128", 90, speed=True, heads=(8, 1, 128)),
     _only(_D, "32/32/128", 90, speed=True, heads=(32, 32, 128)),
@@ -358,7 +368,7 @@ VARIANTS: Final = (
 
 MLA_VARIANTS: Final = (
     _latent("16 heads", 90, 120, speed=True),
-    _latent("128 heads", 90, speed=True, heads=128),
+    _latent("128 heads", 86, 90, speed=True, heads=128),
     _latent("16 heads verify 4", 90, speed=True, drafts=3),
     _latent("16 heads fp8", 90, speed=True, cache=_FP8),
     _latent("128 heads fp8", heads=128, cache=_FP8),
@@ -526,7 +536,7 @@ def call_of(variant: Variant, target: int) -> KernelCall:
         return _topk_call(layer)
     if variant.kernel is Kernel.HOPPER_SPARSE:
         return _hopper_sparse_call(layer)
-    with _pretending(target):
+    with pretending(target):
         if variant.kernel is Kernel.PLAN:
             return _plan_call(layer)
         if variant.kernel is Kernel.MLA_DECODE:
@@ -539,14 +549,13 @@ def call_of(variant: Variant, target: int) -> KernelCall:
 
 
 @contextmanager
-def _pretending(target: int) -> Iterator[None]:
+def pretending(target: int) -> Iterator[None]:
     """CPU tensors are on the target, as far as tiles and instructions go."""
-    device = KNOWN_DEVICES[TARGETS[target]]
-    facts = (device.kind, device.num_multiprocessors)
+    device = DEVICES[target]
     form = (PTX_SM89, True) if target >= 89 else (PTX, False)
     with (
-        mock.patch.object(builders.triton_attn, "device_facts", return_value=facts),
-        mock.patch.object(builders.triton_mla, "device_facts", return_value=facts),
+        mock.patch.object(builders.triton_attn, "device_facts", return_value=device.facts),
+        mock.patch.object(builders.triton_mla, "device_facts", return_value=device.facts),
         mock.patch.object(attn.kernels.dense, "decode_form", return_value=form),
     ):
         yield
@@ -667,17 +676,20 @@ def _latent_spec(layer: Layer) -> MLAAttentionSpec | SlidingWindowMLASpec:
 
 
 def _expanded_call(layer: Layer, kernel: Kernel, hardware_e4m3: bool) -> KernelCall:
-    """Prefill rows of TRITON_MLA, by heads of 192 and 128: the new tokens', or the context's."""
+    """Prefill rows of TRITON_MLA, by expanded heads: the new tokens', or the context's."""
     heads, _, size = layer.heads
     rank, dtype, spec = layer.v_size, layer.dtype.torch, _latent_spec(layer)
+    head_size = layer.nope + size - rank
     impl = TritonMLAImpl(
-        *(heads, size, 192**-0.5, 1, None, layer.window, layer.cache.value),
+        *(heads, size, head_size**-0.5, 1, None, layer.window, layer.cache.value),
         kv_lora_rank=rank,
-        qk_nope_head_dim=128,
+        qk_nope_head_dim=layer.nope,
         qk_rope_head_dim=size - rank,
-        qk_head_dim=128 + size - rank,
-        v_head_dim=128,
-        kv_b_proj=SimpleNamespace(weight=torch.zeros(heads * 256, rank)),
+        qk_head_dim=head_size,
+        v_head_dim=layer.expanded_v,
+        kv_b_proj=SimpleNamespace(
+            weight=torch.zeros(heads * (layer.nope + layer.expanded_v), rank)
+        ),
     )
     impl.process_weights_after_loading(dtype)
     batch = _batch(replace(layer, causal=True), 41, 100)
@@ -690,13 +702,13 @@ def _expanded_call(layer: Layer, kernel: Kernel, hardware_e4m3: bool) -> KernelC
         collected_calls() as calls,
     ):
         impl.forward_mha(
-            torch.zeros(tokens, heads, 128 + size - rank, dtype=dtype),
+            torch.zeros(tokens, heads, head_size, dtype=dtype),
             row[:, :rank],
             row[:, rank:],
             spec.layout().allocate(4),
             record,
             torch.ones(()),
-            torch.zeros(tokens, heads * 128, dtype=dtype),
+            torch.zeros(tokens, heads * layer.expanded_v, dtype=dtype),
         )
     name = "expand_kernel" if kernel is Kernel.MLA_EXPAND else "prefill_kernel"
     own, context = (call for call in calls if call.kernel.__name__ == name)

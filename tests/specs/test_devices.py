@@ -7,7 +7,15 @@ import pytest
 from pydantic import ValidationError
 
 from specs.base import SpecError, parse_spec
-from specs.devices import KNOWN_DEVICES, ComputeCapability, Device, DeviceKind, kind_of
+from specs.devices import (
+    KNOWN_DEVICES,
+    ComputeCapability,
+    Device,
+    DeviceKind,
+    GpuFacts,
+    kind_of,
+    shared_memory_of,
+)
 
 
 def cc(text: str) -> ComputeCapability:
@@ -85,11 +93,18 @@ def test_each_capability_has_a_row_of_the_priority_table(capability: str, kind: 
         ("cpu", "cpu", None, None, None),
         ("a100", "sm80", "8.0", 108, 80),
         ("a10", "sm80", "8.6", 72, 24),
+        ("a40", "sm80", "8.6", 84, 48),
+        ("rtx-3090", "sm80", "8.6", 82, 24),
+        ("orin", "sm80", "8.7", 16, 64),
+        ("l4", "sm89", "8.9", 58, 24),
+        ("l40", "sm89", "8.9", 142, 48),
         ("l40s", "sm89", "8.9", 142, 48),
         ("h100", "sm90", "9.0", 132, 80),
         ("h200", "sm90", "9.0", 132, 141),
+        ("h20", "sm90", "9.0", 78, 96),
         ("b200", "sm100", "10.0", 148, 180),
         ("b300", "sm100", "10.3", 148, 288),
+        ("rtx-5090", "sm120", "12.0", 170, 32),
         ("rtx-pro-6000", "sm120", "12.0", 188, 96),
         ("mi300x", "rocm", None, 304, 192),
     ],
@@ -105,6 +120,48 @@ def test_known_devices(
     assert device.memory_bytes == (None if gib is None else gib << 30)
     assert device.torch_type == ("cpu" if kind == "cpu" else "cuda")
     assert Device.model_validate_json(device.model_dump_json()) == device
+
+
+@pytest.mark.parametrize(
+    ("capability", "kibibytes"),
+    [
+        ("8.0", 163),
+        ("8.6", 99),
+        ("8.7", 163),
+        ("8.9", 99),
+        ("9.0", 227),
+        ("10.0", 227),
+        ("10.3", 227),
+        ("11.0", 227),
+        ("12.0", 99),
+        ("12.1", 99),
+        # Not in the table: the least of the major version, or of all.
+        ("8.8", 99),
+        ("10.9", 227),
+        ("13.0", 99),
+    ],
+)
+def test_each_capability_has_its_shared_memory(capability: str, kibibytes: int) -> None:
+    assert shared_memory_of(cc(capability)) == kibibytes * 1024
+    facts = GpuFacts.of(cc(capability), 7)
+    assert (facts.kind, facts.num_multiprocessors) == (kind_of(cc(capability)), 7)
+    assert facts.shared_memory == kibibytes * 1024
+    assert facts.is_nvidia
+
+
+def test_programs_of_a_multiprocessor_share_a_kibibyte_more_than_one_has() -> None:
+    # 100 KiB on 8.6, of which each program takes one for itself.
+    facts = KNOWN_DEVICES["a10"].facts
+    assert facts == GpuFacts(DeviceKind.SM80, 72, 99 << 10)
+    assert [facts.programs(kib << 10) for kib in (100, 99, 50, 49, 24, 0)] == [0, 1, 1, 2, 4, 100]
+    amd = KNOWN_DEVICES["mi300x"].facts
+    assert (amd.kind, amd.shared_memory, amd.is_nvidia) == (DeviceKind.ROCM, 64 << 10, False)
+    assert [amd.programs(kib << 10) for kib in (65, 64, 32)] == [0, 1, 2]
+
+
+def test_a_cpu_has_no_tiles() -> None:
+    with pytest.raises(ValueError, match="device 'cpu' must be a GPU, got kind cpu"):
+        _ = KNOWN_DEVICES["cpu"].facts
 
 
 def test_every_kind_of_device_is_known_by_an_example() -> None:

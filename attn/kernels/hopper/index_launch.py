@@ -43,7 +43,7 @@ def hopper_paged_logits_call(
     rows, heads, _ = query.shape
     q, words = query.view(torch.int32), data.view(torch.int32)
     blocks = cdiv(most, INDEXER_PAGE)
-    pages = index_pages(tile, device_facts(query.device)[1], rows, blocks)
+    pages = index_pages(tile, device_facts(query.device).num_multiprocessors, rows, blocks)
     arguments = {
         "q_ptr": q,
         "weights_ptr": weights,

@@ -188,7 +188,7 @@ def _row(layer: SparseLayer, tensors: SparseTensors) -> RowFormat:
 def _multiprocessors(tensors: SparseTensors) -> int:
     from builders.device_facts import device_facts
 
-    return device_facts(tensors.query.device)[1]
+    return device_facts(tensors.query.device).num_multiprocessors
 
 
 def _check(layer: SparseLayer, tensors: SparseTensors) -> None:
