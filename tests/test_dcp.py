@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +16,22 @@ from attn.impls.base import LayerScales
 from attn.impls.triton_attn import TritonAttentionImpl
 from builders.common import CommonAttentionMetadata
 from builders.paging import Stripe
+from builders.torch_ref import TorchRefMetadataBuilder
+from builders.torch_ref_mla import TorchRefMLAMetadataBuilder
 from builders.triton_attn import TritonAttentionMetadataBuilder
+from builders.triton_mla import TritonMLAMetadataBuilder
 from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig, ParallelConfig, SpeculativeConfig
-from specs.kv_cache import FullAttentionSpec, SlidingWindowSpec
+from specs.kv_cache import (
+    AnyKVCacheSpec,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+)
 from tests import budget, stored_rows
 from tests.oracle import Rules, attention
 from tests.trials import low_precision
@@ -288,11 +302,62 @@ def test_masks_of_positions_are_refused() -> None:
         rank.state(query, (1,), (9,))
 
 
-def test_a_windows_cache_is_not_shared() -> None:
-    rank = Rank(Stripe(2, 1, 1), DType.FLOAT16, CacheDType.AUTO)
-    spec = SlidingWindowSpec(block_size=BLOCK, num_kv_heads=1, head_size=SIZE, sliding_window=9)
-    config = rank.builder.vllm_config
-    builder = TritonAttentionMetadataBuilder(spec, ["layers.0"], config, DEVICE)
-    assert builder.visible.stripe is None
-    assert rank.builder.visible.stripe == Stripe(2, 1, 1)
+def builder_of(spec: AnyKVCacheSpec, **config: Any) -> TritonAttentionMetadataBuilder:
+    parallel = ParallelConfig(decode_context_parallel_size=2, decode_context_parallel_rank=1)
+    engine = EngineConfig(max_model_len=64, num_heads=HEADS, parallel=parallel, **config)
+    return TritonAttentionMetadataBuilder(spec, ["layers.0"], engine, DEVICE)
+
+
+FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=SIZE)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        partial(SlidingWindowSpec, sliding_window=9),
+        partial(ChunkedLocalAttentionSpec, attention_chunk_size=9),
+        partial(SinkFullAttentionSpec, sink_len=16),
+        CrossAttentionSpec,
+    ],
+)
+def test_a_group_that_ranks_do_not_share_is_refused(kind: Callable[..., AnyKVCacheSpec]) -> None:
+    """Its ranks would keep keys that nobody merges, or miss those that were not written."""
+    spec = kind(block_size=BLOCK, num_kv_heads=1, head_size=SIZE)
+    with pytest.raises(ValueError, match=r"FullAttentionSpec with .*_size 2, got [A-Z]\w+: the"):
+        builder_of(spec)
     assert TritonAttentionBackend.supports_dcp()
+
+
+def test_a_group_that_every_rank_keeps_whole_has_no_stripe() -> None:
+    assert builder_of(FULL).visible.stripe == Stripe(2, 1, 1)
+    assert builder_of(FULL.replace(dcp_sharded=False)).visible.stripe is None
+    encoder = EncoderOnlyAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=SIZE)
+    assert builder_of(encoder).visible.stripe is None
+
+
+def test_masks_that_a_batch_asks_for_are_refused_when_it_is_built() -> None:
+    rank = Rank(Stripe(2, 0, 1), DType.FLOAT16, CacheDType.AUTO)
+    batch = CommonAttentionMetadata.from_lengths((1,), (40,), rank.table[:1], BLOCK)
+    ranges = batch.replace(mm_req_doc_ranges={0: [(2, 9)]})
+    with pytest.raises(ValueError, match=r"parallel_size \(2\) .* with mm_req_doc_ranges$"):
+        rank.builder.build(0, ranges)
+    assert rank.builder.build(0, batch.replace(mm_req_doc_ranges={0: []})).mm_ranges is None
+    with pytest.raises(ValueError, match=r"parallel_size \(2\) .* with rswa_window \(7\)"):
+        builder_of(FULL, rswa_window=7)
+
+
+@pytest.mark.parametrize(
+    ("builder", "spec"),
+    [
+        (TorchRefMetadataBuilder, FULL),
+        (TorchRefMLAMetadataBuilder, MLAAttentionSpec(block_size=64)),
+        (TritonMLAMetadataBuilder, MLAAttentionSpec(block_size=64)),
+    ],
+)
+def test_builders_of_kernels_without_ranks_refuse_them(
+    builder: Callable[..., Any], spec: AnyKVCacheSpec
+) -> None:
+    parallel = ParallelConfig(decode_context_parallel_size=2)
+    engine = EngineConfig(max_model_len=64, num_heads=HEADS, parallel=parallel)
+    with pytest.raises(ValueError, match=r"decode_context_parallel_size must be 1 for .*, got 2"):
+        builder(spec, ["layers.0"], engine, DEVICE)
