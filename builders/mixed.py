@@ -14,6 +14,7 @@ import torch
 
 from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.common import LEADING_AXIS, CommonAttentionMetadata, replace_known
+from builders.mask_limits import refuse_dcp
 from specs.attention import AttentionCGSupport
 from specs.engine import EngineConfig
 from specs.kv_cache import AnyKVCacheSpec
@@ -60,6 +61,12 @@ def rows_of(
     for name in ("query_start_loc", "query_start_loc_cpu"):
         if first_token:
             changes[name] = changes[name] - first_token
+    ranges = getattr(batch, "mm_req_doc_ranges", None)
+    if ranges:
+        kept = range(first_req, stop_req)
+        changes["mm_req_doc_ranges"] = {
+            req - first_req: spans for req, spans in ranges.items() if req in kept
+        }
     lens = changes["query_start_loc_cpu"].diff().tolist()
     changes["max_query_len"] = max(lens, default=0)
     return replace_known(batch, **changes)
@@ -81,9 +88,11 @@ class MixedMetadataBuilder(AttentionMetadataBuilder[MixedMetadata]):
         """Arguments as of the base class; errors as of both builders.
 
         Raises:
-            ValueError: a spec or setting that one of the two does not serve.
+            ValueError: a spec or setting that one of the two does not serve, or decode context
+                parallelism.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        refuse_dcp(vllm_config, "a mix of two backends")
         given = kv_cache_spec, layer_names, vllm_config, device
         self.prefill = self.prefill_cls(*given)
         self.decode = self.decode_cls(*given)

@@ -16,6 +16,11 @@ ROW_WIDTHS = (512, 64)
 """Latent and rotary part of a row, for every kernel but the library's own; the widest of its."""
 LEAST_WIDTH = 32
 """Of either part: the narrowest that is written."""
+_PARTS = (LEAST_WIDTH, 64, 128, 256, 512)
+ROW_SIZES = tuple(
+    sorted({one + other for one in _PARTS for other in _PARTS if one + other <= sum(ROW_WIDTHS)})
+)
+"""Widths of whole rows of the library's own kernel: of two powers of two each."""
 
 
 def setup_of(spec: AnyKVCacheSpec, config: EngineConfig, device: torch.device) -> SparseSetup:

@@ -6,13 +6,16 @@ CPU that costs nothing; on a GPU it is a sync, and such a step cannot be capture
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.common import CommonAttentionMetadata, refuse_fields
-from specs.kv_cache import CrossAttentionSpec, EncoderOnlyAttentionSpec
+from builders.mask_limits import check_batch_masks, check_rswa, refuse_dcp
+from specs.engine import EngineConfig
+from specs.kv_cache import AnyKVCacheSpec, CrossAttentionSpec, EncoderOnlyAttentionSpec
 from specs.positions import cut_window
 
 
@@ -46,6 +49,22 @@ class TorchRefMetadata(AttentionMetadata):
 class TorchRefMetadataBuilder(AttentionMetadataBuilder[TorchRefMetadata]):
     """Copies the batch's lengths to the host; every other decision is the identity."""
 
+    def __init__(
+        self,
+        kv_cache_spec: AnyKVCacheSpec,
+        layer_names: Sequence[str],
+        vllm_config: EngineConfig,
+        device: torch.device | str,
+    ) -> None:
+        """As every builder.
+
+        Raises:
+            ValueError: decode context parallelism, or R-SWA of chunked layers.
+        """
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        refuse_dcp(vllm_config, "TORCH_REF")
+        check_rswa(kv_cache_spec, vllm_config)
+
     def build(
         self,
         common_prefix_len: int,
@@ -61,6 +80,7 @@ class TorchRefMetadataBuilder(AttentionMetadataBuilder[TorchRefMetadata]):
         batch = common_attn_metadata
         self.check_batch(common_prefix_len, batch, fast_build)
         refuse_fields(batch, "TORCH_REF", "dcp_local_seq_lens")
+        check_batch_masks(batch, self.vllm_config, 1)
         seq_lens = batch.seq_lens
         causal: bool | torch.Tensor = batch.causal
         if isinstance(self.kv_cache_spec, CrossAttentionSpec):

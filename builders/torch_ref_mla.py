@@ -9,6 +9,7 @@ import torch
 
 from builders.base import AttentionMetadata, AttentionMetadataBuilder
 from builders.common import CommonAttentionMetadata, refuse_fields
+from builders.mask_limits import refuse_dcp
 from builders.split import split_decodes_and_prefills
 from specs.engine import EngineConfig
 from specs.kv_cache import AnyKVCacheSpec
@@ -49,8 +50,13 @@ class TorchRefMLAMetadataBuilder(AttentionMetadataBuilder[TorchRefMLAMetadata]):
         vllm_config: EngineConfig,
         device: torch.device | str,
     ) -> None:
-        """As every builder; verify rows count as decodes."""
+        """As every builder; verify rows count as decodes.
+
+        Raises:
+            ValueError: decode context parallelism.
+        """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        refuse_dcp(vllm_config, "TORCH_REF_MLA")
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
     def build(

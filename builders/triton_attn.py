@@ -22,6 +22,7 @@ from builders.hopper_dense import (
     prefill_kernel_of,
 )
 from builders.limits import check_common_prefix
+from builders.mask_limits import check_batch_masks, check_dcp, check_rswa
 from builders.paging import Stripe
 from builders.shared_prefix import SharedBuffers, SharedPrefix, debug_prefix
 from builders.split_kv import SplitPlanner
@@ -75,11 +76,14 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         Raises:
             ValueError: ``num_heads`` is missing or does not fit the KV heads; a head size, block
                 size or dtype of the spec that no kernel takes; ``prefill_kernel`` or
-                ``decode_kernel`` is one that does not serve the group.
+                ``decode_kernel`` is one that does not serve the group; decode context parallelism
+                or R-SWA of a group that cannot have it.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         spec: Any = kv_cache_spec
         heads = _check_support(spec, vllm_config)
+        check_dcp(kv_cache_spec, vllm_config)
+        check_rswa(kv_cache_spec, vllm_config)
         self.shape = DenseShape(
             num_heads=heads,
             num_kv_heads=spec.num_kv_heads,
@@ -218,12 +222,14 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             fast_build: makes no difference.
 
         Raises:
-            ValueError: a batch beyond the engine's limits, or ``common_prefix_len`` that is not a
-                whole number of the table's blocks, or more than a request's computed tokens.
+            ValueError: a batch beyond the engine's limits, masks that do not go together with the
+                group's settings, or ``common_prefix_len`` that is not a whole number of the table's
+                blocks, or more than a request's computed tokens.
         """
         batch = common_attn_metadata
         stripe = self.visible.stripe
         self.check_batch(common_prefix_len, batch, fast_build)
+        check_batch_masks(batch, self.vllm_config, 1 if stripe is None else stripe.size)
         self._check_prefix(common_prefix_len, batch)
         if stripe is None:
             refuse_fields(batch, "TRITON_ATTN", "dcp_local_seq_lens")
@@ -359,7 +365,8 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         if mm_ranges:
             kinds.append({"mm_req_doc_ranges": {0: [(0, 0)]}})
         if config.rswa_window is not None:
-            kinds += [{**kind, "rswa_prefix_lens": one} for kind in kinds]
+            causal = [kind for kind in kinds if "causal" not in kind]
+            kinds += [{**kind, "rswa_prefix_lens": one} for kind in causal]
         width = cdiv(config.max_model_len, block_size)
         table = torch.zeros((1, width), dtype=torch.int32, device=device)
         most = min(config.max_num_batched_tokens, config.max_model_len)

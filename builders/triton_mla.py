@@ -26,6 +26,7 @@ from builders.hopper_dense import (
 from builders.hopper_latent import latent_kernel_of
 from builders.latent_prefill import PAGE, ExpandedPrefill, LatentPrefill, with_block_table
 from builders.latent_tiles import LatentShape, latent_tile
+from builders.mask_limits import refuse_dcp
 from builders.split import split_decodes_and_prefills
 from builders.split_kv import (
     SplitPlanner,
@@ -109,7 +110,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
         Raises:
             ValueError: ``num_heads`` is missing; a width, block size or dtype that no kernel takes;
                 a bound of the workspace that is smaller than one chunk; ``decode_kernel`` is one
-                that does not serve the group.
+                that does not serve the group; decode context parallelism.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         spec = kv_cache_spec
@@ -313,6 +314,7 @@ def _check_support(spec: Any, config: EngineConfig) -> None:
         )
     if config.num_heads is None:
         raise ValueError("vllm_config.num_heads is needed by TRITON_MLA, got None")
+    refuse_dcp(config, "TRITON_MLA")
     check_latent_dtypes(spec.dtype.torch, spec.cache_dtype)
     check_latent_widths(spec.kv_lora_rank, spec.qk_rope_head_dim)
     if spec.block_size % BLOCK_MULTIPLE:

@@ -147,6 +147,8 @@ class AttentionSelectorConfig(Spec):
     use_chunked_local: StrictBool = False
     mla_kernel: MlaKernel = MlaKernel.AUTO
     """Kernel asked for of a latent backend that has several; the automatic choice knows none."""
+    head_size_v: PositiveInt | None = None
+    """Value head size of a dense layer; None is ``head_size``."""
 
 
 class BackendCapabilities(Spec):
@@ -191,7 +193,7 @@ class BackendCapabilities(Spec):
     """Right when device and host query lengths disagree: nothing is decided from host lengths
     where ``EngineConfig.exact_host_lengths`` is not set."""
     head_size_v: StrictBool = False
-    """Values may have another head size than keys; the builder refuses it otherwise."""
+    """Values may have another head size than keys."""
     needs_host_lengths: StrictBool = False
     """Plans on the host: its builder refuses engines whose host lengths are not exact."""
     lse: StrictBool = False

@@ -266,6 +266,7 @@ class LayerGeometry(Spec):
                 mla_kernel=(
                     MlaKernel.AUTO if engine is None or not self.kind.is_mla else engine.mla_kernel
                 ),
+                head_size_v=None if self.kind.is_mla else self.head_size_v,
             )
 
     def kv_cache_spec(

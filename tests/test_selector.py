@@ -98,6 +98,7 @@ OUR_CONFIG = [
     ("use_alibi_sqrt", False),
     ("use_chunked_local", False),
     ("mla_kernel", MlaKernel.AUTO),
+    ("head_size_v", None),
 ]
 # Ours fills in what vLLM's callers must say.
 OUR_DEFAULTS = {"kv_cache_dtype": "auto", "block_size": None}
@@ -356,8 +357,8 @@ def test_validate_configuration_takes_vllms_arguments_in_vllms_order() -> None:
     expected.insert(expected.index("attn_type"), "device_capability")
     assert list(parameters) == expected
     optional = [name for name in parameters if parameters[name].default is False]
-    assert optional == expected[expected.index("has_sliding_window") : -1]
-    assert parameters[expected[-1]].default is MlaKernel.AUTO
+    assert optional == expected[expected.index("has_sliding_window") : -2]
+    assert [parameters[name].default for name in expected[-2:]] == [MlaKernel.AUTO, None]
 
 
 # -- Reasons.

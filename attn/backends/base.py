@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from specs import conflicts
 from specs.attention import (
     AttentionCGSupport,
     AttentionType,
@@ -371,11 +372,12 @@ class AttentionBackend(ABC):
         use_alibi_sqrt: bool = False,
         use_chunked_local: bool = False,
         mla_kernel: str = MlaKernel.AUTO,
+        head_size_v: int | None = None,
     ) -> list[str]:
         """Every reason why this backend cannot serve a layer, in vLLM's words; [] when it can.
 
         vLLM calls it with the fields of its selector config and ``device_capability``; the last
-        five arguments are ours.
+        six arguments are ours.
         """
         mla_reason = "MLA not supported" if use_mla else "non-MLA not supported"
         sparse_reason = "sparse not supported" if use_sparse else "non-sparse not supported"
@@ -442,20 +444,70 @@ class AttentionBackend(ABC):
             ),
         ]
         reasons = [reason for served, reason in checks if not served]
-        combination = cls.supports_combination(
-            head_size,
-            dtype,
-            kv_cache_dtype,
-            block_size,
-            use_mla,
-            has_sink,
-            use_sparse,
-            use_mm_prefix,
-            device_capability,
-        )
-        if combination is not None:
-            reasons.append(combination)
-        return reasons
+        layer = (head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse)
+        combination = cls.supports_combination(*layer, use_mm_prefix, device_capability)
+        reasons += [] if combination is None else [combination]
+        reasons += cls._value_reasons(*layer[:3], head_size_v, device_capability)
+        asked = {
+            conflicts.DCP: use_dcp,
+            conflicts.WINDOW: has_sliding_window,
+            conflicts.CHUNKS: use_chunked_local,
+            conflicts.ALIBI: use_alibi,
+            conflicts.ALIBI_SQRT: use_alibi_sqrt,
+            conflicts.RANGES: use_mm_prefix,
+            conflicts.RSWA: use_rswa,
+            conflicts.NON_CAUSAL: use_non_causal,
+        }
+        return reasons + cls._conflict_reasons(asked, kv_cache_dtype, attn_type)
+
+    @classmethod
+    def _conflict_reasons(
+        cls, asked: Mapping[str, bool], kv_cache_dtype: Any, attn_type: str
+    ) -> list[str]:
+        """Features that the backend has singly and that do not go together.
+
+        Args:
+            asked: whether the layer has each feature, by its name in :mod:`specs.conflicts`.
+            kv_cache_dtype: of the layer.
+            attn_type: of the layer.
+        """
+        has = {
+            conflicts.DCP: cls.supports_dcp,
+            conflicts.WINDOW: cls.supports_sliding_window,
+            conflicts.CHUNKS: cls.supports_chunked_local,
+            conflicts.ALIBI: cls.supports_alibi,
+            conflicts.ALIBI_SQRT: cls.supports_alibi_sqrt,
+            conflicts.RANGES: cls.supports_mm_prefix,
+            conflicts.RSWA: cls.supports_rswa,
+            conflicts.NON_CAUSAL: cls.supports_non_causal,
+        }
+        features = {name for name, is_asked in asked.items() if is_asked and has[name]()}
+        has_cache = cls.supports_kv_cache_dtype(kv_cache_dtype)
+        if has_cache and CacheDType.parse(kv_cache_dtype).is_quantized:
+            features.add(conflicts.QUANTIZED)
+        if cls.supports_attn_type(attn_type):
+            features.add(conflicts.role(AttentionType(attn_type)))
+        return [str(pair) for pair in conflicts.among(features)]
+
+    @classmethod
+    def _value_reasons(
+        cls,
+        head_size: int,
+        dtype: Any,
+        kv_cache_dtype: Any,
+        head_size_v: int | None,
+        device_capability: Any,
+    ) -> list[str]:
+        """Why values cannot have another head size than keys; None is that of keys."""
+        if head_size_v in (None, head_size):
+            return []
+        if not cls.capabilities.head_size_v:
+            return ["head_size_v other than head_size not supported"]
+        if not cls.supports_head_size(head_size_v):
+            return ["head_size_v not supported"]
+        layer = (head_size_v, dtype, kv_cache_dtype, None, False, False, False, False)
+        combination = cls.supports_combination(*layer, device_capability)
+        return [] if combination is None else [f"head_size_v {head_size_v}: {combination}"]
 
 
 def _base(size: int | MultipleOf) -> int:

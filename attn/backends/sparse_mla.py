@@ -8,12 +8,12 @@ from attn.backends.base import AttentionBackend
 from attn.impls.sparse_mla import SparseMLAImpl
 from builders.sparse_mla import SparseMLAMetadataBuilder
 from builders.sparse_mla_choice import kernel_notes
-from builders.sparse_setup import LEAST_WIDTH, ROW_WIDTHS
+from builders.sparse_setup import LEAST_WIDTH, ROW_SIZES
 from builders.trtllm_mha_choice import mixed_dtypes_reason
 from specs.attention import AttentionCGSupport, BackendCapabilities, HeadSizes, MultipleOf
 from specs.devices import ComputeCapability, DeviceKind
 from specs.dtypes import CacheDType, DType
-from specs.rows import INDEXER_PAGE, cache_dtype_of
+from specs.rows import INDEXER_PAGE, LATENT_BLOCK, cache_dtype_of
 from specs.sparse_mla import STORED_FORMATS, SparseKernel, rule_of
 
 
@@ -36,10 +36,8 @@ class SparseMLABackend(AttentionBackend):
         ),
         # Latent rows and the indexer's planar pages share block tables.
         block_sizes=(MultipleOf(base=INDEXER_PAGE),),
-        # Of a row: a latent and a rotary part, each a power of two.
-        head_sizes=HeadSizes(
-            multiple_of=LEAST_WIDTH, minimum=2 * LEAST_WIDTH, maximum=sum(ROW_WIDTHS)
-        ),
+        # Of a row: a latent and a rotary part.
+        head_sizes=HeadSizes(values=ROW_SIZES),
         device_kinds=(
             DeviceKind.SM80,
             DeviceKind.SM89,
@@ -65,10 +63,17 @@ class SparseMLABackend(AttentionBackend):
         *args: object,
         **kwargs: object,
     ) -> str | None:
-        """A 16-bit cache has the model's dtype."""
+        """A 16-bit cache has the model's dtype; block-scaled rows have whole blocks of latent."""
         if not (cls.supports_dtype(dtype) and cls.supports_kv_cache_dtype(kv_cache_dtype)):
             return None
-        return mixed_dtypes_reason(DType.parse(dtype).torch, CacheDType.parse(kv_cache_dtype))
+        cache = CacheDType.parse(kv_cache_dtype)
+        is_scaled = cache is CacheDType.FP8_DS_MLA
+        if is_scaled and head_size in ROW_SIZES and head_size < LATENT_BLOCK + LEAST_WIDTH:
+            return (
+                f"fp8_ds_mla needs a latent part of a multiple of {LATENT_BLOCK}, got head_size "
+                f"{head_size}"
+            )
+        return mixed_dtypes_reason(DType.parse(dtype).torch, cache)
 
     @classmethod
     def device_notes(cls, device_capability: Any) -> list[str]:

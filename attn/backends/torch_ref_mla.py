@@ -10,7 +10,7 @@ from builders.torch_ref_mla import TorchRefMLAMetadataBuilder, TorchRefSparseMLA
 from specs.attention import BackendCapabilities, MultipleOf
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType
-from specs.rows import INDEXER_PAGE
+from specs.rows import INDEXER_PAGE, LATENT_BLOCK
 
 
 class TorchRefMLABackend(AttentionBackend):
@@ -34,6 +34,26 @@ class TorchRefMLABackend(AttentionBackend):
         lse=True,
         row_bits=True,
     )
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: object,
+        kv_cache_dtype: CacheDType | str | None,
+        *args: object,
+        **kwargs: object,
+    ) -> str | None:
+        """Block-scaled rows have whole blocks of latent, and keep their parts aligned."""
+        is_scaled = cls.supports_kv_cache_dtype(kv_cache_dtype) and (
+            CacheDType.parse(kv_cache_dtype) is CacheDType.FP8_DS_MLA
+        )
+        if is_scaled and (head_size < LATENT_BLOCK or head_size % 2):
+            return (
+                f"fp8_ds_mla needs a latent part of a multiple of {LATENT_BLOCK} and an even "
+                f"rotary part, got head_size {head_size}"
+            )
+        return None
 
     @staticmethod
     def get_name() -> str:

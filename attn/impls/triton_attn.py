@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from attn.kernels.dense import DenseLauncher
     from attn.kernels.dense_tensors import DenseTensors
     from builders.dense_step import TritonAttentionMetadata
+    from builders.paging import Stripe
     from builders.shared_prefix import SharedPrefix
     from builders.triton_attn import TritonAttentionMetadataBuilder
 
@@ -104,7 +105,7 @@ class TritonAttentionImpl(CachedImpl):
         ):
             again = viewed.again.get(attn_metadata.prefill is not None)
             if again is not None:
-                others, rest = self._others(layer, query)
+                others, rest = self._others(layer, query, attn_metadata.stripe)
                 if again(attn_metadata.read, query, output, others, rest):
                     return output
         viewed = None
@@ -119,7 +120,7 @@ class TritonAttentionImpl(CachedImpl):
             keys = _rows_of(key, value, attn_metadata.num_actual_tokens, self.attn_type)
         sinks, slopes = self.sinks, self.alibi_slopes
         if sinks is not None or slopes is not None:
-            sinks, slopes = self._constants(query.device)
+            sinks, slopes = self._constants(query.device, attn_metadata.stripe)
         rows = self._by_head(output)
         clamps = attn_metadata.mm_ranges is not None and _clamps_ranges(layer)
         launcher = self._launchers.get(clamps)
@@ -153,14 +154,14 @@ class TritonAttentionImpl(CachedImpl):
         return output
 
     def _others(
-        self, layer: AttentionLayer, query: torch.Tensor
+        self, layer: AttentionLayer, query: torch.Tensor, stripe: Stripe | None
     ) -> tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]:
         """What a forward is given beside query, output and cache, each tensor once, and the
         addresses of all that it may be given.
         """
         if not self._is_scaled and self.sinks is None and self.alibi_slopes is None:
             return _NONE
-        sinks, slopes = self._constants(query.device)
+        sinks, slopes = self._constants(query.device, stripe)
         scales = scales_of(layer) if self._is_scaled else (None, None)
         every = (sinks, slopes, None, None, *scales)
         return (
@@ -187,7 +188,7 @@ class TritonAttentionImpl(CachedImpl):
         if viewed.tries > MOST_TRIES:
             viewed.again.clear()
             return
-        others, rest = self._others(layer, query)
+        others, rest = self._others(layer, query, step.stripe)
         is_alike = alike((query, output, *others))
         if is_alike is not None:
             viewed.again[alone.is_prefill] = ForwardAgain(alone, launched, is_alike, others, rest)
@@ -274,15 +275,23 @@ class TritonAttentionImpl(CachedImpl):
         )
         return DenseLauncher(layer)
 
-    def _constants(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Sinks and ALiBi slopes on the device: themselves, or what the first call copied there."""
-        given = self.sinks, self.alibi_slopes
-        if all(tensor is None or tensor.device == device for tensor in given):
-            return given
-        constants = self._on_device.get(device)
-        if constants is None:
-            sinks, slopes = (None if x is None else x.to(device) for x in given)
-            constants = self._on_device[device] = (sinks, slopes)
+    def _constants(
+        self, device: torch.device, stripe: Stripe | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Sinks and ALiBi slopes on the device: themselves, or what the first call copied there.
+
+        Ranks that share a request's keys sum their states, so that one of them counts the sinks:
+        rank 0, which keeps position 0 and so has a key of every row that has any.
+        """
+        constants = self.sinks, self.alibi_slopes
+        if any(tensor is not None and tensor.device != device for tensor in constants):
+            kept = self._on_device.get(device)
+            if kept is None:
+                sinks, slopes = (None if x is None else x.to(device) for x in constants)
+                kept = self._on_device[device] = (sinks, slopes)
+            constants = kept
+        if stripe is not None and stripe.rank > 0:
+            return None, constants[1]
         return constants
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from builders.dense_limits import BLOCK_MULTIPLE, MODEL_DTYPES
+from builders.mask_limits import refuse_masks
 from builders.split_plan import (
     SplitPlan,
 )
@@ -26,6 +27,8 @@ def check_call(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseT
     _check_tensors(layer, tensors)
     _check_step(step, tensors)
     _check_stripe(layer, step, tensors)
+    rswa_window = None if step.rswa_prefix_lens is None else step.rswa_window
+    refuse_masks(layer.causal and step.causal is True, layer.attention_chunk_size, rswa_window)
 
 
 def _check_tensors(layer: DenseLayer, tensors: DenseTensors) -> None:

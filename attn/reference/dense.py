@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attn.reference.merge import merge_states
+from builders.mask_limits import refuse_masks
 
 SCORE_BYTES = 1 << 26
 """Score tiles are cut along the queries to stay near this size."""
@@ -42,6 +43,25 @@ class AttentionRules:
     rswa_prefix_len: int | None = None
     """With ``rswa_window``: keys of this prefix stay visible beside the window."""
     rswa_window: int | None = None
+
+    def __post_init__(self) -> None:
+        """Masks that mean nothing together are refused.
+
+        Raises:
+            ValueError: they are; the message names both.
+        """
+        chunk, window = self.attention_chunk_size, self.sliding_window
+        if chunk is not None and window not in (None, chunk):
+            raise ValueError(
+                f"attention_chunk_size ({chunk}) takes the place of sliding_window, which must be "
+                f"None or the same, got {window}"
+            )
+        if (self.rswa_prefix_len is None) != (self.rswa_window is None):
+            raise ValueError(
+                "rswa_prefix_len and rswa_window must be given together, got "
+                f"{self.rswa_prefix_len} and {self.rswa_window}"
+            )
+        refuse_masks(self.causal, chunk, self.rswa_window)
 
     @property
     def is_plain_causal(self) -> bool:

@@ -10,7 +10,10 @@ import pytest
 import torch
 import vllm.distributed.parallel_state as parallel_state
 from torch import Tensor
+from vllm.config import ModelConfig
 from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SinkFullAttentionSpec
 
 from attn.integrations.vllm import compat
 from builders.paging import Stripe
@@ -59,10 +62,11 @@ def as_rank(
     return make
 
 
-@pytest.mark.parametrize("interleave", [1, 16])
+@pytest.mark.parametrize(("interleave", "sinks"), [(1, False), (16, False), (1, True)])
 def test_ranks_attend_their_own_tokens_with_the_heads_of_all(
-    as_rank: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, interleave: int
+    as_rank: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, interleave: int, sinks: bool
 ) -> None:
+    every_sink = torch.linspace(-2, 4, HEADS * RANKS).half()
     query_lens, seq_lens = STEP
     generator = torch.Generator().manual_seed(1)
 
@@ -79,7 +83,10 @@ def test_ranks_attend_their_own_tokens_with_the_heads_of_all(
 
     monkeypatch.setattr(compat, "merge_ranks", merge)
     for rank in range(RANKS):
-        runner = as_rank(rank, interleave)
+        extras = {"sinks": every_sink[rank * HEADS : (rank + 1) * HEADS]} if sinks else {}
+        loading = SimpleNamespace(all_gather=lambda mine, dim: every_sink)
+        monkeypatch.setattr(compat, "dcp_group", lambda group=loading: group)
+        runner = as_rank(rank, interleave, **extras)
         assert runner.layer.impl.dcp_world_size == RANKS
         assert runner.builder.visible.stripe == Stripe(RANKS, rank, interleave)
         assert runner.builder.shape.num_heads == HEADS * RANKS
@@ -103,8 +110,9 @@ def test_ranks_attend_their_own_tokens_with_the_heads_of_all(
         assert torch.equal(output, states[-1][0][:, :HEADS])
     outputs, lses = (torch.stack([state[side].double() for state in states]) for side in (0, 1))
     merged = (outputs * torch.softmax(lses, 0)[..., None]).sum(0)
+    rules = plain_rules(sinks=every_sink if sinks else None)
     parts = [
-        answer_of(part, key, value, len(key) - len(part), plain_rules())
+        answer_of(part, key, value, len(key) - len(part), rules)
         for part, key, value in zip(query.split(query_lens), keys, values, strict=True)
     ]
     right = Answer(*(torch.cat(side) for side in zip(*parts, strict=True)))
@@ -114,16 +122,45 @@ def test_ranks_attend_their_own_tokens_with_the_heads_of_all(
 @pytest.mark.parametrize(
     ("extras", "words"),
     [
-        ({"sinks": torch.zeros(HEADS)}, "sinks"),
-        ({"per_layer_sliding_window": 20}, "a sliding window"),
+        ({"per_layer_sliding_window": 20}, "sliding window"),
         ({"alibi_slopes": [0.5] * HEADS}, "ALiBi"),
+        ({"attn_type": AttentionType.ENCODER_DECODER}, "(cross attention|encoder_decoder)"),
     ],
 )
 def test_what_ranks_cannot_share_is_refused_when_the_layer_is_made(
     as_rank: Callable[..., Runner], extras: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"decode_context_parallel_size 2 .*{words}"):
+    """By selection where vLLM's asks for DCP, else by the impl."""
+    with pytest.raises(ValueError, match=f"(decode_context_parallel_size 2|DCP) .*{words}"):
         as_rank(0, **extras)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [("is_mm_prefix_lm", True, "multimodal ranges"), ("rswa_window", 64, "R-SWA")],
+)
+def test_what_a_model_asks_of_all_layers_is_refused_when_a_layer_is_made(
+    as_rank: Callable[..., Runner],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: Any,
+    words: str,
+) -> None:
+    monkeypatch.setattr(ModelConfig, name, property(lambda _: value), raising=False)
+    with pytest.raises(ValueError, match=f"(decode_context_parallel_size 2|DCP) .*{words}"):
+        as_rank(0)
+
+
+def test_a_cache_that_ranks_do_not_share_is_refused(as_rank: Callable[..., Runner]) -> None:
+    runner = as_rank(0)
+    fields = {"block_size": 16, "num_kv_heads": 1, "head_size": HEAD_SIZE, "dtype": torch.float16}
+    for spec in (
+        SinkFullAttentionSpec(**fields, sink_len=16),
+        ChunkedLocalAttentionSpec(**fields, attention_chunk_size=32),
+    ):
+        words = f"decode_context_parallel_size 2 does not go together with {type(spec).__name__}"
+        with pytest.raises(ValueError, match=words):
+            type(runner.builder)(spec, [NAME], runner.config, torch.device("cpu"))
 
 
 def test_nothing_is_fused_into_what_is_merged_later(as_rank: Callable[..., Runner]) -> None:

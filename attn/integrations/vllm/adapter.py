@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionBackend as VllmBackend
 from vllm.v1.attention.backend import AttentionImpl as VllmImpl
@@ -101,26 +103,46 @@ class DenseImpl:
         """VLLM's ten arguments by position, and extras.
 
         Raises:
-            ValueError: decode context parallelism with a mask or sinks that do not go together with
-                it, or with several KV heads per rank; or whatever our impl refuses.
+            ValueError: decode context parallelism with a mask that does not go together with it,
+                or with several KV heads per rank; or whatever our impl refuses.
         """
         base: Any = super()
         base.__init__(num_heads, *args, **extras)
         self.gathered: Any = None
-        if self.dcp_world_size > 1 and self._is_decoder():
-            self._check_dcp(extras)
-            self.gathered = self.ours(num_heads * self.dcp_world_size, *args, **extras)
-
-    def _is_decoder(self) -> bool:
         mine: Any = self
-        return bool(mine.attn_type is AttentionType.DECODER)
+        if self.dcp_world_size == 1 or not mine.attn_type.is_cached:
+            return
+        self._check_dcp()
+        ranks, sinks = self.dcp_world_size, extras.get("sinks")
+        if sinks is not None:
+            # Of the heads of all ranks; not known before every rank has loaded its own.
+            extras = {**extras, "sinks": sinks.new_full((num_heads * ranks,), math.nan)}
+        self.gathered = self.ours(num_heads * ranks, *args, **extras)
 
-    def _check_dcp(self, extras: dict[str, Any]) -> None:
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """As our impl's. Under DCP each rank then has the sinks of the heads of all."""
+        base: Any = super()
+        base.process_weights_after_loading(act_dtype)
         mine: Any = self
+        own, gathered = mine.sinks, self.gathered
+        if gathered is None:
+            return
+        if own is not None:
+            # In place: a graph that was captured before a reload reads the same tensor.
+            gathered.sinks.copy_(compat.dcp_group().all_gather(own.detach().contiguous(), dim=0))
+        gathered.process_weights_after_loading(act_dtype)
+
+    def _check_dcp(self) -> None:
+        mine: Any = self
+        config = get_current_vllm_config()
+        model = config.model_config
         refused = {
-            "sinks": extras.get("sinks") is not None,
+            "cross attention": mine.attn_type is AttentionType.ENCODER_DECODER,
             "a sliding window": mine.sliding_window is not None,
+            "chunks": mine.rules.attention_chunk_size is not None,
             "ALiBi": mine.alibi_slopes is not None,
+            "multimodal ranges": model is not None and bool(model.is_mm_prefix_lm),
+            "R-SWA": model is not None and compat.rswa_window(config, None) is not None,
             f"{mine.num_kv_heads} KV heads per rank": mine.num_kv_heads != 1,
         }
         names = ", ".join(name for name, is_asked in refused.items() if is_asked)
@@ -198,8 +220,8 @@ class DenseBuilder:
             device: where the records' tensors live.
 
         Raises:
-            ValueError: layers with different numbers of query heads, or whatever our builder
-                refuses.
+            ValueError: layers with different numbers of query heads, decode context parallelism
+                of a cache whose keys are not divided over ranks, or whatever our builder refuses.
         """
         layers = translate.layers_of(vllm_config, layer_names)
         heads = translate.query_heads(vllm_config, layers)
@@ -208,7 +230,12 @@ class DenseBuilder:
         )
         rules = [layer.impl.rules for layer in layers if hasattr(layer.impl, "rules")]
         spec = translate.planned_spec(stored, rules)
-        dcp = getattr(spec, "dcp_sharded", False) and translate.dcp_ranks(layers)
+        dcp = getattr(stored, "dcp_sharded", False) and translate.dcp_ranks(layers)
+        if not dcp and any(getattr(layer.impl, "gathered", None) is not None for layer in layers):
+            raise ValueError(
+                f"decode_context_parallel_size {translate.dcp_ranks(layers)[0]} does not go "
+                f"together with {type(kv_cache_spec).__name__}: its keys are not divided over ranks"
+            )
         config = translate.engine_config(vllm_config, kv_cache_spec, heads, *(dcp or (1, 0)))
         caps = {rule.logits_soft_cap for rule in rules}
         if len(caps) == 1:
