@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from attn.bench import vllm as bench
 from attn.bench.engine import (
@@ -43,6 +42,7 @@ from attn.bench.vllm import (
     worker_environment,
 )
 from attn.bench.vllm_worker import Job, JobResult, Kind, draw_weights, make_prompts
+from specs.base import SpecError
 
 ENVIRONMENT = EngineEnvironment(
     date="2026-11-21",
@@ -303,7 +303,7 @@ def test_results_without_any_backend_render():
 def test_results_survive_json():
     results = results_of()
     assert EngineResults.model_validate_json(results.model_dump_json()) == results
-    with pytest.raises(ValidationError):
+    with pytest.raises(SpecError):
         Speed(workload="decode", seconds=())
 
 
