@@ -41,6 +41,14 @@ class MissingDependencyError(ImportError):
         self.extra = extra
 
 
+def one_line(error: BaseException) -> str:
+    """An error for a command line: its message, several problems or reasons one behind another."""
+    lines = [line.strip().removeprefix("- ") for line in str(error).splitlines()]
+    if lines and lines[0].endswith(":"):
+        return f"{lines[0]} {'; '.join(lines[1:])}"
+    return "; ".join(lines)
+
+
 def missing_reason(module: str) -> str:
     """A reason against a backend: a module that it needs cannot be found."""
     return f"{module} is not installed: {_remedy(module)}"

@@ -12,6 +12,7 @@ from attn.registry import AttentionBackendEnum, RegisteredBackend
 from specs.attention import AttentionSelectorConfig, AttentionType
 from specs.base import Spec, parse_spec
 from specs.devices import Device, DeviceKind
+from specs.dtypes import CacheDType
 
 _REFERENCE: Final = ("TORCH_REF", "TORCH_REF_MLA", "TORCH_REF_SPARSE_MLA")
 _GPU: Final = ("TRITON_ATTN", "TRITON_MLA", "SPARSE_MLA", *_REFERENCE)
@@ -81,6 +82,15 @@ class SelectionReport(Spec):
             for candidate in self.candidates
             if candidate.verdict is not Verdict.CHOSEN
         ]
+
+
+def served_cache_dtypes() -> tuple[CacheDType, ...]:
+    """Every KV cache dtype that some backend declares which can be imported here."""
+    declared: set[CacheDType] = set()
+    for member in AttentionBackendEnum:
+        if not member.missing() and not member.is_third_party:
+            declared.update(member.get_class().capabilities.kv_cache_dtypes)
+    return tuple(dtype for dtype in CacheDType if dtype in declared)
 
 
 def refusals(

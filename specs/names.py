@@ -17,6 +17,6 @@ def find_name(name: object, known: Iterable[str]) -> str | None:
 
 def near_miss(name: object, known: Iterable[str]) -> str:
     """Part of an error message: the known name most like ``name``, empty where none is like it."""
-    by_folded = {one.casefold(): one for one in known}
+    by_folded = {one.casefold(): str(one) for one in known}
     near = difflib.get_close_matches(str(name).casefold(), by_folded, n=1)
     return f" (did you mean {by_folded[near[0]]!r}?)" if near else ""

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -1089,6 +1090,27 @@ def test_the_decorator_registers_the_class_that_it_returns() -> None:
 def test_nothing_is_registered_before_the_decorator_is_applied() -> None:
     register_backend("LATER")
     assert "LATER" not in AttentionBackendEnum
+
+
+def test_a_decorated_class_of_a_new_name_that_calls_itself_otherwise_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match=r":Generous must be 'MINE', .* got 'FAKE'"):
+        register_backend("MINE")(Generous)
+    assert "MINE" not in AttentionBackendEnum
+    with pytest.raises(TypeError, match="is no AttentionBackend"):
+        register_backend("MINE")(NoBackend)  # type: ignore[type-var]
+    assert "MINE" not in AttentionBackendEnum
+
+
+def test_a_class_behind_a_path_of_a_new_name_that_calls_itself_otherwise_is_refused() -> None:
+    register_backend("MINE", path_of(Generous))
+    message = f"get_name() of {path_of(Generous)} must be 'MINE', the name it is registered under"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        AttentionBackendEnum["MINE"].get_class()
+    with pytest.raises(UnsupportedError, match=re.escape(message)):
+        select(DENSE, CPU, "MINE")
+    # What replaces the class of a name that is there may call itself as it likes.
+    register_backend("MINE", path_of(Stingy))
+    assert AttentionBackendEnum["MINE"].get_class() is Stingy
 
 
 @pytest.mark.parametrize("decorator", [False, True])

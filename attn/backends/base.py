@@ -152,6 +152,14 @@ class AttentionBackend(ABC):
         """Every head size that is served, in words."""
         return _listed(cls.get_supported_head_sizes()) or str(cls.capabilities.head_sizes)
 
+    @classmethod
+    def _served_block_sizes(cls) -> str:
+        """Every kernel block size, in words, also where they are vLLM's objects."""
+        sizes = cls.get_supported_kernel_block_sizes()
+        return _listed(
+            size if isinstance(size, int) else MultipleOf(base=_base(size)) for size in sizes
+        )
+
     # -- supports_*: one line each over the declared record, overridable one by one.
 
     @classmethod
@@ -418,9 +426,7 @@ class AttentionBackend(ABC):
             ),
             (
                 cls.supports_block_size(block_size),
-                cls.outside(
-                    "block_size", block_size, _listed(cls.get_supported_kernel_block_sizes())
-                ),
+                cls.outside("block_size", block_size, cls._served_block_sizes()),
             ),
             (
                 not use_mm_prefix or cls.supports_mm_prefix(),

@@ -454,7 +454,8 @@ def test_a_run_measures_each_backend_twice_and_reports_after_each(monkeypatch):
 
 def test_the_command_writes_tables_and_data_and_tells_a_failure(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "run_job", fake_job)
-    out, data = tmp_path / "deep" / "engine.md", tmp_path / "engine.json"
+    monkeypatch.setattr(bench, "require_engine", lambda: None)
+    out, data = tmp_path / "engine.md", tmp_path / "engine.json"
     arguments = ["--out", str(out), "--json", str(data), "--commit", "abc"]
     assert main([*arguments, "--backends", FLASH, OURS]) == 1
     assert "exit code 1: ValueError: outputs must vary" in out.read_text()
