@@ -370,6 +370,58 @@ class AttentionBackend(ABC):
         return f"{what} {value}: {served}"
 
     @classmethod
+    def _layer_limits(
+        cls, head_size: int, dtype: Any, kv_cache_dtype: Any, block_size: int | None
+    ) -> list[tuple[bool, str]]:
+        """Whether each value of a layer is served, and the reason where it is not."""
+        declared = cls.capabilities
+        return [
+            (
+                cls.supports_head_size(head_size),
+                cls.outside("head_size", head_size, cls._served_head_sizes()),
+            ),
+            (
+                cls.supports_dtype(dtype),
+                cls.outside("dtype", _named(DType.parse, dtype), _listed(declared.dtypes)),
+            ),
+            (
+                cls.supports_kv_cache_dtype(kv_cache_dtype),
+                cls.outside(
+                    "kv_cache_dtype",
+                    _named(CacheDType.parse, kv_cache_dtype),
+                    _listed(cls.supported_kv_cache_dtypes),
+                ),
+            ),
+            (
+                cls.supports_block_size(block_size),
+                cls.outside("block_size", block_size, cls._served_block_sizes()),
+            ),
+        ]
+
+    @classmethod
+    def _device_limits(cls, device_capability: Any, attn_type: Any) -> list[tuple[bool, str]]:
+        """As :meth:`_layer_limits`, of the device and the layer's role."""
+        declared = cls.capabilities
+        return [
+            (
+                cls.supports_compute_capability(device_capability),
+                cls.outside(
+                    "compute capability",
+                    _named(ComputeCapability.model_validate, device_capability),
+                    _listed(declared.compute_capabilities or declared.device_kinds),
+                ),
+            ),
+            (
+                cls.supports_attn_type(attn_type),
+                cls.outside(
+                    "attention type",
+                    _named(AttentionType, attn_type),
+                    _listed(declared.attn_types),
+                ),
+            ),
+        ]
+
+    @classmethod
     def validate_configuration(
         cls,
         head_size: int,
@@ -403,31 +455,11 @@ class AttentionBackend(ABC):
         words. vLLM calls it with the fields of its selector config and ``device_capability``; the
         last five arguments are ours.
         """
-        declared = cls.capabilities
         mla_reason = "MLA not supported" if use_mla else "non-MLA not supported"
         sparse_reason = "sparse not supported" if use_sparse else "non-sparse not supported"
         # An MLA backend serves dense or sparse latent layers; sparseness means nothing elsewhere.
         checks: list[tuple[bool, str]] = [
-            (
-                cls.supports_head_size(head_size),
-                cls.outside("head_size", head_size, cls._served_head_sizes()),
-            ),
-            (
-                cls.supports_dtype(dtype),
-                cls.outside("dtype", _named(DType.parse, dtype), _listed(declared.dtypes)),
-            ),
-            (
-                cls.supports_kv_cache_dtype(kv_cache_dtype),
-                cls.outside(
-                    "kv_cache_dtype",
-                    _named(CacheDType.parse, kv_cache_dtype),
-                    _listed(cls.supported_kv_cache_dtypes),
-                ),
-            ),
-            (
-                cls.supports_block_size(block_size),
-                cls.outside("block_size", block_size, cls._served_block_sizes()),
-            ),
+            *cls._layer_limits(head_size, dtype, kv_cache_dtype, block_size),
             (
                 not use_mm_prefix or cls.supports_mm_prefix(),
                 "partial multimodal token full attention not supported",
@@ -439,22 +471,7 @@ class AttentionBackend(ABC):
                 not use_per_head_quant_scales or cls.supports_per_head_quant_scales(),
                 "per-head quant scales not supported",
             ),
-            (
-                cls.supports_compute_capability(device_capability),
-                cls.outside(
-                    "compute capability",
-                    _named(ComputeCapability.model_validate, device_capability),
-                    _listed(declared.compute_capabilities or declared.device_kinds),
-                ),
-            ),
-            (
-                cls.supports_attn_type(attn_type),
-                cls.outside(
-                    "attention type",
-                    _named(AttentionType, attn_type),
-                    _listed(declared.attn_types),
-                ),
-            ),
+            *cls._device_limits(device_capability, attn_type),
             (
                 not has_sliding_window or cls.supports_sliding_window(),
                 "sliding window not supported",
