@@ -1,4 +1,4 @@
-"""The device of this machine, as data."""
+"""Devices as data: this machine's, and those that are known by name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 
 from attn.errors import UnsupportedError
 from specs.devices import KNOWN_DEVICES, ComputeCapability, Device, DeviceKind, kind_of
+from specs.names import find_name, near_miss
 
 
 def detect_device(index: int | None = None) -> Device:
@@ -38,3 +39,18 @@ def detect_device(index: int | None = None) -> Device:
             [f"compute capability {capability} is below 8.0"],
         )
     return Device(kind=kind, compute_capability=capability, **common)
+
+
+def known_device(name: str) -> Device:
+    """A device by name, in upper or lower case, present or not.
+
+    Raises:
+        ValueError: an unknown name; the message lists the known ones.
+    """
+    found = find_name(name, KNOWN_DEVICES)
+    if found is None:
+        raise ValueError(
+            f"unknown device {name!r}{near_miss(name, KNOWN_DEVICES)}; "
+            f"expected one of {', '.join(KNOWN_DEVICES)}"
+        )
+    return KNOWN_DEVICES[found]

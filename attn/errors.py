@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
+
+_PACKAGES: Final = {"flashinfer": "flashinfer-python"}
+"""What installs a module whose package has another name."""
 
 
 class UnsupportedError(ValueError):
@@ -13,13 +17,46 @@ class UnsupportedError(ValueError):
         super().__init__("\n".join([message, *(f"  - {reason}" for reason in self.reasons)]))
 
 
-class MissingDependencyError(ImportError):
-    """An optional package is needed; the message names it and the extra that installs it."""
+class UnknownBackendError(KeyError, ValueError):
+    """No backend has that name; the message lists the names there are."""
 
-    def __init__(self, package: str, needed_for: str, extra: str | None = None) -> None:
-        remedy = f"pip install {package}"
-        if extra is not None:
-            remedy = f"pip install 'attn-backends[{extra}]'"
-        super().__init__(f"{needed_for} needs {package}, which is not installed: {remedy}")
-        self.package = package
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class MissingDependencyError(ImportError):
+    """An optional module is needed; the message names it and what installs it."""
+
+    def __init__(self, module: str, needed_for: str, extra: str | None = None) -> None:
+        """
+        Args:
+            module: top-level module that cannot be found.
+            needed_for: what needs it.
+            extra: the extra of this library that installs it; None where none does.
+        """
+        remedy = _remedy(module) if extra is None else f"pip install 'attn-backends[{extra}]'"
+        super().__init__(f"{needed_for} needs {module}, which is not installed: {remedy}")
+        self.module = module
+        self.package = _package_of(module)
         self.extra = extra
+
+
+def one_line(error: BaseException) -> str:
+    """An error for a command line: its message, several problems or reasons one behind another."""
+    lines = [line.strip().removeprefix("- ") for line in str(error).splitlines()]
+    if lines and lines[0].endswith(":"):
+        return f"{lines[0]} {'; '.join(lines[1:])}"
+    return "; ".join(lines)
+
+
+def missing_reason(module: str) -> str:
+    """A reason against a backend: a module that it needs cannot be found."""
+    return f"{module} is not installed: {_remedy(module)}"
+
+
+def _package_of(module: str) -> str:
+    return _PACKAGES.get(module, module)
+
+
+def _remedy(module: str) -> str:
+    return f"pip install {_package_of(module)}"

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from attn.backends.base import AttentionBackend
-from attn.errors import MissingDependencyError
+from attn.errors import MissingDependencyError, UnknownBackendError
+from specs.names import find_name, near_miss
 
 B = TypeVar("B", bound=type[AttentionBackend])
 
@@ -139,6 +140,8 @@ class RegisteredBackend:
             MissingDependencyError: an optional package is not installed.
             ImportError: the module cannot be imported, or has no such class.
             TypeError: the path leads to something that is no ``AttentionBackend``.
+            ValueError: the class calls itself by another name; one that replaces the class of a
+                name that is there may.
         """
         missing = self.missing()
         if missing:
@@ -150,9 +153,7 @@ class RegisteredBackend:
         cls = getattr(importlib.import_module(module), name, None)
         if cls is None:
             raise ImportError(f"cannot import name {name!r} from {module!r}")
-        if not (isinstance(cls, type) and issubclass(cls, AttentionBackend)):
-            raise TypeError(f"{self.get_path()} is no AttentionBackend, got {cls!r}")
-        return cls
+        return _checked(cls, self.get_path(), None if self.is_overridden() else self.name)
 
     def _mixed(self, prefill: str, decode: str) -> type[AttentionBackend]:
         """The class of two others, made once for the classes that are in force."""
@@ -162,6 +163,18 @@ class RegisteredBackend:
         if self._mix is None or self._mix[0] != pair:
             self._mix = pair, mix(self.name, *pair)
         return self._mix[1]
+
+
+def _checked(cls: object, path: str, name: str | None) -> type[AttentionBackend]:
+    """The class, which is a backend and calls itself ``name``, where that is not None."""
+    if not (isinstance(cls, type) and issubclass(cls, AttentionBackend)):
+        raise TypeError(f"{path} is no AttentionBackend, got {cls!r}")
+    if name is not None and cls.get_name() != name:
+        raise ValueError(
+            f"get_name() of {path} must be {name!r}, the name it is registered under, "
+            f"got {cls.get_name()!r}"
+        )
+    return cls
 
 
 def _split(path: str) -> tuple[str, str]:
@@ -177,7 +190,8 @@ def _split(path: str) -> tuple[str, str]:
 class BackendRegistry:
     """Backends by name, with the access of vLLM's ``AttentionBackendEnum``.
 
-    ``registry.TORCH_REF``, ``registry["TORCH_REF"]``, iteration in order of registration.
+    ``registry.TORCH_REF``, ``registry["TORCH_REF"]``, iteration in order of registration. Names and
+    aliases are found in upper or lower case.
     """
 
     _members: dict[str, RegisteredBackend] = field(default_factory=dict)
@@ -194,7 +208,7 @@ class BackendRegistry:
         for index, name in enumerate(names):
             if not name.isidentifier() or name.startswith("_"):
                 raise ValueError(f"backend name must be an identifier, got {name!r}")
-            if name in self or name in names[:index]:
+            if name in self or find_name(name, names[:index]) is not None:
                 raise ValueError(f"backend name {name!r} is registered already")
         if row.prefill is None and row.decode is None:
             _split(row.path)
@@ -229,13 +243,16 @@ class BackendRegistry:
         """The member of that name or alias.
 
         Raises:
-            KeyError: no such backend; the message lists the names.
+            UnknownBackendError: no such backend; the message lists the names.
         """
-        key = self._aliases.get(name, name)
-        if key not in self._members:
+        names = (*self._members, *self._aliases)
+        found = find_name(name, names)
+        if found is None:
             known = ", ".join(self._members)
-            raise KeyError(f"unknown attention backend {name!r}; registered: {known}")
-        return self._members[key]
+            raise UnknownBackendError(
+                f"unknown attention backend {name!r}{near_miss(name, names)}; registered: {known}"
+            )
+        return self._members[self._aliases.get(found, found)]
 
     def __getattr__(self, name: str) -> RegisteredBackend:
         if name.startswith("_"):
@@ -246,7 +263,7 @@ class BackendRegistry:
             raise AttributeError(error.args[0]) from None
 
     def __contains__(self, name: object) -> bool:
-        return name in self._members or name in self._aliases
+        return find_name(name, (*self._members, *self._aliases)) is not None
 
     def __iter__(self) -> Iterator[RegisteredBackend]:
         return iter(tuple(self._members.values()))
@@ -292,7 +309,9 @@ def register_backend(
     """Register a third party's backend, or replace the class behind an existing name.
 
     Called with ``class_path`` it registers at once; without, it is a class decorator. A new name is
-    used when asked for and never chosen automatically; a replaced one keeps its rank.
+    used when asked for and never chosen automatically; a replaced one keeps its rank. A class of a
+    new name must call itself by that name: a decorated one is asked at once, one behind a path when
+    it is first needed.
 
     Args:
         name: new or existing registry name (or alias of one).
@@ -301,6 +320,11 @@ def register_backend(
 
     Returns:
         A decorator that returns its class unchanged.
+
+    Raises:
+        ValueError: a path without module or class, a name that is no identifier, or a decorated
+            class of a new name whose ``get_name`` says another.
+        TypeError: something decorated that is no ``AttentionBackend``.
     """
 
     def register(path: str) -> None:
@@ -315,7 +339,9 @@ def register_backend(
 
     def decorate(cls: B) -> B:
         if class_path is None:
-            register(f"{cls.__module__}:{cls.__qualname__}")
+            path = f"{cls.__module__}:{cls.__qualname__}"
+            _checked(cls, path, None if name in AttentionBackendEnum else name)
+            register(path)
         return cls
 
     return decorate

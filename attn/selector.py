@@ -6,12 +6,13 @@ from enum import StrEnum, unique
 from typing import Any, Final
 
 from attn.backends.base import AttentionBackend
-from attn.device import detect_device
-from attn.errors import MissingDependencyError, UnsupportedError
+from attn.device import detect_device, known_device
+from attn.errors import MissingDependencyError, UnsupportedError, missing_reason
 from attn.registry import AttentionBackendEnum, RegisteredBackend
 from specs.attention import AttentionSelectorConfig, AttentionType
 from specs.base import Spec, parse_spec
 from specs.devices import Device, DeviceKind
+from specs.dtypes import CacheDType
 
 _REFERENCE: Final = ("TORCH_REF", "TORCH_REF_MLA", "TORCH_REF_SPARSE_MLA")
 _GPU: Final = ("TRITON_ATTN", "TRITON_MLA", "SPARSE_MLA", *_REFERENCE)
@@ -25,7 +26,16 @@ PRIORITIES: Final[dict[DeviceKind, tuple[str, ...]]] = {
     DeviceKind.SM120: _GPU,
     DeviceKind.ROCM: _GPU,
 }
-"""Per kind of device, best first. The reference comes last everywhere: slow, but never wrong."""
+"""Per kind of device, best first. The reference comes last: on a GPU it is too slow to serve, and
+is taken there only where a caller allows it."""
+
+ONLY_ALLOWED: Final = "chosen on a GPU only by name or allow_reference=True"
+"""Why a reference backend that could serve is not chosen."""
+
+
+def is_withheld(name: str, kind: DeviceKind) -> bool:
+    """A registry name of a reference backend, on a GPU: it is not chosen automatically."""
+    return name in _REFERENCE and kind is not DeviceKind.CPU
 
 
 @unique
@@ -38,7 +48,7 @@ class Verdict(StrEnum):
     RANKED_LOWER = "ranked lower"
     """It could serve, but a better-ranked one does."""
     NOT_ASKED = "not asked for"
-    """It could serve, but another was asked for, or it is chosen only by name."""
+    """It could serve, but another was asked for, or it is chosen only when a caller says so."""
 
 
 class Candidate(Spec):
@@ -57,6 +67,8 @@ class SelectionReport(Spec):
     device: Device
     asked_for: str | None
     """Backend asked for by name; None is the automatic choice."""
+    allow_reference: bool = False
+    """On a GPU the automatic choice may come to a reference backend."""
     chosen: str | None
     """Registry name; None when nothing serves the request."""
     candidates: tuple[Candidate, ...]
@@ -72,6 +84,15 @@ class SelectionReport(Spec):
         ]
 
 
+def served_cache_dtypes() -> tuple[CacheDType, ...]:
+    """Every KV cache dtype that some backend declares which can be imported here."""
+    declared: set[CacheDType] = set()
+    for member in AttentionBackendEnum:
+        if not member.missing() and not member.is_third_party:
+            declared.update(member.get_class().capabilities.kv_cache_dtypes)
+    return tuple(dtype for dtype in CacheDType if dtype in declared)
+
+
 def refusals(
     member: RegisteredBackend, request: AttentionSelectorConfig, device: Device
 ) -> list[str]:
@@ -82,7 +103,7 @@ def refusals(
     """
     missing = member.missing()
     if missing:
-        return [f"{name} is not installed" for name in missing]
+        return [missing_reason(name) for name in missing]
     try:
         backend = member.get_class()
     except (ImportError, OSError) as error:
@@ -92,9 +113,10 @@ def refusals(
             raise
         return [f"cannot be imported: {type(error).__name__}: {error}"]
     reasons = []
-    # CUDA devices are judged by their capability, in vLLM's words.
+    # CUDA devices are judged by their capability.
     if device.compute_capability is None and not backend.supports_device(device):
-        reasons.append(f"device {device.kind.value} not supported")
+        kinds = ", ".join(kind.value for kind in backend.capabilities.device_kinds)
+        reasons.append(f"device {device.kind.value}: {kinds}")
     fields = {name: getattr(request, name) for name in type(request).model_fields}
     reasons += backend.validate_configuration(**fields, device_capability=device.compute_capability)
     return reasons
@@ -102,34 +124,39 @@ def refusals(
 
 def explain(
     request: AttentionSelectorConfig,
-    device: Device | None = None,
+    device: Device | str | None = None,
     backend: str | None = None,
+    *,
+    allow_reference: bool = False,
 ) -> SelectionReport:
     """The decision for a layer, with a verdict and a reason for every registered backend.
 
     Args:
         request: what the layer asks.
-        device: any device, present or not; None is this machine's.
+        device: any device, present or not, or the name of a known one; None is this machine's.
         backend: registry name or alias asked for; None is the automatic choice.
+        allow_reference: on a GPU the automatic choice may come to a reference backend, in plain
+            torch, where no other serves. On a CPU it always may.
 
     Raises:
-        ValueError: ``backend`` is not registered.
+        ValueError: ``backend`` is not registered, or no device is known as ``device``.
     """
-    device = detect_device() if device is None else device
+    if device is None:
+        device = detect_device()
+    elif isinstance(device, str):
+        device = known_device(device)
     ranked = PRIORITIES[device.kind]
     members = [AttentionBackendEnum[name] for name in ranked if name in AttentionBackendEnum]
     members += [member for member in AttentionBackendEnum if member.name not in ranked]
-    asked = None
-    if backend is not None:
-        if backend not in AttentionBackendEnum:
-            known = ", ".join(member.name for member in AttentionBackendEnum)
-            raise ValueError(f"unknown attention backend {backend!r}; registered: {known}")
-        asked = AttentionBackendEnum[backend].name
+    asked = None if backend is None else AttentionBackendEnum[backend].name
     chosen: str | None = None
     candidates = []
     for member in members:
         reasons = refusals(member, request, device)
-        eligible = member.name == asked if asked is not None else member.name in ranked
+        withheld = is_withheld(member.name, device.kind) and not allow_reference
+        eligible = member.name in ranked and not withheld
+        if asked is not None:
+            eligible = member.name == asked
         if eligible and chosen is None and not reasons:
             broken = member.get_class().unavailable_reason()
             reasons = [] if broken is None else [broken]
@@ -143,6 +170,8 @@ def explain(
             verdict, reasons = Verdict.NOT_ASKED, [f"{asked} was asked for"]
         elif member.name not in ranked:
             verdict, reasons = Verdict.NOT_ASKED, ["chosen only by name"]
+        elif withheld:
+            verdict, reasons = Verdict.NOT_ASKED, [ONLY_ALLOWED]
         else:
             verdict, reasons = Verdict.RANKED_LOWER, [f"{chosen} ranks higher"]
         candidates.append(Candidate(name=member.name, verdict=verdict, reasons=tuple(reasons)))
@@ -150,6 +179,7 @@ def explain(
         request=request,
         device=device,
         asked_for=asked,
+        allow_reference=allow_reference,
         chosen=chosen,
         candidates=tuple(candidates),
     )
@@ -185,17 +215,19 @@ def chosen_backend(report: SelectionReport) -> type[AttentionBackend]:
 
 def select(
     request: AttentionSelectorConfig,
-    device: Device | None = None,
+    device: Device | str | None = None,
     backend: str | None = None,
+    *,
+    allow_reference: bool = False,
 ) -> type[AttentionBackend]:
     """The backend class for a layer: :func:`explain`, then :func:`chosen_backend`.
 
     Raises:
         UnsupportedError: the one asked for, or every candidate, refuses; with all reasons.
         MissingDependencyError: the one asked for needs a package that is not installed.
-        ValueError: ``backend`` is not registered.
+        ValueError: ``backend`` is not registered, or no device is known as ``device``.
     """
-    return chosen_backend(explain(request, device, backend))
+    return chosen_backend(explain(request, device, backend, allow_reference=allow_reference))
 
 
 def get_attn_backend(
@@ -212,7 +244,8 @@ def get_attn_backend(
     has_sliding_window: bool = False,
     *,
     backend: str | None = None,
-    device: Device | None = None,
+    device: Device | str | None = None,
+    allow_reference: bool = False,
     **features: Any,
 ) -> type[AttentionBackend]:
     """The backend class for a layer, with vLLM's arguments.
@@ -230,12 +263,15 @@ def get_attn_backend(
         num_heads: accepted for vLLM's sake; no backend here depends on it.
         has_sliding_window: sliding window.
         backend: use this one or refuse; None is the automatic choice.
-        device: choose for this device; None is this machine's.
+        device: choose for this device, or for the known one of that name; None is this machine's.
+        allow_reference: on a GPU, a reference backend may be chosen where no other serves.
         features: any further field of ``AttentionSelectorConfig``.
 
     Raises:
         UnsupportedError: nothing serves the layer; with all reasons.
+        MissingDependencyError: the backend asked for needs a package that is not installed.
         SpecError: an argument of the wrong value; the message names it.
+        ValueError: ``backend`` is not registered, or no device is known as ``device``.
     """
     values = {
         "head_size": head_size,
@@ -251,4 +287,4 @@ def get_attn_backend(
         **features,
     }
     request = parse_spec(AttentionSelectorConfig, values, "attention request")
-    return select(request, device, backend)
+    return select(request, device, backend, allow_reference=allow_reference)

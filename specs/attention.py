@@ -108,6 +108,13 @@ class ComputeCapabilityRange(Spec):
     def __contains__(self, capability: ComputeCapability) -> bool:
         return self.minimum <= capability and (self.maximum is None or capability <= self.maximum)
 
+    def __str__(self) -> str:
+        if self.maximum is None:
+            return f"{self.minimum} or above"
+        if self.minimum == self.maximum:
+            return str(self.minimum)
+        return f"{self.minimum} to {self.maximum}"
+
 
 class AttentionSelectorConfig(Spec):
     """What one layer of a model asks of a backend.

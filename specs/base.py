@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
 
 S = TypeVar("S", bound="Spec")
 
@@ -18,9 +23,32 @@ NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
 class SpecError(ValueError):
     """A spec was given a bad value; the message names field, value and what is allowed."""
 
+    cause: ValidationError | None = None
+    """Of a record that was made without :func:`parse_spec`: what a caller that knows where the
+    values come from describes anew."""
 
-class Spec(BaseModel):
-    """Immutable, hashable settings record with a JSON schema; JSON in, JSON out."""
+
+class _SpecType(ModelMetaclass):
+    """Makes records whose errors are ``SpecError``.
+
+    Fields that are records themselves are made by pydantic, which does not come by here, so that
+    the path to a field inside them is kept.
+    """
+
+    # Hidden from type checkers: they shall see the arguments of each record.
+    if not TYPE_CHECKING:
+
+        def __call__(self, *args: Any, **fields: Any) -> Any:
+            with _own_errors(self):
+                return super().__call__(*args, **fields)
+
+
+class Spec(BaseModel, metaclass=_SpecType):
+    """Immutable, hashable settings record with a JSON schema; JSON in, JSON out.
+
+    Raises:
+        SpecError: a bad value, however the record is made, or an assignment to a field.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -36,6 +64,34 @@ class Spec(BaseModel):
         """Copy with some fields changed, validated again (``model_copy`` does not validate)."""
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self).model_validate({**fields, **changes})
+
+    if not TYPE_CHECKING:
+
+        @classmethod
+        def model_validate(cls, *args: Any, **options: Any) -> Self:
+            """As pydantic's, with ``SpecError``."""
+            with _own_errors(cls):
+                return super().model_validate(*args, **options)
+
+        @classmethod
+        def model_validate_json(cls, *args: Any, **options: Any) -> Self:
+            """As pydantic's, with ``SpecError``."""
+            with _own_errors(cls):
+                return super().model_validate_json(*args, **options)
+
+        @classmethod
+        def model_validate_strings(cls, *args: Any, **options: Any) -> Self:
+            """As pydantic's, with ``SpecError``."""
+            with _own_errors(cls):
+                return super().model_validate_strings(*args, **options)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            with _own_errors(type(self)):
+                super().__setattr__(name, value)
+
+        def __delattr__(self, name: str) -> None:
+            with _own_errors(type(self)):
+                super().__delattr__(name)
 
 
 def cdiv(a: int, b: int) -> int:
@@ -55,12 +111,25 @@ def describe_validation_error(error: ValidationError, what: str) -> str:
 
 
 @contextmanager
-def spec_errors(what: str) -> Iterator[None]:
-    """Turn pydantic's ``ValidationError`` into a ``SpecError`` whose lines start with ``what``."""
+def _own_errors(cls: type) -> Iterator[None]:
+    """Turn pydantic's ``ValidationError`` into a ``SpecError`` that names the class."""
     try:
         yield
     except ValidationError as error:
-        raise SpecError(describe_validation_error(error, what)) from None
+        own = SpecError(describe_validation_error(error, cls.__name__))
+        own.cause = error
+        raise own from None
+
+
+@contextmanager
+def spec_errors(what: str) -> Iterator[None]:
+    """Start the lines of errors with ``what``: where the values of a record came from."""
+    try:
+        yield
+    except SpecError as error:
+        if error.cause is None:
+            raise
+        raise SpecError(describe_validation_error(error.cause, what)) from None
 
 
 def parse_spec(cls: type[S], data: Mapping[str, Any] | str | bytes, what: str) -> S:

@@ -14,6 +14,7 @@ from specs.base import SpecError, parse_spec, spec_errors
 from specs.dtypes import DType
 from specs.hf_families import FAMILIES, NESTED, Family
 from specs.model import ModelGeometry
+from specs.names import find_name, near_miss
 
 
 def bundled_model_names() -> tuple[str, ...]:
@@ -26,25 +27,27 @@ def load_model_geometry(source: str | Path) -> ModelGeometry:
     """The geometry of a bundled model or of a file.
 
     Args:
-        source: a name of :func:`bundled_model_names`, the path of a Hugging Face ``config.json`` or
-            of a ``ModelGeometry`` in JSON, or a folder that holds a ``config.json``.
+        source: a name of :func:`bundled_model_names` (in upper or lower case, where no file is
+            called so), the path of a Hugging Face ``config.json`` or of a ``ModelGeometry`` in
+            JSON, or a folder that holds a ``config.json``.
 
     Raises:
         SpecError: no such model or file, or a file that cannot be read as one; the message names
             file, field, value and what is allowed.
     """
     bundled = bundled_model_names()
-    if source in bundled:
-        text = (files("specs") / "models" / f"{source}.json").read_text("utf-8")
-        return _from_json(text, str(source), f"bundled model {source}")
     path = Path(source)
+    name = find_name(source, bundled)
+    if name is not None and (name == source or not path.exists()):
+        text = (files("specs") / "models" / f"{name}.json").read_text("utf-8")
+        return _from_json(text, name, f"bundled model {name}")
     if path.is_dir():
         path = path / "config.json"
     try:
         text = path.read_text("utf-8")
     except FileNotFoundError:
         raise SpecError(
-            f"{source}: neither an existing file nor a bundled model; "
+            f"{source}: neither an existing file nor a bundled model{near_miss(source, bundled)}; "
             f"bundled models are {', '.join(bundled)}"
         ) from None
     except (OSError, UnicodeDecodeError) as error:

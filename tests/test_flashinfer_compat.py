@@ -192,13 +192,13 @@ def test_a_missing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_pat
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"head_size": 96}, "head_size not supported"),
+        ({"head_size": 96}, "head_size 96: 64, 128, 256"),
         ({"kv_cache_dtype": CacheDType.FLOAT16}, "kv_cache_dtype must be the model's dtype"),
         ({"use_mla": True}, "MLA not supported"),
         ({"has_sink": True}, "attention sinks not supported"),
         ({"use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
         ({"use_non_causal": True}, "non-causal attention not supported"),
-        ({"block_size": 8}, "block_size not supported"),
+        ({"block_size": 8}, "block_size 8: any multiple of 16"),
     ],
 )
 def test_what_the_wrappers_do_not_serve_is_refused(changes: dict[str, Any], reason: str) -> None:

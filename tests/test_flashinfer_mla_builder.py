@@ -149,7 +149,7 @@ def test_batches_that_cannot_be_planned_are_refused() -> None:
     [
         ("h200", {"head_size": 192}, None),
         ("h200", {"kv_cache_dtype": CacheDType.FP8}, None),
-        ("h200", {"head_size": 128}, "head_size not supported"),
+        ("h200", {"head_size": 128}, "head_size 128: 192, 320, 576"),
         ("h200", {"use_sparse": True}, "sparse not supported"),
         ("h200", {"use_mla": False}, "non-MLA not supported"),
         ("h200", {"use_adaptive_verification": True}, "device-cpu query lens mismatch"),

@@ -2,10 +2,12 @@
 
 import copy
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -149,6 +151,15 @@ VLLM_033_REASONS = [
     "device-cpu query lens mismatch not supported, this is needed for adaptive verification",
     "a reason of supports_combination",
 ]
+# A value outside a limit is named with what the backend serves, in place of vLLM's words.
+LIMITS = {
+    "head_size not supported": "head_size 65: 64, 128",
+    "dtype not supported": "dtype float16: bfloat16",
+    "kv_cache_dtype not supported": "kv_cache_dtype fp8: auto",
+    "block_size not supported": "block_size 32: 64, any multiple of 48",
+    "compute capability not supported": "compute capability 8.9: sm90",
+    "attention type encoder_only not supported": "attention type encoder_only: decoder",
+}
 OUR_REASONS = [
     "logits soft cap not supported",
     "ALiBi not supported",
@@ -266,6 +277,14 @@ class Ranged(_Fake):
 
 class NoBackend:
     """Something else."""
+
+
+@cache
+def named(cls: type[_Fake], name: str) -> type[_Fake]:
+    """The backend under a name of its own, found by that name in this module."""
+    fields = {"get_name": staticmethod(lambda: name), "__module__": __name__}
+    globals()[name] = made = type(name, (cls,), fields)
+    return made
 
 
 def path_of(cls: type) -> str:
@@ -412,13 +431,13 @@ def test_the_request_that_the_cases_spoil_is_served(backend: type[AttentionBacke
 @pytest.mark.parametrize("reason", VLLM_026_REASONS)
 def test_every_reason_of_vllm_026_is_given(reason: str) -> None:
     backend, changes = CASES[reason]
-    assert reasons_of(backend, **changes) == [reason]
+    assert reasons_of(backend, **changes) == [LIMITS.get(reason, reason)]
 
 
 @pytest.mark.parametrize("reason", VLLM_033_REASONS)
 def test_every_reason_of_vllm_033_is_given(reason: str) -> None:
     backend, changes = CASES[reason]
-    assert reasons_of(backend, **changes) == [reason]
+    assert reasons_of(backend, **changes) == [LIMITS.get(reason, reason)]
 
 
 @pytest.mark.parametrize("reason", OUR_REASONS)
@@ -451,7 +470,8 @@ def test_all_reasons_are_given_at_once_in_vllms_order() -> None:
     given_reasons = reasons_of(Stingy, **{**everything, "use_mla": True, "use_sparse": True})
     ours = [reason for reason in given_reasons if reason in OUR_REASONS]
     vllms = [reason for reason in given_reasons if reason not in OUR_REASONS]
-    assert vllms == [reason for reason in VLLM_033_REASONS if reason not in exclusive]
+    expected = [reason for reason in VLLM_033_REASONS if reason not in exclusive]
+    assert vllms == [LIMITS.get(reason, reason) for reason in expected]
     assert ours == OUR_REASONS
 
 
@@ -462,9 +482,7 @@ def test_vllm_calls_with_the_fields_of_its_config_and_a_capability(capability: o
     assert Stingy.validate_configuration(**config._asdict(), device_capability=capability) == []
     refused = config._replace(dtype=torch.float16, attn_type=VllmAttentionType.ENCODER_DECODER)
     reasons = Stingy.validate_configuration(**refused._asdict(), device_capability=capability)
-    assert reasons[0] == "dtype not supported"
-    assert reasons[1].startswith("attention type")
-    assert len(reasons) == 2
+    assert reasons == ["dtype float16: bfloat16", "attention type encoder_decoder: decoder"]
     newer = {**config._asdict(), "use_rswa": True, "use_dcp": True}
     assert Stingy.validate_configuration(**newer, device_capability=capability) == [
         "R-SWA not supported",
@@ -475,7 +493,15 @@ def test_vllm_calls_with_the_fields_of_its_config_and_a_capability(capability: o
 # -- Every limit of every registered backend: one step outside, exactly that reason.
 
 REGISTERED = [row.name for row in ROWS]
-FAKES = {"STINGY": Stingy, "STINGY_MLA": StingyMLA, "STINGY_SPARSE": StingySparse, "RANGED": Ranged}
+FAKES = {
+    name: named(cls, name)
+    for name, cls in (
+        ("STINGY", Stingy),
+        ("STINGY_MLA", StingyMLA),
+        ("STINGY_SPARSE", StingySparse),
+        ("RANGED", Ranged),
+    )
+}
 every_backend = pytest.mark.parametrize("name", [*REGISTERED, *FAKES])
 
 # Capability -> what a layer asks for, and the reason where it is not declared.
@@ -555,6 +581,18 @@ def check(backend: type[AttentionBackend], **changes: Any) -> list[str]:
     return backend.validate_configuration(**{**served(backend), **changes})
 
 
+def listed(values: Any) -> str:
+    """As a reason lists what is served."""
+    return ", ".join(str(value) for value in values)
+
+
+def outside(backend: type[AttentionBackend], capability: object) -> str:
+    """The reason against a compute capability."""
+    declared = backend.capabilities
+    ranges = declared.compute_capabilities or declared.device_kinds
+    return f"compute capability {capability}: {listed(ranges)}"
+
+
 @every_backend
 def test_a_layer_inside_all_limits_is_served_on_every_declared_device(name: str) -> None:
     backend = backend_of(name)
@@ -567,8 +605,9 @@ def test_a_layer_inside_all_limits_is_served_on_every_declared_device(name: str)
 def test_one_step_outside_the_dtypes(name: str, dtype: DType) -> None:
     backend = backend_of(name)
     if dtype not in backend.capabilities.dtypes:
-        assert check(backend, dtype=dtype) == ["dtype not supported"]
-        assert check(backend, dtype=dtype.torch) == ["dtype not supported"]
+        expected = [f"dtype {dtype.value}: {listed(backend.capabilities.dtypes)}"]
+        assert check(backend, dtype=dtype) == expected
+        assert check(backend, dtype=dtype.torch) == expected
     else:
         assert check(backend, dtype=dtype.torch) == []
         assert dtype.torch in backend.supported_dtypes
@@ -579,11 +618,13 @@ def test_one_step_outside_the_dtypes(name: str, dtype: DType) -> None:
 def test_one_step_outside_the_cache_dtypes(name: str, cache_dtype: CacheDType) -> None:
     backend = backend_of(name)
     if cache_dtype not in backend.capabilities.kv_cache_dtypes:
-        expected = ["kv_cache_dtype not supported"]
+        served_here = listed(backend.capabilities.kv_cache_dtypes)
+        expected = [f"kv_cache_dtype {cache_dtype.value}: {served_here}"]
         assert check(backend, kv_cache_dtype=cache_dtype.value) == expected
         assert cache_dtype.value not in backend.supported_kv_cache_dtypes
     else:
-        assert "kv_cache_dtype not supported" not in check(backend, kv_cache_dtype=cache_dtype)
+        found = check(backend, kv_cache_dtype=cache_dtype)
+        assert not any(reason.startswith(f"kv_cache_dtype {cache_dtype}: ") for reason in found)
         assert cache_dtype.value in backend.supported_kv_cache_dtypes
 
 
@@ -601,7 +642,8 @@ def test_one_step_outside_the_block_sizes(name: str) -> None:
         if size and all(size % other for other in bases)
     ]
     for size in outside:
-        assert check(backend, block_size=size) == ["block_size not supported"], size
+        expected = f"block_size {size}: {listed(backend.capabilities.block_sizes)}"
+        assert check(backend, block_size=size) == [expected]
     for base in bases:
         assert check(backend, block_size=base) == []
         assert check(backend, block_size=6 * base) == []
@@ -626,10 +668,10 @@ def test_one_step_outside_the_head_sizes(name: str) -> None:
             outside += [sizes.maximum + 1, sizes.maximum + sizes.multiple_of]
         assert backend.get_supported_head_sizes() == []
     for size in outside:
-        assert "head_size not supported" in check(backend, head_size=size), size
-        assert len(check(backend, head_size=size)) == 1
+        assert check(backend, head_size=size) == [f"head_size {size}: {sizes}"]
     for size in inside:
-        assert "head_size not supported" not in check(backend, head_size=size)
+        found = check(backend, head_size=size)
+        assert not any(reason.startswith(f"head_size {size}: ") for reason in found)
 
 
 @every_backend
@@ -641,22 +683,22 @@ def test_one_step_outside_the_devices(name: str, device: Device) -> None:
     fields = {k: v for k, v in served(backend).items() if k != "device_capability"}
     found = refusals(AttentionBackendEnum[name], AttentionSelectorConfig(**fields), device)
     if device.kind not in backend.capabilities.device_kinds:
-        of_kind = f"device {device.kind.value} not supported"
+        kinds = listed(backend.capabilities.device_kinds)
         is_cuda = device.compute_capability is not None
-        assert found == ["compute capability not supported" if is_cuda else of_kind]
+        of_kind = f"device {device.kind.value}: {kinds}"
+        assert found == [outside(backend, device.compute_capability) if is_cuda else of_kind]
     elif device.compute_capability is None:
         assert found == []
     else:
         ranges = backend.capabilities.compute_capabilities
         inside = not ranges or any(device.compute_capability in allowed for allowed in ranges)
-        assert found == ([] if inside else ["compute capability not supported"])
+        assert found == ([] if inside else [outside(backend, device.compute_capability)])
 
 
 @every_backend
 def test_one_step_outside_the_compute_capabilities(name: str) -> None:
     backend = backend_of(name)
-    refused = ["compute capability not supported"]
-    assert check(backend, device_capability="7.5") == refused
+    assert check(backend, device_capability="7.5") == [outside(backend, "7.5")]
     ranges = backend.capabilities.compute_capabilities
 
     def step(capability: ComputeCapability, minor: int) -> ComputeCapability | None:
@@ -671,9 +713,9 @@ def test_one_step_outside_the_compute_capabilities(name: str) -> None:
         for edge, minor in edges:
             if kind_of(edge) in backend.capabilities.device_kinds:
                 assert check(backend, device_capability=edge) == []
-            outside = step(edge, minor)
-            if outside is not None:
-                assert check(backend, device_capability=outside) == refused, str(outside)
+            moved = step(edge, minor)
+            if moved is not None:
+                assert check(backend, device_capability=moved) == [outside(backend, moved)]
 
 
 @every_backend
@@ -681,7 +723,8 @@ def test_one_step_outside_the_compute_capabilities(name: str) -> None:
 def test_one_step_outside_the_attention_types(name: str, attn_type: AttentionType) -> None:
     backend = backend_of(name)
     declared = attn_type in backend.capabilities.attn_types
-    expected = [] if declared else [f"attention type {attn_type.value} not supported"]
+    served_here = listed(backend.capabilities.attn_types)
+    expected = [] if declared else [f"attention type {attn_type.value}: {served_here}"]
     assert check(backend, attn_type=attn_type.value) == expected
 
 
@@ -737,8 +780,9 @@ def test_every_boolean_of_a_request_can_be_refused() -> None:
 def test_the_reference_refuses_head_sizes_that_inline_scales_cannot_follow(
     cache_dtype: str, step: int
 ) -> None:
-    reason = f"{cache_dtype} needs a head_size that is a multiple of {step}"
-    assert check(TorchRefBackend, kv_cache_dtype=cache_dtype, head_size=64 + step // 2) == [reason]
+    size = 64 + step // 2
+    reason = f"{cache_dtype} needs a head_size that is a multiple of {step}, got {size}"
+    assert check(TorchRefBackend, kv_cache_dtype=cache_dtype, head_size=size) == [reason]
     assert check(TorchRefBackend, kv_cache_dtype=cache_dtype, head_size=64 + step) == []
 
 
@@ -775,7 +819,7 @@ def test_a_layer_whose_values_are_narrower_gets_the_packed_layout() -> None:
 def test_backends_name_themselves_and_where_they_are(name: str) -> None:
     backend = backend_of(name)
     assert backend.full_cls_name() == (backend.__module__, backend.__qualname__)
-    assert backend.get_name() == ("FAKE" if name in FAKES else name)
+    assert backend.get_name() == name
     assert backend.get_supported_kernel_block_sizes() == [*backend.capabilities.block_sizes]
     assert backend.cudagraph_support() is backend.capabilities.cudagraph_support
     assert backend.supports_block_size(None)
@@ -833,20 +877,25 @@ def test_an_explicit_choice_is_used_iff_it_has_no_reason_and_never_falls_back(
 
 
 @settings(deadline=None, max_examples=80)
-@given(request=st.one_of(requests, likely), device=devices)
+@given(request=st.one_of(requests, likely), device=devices, allowed=st.booleans())
 def test_the_automatic_choice_is_the_first_in_rank_without_a_reason(
-    request: AttentionSelectorConfig, device: Device
+    request: AttentionSelectorConfig, device: Device, allowed: bool
 ) -> None:
-    ranked = [AttentionBackendEnum[name] for name in PRIORITIES[device.kind]]
+    report = explain(request, device, allow_reference=allowed)
+    ranked = [
+        AttentionBackendEnum[name]
+        for name in PRIORITIES[device.kind]
+        if allowed or device.kind is DeviceKind.CPU or not name.startswith("TORCH_REF")
+    ]
     able = [member for member in ranked if not refusals(member, request, device)]
-    report = explain(request, device)
     if able:
         assert report.chosen == able[0].name
-        assert select(request, device) is able[0].get_class()
+        chosen = select(request, device, allow_reference=allowed)
+        assert chosen is able[0].get_class()
     else:
         assert report.chosen is None
         with pytest.raises(UnsupportedError, match=f"serves this layer on {device.name}") as caught:
-            select(request, device)
+            select(request, device, allow_reference=allowed)
         assert caught.value.reasons == report.reasons
         assert len(report.reasons) == len(AttentionBackendEnum)
 
@@ -857,7 +906,7 @@ def test_the_automatic_choice_is_the_first_in_rank_without_a_reason(
 def test_a_report_has_one_verdict_with_a_reason_for_every_registered_backend(
     device: Device, asked: str | None, request_name: str
 ) -> None:
-    register_backend("STINGY", path_of(Stingy))
+    register_backend("STINGY", path_of(FAKES["STINGY"]))
     request = REQUESTS[request_name]
     report = explain(request, device, asked)
     names = [candidate.name for candidate in report.candidates]
@@ -878,8 +927,8 @@ def test_a_report_has_one_verdict_with_a_reason_for_every_registered_backend(
 
 
 def test_verdicts_say_what_became_of_each_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
-    register_backend("GENEROUS", path_of(Generous))
-    register_backend("UNRANKED", path_of(Generous))
+    register_backend("GENEROUS", path_of(named(Generous, "GENEROUS")))
+    register_backend("UNRANKED", path_of(named(Generous, "UNRANKED")))
     monkeypatch.setitem(PRIORITIES, DeviceKind.CPU, ("TORCH_REF_MLA", "TORCH_REF", "GENEROUS"))
     report = explain(DENSE, CPU)
     assert [(item.name, item.verdict.value, item.reasons) for item in report.candidates] == [
@@ -957,7 +1006,7 @@ def test_get_attn_backend_takes_vllms_arguments() -> None:
 
 
 def test_get_attn_backend_passes_every_feature_on() -> None:
-    register_backend("STINGY", path_of(Stingy))
+    register_backend("STINGY", path_of(FAKES["STINGY"]))
     features = [name for name, _ in VLLM_033_CONFIG + OUR_CONFIG if name.startswith(("use", "has"))]
     for name in features:
         with pytest.raises(UnsupportedError) as caught:
@@ -970,8 +1019,8 @@ def test_get_attn_backend_passes_every_feature_on() -> None:
             64, torch.bfloat16, "fp8", attn_type="encoder_only", backend="STINGY", device=H100
         )
     assert caught.value.reasons == [
-        "kv_cache_dtype not supported",
-        "attention type encoder_only not supported",
+        "kv_cache_dtype fp8: auto",
+        "attention type encoder_only: decoder",
     ]
 
 
@@ -991,8 +1040,9 @@ def test_the_error_of_the_automatic_choice_carries_a_reason_per_candidate() -> N
     with pytest.raises(UnsupportedError, match="no attention backend serves this layer") as caught:
         get_attn_backend(128, torch.int8, "auto", device=CPU)
     assert len(caught.value.reasons) == len(AttentionBackendEnum)
-    assert all("dtype not supported" in reason for reason in caught.value.reasons)
-    assert "TORCH_REF: dtype not supported" in caught.value.reasons
+    assert all("dtype int8: " in reason for reason in caught.value.reasons)
+    dtypes = "float16, bfloat16, float32, float64"
+    assert f"TORCH_REF: dtype int8: {dtypes}" in caught.value.reasons
 
 
 @pytest.mark.parametrize(
@@ -1018,27 +1068,50 @@ def test_a_bad_argument_is_named_with_what_is_allowed(
 
 
 def test_a_new_name_is_used_when_asked_for_and_never_chosen_automatically() -> None:
-    decorate = register_backend("MINE", path_of(Generous))
-    assert decorate(Generous) is Generous
+    mine = named(Generous, "MINE")
+    decorate = register_backend("MINE", path_of(mine))
+    assert decorate(mine) is mine
     member = AttentionBackendEnum["MINE"]
     assert member is AttentionBackendEnum.MINE
-    assert member.get_class() is Generous
+    assert member.get_class() is mine
     assert not member.is_overridden()
-    assert select(DENSE, CPU, "MINE") is Generous
-    assert select(DENSE, CPU) is not Generous
+    assert select(DENSE, CPU, "MINE") is mine
+    assert select(DENSE, CPU) is not mine
     assert explain(IMPOSSIBLE, CPU).chosen is None
 
 
 def test_the_decorator_registers_the_class_that_it_returns() -> None:
-    decorated = register_backend("DECORATED")(Generous)
-    assert decorated is Generous
-    assert AttentionBackendEnum["DECORATED"].get_path() == path_of(Generous)
-    assert select(DENSE, CPU, "DECORATED") is Generous
+    cls = named(Generous, "DECORATED")
+    decorated = register_backend("DECORATED")(cls)
+    assert decorated is cls
+    assert AttentionBackendEnum["DECORATED"].get_path() == path_of(cls)
+    assert select(DENSE, CPU, "DECORATED") is cls
 
 
 def test_nothing_is_registered_before_the_decorator_is_applied() -> None:
     register_backend("LATER")
     assert "LATER" not in AttentionBackendEnum
+
+
+def test_a_decorated_class_of_a_new_name_that_calls_itself_otherwise_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match=r":Generous must be 'MINE', .* got 'FAKE'"):
+        register_backend("MINE")(Generous)
+    assert "MINE" not in AttentionBackendEnum
+    with pytest.raises(TypeError, match="is no AttentionBackend"):
+        register_backend("MINE")(NoBackend)  # type: ignore[type-var]
+    assert "MINE" not in AttentionBackendEnum
+
+
+def test_a_class_behind_a_path_of_a_new_name_that_calls_itself_otherwise_is_refused() -> None:
+    register_backend("MINE", path_of(Generous))
+    message = f"get_name() of {path_of(Generous)} must be 'MINE', the name it is registered under"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        AttentionBackendEnum["MINE"].get_class()
+    with pytest.raises(UnsupportedError, match=re.escape(message)):
+        select(DENSE, CPU, "MINE")
+    # What replaces the class of a name that is there may call itself as it likes.
+    register_backend("MINE", path_of(Stingy))
+    assert AttentionBackendEnum["MINE"].get_class() is Stingy
 
 
 @pytest.mark.parametrize("decorator", [False, True])
@@ -1107,18 +1180,21 @@ def test_a_path_without_module_or_class_is_refused(name: str, path: str) -> None
 
 
 def test_a_path_may_have_a_dot_before_the_class_as_vllm_writes_it() -> None:
-    register_backend("DOTTED", f"{__name__}.Generous")
-    assert AttentionBackendEnum["DOTTED"].get_class() is Generous
+    cls = named(Generous, "DOTTED")
+    register_backend("DOTTED", f"{__name__}.DOTTED")
+    assert AttentionBackendEnum["DOTTED"].get_class() is cls
     assert AttentionBackendEnum["DOTTED"].get_path(include_classname=False) == __name__
 
 
 def test_a_missing_package_is_a_reason_and_an_error_when_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    register_backend("NEEDY", path_of(Generous), requires=("no_such_package_1", "torch"))
+    path, needed = path_of(named(Generous, "NEEDY")), ("no_such_package_1", "torch")
+    register_backend("NEEDY", path, requires=needed)
     member = AttentionBackendEnum["NEEDY"]
     assert member.missing() == ["no_such_package_1"]
-    assert refusals(member, DENSE, CPU) == ["no_such_package_1 is not installed"]
+    reason = "no_such_package_1 is not installed: pip install no_such_package_1"
+    assert refusals(member, DENSE, CPU) == [reason]
     with pytest.raises(MissingDependencyError, match="backend NEEDY needs no_such_package_1") as e:
         select(DENSE, CPU, "NEEDY")
     assert e.value.package == "no_such_package_1"
@@ -1126,7 +1202,7 @@ def test_a_missing_package_is_a_reason_and_an_error_when_asked_for(
         member.get_class()
     monkeypatch.setitem(PRIORITIES, DeviceKind.CPU, ("NEEDY", *PRIORITIES[DeviceKind.CPU]))
     assert select(DENSE, CPU) is TorchRefBackend
-    assert "NEEDY: no_such_package_1 is not installed" in explain(DENSE, CPU).reasons
+    assert f"NEEDY: {reason}" in explain(DENSE, CPU).reasons
     # An override brings what it needs.
     register_backend("NEEDY", path_of(Generous))
     assert member.missing() == []
@@ -1134,10 +1210,13 @@ def test_a_missing_package_is_a_reason_and_an_error_when_asked_for(
 
 
 def test_a_missing_dependency_names_the_extra_that_installs_it() -> None:
-    plain = MissingDependencyError("flashinfer", "backend X")
-    assert (
-        str(plain) == "backend X needs flashinfer, which is not installed: pip install flashinfer"
+    plain = MissingDependencyError("triton", "backend X")
+    assert str(plain) == "backend X needs triton, which is not installed: pip install triton"
+    vendor = MissingDependencyError("flashinfer", "backend X")
+    assert str(vendor) == (
+        "backend X needs flashinfer, which is not installed: pip install flashinfer-python"
     )
+    assert (vendor.module, vendor.package) == ("flashinfer", "flashinfer-python")
     extra = MissingDependencyError("rich", "the report", extra="cli")
     assert str(extra).endswith("pip install 'attn-backends[cli]'")
     assert (extra.package, extra.extra, plain.extra) == ("rich", "cli", None)

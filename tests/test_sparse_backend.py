@@ -49,13 +49,16 @@ def test_a_machine_without_a_gpu_gets_the_reference() -> None:
 
 
 REFUSED = {
-    "pages of 16": ({"block_size": 16}, "block_size not supported"),
+    "pages of 16": ({"block_size": 16}, "block_size 16: any multiple of 64"),
     "another 16-bit type": (
         {"kv_cache_dtype": CacheDType.FLOAT16},
         "kv_cache_dtype must be the model's dtype (torch.bfloat16) or fp8, got 'float16'",
     ),
-    "integers": ({"kv_cache_dtype": CacheDType.INT8_PER_TOKEN_HEAD}, "kv_cache_dtype not"),
-    "wide rows": ({"head_size": 608}, "head_size not supported"),
+    "integers": (
+        {"kv_cache_dtype": CacheDType.INT8_PER_TOKEN_HEAD},
+        "kv_cache_dtype int8_per_token_head: auto",
+    ),
+    "wide rows": ({"head_size": 608}, "head_size 608: multiples of 32 from 64 to 576"),
     "a window": ({"has_sliding_window": True}, "sliding window not supported"),
     "sinks": ({"has_sink": True}, "attention sinks not supported"),
 }

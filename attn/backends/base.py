@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from specs import conflicts
@@ -147,6 +147,19 @@ class AttentionBackend(ABC):
             return spec.layout(KVPacking.SPLIT, KVOrder.NHD)
         except ValueError:
             return spec.layout(KVPacking.PACKED, KVOrder.NHD)
+
+    @classmethod
+    def _served_head_sizes(cls) -> str:
+        """Every head size that is served, in words."""
+        return _listed(cls.get_supported_head_sizes()) or str(cls.capabilities.head_sizes)
+
+    @classmethod
+    def _served_block_sizes(cls) -> str:
+        """Every kernel block size, in words, also where they are vLLM's objects."""
+        sizes = cls.get_supported_kernel_block_sizes()
+        return _listed(
+            size if isinstance(size, int) else MultipleOf(base=_base(size)) for size in sizes
+        )
 
     # -- supports_*: one line each over the declared record, overridable one by one.
 
@@ -346,6 +359,70 @@ class AttentionBackend(ABC):
         return []
 
     @classmethod
+    def outside(cls, what: str, value: object, served: object) -> str:
+        """The reason against a value outside a limit; an engine's adapter may put it otherwise.
+
+        Args:
+            what: ``head_size``, ``dtype``, ``kv_cache_dtype``, ``block_size``, ``compute
+                capability`` or ``attention type``.
+            value: what the layer asks, or the device has.
+            served: every value that is served, in words.
+        """
+        return f"{what} {value}: {served}"
+
+    @classmethod
+    def _layer_limits(
+        cls, head_size: int, dtype: Any, kv_cache_dtype: Any, block_size: int | None
+    ) -> list[tuple[bool, str]]:
+        """Whether each value of a layer is served, and the reason where it is not."""
+        declared = cls.capabilities
+        return [
+            (
+                cls.supports_head_size(head_size),
+                cls.outside("head_size", head_size, cls._served_head_sizes()),
+            ),
+            (
+                cls.supports_dtype(dtype),
+                cls.outside("dtype", _named(DType.parse, dtype), _listed(declared.dtypes)),
+            ),
+            (
+                cls.supports_kv_cache_dtype(kv_cache_dtype),
+                cls.outside(
+                    "kv_cache_dtype",
+                    _named(CacheDType.parse, kv_cache_dtype),
+                    _listed(cls.supported_kv_cache_dtypes),
+                ),
+            ),
+            (
+                cls.supports_block_size(block_size),
+                cls.outside("block_size", block_size, cls._served_block_sizes()),
+            ),
+        ]
+
+    @classmethod
+    def _device_limits(cls, device_capability: Any, attn_type: Any) -> list[tuple[bool, str]]:
+        """As :meth:`_layer_limits`, of the device and the layer's role."""
+        declared = cls.capabilities
+        return [
+            (
+                cls.supports_compute_capability(device_capability),
+                cls.outside(
+                    "compute capability",
+                    _named(ComputeCapability.model_validate, device_capability),
+                    _listed(declared.compute_capabilities or declared.device_kinds),
+                ),
+            ),
+            (
+                cls.supports_attn_type(attn_type),
+                cls.outside(
+                    "attention type",
+                    _named(AttentionType, attn_type),
+                    _listed(declared.attn_types),
+                ),
+            ),
+        ]
+
+    @classmethod
     def validate_configuration(
         cls,
         head_size: int,
@@ -374,19 +451,17 @@ class AttentionBackend(ABC):
         mla_kernel: str = MlaKernel.AUTO,
         head_size_v: int | None = None,
     ) -> list[str]:
-        """Every reason why this backend cannot serve a layer, in vLLM's words; [] when it can.
+        """Every reason why this backend cannot serve a layer; [] when it can.
 
-        vLLM calls it with the fields of its selector config and ``device_capability``; the last
-        six arguments are ours.
+        A value outside a limit is named with what is served (:meth:`outside`), a feature in vLLM's
+        words. vLLM calls it with the fields of its selector config and ``device_capability``; the
+        last six arguments are ours.
         """
         mla_reason = "MLA not supported" if use_mla else "non-MLA not supported"
         sparse_reason = "sparse not supported" if use_sparse else "non-sparse not supported"
         # An MLA backend serves dense or sparse latent layers; sparseness means nothing elsewhere.
         checks: list[tuple[bool, str]] = [
-            (cls.supports_head_size(head_size), "head_size not supported"),
-            (cls.supports_dtype(dtype), "dtype not supported"),
-            (cls.supports_kv_cache_dtype(kv_cache_dtype), "kv_cache_dtype not supported"),
-            (cls.supports_block_size(block_size), "block_size not supported"),
+            *cls._layer_limits(head_size, dtype, kv_cache_dtype, block_size),
             (
                 not use_mm_prefix or cls.supports_mm_prefix(),
                 "partial multimodal token full attention not supported",
@@ -398,11 +473,7 @@ class AttentionBackend(ABC):
                 not use_per_head_quant_scales or cls.supports_per_head_quant_scales(),
                 "per-head quant scales not supported",
             ),
-            (
-                cls.supports_compute_capability(device_capability),
-                "compute capability not supported",
-            ),
-            (cls.supports_attn_type(attn_type), f"attention type {attn_type} not supported"),
+            *cls._device_limits(device_capability, attn_type),
             (
                 not has_sliding_window or cls.supports_sliding_window(),
                 "sliding window not supported",
@@ -513,6 +584,16 @@ class AttentionBackend(ABC):
 def _base(size: int | MultipleOf) -> int:
     """The number that a block size must divide by; vLLM's ``MultipleOf`` has ``base`` too."""
     return size if isinstance(size, int) else int(size.base)
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(str(value) for value in values)
+
+
+def _named(parse: Callable[[Any], Any], value: Any) -> str:
+    """What ``value`` names, in this library's words where it has one for it."""
+    parsed = _parsed(parse, value)
+    return str(value if parsed is None else parsed)
 
 
 def _parsed(parse: Callable[[Any], Any], value: Any) -> Any:

@@ -64,7 +64,10 @@ class TorchRefBackend(AttentionBackend):
         cache_dtype = CacheDType.parse(kv_cache_dtype)
         step = 4 * cache_dtype.packing
         if cache_dtype.quant_mode.is_per_token_head and head_size % step:
-            return f"{cache_dtype.value} needs a head_size that is a multiple of {step}"
+            return (
+                f"{cache_dtype.value} needs a head_size that is a multiple of {step}, "
+                f"got {head_size}"
+            )
         return None
 
     @staticmethod

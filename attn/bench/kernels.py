@@ -12,7 +12,6 @@ Also ``python -m attn.bench.kernels``, which needs nothing beyond the library it
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import traceback
@@ -26,6 +25,7 @@ import torch
 
 from attn.bench.case import KernelCase
 from attn.bench.cases import ALL_PEERS, TILES, BenchTable, select_cases
+from attn.bench.command import USER_ERRORS, Parser, require_gpu, usage_error
 from attn.bench.latent_lines import latent_lines
 from attn.bench.measure import OURS, Log, bench_case
 from attn.bench.ours import measure_plans, measure_scratch
@@ -44,7 +44,6 @@ from attn.bench.settings import COMMIT_VARIABLE, KernelBench, environment_of
 from attn.bench.sparse_mla import sparse_lines
 from attn.bench.tables import line_text, render_markdown
 from attn.bench.vendor import vendor_lines
-from attn.errors import MissingDependencyError
 from specs.engine import DecodeKernel
 
 
@@ -186,6 +185,18 @@ def run_and_report(bench: KernelBench | None, report: Report, log: Log = print) 
     return not wrong and not any(line.is_broken and not line.is_refused for line in whole.lines)
 
 
+def check_and_report(bench: KernelBench | None, report: Report, log: Log = print) -> bool:
+    """:func:`run_and_report` of a command line, after what would show only in the end.
+
+    Raises:
+        ValueError: a file that cannot be written, or something to measure without a GPU.
+    """
+    report.check()
+    if bench is not None:
+        require_gpu("attn bench kernels")
+    return run_and_report(bench, report, log)
+
+
 _NAMES: Final = dict.fromkeys(case.name for table in BenchTable for case in table.cases)
 HELP: Final = {
     "backend": "Registry name of the backend; default: the table's.",
@@ -248,7 +259,7 @@ def make_bench(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """``python -m attn.bench.kernels``; the exit code."""
-    parser = argparse.ArgumentParser("python -m attn.bench.kernels", description=__doc__)
+    parser = Parser("python -m attn.bench.kernels", description=__doc__)
     parser.add_argument("--backend", help=HELP["backend"])
     parser.add_argument("--table", default=BenchTable.DENSE.value, help=HELP["table"])
     parser.add_argument("--case", action="append", default=[], help=HELP["case"])
@@ -269,10 +280,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     render = options.pop("render")
     try:
         bench = None if render else make_bench(**options)
-        passed = run_and_report(bench, report, lambda line: print(line, flush=True))
-    except (ValueError, MissingDependencyError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        passed = check_and_report(bench, report, lambda line: print(line, flush=True))
+    except USER_ERRORS as error:
+        return usage_error(error)
     return 0 if passed else 1
 
 

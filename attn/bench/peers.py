@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
 
 from attn.bench.case import CaseKind, KernelCase
 from attn.bench.cases import VENDOR_CASES, BenchTable, select_cases
+from attn.bench.command import USER_ERRORS, Parser, require_gpu, usage_error
 from attn.bench.flashinfer_jit import compile_flashinfer, wrapper_backend
 from attn.bench.inputs import Content
 from attn.bench.reasons import describe
 from attn.bench.results import Status
+from attn.errors import MissingDependencyError
 from builders.paging import block_table_to_csr
 from specs.dtypes import CacheDType
 
@@ -431,6 +434,21 @@ def compiled_cases() -> tuple[KernelCase, ...]:
     return tuple(cases.values())
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """``python -m attn.bench.peers``; the exit code: 1 when a kernel does not compile."""
+    parser = Parser("python -m attn.bench.peers", description="Compile FlashInfer's kernels ahead.")
+    parser.add_argument("case", nargs="*", help="Shell pattern of names; default: all.")
+    patterns = parser.parse_args(arguments).case
+    try:
+        chosen = select_cases(patterns, compiled_cases())
+        if find_spec("flashinfer") is None:
+            raise MissingDependencyError("flashinfer", "compiling the peers' kernels")
+        # FlashInfer asks the GPU which architecture to compile for.
+        require_gpu("compiling the peers' kernels")
+    except USER_ERRORS as error:
+        return usage_error(error)
+    return 0 if compile_flashinfer(chosen) else 1
+
+
 if __name__ == "__main__":
-    chosen = select_cases(sys.argv[1:], compiled_cases())
-    sys.exit(0 if compile_flashinfer(chosen) else 1)
+    sys.exit(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from attn.bench.command import check_writable
 from attn.bench.results import BenchResults
 from attn.bench.tables import render_markdown
 from specs.base import parse_spec
@@ -20,6 +21,18 @@ class Report:
     """Results as data."""
     merge: tuple[Path, ...] = ()
     """Earlier results; a case measured now replaces theirs."""
+
+    def check(self) -> None:
+        """Try the files before the work.
+
+        Raises:
+            ValueError: one that cannot be written, or earlier results that cannot be read.
+            OSError: earlier results that are not there.
+        """
+        check_writable("--out", self.out)
+        check_writable("--json", self.json)
+        for path in self.merge:
+            load_results(path)
 
     def combined(self, results: BenchResults | None) -> BenchResults:
         """New results, if any, over the earlier ones.
@@ -44,7 +57,6 @@ class Report:
             (self.json, results.model_dump_json() + "\n"),
         ):
             if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
 
 

@@ -49,9 +49,8 @@ class KernelBench:
             is_tiles = peer == TILES and self.table is BenchTable.SPARSE_MLA
             if peer not in ALL_PEERS and not is_tiles:
                 raise ValueError(f"peer must be one of {', '.join(ALL_PEERS)}, got {peer!r}")
-        if self.backend not in AttentionBackendEnum:
-            known = ", ".join(member.name for member in AttentionBackendEnum)
-            raise ValueError(f"backend must be one of {known}, got {self.backend!r}")
+        # Under its own name, whatever case or alias it was asked for by.
+        object.__setattr__(self, "backend", AttentionBackendEnum[self.backend].name)
 
     @property
     def backends(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ because vLLM selects its backends once per process.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from attn.bench.command import USER_ERRORS, Parser, check_writable, require_gpu, usage_error
 from attn.bench.engine import (
     BACKENDS,
     LAYERS,
@@ -33,6 +35,7 @@ from attn.bench.engine import (
     value_of,
 )
 from attn.bench.vllm_worker import Job, JobResult, Kind, perform
+from attn.errors import MissingDependencyError
 from specs.base import parse_spec
 
 
@@ -213,16 +216,25 @@ class Report:
     merge: tuple[Path, ...] = ()
     """Earlier results; a backend measured now replaces theirs."""
 
+    def check(self) -> None:
+        """Try the files before the work.
+
+        Raises:
+            ValueError: one that cannot be written, or earlier results that cannot be read.
+            OSError: earlier results that are not there.
+        """
+        check_writable("--out", self.out)
+        check_writable("--json", self.json)
+        for path in self.merge:
+            load_results(path)
+
     def combined(self, results: EngineResults | None) -> EngineResults:
         """New results, if any, over the earlier ones.
 
         Raises:
             ValueError: no results, or earlier ones that cannot be read or do not belong.
         """
-        found = [
-            parse_spec(EngineResults, path.read_text(encoding="utf-8"), str(path))
-            for path in self.merge
-        ]
+        found = [load_results(path) for path in self.merge]
         found += [results] if results is not None else []
         if not found:
             raise ValueError("merge must name results to render, got none")
@@ -238,12 +250,20 @@ class Report:
             (self.json, results.model_dump_json() + "\n"),
         ):
             if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
 
 
+def load_results(path: Path) -> EngineResults:
+    """Results as :class:`Report` writes them.
+
+    Raises:
+        SpecError: not such a file; the message names field and value.
+    """
+    return parse_spec(EngineResults, path.read_text(encoding="utf-8"), str(path))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m attn.bench.vllm", description=__doc__)
+    parser = Parser("python -m attn.bench.vllm", description=__doc__)
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), help="vLLM's names.")
     names = ", ".join(workload.name for workload in WORKLOADS)
     parser.add_argument("--workloads", nargs="+", default=[], help=f"Of {names}; default: all.")
@@ -271,6 +291,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def require_engine() -> None:
+    """Refuse to go on where no engine can run.
+
+    Raises:
+        MissingDependencyError: vLLM is not installed.
+        ValueError: this machine has no GPU.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise MissingDependencyError("vllm", "the benchmark of whole engines")
+    require_gpu("the benchmark of whole engines")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """``python -m attn.bench.vllm``; the exit code: 1 when something of ours failed."""
     options = _parser().parse_args(arguments)
@@ -285,6 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(line, flush=True)
 
     try:
+        report.check()
         measured = None
         if not options.render:
             bench = EngineBench(
@@ -295,12 +328,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rounds=options.rounds,
                 commit=options.commit,
             )
+            require_engine()
             measured = bench_engine(bench, log, lambda part: report.write(report.combined(part)))
         whole = report.combined(measured)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    report.write(whole)
+        report.write(whole)
+    except USER_ERRORS as error:
+        return usage_error(error)
     if report.out is None:
         log(render_markdown(whole))
     ours = whole.of(OURS)

@@ -6,8 +6,9 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -19,29 +20,63 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from typer.core import TyperGroup
 
 from attn.bench.build import bench_build
-from attn.bench.kernels import HELP, make_bench, run_and_report
+from attn.bench.kernels import HELP, check_and_report, make_bench
 from attn.bench.report import Report
 from attn.bench.settings import KernelBench
 from attn.cli.corrupt import Fault
 from attn.cli.explain import feature_table, print_backends, print_decisions
-from attn.cli.replay import Replay, RunSettings
+from attn.cli.replay import Replay, RunSettings, reference_notes
 from attn.cli.report import StepRecord, print_summary, write_report
 from attn.cli.trace import TraceRequest, fit_to_limit, read_trace, synthetic_trace
-from attn.device import detect_device
-from attn.errors import MissingDependencyError
+from attn.device import detect_device, known_device
+from attn.errors import MissingDependencyError, one_line
+from attn.selector import served_cache_dtypes
 from builders.debug import debug_enabled
 from specs.attention import MlaKernel
-from specs.devices import KNOWN_DEVICES, Device
+from specs.devices import KNOWN_DEVICES
 from specs.dtypes import CacheDType
 from specs.hf_config import bundled_model_names, load_model_geometry
 from specs.model import ModelGeometry
+from specs.names import near_miss
 from specs.rows import LatentFormat, cache_dtype_of, latent_format_of
 from specs.sparse_mla import STORED_FORMATS, SparseKernel
 
+USAGE_ERROR: Final = 2
+INTERRUPTED: Final = 130
+
+# Typer may bring a click of its own: the base of all errors of its command lines.
+_UsageError: Final[Any] = typer.BadParameter.__base__
+
+
+class _Command(TyperGroup):
+    """Says in one line what was wrong with a command line, as the commands themselves do."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        """Run the command line."""
+        run: Any = super().main
+        try:
+            code = run(*args, standalone_mode=False, **extra)
+        except _UsageError as error:
+            if not standalone_mode:
+                raise
+            if type(error).__name__ == "NoArgsIsHelpError":
+                print(error.ctx.get_help())
+            else:
+                print(f"error: {' '.join(error.format_message().split())}", file=sys.stderr)
+            sys.exit(USAGE_ERROR)
+        except typer.Abort:
+            sys.exit(INTERRUPTED)
+        if standalone_mode:
+            sys.exit(code if isinstance(code, int) else 0)
+        return code
+
+
 app = typer.Typer(
     name="attn",
+    cls=_Command,
     help="Attention backends for LLM serving: run a trace, list backends, explain a choice.",
     no_args_is_help=True,
     add_completion=False,
@@ -50,8 +85,8 @@ app = typer.Typer(
 bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
-USAGE_ERROR: Final = 2
-INTERRUPTED: Final = 130
+CACHE_DTYPES: Final = served_cache_dtypes()
+"""What ``--kv-cache-dtype`` offers: a format that no backend serves would only be refused."""
 
 ModelOption = Annotated[
     str,
@@ -62,7 +97,7 @@ ModelOption = Annotated[
     ),
 ]
 KVDtypeOption = Annotated[
-    str, typer.Option("--kv-cache-dtype", help="vLLM's names: auto, bfloat16, fp8, ...")
+    str, typer.Option("--kv-cache-dtype", help=f"One of {', '.join(CACHE_DTYPES)}.")
 ]
 BackendOption = Annotated[
     str | None, typer.Option("--backend", "-b", help="Use this backend or refuse; never another.")
@@ -74,13 +109,13 @@ BlockSizeOption = Annotated[
 
 @contextmanager
 def _clear_errors() -> Iterator[None]:
-    """One clear message and exit code 2 for what a user can cause; ``ATTN_DEBUG=1`` shows where."""
+    """One clear line and exit code 2 for what a user can cause; ``ATTN_DEBUG=1`` shows where."""
     try:
         yield
     except (ValueError, NotImplementedError, MissingDependencyError, OSError) as error:
         if debug_enabled():
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         raise typer.Exit(USAGE_ERROR) from None
 
 
@@ -97,7 +132,9 @@ def run(
     backend: BackendOption = None,
     kv_cache_dtype: KVDtypeOption = "auto",
     block_size: BlockSizeOption = None,
-    layers: Annotated[int, typer.Option(min=1, help="Layers to run, every kind first.")] = 2,
+    layers: Annotated[
+        int, typer.Option(min=1, help="Layers to run, every kind first; at most the model's.")
+    ] = 2,
     requests: Annotated[int, typer.Option(min=1, help="Requests to take from the trace.")] = 16,
     tp: Annotated[
         int, typer.Option("--tp", min=1, help="Tensor-parallel ranks; one of them is run.")
@@ -150,7 +187,17 @@ def run(
             # Before the run: an hour's work must not end at a path that cannot be written.
             report.mkdir(parents=True, exist_ok=True)
         geometry = load_model_geometry(model)
-        chosen = geometry.select_layers(min(max(layers, 1), geometry.num_layers)).local(tp)
+        if mla_kernel is not MlaKernel.AUTO and not any(one.kind.is_mla for one in geometry.layers):
+            raise ValueError(
+                f"mla-kernel {mla_kernel.value} is a kernel of latent layers, and {geometry.name} "
+                "has none"
+            )
+        chosen = geometry.select_layers(min(layers, geometry.num_layers)).local(tp)
+        if layers > geometry.num_layers:
+            console.print(
+                f"--layers {layers}: {geometry.name} has {geometry.num_layers}, which are all run",
+                highlight=False,
+            )
         taken, clipped = _requests(trace, requests, seed, chosen)
         settings = RunSettings(
             model=chosen,
@@ -171,6 +218,8 @@ def run(
             num_speculative_tokens=speculative,
         )
         replay = Replay(settings, taken)
+        for note in reference_notes(replay.groups, settings.device):
+            console.print(note, highlight=False)
         _run_with_progress(replay, console)
         shown = {
             "trace": "synthetic" if trace is None else trace.name,
@@ -230,7 +279,7 @@ def _cache_dtype(name: str, layout: str | None, model: ModelGeometry) -> CacheDT
     Raises:
         ValueError: rows that are none, that the model has no use for, or that the dtype is not of.
     """
-    given = CacheDType.parse(name)
+    given = served_cache_dtype(name)
     if layout is None:
         return given
     try:
@@ -246,6 +295,24 @@ def _cache_dtype(name: str, layout: str | None, model: ModelGeometry) -> CacheDT
             f"kv-layout {rows.value} is kv-cache-dtype {named.value!r}, got {given.value!r} too"
         )
     return named if given is CacheDType.AUTO else given
+
+
+def served_cache_dtype(name: str) -> CacheDType:
+    """A KV cache dtype that some backend serves.
+
+    Raises:
+        ValueError: a name that is none, or a format that no backend serves.
+    """
+    try:
+        found = CacheDType.parse(name)
+    except ValueError:
+        found = None
+    if found not in CACHE_DTYPES:
+        raise ValueError(
+            f"kv-cache-dtype must be one of {', '.join(CACHE_DTYPES)}, got {name!r}"
+            f"{near_miss(name, CACHE_DTYPES)}"
+        )
+    return found
 
 
 def _requests(
@@ -283,10 +350,10 @@ def parse_bytes(text: str) -> int:
         ValueError: not a positive size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
-    if match is None or float(match[1]) <= 0:
+    if match is None or Decimal(match[1]) <= 0:
         raise ValueError(f"size must be a positive number of bytes such as 512MiB, got {text!r}")
     power = "kmgt".find(match[2].lower()) + 1 if match[2] else 0
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    return int(Decimal(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
 @app.command()
@@ -319,33 +386,29 @@ def explain(
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Say too which kernels of the backend serve.")
     ] = False,
+    allow_reference: Annotated[
+        bool,
+        typer.Option(
+            "--allow-reference",
+            help="On a GPU, come to a reference backend where no other serves.",
+        ),
+    ] = False,
 ) -> None:
     """Which backend each kind of layer gets, with a reason for every other one."""
     with _clear_errors():
         served = print_decisions(
             load_model_geometry(model),
             detect_device() if device is None else known_device(device),
-            CacheDType.parse(kv_cache_dtype),
+            served_cache_dtype(kv_cache_dtype),
             block_size,
             backend,
             Console(),
             as_json,
             kernels,
+            allow_reference,
         )
     if not served:
         raise typer.Exit(1)
-
-
-def known_device(name: str) -> Device:
-    """A device by name, present or not.
-
-    Raises:
-        ValueError: an unknown name; the message lists the known ones.
-    """
-    device = KNOWN_DEVICES.get(name.lower())
-    if device is None:
-        raise ValueError(f"unknown device {name!r}; expected one of {', '.join(KNOWN_DEVICES)}")
-    return device
 
 
 @bench.command("build")
@@ -383,6 +446,6 @@ def bench_kernels_command(
                 *(backend, case or (), peer or (), no_peers, rounds, reps, commit),
                 *(table, decode_kernel),
             )
-        passed = run_and_report(settings, Report(out, json, tuple(merge or ())))
+        passed = check_and_report(settings, Report(out, json, tuple(merge or ())))
     if not passed:
         raise typer.Exit(1)

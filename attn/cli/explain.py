@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from attn.errors import missing_reason
 from attn.registry import AttentionBackendEnum
-from attn.selector import SelectionReport, Verdict, explain
+from attn.selector import ONLY_ALLOWED, SelectionReport, Verdict, explain, is_withheld
 from builders.hopper_dense import (
     LayerAsks,
     decode_kernel_of,
@@ -44,7 +45,7 @@ def print_backends(device: Device, console: Console) -> None:
     for member in AttentionBackendEnum:
         missing = member.missing()
         if missing:
-            table.add_row(member.name, Text(f"no: {missing[0]} is not installed", "red"))
+            table.add_row(member.name, Text(f"no: {missing_reason(missing[0])}", "red"))
             continue
         try:
             backend = member.get_class()
@@ -56,9 +57,10 @@ def print_backends(device: Device, console: Console) -> None:
         )
         capabilities = backend.capabilities
         broken = backend.unavailable_reason() if capable else f"not on {device.kind.value}"
+        runs = f"yes, {ONLY_ALLOWED}" if is_withheld(member.name, device.kind) else "yes"
         table.add_row(
             member.name,
-            Text("yes", "green") if broken is None else Text(f"no: {broken}", "red"),
+            Text(runs, "green") if broken is None else Text(f"no: {broken}", "red"),
             _serves(backend.is_mla(), backend.is_sparse()),
             ", ".join(dtype.value for dtype in capabilities.kv_cache_dtypes),
             str(capabilities.head_sizes),
@@ -124,6 +126,7 @@ def print_decisions(
     console: Console,
     as_json: bool,
     kernels: bool = False,
+    allow_reference: bool = False,
 ) -> bool:
     """The decision for each kind of layer of a model.
 
@@ -136,6 +139,7 @@ def print_decisions(
         console: where tables go.
         as_json: print data instead.
         kernels: say too which kernels of the backend a layer gets.
+        allow_reference: on a GPU a reference backend may be chosen where no other serves.
 
     Returns:
         True when every kind of layer is served.
@@ -143,7 +147,7 @@ def print_decisions(
     decisions: list[tuple[str, SelectionReport, dict[str, str]]] = []
     for layer, indices in model.groups():
         request = layer.selector_config(model.dtype, kv_cache_dtype, block_size)
-        decision = explain(request, device, backend)
+        decision = explain(request, device, backend, allow_reference=allow_reference)
         wanted = kernels and decision.chosen == "TRITON_ATTN"
         named = _kernels(model, layer, device, kv_cache_dtype, block_size) if wanted else {}
         name = _layer_name(layer.kind.value, layer.sliding_window, indices)

@@ -29,7 +29,7 @@ from attn.cli.tensors import TensorSource
 from attn.cli.trace import TraceRequest
 from attn.errors import UnsupportedError
 from attn.registry import AttentionBackendEnum
-from attn.selector import SelectionReport, chosen_backend, explain
+from attn.selector import SelectionReport, chosen_backend, explain, is_withheld
 from attn.selector import Verdict as Choice
 from builders.base import AttentionMetadataBuilder
 from builders.common import CommonAttentionMetadata
@@ -94,6 +94,13 @@ class _Group:
     """The null block included."""
 
     @property
+    def name(self) -> str:
+        """Kind of its layers, and their window."""
+        window = self.geometry.sliding_window
+        kind = self.geometry.kind.value
+        return kind if window is None else f"{kind} {window}"
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers of the group, the indexer's pages included."""
         page = self.spec.page_size_bytes
@@ -123,7 +130,9 @@ def choose_groups(settings: RunSettings) -> list[_Group]:
         request = geometry.selector_config(
             model.dtype, settings.kv_cache_dtype, settings.block_size, engine
         )
-        decision = explain(request, settings.device, _asked_for(settings, geometry))
+        asked = _asked_for(settings, geometry)
+        # A replay that checks a model is worth running at reference speed too; it says so.
+        decision = explain(request, settings.device, asked, allow_reference=True)
         backend = chosen_backend(decision)
         block_size = settings.block_size or backend.get_preferred_block_size()
         if geometry.indexer is not None and block_size != INDEXER_PAGE:
@@ -136,6 +145,16 @@ def choose_groups(settings: RunSettings) -> list[_Group]:
     if settings.fault is not None:
         _spoil(groups, settings.fault, model.name)
     return groups
+
+
+def reference_notes(groups: Sequence[_Group], device: Device) -> list[str]:
+    """A line per kind of layer that gets a reference backend on a GPU without being asked."""
+    return [
+        f"{group.name}: no kernel for {device.name} serves these layers; {group.decision.chosen} "
+        "does, in plain torch"
+        for group in groups
+        if group.decision.asked_for is None and is_withheld(str(group.decision.chosen), device.kind)
+    ]
 
 
 def _asked_for(settings: RunSettings, geometry: LayerGeometry) -> str | None:
@@ -426,11 +445,8 @@ class Replay:
             form = f"latent {layout.format.value}"
         else:
             form = f"{layout.packing.value} {layout.order.value}"
-        name = group.geometry.kind.value
-        if group.geometry.sliding_window is not None:
-            name += f" {group.geometry.sliding_window}"
         return LayerGroupReport(
-            name=name,
+            name=group.name,
             backend=str(group.decision.chosen),
             passed_over=tuple(_passed_over(group.decision)),
             num_layers=len(group.indices),

@@ -1,10 +1,10 @@
 """The cases are the published ones, and name their targets."""
 
 import pytest
-from pydantic import ValidationError
 
 from attn.bench.case import PEERS, CaseKind, Target
 from attn.bench.cases import CASES, HOPPER_CASES, HOPPER_PEERS, BenchTable, select_cases
+from specs.base import SpecError
 from specs.dtypes import CacheDType
 
 PUBLISHED = {
@@ -144,7 +144,7 @@ def test_patterns_choose_cases():
     ],
 )
 def test_lengths_that_do_not_fit_are_refused(changes, message):
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(SpecError, match=message):
         BY_NAME["dec_b1_8k"].replace(**changes)
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from attn.bench import vllm as bench
 from attn.bench.engine import (
@@ -43,6 +42,7 @@ from attn.bench.vllm import (
     worker_environment,
 )
 from attn.bench.vllm_worker import Job, JobResult, Kind, draw_weights, make_prompts
+from specs.base import SpecError
 
 ENVIRONMENT = EngineEnvironment(
     date="2026-11-21",
@@ -303,7 +303,7 @@ def test_results_without_any_backend_render():
 def test_results_survive_json():
     results = results_of()
     assert EngineResults.model_validate_json(results.model_dump_json()) == results
-    with pytest.raises(ValidationError):
+    with pytest.raises(SpecError):
         Speed(workload="decode", seconds=())
 
 
@@ -454,7 +454,8 @@ def test_a_run_measures_each_backend_twice_and_reports_after_each(monkeypatch):
 
 def test_the_command_writes_tables_and_data_and_tells_a_failure(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "run_job", fake_job)
-    out, data = tmp_path / "deep" / "engine.md", tmp_path / "engine.json"
+    monkeypatch.setattr(bench, "require_engine", lambda: None)
+    out, data = tmp_path / "engine.md", tmp_path / "engine.json"
     arguments = ["--out", str(out), "--json", str(data), "--commit", "abc"]
     assert main([*arguments, "--backends", FLASH, OURS]) == 1
     assert "exit code 1: ValueError: outputs must vary" in out.read_text()

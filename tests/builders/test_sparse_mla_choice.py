@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from pydantic import ValidationError
 
 from builders.sparse_mla_choice import (
     BatchStats,
@@ -25,6 +24,7 @@ from builders.sparse_mla_choice import (
     resolve,
     unavailable_kernels,
 )
+from specs.base import SpecError
 from specs.devices import KNOWN_DEVICES
 from specs.dtypes import DType
 from specs.rows import LatentFormat
@@ -450,9 +450,9 @@ def test_rules_that_contradict_themselves_are_refused() -> None:
         "modules": ("a",),
         "variants": (KernelVariant(capabilities=None),),
     }
-    with pytest.raises(ValidationError, match="bf16 is read as it is by trtllm"):
+    with pytest.raises(SpecError, match="bf16 is read as it is by trtllm"):
         SparseKernelRule(**fields, reads=(BF16,), decode_converts=(BF16,))
-    with pytest.raises(ValidationError, match="bf16 rope would be rounded"):
+    with pytest.raises(SpecError, match="bf16 rope would be rounded"):
         SparseKernelRule(**fields, reads=(RAW,), prefill_converts=(SCALED,))
 
 

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
-from pydantic import ValidationError
 from rich.console import Console
 
 from attn.cli.report import (
@@ -23,6 +22,7 @@ from attn.cli.report import (
     write_report,
 )
 from attn.errors import MissingDependencyError
+from specs.base import SpecError
 
 FULL = LayerGroupReport(
     name="full attention",
@@ -208,13 +208,13 @@ def test_totals_in_json_are_not_believed() -> None:
     ],
 )
 def test_a_report_with_a_wrong_field_is_refused(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(SpecError, match=message):
         report(**changes)
 
 
 @pytest.mark.parametrize("seconds", [-1.0, math.nan])
 def test_a_time_that_cannot_be_is_refused(seconds: float) -> None:
-    with pytest.raises(ValidationError, match="forward_seconds"):
+    with pytest.raises(SpecError, match="forward_seconds"):
         step(0, forward_seconds=seconds)
 
 

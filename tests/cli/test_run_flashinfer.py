@@ -162,8 +162,8 @@ def test_the_real_trace_is_served(model: Any, tmp_path: Path) -> None:
     ("device", "options", "reason"),
     [
         (H200, ["--block-size", "48"], "block_size must be one of 16, 32, 64, 128, got 48"),
-        (KNOWN_DEVICES["a100"], [], "compute capability not supported"),
-        (H200, ["--kv-cache-dtype", "fp8_e5m2"], "kv_cache_dtype not supported"),
+        (KNOWN_DEVICES["a100"], [], "compute capability 8.0: 9.0, "),
+        (H200, ["--kv-cache-dtype", "fp8_e5m2"], "kv_cache_dtype fp8_e5m2: auto"),
         (PRO, ["--kv-cache-dtype", "fp8"], "must not be quantised for prefill by fmha_v2"),
     ],
 )

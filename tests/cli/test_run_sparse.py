@@ -209,7 +209,7 @@ def test_a_named_kernel_asks_for_the_triple(given: list[str]) -> None:
     result = attn(*given, *OWN)
     assert result.exit_code == 2
     assert "SPARSE_MLA cannot serve this layer" in result.stderr
-    assert "device cpu not supported" in result.stderr
+    assert "device cpu: sm80, sm89" in result.stderr
 
 
 def test_deepseeks_indexer() -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
+from specs.base import SpecError
 from specs.dtypes import CacheDType, DType
 from specs.layouts import (
     DenseKVLayout,
@@ -503,7 +503,7 @@ def test_every_byte_of_a_new_cache_can_be_set() -> None:
 )
 def test_impossible_dense_layouts_are_refused(fields: dict[str, object], message: str) -> None:
     good = {"block_size": 16, "num_kv_heads": 3, "head_size": 8, "packing": "packed"}
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(SpecError, match=message):
         DenseKVLayout.model_validate({**good, **fields})
 
 
@@ -521,7 +521,7 @@ def test_impossible_dense_layouts_are_refused(fields: dict[str, object], message
     ],
 )
 def test_impossible_latent_layouts_are_refused(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(SpecError, match=message):
         LatentKVLayout.model_validate({"block_size": 16, "format": "bf16", **fields})
 
 

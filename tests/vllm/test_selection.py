@@ -13,6 +13,9 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import get_attn_backend
 
+from attn.errors import MissingDependencyError
+from attn.integrations.vllm import members
+from attn.registry import RegisteredBackend
 from specs.layouts import KVPacking
 
 SERVED: dict[str, dict[str, Any]] = {
@@ -35,7 +38,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "encoder only": {"attn_type": AttentionType.ENCODER_ONLY},
 }
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "head size 20": ({"head_size": 20}, ["head_size", "multiples of 8 from 32 to 512"]),
+    "head size 20": ({"head_size": 20}, ["head_size", "got 20", "multiples of 8 from 32 to 512"]),
     "head size 576": ({"head_size": 576}, ["head_size", "multiples of 8 from 32 to 512"]),
     "nvfp4": ({"kv_cache_dtype": "nvfp4"}, ["kv_cache_dtype", "fp8_e5m2"]),
     "mla": ({"use_mla": True, "head_size": 576}, ["MLA not supported", "head_size"]),
@@ -95,7 +98,9 @@ def test_an_old_device_is_refused(
     cuda(7, 5)
     with (
         set_current_vllm_config(make_config()),
-        pytest.raises(ValueError, match=r"compute capability not supported \(served: sm80"),
+        pytest.raises(
+            ValueError, match=r"compute capability not supported \(got 7\.5, served: sm80"
+        ),
     ):
         get_attn_backend(**asked())
 
@@ -166,11 +171,47 @@ def test_a_backend_that_cannot_read_vllms_caches_says_so(
     assert ours.validate_configuration(**wanted_of({})) == ["packed, False, 9"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"block_size": 24}, "block_size not supported"),
+        ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype not supported"),
+    ],
+)
+def test_a_reason_that_vllm_compares_equals_its_words_and_says_more(
+    ours: Any, changes: dict[str, Any], words: str
+) -> None:
+    """By it vLLM warns of ``--block-size``, and lets another backend take one layer on ROCm."""
+    (reason,) = found = ours.validate_configuration(**wanted_of(changes))
+    assert found == [words]
+    assert reason != "head_size not supported"
+    (value,) = changes.values()
+    assert f"{reason}".startswith(f"{words} (got {value}, served: ")
+
+
+def test_on_a_gpu_without_its_packages_custom_is_no_reference(
+    plugin: Any, cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = RegisteredBackend.missing
+    monkeypatch.setattr(
+        RegisteredBackend,
+        "missing",
+        lambda member: ["triton"] if "triton" in member.row.requires else missing(member),
+    )
+    cuda(9, 0)
+    plugin.register()
+    assert AttentionBackendEnum.CUSTOM.get_path() == members.path_of("CUSTOM", "TRITON_ATTN")
+    with pytest.raises(MissingDependencyError, match="backend TRITON_ATTN needs triton"):
+        AttentionBackendEnum.CUSTOM.get_class()
+
+
 @pytest.mark.parametrize("name", [*SERVED, *REFUSED])
 def test_vllms_own_validation_agrees_with_ours(ours: Any, name: str) -> None:
     changes = SERVED[name] if name in SERVED else REFUSED[name][0]
     wanted = wanted_of(changes)
     theirs = AttentionBackend.validate_configuration.__func__(ours, **wanted)
     mine = ours.validate_configuration(**wanted)
-    assert [reason.split(" (served")[0] for reason in mine] == theirs
+    # Equal to vLLM's words, which vLLM compares with its own.
+    assert mine == theirs
+    assert [reason.split(" (got ")[0] for reason in mine] == [str(words) for words in theirs]
     assert bool(mine) == (name in REFUSED)

@@ -78,7 +78,8 @@ class DenseBackend(CommonBackend):
     @classmethod
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
         """Every reason why not; the layout that vLLM's caches get here may be one."""
-        reasons = super().validate_configuration(*args, **kwargs)
+        base: Any = super()
+        reasons: list[str] = base.validate_configuration(*args, **kwargs)
         ours: Any = cls
         layout = ours.layout_reason(KVPacking.PACKED, False, kwargs.get("device_capability"))
         return reasons if layout is None else [*reasons, layout]

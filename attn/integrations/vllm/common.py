@@ -30,24 +30,34 @@ class CommonBackend:
             raise ValueError(f"block_size must be supported ({sizes}), got {block_size}")
 
     @classmethod
-    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """Every reason why not; each says what the backend does take, where that is a list."""
-        ours: Any = super()
-        reasons: list[str] = ours.validate_configuration(*args, **kwargs)
-        return [_explained(cls, reason) for reason in reasons]
+    def outside(cls, what: str, value: object, served: object) -> str:
+        """The reason against a value outside a limit, in vLLM's words, with what is served."""
+        words = f"{what} {value}" if what == "attention type" else what
+        return _Reason(f"{words} not supported", f" (got {value}, served: {served})")
 
 
-def _explained(backend: Any, reason: str) -> str:
-    """A reason with what would be served."""
-    capabilities = backend.capabilities
-    served = {
-        "head_size not supported": capabilities.head_sizes,
-        "dtype not supported": ", ".join(dtype.value for dtype in capabilities.dtypes),
-        "kv_cache_dtype not supported": ", ".join(backend.supported_kv_cache_dtypes),
-        "block_size not supported": ", ".join(str(size) for size in capabilities.block_sizes),
-        "compute capability not supported": ", ".join(k.value for k in capabilities.device_kinds),
-    }.get(reason)
-    return reason if served is None else f"{reason} (served: {served})"
+class _Reason(str):
+    """A reason that says more than vLLM's words, and equals them.
+
+    vLLM compares: where the block size alone speaks against a better-ranked backend it warns that
+    ``--block-size`` precluded it, and on ROCm a layer that the KV cache dtype alone speaks against
+    gets another backend.
+    """
+
+    words: str
+
+    def __new__(cls, words: str, details: str) -> _Reason:
+        made = super().__new__(cls, words + details)
+        made.words = words
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return other == self.words or str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
 
 
 def served_line(label: str, spec: AnyKVCacheSpec, heads: int, layer_names: Sequence[str]) -> str:

@@ -1,0 +1,22 @@
+"""Names that a user types: found in any case, and the near one told of a name that is not there."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def find_name(name: object, known: Iterable[str]) -> str | None:
+    """The known name that ``name`` spells, in upper or lower case; None when there is none."""
+    names = list(known)
+    if name in names:
+        return str(name)
+    folded = str(name).casefold()
+    return next((one for one in names if one.casefold() == folded), None)
+
+
+def near_miss(name: object, known: Iterable[str]) -> str:
+    """Part of an error message: the known name most like ``name``, empty where none is like it."""
+    by_folded = {one.casefold(): str(one) for one in known}
+    near = difflib.get_close_matches(str(name).casefold(), by_folded, n=1)
+    return f" (did you mean {by_folded[near[0]]!r}?)" if near else ""
