@@ -242,6 +242,11 @@ class AttentionBackend(ABC):
         return cls.capabilities.alibi_sqrt
 
     @classmethod
+    def supports_alibi_symmetric(cls) -> bool:
+        """Linear bias by the distance of keys on both sides (encoders)."""
+        return cls.capabilities.alibi_symmetric
+
+    @classmethod
     def supports_mm_prefix(cls) -> bool:
         """Bidirectional ranges of multimodal tokens."""
         return cls.capabilities.mm_prefix
@@ -369,13 +374,14 @@ class AttentionBackend(ABC):
         use_logits_soft_cap: bool = False,
         use_alibi: bool = False,
         use_alibi_sqrt: bool = False,
+        use_alibi_symmetric: bool = False,
         use_chunked_local: bool = False,
         mla_kernel: str = MlaKernel.AUTO,
     ) -> list[str]:
         """Every reason why this backend cannot serve a layer, in vLLM's words; [] when it can.
 
         vLLM calls it with the fields of its selector config and ``device_capability``; the last
-        five arguments are ours.
+        six arguments are ours.
         """
         mla_reason = "MLA not supported" if use_mla else "non-MLA not supported"
         sparse_reason = "sparse not supported" if use_sparse else "non-sparse not supported"
@@ -432,6 +438,10 @@ class AttentionBackend(ABC):
             ),
             (not use_alibi or cls.supports_alibi(), "ALiBi not supported"),
             (not use_alibi_sqrt or cls.supports_alibi_sqrt(), "ALiBi-sqrt not supported"),
+            (
+                not use_alibi_symmetric or cls.supports_alibi_symmetric(),
+                "symmetric ALiBi (of encoders) not supported",
+            ),
             (
                 not use_chunked_local or cls.supports_chunked_local(),
                 "chunked local attention not supported",

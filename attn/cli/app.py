@@ -25,7 +25,7 @@ from attn.bench.kernels import HELP, make_bench, run_and_report
 from attn.bench.report import Report
 from attn.bench.settings import KernelBench
 from attn.cli.corrupt import Fault
-from attn.cli.explain import feature_table, print_backends, print_decisions
+from attn.cli.explain import feature_table, print_backends, print_decisions, remarks
 from attn.cli.replay import Replay, RunSettings
 from attn.cli.report import StepRecord, print_summary, write_report
 from attn.cli.trace import TraceRequest, fit_to_limit, read_trace, synthetic_trace
@@ -150,6 +150,8 @@ def run(
             # Before the run: an hour's work must not end at a path that cannot be written.
             report.mkdir(parents=True, exist_ok=True)
         geometry = load_model_geometry(model)
+        for remark in remarks(geometry):
+            print(remark)
         chosen = geometry.select_layers(min(max(layers, 1), geometry.num_layers)).local(tp)
         taken, clipped = _requests(trace, requests, seed, chosen)
         settings = RunSettings(

@@ -22,7 +22,7 @@ from attn.backends.base import AttentionBackend
 from attn.cli.blocks import BlockAllocator
 from attn.cli.check import Verdict, judge
 from attn.cli.corrupt import Fault, applies_to, corrupt_backend
-from attn.cli.layers import ReplayLayer, Row, StepInputs, index_spec, layer_class
+from attn.cli.layers import ReplayLayer, Row, StepInputs, index_spec, make_layer
 from attn.cli.report import LayerGroupReport, RunReport, StepRecord
 from attn.cli.scheduler import KVBudgetError, Scheduler, StepPlan
 from attn.cli.tensors import TensorSource
@@ -115,6 +115,11 @@ def choose_groups(settings: RunSettings) -> list[_Group]:
             f"attn run replays decoders; {model.name} cannot be run:",
             ["encoder-only layers cache nothing and generate nothing"],
         )
+    if any(layer.shares_kv for layer in model.layers):
+        raise UnsupportedError(
+            f"attn run cannot replay {model.name}; fewer --layers may leave these out:",
+            ["layers that attend another layer's cache are not replayed"],
+        )
     engine = EngineConfig(
         max_model_len=model.max_position_embeddings, mla_kernel=settings.mla_kernel
     )
@@ -147,7 +152,7 @@ def _asked_for(settings: RunSettings, geometry: LayerGeometry) -> str | None:
     for option, kernel in kernels.items():
         if kernel is None:
             continue
-        if geometry.indexer is None:
+        if geometry.kind is not LayerKind.SPARSE_MLA:
             raise ValueError(
                 f"{option} {kernel.value} is a kernel of sparse latent layers, and "
                 f"{settings.model.name} has {geometry.kind.value} layers"
@@ -264,7 +269,7 @@ class Replay:
                 logits_soft_cap=group.geometry.logits_soft_cap,
                 has_sinks=group.geometry.has_sinks,
                 softmax_scale=group.geometry.scale,
-                index_topk=None if indexer is None else indexer.index_topk,
+                index_topk=group.geometry.index_topk,
             )
             self.builders.append(builder(group.spec, names, own, self.device))
             index_builder = None
@@ -272,18 +277,19 @@ class Replay:
                 pages = index_spec(group.geometry, group.spec)
                 index_builder = IndexerMetadataBuilder(pages, names, own, self.device)
             self.index_builders.append(index_builder)
-            make = layer_class(group.geometry)
-            self.layers.append(
-                [
-                    make(
-                        group.geometry, i, group.spec, group.backend, group.num_blocks, self.source
-                    )
-                    for i in group.indices
-                ]
-            )
+            self.layers.append([self._make_layer(group, index) for index in group.indices])
         self.lengths = [request.num_cached_tokens for request in requests]
         self.steps: list[StepRecord] = []
         self.interrupted = False
+
+    def _make_layer(self, group: _Group, index: int) -> ReplayLayer:
+        """A layer of a group; the layers whose lists it may attend are of groups before it."""
+        made_by = self.settings.model.list_maker(index)
+        made = {layer.index: layer for layers in self.layers for layer in layers}
+        return make_layer(
+            *(group.geometry, index, group.spec, group.backend, group.num_blocks, self.source),
+            maker=None if made_by is None else made[made_by],
+        )
 
     def run(self, on_step: Callable[[StepRecord], None]) -> None:
         """Serve every request; Ctrl-C stops after the last whole step."""
@@ -426,11 +432,8 @@ class Replay:
             form = f"latent {layout.format.value}"
         else:
             form = f"{layout.packing.value} {layout.order.value}"
-        name = group.geometry.kind.value
-        if group.geometry.sliding_window is not None:
-            name += f" {group.geometry.sliding_window}"
         return LayerGroupReport(
-            name=name,
+            name=group.geometry.label,
             backend=str(group.decision.chosen),
             passed_over=tuple(_passed_over(group.decision)),
             num_layers=len(group.indices),
