@@ -420,7 +420,7 @@ class ModelGeometry(Spec):
                 stored.add(layer)
             elif writer not in stored:
                 raise ValueError(
-                    f"layer {index} shares a cache, and no equal layer before it stores"
+                    f"layer {index} shares a cache, and no equal layer before it stores one"
                 )
         return layers
 

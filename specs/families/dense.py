@@ -48,6 +48,7 @@ class Dense(Family):
         SLIDING: LayerKind.SLIDING_WINDOW,
     }
     local_type: ClassVar[str] = SLIDING
+    not_read: ClassVar[tuple[str, ...]] = ("use_sliding_window", "max_window_layers")
     has_sinks: ClassVar[bool] = False
     num_key_value_heads: PositiveInt | None = None
     head_dim: PositiveInt | None = None
@@ -125,8 +126,6 @@ class Dense(Family):
 
 class Plain(Dense):
     """Every layer is full, unless ``layer_types`` says otherwise: a window alone means nothing."""
-
-    not_read: ClassVar[tuple[str, ...]] = ("use_sliding_window", "max_window_layers")
 
     def is_local(self, index: int) -> bool:
         return False
@@ -321,7 +320,6 @@ class Gemma4(Dense):
     apart and only keys are rotated, so both are cached.
     """
 
-    not_read: ClassVar[tuple[str, ...]] = ("attention_k_eq_v",)
     hidden_size: PositiveInt = 2304
     num_hidden_layers: PositiveInt = 30
     num_attention_heads: PositiveInt = 8
@@ -388,7 +386,9 @@ class GptOss(Dense):
 class MiMoV2(Dense):
     """Window layers have KV heads and sinks of their own; values are narrower than keys."""
 
-    not_read: ClassVar[tuple[str, ...]] = ("attention_chunk_size", "hybrid_block_size")
+    not_read: ClassVar[tuple[str, ...]] = (
+        *("use_sliding_window", "attention_chunk_size", "hybrid_block_size"),
+    )
     num_key_value_heads: PositiveInt | None = 4
     head_dim: PositiveInt | None = 192
     v_head_dim: PositiveInt | None = 128
@@ -458,7 +458,6 @@ class _OtherHeads(ConfigPart):
 class Step3p5(Dense):
     """Window layers have more query heads than full layers; gates are outside attention."""
 
-    not_read: ClassVar[tuple[str, ...]] = ("mtp_layer_types",)
     num_key_value_heads: PositiveInt | None = named(
         "num_attention_groups", "num_key_value_heads", default=8
     )
