@@ -174,11 +174,11 @@ def _with_defaults(
         wanted += [(name,) for name in ATTENTION_FIELDS]
     wanted = [names for names in wanted if not any(name in prepared for name in names)]
     defaults = declared_defaults(model_type) if wanted else {}
-    taken = {}
-    for names in wanted:
-        name = next((name for name in names if defaults.get(name) is not None), None)
-        if name is not None:
-            taken[name] = defaults[name]
+    found = [next((name for name in names if name in defaults), None) for names in wanted]
+    taken = {name: defaults[name] for name in found if name is not None}
+    if not known:
+        # There null and nothing mean the same.
+        taken = {name: value for name, value in taken.items() if value is not None}
     return {**taken, **body}, [f"{name} {value!r}" for name, value in taken.items()]
 
 

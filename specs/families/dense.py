@@ -267,6 +267,7 @@ class MiniMaxM2(Plain):
 class Gemma2(Dense):
     """Every other layer has a window; scores are capped."""
 
+    not_read: ClassVar[tuple[str, ...]] = ("use_sliding_window", "sliding_window_size")
     num_key_value_heads: PositiveInt | None = 4
     head_dim: PositiveInt | None = 256
     sliding_window: NonNegativeInt | None = 4096
@@ -289,7 +290,9 @@ class Gemma3(Gemma2):
     num_attention_heads: PositiveInt = 8
     max_position_embeddings: PositiveInt = 131072
     attn_logit_softcapping: PositiveFloat | None = None
-    sliding_window_pattern: PositiveInt = 6
+    sliding_window_pattern: PositiveInt = named(
+        "sliding_window_pattern", "_sliding_window_pattern", default=6
+    )
     use_bidirectional_attention: bool | None = False
     """True for an encoder (EmbeddingGemma), whose ``sliding_window`` counts both sides."""
 
@@ -369,6 +372,14 @@ class Gemma4(Dense):
         layers = super().layers()
         own = max(len(layers) - self.num_kv_shared_layers, 0)
         return layers[:own] + tuple(layer.replace(shares_kv=True) for layer in layers[own:])
+
+
+class Gemma4Unified(Gemma4):
+    """As Gemma 4, with images unless the file says otherwise."""
+
+    max_position_embeddings: PositiveInt = 262144
+    sliding_window: NonNegativeInt | None = 1024
+    use_bidirectional_attention: Literal["vision"] | None = "vision"
 
 
 class GptOss(Dense):
@@ -464,6 +475,8 @@ class Step3p5(Dense):
     head_dim: PositiveInt | None = 128
     num_sliding_attention_heads: PositiveInt | None = None
     attention_other_setting: _OtherHeads | None = None
+    query_pre_attn_scalar: PositiveFloat | None = None
+    """Scores are divided by its square root; None means the head size."""
     att_impl_type: Literal["GQA"] = "GQA"
     use_bidirectional_attention: Literal[False] | None = False
 
@@ -483,6 +496,10 @@ class Step3p5(Dense):
     def is_local(self, index: int) -> bool:
         return False
 
+    @property
+    def scale(self) -> float:
+        return float((self.query_pre_attn_scalar or self.head_size) ** -0.5)
+
     def layer(self, layer_type: str) -> LayerGeometry:
         layer = super().layer(layer_type)
         if layer_type == SLIDING and self.num_sliding_attention_heads is not None:
@@ -495,7 +512,7 @@ class Step3p5(Dense):
             num_heads=other.num_attention_heads,
             num_kv_heads=other.num_key_value_heads or layer.num_kv_heads,
             head_size=size,
-            scale=size**-0.5,
+            scale=float((self.query_pre_attn_scalar or size) ** -0.5),
         )
 
 

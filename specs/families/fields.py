@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-_OFF: Final[tuple[Any, ...]] = (None, False, 0, "", [], {})
+_OFF: Final[tuple[Any, ...]] = (None, False, 0, 0.0, "", [], {})
 """Values by which a file says that it has no such thing."""
 
 ATTENTION_FIELDS: Final[tuple[str, ...]] = (

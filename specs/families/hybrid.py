@@ -54,6 +54,11 @@ class NemotronH(Dense):
         "attention": LayerKind.FULL,
     }
     other_types: ClassVar[tuple[str, ...]] = ("mamba", LINEAR, "moe", "mlp")
+    not_read: ClassVar[tuple[str, ...]] = (
+        "use_sliding_window",
+        "mamba_num_heads",
+        "ssm_state_size",
+    )
     num_key_value_heads: PositiveInt | None = 8
     head_dim: PositiveInt | None = named("head_dim", "attention_head_dim", default=128)
     layer_types: list[str] | None = named("layers_block_type", "layer_types", default=None)

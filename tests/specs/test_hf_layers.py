@@ -106,6 +106,11 @@ def test_gemma_1_has_no_layers_with_windows_whatever_is_listed():
     )
 
 
+def test_gemma_files_call_windows_and_patterns_by_two_names():
+    assert read("gemma2", sliding_window_size=99) == read("gemma2")
+    assert windows(read("gemma3", _sliding_window_pattern=2)) == [4096, None] * 3
+
+
 # -- Heads.
 
 
