@@ -36,6 +36,9 @@ class _ClassProperty:
         return self.function(owner)
 
 
+_NO_SYMMETRIC_ALIBI = "symmetric ALiBi (of encoders) not supported"
+
+
 class AttentionBackend(ABC):
     """Static capabilities of one triple, under vLLM v1's method names; never instantiated.
 
@@ -438,10 +441,7 @@ class AttentionBackend(ABC):
             ),
             (not use_alibi or cls.supports_alibi(), "ALiBi not supported"),
             (not use_alibi_sqrt or cls.supports_alibi_sqrt(), "ALiBi-sqrt not supported"),
-            (
-                not use_alibi_symmetric or cls.supports_alibi_symmetric(),
-                "symmetric ALiBi (of encoders) not supported",
-            ),
+            (not use_alibi_symmetric or cls.supports_alibi_symmetric(), _NO_SYMMETRIC_ALIBI),
             (
                 not use_chunked_local or cls.supports_chunked_local(),
                 "chunked local attention not supported",
