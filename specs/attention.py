@@ -151,6 +151,8 @@ class AttentionSelectorConfig(Spec):
     use_logits_soft_cap: StrictBool = False
     use_alibi: StrictBool = False
     use_alibi_sqrt: StrictBool = False
+    use_alibi_symmetric: StrictBool = False
+    """A bias of -slope * |key - query|, of encoders."""
     use_chunked_local: StrictBool = False
     mla_kernel: MlaKernel = MlaKernel.AUTO
     """Kernel asked for of a latent backend that has several; the automatic choice knows none."""
@@ -180,6 +182,7 @@ class BackendCapabilities(Spec):
     logits_soft_cap: StrictBool = False
     alibi: StrictBool = False
     alibi_sqrt: StrictBool = False
+    alibi_symmetric: StrictBool = False
     mm_prefix: StrictBool = False
     rswa: StrictBool = False
     non_causal: StrictBool = False

@@ -6,15 +6,21 @@ import json
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
-
-from pydantic import AliasChoices
+from typing import Any, Final
 
 from specs.base import SpecError, parse_spec, spec_errors
 from specs.dtypes import DType
-from specs.hf_families import FAMILIES, NESTED, Family
+from specs.families.base import Family
+from specs.families.defaults import declared_defaults
+from specs.families.fields import ATTENTION_FIELDS, unread_fields
+from specs.families.unknown import family_by_names
+from specs.hf_families import FAMILIES, MISSING, NESTED
 from specs.model import ModelGeometry
 from specs.names import find_name, near_miss
+
+_KNOWN: Final = sorted(FAMILIES)
+_TEXT_CONFIGS: Final = ("text_config", "llm_config", "language_config")
+"""Fields in which files of models with more than text keep their text model."""
 
 
 def bundled_model_names() -> tuple[str, ...]:
@@ -78,46 +84,125 @@ def _from_json(text: str, name: str, where: str) -> ModelGeometry:
 def read_hf_config(config: Mapping[str, Any], name: str, where: str) -> ModelGeometry:
     """The geometry that a Hugging Face config describes.
 
+    A ``model_type`` that nobody knows is read by the names of its fields, and the geometry's
+    ``notes`` say so. Sizes that a file leaves out are transformers' defaults where transformers is
+    installed; a note names them.
+
     Args:
         config: the parsed ``config.json``.
         name: name to give the model.
         where: file, for error messages.
 
     Raises:
-        SpecError: an unknown ``model_type``, or a field that is missing or wrong.
+        SpecError: no ``model_type``, one whose attention nothing here serves, a field that is
+            missing or wrong, or a field that changes attention and that the model's family does
+            not know.
     """
     model_type = config.get("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None:
-        known = ", ".join(sorted(FAMILIES))
+    if not isinstance(model_type, str):
         came = f"got {model_type!r}" if "model_type" in config else "missing"
-        raise SpecError(f"{where}: field 'model_type': {came}; known are {known}")
-    body: Any = config
-    if model_type in NESTED:
-        body = config.get("text_config")
-        if not isinstance(body, dict):
-            raise SpecError(f"{where}: field 'text_config': expected an object, got {body!r}")
-    parsed = _parse_family(family, body, where if body is config else f"{where} (text_config)")
-    with spec_errors(where):
+        raise SpecError(f"{where}: field 'model_type': {came}; known are {', '.join(_KNOWN)}")
+    _refuse_missing(model_type, where)
+    body, inner_type, inside = _attention_config(config, model_type, where)
+    _refuse_missing(inner_type, inside)
+    family = FAMILIES.get(inner_type) or FAMILIES.get(model_type)
+    notes = []
+    if family is None:
+        family = family_by_names(body)
+        notes.append(
+            f"model_type {inner_type!r} is not known: its attention is read by the names of its "
+            "fields, and may do more than they say"
+        )
+    elif model_type not in FAMILIES:
+        notes.append(f"model_type {model_type!r} is not known: its text model {inner_type!r} is")
+    body, taken = _with_defaults(family, body, inner_type)
+    if taken:
+        notes.append(f"not in the file, defaults of transformers: {', '.join(taken)}")
+    parsed = _parse_family(family, body, inner_type, inside)
+    with spec_errors(inside):
         return ModelGeometry(
             name=name,
-            architecture=_architecture(config, where) or str(model_type),
+            architecture=_architecture(config, where) or model_type,
             dtype=_dtype((body, config), where) or family.default_dtype,
             hidden_size=parsed.hidden_size,
-            max_position_embeddings=parsed.max_position_embeddings,
+            max_position_embeddings=parsed.longest_sequence,
             layers=parsed.layers(),
+            other_layers=parsed.other_layers(),
+            notes=(*notes, *parsed.notes),
         )
 
 
-def _parse_family(family: type[Family], body: Mapping[str, Any], where: str) -> Family:
-    for name, field in family.model_fields.items():
-        alias = field.validation_alias
-        names = [str(c) for c in alias.choices] if isinstance(alias, AliasChoices) else [name]
-        if field.is_required() and not any(choice in body for choice in names):
+def _refuse_missing(model_type: str, where: str) -> None:
+    if model_type in MISSING:
+        raise SpecError(
+            f"{where}: field 'model_type': got {model_type!r}, whose attention nothing here "
+            f"serves: it {MISSING[model_type]}"
+        )
+
+
+def _attention_config(
+    config: Mapping[str, Any], model_type: str, where: str
+) -> tuple[Mapping[str, Any], str, str]:
+    """The part of a config that describes attention, its own model type, and where it is."""
+    nested = "text_config"
+    if model_type not in NESTED:
+        found = [key for key in _TEXT_CONFIGS if isinstance(config.get(key), dict)]
+        if model_type in FAMILIES or "num_hidden_layers" in config or not found:
+            return config, model_type, where
+        nested = found[0]
+    body = config.get(nested)
+    if not isinstance(body, dict):
+        raise SpecError(f"{where}: field {nested!r}: expected an object, got {body!r}")
+    inside, given = f"{where} ({nested})", body.get("model_type")
+    if given is not None and not isinstance(given, str):
+        raise SpecError(f"{inside}: field 'model_type': expected a name, got {given!r}")
+    return body, given or NESTED.get(model_type, model_type), inside
+
+
+def _with_defaults(
+    family: type[Family], body: Mapping[str, Any], model_type: str
+) -> tuple[Mapping[str, Any], list[str]]:
+    """A config with transformers' defaults of what it leaves out, and a word on each taken.
+
+    A known family has defaults of its own, and takes those of the sizes that it needs.
+    """
+    known = model_type in FAMILIES
+    prepared = family.prepared(body)
+    wanted = [
+        family.names_of(name)
+        for name, field in family.model_fields.items()
+        if field.is_required() or not known
+    ]
+    if not known:
+        wanted += [(name,) for name in ATTENTION_FIELDS]
+    wanted = [names for names in wanted if not any(name in prepared for name in names)]
+    defaults = declared_defaults(model_type) if wanted else {}
+    found = [next((name for name in names if name in defaults), None) for names in wanted]
+    taken = {name: defaults[name] for name in found if name is not None}
+    if not known:
+        # There null and nothing mean the same.
+        taken = {name: value for name, value in taken.items() if value is not None}
+    return {**taken, **body}, [f"{name} {value!r}" for name, value in taken.items()]
+
+
+def _parse_family(
+    family: type[Family], body: Mapping[str, Any], model_type: str, where: str
+) -> Family:
+    prepared = family.prepared(body)
+    fields = family.model_fields
+    for name, field in fields.items():
+        names = family.names_of(name)
+        if field.is_required() and not any(choice in prepared for choice in names):
             raise SpecError(
                 f"{where}: field {' or '.join(map(repr, names))}: missing; this model_type needs it"
             )
-    return parse_spec(family, body, where)
+    understood = frozenset(choice for name in fields for choice in family.names_of(name))
+    for name in unread_fields(prepared, understood.union(family.not_read)):
+        raise SpecError(
+            f"{where}: field {name!r}: got {prepared[name]!r}; it changes attention, and what it "
+            f"means for model_type {model_type!r} is not known"
+        )
+    return parse_spec(family, prepared, where)
 
 
 def _architecture(config: Mapping[str, Any], where: str) -> str | None:

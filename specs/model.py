@@ -121,9 +121,17 @@ class LayerGeometry(Spec):
     has_sinks: bool = False
     """One learned logit per head in the softmax denominator."""
     use_alibi: bool = False
-    """Linear bias per head (ALiBi) instead of rotary positions."""
+    """Linear bias per head (ALiBi) instead of rotary positions: slope * (key - query), of an
+    encoder layer -slope * |key - query|."""
     mla: MLAGeometry | None = None
     indexer: IndexerGeometry | None = None
+    """The layer's own indexer; None for a sparse layer that takes another layer's list."""
+    shared_index_topk: PositiveInt | None = None
+    """Length of the list that a sparse layer without an indexer attends: the one that the nearest
+    layer before it with an indexer made, for the same token. None for every other layer."""
+    shares_kv: bool = False
+    """The layer stores nothing: it attends the cache of the nearest layer before it that stores and
+    is otherwise equal."""
 
     @field_validator("num_kv_heads")
     @classmethod
@@ -187,13 +195,35 @@ class LayerGeometry(Spec):
     def _indexer_fits_the_kind(
         cls, indexer: IndexerGeometry | None, info: ValidationInfo
     ) -> IndexerGeometry | None:
-        """Sparse layers have an indexer, no other layer has."""
-        return _of_kinds(indexer, info, (LayerKind.SPARSE_MLA,), (LayerKind.SPARSE_MLA,))
+        """No other layer than a sparse one has an indexer."""
+        return _of_kinds(indexer, info, (), (LayerKind.SPARSE_MLA,))
+
+    @field_validator("shared_index_topk")
+    @classmethod
+    def _sparse_layers_have_one_list(cls, topk: int | None, info: ValidationInfo) -> int | None:
+        """A sparse layer makes its list or takes another layer's; no other layer has one."""
+        has_own = info.data.get("indexer") is not None
+        if has_own and topk is not None:
+            raise ValueError("only for a layer without an indexer")
+        needed = () if has_own or "indexer" not in info.data else (LayerKind.SPARSE_MLA,)
+        return _of_kinds(topk, info, needed, (LayerKind.SPARSE_MLA,))
 
     @property
     def v_size(self) -> int:
         """Value head size."""
         return self.head_size if self.head_size_v is None else self.head_size_v
+
+    @property
+    def index_topk(self) -> int | None:
+        """Tokens that each query of a sparse layer attends, whoever lists them."""
+        return self.shared_index_topk if self.indexer is None else self.indexer.index_topk
+
+    @property
+    def label(self) -> str:
+        """Kind and window, and what the layer takes from another: "sliding_window 1024"."""
+        window = "" if self.sliding_window is None else f" {self.sliding_window}"
+        shared = " (shared list)" if self.shared_index_topk is not None else ""
+        return f"{self.kind.value}{window}{shared}{' (shared cache)' if self.shares_kv else ''}"
 
     @property
     def num_queries_per_kv(self) -> int:
@@ -261,7 +291,8 @@ class LayerGeometry(Spec):
                 use_pcp=parallel is not None and parallel.prefill_context_parallel_size > 1,
                 use_rswa=engine is not None and engine.rswa_window is not None,
                 use_logits_soft_cap=self.logits_soft_cap is not None,
-                use_alibi=self.use_alibi,
+                use_alibi=self.use_alibi and not is_encoder,
+                use_alibi_symmetric=self.use_alibi and is_encoder,
                 use_chunked_local=self.kind is LayerKind.CHUNKED_LOCAL,
                 mla_kernel=(
                     MlaKernel.AUTO if engine is None or not self.kind.is_mla else engine.mla_kernel
@@ -277,6 +308,8 @@ class LayerGeometry(Spec):
         tensor_parallel_size: int = 1,
     ) -> AnyKVCacheSpec:
         """What one rank stores for this layer; the indexer's own cache is not in it.
+
+        A layer that shares another layer's cache stores nothing, and this is what it reads.
 
         Args:
             block_size: tokens per block.
@@ -306,7 +339,7 @@ class LayerGeometry(Spec):
                         **common,
                         "kv_lora_rank": self.mla.kv_lora_rank,
                         "qk_rope_head_dim": self.mla.qk_rope_head_dim,
-                        "topk": None if self.indexer is None else self.indexer.index_topk,
+                        "topk": self.index_topk,
                     }
                 )
             if self.kind is LayerKind.SLIDING_WINDOW:
@@ -319,6 +352,15 @@ class LayerGeometry(Spec):
                 window = {"sliding_window": self.sliding_window}
                 return EncoderOnlyAttentionSpec.model_validate({**dense, **window})
             return FullAttentionSpec.model_validate(dense)
+
+
+class OtherLayers(Spec):
+    """Layers of one kind that are not attention."""
+
+    name: Annotated[str, Field(min_length=1)]
+    """As the model's config calls them."""
+    indices: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)]
+    """Their numbers among all layers of the model."""
 
 
 class ModelGeometry(Spec):
@@ -335,6 +377,11 @@ class ModelGeometry(Spec):
     """Longest sequence that the model was made for, in tokens."""
     layers: Annotated[tuple[LayerGeometry, ...], Field(min_length=1)]
     """Attention layers, first to last."""
+    other_layers: tuple[OtherLayers, ...] = ()
+    """Layers that are not attention (state-space models, linear attention): nothing here runs them.
+    """
+    notes: tuple[str, ...] = ()
+    """What whoever uses this geometry must be told: how it was read, what it does not say."""
 
     @field_validator("dtype")
     @classmethod
@@ -343,6 +390,40 @@ class ModelGeometry(Spec):
         if not dtype.is_floating or dtype.itemsize < 2:
             raise ValueError("a model computes in float16, bfloat16, float32 or float64")
         return dtype
+
+    @field_validator("layers")
+    @classmethod
+    def _shared_lists_have_a_maker(
+        cls, layers: tuple[LayerGeometry, ...]
+    ) -> tuple[LayerGeometry, ...]:
+        """Before a layer that takes a list is one that makes a list of that length."""
+        made: int | None = None
+        for index, layer in enumerate(layers):
+            if layer.indexer is not None:
+                made = layer.indexer.index_topk
+            elif layer.shared_index_topk not in (None, made):
+                before = "no layer before it makes one" if made is None else f"that list has {made}"
+                raise ValueError(
+                    f"layer {index} takes a list of {layer.shared_index_topk}, and {before}"
+                )
+        return layers
+
+    @field_validator("layers")
+    @classmethod
+    def _shared_caches_have_a_writer(
+        cls, layers: tuple[LayerGeometry, ...]
+    ) -> tuple[LayerGeometry, ...]:
+        """Before a layer that shares a cache is an equal one that stores."""
+        stored = set()
+        for index, layer in enumerate(layers):
+            writer = layer.replace(shares_kv=False)
+            if not layer.shares_kv:
+                stored.add(layer)
+            elif writer not in stored:
+                raise ValueError(
+                    f"layer {index} shares a cache, and no equal layer before it stores one"
+                )
+        return layers
 
     @property
     def num_layers(self) -> int:
@@ -366,6 +447,12 @@ class ModelGeometry(Spec):
             indices.setdefault(layer, []).append(index)
         return tuple((layer, tuple(equal)) for layer, equal in indices.items())
 
+    def list_maker(self, index: int) -> int | None:
+        """The layer whose list layer ``index`` attends; None unless it takes another layer's."""
+        if self.layers[index].shared_index_topk is None:
+            return None
+        return max(i for i in range(index) if self.layers[i].indexer is not None)
+
     def local(self, tensor_parallel_size: int) -> Self:
         """The model as one tensor-parallel rank sees it.
 
@@ -380,7 +467,8 @@ class ModelGeometry(Spec):
         """A smaller model of ``count`` of these layers, in their order.
 
         The first layer of each distinct geometry comes in first, so that every kind is there when
-        ``count`` allows; the rest are the earliest of the other layers.
+        ``count`` allows; the rest are the earliest of the other layers. Layers that are not
+        attention are left out.
 
         Raises:
             SpecError: ``count`` below 1 or above ``num_layers``.
@@ -392,4 +480,4 @@ class ModelGeometry(Spec):
         first = [indices[0] for _, indices in self.groups()]
         others = [index for index in range(self.num_layers) if index not in first]
         kept = sorted((first + others)[:count])
-        return self.replace(layers=tuple(self.layers[index] for index in kept))
+        return self.replace(layers=tuple(self.layers[index] for index in kept), other_layers=())

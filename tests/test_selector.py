@@ -98,6 +98,7 @@ OUR_CONFIG = [
     ("use_logits_soft_cap", False),
     ("use_alibi", False),
     ("use_alibi_sqrt", False),
+    ("use_alibi_symmetric", False),
     ("use_chunked_local", False),
     ("mla_kernel", MlaKernel.AUTO),
     ("head_size_v", None),
@@ -164,6 +165,7 @@ OUR_REASONS = [
     "logits soft cap not supported",
     "ALiBi not supported",
     "ALiBi-sqrt not supported",
+    "symmetric ALiBi (of encoders) not supported",
     "chunked local attention not supported",
 ]
 
@@ -419,6 +421,7 @@ CASES: dict[str, tuple[type[AttentionBackend], dict[str, Any]]] = {
     "logits soft cap not supported": (Stingy, {"use_logits_soft_cap": True}),
     "ALiBi not supported": (Stingy, {"use_alibi": True}),
     "ALiBi-sqrt not supported": (Stingy, {"use_alibi_sqrt": True}),
+    "symmetric ALiBi (of encoders) not supported": (Stingy, {"use_alibi_symmetric": True}),
     "chunked local attention not supported": (Stingy, {"use_chunked_local": True}),
 }
 
@@ -512,6 +515,10 @@ FEATURES: dict[str, tuple[dict[str, Any], str]] = {
     "logits_soft_cap": ({"use_logits_soft_cap": True}, "logits soft cap not supported"),
     "alibi": ({"use_alibi": True}, "ALiBi not supported"),
     "alibi_sqrt": ({"use_alibi_sqrt": True}, "ALiBi-sqrt not supported"),
+    "alibi_symmetric": (
+        {"use_alibi_symmetric": True},
+        "symmetric ALiBi (of encoders) not supported",
+    ),
     "mm_prefix": (
         {"use_mm_prefix": True},
         "partial multimodal token full attention not supported",

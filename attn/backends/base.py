@@ -37,6 +37,9 @@ class _ClassProperty:
         return self.function(owner)
 
 
+_NO_SYMMETRIC_ALIBI = "symmetric ALiBi (of encoders) not supported"
+
+
 class AttentionBackend(ABC):
     """Static capabilities of one triple, under vLLM v1's method names; never instantiated.
 
@@ -256,6 +259,11 @@ class AttentionBackend(ABC):
         return cls.capabilities.alibi_sqrt
 
     @classmethod
+    def supports_alibi_symmetric(cls) -> bool:
+        """Linear bias by the distance of keys on both sides (encoders)."""
+        return cls.capabilities.alibi_symmetric
+
+    @classmethod
     def supports_mm_prefix(cls) -> bool:
         """Bidirectional ranges of multimodal tokens."""
         return cls.capabilities.mm_prefix
@@ -447,6 +455,7 @@ class AttentionBackend(ABC):
         use_logits_soft_cap: bool = False,
         use_alibi: bool = False,
         use_alibi_sqrt: bool = False,
+        use_alibi_symmetric: bool = False,
         use_chunked_local: bool = False,
         mla_kernel: str = MlaKernel.AUTO,
         head_size_v: int | None = None,
@@ -455,7 +464,7 @@ class AttentionBackend(ABC):
 
         A value outside a limit is named with what is served (:meth:`outside`), a feature in vLLM's
         words. vLLM calls it with the fields of its selector config and ``device_capability``; the
-        last six arguments are ours.
+        last seven arguments are ours.
         """
         mla_reason = "MLA not supported" if use_mla else "non-MLA not supported"
         sparse_reason = "sparse not supported" if use_sparse else "non-sparse not supported"
@@ -505,6 +514,7 @@ class AttentionBackend(ABC):
             ),
             (not use_alibi or cls.supports_alibi(), "ALiBi not supported"),
             (not use_alibi_sqrt or cls.supports_alibi_sqrt(), "ALiBi-sqrt not supported"),
+            (not use_alibi_symmetric or cls.supports_alibi_symmetric(), _NO_SYMMETRIC_ALIBI),
             (
                 not use_chunked_local or cls.supports_chunked_local(),
                 "chunked local attention not supported",

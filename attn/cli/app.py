@@ -27,7 +27,7 @@ from attn.bench.kernels import HELP, check_and_report, make_bench
 from attn.bench.report import Report
 from attn.bench.settings import KernelBench
 from attn.cli.corrupt import Fault
-from attn.cli.explain import feature_table, print_backends, print_decisions
+from attn.cli.explain import feature_table, print_backends, print_decisions, remarks
 from attn.cli.replay import Replay, RunSettings, reference_notes
 from attn.cli.report import StepRecord, print_summary, write_report
 from attn.cli.trace import TraceRequest, fit_to_limit, read_trace, synthetic_trace
@@ -187,6 +187,8 @@ def run(
             # Before the run: an hour's work must not end at a path that cannot be written.
             report.mkdir(parents=True, exist_ok=True)
         geometry = load_model_geometry(model)
+        for remark in remarks(geometry):
+            print(remark)
         if mla_kernel is not MlaKernel.AUTO and not any(one.kind.is_mla for one in geometry.layers):
             raise ValueError(
                 f"mla-kernel {mla_kernel.value} is a kernel of latent layers, and {geometry.name} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
@@ -117,6 +118,29 @@ def _serves(is_mla: bool, is_sparse: bool) -> str:
     return "sparse MLA" if is_sparse else "MLA"
 
 
+def remarks(model: ModelGeometry) -> list[str]:
+    """What to tell of a model besides its layers: its notes, and its layers without attention."""
+    return [
+        *(f"note: {note}" for note in model.notes),
+        *(
+            f"not attention: {len(other.indices)} {other.name} "
+            f"{'layer' if len(other.indices) == 1 else 'layers'} ({_ranges(other.indices)})"
+            for other in model.other_layers
+        ),
+    ]
+
+
+def _ranges(indices: Sequence[int]) -> str:
+    """``"0-2, 4"`` of rising numbers."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and runs[-1][-1] == index - 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
 def print_decisions(
     model: ModelGeometry,
     device: Device,
@@ -150,9 +174,12 @@ def print_decisions(
         decision = explain(request, device, backend, allow_reference=allow_reference)
         wanted = kernels and decision.chosen == "TRITON_ATTN"
         named = _kernels(model, layer, device, kv_cache_dtype, block_size) if wanted else {}
-        name = _layer_name(layer.kind.value, layer.sliding_window, indices)
+        name = f"{len(indices)} {layer.label} {'layer' if len(indices) == 1 else 'layers'}"
         decisions.append((name, decision, named))
     served = all(decision.chosen is not None for _, decision, _ in decisions)
+    for remark in remarks(model):
+        # JSON has standard output for itself.
+        print(remark, file=sys.stderr if as_json else console.file)
     if as_json:
         dumped = [
             {
@@ -230,9 +257,3 @@ def _named(tile: HopperTile | HopperDecodeTile | None) -> str:
 
 DEFAULT_BLOCK_SIZE = 16
 """Tokens of a page where none are named."""
-
-
-def _layer_name(kind: str, window: int | None, indices: tuple[int, ...]) -> str:
-    size = "" if window is None else f" {window}"
-    plural = "layer" if len(indices) == 1 else "layers"
-    return f"{len(indices)} {kind}{size} {plural}"

@@ -349,8 +349,7 @@ class SparseReplayLayer(LatentReplayLayer):
         return IndexInputs(query, key, weights, self.index_cache, inputs.index_metadata)
 
     def _listed(self, inputs: StepInputs, row: int, offset: int, position: int) -> torch.Tensor:
-        listed = self.indexer.topk_indices_buffer[inputs.rows[row].tokens][offset].long()
-        listed = listed[listed >= 0]
+        listed = _attended(self.indexer, inputs, row, offset)
         expected = min(position + 1, self.indexer.topk_indices_buffer.shape[1])
         distinct = len(set(listed.tolist()))
         if distinct != expected or int(listed.max()) > position:
@@ -371,14 +370,77 @@ class SparseReplayLayer(LatentReplayLayer):
         return listed
 
 
+class SharedListReplayLayer(LatentReplayLayer):
+    """Top-k sparse latent attention over the lists of a layer before it; no indexer of its own."""
+
+    def __init__(
+        self,
+        geometry: LayerGeometry,
+        index: int,
+        spec: AnyKVCacheSpec,
+        backend: type[AttentionBackend],
+        num_blocks: int,
+        source: TensorSource,
+        maker: ReplayLayer,
+    ) -> None:
+        """As every layer.
+
+        Args:
+            geometry: the layer.
+            index: its number in the model.
+            spec: what it stores.
+            backend: the triple.
+            num_blocks: blocks of its cache, the null block included.
+            source: of its tensors.
+            maker: the layer whose lists it attends; its step must run first.
+        """
+        assert isinstance(maker, SparseReplayLayer)
+        self.indexer = maker.indexer
+        super().__init__(geometry, index, spec, backend, num_blocks, source)
+
+    def _make_indexer(self) -> Any:
+        return self.indexer
+
+    def _listed(self, inputs: StepInputs, row: int, offset: int, position: int) -> torch.Tensor:
+        return _attended(self.indexer, inputs, row, offset)
+
+
+def _attended(indexer: SparseIndexer, inputs: StepInputs, row: int, offset: int) -> torch.Tensor:
+    """Positions that the step's lists name for token ``offset`` of a row."""
+    listed = indexer.topk_indices_buffer[inputs.rows[row].tokens][offset].long()
+    return listed[listed >= 0]
+
+
 def index_spec(geometry: LayerGeometry, spec: AnyKVCacheSpec) -> IndexerSpec:
     """What a sparse layer's indexer stores: its pages follow the latent cache's blocks."""
     assert geometry.indexer is not None
     return IndexerSpec(block_size=spec.block_size, index_head_dim=geometry.indexer.index_head_dim)
 
 
-def layer_class(geometry: LayerGeometry) -> type[ReplayLayer]:
-    """The replay layer for a kind of attention."""
+def make_layer(
+    geometry: LayerGeometry,
+    index: int,
+    spec: AnyKVCacheSpec,
+    backend: type[AttentionBackend],
+    num_blocks: int,
+    source: TensorSource,
+    maker: ReplayLayer | None = None,
+) -> ReplayLayer:
+    """The replay layer for a kind of attention.
+
+    Args:
+        geometry: the layer.
+        index: its number in the model.
+        spec: what it stores.
+        backend: the triple.
+        num_blocks: blocks of its cache, the null block included.
+        source: of its tensors.
+        maker: the layer whose lists a sparse layer without an indexer attends.
+    """
+    common = (geometry, index, spec, backend, num_blocks, source)
+    if geometry.shared_index_topk is not None:
+        assert maker is not None
+        return SharedListReplayLayer(*common, maker)
     if geometry.indexer is not None:
-        return SparseReplayLayer
-    return DenseReplayLayer if geometry.mla is None else LatentReplayLayer
+        return SparseReplayLayer(*common)
+    return DenseReplayLayer(*common) if geometry.mla is None else LatentReplayLayer(*common)

@@ -22,7 +22,7 @@ from attn.backends.base import AttentionBackend
 from attn.cli.blocks import BlockAllocator
 from attn.cli.check import Verdict, judge
 from attn.cli.corrupt import Fault, applies_to, corrupt_backend
-from attn.cli.layers import ReplayLayer, Row, StepInputs, index_spec, layer_class
+from attn.cli.layers import ReplayLayer, Row, StepInputs, index_spec, make_layer
 from attn.cli.report import LayerGroupReport, RunReport, StepRecord
 from attn.cli.scheduler import KVBudgetError, Scheduler, StepPlan
 from attn.cli.tensors import TensorSource
@@ -94,13 +94,6 @@ class _Group:
     """The null block included."""
 
     @property
-    def name(self) -> str:
-        """Kind of its layers, and their window."""
-        window = self.geometry.sliding_window
-        kind = self.geometry.kind.value
-        return kind if window is None else f"{kind} {window}"
-
-    @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers of the group, the indexer's pages included."""
         page = self.spec.page_size_bytes
@@ -121,6 +114,11 @@ def choose_groups(settings: RunSettings) -> list[_Group]:
         raise UnsupportedError(
             f"attn run replays decoders; {model.name} cannot be run:",
             ["encoder-only layers cache nothing and generate nothing"],
+        )
+    if any(layer.shares_kv for layer in model.layers):
+        raise UnsupportedError(
+            f"attn run cannot replay {model.name}; fewer --layers may leave these out:",
+            ["layers that attend another layer's cache are not replayed"],
         )
     engine = EngineConfig(
         max_model_len=model.max_position_embeddings, mla_kernel=settings.mla_kernel
@@ -150,8 +148,8 @@ def choose_groups(settings: RunSettings) -> list[_Group]:
 def reference_notes(groups: Sequence[_Group], device: Device) -> list[str]:
     """A line per kind of layer that gets a reference backend on a GPU without being asked."""
     return [
-        f"{group.name}: no kernel for {device.name} serves these layers; {group.decision.chosen} "
-        "does, in plain torch"
+        f"{group.geometry.label}: no kernel for {device.name} serves these layers; "
+        f"{group.decision.chosen} does, in plain torch"
         for group in groups
         if group.decision.asked_for is None and is_withheld(str(group.decision.chosen), device.kind)
     ]
@@ -166,7 +164,7 @@ def _asked_for(settings: RunSettings, geometry: LayerGeometry) -> str | None:
     for option, kernel in kernels.items():
         if kernel is None:
             continue
-        if geometry.indexer is None:
+        if geometry.kind is not LayerKind.SPARSE_MLA:
             raise ValueError(
                 f"{option} {kernel.value} is a kernel of sparse latent layers, and "
                 f"{settings.model.name} has {geometry.kind.value} layers"
@@ -283,7 +281,7 @@ class Replay:
                 logits_soft_cap=group.geometry.logits_soft_cap,
                 has_sinks=group.geometry.has_sinks,
                 softmax_scale=group.geometry.scale,
-                index_topk=None if indexer is None else indexer.index_topk,
+                index_topk=group.geometry.index_topk,
             )
             self.builders.append(builder(group.spec, names, own, self.device))
             index_builder = None
@@ -291,18 +289,19 @@ class Replay:
                 pages = index_spec(group.geometry, group.spec)
                 index_builder = IndexerMetadataBuilder(pages, names, own, self.device)
             self.index_builders.append(index_builder)
-            make = layer_class(group.geometry)
-            self.layers.append(
-                [
-                    make(
-                        group.geometry, i, group.spec, group.backend, group.num_blocks, self.source
-                    )
-                    for i in group.indices
-                ]
-            )
+            self.layers.append([self._make_layer(group, index) for index in group.indices])
         self.lengths = [request.num_cached_tokens for request in requests]
         self.steps: list[StepRecord] = []
         self.interrupted = False
+
+    def _make_layer(self, group: _Group, index: int) -> ReplayLayer:
+        """A layer of a group; the layers whose lists it may attend are of groups before it."""
+        made_by = self.settings.model.list_maker(index)
+        made = {layer.index: layer for layers in self.layers for layer in layers}
+        return make_layer(
+            *(group.geometry, index, group.spec, group.backend, group.num_blocks, self.source),
+            maker=None if made_by is None else made[made_by],
+        )
 
     def run(self, on_step: Callable[[StepRecord], None]) -> None:
         """Serve every request; Ctrl-C stops after the last whole step."""
@@ -446,7 +445,7 @@ class Replay:
         else:
             form = f"{layout.packing.value} {layout.order.value}"
         return LayerGroupReport(
-            name=group.name,
+            name=group.geometry.label,
             backend=str(group.decision.chosen),
             passed_over=tuple(_passed_over(group.decision)),
             num_layers=len(group.indices),

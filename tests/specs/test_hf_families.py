@@ -28,7 +28,10 @@ F, W, C = LayerKind.FULL, LayerKind.SLIDING_WINDOW, LayerKind.CHUNKED_LOCAL
 def test_every_family_reads_and_names_itself(model_type):
     model = read(model_type)
     assert (model.name, model.architecture) == ("tiny", model_type)
-    assert (model.hidden_size, model.num_layers) == (2048, 6)
+    others = sum(len(other.indices) for other in model.other_layers)
+    assert (model.hidden_size, model.num_layers + others) == (2048, 6)
+    images = model_type.startswith("gemma4_unified")
+    assert len(model.notes) == images
     assert all(layer.num_heads == 32 for layer in model.layers)
 
 
@@ -87,6 +90,18 @@ def test_head_size_falls_back_to_hidden_size_over_heads():
         ("gemma3_text", 4),
         ("gpt_oss", 8),
         ("llama4_text", 8),
+        ("gemma", 16),
+        ("gemma4_text", 4),
+        ("glm4_moe", 8),
+        ("minimax_m2", 8),
+        ("mimo", 32),
+        ("step3p5", 8),
+        ("qwen3_vl_text", 32),
+        ("qwen3_vl_moe", 16),
+        ("qwen3_next", 2),
+        ("qwen3_5_text", 4),
+        ("qwen3_5_moe", 2),
+        ("nemotron_h", 8),
     ],
 )
 def test_kv_heads_that_are_not_given_are_the_family_default_and_null_means_all_heads(
@@ -99,7 +114,7 @@ def test_kv_heads_that_are_not_given_are_the_family_default_and_null_means_all_h
 
 @pytest.mark.parametrize(
     ("model_type", "default"),
-    [("mistral", 4096), ("mixtral", None), ("phi3", None), ("llama", None)],
+    [("mistral", 4096), ("mixtral", None), ("phi3", None)],
 )
 def test_one_window_holds_for_all_layers(model_type, default):
     assert windows(read(model_type)) == [default] * 6
@@ -108,9 +123,18 @@ def test_one_window_holds_for_all_layers(model_type, default):
         assert kinds(read(model_type, sliding_window=off)) == [F] * 6
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gemma", "glm4_moe", "minimax_m2", "qwen3_vl"])
+def test_a_left_over_window_means_nothing_where_models_have_none(model_type):
+    plain = read(model_type)
+    left_over = {"sliding_window": 32, "use_sliding_window": False, "max_window_layers": 2}
+    assert read(model_type, **left_over) == plain
+    assert windows(plain) == [None] * 6
+
+
 @pytest.mark.parametrize(
     ("model_type", "expected"),
     [
+        ("mimo", [F, F, F, F, W, W]),
         ("qwen2", [F, F, F, F, W, W]),
         ("qwen3", [F, F, F, F, W, W]),
         ("qwen2_moe", [W, F, W, F, F, F]),
@@ -143,7 +167,11 @@ def test_gemma_3_has_a_full_layer_at_the_end_of_each_period(model_type):
 
 @pytest.mark.parametrize(
     ("model_type", "sizes"),
-    [("gemma3", (2304, 26, 8, 4, 256, 131072)), ("llama4", (5120, 48, 40, 8, 128, 131072))],
+    [
+        ("gemma3", (2304, 26, 8, 4, 256, 131072)),
+        ("gemma4", (2304, 30, 8, 4, 256, 131072)),
+        ("llama4", (5120, 48, 40, 8, 128, 131072)),
+    ],
 )
 def test_an_empty_text_config_means_the_defaults_of_transformers(model_type, sizes):
     model = read_hf_config({"model_type": model_type, "text_config": {}}, "tiny", "x")

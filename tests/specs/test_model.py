@@ -17,7 +17,14 @@ from specs.kv_cache import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
-from specs.model import IndexerGeometry, LayerGeometry, LayerKind, MLAGeometry, ModelGeometry
+from specs.model import (
+    IndexerGeometry,
+    LayerGeometry,
+    LayerKind,
+    MLAGeometry,
+    ModelGeometry,
+    OtherLayers,
+)
 
 FULL = LayerGeometry(
     kind=LayerKind.FULL, num_heads=32, num_kv_heads=8, head_size=128, scale=128**-0.5
@@ -106,9 +113,8 @@ NEEDED = {
     "sliding_window": {LayerKind.SLIDING_WINDOW},
     "attention_chunk_size": {LayerKind.CHUNKED_LOCAL},
     "mla": {LayerKind.MLA, LayerKind.SPARSE_MLA},
-    "indexer": {LayerKind.SPARSE_MLA},
 }
-VALUES = {"sliding_window": 64, "attention_chunk_size": 64, "mla": LATENT, "indexer": INDEXER}
+VALUES = {"sliding_window": 64, "attention_chunk_size": 64, "mla": LATENT}
 
 
 @pytest.mark.parametrize("kind", LayerKind)
@@ -125,6 +131,88 @@ def test_a_field_of_one_kind_is_needed_there_and_refused_elsewhere(field, kind):
         assert f"this layer's is '{kind.value}'" in message
         for needed in NEEDED[field]:
             assert f"'{needed.value}'" in message
+
+
+SHARED = SPARSE.replace(indexer=None, shared_index_topk=2048)
+
+
+@pytest.mark.parametrize("kind", LayerKind)
+@pytest.mark.parametrize("field", ["indexer", "shared_index_topk"])
+def test_only_a_sparse_layer_has_an_indexer_or_takes_a_list(field, kind):
+    if kind is LayerKind.SPARSE_MLA:
+        return
+    message = changed(
+        ALL[kind], **{field: getattr(SPARSE if field == "indexer" else SHARED, field)}
+    )
+    assert f"field '{field}': Value error, only for kind 'sparse_mla'" in message
+    assert f"this layer's is '{kind.value}'" in message
+
+
+def test_a_sparse_layer_has_an_indexer_or_takes_a_list_and_not_both():
+    message = changed(SPARSE, indexer=None)
+    assert (
+        "field 'shared_index_topk': Value error, a layer of kind 'sparse_mla' needs it" in message
+    )
+    message = changed(SPARSE, shared_index_topk=2048)
+    assert "only for a layer without an indexer; got 2048" in message
+
+
+def test_who_lists_the_tokens_changes_neither_what_a_layer_asks_nor_what_it_stores():
+    assert (SPARSE.index_topk, SHARED.index_topk, MLA.index_topk) == (2048, 2048, None)
+    assert SHARED.selector_config("bfloat16") == SPARSE.selector_config("bfloat16")
+    assert SHARED.kv_cache_spec(64, "bfloat16") == SPARSE.kv_cache_spec(64, "bfloat16")
+
+
+def test_a_layer_that_takes_a_list_takes_the_last_one_made():
+    geometry = model(SPARSE, SHARED, SHARED, SPARSE, MLA, SHARED)
+    assert [geometry.list_maker(index) for index in range(6)] == [None, 0, 0, None, None, 3]
+    smaller = geometry.select_layers(3)
+    assert smaller.layers == (SPARSE, SHARED, MLA)
+    assert smaller.list_maker(1) == 0
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ((SHARED, SPARSE), "layer 0 takes a list of 2048, and no layer before it makes one"),
+        (
+            (SPARSE, SHARED.replace(shared_index_topk=512)),
+            "layer 1 takes a list of 512, and that list has 2048",
+        ),
+    ],
+)
+def test_a_list_that_nobody_makes_cannot_be_taken(layers, message):
+    with pytest.raises(ValueError, match=message):
+        model(*layers)
+
+
+def test_a_shared_cache_needs_an_equal_layer_before_that_stores():
+    reader = FULL.replace(shares_kv=True)
+    assert model(FULL, reader).kinds == (FULL, reader)
+    for layers in ((reader, FULL), (SLIDING, reader), (FULL.replace(head_size=64), reader)):
+        with pytest.raises(ValueError, match="no equal layer before it stores one"):
+            model(*layers)
+
+
+def test_a_smaller_model_has_attention_layers_only():
+    other = OtherLayers(name="mamba", indices=(1,))
+    geometry = model(FULL, SLIDING, other_layers=(other,))
+    assert geometry.select_layers(2).other_layers == ()
+    assert geometry.local(2).other_layers == (other,)
+
+
+def test_the_label_of_a_layer_says_what_it_takes_from_others():
+    assert FULL.label == "full_attention"
+    assert SLIDING.label == "sliding_window 1024"
+    assert SHARED.label == "sparse_mla (shared list)"
+    assert SLIDING.replace(shares_kv=True).label == "sliding_window 1024 (shared cache)"
+
+
+def test_alibi_of_an_encoder_is_asked_for_as_symmetric():
+    decoder = FULL.replace(use_alibi=True).selector_config("float32")
+    encoder = ENCODER.replace(use_alibi=True).selector_config("float32")
+    assert (decoder.use_alibi, decoder.use_alibi_symmetric) == (True, False)
+    assert (encoder.use_alibi, encoder.use_alibi_symmetric) == (False, True)
 
 
 def test_an_encoder_may_have_a_window():
