@@ -96,6 +96,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from attn.integrations.vllm import plugin as module
+    from attn.integrations.vllm import settings
 
     def forget() -> None:
         for name in module._registered:
@@ -103,8 +104,10 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         module._registered.clear()
         selector._cached_get_attn_backend.cache_clear()
 
-    for variable in (module.BACKEND_VARIABLE, module.OVERRIDE_VARIABLE):
-        monkeypatch.delenv(variable, raising=False)
+    # Set first, so that what the plugin itself sets is taken back afterwards too.
+    for variable in (*settings.VARIABLES, settings.RAY_VARIABLE):
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
     forget()
     yield module
     forget()

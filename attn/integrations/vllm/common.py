@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from attn.integrations.vllm import compat
+from attn.integrations.vllm import compat, settings
 from specs.kv_cache import AnyKVCacheSpec
 
 
@@ -34,7 +34,8 @@ class CommonBackend:
         """Every reason why not; each says what the backend does take, where that is a list."""
         ours: Any = super()
         reasons: list[str] = ours.validate_configuration(*args, **kwargs)
-        return [_explained(cls, reason) for reason in reasons]
+        explained = [_explained(cls, reason) for reason in reasons]
+        return [*explained, *settings.kernel_reasons(kwargs.get("device_capability"))]
 
 
 def _explained(backend: Any, reason: str) -> str:

@@ -57,14 +57,15 @@ def merge_ranks(output: torch.Tensor, lse: torch.Tensor, group: Any) -> torch.Te
     return merged
 
 
-def dequantised(linear: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Weight ``[out, in]`` of one of vLLM's linear layers, in a floating point type."""
-    from vllm.model_executor.layers.quantization.utils.quant_utils import (
-        get_and_maybe_dequant_weights,
-    )
+def quantised_up_projections() -> list[str]:
+    """vLLM's settings, if any, by which MLA layers keep quantised up-projections, as on ROCm."""
+    from vllm._aiter_ops import rocm_aiter_ops
 
-    weight: torch.Tensor = get_and_maybe_dequant_weights(linear, out_dtype=dtype)
-    return weight
+    asked = {
+        "VLLM_ROCM_USE_AITER_FP8BMM": rocm_aiter_ops.is_fp8bmm_enabled(),
+        "VLLM_ROCM_USE_AITER_FP4BMM": rocm_aiter_ops.is_fp4bmm_enabled(),
+    }
+    return [variable for variable, is_asked in asked.items() if is_asked]
 
 
 def dcp_group() -> Any:

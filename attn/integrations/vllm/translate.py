@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any
 
 import torch
 from vllm.v1 import kv_cache_interface as vllm_specs
 
-from attn.integrations.vllm import compat
+from attn.integrations.vllm import compat, settings
 from attn.reference.dense import AttentionRules
 from specs.base import cdiv
 from specs.devices import ComputeCapability, DeviceKind, kind_of
 from specs.dtypes import CacheDType, DType
-from specs.engine import (
-    DecodeKernel,
-    EngineConfig,
-    ParallelConfig,
-    PrefillKernel,
-    SpeculativeConfig,
-)
+from specs.engine import EngineConfig, ParallelConfig, SpeculativeConfig
 from specs.kv_cache import (
     AnyKVCacheSpec,
     ChunkedLocalAttentionSpec,
@@ -32,11 +25,6 @@ from specs.kv_cache import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
-
-PREFILL_VARIABLE: Final = "ATTN_VLLM_PREFILL_KERNEL"
-"""Names the kernel of requests with many new tokens: ``auto``, ``triton`` or ``hopper``."""
-DECODE_VARIABLE: Final = "ATTN_VLLM_DECODE_KERNEL"
-"""Names that of the others, likewise."""
 
 _QUANT_MODES = {
     "INT8_PER_TOKEN_HEAD": CacheDType.INT8_PER_TOKEN_HEAD,
@@ -239,20 +227,9 @@ def engine_config(
         rswa_window=compat.rswa_window(vllm_config, spec),
         exact_host_lengths=is_exact,
         index_topk=compat.index_topk(vllm_config),
-        prefill_kernel=_named(PREFILL_VARIABLE, PrefillKernel.AUTO),
-        decode_kernel=_named(DECODE_VARIABLE, DecodeKernel.AUTO),
+        prefill_kernel=settings.prefill_kernel(),
+        decode_kernel=settings.decode_kernel(),
     )
-
-
-_Kernel = TypeVar("_Kernel", PrefillKernel, DecodeKernel)
-
-
-def _named(variable: str, default: _Kernel) -> _Kernel:
-    """The kernel that the environment names."""
-    kernels, named = type(default), os.environ.get(variable) or default.value
-    if named not in list(kernels):
-        raise ValueError(f"{variable} must be one of {', '.join(kernels)}, got {named!r}")
-    return kernels(named)
 
 
 def batch_invariant() -> bool:
