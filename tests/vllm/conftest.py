@@ -114,6 +114,21 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[Callable[[], None]]:
+    """Call it, with a configuration set, for vLLM's groups of one process."""
+    from vllm import distributed
+
+    def start() -> None:
+        method = (tmp_path / "group").as_uri()
+        distributed.init_distributed_environment(1, 0, method, 0, "gloo")
+        distributed.initialize_model_parallel(1, 1, backend="gloo")
+
+    yield start
+    distributed.destroy_model_parallel()
+    distributed.destroy_distributed_environment()
+
+
+@pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch, make_config: Callable[..., Any]) -> Any:
     """VLLM's CUDA platform with a capability of one's choice: call it with major and minor."""
     for name in ("vllm._C_stable_libtorch", "vllm._C"):

@@ -115,7 +115,11 @@ def _known(name: str, variable: str) -> str:
     if name not in AttentionBackendEnum:
         names = ", ".join(member.name for member in AttentionBackendEnum)
         raise ValueError(f"{variable} must name one of {names}, got {name!r}")
-    return AttentionBackendEnum[name].name
+    member = AttentionBackendEnum[name]
+    missing = member.missing()
+    if missing:
+        raise ValueError(f"{variable}={name} needs {', '.join(missing)}, which is not installed")
+    return member.name
 
 
 def _dense(name: str, variable: str) -> str:
@@ -123,7 +127,7 @@ def _dense(name: str, variable: str) -> str:
     from attn.registry import AttentionBackendEnum
 
     member: Any = AttentionBackendEnum[_known(name, variable)]
-    if not member.missing() and member.get_class().is_mla():
+    if member.get_class().is_mla():
         raise ValueError(f"{variable} must name a backend of dense layers, got {name!r}")
     return str(member.name)
 
