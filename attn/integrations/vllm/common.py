@@ -35,7 +35,14 @@ class CommonBackend:
         ours: Any = super()
         reasons: list[str] = ours.validate_configuration(*args, **kwargs)
         explained = [_explained(cls, reason) for reason in reasons]
-        return [*explained, *settings.kernel_reasons(kwargs.get("device_capability"))]
+        explained += settings.kernel_reasons(kwargs.get("device_capability"))
+        if ours.capabilities.needs_host_lengths and compat.has_inexact_lengths():
+            explained.append(
+                "asynchronous scheduling with speculation not supported (plans are made on the host)"
+            )
+        # Asked last, as it may import packages.
+        unavailable = None if explained else ours.unavailable_reason()
+        return explained if unavailable is None else [unavailable]
 
 
 def _explained(backend: Any, reason: str) -> str:

@@ -83,6 +83,23 @@ def rswa_window(vllm_config: Any, spec: Any) -> int | None:
     return window or None
 
 
+def is_optimistic(vllm_config: Any) -> bool:
+    """Rejected drafts are known to the device alone: the host's lengths are upper bounds."""
+    speculative = vllm_config.speculative_config
+    trims = getattr(vllm_config.scheduler_config, "async_scheduling", False) or getattr(
+        speculative, "enable_adaptive_verification", False
+    )
+    return bool(getattr(speculative, "num_speculative_tokens", None)) and bool(trims)
+
+
+def has_inexact_lengths() -> bool:
+    """The same of the engine whose layers are being made; False where there is none."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    vllm_config = get_current_vllm_config_or_none()
+    return vllm_config is not None and is_optimistic(vllm_config)
+
+
 def index_topk(vllm_config: Any) -> int | None:
     """Tokens that a sparse MLA layer attends, from the model's configuration."""
     text_config = getattr(vllm_config.model_config, "hf_text_config", None)

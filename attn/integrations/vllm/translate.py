@@ -197,12 +197,10 @@ def engine_config(
         # Every request can start and end within a chunk.
         max_reqs = 2 * max_reqs + cdiv(max_tokens, spec.attention_chunk_size)
     drafts = None if speculative is None else speculative.num_speculative_tokens
-    # Rejected drafts are known to the device alone then; sinks are added there.
-    trims = getattr(scheduler, "async_scheduling", False) or getattr(
-        speculative, "enable_adaptive_verification", False
+    # Sinks are added on the device.
+    is_exact = not compat.is_optimistic(vllm_config) and not isinstance(
+        spec, vllm_specs.SinkFullAttentionSpec
     )
-    is_optimistic = bool(drafts) and bool(trims)
-    is_exact = not is_optimistic and not isinstance(spec, vllm_specs.SinkFullAttentionSpec)
     return EngineConfig(
         max_model_len=max_len,
         max_num_seqs=max_reqs,
