@@ -63,10 +63,11 @@ def make_config(model_folder: Path) -> Callable[..., Any]:
         max_model_len: int = 256,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 512,
+        model: Path | None = None,
         **others: Any,
     ) -> Any:
-        model = ModelConfig(
-            model=str(model_folder),
+        model_config = ModelConfig(
+            model=str(model or model_folder),
             skip_tokenizer_init=True,
             dtype=dtype,
             max_model_len=max_model_len,
@@ -78,7 +79,7 @@ def make_config(model_folder: Path) -> Callable[..., Any]:
             max_num_batched_tokens=max_num_batched_tokens,
         )
         return VllmConfig(
-            model_config=model,
+            model_config=model_config,
             cache_config=CacheConfig(block_size=block_size, cache_dtype=cache_dtype),
             scheduler_config=scheduler,
             device_config=DeviceConfig(device="cpu"),
