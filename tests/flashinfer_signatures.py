@@ -168,8 +168,8 @@ def installed_version() -> str | None:
 def known_version(known: Collection[str]) -> str:
     """The installed FlashInfer's version, for a test of what it was recorded to have.
 
-    The test is skipped where no FlashInfer is installed; it fails where one is that nobody recorded,
-    as its signatures may be others.
+    The test is skipped where no FlashInfer is installed; it fails where nobody recorded the
+    installed one, whose signatures may be others.
 
     Args:
         known: versions that are recorded.

@@ -70,7 +70,12 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 """What a layer is made with, its rules, and settings of the engine."""
 CASES = [
     *(("FLASHINFER", version, kind) for version in WRAPPERS for kind in KINDS if kind != "sinks"),
-    *(("TRTLLM_MHA", version, kind) for version in BLACKWELL for kind in KINDS if "cap" not in kind),
+    *(
+        ("TRTLLM_MHA", version, kind)
+        for version in BLACKWELL
+        for kind in KINDS
+        if "cap" not in kind
+    ),
 ]
 
 
@@ -195,7 +200,7 @@ def test_plans_of_the_host_are_refused_to_speculation_ahead_of_it(
         assert backend.validate_configuration(**wanted) == []
         config.speculative_config = type("Drafts", (), {"num_speculative_tokens": 3})()
         (reason,) = backend.validate_configuration(**wanted)
-    assert reason.startswith("asynchronous scheduling with speculation not supported")
+    assert reason.startswith("asynchronous scheduling of drafts not supported")
 
 
 def test_a_package_that_cannot_be_used_is_a_reason(

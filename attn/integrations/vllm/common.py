@@ -38,7 +38,7 @@ class CommonBackend:
         explained += settings.kernel_reasons(kwargs.get("device_capability"))
         if ours.capabilities.needs_host_lengths and compat.has_inexact_lengths():
             explained.append(
-                "asynchronous scheduling with speculation not supported (plans are made on the host)"
+                "asynchronous scheduling of drafts not supported (plans are made on the host)"
             )
         # Asked last, as it may import packages.
         unavailable = None if explained else ours.unavailable_reason()

@@ -58,7 +58,7 @@ def merge_ranks(output: torch.Tensor, lse: torch.Tensor, group: Any) -> torch.Te
 
 
 def quantised_up_projections() -> list[str]:
-    """vLLM's settings, if any, by which MLA layers keep quantised up-projections, as on ROCm."""
+    """Settings in force, if any, by which vLLM's MLA layers keep quantised up-projections."""
     from vllm._aiter_ops import rocm_aiter_ops
 
     asked = {
