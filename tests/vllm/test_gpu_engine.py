@@ -150,6 +150,7 @@ CASES = {
     ),
     "MLA, Hopper, n-gram speculation": _latent(WIDE, FOLD, options=NGRAMS, environment=HOPPER),
     "MLA, fp8 KV": _latent(LATENT_DECODE, shared={"kv_cache_dtype": "fp8"}),
+    "MLA, fp8 weights": _latent(LATENT_DECODE, shared={"quantization": "fp8"}),
 }
 DECODERS = [name for name, case in CASES.items() if case.model != ENCODER]
 
