@@ -9,7 +9,10 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import inspect
+from collections.abc import Collection
 from pathlib import Path
+
+import pytest
 
 PREFILL, DECODE = "BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper"
 MODULES = {PREFILL: "prefill.py", DECODE: "decode.py"}
@@ -160,6 +163,24 @@ def installed_version() -> str | None:
         return importlib.metadata.version("flashinfer-python")
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def known_version(known: Collection[str]) -> str:
+    """The installed FlashInfer's version, for a test of what it was recorded to have.
+
+    The test is skipped where no FlashInfer is installed; it fails where nobody recorded the
+    installed one, whose signatures may be others.
+
+    Args:
+        known: versions that are recorded.
+    """
+    version = installed_version()
+    if version is None:
+        pytest.skip("FlashInfer is not installed")
+    assert version in known, (
+        f"FlashInfer {version} is installed, and recorded are {', '.join(known)}: record it too"
+    )
+    return version
 
 
 def installed_signatures() -> dict[tuple[str, str], str]:

@@ -11,11 +11,12 @@ import torch
 from attn.backends.flashinfer import FlashInferBackend
 from attn.impls import flashinfer as impl
 from specs.dtypes import CacheDType, DType
+from tests import flashinfer_signatures
 from tests.batches import BATCHES
 from tests.cases import FEATURES, AnyCase, Case, cases_for
 from tests.conformance import check_case
 from tests.flashinfer_emulator import VERSIONS, ContractError, Mutation, emulated
-from tests.flashinfer_signatures import SIGNATURES, installed_signatures, installed_version
+from tests.flashinfer_signatures import SIGNATURES, installed_signatures, known_version
 
 CASES = cases_for(FlashInferBackend)
 
@@ -36,11 +37,20 @@ def test_the_cases_ask_for_all_that_the_backend_declares() -> None:
     )
 
 
-@pytest.mark.skipif(installed_version() not in SIGNATURES, reason="needs a FlashInfer known here")
 def test_the_recorded_signatures_are_the_installed_ones() -> None:
-    version = installed_version()
-    assert version is not None
+    version = known_version(SIGNATURES)
     assert installed_signatures() == SIGNATURES[version]
+
+
+def test_a_version_that_nobody_recorded_fails_and_none_skips(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flashinfer_signatures, "installed_version", lambda: "0.6.99")
+    with pytest.raises(AssertionError, match=r"FlashInfer 0.6.99 is installed.* record it too"):
+        known_version(SIGNATURES)
+    monkeypatch.setattr(flashinfer_signatures, "installed_version", lambda: None)
+    with pytest.raises(pytest.skip.Exception, match="FlashInfer is not installed"):
+        known_version(SIGNATURES)
 
 
 # -- Mutations.

@@ -25,7 +25,7 @@ from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig, SpeculativeConfig
 from specs.kv_cache import FullAttentionSpec, SlidingWindowSpec
 from specs.layouts import KVPacking
-from tests.flashinfer_signatures import FUNCTIONS, installed_version
+from tests.flashinfer_signatures import installed_version
 
 H200, B200 = KNOWN_DEVICES["h200"], KNOWN_DEVICES["b200"]
 # What XQA's workspace begins with, and something behind it.
@@ -40,7 +40,7 @@ CONFIG = EngineConfig(
 )
 
 pytestmark = [
-    pytest.mark.skipif(installed_version() not in FUNCTIONS, reason="needs a known FlashInfer"),
+    pytest.mark.skipif(installed_version() is None, reason="FlashInfer is not installed"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="pretends to a GPU"),
 ]
 

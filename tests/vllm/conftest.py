@@ -63,10 +63,11 @@ def make_config(model_folder: Path) -> Callable[..., Any]:
         max_model_len: int = 256,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 512,
+        model: Path | None = None,
         **others: Any,
     ) -> Any:
-        model = ModelConfig(
-            model=str(model_folder),
+        model_config = ModelConfig(
+            model=str(model or model_folder),
             skip_tokenizer_init=True,
             dtype=dtype,
             max_model_len=max_model_len,
@@ -78,7 +79,7 @@ def make_config(model_folder: Path) -> Callable[..., Any]:
             max_num_batched_tokens=max_num_batched_tokens,
         )
         return VllmConfig(
-            model_config=model,
+            model_config=model_config,
             cache_config=CacheConfig(block_size=block_size, cache_dtype=cache_dtype),
             scheduler_config=scheduler,
             device_config=DeviceConfig(device="cpu"),
@@ -96,6 +97,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from attn.integrations.vllm import plugin as module
+    from attn.integrations.vllm import settings
 
     def forget() -> None:
         for name in module._registered:
@@ -103,11 +105,28 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         module._registered.clear()
         selector._cached_get_attn_backend.cache_clear()
 
-    for variable in (module.BACKEND_VARIABLE, module.OVERRIDE_VARIABLE):
-        monkeypatch.delenv(variable, raising=False)
+    # Set first, so that what the plugin itself sets is taken back afterwards too.
+    for variable in (*settings.VARIABLES, settings.RAY_VARIABLE):
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
     forget()
     yield module
     forget()
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[Callable[[], None]]:
+    """Call it, with a configuration set, for vLLM's groups of one process."""
+    from vllm import distributed
+
+    def start() -> None:
+        method = (tmp_path / "group").as_uri()
+        distributed.init_distributed_environment(1, 0, method, 0, "gloo")
+        distributed.initialize_model_parallel(1, 1, backend="gloo")
+
+    yield start
+    distributed.destroy_model_parallel()
+    distributed.destroy_distributed_environment()
 
 
 @pytest.fixture

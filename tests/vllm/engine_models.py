@@ -23,6 +23,8 @@ PROMPT_LENS = (1, 7, 16, 17, 65, 190, 420)
 ENCODER = "bert"
 LATENT = "deepseek"
 """The model whose layers are latent (MLA)."""
+HYBRID = "falcon_h1"
+"""The model with Mamba beside attention, in each layer."""
 
 
 def _llama() -> Any:
@@ -123,6 +125,30 @@ def _deepseek() -> Any:
     )
 
 
+def _falcon_h1() -> Any:
+    """Attention and Mamba side by side; vLLM makes blocks as large as a Mamba state, of 528 tokens.
+
+    Before there is a KV cache vLLM tunes its Mamba kernels: 58 configurations, those of two kernels
+    twice, compiled one after another on a machine that has none of them in Triton's cache.
+    """
+    from transformers import FalconH1Config
+
+    return FalconH1Config(
+        vocab_size=VOCAB,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        mamba_d_ssm=1024,
+        mamba_n_heads=16,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        max_position_embeddings=MAX_LEN,
+    )
+
+
 def _bert() -> Any:
     from transformers import BertConfig
 
@@ -142,6 +168,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gemma3": _gemma3,
     "gpt_oss": _gpt_oss,
     LATENT: _deepseek,
+    HYBRID: _falcon_h1,
     ENCODER: _bert,
 }
 """A model's configuration, of ``transformers``."""

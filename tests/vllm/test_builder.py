@@ -155,8 +155,10 @@ def test_a_long_shared_prefix_is_worth_a_pass_of_its_own(runner: Runner) -> None
         return runner.builder.use_cascade_attention(prefix, np.ones(reqs), **given)
 
     assert wanted()
-    assert not wanted(prefix=64)
-    assert not wanted(reqs=2)
+    # From these lengths and numbers on, and not below.
+    assert wanted(prefix=256, reqs=8)
+    assert not wanted(prefix=255, reqs=8)
+    assert not wanted(prefix=256, reqs=7)
     for mask in ("use_alibi", "use_sliding_window", "use_local_attention"):
         assert not wanted(**{mask: True})
     assert not wanted(dcp_world_size=2)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.vllm.engine_models import ENCODER, LATENT
+from tests.vllm.engine_models import ENCODER, HYBRID, LATENT
 from tests.vllm.engine_worker import Error, Result, Run, result_of
 
 pytest.importorskip("vllm")
@@ -36,6 +36,7 @@ LATENT_OURS = "TRITON_MLA"
 """Latent layers are ours by vLLM's own name, which ours replaces."""
 LATENT_THEIRS = ("TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA")
 MEMBERS = "attn.integrations.vllm.members"
+MAMBA = "vllm.v1.attention.backends.mamba2_attn"
 
 DECODE, PREFILL = "decode_kernel", "prefill_kernel"
 LATENT_DECODE = "mla_decode_kernel"
@@ -135,6 +136,8 @@ CASES = {
     "gemma3": Case(model="gemma3"),
     "gpt-oss": Case(model="gpt_oss"),
     "bert": Case(model=ENCODER, kernels=()),
+    "Mamba beside attention": Case(model=HYBRID),
+    "Mamba beside attention, graphs": Case(model=HYBRID, options=_graphs("FULL_AND_PIECEWISE")),
     "MLA": _latent(LATENT_DECODE),
     "MLA, first model runner": _latent(
         LATENT_DECODE, environment={"VLLM_USE_V2_MODEL_RUNNER": "0"}
@@ -147,6 +150,7 @@ CASES = {
     ),
     "MLA, Hopper, n-gram speculation": _latent(WIDE, FOLD, options=NGRAMS, environment=HOPPER),
     "MLA, fp8 KV": _latent(LATENT_DECODE, shared={"kv_cache_dtype": "fp8"}),
+    "MLA, fp8 weights": _latent(LATENT_DECODE, shared={"quantization": "fp8"}),
 }
 DECODERS = [name for name, case in CASES.items() if case.model != ENCODER]
 
@@ -283,9 +287,11 @@ def test_every_layer_and_every_builder_is_ours(engines: Engines, name: str) -> N
     ours = engines.ours(CASES[name])
     assert ours.impls
     assert set(ours.impls) == {MEMBERS}
-    assert ours.builders
-    # Wrappers of vLLM's, of encoders for one, derive from ours.
-    assert [modules for modules in ours.builders if MEMBERS not in modules] == []
+    # Wrappers of vLLM's, of encoders for one, derive from ours; Mamba layers have vLLM's own.
+    attending = [modules for modules in ours.builders if MAMBA not in modules]
+    assert attending
+    assert [modules for modules in attending if MEMBERS not in modules] == []
+    assert (attending != ours.builders) == (CASES[name].model == HYBRID)
 
 
 def _of_vllm(kernels: list[str]) -> list[str]:

@@ -65,8 +65,7 @@ class LatentRunner(Runner):
         return output.view(-1, HEADS, VALUE)
 
 
-def make_layer(config: Any, **given: Any) -> Any:
-    dtype = config.model_config.dtype
+def make_layer(config: Any, projection: Any = None, **given: Any) -> Any:
     return mla_attention.MLAAttention(
         HEADS,
         SCALE,
@@ -75,7 +74,7 @@ def make_layer(config: Any, **given: Any) -> Any:
         VALUE,
         None,
         RANK,
-        Projection(dtype),
+        projection or Projection(config.model_config.dtype),
         cache_config=config.cache_config,
         prefix=NAME,
         **given,
@@ -102,10 +101,14 @@ def tokens_of(requests: list[Request]) -> Tokens:
 
 
 def expected_rows(
-    requests: list[Request], query_lens: list[int], seq_lens: list[int], cache_dtype: str
+    requests: list[Request],
+    query_lens: list[int],
+    seq_lens: list[int],
+    cache_dtype: str,
+    weights: LatentWeights | None = None,
 ) -> Answer:
     """Of a step's new tokens; of one new token absorbed, of more expanded."""
-    weights, answers = weights_of(requests[0].query.dtype), []
+    weights, answers = weights or weights_of(requests[0].query.dtype), []
     for whole, count, length in zip(requests, query_lens, seq_lens, strict=True):
         first = length - count
         query, rows = whole.query[first:length], whole.key[:length]

@@ -6,7 +6,7 @@ of the model that they make mean the same to both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,21 +57,6 @@ def config_of(folder: Path) -> VllmConfig:
         # In plain torch: vLLM's own kernels are not there.
         compilation_config=CompilationConfig(mode=0, custom_ops=["none"]),
     )
-
-
-@pytest.fixture
-def one_process(tmp_path: Path) -> Iterator[Callable[[], None]]:
-    """Call it, with a configuration set, for vLLM's groups of one process."""
-    from vllm import distributed
-
-    def start() -> None:
-        method = (tmp_path / "group").as_uri()
-        distributed.init_distributed_environment(1, 0, method, 0, "gloo")
-        distributed.initialize_model_parallel(1, 1, backend="gloo")
-
-    yield start
-    distributed.destroy_model_parallel()
-    distributed.destroy_distributed_environment()
 
 
 def loaded(config: VllmConfig, folder: Path) -> Any:

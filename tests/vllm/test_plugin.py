@@ -4,20 +4,39 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import logging
 import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from attn.integrations.vllm import members
 from attn.registry import AttentionBackendEnum as OurEnum
 
 DENSE = ("TORCH_REF", "TRITON_ATTN")
+LOGGER = logging.getLogger("vllm.attn_backends")
+
+
+@contextmanager
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """What the plugin writes meanwhile, as a function that gives it."""
+    caplog.clear()
+    # vLLM's loggers do not hand on what they get.
+    LOGGER.addHandler(caplog.handler)
+    level = LOGGER.level
+    LOGGER.setLevel(logging.INFO)
+    try:
+        yield lambda: list(dict.fromkeys(record.getMessage() for record in caplog.records))
+    finally:
+        LOGGER.setLevel(level)
+        LOGGER.removeHandler(caplog.handler)
 
 
 def test_vllm_finds_the_entry_point() -> None:
@@ -96,6 +115,9 @@ def test_overrides_replace_members_and_are_taken_back(
         ("ATTN_VLLM_BACKEND", "TORCH_REF_MLA", ["ATTN_VLLM_BACKEND", "dense", "TORCH_REF_MLA"]),
         ("ATTN_VLLM_OVERRIDE", "TRITON_ATTN,NONE_SUCH", ["ATTN_VLLM_OVERRIDE", "NONE_SUCH"]),
         ("ATTN_VLLM_OVERRIDE", "FLEX_ATTENTION", ["FLEX_ATTENTION", "TORCH_REF"]),
+        ("ATTN_VLLM_PREFILL_KERNEL", "cutlass", ["ATTN_VLLM_PREFILL_KERNEL", "hopper", "cutlass"]),
+        ("ATTN_VLLM_DECODE_KERNEL", "Hopper", ["ATTN_VLLM_DECODE_KERNEL", "hopper", "'Hopper'"]),
+        ("ATTN_VLLM_DECODE_KERNELS", "auto", ["ATTN_VLLM_BACKEND", "got ATTN_VLLM_DECODE_KERNELS"]),
     ],
 )
 def test_wrong_names_are_refused_with_the_right_ones(
@@ -104,8 +126,121 @@ def test_wrong_names_are_refused_with_the_right_ones(
     monkeypatch.setenv(variable, value)
     with pytest.raises(ValueError, match=words[0]) as caught:
         plugin.register()
-    assert all(word in str(caught.value) for word in words)
+    assert all(word in str(caught.value) for word in words[1:])
     assert not plugin._registered
+
+
+@pytest.mark.parametrize("name", ["FLASHINFER", "TRTLLM_MHA"])
+def test_a_backend_whose_package_is_not_there_is_refused_with_its_name(
+    plugin: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(OurEnum[name], "missing", lambda: ["flashinfer"])
+    monkeypatch.setenv("ATTN_VLLM_BACKEND", name)
+    with pytest.raises(ValueError, match=f"ATTN_VLLM_BACKEND={name} needs flashinfer"):
+        plugin.register()
+
+
+@pytest.mark.parametrize("version", ["0.10.2", "0.25.1", "0.34.0", "1.0.0", "dev"])
+def test_other_versions_get_one_line_and_nothing_else(
+    plugin: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
+) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", version)
+    # As in a vLLM that has no such module.
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", None)
+    monkeypatch.setenv("ATTN_VLLM_BACKEND", "FASTEST")
+    with logged(caplog) as lines:
+        plugin.register()
+    assert lines() == [
+        f"attn-backends: serves vLLM 0.26 to 0.33, this is {version}; nothing is registered"
+    ]
+    assert not plugin._registered
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.30.1.post1", "0.33.1.dev7+g0123abc"])
+def test_versions_from_the_first_to_the_last_are_served(plugin: Any, version: str) -> None:
+    assert plugin.is_served(version)
+
+
+def test_custom_of_another_plugin_stays_theirs_and_the_log_names_both(
+    plugin: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
+    monkeypatch.setenv("ATTN_VLLM_BACKEND", "TRITON_ATTN")
+    monkeypatch.setenv("ATTN_VLLM_OVERRIDE", "TRITON_ATTN")
+    register_backend(AttentionBackendEnum.CUSTOM, theirs)
+    try:
+        with logged(caplog) as lines:
+            plugin.register()
+        assert AttentionBackendEnum.CUSTOM.get_path() == theirs
+        assert AttentionBackendEnum.TRITON_ATTN.is_overridden()
+        warning, said = lines()
+        assert theirs in warning
+        assert members.path_of("CUSTOM", "TRITON_ATTN") in warning
+        assert "VLLM_PLUGINS" in warning
+        assert said == "attn-backends: CUSTOM is not ours; replaced by ours: TRITON_ATTN"
+    finally:
+        AttentionBackendEnum.CUSTOM.clear_override()
+
+
+def test_custom_that_another_plugin_took_later_is_left_to_it(
+    plugin: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ATTN_VLLM_BACKEND", "TRITON_ATTN")
+    plugin.register()
+    register_backend(AttentionBackendEnum.CUSTOM, "another.Backend")
+    try:
+        with logged(caplog) as lines:
+            plugin.register()
+        assert "another.Backend" in lines()[0]
+        assert AttentionBackendEnum.CUSTOM.get_path() == "another.Backend"
+    finally:
+        AttentionBackendEnum.CUSTOM.clear_override()
+
+
+def test_a_member_that_is_asked_for_is_ours_and_the_log_says_whose_it_was(
+    plugin: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    register_backend(AttentionBackendEnum.TRITON_ATTN, "another.Backend")
+    monkeypatch.setenv("ATTN_VLLM_OVERRIDE", "TRITON_ATTN")
+    with logged(caplog) as lines:
+        plugin.register()
+    assert AttentionBackendEnum.TRITON_ATTN.get_class().__module__ == members.__name__
+    assert "another.Backend" in lines()[0]
+    assert "TRITON_ATTN" in lines()[0]
+
+
+def test_ray_workers_get_our_variables(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.ray.ray_env import get_env_vars_to_copy
+
+    asked = {"ATTN_VLLM_BACKEND": "TRITON_ATTN", "ATTN_VLLM_DECODE_KERNEL": "triton"}
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    assert not asked.keys() & get_env_vars_to_copy()
+    monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", "MINE")
+    plugin.register()
+    plugin.register()
+    assert {"MINE", *asked} <= get_env_vars_to_copy()
+    assert os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"].count("ATTN_VLLM_BACKEND") == 1
+    assert "ATTN_VLLM_OVERRIDE" not in get_env_vars_to_copy()
+
+
+def test_registering_imports_no_kernel_and_no_backend_of_vllms() -> None:
+    code = (
+        "import sys, vllm; before = set(sys.modules);"
+        "from attn.integrations.vllm.plugin import register; register();"
+        "print(*(set(sys.modules) - before))"
+    )
+    environment = {**os.environ, "ATTN_VLLM_BACKEND": "TRITON_ATTN"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    found = set(done.stdout.splitlines()[-1].split())
+    assert "attn.integrations.vllm.plugin" in found
+    heavy = ("attn.kernels", "attn.integrations.vllm.adapter", "flashinfer", "triton.language")
+    assert [name for name in found if name.startswith(heavy)] == []
+    assert [name for name in found if name.startswith("vllm.model_executor")] == []
 
 
 @pytest.mark.parametrize("name", DENSE)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention import selector
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import get_attn_backend
@@ -103,6 +104,37 @@ def test_an_old_device_is_refused(
         ),
     ):
         get_attn_backend(**asked())
+
+
+@pytest.mark.parametrize("variable", ["ATTN_VLLM_PREFILL_KERNEL", "ATTN_VLLM_DECODE_KERNEL"])
+def test_kernels_for_hopper_are_refused_elsewhere_before_there_are_weights(
+    ours: Any,
+    cuda: Any,
+    make_config: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+) -> None:
+    monkeypatch.setenv(variable, "hopper")
+    with set_current_vllm_config(make_config()):
+        assert get_attn_backend(**asked()) is ours
+    selector._cached_get_attn_backend.cache_clear()
+    cuda(8, 6)
+    with (
+        set_current_vllm_config(make_config()),
+        pytest.raises(ValueError, match=f"{variable}=hopper not supported .* 9.0, got 8.6"),
+    ):
+        get_attn_backend(**asked())
+
+
+def test_models_with_rswa_are_refused_to_custom_by_vllm_itself(
+    cuda: Any, make_config: Callable[..., Any]
+) -> None:
+    from vllm.model_executor.models.config import UnlimitedOCRForCausalLMConfig
+
+    with pytest.raises(ValueError, match=r"unsupported attention backend .*CUSTOM.* for R-SWA"):
+        UnlimitedOCRForCausalLMConfig.verify_and_update_config(make_config(backend="CUSTOM"))
+    # Ours may stand behind this name.
+    UnlimitedOCRForCausalLMConfig.verify_and_update_config(make_config(backend="TRITON_ATTN"))
 
 
 def test_a_kind_of_layer_can_be_given_to_ours_alone(

@@ -157,6 +157,22 @@ def test_a_layer_exempt_from_quantisation_is_stored_as_the_model() -> None:
     assert translate.cache_dtype(spec, "auto", torch.float16) is CacheDType.BFLOAT16
 
 
+@pytest.mark.parametrize("engine", ["auto", "fp8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("named", ["fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"])
+def test_a_spec_that_names_its_format_has_that_and_not_the_engine_s(
+    named: str, engine: str
+) -> None:
+    spec = theirs.MLAAttentionSpec(
+        block_size=64,
+        num_kv_heads=1,
+        head_size=576,
+        dtype=torch.uint8,
+        kv_quant_mode=theirs.KVQuantMode.FP8_PER_TENSOR,
+        cache_dtype_str=named,
+    )
+    assert translate.cache_dtype(spec, engine, MODEL) is CacheDType.parse(named)
+
+
 def test_formats_that_are_not_ours_are_refused_by_name() -> None:
     spec = their_spec("full", kv_quant_mode=theirs.KVQuantMode.NVFP4, dtype=torch.uint8)
     with pytest.raises(ValueError, match="NVFP4"):

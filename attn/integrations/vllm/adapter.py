@@ -37,7 +37,7 @@ logger = init_logger("vllm.attn_backends")
 CASCADE_PREFIX = 256
 """Shortest shared prefix, in tokens, that is worth a pass of its own."""
 CASCADE_REQS = 8
-"""Fewest requests, likewise."""
+"""Fewest requests that a pass of its own over their shared prefix is worth."""
 
 
 class DenseBackend(CommonBackend):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from attn.integrations.vllm import compat
+from attn.integrations.vllm import compat, settings
 from specs.kv_cache import AnyKVCacheSpec
 
 
@@ -34,6 +34,20 @@ class CommonBackend:
         """The reason against a value outside a limit, in vLLM's words, with what is served."""
         words = f"{what} {value}" if what == "attention type" else what
         return _Reason(f"{words} not supported", f" (got {value}, served: {served})")
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
+        """Every reason why not, those of the plugin's settings included."""
+        ours: Any = super()
+        reasons: list[str] = ours.validate_configuration(*args, **kwargs)
+        reasons += settings.kernel_reasons(kwargs.get("device_capability"))
+        if ours.capabilities.needs_host_lengths and compat.has_inexact_lengths():
+            reasons.append(
+                "asynchronous scheduling of drafts not supported (plans are made on the host)"
+            )
+        # Asked last, as it may import packages.
+        unavailable = None if reasons else ours.unavailable_reason()
+        return reasons if unavailable is None else [unavailable]
 
 
 class _Reason(str):

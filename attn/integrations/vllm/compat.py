@@ -57,14 +57,15 @@ def merge_ranks(output: torch.Tensor, lse: torch.Tensor, group: Any) -> torch.Te
     return merged
 
 
-def dequantised(linear: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Weight ``[out, in]`` of one of vLLM's linear layers, in a floating point type."""
-    from vllm.model_executor.layers.quantization.utils.quant_utils import (
-        get_and_maybe_dequant_weights,
-    )
+def quantised_up_projections() -> list[str]:
+    """Settings in force, if any, by which vLLM's MLA layers keep quantised up-projections."""
+    from vllm._aiter_ops import rocm_aiter_ops
 
-    weight: torch.Tensor = get_and_maybe_dequant_weights(linear, out_dtype=dtype)
-    return weight
+    asked = {
+        "VLLM_ROCM_USE_AITER_FP8BMM": rocm_aiter_ops.is_fp8bmm_enabled(),
+        "VLLM_ROCM_USE_AITER_FP4BMM": rocm_aiter_ops.is_fp4bmm_enabled(),
+    }
+    return [variable for variable, is_asked in asked.items() if is_asked]
 
 
 def dcp_group() -> Any:
@@ -80,6 +81,23 @@ def rswa_window(vllm_config: Any, spec: Any) -> int | None:
     if window is None:
         window = getattr(vllm_config.model_config, "rswa_window", None)
     return window or None
+
+
+def is_optimistic(vllm_config: Any) -> bool:
+    """Rejected drafts are known to the device alone: the host's lengths are upper bounds."""
+    speculative = vllm_config.speculative_config
+    trims = getattr(vllm_config.scheduler_config, "async_scheduling", False) or getattr(
+        speculative, "enable_adaptive_verification", False
+    )
+    return bool(getattr(speculative, "num_speculative_tokens", None)) and bool(trims)
+
+
+def has_inexact_lengths() -> bool:
+    """The same of the engine whose layers are being made; False where there is none."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    vllm_config = get_current_vllm_config_or_none()
+    return vllm_config is not None and is_optimistic(vllm_config)
 
 
 def index_topk(vllm_config: Any) -> int | None:

@@ -1,7 +1,7 @@
 """Our latent (MLA) triples as vLLM subclasses.
 
 vLLM's layer absorbs queries and projects outputs itself; ours gets latent queries, attends, and
-expands what prefill needs. It keeps its own view of the up-projection, which vLLM has no hook for.
+expands what prefill needs, by the up-projections that vLLM's layer keeps for its own use.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from vllm.logger import init_logger
 
 from attn.integrations.vllm import compat, translate
 from attn.integrations.vllm.common import CommonBackend, served_line
-from attn.reference.mla import split_kv_b_proj
 from builders.limits import StepLimits
 
 logger = init_logger("vllm.attn_backends")
@@ -41,6 +40,15 @@ class LatentBackend(CommonBackend):
         return num_blocks, block_size, head_size
 
     @classmethod
+    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
+        """Every reason why not; vLLM's own way to keep the up-projections may be one."""
+        reasons = super().validate_configuration(*args, **kwargs)
+        variables = compat.quantised_up_projections()
+        if variables:
+            reasons.append(f"quantised up-projections not supported ({', '.join(variables)})")
+        return reasons
+
+    @classmethod
     def get_kv_cache_stride_order(
         cls, include_num_layers_dimension: bool = False
     ) -> tuple[int, ...]:
@@ -49,15 +57,35 @@ class LatentBackend(CommonBackend):
 
 
 class LatentImpl:
-    """What a latent impl says to vLLM otherwise than to us."""
+    """What a latent impl says to vLLM otherwise than to us.
 
-    def take_projection(self, act_dtype: torch.dtype) -> None:
-        """Split ``kv_b_proj``, dequantised where it is quantised."""
-        mine: Any = self
-        weight = compat.dequantised(mine.kv_b_proj, act_dtype)
-        mine._up_projections = split_kv_b_proj(
-            weight, mine.num_heads, mine.qk_nope_head_dim, mine.v_head_dim
-        )
+    vLLM's layer splits ``kv_b_proj`` and dequantises it, whatever its quantisation, when weights
+    are loaded and again when they are reloaded. Prefill reads the same two tensors as decode, each
+    time anew: there is no copy that a reload could leave behind.
+    """
+
+    vllm_layer: Any = None
+    """The ``MLAAttention`` that the impl is in; None until there is a builder."""
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Nothing: ``kv_b_proj`` may be packed, and vLLM's layer has it split afterwards."""
+
+    @property
+    def W_UK(self) -> torch.Tensor:  # noqa: N802
+        """``[L, H, P]``, of the weights that vLLM loaded last."""
+        up_k: torch.Tensor = self._layer().W_UK_T
+        return up_k.permute(2, 0, 1)
+
+    @property
+    def W_UV(self) -> torch.Tensor:  # noqa: N802
+        """``[L, H, V]``, of the weights that vLLM loaded last."""
+        up_v: torch.Tensor = self._layer().W_UV
+        return up_v.transpose(0, 1)
+
+    def _layer(self) -> Any:
+        if self.vllm_layer is None:
+            raise ValueError("a metadata builder of the layer's group must be made first")
+        return self.vllm_layer
 
 
 class LatentBuilder:
@@ -104,7 +132,7 @@ class LatentBuilder:
         # Those of vLLM hold its longest sequence; dummy batches before a capture can be longer.
         self.step_limits = self.step_limits.without_table()
         for layer in layers:
-            layer.impl.take_projection(dtype)
+            layer.impl.vllm_layer = layer
         logger.info("%s", served_line(self.label, spec, heads, layer_names))
         if device.type == "cuda":
             features = compat.features_of(vllm_config, kv_cache_spec)

@@ -2,49 +2,110 @@
 
 from __future__ import annotations
 
-import os
+import logging
+import re
 from typing import Any, Final
 
-BACKEND_VARIABLE: Final = "ATTN_VLLM_BACKEND"
-"""Our backend that ``--attention-backend CUSTOM`` stands for; unset is the best of the device."""
-OVERRIDE_VARIABLE: Final = "ATTN_VLLM_OVERRIDE"
-"""Members of vLLM's registry, separated by commas, that ours of the same name replace."""
+from attn.integrations.vllm import settings
+from attn.integrations.vllm.settings import BACKEND_VARIABLE, OVERRIDE_VARIABLE
+
+FIRST: Final = (0, 26)
+LAST: Final = (0, 33)
+"""Versions of vLLM that the plugin is tested with, and those between."""
+
+logger = logging.getLogger("vllm.attn_backends")
 
 _registered: dict[str, str] = {}
+"""Import paths of ours, by the member of vLLM's registry that they stand for."""
 
 
 def register() -> None:
     """Register ``CUSTOM`` and the overrides; vLLM calls it in every process, once or more often.
 
-    Imports no kernel and touches no device.
+    Imports no kernel and touches no device. In a vLLM that it does not know it registers nothing,
+    and a ``CUSTOM`` of another plugin it leaves alone; the log says so.
 
     Raises:
-        ValueError: a variable names a backend that this library, or a member that vLLM, does not
-            have.
+        ValueError: a variable names a backend or kernel that this library, or a member that vLLM,
+            does not have; or a variable with our prefix is none of ours.
     """
-    from vllm.logger import init_logger
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    import vllm
+
+    if not is_served(vllm.__version__):
+        logger.warning(
+            "attn-backends: serves vLLM %d.%d to %d.%d, this is %s; nothing is registered",
+            *(*FIRST, *LAST, vllm.__version__),
+        )
+        return
+    settings.check()
+    settings.pass_on()
+    _put(*_wanted())
+
+
+def is_served(version: str) -> bool:
+    """The plugin knows this version of vLLM."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return found is not None and FIRST <= (int(found[1]), int(found[2])) <= LAST
+
+
+def _wanted() -> tuple[str, dict[str, str]]:
+    """Our name of what ``CUSTOM`` is to be; and import paths by the member of vLLM's registry."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from attn.integrations.vllm.members import CUSTOM, path_of
 
-    custom = _dense(os.environ.get(BACKEND_VARIABLE) or _best(), BACKEND_VARIABLE)
+    custom = _dense(settings.backend() or _best(), BACKEND_VARIABLE)
     wanted = {CUSTOM: path_of(CUSTOM, custom)}
-    for name in filter(None, map(str.strip, os.environ.get(OVERRIDE_VARIABLE, "").split(","))):
+    for name in settings.overrides():
         if name not in AttentionBackendEnum.__members__:
             raise ValueError(f"{OVERRIDE_VARIABLE} must name members of vLLM's, got {name!r}")
         wanted[name] = path_of(name, _known(name, OVERRIDE_VARIABLE))
-    if wanted == _registered:
+    return custom, wanted
+
+
+def _put(custom: str, wanted: dict[str, str]) -> None:
+    """Bring vLLM's registry in line with what is wanted, and say what became of it."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from attn.integrations.vllm.members import CUSTOM
+
+    theirs = {name: path for name in wanted if (path := _of_others(AttentionBackendEnum[name]))}
+    if CUSTOM in theirs:
+        logger.warning(
+            "attn-backends: CUSTOM is another plugin's, %s, and stays so; ours, %s, is not "
+            "registered (VLLM_PLUGINS says which plugins are loaded)",
+            *(theirs[CUSTOM], wanted[CUSTOM]),
+        )
+        wanted = {name: path for name, path in wanted.items() if name != CUSTOM}
+    replaced = {name: path for name, path in theirs.items() if name != CUSTOM}
+    for name, path in replaced.items():
+        logger.warning(
+            "attn-backends: %s names %s, which was another plugin's, %s, and is ours now, %s",
+            *(OVERRIDE_VARIABLE, name, path, wanted[name]),
+        )
+    if wanted == _registered and not replaced:
         return
     for name in [name for name in _registered if name not in wanted]:
-        AttentionBackendEnum[name].clear_override()
+        if not _of_others(AttentionBackendEnum[name]):
+            AttentionBackendEnum[name].clear_override()
     for name, path in wanted.items():
         register_backend(AttentionBackendEnum[name], path)
     _registered.clear()
     _registered.update(wanted)
-    overrides = ", ".join(name for name in wanted if name != CUSTOM) or "none"
-    init_logger("vllm.attn_backends").info(
-        "attn-backends: CUSTOM is %s; replaced by ours: %s", custom, overrides
+    logger.info(
+        "attn-backends: CUSTOM is %s; replaced by ours: %s",
+        custom if CUSTOM in wanted else "not ours",
+        ", ".join(name for name in wanted if name != CUSTOM) or "none",
     )
+
+
+def _of_others(member: Any) -> str | None:
+    """Import path of a member of vLLM's registry that another plugin replaced."""
+    from attn.integrations.vllm import members
+
+    if not member.is_overridden() or member.get_path(include_classname=False) == members.__name__:
+        return None
+    return str(member.get_path())
 
 
 def _known(name: str, variable: str) -> str:
@@ -54,7 +115,11 @@ def _known(name: str, variable: str) -> str:
     if name not in AttentionBackendEnum:
         names = ", ".join(member.name for member in AttentionBackendEnum)
         raise ValueError(f"{variable} must name one of {names}, got {name!r}")
-    return AttentionBackendEnum[name].name
+    member = AttentionBackendEnum[name]
+    missing = member.missing()
+    if missing:
+        raise ValueError(f"{variable}={name} needs {', '.join(missing)}, which is not installed")
+    return member.name
 
 
 def _dense(name: str, variable: str) -> str:
@@ -62,7 +127,7 @@ def _dense(name: str, variable: str) -> str:
     from attn.registry import AttentionBackendEnum
 
     member: Any = AttentionBackendEnum[_known(name, variable)]
-    if not member.missing() and member.get_class().is_mla():
+    if member.get_class().is_mla():
         raise ValueError(f"{variable} must name a backend of dense layers, got {name!r}")
     return str(member.name)
 

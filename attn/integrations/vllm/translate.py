@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any
 
 import torch
 from vllm.v1 import kv_cache_interface as vllm_specs
 
-from attn.integrations.vllm import compat
+from attn.integrations.vllm import compat, settings
 from attn.reference.dense import AttentionRules
 from specs.base import cdiv
 from specs.devices import ComputeCapability, DeviceKind, kind_of
 from specs.dtypes import CacheDType, DType
-from specs.engine import (
-    DecodeKernel,
-    EngineConfig,
-    ParallelConfig,
-    PrefillKernel,
-    SpeculativeConfig,
-)
+from specs.engine import EngineConfig, ParallelConfig, SpeculativeConfig
 from specs.kv_cache import (
     AnyKVCacheSpec,
     ChunkedLocalAttentionSpec,
@@ -32,11 +25,6 @@ from specs.kv_cache import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
-
-PREFILL_VARIABLE: Final = "ATTN_VLLM_PREFILL_KERNEL"
-"""Names the kernel of requests with many new tokens: ``auto``, ``triton`` or ``hopper``."""
-DECODE_VARIABLE: Final = "ATTN_VLLM_DECODE_KERNEL"
-"""Names that of the others, likewise."""
 
 _QUANT_MODES = {
     "INT8_PER_TOKEN_HEAD": CacheDType.INT8_PER_TOKEN_HEAD,
@@ -210,12 +198,10 @@ def engine_config(
         # Every request can start and end within a chunk.
         max_reqs = 2 * max_reqs + cdiv(max_tokens, spec.attention_chunk_size)
     drafts = None if speculative is None else speculative.num_speculative_tokens
-    # Rejected drafts are known to the device alone then; sinks are added there.
-    trims = getattr(scheduler, "async_scheduling", False) or getattr(
-        speculative, "enable_adaptive_verification", False
+    # Sinks are added on the device.
+    is_exact = not compat.is_optimistic(vllm_config) and not isinstance(
+        spec, vllm_specs.SinkFullAttentionSpec
     )
-    is_optimistic = bool(drafts) and bool(trims)
-    is_exact = not is_optimistic and not isinstance(spec, vllm_specs.SinkFullAttentionSpec)
     return EngineConfig(
         max_model_len=max_len,
         max_encoder_len=_encoder_len(vllm_config, spec),
@@ -241,8 +227,8 @@ def engine_config(
         rswa_window=compat.rswa_window(vllm_config, spec),
         exact_host_lengths=is_exact,
         index_topk=compat.index_topk(vllm_config),
-        prefill_kernel=_named(PREFILL_VARIABLE, PrefillKernel.AUTO),
-        decode_kernel=_named(DECODE_VARIABLE, DecodeKernel.AUTO),
+        prefill_kernel=settings.prefill_kernel(),
+        decode_kernel=settings.decode_kernel(),
     )
 
 
@@ -255,17 +241,6 @@ def _encoder_len(vllm_config: Any, spec: Any) -> int | None:
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     positions = getattr(model.hf_config, "max_source_positions", None) or 0
     return int(max(scheduler.max_num_encoder_input_tokens, positions, model.max_model_len))
-
-
-_Kernel = TypeVar("_Kernel", PrefillKernel, DecodeKernel)
-
-
-def _named(variable: str, default: _Kernel) -> _Kernel:
-    """The kernel that the environment names."""
-    kernels, named = type(default), os.environ.get(variable) or default.value
-    if named not in list(kernels):
-        raise ValueError(f"{variable} must be one of {', '.join(kernels)}, got {named!r}")
-    return kernels(named)
 
 
 def batch_invariant() -> bool:
