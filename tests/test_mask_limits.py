@@ -8,12 +8,17 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from attn.backends.flashinfer import FlashInferBackend
 from attn.backends.torch_ref import TorchRefBackend
 from attn.backends.torch_ref_mla import TorchRefMLABackend
 from attn.backends.triton_attn import TritonAttentionBackend
 from attn.backends.triton_mla import TritonMLABackend
+from attn.backends.trtllm_mha import TrtllmMhaBackend
 from specs.attention import AttentionType
+from specs.devices import KNOWN_DEVICES
 from specs.dtypes import DType
+from specs.positions import MOST_POSITIONS
+from tests import flashinfer_emulator, trtllm_emulator
 from tests.batches import BatchSpec, Heads
 from tests.cases import Case, Feature, LatentCase
 from tests.trials import CaseResult, DenseTrial, LatentTrial, Trial
@@ -22,8 +27,8 @@ CPU = torch.device("cpu")
 LENGTHS = (1, 2, 16, 17, 2**30 - 1, 2**30, 2**31 - 1, 2**31, 2**40)
 """Windows and chunk sizes: small ones, and those around what 32 bits hold."""
 CHUNKS = (
-    *((size, lookback) for size in LENGTHS for lookback in (0, 1, 2**31 - 1)),
-    *((1, 16), (2, 17), (16, 2**30 - 1), (17, 2**30), (16, 2), (2**27, 16)),
+    *((size, lookback) for size in LENGTHS for lookback in (0, 2**31 - 1)),
+    *((1, 16), (2, 17), (16, 2**30 - 1), (17, 2**30), (16, 2), (2**27, 16), (2**30, 1)),
 )
 """Sizes and lookbacks."""
 STEP = BatchSpec("mask_limits", (1, 3, 40, 20), (33, 40, 40, 51))
@@ -148,3 +153,25 @@ def test_a_window_of_latent_attention_masks_as_it_says(backend: type) -> None:
         for window in LENGTHS
     }
     assert {window: problems for window, problems in found.items() if problems} == {}
+
+
+def test_a_window_over_flashinfer_masks_as_it_says_and_fits_its_integers() -> None:
+    case = Case(batch=STEP, heads=Heads(2, 1, 64), dtype=DType.FLOAT16)
+    for window in LENGTHS:
+        feature = Feature(f"window {window}", sliding_window=window)
+        with flashinfer_emulator.emulated(flashinfer_emulator.VERSIONS[0]):
+            trial = DenseTrial(FlashInferBackend, replace(case, feature=feature), CPU)
+            assert findings(trial) == {}, window
+            assert trial.builder().sizes.sliding_window == min(window, MOST_POSITIONS)
+
+
+@pytest.mark.parametrize("name", ["h200", "b200"])
+def test_a_window_over_trtllm_masks_as_it_says_and_fits_its_integers(name: str) -> None:
+    case = Case(batch=STEP, heads=Heads(2, 1, 64), dtype=DType.BFLOAT16)
+    for window in LENGTHS:
+        feature = Feature(f"window {window}", sliding_window=window)
+        with trtllm_emulator.emulated(KNOWN_DEVICES[name], trtllm_emulator.NEW):
+            trial = DenseTrial(TrtllmMhaBackend, replace(case, feature=feature), CPU)
+            assert findings(trial) == {}, window
+            cut = trial.builder().sliding_window, trial.impl.sliding_window
+            assert cut == (min(window, MOST_POSITIONS),) * 2

@@ -273,6 +273,7 @@ def decode_kernel(
                 causal = tl.load(causal_ptr + req).to(tl.int32)
             prefix = 0
             if RSWA:
+                # Engines may say the largest number for all keys, which has no room for a tile.
                 prefix = tl.minimum(tl.load(prefix_ptr + req), kv_len)
             ranges = ranges_ptr
             if RANGES:
