@@ -132,7 +132,10 @@ class Rank:
         self, query: Tensor, query_lens: tuple[int, ...], seq_lens: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
         table = self.table[: len(seq_lens)]
-        batch = CommonAttentionMetadata.from_lengths(query_lens, seq_lens, table, BLOCK)
+        # A rank's table has columns for its own tokens alone; lengths are those of all ranks.
+        every = table.repeat(1, self.stripe.size)
+        batch = CommonAttentionMetadata.from_lengths(query_lens, seq_lens, every, BLOCK)
+        batch = batch.replace(block_table_tensor=table)
         batch = batch.replace(dcp_local_seq_lens=batch.seq_lens, causal=self.asks.causal)
         record = self.builder.build(0, batch)
         output = query.new_full((*query.shape[:2], self.asks.v_size), -7)
