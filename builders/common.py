@@ -60,7 +60,8 @@ class CommonAttentionMetadata:
     encoder_seq_lens: torch.Tensor | None = None
     """``[R]`` int32, device: encoder lengths, for cross attention."""
     encoder_seq_lens_cpu: np.ndarray | None = None
-    """``[R]`` host copy."""
+    """``[R]`` host copy, exact; 0 for a request whose encoder keys an earlier step wrote. Needed
+    where the block table has room for more keys than ``EngineConfig.max_encoder_len``."""
     dcp_local_seq_lens: torch.Tensor | None = None
     """``[R]`` int32, device: this decode-context-parallel rank's share of ``seq_lens``."""
     dcp_local_seq_lens_cpu_upper_bound: torch.Tensor | None = None
