@@ -37,7 +37,9 @@ def round_to(x, dtype: tl.constexpr):
     if INTERPRETED and dtype == tl.bfloat16:
         # The interpreter's own cast cuts the low bits off.
         bits = x.to(tl.uint32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        # Past the largest number are the patterns of NaN.
+        half = 0x7FFF + ((bits >> 16) & 1)
+        rounded = tl.add(bits, half, sanitize_overflow=False) >> 16
         rounded = tl.where(x == x, rounded, (bits >> 16) | 0x40).to(tl.uint16)
         narrow = rounded.to(tl.bfloat16, bitcast=True)
     else:
@@ -194,7 +196,9 @@ def row_absmax(x):
 def power_of_two_above(x):
     """Smallest power of two that is not below fp32 ``x``; 1 where that is 0, infinite or NaN."""
     bits = x.to(tl.int32, bitcast=True)
-    exponent = tl.maximum((bits + 0x7FFFFF) >> 23, 1)
+    # Past the largest number are the patterns of NaN.
+    above = tl.add(bits, 0x7FFFFF, sanitize_overflow=False)
+    exponent = tl.maximum(above >> 23, 1)
     scale = (exponent << 23).to(tl.float32, bitcast=True)
     return tl.where((bits > 0) & (bits < 0x7F800000), scale, 1.0)
 
