@@ -104,7 +104,7 @@ def size_of(call: KernelCall) -> Size:
     names = ("latent_ptr", "k_desc", "key_ptr", "query_ptr", "out_ptr")
     attended = next(call.arguments[name] for name in names if call.arguments.get(name) is not None)
     dtype = getattr(attended, "dtype", None)
-    # Of the flags, how bytes of a cache are converted counts: not every GPU has instructions for it.
+    # Of the flags, how a cache's bytes are converted counts: not every GPU has instructions.
     flags = {"HARDWARE_E4M3"} if dtype is not None and not dtype.is_floating_point else set()
     return Size(
         call.kernel.__name__,
