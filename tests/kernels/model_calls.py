@@ -103,6 +103,9 @@ def size_of(call: KernelCall) -> Size:
     }
     names = ("latent_ptr", "k_desc", "key_ptr", "query_ptr", "out_ptr")
     attended = next(call.arguments[name] for name in names if call.arguments.get(name) is not None)
+    dtype = getattr(attended, "dtype", None)
+    # Of the flags, how a cache's bytes are converted counts: not every GPU has instructions.
+    flags = {"HARDWARE_E4M3"} if dtype is not None and not dtype.is_floating_point else set()
     return Size(
         call.kernel.__name__,
         tuple(sorted(call.options.items())),
@@ -110,10 +113,10 @@ def size_of(call: KernelCall) -> Size:
             sorted(
                 (name, str(value))
                 for name, value in constants.items()
-                if not isinstance(value, bool)
+                if not isinstance(value, bool) or name in flags
             )
         ),
-        str(attended.dtype if hasattr(attended, "dtype") else attended.layout),
+        str(attended.layout if dtype is None else dtype),
     )
 
 
