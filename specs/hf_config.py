@@ -53,8 +53,8 @@ def load_model_geometry(source: str | Path) -> ModelGeometry:
         text = path.read_text("utf-8")
     except FileNotFoundError:
         raise SpecError(
-            f"{source}: neither an existing file nor a bundled model{near_miss(source, bundled)}; "
-            f"bundled models are {', '.join(bundled)}"
+            f"{source}: neither an existing file nor a bundled model; "
+            f"bundled models are {', '.join(bundled)}{near_miss(source, bundled)}"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{path}: cannot be read as text: {error}") from None
