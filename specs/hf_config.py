@@ -54,7 +54,7 @@ def load_model_geometry(source: str | Path) -> ModelGeometry:
     except FileNotFoundError:
         raise SpecError(
             f"{source}: neither an existing file nor a bundled model; "
-            f"bundled models are {', '.join(bundled)}{near_miss(source, bundled)}"
+            f"bundled models{near_miss(source, bundled)} are {', '.join(bundled)}"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{path}: cannot be read as text: {error}") from None
