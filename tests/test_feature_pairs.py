@@ -258,9 +258,8 @@ DEVICES = [
 @contextmanager
 def pretended(device: Device, *, gluon: bool) -> Iterator[None]:
     """Builders take the CPU for ``device``, and FlashInfer's functions are emulated."""
-    facts = (device.kind, device.num_multiprocessors or 3)
     known = {
-        "device_facts": lambda _: facts,
+        "device_facts": lambda _: device.facts,
         "runs_gluon": lambda _: gluon,
         "capability_of": lambda _: device.compute_capability,
     }

@@ -24,6 +24,7 @@ from tests.cases import Case, Feature, LatentCase
 from tests.trials import CaseResult, DenseTrial, LatentTrial, Trial
 
 CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LENGTHS = (1, 2, 16, 17, 2**30 - 1, 2**30, 2**31 - 1, 2**31, 2**40)
 """Windows and chunk sizes: small ones, and those around what 32 bits hold."""
 CHUNKS = (
@@ -68,7 +69,7 @@ def wrong(backend: type, features: Iterator[Feature]) -> dict[str, object]:
     for feature in features:
         batch = STEP if feature.attn_type.is_cached else SHORT
         case = Case(feature=feature, batch=batch, heads=Heads(2, 1, 32), dtype=DType.FLOAT32)
-        found[feature.name] = findings(DenseTrial(backend, case, CPU))
+        found[feature.name] = findings(DenseTrial(backend, case, DEVICE))
     return {name: problems for name, problems in found.items() if problems}
 
 
@@ -149,7 +150,7 @@ def test_prefixes_of_rswa_may_be_longer_than_their_requests(backend: type) -> No
 def test_a_window_of_latent_attention_masks_as_it_says(backend: type) -> None:
     case = LatentCase(batch=STEP, dtype=DType.FLOAT32, num_heads=1, rank=64, rope_size=32)
     found = {
-        window: findings(LatentTrial(backend, replace(case, sliding_window=window), CPU))
+        window: findings(LatentTrial(backend, replace(case, sliding_window=window), DEVICE))
         for window in LENGTHS
     }
     assert {window: problems for window, problems in found.items() if problems} == {}

@@ -58,7 +58,10 @@ REFUSED = {
         {"kv_cache_dtype": CacheDType.INT8_PER_TOKEN_HEAD},
         "kv_cache_dtype int8_per_token_head: auto",
     ),
-    "wide rows": ({"head_size": 608}, "head_size 608: multiples of 32 from 64 to 576"),
+    "wide rows": (
+        {"head_size": 608},
+        "head_size 608: 64, 96, 128, 160, 192, 256, 288",
+    ),
     "a window": ({"has_sliding_window": True}, "sliding window not supported"),
     "sinks": ({"has_sink": True}, "attention sinks not supported"),
 }

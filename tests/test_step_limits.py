@@ -24,7 +24,7 @@ from tests import (
     trtllm_mla_emulator,
 )
 from tests.batches import BatchSpec, Heads
-from tests.cases import FEATURES, AnyCase, Case, LatentCase
+from tests.cases import FEATURES, AnyCase, Case, LatentCase, device_for
 from tests.trials import CaseResult, DenseTrial, LatentTrial, Trial
 
 STEP = BatchSpec("at_the_limit", (1, 1, 9), (130, 33, 130))
@@ -61,7 +61,10 @@ SERVED: dict[str, tuple[AnyCase, Callable[[], AbstractContextManager[Any]]]] = {
 
 def trial_of(name: str, case: AnyCase) -> Trial:
     kind: Any = DenseTrial if isinstance(case, Case) else LatentTrial
-    trial: Trial = kind(AttentionBackendEnum[name].get_class(), case, torch.device("cpu"))
+    member = AttentionBackendEnum[name]
+    # Emulated calls compute on the CPU.
+    device = None if "flashinfer" in member.row.requires else device_for(member)
+    trial: Trial = kind(member.get_class(), case, device or torch.device("cpu"))
     trial.write()
     return trial
 

@@ -17,7 +17,7 @@ from attn.bench.cases import ALL_PEERS, CASES, HOPPER_CASES, PLAN_SIZES, BenchTa
 from attn.bench.inputs import expected_rows, make_content, permuted_table, sampled_tokens
 from attn.bench.kernels import bench_kernels, main, run_and_report
 from attn.bench.latent_peers import LATENT_ADAPTERS
-from attn.bench.ours import PLAN_LEN, engine_config, make_layer, measure_plans
+from attn.bench.ours import PLAN_LEN, engine_config, kv_cache_spec, make_layer, measure_plans
 from attn.bench.peers import KernelRun, Refusal, compiled_cases, prepare_peer
 from attn.bench.reasons import describe
 from attn.bench.report import Report
@@ -294,7 +294,8 @@ def test_peers_are_checked_and_timed_beside_ours(monkeypatch):
         layer = make_layer(
             AttentionBackendEnum["TORCH_REF"], content, torch.Generator().manual_seed(5)
         )
-        builder = TorchRefMetadataBuilder(None, [], engine_config(content.case), CPU)
+        spec = kv_cache_spec(content.case)
+        builder = TorchRefMetadataBuilder(spec, [], engine_config(content.case), CPU)
         record = builder.build(0, layer.batch)
         arguments = (layer.scales, content.query, None, None, layer.kv_cache, record, output)
         return KernelRun(lambda: layer.impl.forward(*arguments), output)

@@ -285,12 +285,13 @@ def test_the_dense_reference_reads_exact_lengths() -> None:
         mm_req_doc_ranges={3: [(1, 2)]},
         causal=torch.tensor([1, 0, 1, 1, 0, 1], dtype=torch.int32),
     )
-    config = CONFIG.replace(exact_host_lengths=False)
+    config = CONFIG.replace(exact_host_lengths=False, rswa_window=4)
     record = TorchRefMetadataBuilder(DENSE, [], config, "cpu").build(8, batch)
     assert record.kv_lens == list(SEQ_LENS)
     assert record.query_starts == [0, 1, 2, 4, 10, 15, 15]
     assert record.causal == [True, False, True, True, False, True]
     assert record.rswa_prefix_lens == [0, 1, 2, 3, 4, 5]
+    assert record.rswa_window == 4
     assert record.mm_ranges == {3: [(1, 2)]}
     assert record.common_prefix_len == 8
     assert record.num_actual_tokens == 15

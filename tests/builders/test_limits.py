@@ -74,7 +74,10 @@ def batch_of(
     query_lens: tuple[int, ...], seq_lens: tuple[int, ...], columns: int = 5
 ) -> CommonAttentionMetadata:
     table = 1 + torch.arange(len(seq_lens) * columns, dtype=torch.int32).view(-1, columns)
-    return CommonAttentionMetadata.from_lengths(query_lens, seq_lens, table, P)
+    # Made over a table that is wide enough, which a step's need not be.
+    wide = table.repeat(1, 2)
+    batch = CommonAttentionMetadata.from_lengths(query_lens, seq_lens, wide, P)
+    return batch.replace(block_table_tensor=table)
 
 
 def bounded(batch: CommonAttentionMetadata, bound: int) -> CommonAttentionMetadata:

@@ -91,30 +91,30 @@ def test_a_window_touches_no_more_segments_than_is_said(
 
 
 @triton.jit
-def _segments_kernel(x_ptr, of_ptr, start_ptr, count, SIZE: tl.constexpr):
+def _segments_kernel(x_ptr, out_ptr, count, START: tl.constexpr, SIZE: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     x = tl.load(x_ptr + at, mask=at < count, other=0)
-    tl.store(of_ptr + at, kernels.segment_of(x), mask=at < count)
-    tl.store(start_ptr + at, kernels.segment_start(x), mask=at < count)
+    number = kernels.segment_start(x) if START else kernels.segment_of(x)
+    tl.store(out_ptr + at, number, mask=at < count)
 
 
 @triton.jit
-def _scalar_kernel(x_ptr, of_ptr, start_ptr):
+def _scalar_kernel(x_ptr, out_ptr, START: tl.constexpr):
     x = tl.load(x_ptr + tl.program_id(0))
-    tl.store(of_ptr + tl.program_id(0), kernels.segment_of(x))
-    tl.store(start_ptr + tl.program_id(0), kernels.segment_start(x))
+    number = kernels.segment_start(x) if START else kernels.segment_of(x)
+    tl.store(out_ptr + tl.program_id(0), number)
 
 
-def on_device(numbers: list[int], scalar: bool = False) -> tuple[list[int], list[int]]:
-    """``segment_of`` and ``segment_start`` of each number, by Triton."""
+def on_device(numbers: list[int], *, start: bool = False, scalar: bool = False) -> list[int]:
+    """``segment_of`` of positions, or ``segment_start`` of segments, by Triton."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x = torch.tensor(numbers, dtype=torch.int32, device=device)
-    of, start = torch.full_like(x, -7), torch.full_like(x, -7)
+    out, count = torch.full_like(x, -7), len(numbers)
     if scalar:
-        _scalar_kernel[(len(numbers),)](x, of, start)
+        _scalar_kernel[(count,)](x, out, START=start)
     else:
-        _segments_kernel[(triton.cdiv(len(numbers), 1024),)](x, of, start, len(numbers), SIZE=1024)
-    return of.tolist(), start.tolist()
+        _segments_kernel[(triton.cdiv(count, 1024),)](x, out, count, START=start, SIZE=1024)
+    return list(out.tolist())
 
 
 def borders() -> list[int]:
@@ -128,21 +128,20 @@ def borders() -> list[int]:
 def test_the_devices_segment_of_is_the_hosts_around_every_border() -> None:
     numbers = borders()
     assert len(numbers) > 2000
-    assert on_device(numbers)[0] == [segment_of(number) for number in numbers]
+    assert on_device(numbers) == [segment_of(number) for number in numbers]
 
 
 def test_the_devices_segment_start_is_the_hosts() -> None:
     segments = list(range(LAST_SEGMENT + 2))
-    assert on_device(segments)[1] == [segment_start(segment) for segment in segments]
+    assert on_device(segments, start=True) == [segment_start(segment) for segment in segments]
 
 
 def test_the_device_takes_scalars_too() -> None:
     numbers = [0, 511, 512, 1023, 1024, LIMIT - 1, LIMIT, LIMIT + 1023, 2 * LIMIT, FARTHEST]
-    of, start = on_device(numbers, scalar=True)
-    assert of == [segment_of(number) for number in numbers]
+    assert on_device(numbers, scalar=True) == [segment_of(number) for number in numbers]
     small = [0, 1, 255, 256, 257, 383, 384, 385, LAST_SEGMENT]
-    assert on_device(small, scalar=True)[1] == [segment_start(segment) for segment in small]
-    assert len(start) == len(numbers)
+    found = on_device(small, start=True, scalar=True)
+    assert found == [segment_start(segment) for segment in small]
 
 
 @pytest.mark.parametrize(
