@@ -164,7 +164,7 @@ class StepLimits:
 
 
 def check_common_prefix(length: int, query_lens: np.ndarray, kv_lens: np.ndarray) -> None:
-    """Every request with new tokens has as many computed ones as the batch shares.
+    """Check that every request with new tokens has as many computed ones as the batch shares.
 
     Args:
         length: tokens of the common prefix.
@@ -172,8 +172,13 @@ def check_common_prefix(length: int, query_lens: np.ndarray, kv_lens: np.ndarray
         kv_lens: ``[R]`` on the host, exact.
 
     Raises:
-        ValueError: a request has fewer.
+        ValueError: a request has fewer; lengths of another number of requests.
     """
+    if len(kv_lens) != len(query_lens):
+        raise ValueError(
+            f"seq_lens_cpu_upper_bound must have a length for each of the {len(query_lens)} "
+            f"requests, got {len(kv_lens)}"
+        )
     live = query_lens > 0
     if not length or not live.any():
         return

@@ -240,7 +240,8 @@ def _look_for_overflows_quickly(interpreter: Any) -> None:
     own check does by a dozen operations of its language.
 
     Compiled kernels check nothing and go on with the number that is left. Triton's own random
-    numbers, which overflow on purpose, ask for no check; no kernel of this library does.
+    numbers, which overflow on purpose, ask for no check; so do sums of bit patterns in
+    :mod:`attn.kernels.numerics`.
     """
     semantic = type(interpreter.interpreter_semantic)
     operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}

@@ -208,6 +208,7 @@ def test_empty_and_padding_requests_cost_nothing(merges: list[Tensor]) -> None:
         query_start_loc=longer(batch.query_start_loc, PADDED.num_tokens),
         query_start_loc_cpu=longer(batch.query_start_loc_cpu, PADDED.num_tokens),
         seq_lens=longer(batch.seq_lens, 0),
+        seq_lens_cpu_upper_bound=longer(batch.seq_lens_cpu_upper_bound, 0),
         block_table_tensor=longer(batch.block_table_tensor, WILD_BLOCK),
         num_reqs=batch.num_reqs + more,
     )
@@ -264,7 +265,9 @@ def test_the_debug_switch_finds_a_prefix_that_is_not_shared(
     trial = trial_of()
     batch = trial.inputs.batch
     trial.builder().build(PREFIX, batch)
-    with pytest.raises(ValueError, match=r"got 48 and 40 of request 1"):
+    with pytest.raises(
+        ValueError, match=r"at most the computed tokens of every request, got 48 and 35"
+    ):
         trial.builder().build(PREFIX + BLOCK, batch)
     table = batch.block_table_tensor.clone()
     table[2, 1] = table[2, 0]
