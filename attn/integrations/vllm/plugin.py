@@ -54,7 +54,8 @@ def _wanted() -> tuple[str, dict[str, str]]:
 
     from attn.integrations.vllm.members import CUSTOM, path_of
 
-    custom = _dense(settings.backend() or _best(), BACKEND_VARIABLE)
+    named = settings.backend()
+    custom = _dense(named, BACKEND_VARIABLE) if named else _best()
     wanted = {CUSTOM: path_of(CUSTOM, custom)}
     for name in settings.overrides():
         if name not in AttentionBackendEnum.__members__:
