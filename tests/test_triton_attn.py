@@ -38,7 +38,7 @@ from tests.batches import POISON_BYTE, WILD_BLOCK, BatchSpec, Heads, poisoned
 from tests.cases import FEATURES, Case, Feature
 from tests.conformance import check_case, contents
 from tests.interpreter import variant_of
-from tests.trials import DenseTrial, Results
+from tests.trials import CaseResult, DenseTrial, Results
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKEND = TritonAttentionBackend
@@ -340,6 +340,21 @@ def test_the_impl_refuses_a_model_dtype_that_no_kernel_takes() -> None:
     impl.process_weights_after_loading(torch.bfloat16)
     with pytest.raises(ValueError, match=r"model dtype must be one of .*, got torch.float64"):
         impl.process_weights_after_loading(torch.float64)
+
+
+@pytest.mark.parametrize("window", [7, 13])
+def test_ranges_that_end_with_one_window_do_not_end_with_another(window: int) -> None:
+    """A kernel has one window: the layer's and that of R-SWA must be one where ranges end there."""
+    ranges = replace(FEATURES["mm_prefix_clamped"], sliding_window=window, rswa_window=7)
+    trial = trial_of(ranges, dtype=DType.FLOAT32)
+    record = trial.build(trial.builder())
+    if window == 7:
+        result = CaseResult()
+        trial.judge(trial.attend(record, trial.inputs, trial.cache()), record, result)
+        assert result.findings == {}
+        return
+    with pytest.raises(NotImplementedError, match=r"sliding_window \(13\) does not go .* \(7\)"):
+        trial.attend(record, trial.inputs, trial.cache())
 
 
 # -- Warming up.

@@ -87,7 +87,8 @@ class TritonAttentionImpl(CachedImpl):
         A shared prefix in the metadata is used where the layer's mask is causality alone.
 
         Raises:
-            NotImplementedError: with ``output_block_scale``.
+            NotImplementedError: with ``output_block_scale``; multimodal ranges that end with the
+                layer's window, beside another window of R-SWA.
             ValueError: tensors that do not fit the layer or the step.
         """
         if output_block_scale is not None:
@@ -123,6 +124,8 @@ class TritonAttentionImpl(CachedImpl):
             sinks, slopes = self._constants(query.device, attn_metadata.stripe)
         rows = self._by_head(output)
         clamps = attn_metadata.mm_ranges is not None and _clamps_ranges(layer)
+        if clamps:
+            self._check_clamp(attn_metadata)
         launcher = self._launchers.get(clamps)
         if launcher is None:
             launcher = self._launchers[clamps] = self._new_launcher(clamps)
@@ -168,6 +171,20 @@ class TritonAttentionImpl(CachedImpl):
             (*{id(tensor): tensor for tensor in every if tensor is not None}.values(),),
             tuple(None if tensor is None else tensor.data_ptr() for tensor in every),
         )
+
+    def _check_clamp(self, step: TritonAttentionMetadata) -> None:
+        """Check that ranges which end with the layer's window end with that of R-SWA too: a kernel
+        is given one window.
+
+        Raises:
+            NotImplementedError: the two windows differ.
+        """
+        window, rswa_window = self.rules.sliding_window, step.rswa_window
+        if window is not None and rswa_window is not None and window != rswa_window:
+            raise NotImplementedError(
+                f"mm_prefix_clamp_sliding_window with sliding_window ({window}) does not go "
+                f"together with another rswa_window ({rswa_window})"
+            )
 
     def _keep(
         self,
