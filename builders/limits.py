@@ -72,7 +72,7 @@ class StepLimits:
         )
 
     def with_verifies(self, query_len: int) -> StepLimits:
-        """The same, with room for a verify of every request where that is more tokens.
+        """These limits, with room for a verify of every request where that is more tokens.
 
         Args:
             query_len: tokens of a verify.
@@ -85,7 +85,7 @@ class StepLimits:
         )
 
     def without_table(self) -> StepLimits:
-        """The same, for an engine whose block tables hold its longest sequence at any rate."""
+        """These limits for an engine whose block tables always hold its longest sequence."""
         return replace(self, has_table=False)
 
     def check(self, batch: CommonAttentionMetadata, is_draft: bool = False) -> None:

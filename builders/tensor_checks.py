@@ -262,7 +262,7 @@ def check_written(
 
 
 def check_counts(key: torch.Tensor, value: torch.Tensor, num_slots: int) -> None:
-    """Of a cache write what depends on the number of tokens.
+    """Check that a cache write has a value for each key, and no more slots than keys.
 
     Args:
         key: ``[T, Hk, D]``.

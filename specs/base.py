@@ -24,8 +24,8 @@ class SpecError(ValueError):
     """A spec was given a bad value; the message names field, value and what is allowed."""
 
     cause: ValidationError | None = None
-    """Of a record that was made without :func:`parse_spec`: what a caller that knows where the
-    values come from describes anew."""
+    """Pydantic's error of a record that was made without :func:`parse_spec`. A caller that knows
+    where the values come from describes it anew."""
 
 
 class _SpecType(ModelMetaclass):

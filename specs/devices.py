@@ -102,7 +102,7 @@ SHARED_MEMORY: Final = {
 """Bytes of shared memory that a program can have, by compute capability: "maximum amount of shared
 memory per thread block" in the table of technical specifications of the CUDA programming guide."""
 ROCM_SHARED_MEMORY: Final = 64 * _KIB
-"""Of CDNA 3 (LDS)."""
+"""Bytes of local data share that a workgroup can have on CDNA 3."""
 RESERVED_SHARED_MEMORY: Final = 1 * _KIB
 """Bytes that CUDA takes for itself beside each program: a multiprocessor has so many more than one
 program can have."""

@@ -34,8 +34,8 @@ def far_bytes(count: int) -> Tensor:
 
 
 def spread(x: Tensor, axis: int, stride: int) -> Tensor:
-    """The same elements with ``stride`` from one index of an axis to the next; others' strides are
-    those of ``x``.
+    """The elements of ``x`` with ``stride`` from one index of an axis to the next; the other axes
+    keep their strides.
     """
     strides = [*x.stride()]
     strides[axis] = stride

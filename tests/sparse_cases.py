@@ -154,7 +154,7 @@ class SparseTrial:
 
     @staticmethod
     def _apart(rows: Tensor) -> Tensor:
-        """The same rows with strides of their own: an engine rotates in a tensor beside the query,
+        """A copy of rows with strides of its own: an engine rotates in a tensor beside the query,
         and a kernel that took the query's strides for both would read other numbers here.
         """
         tokens, heads, width = rows.shape

@@ -65,7 +65,7 @@ def test_every_cache_can_be_shared(dtype: DType, cache_dtype: CacheDType) -> Non
 @pytest.mark.parametrize(("ranks", "interleave"), [(2, 1), (3, 16)])
 @pytest.mark.parametrize("name", STEPS)
 def test_a_sink_is_counted_once_whatever_the_ranks(name: str, ranks: int, interleave: int) -> None:
-    """Of the second step's rows some have keys on rank 0 alone, which counts the sink."""
+    """Some rows of the second step have keys on rank 0 alone, which counts the sink."""
     check_ranks([Stripe(ranks, rank, interleave) for rank in range(ranks)], STEPS[name], asks=SINKS)
 
 

@@ -35,7 +35,7 @@ CHUNKS = (
 STEP = BatchSpec("mask_limits", (1, 3, 40, 20), (33, 40, 40, 51))
 """Rows of the split-KV kernel and of the prefill kernel, with and without context."""
 SHORT = BatchSpec("mask_limits", (33, 18), (33, 18))
-"""Of encoders."""
+"""Requests of encoders, which have no context."""
 DENSE = (TritonAttentionBackend, TorchRefBackend)
 
 
@@ -45,7 +45,7 @@ class Marked(Feature):
 
     ranges: tuple[tuple[int, int], ...] = ()
     prefixes: tuple[int, ...] = ()
-    """Of the requests, in turn."""
+    """Prefix of each request, in turn."""
 
     def mm_ranges(self, kv_len: int) -> tuple[tuple[int, int], ...]:
         return self.ranges

@@ -162,7 +162,7 @@ class Wrong:
     """Pattern of the error's message."""
     changes: Callable[[dict[str, Any], Trial], dict[str, Any]]
     case: dict[str, Any] = field(default_factory=dict)
-    """Of the layer."""
+    """Fields of the case that make the layer."""
 
 
 def recast(name: str) -> Callable[[dict[str, Any], Trial], dict[str, Any]]:

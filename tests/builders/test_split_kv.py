@@ -256,8 +256,8 @@ def check_plan(step: Step) -> None:
     ],
 )
 def test_plans_of_the_longest_requests_there_are(groups: int, rules: dict[str, Any]) -> None:
-    """Of one, of several of one length, and of several lengths; positions end where 32 bits hold
-    their sums, and rows of as many keys as there are positions are planned as short ones are.
+    """Rows of as many keys as there are positions are planned as short rows are: one row, several
+    rows of one length, and rows of several lengths. Positions end where 32 bits hold their sums.
     """
     most = MOST_POSITIONS
     for lens in (((1, most),), ((1, most), (3, most)), ((1, most - 63), (2, 40), (20, most))):

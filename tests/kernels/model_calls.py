@@ -76,7 +76,7 @@ class Size:
     options: tuple[tuple[str, int], ...]
     constants: tuple[tuple[str, str], ...]
     dtype: str
-    """Of what is attended."""
+    """Type of the elements that are attended."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Compiled:
     of: tuple[str, ...]
     """Models and devices that make them."""
     capabilities: tuple[int, ...]
-    """Of these devices."""
+    """Compute capabilities of these devices."""
     shared: int = 0
     """Bytes of shared memory."""
     error: str = ""

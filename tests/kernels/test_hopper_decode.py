@@ -359,7 +359,7 @@ def test_it_computes_a_step_of_every_kind(name: str, launched: list[KernelCall])
 
 @pytest.mark.parametrize("name", IN_FULL)
 def test_it_keeps_all_that_is_promised(name: str, launched: list[KernelCall]) -> None:
-    """The same bits alone, replays, another table."""
+    """A request has the same bits alone, in replays and over another block table."""
     check_case(TritonAttentionBackend, IN_FULL[name], torch.device("cpu"))
     assert launched
 

@@ -76,7 +76,7 @@ def test_each_known_gpu_has_its_capability_among_them() -> None:
 def test_a_gpu_of_99_kib_is_given_smaller_tiles_than_another_of_its_kind(
     compiled: dict[int, list[Compiled]],
 ) -> None:
-    """Of those of 8.0 some do not fit 8.6, which is of the same kind."""
+    """Some tiles of 8.0 do not fit a GPU of 8.6, which is of the same kind."""
     room = DEVICES[86].facts.shared_memory
     large = [one for one in compiled[8] if one.shared > room]
     assert {one.kernel for one in large} >= {"prefill_kernel", "mla_decode_kernel"}

@@ -93,7 +93,9 @@ def is_optimistic(vllm_config: Any) -> bool:
 
 
 def has_inexact_lengths() -> bool:
-    """The same of the engine whose layers are being made; False where there is none."""
+    """Whether the host of the engine that is being made runs ahead of the lengths; False without an
+    engine.
+    """
     from vllm.config import get_current_vllm_config_or_none
 
     vllm_config = get_current_vllm_config_or_none()
