@@ -17,7 +17,7 @@ from specs.dtypes import CacheDType, DType
 from specs.kv_cache import FullAttentionSpec
 from specs.layouts import KVOrder, KVPacking, KVViews, split_kv_cache
 from specs.rows import dense_row_format
-from tests.kernels.variants import VARIANTS, Kernel, call_of
+from tests.kernels.variants import HOPPER_VARIANTS, Kernel, Variant, call_of
 
 pytestmark = pytest.mark.skipif(not interprets(), reason="needs Triton's interpreter")
 PAGE, HEADS, BLOCKS = 32, 2, 24
@@ -133,11 +133,12 @@ def _check(
                 assert torch.equal(found.nan_to_num(3.0), expected.nan_to_num(3.0))
 
 
-def test_every_page_of_the_step_has_a_program() -> None:
+WIDENED = [variant for variant in HOPPER_VARIANTS if variant.kernel is Kernel.WIDEN]
+
+
+@pytest.mark.parametrize("variant", WIDENED, ids=lambda variant: variant.of)
+def test_every_page_of_the_step_has_a_program(variant: Variant) -> None:
     """Two requests of 41 keys have a page each: one program too few, and the last page keeps the
     keys of an earlier step.
     """
-    for variant in VARIANTS:
-        if variant.kernel is Kernel.WIDEN:
-            kv_heads = variant.layer.heads[1]
-            assert call_of(variant, 90).grid == (2, kv_heads), variant.name
+    assert call_of(variant, 90).grid == (2, variant.layer.heads[1])
