@@ -383,7 +383,7 @@ class SharedListReplayLayer(LatentReplayLayer):
         source: TensorSource,
         maker: ReplayLayer,
     ) -> None:
-        """As every layer.
+        """A sparse layer without an indexer of its own.
 
         Args:
             geometry: the layer.
