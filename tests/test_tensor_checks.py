@@ -28,6 +28,7 @@ from attn.backends.trtllm_mla import TrtllmMlaBackend
 from attn.impls.indexer import IndexInputs, SparseIndexer
 from attn.ops.mla import mla_attention
 from builders.common import CommonAttentionMetadata
+from builders.device_facts import interprets
 from builders.indexer import IndexerMetadataBuilder
 from specs.devices import KNOWN_DEVICES
 from specs.dtypes import CacheDType, DType
@@ -44,6 +45,9 @@ from tests.cases import FEATURES, Case, LatentCase
 from tests.trials import DenseTrial, LatentTrial, Trial
 
 CPU = torch.device("cpu")
+on_cpu_tensors = pytest.mark.skipif(
+    not interprets(), reason="kernels take CPU tensors under Triton's interpreter alone"
+)
 HEADS = Heads(4, 2, 64)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OTHER = {
@@ -374,6 +378,7 @@ def rotation_of(trial: Trial) -> dict[str, Any]:
     }
 
 
+@on_cpu_tensors
 @pytest.mark.parametrize("what", ROTATIONS)
 def test_a_rotation_with_a_wrong_tensor_is_refused_alike(what: str) -> None:
     told_alike(ROTATIONS[what], "do_rope_and_kv_cache_update", rotation_of)
@@ -601,6 +606,7 @@ def attend(trial: Trial, cache: Tensor, record: Any) -> None:
     trial.attend(record, trial.inputs, cache)
 
 
+@on_cpu_tensors
 def test_a_right_step_is_attended(triple: Triple) -> None:
     trial = triple.trial()
     trial.write()
@@ -616,6 +622,7 @@ def test_blocks_of_another_size_are_refused(triple: Triple) -> None:
         attend(trial, cache, trial.build(trial.builder()))
 
 
+@on_cpu_tensors
 def test_a_cache_of_the_other_type_is_refused(triple: Triple) -> None:
     trial = triple.trial()
     cache = trial.cache()
@@ -697,6 +704,7 @@ def test_debugging_finds_a_slot_mapping_that_is_too_short(
 # -- A launch that is made again.
 
 
+@on_cpu_tensors
 def test_a_step_of_another_block_size_does_not_slip_through_a_repeated_forward() -> None:
     triple = DENSE["TRITON_ATTN"]
     trial = triple.trial()
