@@ -21,7 +21,7 @@ test: lint
 
 # Every kernel variant for five GPUs by four versions of Triton; writes the committed table.
 test-compile: $(INSTALLED)
-	$(BIN)/python -m tests.kernels.compile_matrix
+	$(BIN)/python -m tests.compile.compile_matrix
 
 # The plugin inside each vLLM, without a GPU. What they need is installed once, each of them in a
 # folder of its own, and without its own pins: it is imported there, not served from.

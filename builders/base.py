@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Generic, TypedDict, TypeVar
 
 import torch
 
-from builders.common import CommonAttentionMetadata
-from builders.debug import debug_batch
-from builders.limits import StepLimits
+from builders.batch import CommonAttentionMetadata
+from builders.checks.debug import debug_batch
+from builders.checks.step_limits import StepLimits
 from specs.attention import AttentionCGSupport
 from specs.engine import EngineConfig
 from specs.kv_cache import AnyKVCacheSpec, EncoderOnlyAttentionSpec
@@ -80,7 +80,7 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     """A common prefix saves reads: worth asking for where many requests have a long one."""
     plans_on_host: bool = False
     """Every step is planned from host lengths, which must be the device's: not inside a graph, and
-    draft steps only where :class:`builders.multi_step_draft.MultiStepDraft` knows them."""
+    draft steps only where :class:`builders.drafts.multi_step.MultiStepDraft` knows them."""
     supports_draft_decode_metadata_update: bool = False
     """True when :meth:`update_draft_decode_metadata` may be called."""
 

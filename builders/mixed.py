@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 
 from builders.base import AttentionMetadata, AttentionMetadataBuilder
-from builders.common import LEADING_AXIS, CommonAttentionMetadata, replace_known
-from builders.mask_limits import refuse_dcp
+from builders.batch import LEADING_AXIS, CommonAttentionMetadata, replace_known
+from builders.checks.masks import refuse_dcp
 from specs.attention import AttentionCGSupport
 from specs.engine import EngineConfig
 from specs.kv_cache import AnyKVCacheSpec

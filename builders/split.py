@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from builders.common import LEADING_AXIS, VLLM_CACHES, CommonAttentionMetadata, replace_known
+from builders.batch import LEADING_AXIS, VLLM_CACHES, CommonAttentionMetadata, replace_known
 
 
 @dataclass(frozen=True)

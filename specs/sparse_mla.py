@@ -1,7 +1,7 @@
 """Top-k sparse latent attention as data: forward modes, kernels, conversions of cached rows.
 
 Which kernel reads which rows, on which GPUs and how: the choices of a step follow from these
-records alone (``builders.sparse_mla_choice``).
+records alone (``builders.sparse.choice``).
 """
 
 from __future__ import annotations

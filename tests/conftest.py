@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
-from tests import interpreter
+from tests.tools import interpreter
 
 if not torch.cuda.is_available():
     # Triton reads it when it is first imported: kernels then run on CPU tensors.

@@ -16,11 +16,8 @@ import torch
 from attn.backends.base import AttentionBackend
 from attn.cli.corrupt import Fault, corrupt_backend
 from attn.registry import AttentionBackendEnum
-from builders.base import AttentionMetadataBuilder
-from specs.attention import AttentionCGSupport
-from specs.dtypes import CacheDType, DType
-from tests.batches import BATCHES
-from tests.cases import (
+from attn.testing.batches import BATCHES
+from attn.testing.cases import (
     FEATURES,
     AnyCase,
     Case,
@@ -30,8 +27,11 @@ from tests.cases import (
     latent_shape,
     runs_here,
 )
-from tests.conformance import run_case
-from tests.trials import CaseResult
+from attn.testing.conformance import run_case
+from attn.testing.trials import CaseResult
+from builders.base import AttentionMetadataBuilder
+from specs.attention import AttentionCGSupport
+from specs.dtypes import CacheDType, DType
 
 Backend = type[AttentionBackend]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 from attn.backends.base import AttentionBackend
-from attn.impls.flashinfer import FlashInferImpl
-from builders import flashinfer_compat as compat
-from builders.flashinfer import FlashInferMetadataBuilder
-from builders.flashinfer_choice import (
+from attn.impls.vendor.flashinfer import FlashInferImpl
+from builders.vendor.flashinfer import FlashInferMetadataBuilder
+from builders.vendor.flashinfer_parts import install as compat
+from builders.vendor.flashinfer_parts.choice import (
     BLOCK_MULTIPLE,
     CACHE_DTYPES,
     HEAD_SIZES,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from attn.backends.base import AttentionBackend
-from attn.impls.flashinfer_mla import FlashInferMlaImpl
-from builders import flashinfer_compat
-from builders import flashinfer_mla_compat as compat
-from builders.flashinfer_mla import FlashInferMlaMetadataBuilder
-from builders.flashinfer_mla_choice import (
+from attn.impls.vendor.flashinfer_mla import FlashInferMlaImpl
+from builders.vendor.flashinfer_mla import FlashInferMlaMetadataBuilder
+from builders.vendor.flashinfer_parts import install as flashinfer_compat
+from builders.vendor.flashinfer_parts import mla_calls as compat
+from builders.vendor.flashinfer_parts.mla_choice import (
     BLOCK_MULTIPLE,
     CACHE_DTYPES,
     FP8_RANK,

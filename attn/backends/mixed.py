@@ -7,7 +7,7 @@ from typing import Any
 
 from attn.backends.base import AttentionBackend
 from attn.errors import UnsupportedError
-from attn.impls.mixed import MixedImpl
+from attn.impls.dense.mixed import MixedImpl
 from builders.mixed import MixedMetadataBuilder
 from specs.attention import (
     AttentionCGSupport,

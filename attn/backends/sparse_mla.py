@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from attn.backends.base import AttentionBackend
-from attn.impls.sparse_mla import SparseMLAImpl
-from builders.sparse_mla import SparseMLAMetadataBuilder
-from builders.sparse_mla_choice import kernel_notes
-from builders.sparse_setup import LEAST_WIDTH, ROW_SIZES
-from builders.trtllm_mha_choice import mixed_dtypes_reason
+from attn.impls.sparse.sparse_mla import SparseMLAImpl
+from builders.sparse.choice import kernel_notes
+from builders.sparse.setup import LEAST_WIDTH, ROW_SIZES
+from builders.sparse.sparse_mla import SparseMLAMetadataBuilder
+from builders.vendor.trtllm_parts.mha_choice import mixed_dtypes_reason
 from specs.attention import AttentionCGSupport, BackendCapabilities, HeadSizes, MultipleOf
 from specs.devices import ComputeCapability, DeviceKind
 from specs.dtypes import CacheDType, DType

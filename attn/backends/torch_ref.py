@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from attn.backends.base import AttentionBackend
-from attn.impls.torch_ref import TorchRefImpl
-from builders.torch_ref import TorchRefMetadataBuilder
+from attn.impls.dense.torch_ref import TorchRefImpl
+from builders.dense.torch_ref import TorchRefMetadataBuilder
 from specs.attention import AttentionType, BackendCapabilities, MultipleOf
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType

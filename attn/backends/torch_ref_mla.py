@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 from attn.backends.base import AttentionBackend
-from attn.impls.torch_ref_mla import TorchRefMLAImpl, TorchRefSparseMLAImpl
-from builders.torch_ref_mla import TorchRefMLAMetadataBuilder, TorchRefSparseMLAMetadataBuilder
+from attn.impls.latent.torch_ref_mla import TorchRefMLAImpl, TorchRefSparseMLAImpl
+from builders.latent.torch_ref_mla import (
+    TorchRefMLAMetadataBuilder,
+    TorchRefSparseMLAMetadataBuilder,
+)
 from specs.attention import BackendCapabilities, MultipleOf
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType

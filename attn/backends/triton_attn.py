@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from attn.backends.base import AttentionBackend
-from attn.impls.triton_attn import TritonAttentionImpl
-from builders.dense_limits import BLOCK_MULTIPLE, CACHE_DTYPES, HEAD_SIZES, MODEL_DTYPES
-from builders.triton_attn import TritonAttentionMetadataBuilder
+from attn.impls.dense.triton_attn import TritonAttentionImpl
+from builders.dense.limits import BLOCK_MULTIPLE, CACHE_DTYPES, HEAD_SIZES, MODEL_DTYPES
+from builders.dense.triton_attn import TritonAttentionMetadataBuilder
 from specs.attention import (
     AttentionCGSupport,
     AttentionType,

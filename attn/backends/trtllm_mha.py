@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from attn.backends.base import AttentionBackend
-from attn.impls.trtllm_mha import TrtllmMhaImpl
-from builders import flashinfer_compat as compat
-from builders.flashinfer_calls import DirectCalls
-from builders.page_tables import PAGE_SIZES
-from builders.trtllm_mha import TrtllmMhaMetadataBuilder
-from builders.trtllm_mha_choice import (
+from attn.impls.vendor.trtllm_mha import TrtllmMhaImpl
+from builders.pages.tables import PAGE_SIZES
+from builders.vendor.flashinfer_parts import install as compat
+from builders.vendor.flashinfer_parts.calls import DirectCalls
+from builders.vendor.trtllm_mha import TrtllmMhaMetadataBuilder
+from builders.vendor.trtllm_parts.mha_choice import (
     CACHE_DTYPES,
     CAPABILITIES,
     HEAD_SIZES,

@@ -8,12 +8,12 @@ import torch
 
 from attn.backends.base import AttentionBackend
 from attn.backends.triton_mla import TritonMLABackend
-from attn.impls.trtllm_mla import TrtllmMlaImpl
-from builders import flashinfer_compat
-from builders import trtllm_mla_calls as compat
-from builders.trtllm_mha_choice import SM100, capability_of
-from builders.trtllm_mla import TrtllmMlaMetadataBuilder
-from builders.trtllm_mla_choice import (
+from attn.impls.vendor.trtllm_mla import TrtllmMlaImpl
+from builders.vendor.flashinfer_parts import install as flashinfer_compat
+from builders.vendor.trtllm_mla import TrtllmMlaMetadataBuilder
+from builders.vendor.trtllm_parts import mla_calls as compat
+from builders.vendor.trtllm_parts.mha_choice import SM100, capability_of
+from builders.vendor.trtllm_parts.mla_choice import (
     CACHE_DTYPES,
     MODEL_DTYPES,
     PAGE_SIZES,

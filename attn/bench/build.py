@@ -9,7 +9,7 @@ import torch
 
 from attn.device import detect_device
 from attn.registry import AttentionBackendEnum
-from builders.common import CommonAttentionMetadata
+from builders.batch import CommonAttentionMetadata
 from specs.engine import EngineConfig
 from specs.kv_cache import AnyKVCacheSpec, FullAttentionSpec, MLAAttentionSpec
 

@@ -23,16 +23,16 @@ from typing import Final
 
 import torch
 
-from attn.bench.case import KernelCase
-from attn.bench.cases import ALL_PEERS, TILES, BenchTable, select_cases
+from attn.bench.cases.case import KernelCase
+from attn.bench.cases.dense import ALL_PEERS, TILES, BenchTable, select_cases
 from attn.bench.command import USER_ERRORS, Parser, require_gpu, usage_error
-from attn.bench.latent_lines import latent_lines
-from attn.bench.measure import OURS, Log, bench_case
-from attn.bench.ours import measure_plans, measure_scratch
-from attn.bench.pairs import Rounds
-from attn.bench.reasons import describe
-from attn.bench.report import Report
-from attn.bench.results import (
+from attn.bench.measure.measure import OURS, Log, bench_case
+from attn.bench.measure.ours import measure_plans, measure_scratch
+from attn.bench.measure.pairs import Rounds
+from attn.bench.results.reasons import describe
+from attn.bench.results.render import line_text, render_markdown
+from attn.bench.results.report import Report
+from attn.bench.results.results import (
     BenchResults,
     CaseResult,
     Contender,
@@ -40,10 +40,10 @@ from attn.bench.results import (
     checks_of,
     verdict_of,
 )
+from attn.bench.results.tables.flashinfer import vendor_lines
+from attn.bench.results.tables.flashinfer_mla import latent_lines
+from attn.bench.results.tables.sparse import sparse_lines
 from attn.bench.settings import COMMIT_VARIABLE, KernelBench, environment_of
-from attn.bench.sparse_mla import sparse_lines
-from attn.bench.tables import line_text, render_markdown
-from attn.bench.vendor import vendor_lines
 from specs.engine import DecodeKernel
 
 

@@ -12,9 +12,9 @@ from typing import Final
 
 import torch
 
-from attn.bench.case import PEERS, KernelCase
-from attn.bench.cases import ALL_PEERS, CASES, TILES, BenchTable
-from attn.bench.results import Environment
+from attn.bench.cases.case import PEERS, KernelCase
+from attn.bench.cases.dense import ALL_PEERS, CASES, TILES, BenchTable
+from attn.bench.results.results import Environment
 from attn.device import detect_device
 from attn.registry import AttentionBackendEnum, RegisteredBackend
 from specs.engine import DecodeKernel

@@ -24,7 +24,7 @@ from typer.core import TyperGroup
 
 from attn.bench.build import bench_build
 from attn.bench.kernels import HELP, check_and_report, make_bench
-from attn.bench.report import Report
+from attn.bench.results.report import Report
 from attn.bench.settings import KernelBench
 from attn.cli.corrupt import Fault
 from attn.cli.explain import feature_table, print_backends, print_decisions, remarks
@@ -34,7 +34,7 @@ from attn.cli.trace import TraceRequest, fit_to_limit, read_trace, synthetic_tra
 from attn.device import detect_device, known_device
 from attn.errors import MissingDependencyError, one_line
 from attn.selector import served_cache_dtypes
-from builders.debug import debug_enabled
+from builders.checks.debug import debug_enabled
 from specs.attention import MlaKernel
 from specs.devices import KNOWN_DEVICES
 from specs.dtypes import CacheDType

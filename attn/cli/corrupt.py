@@ -14,7 +14,7 @@ import torch
 
 from attn.backends.base import AttentionBackend
 from attn.impls.base import LayerScales
-from builders.common import CommonAttentionMetadata
+from builders.batch import CommonAttentionMetadata
 from specs.model import LayerGeometry, LayerKind
 
 

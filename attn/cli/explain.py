@@ -14,15 +14,15 @@ from rich.text import Text
 from attn.errors import missing_reason
 from attn.registry import AttentionBackendEnum
 from attn.selector import ONLY_ALLOWED, SelectionReport, Verdict, explain, is_withheld
-from builders.hopper_dense import (
+from builders.dense.choice import (
     LayerAsks,
     decode_kernel_of,
     prefill_kernel_of,
 )
-from builders.split_plan import (
+from builders.splitkv.record import (
     longest_short_query,
 )
-from builders.tiles import (
+from builders.splitkv.tiles import (
     DenseShape,
     HopperDecodeTile,
     HopperTile,

@@ -20,9 +20,9 @@ from attn.cli.check import (
 )
 from attn.cli.tensors import LayerTensors, TensorSource
 from attn.impls.base import LayerScales
-from attn.impls.indexer import IndexInputs, SparseIndexer
+from attn.impls.sparse.indexer import IndexInputs, SparseIndexer
 from attn.ops.mla import mla_attention
-from builders.indexer import IndexerMetadata
+from builders.sparse.indexer import IndexerMetadata
 from specs.attention import AttentionType
 from specs.dtypes import KVQuantMode
 from specs.kv_cache import AnyKVCacheSpec, IndexerSpec

@@ -32,8 +32,8 @@ from attn.registry import AttentionBackendEnum
 from attn.selector import SelectionReport, chosen_backend, explain, is_withheld
 from attn.selector import Verdict as Choice
 from builders.base import AttentionMetadataBuilder
-from builders.common import CommonAttentionMetadata
-from builders.indexer import IndexerMetadataBuilder
+from builders.batch import CommonAttentionMetadata
+from builders.sparse.indexer import IndexerMetadataBuilder
 from specs.attention import MlaKernel
 from specs.devices import Device
 from specs.dtypes import CacheDType, KVQuantMode

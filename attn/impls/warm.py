@@ -15,7 +15,7 @@ def run_compiled(run_steps: Callable[[], None], device: torch.device) -> None:
         device: that they run on.
     """
     if device.type == "cuda":
-        from builders.kernel_calls import collected_calls, compile_calls
+        from builders.launch.call import collected_calls, compile_calls
 
         with collected_calls() as calls:
             run_steps()

@@ -8,9 +8,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from builders.fast_launch import Relauncher, Repeat
-from builders.kernel_calls import KernelCall, collected
-from builders.prepared_launch import GROUPS, picker
+from builders.launch.call import KernelCall, collected
+from builders.launch.launcher import Relauncher, Repeat
+from builders.launch.prepared import GROUPS, picker
 
 Entry = TypeVar("Entry")
 
@@ -119,7 +119,7 @@ class FormCall:
         """For launches like this one, which was made, but for the values of those names.
 
         Args:
-            names: as of :meth:`builders.fast_launch.Relauncher.repeat`.
+            names: as of :meth:`builders.launch.launcher.Relauncher.repeat`.
         """
         return self._form.relauncher.repeat(self._values, names)
 

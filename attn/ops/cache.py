@@ -39,7 +39,7 @@ def write_kv(
     if not has_kernel(key):
         reference.write_kv(*arguments)
         return
-    from attn.kernels.cache_write import write_again
+    from attn.kernels.cache.write import write_again
 
     write_again(*arguments, hardware_e4m3=converts_float8(key.device)).launch()
 
@@ -100,7 +100,7 @@ def rope_and_write_kv(
             rotate_in_place(rows, positions, cos_sin_cache, is_neox)
         reference.write_kv(key, value, views, slot_mapping, k_scale, v_scale, cache_dtype)
         return
-    from attn.kernels.cache_write import rope_and_write_kv_call
+    from attn.kernels.cache.write import rope_and_write_kv_call
 
     rope_and_write_kv_call(
         query,

@@ -27,7 +27,7 @@ def clear_rows(out: torch.Tensor, lse: torch.Tensor, flags: torch.Tensor) -> Non
         out[: len(flags)].masked_fill_(flags[:, None, None], 0)
         lse[: len(flags)].masked_fill_(flags[:, None], float("-inf"))
         return
-    from attn.kernels.clear import clear_call
+    from attn.kernels.cache.clear import clear_call
 
     clear_call(out, lse, flags).launch()
 
@@ -48,7 +48,7 @@ def clear_tails(
     if len(kv_lens) == 0:
         return
     if has_kernel(key):
-        from attn.kernels.clear import clear_tails_call
+        from attn.kernels.cache.clear import clear_tails_call
 
         clear_tails_call(key, value, pages, kv_lens).launch()
         return

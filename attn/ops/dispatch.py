@@ -16,7 +16,7 @@ def has_kernel(rows: torch.Tensor) -> bool:
 def _interprets() -> bool:
     """Kernels run on CPU tensors, in Triton's interpreter."""
     try:
-        from attn.kernels.numerics import INTERPRETED
+        from attn.kernels.lang.numerics import INTERPRETED
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != "triton":
             raise

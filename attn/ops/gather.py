@@ -42,7 +42,7 @@ def pack_query(
     if len(out) == 0:
         return
     if has_kernel(nope):
-        from attn.kernels.gather import pack_query_call
+        from attn.kernels.latent.gather import pack_query_call
 
         hardware = converts_float8(nope.device)
         pack_query_call(nope, rope, index, scale, out, hardware_e4m3=hardware).launch()
@@ -82,7 +82,7 @@ def unpack_state(
     if count == 0:
         return
     if has_kernel(padded):
-        from attn.kernels.gather import unpack_state_call
+        from attn.kernels.latent.gather import unpack_state_call
 
         unpack_state_call(padded, padded_lse, index, flags, scale, out, lse).launch()
         return

@@ -8,9 +8,9 @@ import torch
 
 from attn.ops.dispatch import converts_float8, has_kernel
 from attn.reference import indexer as reference
-from builders.device_facts import device_facts, runs_gluon
-from builders.hopper_sparse import index_sizes, index_tile_of
-from builders.sparse_tiles import IndexTile
+from builders.device import device_facts, runs_gluon
+from builders.sparse.hopper_tiles import index_sizes, index_tile_of
+from builders.sparse.tiles import IndexTile
 from specs.dtypes import DType
 from specs.rows import INDEXER_PAGE, SCALE_BYTES
 
@@ -40,7 +40,7 @@ def write_index_keys(k_index: torch.Tensor, kv_cache: torch.Tensor, slots: torch
     if not has_kernel(k_index):
         reference.write_index_keys(k_index, kv_cache, slots.long())
         return
-    from attn.kernels.indexer_launch import write_keys_call
+    from attn.kernels.sparse.indexer.launch import write_keys_call
 
     hardware = converts_float8(k_index.device)
     write_keys_call(k_index, kv_cache, slots.contiguous(), hardware_e4m3=hardware).launch()
@@ -74,7 +74,7 @@ def gather_index_keys(
     if not has_kernel(scale):
         reference.gather_index_keys(kv_cache, slots, data, scale)
         return
-    from attn.kernels.indexer_launch import gather_keys_call
+    from attn.kernels.sparse.indexer.launch import gather_keys_call
 
     gather_keys_call(kv_cache, slots.contiguous(), data, scale).launch()
 
@@ -113,7 +113,7 @@ def paged_index_logits(
             q_index, weights, kv_cache, block_table, requests, kv_lens, logits
         )
         return
-    from attn.kernels.indexer_launch import paged_logits_call
+    from attn.kernels.sparse.indexer.launch import paged_logits_call
 
     paged_logits_call(
         *(q_index, weights, kv_cache, block_table, requests, kv_lens, logits),
@@ -185,7 +185,7 @@ def ragged_index_logits(
     if not has_kernel(logits):
         reference.ragged_index_logits(q_index, weights, data, scale, starts, ends, logits)
         return
-    from attn.kernels.indexer_launch import ragged_logits_call
+    from attn.kernels.sparse.indexer.launch import ragged_logits_call
 
     ragged_logits_call(
         *(q_index, weights, data, scale, starts, ends, logits),
@@ -243,7 +243,7 @@ def select_topk(
     if not has_kernel(logits):
         reference.select_topk(*given)
         return
-    from attn.kernels.indexer_launch import select_topk_call
+    from attn.kernels.sparse.indexer.launch import select_topk_call
 
     select_topk_call(*given, tile or IndexTile()).launch()
 

@@ -12,8 +12,8 @@ from attn.ops.cache import rope_and_write_kv, write_kv
 from attn.ops.dispatch import converts_float8, has_kernel
 from attn.reference import latent_convert as reference
 from attn.reference.cache import scatter_rows, write_latent
-from builders.debug import debug_enabled
-from builders.paging import check_slots
+from builders.checks.debug import debug_enabled
+from builders.pages.paging import check_slots
 from specs.dtypes import CacheDType
 from specs.layouts import KVViews, latent_views
 from specs.rows import LatentFormat, RowFormat
@@ -271,7 +271,7 @@ def _launch(
     num_rows: int,
     snap_scales: bool,
 ) -> None:
-    from attn.kernels.latent_convert import latent_convert_call
+    from attn.kernels.latent.convert import latent_convert_call
 
     latent_convert_call(
         fields,

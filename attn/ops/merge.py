@@ -44,7 +44,7 @@ def merge_states(
         if output_lse is not None:
             output_lse[:count] = lse.float()
         return
-    from attn.kernels.merge import merge_call
+    from attn.kernels.cache.merge import merge_call
 
     merge_call(
         outs,

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attn.reference.mla import absorb_query, project_latent_output
-from builders.tensor_checks import check_latent_output, k_scale_of
+from builders.checks.tensors import check_latent_output, k_scale_of
 
 if TYPE_CHECKING:
     from attn.impls.base import AttentionLayer, MLAAttentionImpl
-    from attn.impls.indexer import IndexInputs
+    from attn.impls.sparse.indexer import IndexInputs
 
 
 def mla_attention(
@@ -38,7 +38,8 @@ def mla_attention(
         kv_cache: ``[N, block_size, row]``.
         attn_metadata: the record of the impl's builder; None is a profiling call.
         output: ``[T, H * V]``, written in place; rows past the batch's tokens are not touched.
-        index: what a sparse layer's own indexer is given, an ``attn.impls.indexer.SparseIndexer``,
+        index: what a sparse layer's own indexer is given, an
+        ``attn.impls.sparse.indexer.SparseIndexer``,
             which then runs first; None where lists are written by others.
 
     Returns:

@@ -22,6 +22,6 @@ def quantize_into(rows: torch.Tensor, scale: float, out: torch.Tensor) -> None:
     if not has_kernel(rows):
         out.copy_(saturate(rows.float() / scale, out.dtype))
         return
-    from attn.kernels.quant import quantize_rows
+    from attn.kernels.cache.quant import quantize_rows
 
     quantize_rows(rows, scale, out, hardware_e4m3=converts_float8(rows.device))

@@ -8,8 +8,8 @@ from attn.ops.cache import write_stored_rows
 from attn.ops.dispatch import converts_float8, has_kernel
 from attn.reference.quant import saturate
 from attn.reference.rope import apply_rope
-from builders import flashinfer_rope
-from builders.flashinfer_rope import RopeQuantizeCall
+from builders.vendor.flashinfer_parts import rope as flashinfer_rope
+from builders.vendor.flashinfer_parts.rope import RopeQuantizeCall
 
 E4M3 = torch.float8_e4m3fn
 
@@ -64,7 +64,7 @@ def rope_quantize(
     given = q_nope, q_pe, kv_c, k_pe, positions, cos_sin_cache, is_neox
     outputs = q_out, k_out, cache, slot_mapping
     if has_kernel(q_nope):
-        from attn.kernels.rope_quant import rope_quantize_call
+        from attn.kernels.latent.rope_quant import rope_quantize_call
 
         hardware = converts_float8(q_nope.device)
         scales = q_scale, k_scale

@@ -6,10 +6,10 @@ import torch
 
 from attn.ops.dispatch import converts_float8, has_kernel
 from attn.reference import sparse_mla as reference
-from builders.device_facts import device_facts
-from builders.sparse_launches import SparseWorkspace
-from builders.sparse_launches import workspace_for as workspace_for
-from builders.sparse_tiles import SparseShape, SparseTile, sparse_tile
+from builders.device import device_facts
+from builders.sparse.launches import SparseWorkspace
+from builders.sparse.launches import workspace_for as workspace_for
+from builders.sparse.tiles import SparseShape, SparseTile, sparse_tile
 from specs.rows import LatentFormat
 
 
@@ -20,7 +20,7 @@ def tile_for(
     batch_invariant: bool = False,
 ) -> SparseTile:
     """The launch record for these rows on their device, for callers without a builder: chosen by
-    what a builder chooses by, :func:`builders.sparse_tiles.sparse_tile`.
+    what a builder chooses by, :func:`builders.sparse.tiles.sparse_tile`.
 
     Args:
         query: ``[T, H, L]``.
@@ -87,12 +87,12 @@ def sparse_mla(
         if lse is not None:
             lse.copy_(found)
         return
-    from attn.kernels.sparse_launch import SparseLayer, SparseTensors, sparse_calls
+    from attn.kernels.sparse.launcher import SparseLayer, SparseTensors, sparse_calls
 
     tile = tile or tile_for(query, indices, layout)
     if tile.hopper is not None and twin is not None:
         # Gluon only where it is used.
-        from attn.kernels.hopper.sparse_launch import is_aligned
+        from attn.kernels.sparse.hopper_launch import is_aligned
 
         tile = tile if is_aligned(query, rotary, kv_cache) else twin
     heads, rank = query.shape[1:]

@@ -6,7 +6,7 @@ import torch
 
 from attn.ops.dispatch import has_kernel
 from attn.reference import topk_transform as reference
-from builders.debug import debug_enabled
+from builders.checks.debug import debug_enabled
 from specs.sparse_mla import IndexKind
 
 
@@ -52,7 +52,7 @@ def transform_topk(
     if len(out) == 0:
         return
     if has_kernel(out):
-        from attn.kernels.topk_transform import topk_transform_call
+        from attn.kernels.sparse.topk_transform import topk_transform_call
 
         topk_transform_call(
             *(ids, visible_lens, reqs, kind.value, out),

@@ -12,8 +12,8 @@ from attn.reference.quant import (
     quantize_per_token_head,
     saturate,
 )
-from builders.paging import check_slots
-from builders.tensor_checks import check_kv_scale, check_written
+from builders.checks.tensors import check_kv_scale, check_written
+from builders.pages.paging import check_slots
 from specs.dtypes import CacheDType, KVQuantMode
 from specs.layouts import KVViews, latent_views
 from specs.rows import LatentFormat, RowFormat

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attn.reference.merge import merge_states
-from builders.mask_limits import refuse_masks
+from builders.checks.masks import refuse_masks
 
 SCORE_BYTES = 1 << 26
 """Score tiles are cut along the queries to stay near this size."""

@@ -2,8 +2,8 @@
 
 import pytest
 
-from attn.bench.case import PEERS, CaseKind, Target
-from attn.bench.cases import CASES, HOPPER_CASES, HOPPER_PEERS, BenchTable, select_cases
+from attn.bench.cases.case import PEERS, CaseKind, Target
+from attn.bench.cases.dense import CASES, HOPPER_CASES, HOPPER_PEERS, BenchTable, select_cases
 from specs.base import SpecError
 from specs.dtypes import CacheDType
 

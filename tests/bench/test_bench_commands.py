@@ -8,7 +8,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from attn.bench import command, kernels, peers, vllm
+from attn.bench import command, kernels
+from attn.bench.engine import vllm
+from attn.bench.peers import dense as peers
 from attn.cli.app import app
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {

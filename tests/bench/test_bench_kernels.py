@@ -11,29 +11,38 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from attn.bench import flashinfer_jit, kernels, measure, ours, peers, settings
-from attn.bench.case import PEERS, KernelCase, Target
-from attn.bench.cases import ALL_PEERS, CASES, HOPPER_CASES, PLAN_SIZES, BenchTable
-from attn.bench.inputs import expected_rows, make_content, permuted_table, sampled_tokens
+from attn.bench import kernels, settings
+from attn.bench.cases.case import PEERS, KernelCase, Target
+from attn.bench.cases.dense import ALL_PEERS, CASES, HOPPER_CASES, PLAN_SIZES, BenchTable
+from attn.bench.cases.inputs import expected_rows, make_content, permuted_table, sampled_tokens
 from attn.bench.kernels import bench_kernels, main, run_and_report
-from attn.bench.latent_peers import LATENT_ADAPTERS
-from attn.bench.ours import PLAN_LEN, engine_config, kv_cache_spec, make_layer, measure_plans
-from attn.bench.peers import KernelRun, Refusal, compiled_cases, prepare_peer
-from attn.bench.reasons import describe
-from attn.bench.report import Report
-from attn.bench.results import BenchResults, Status
-from attn.bench.settings import KernelBench, environment_of
-from attn.bench.timing import (
+from attn.bench.measure import measure, ours
+from attn.bench.measure.ours import (
+    PLAN_LEN,
+    engine_config,
+    kv_cache_spec,
+    make_layer,
+    measure_plans,
+)
+from attn.bench.measure.timing import (
     CpuClock,
     CudaClock,
     count_allocations,
     graph_time_us,
     time_interleaved,
 )
+from attn.bench.peers import dense as peers
+from attn.bench.peers import flashinfer_jit
+from attn.bench.peers.dense import KernelRun, Refusal, compiled_cases, prepare_peer
+from attn.bench.peers.latent import LATENT_ADAPTERS
+from attn.bench.results.reasons import describe
+from attn.bench.results.report import Report
+from attn.bench.results.results import BenchResults, Status
+from attn.bench.settings import KernelBench, environment_of
 from attn.cli.app import app
-from attn.impls.torch_ref import TorchRefImpl
+from attn.impls.dense.torch_ref import TorchRefImpl
 from attn.registry import AttentionBackendEnum
-from builders.torch_ref import TorchRefMetadataBuilder
+from builders.dense.torch_ref import TorchRefMetadataBuilder
 from specs.dtypes import CacheDType
 from specs.engine import DecodeKernel, PrefillKernel
 

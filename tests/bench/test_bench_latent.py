@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from attn.bench.case import KernelCase
-from attn.bench.cases import BenchTable
-from attn.bench.flashinfer_jit import modules_of
-from attn.bench.inputs import expected_rows, make_content
-from attn.bench.judge import check_run
+from attn.bench.cases.case import KernelCase
+from attn.bench.cases.dense import BenchTable
+from attn.bench.cases.inputs import expected_rows, make_content
+from attn.bench.cases.latent import MLA_CASES, MLA_PEERS
 from attn.bench.kernels import bench_kernels, make_bench
-from attn.bench.latent_cases import MLA_CASES, MLA_PEERS
-from attn.bench.latent_peers import LATENT_ADAPTERS
-from attn.bench.ours import make_builder, make_layer, our_run
-from attn.bench.peers import KernelRun, Refusal
-from attn.bench.results import (
+from attn.bench.measure.judge import check_run
+from attn.bench.measure.ours import make_builder, make_layer, our_run
+from attn.bench.peers.dense import KernelRun, Refusal
+from attn.bench.peers.flashinfer_jit import modules_of
+from attn.bench.peers.latent import LATENT_ADAPTERS
+from attn.bench.results.render import render_markdown
+from attn.bench.results.results import (
     BenchResults,
     CaseResult,
     Contender,
@@ -29,7 +30,6 @@ from attn.bench.results import (
     plain_check,
 )
 from attn.bench.settings import KernelBench, environment_of
-from attn.bench.tables import render_markdown
 from attn.registry import AttentionBackendEnum
 
 PUBLISHED = {

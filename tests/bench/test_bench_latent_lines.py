@@ -9,26 +9,29 @@ from typing import Any
 import pytest
 import torch
 
-from attn.bench import case as model
-from attn.bench import inputs, kernels, latent_lines, ours
-from attn.bench.case import KernelCase
-from attn.bench.cases import BenchTable
-from attn.bench.flashinfer_jit import modules_of
+from attn.bench import kernels
+from attn.bench.cases import case as model
+from attn.bench.cases import inputs
+from attn.bench.cases.case import KernelCase
+from attn.bench.cases.dense import BenchTable
+from attn.bench.cases.latent import LATENT_VENDOR_CASES, ROPE_CASE
 from attn.bench.kernels import main, make_bench, run_and_report
-from attn.bench.latent_cases import LATENT_VENDOR_CASES, ROPE_CASE
-from attn.bench.latent_lines import DIRECT, VENDOR_ROPE
-from attn.bench.lines import How, Line, Part
-from attn.bench.pairs import BrokenError, Rounds
-from attn.bench.report import Report
-from attn.bench.results import BenchResults, Verdict, line_check
-from attn.bench.rotation import Rotation, misrounded
-from attn.impls.flashinfer_mla import FlashInferMlaImpl
-from attn.impls.trtllm_mla import TrtllmMlaImpl
-from attn.kernels.numerics import INTERPRETED
-from builders.flashinfer_compat import FlashInferUnavailableError
+from attn.bench.measure import ours
+from attn.bench.measure.pairs import BrokenError, Rounds
+from attn.bench.measure.rotation import Rotation, misrounded
+from attn.bench.peers.flashinfer_jit import modules_of
+from attn.bench.results.lines import How, Line, Part
+from attn.bench.results.report import Report
+from attn.bench.results.results import BenchResults, Verdict, line_check
+from attn.bench.results.tables import flashinfer_mla as latent_lines
+from attn.bench.results.tables.flashinfer_mla import DIRECT, VENDOR_ROPE
+from attn.impls.vendor.flashinfer_mla import FlashInferMlaImpl
+from attn.impls.vendor.trtllm_mla import TrtllmMlaImpl
+from attn.kernels.lang.numerics import INTERPRETED
+from builders.vendor.flashinfer_parts.install import FlashInferUnavailableError
 from specs.dtypes import DType
-from tests import flashinfer_mla_emulator, flashinfer_rope_emulator
-from tests.trtllm_mla_emulator import NEW, OLD
+from tests.emulators import flashinfer_mla_emulator, flashinfer_rope_emulator
+from tests.emulators.trtllm_mla_emulator import NEW, OLD
 
 CPU = torch.device("cpu")
 ROUNDS = Rounds(CPU, 2, 2, 0)
@@ -91,8 +94,8 @@ def test_a_forward_is_timed_beside_the_run_that_it_calls(name: str, version: str
 
 
 def test_an_fp8_cache_is_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from builders import flashinfer_mla
-    from tests.gpus import hopper
+    from builders.vendor import flashinfer_mla
+    from tests.tools.gpus import hopper
 
     monkeypatch.setattr(flashinfer_mla, "device_facts", lambda _: hopper(3))
     lines = lines_of("mla_fp8_h16_b128_4k", "FLASHINFER_MLA")
@@ -139,7 +142,7 @@ def test_without_flashinfer_ours_is_timed_alone() -> None:
 
     # Undone before the emulator is, which would otherwise come back behind it.
     with emulated(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("builders.flashinfer_rope.load_rope", absent)
+        patch.setattr("builders.vendor.flashinfer_parts.rope.load_rope", absent)
         lines = list(latent_lines.latent_lines(tiny(ROPE_CASE), BACKENDS, ROUNDS, print))
     assert all(line.reason.startswith("flashinfer is not installed") for line in lines)
     assert lines[0].ours_us is not None

@@ -4,9 +4,10 @@ import math
 
 import pytest
 
-from attn.bench.case import PEERS
-from attn.bench.cases import CASES, HOPPER_CASES, MAX_SCRATCH_BYTES, BenchTable
-from attn.bench.results import (
+from attn.bench.cases.case import PEERS
+from attn.bench.cases.dense import CASES, HOPPER_CASES, MAX_SCRATCH_BYTES, BenchTable
+from attn.bench.results.render import render_markdown
+from attn.bench.results.results import (
     BenchResults,
     CaseResult,
     Contender,
@@ -23,7 +24,6 @@ from attn.bench.results import (
     scratch_check,
     verdict_of,
 )
-from attn.bench.tables import render_markdown
 from specs.base import SpecError
 
 BY_NAME = {case.name: case for case in CASES}

@@ -7,26 +7,26 @@ from typing import Any
 import pytest
 import torch
 
-from attn.bench import case as model
 from attn.bench import kernels
-from attn.bench import sparse_mla as bench
-from attn.bench.case import KernelCase
-from attn.bench.cases import TILES, BenchTable
+from attn.bench.cases import case as model
+from attn.bench.cases.case import KernelCase
+from attn.bench.cases.dense import TILES, BenchTable
+from attn.bench.cases.latent import CONVERSION_CASE, INDEX_CASE, SPARSE_CASES
 from attn.bench.kernels import main, make_bench, run_and_report
-from attn.bench.latent_cases import CONVERSION_CASE, INDEX_CASE, SPARSE_CASES
-from attn.bench.lines import How, Line, Part
-from attn.bench.pairs import Rounds
-from attn.bench.peers import KernelRun
-from attn.bench.report import Report
-from attn.bench.results import BenchResults, Verdict, line_check
-from attn.bench.sparse_mla import ALONE, FEW, FLASHMLA, sparse_lines
-from attn.kernels.numerics import INTERPRETED
-from builders import sparse_calls
+from attn.bench.measure.pairs import Rounds
+from attn.bench.peers.dense import KernelRun
+from attn.bench.results.lines import How, Line, Part
+from attn.bench.results.report import Report
+from attn.bench.results.results import BenchResults, Verdict, line_check
+from attn.bench.results.tables import sparse as bench
+from attn.bench.results.tables.sparse import ALONE, FEW, FLASHMLA, sparse_lines
+from attn.kernels.lang.numerics import INTERPRETED
+from builders.sparse import vendor_calls as sparse_calls
 from specs.dtypes import DType
 from specs.engine import DecodeKernel
 from specs.rows import LatentFormat
 from specs.sparse_mla import SparseKernel
-from tests.sparse_calls_emulator import emulated
+from tests.emulators.sparse_calls_emulator import emulated
 
 ROUNDS = Rounds(torch.device("cpu"), 1, 1, 0)
 BY_NAME = {case.name: case for case in SPARSE_CASES}

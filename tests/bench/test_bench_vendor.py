@@ -11,30 +11,38 @@ from typing import Any
 import pytest
 import torch
 
-from attn.bench import kernels, vendor, vllm_builder
-from attn.bench.case import KernelCase
-from attn.bench.cases import VENDOR_CASES, BenchTable
-from attn.bench.inputs import make_content
+from attn.bench import kernels
+from attn.bench.cases.case import KernelCase
+from attn.bench.cases.dense import VENDOR_CASES, BenchTable
+from attn.bench.cases.inputs import make_content
 from attn.bench.kernels import main, make_bench, run_and_report
-from attn.bench.lines import How, Line, Part
-from attn.bench.ours import make_layer
-from attn.bench.pairs import Rounds, direct_call
-from attn.bench.peers import Refusal
-from attn.bench.report import Report
-from attn.bench.results import BenchResults, Verdict, line_check
+from attn.bench.measure.ours import make_layer
+from attn.bench.measure.pairs import Rounds, direct_call
+from attn.bench.measure.timing import (
+    count_waits,
+    eager_times_us,
+    graph_times_us,
+    host_times_us,
+    waits_of,
+)
+from attn.bench.peers import vllm_builder
+from attn.bench.peers.dense import Refusal
+from attn.bench.peers.vllm_builder import vllm_build
+from attn.bench.results.lines import How, Line, Part
+from attn.bench.results.render import line_text, render_markdown
+from attn.bench.results.report import Report
+from attn.bench.results.results import BenchResults, Verdict, line_check
+from attn.bench.results.tables import flashinfer as vendor
+from attn.bench.results.tables.flashinfer import vendor_lines, written_step
 from attn.bench.settings import environment_of
-from attn.bench.tables import line_text, render_markdown
-from attn.bench.timing import count_waits, eager_times_us, graph_times_us, host_times_us, waits_of
-from attn.bench.vendor import vendor_lines, written_step
-from attn.bench.vllm_builder import vllm_build
-from attn.impls.flashinfer import FlashInferImpl
-from attn.impls.vendor import VendorImpl
+from attn.impls.vendor.base import VendorImpl
+from attn.impls.vendor.flashinfer import FlashInferImpl
 from attn.registry import AttentionBackendEnum
 from specs.base import SpecError
 from specs.devices import KNOWN_DEVICES
 from specs.dtypes import CacheDType
-from tests import flashinfer_emulator, trtllm_emulator
-from tests.trtllm_emulator import NEW, OLD
+from tests.emulators import flashinfer_emulator, trtllm_emulator
+from tests.emulators.trtllm_emulator import NEW, OLD
 
 CPU = torch.device("cpu")
 BACKENDS = ("FLASHINFER", "TRTLLM_MHA")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn.bench import vllm as bench
-from attn.bench.engine import (
+from attn.bench.engine import vllm as bench
+from attn.bench.engine.engine import (
     BACKENDS,
     FLASH,
     MAX_MODEL_LEN,
@@ -31,8 +31,7 @@ from attn.bench.engine import (
     require_varied,
     value_of,
 )
-from attn.bench.results import Verdict
-from attn.bench.vllm import (
+from attn.bench.engine.vllm import (
     EngineBench,
     Report,
     bench_engine,
@@ -41,7 +40,8 @@ from attn.bench.vllm import (
     select_workloads,
     worker_environment,
 )
-from attn.bench.vllm_worker import Job, JobResult, Kind, draw_weights, make_prompts
+from attn.bench.engine.vllm_worker import Job, JobResult, Kind, draw_weights, make_prompts
+from attn.bench.results.results import Verdict
 from specs.base import SpecError
 
 ENVIRONMENT = EngineEnvironment(
@@ -347,7 +347,8 @@ def test_a_failed_run_merges_with_an_earlier_one():
 
 def test_importing_the_benchmark_loads_no_vllm():
     code = (
-        "import sys, attn.bench.vllm; print('vllm' in sys.modules, 'transformers' in sys.modules)"
+        "import sys, attn.bench.engine.vllm\n"
+        "print('vllm' in sys.modules, 'transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]

@@ -11,9 +11,12 @@ import torch
 from attn.backends.base import AttentionBackend
 from attn.registry import AttentionBackendEnum
 from builders.base import AttentionMetadata, AttentionMetadataBuilder
-from builders.common import CommonAttentionMetadata
-from builders.torch_ref import TorchRefMetadataBuilder
-from builders.torch_ref_mla import TorchRefMLAMetadataBuilder, TorchRefSparseMLAMetadataBuilder
+from builders.batch import CommonAttentionMetadata
+from builders.dense.torch_ref import TorchRefMetadataBuilder
+from builders.latent.torch_ref_mla import (
+    TorchRefMLAMetadataBuilder,
+    TorchRefSparseMLAMetadataBuilder,
+)
 from specs.attention import AttentionCGSupport
 from specs.engine import EngineConfig, SpeculativeConfig
 from specs.kv_cache import (

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from builders.common import (
+from builders.batch import (
     LEADING_AXIS,
     CommonAttentionMetadata,
     check_invariants,
     replace_known,
 )
-from builders.debug import debug_batch, debug_enabled, debug_read
+from builders.checks.debug import debug_batch, debug_enabled, debug_read
 from specs.attention import AttentionType
 from specs.kv_cache import CrossAttentionSpec, EncoderOnlyAttentionSpec, FullAttentionSpec
 

@@ -13,24 +13,24 @@ import pytest
 import torch
 
 from attn.registry import AttentionBackendEnum
-from builders.common import CommonAttentionMetadata
-from builders.drafting import advance
-from builders.indexer import IndexerMetadataBuilder
-from builders.limits import StepLimits
-from builders.multi_step_draft import MultiStepDraft
-from builders.torch_ref import TorchRefMetadataBuilder
-from builders.triton_attn import TritonAttentionMetadataBuilder
+from builders.batch import CommonAttentionMetadata
+from builders.checks.step_limits import StepLimits
+from builders.dense.torch_ref import TorchRefMetadataBuilder
+from builders.dense.triton_attn import TritonAttentionMetadataBuilder
+from builders.drafts.advance import advance
+from builders.drafts.multi_step import MultiStepDraft
+from builders.sparse.indexer import IndexerMetadataBuilder
 from specs.devices import KNOWN_DEVICES
 from specs.engine import EngineConfig, ParallelConfig, SpeculativeConfig
 from specs.kv_cache import CrossAttentionSpec, EncoderOnlyAttentionSpec, IndexerSpec
-from tests import (
+from tests.drafts import test_multi_step_draft as drafts
+from tests.drafts.test_multi_step_draft import HOST
+from tests.emulators import (
     flashinfer_emulator,
     flashinfer_mla_emulator,
     trtllm_emulator,
     trtllm_mla_emulator,
 )
-from tests.builders import test_multi_step_draft as drafts
-from tests.builders.test_multi_step_draft import HOST
 
 P, REQS, TOKENS = 64, 4, 200
 LONGEST = 5 * P

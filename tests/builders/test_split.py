@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from builders.common import CommonAttentionMetadata, check_invariants
+from builders.batch import CommonAttentionMetadata, check_invariants
 from builders.split import BatchSplit, decode_first_order, reorder, split_decodes_and_prefills
 from tests.builders.test_common import filled_batch, make_batch
 

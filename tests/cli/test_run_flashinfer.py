@@ -20,8 +20,8 @@ from attn.cli.check import fp8_query, judge
 from attn.cli.corrupt import Fault
 from attn.cli.report import RunReport
 from specs.devices import KNOWN_DEVICES, Device
-from tests import flashinfer_emulator, trtllm_emulator
-from tests.trtllm_emulator import NEW, OLD
+from tests.emulators import flashinfer_emulator, trtllm_emulator
+from tests.emulators.trtllm_emulator import NEW, OLD
 
 AZURE = Path(__file__).parents[3] / "shared/data/azure_llm_2023_conv.csv"
 H200, B200, PRO = (KNOWN_DEVICES[name] for name in ("h200", "b200", "rtx-pro-6000"))

@@ -17,9 +17,9 @@ from attn.cli.app import app
 from attn.cli.check import better_than_listed
 from attn.cli.corrupt import Fault
 from attn.cli.report import RunReport
-from attn.impls.indexer import SparseIndexer
+from attn.impls.sparse.indexer import SparseIndexer
 from attn.registry import AttentionBackendEnum
-from builders import sparse_mla_choice
+from builders.sparse import choice as sparse_mla_choice
 from specs.devices import DeviceKind
 from specs.hf_config import load_model_geometry
 

@@ -16,14 +16,14 @@ from attn.cli.blocks import BlockAllocator
 from attn.cli.replay import Replay, RunSettings
 from attn.cli.scheduler import Scheduler, StepPlan
 from attn.cli.trace import TraceRequest
-from attn.kernels.numerics import INTERPRETED
+from attn.kernels.lang.numerics import INTERPRETED
 from attn.registry import AttentionBackendEnum
 from specs.attention import MlaKernel
 from specs.devices import KNOWN_DEVICES, Device
 from specs.dtypes import CacheDType, DType
 from specs.hf_config import load_model_geometry
 from specs.kv_cache import MLAAttentionSpec
-from tests import flashinfer_mla_emulator
+from tests.emulators import flashinfer_mla_emulator
 
 REQUESTS = [TraceRequest(0.0, *one) for one in ((40, 30), (17, 12), (9, 1), (33, 20))]
 LATENT = {

@@ -17,11 +17,11 @@ from attn.reference.cache import (
     write_kv,
     write_latent,
 )
+from attn.testing import batches, stored_rows
+from attn.testing.batches import POISON_BYTE, WILD_BLOCK
 from specs.dtypes import CacheDType, DType
 from specs.layouts import DenseKVLayout, KVOrder, KVPacking, LatentKVLayout
 from specs.rows import LatentFormat
-from tests import batches, stored_rows
-from tests.batches import POISON_BYTE, WILD_BLOCK
 
 P, N = 4, 7
 """Tokens per block, blocks."""

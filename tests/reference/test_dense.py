@@ -13,8 +13,8 @@ from torch import Tensor
 
 from attn.reference import dense
 from attn.reference.dense import AttentionRules, Request, attend_batch, attend_request
-from tests import oracle
-from tests.budget import (
+from attn.testing import oracle
+from attn.testing.budget import (
     Shape,
     budget,
     low_precision_attention,
@@ -23,7 +23,7 @@ from tests.budget import (
     peaked_inputs,
     row_errors,
 )
-from tests.oracle import Rules, State
+from attn.testing.oracle import Rules, State
 
 lengths = st.integers(1, 12)
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attn.reference.indexer import causal_topk, index_logits, read_index_keys, write_index_keys
+from attn.testing import batches, oracle
+from attn.testing.batches import POISON_BYTE, WILD_BLOCK
+from attn.testing.stored_rows import Stored, block_scale
 from specs.layouts import LatentKVLayout
 from specs.rows import INDEXER_PAGE, LatentFormat
-from tests import batches, oracle
-from tests.batches import POISON_BYTE, WILD_BLOCK
-from tests.stored_rows import Stored, block_scale
 
 SIZE, BLOCKS = 128, 5
 DATA = INDEXER_PAGE * SIZE

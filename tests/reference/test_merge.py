@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from attn.reference.merge import merge_states
-from tests import oracle
-from tests.budget import budget, lse_budget, lse_errors, row_errors
-from tests.oracle import State
+from attn.testing import oracle
+from attn.testing.budget import budget, lse_budget, lse_errors, row_errors
+from attn.testing.oracle import State
 
 TOKENS, HEADS, SIZE = 5, 3, 8
 

@@ -15,16 +15,16 @@ from attn.reference.mla import (
     read_as_mqa,
     split_kv_b_proj,
 )
-from tests import batches, oracle
-from tests.batches import BatchSpec, LatentWeights, Request
-from tests.budget import (
+from attn.testing import batches, oracle
+from attn.testing.batches import BatchSpec, LatentWeights, Request
+from attn.testing.budget import (
     budget,
     low_precision_attention,
     lse_budget,
     lse_errors,
     row_errors,
 )
-from tests.oracle import Rules, State
+from attn.testing.oracle import Rules, State
 
 HEADS, RANK, NOPE, ROPE, VALUE = 3, 32, 12, 8, 10
 SPEC = BatchSpec("one", (5,), (40,))

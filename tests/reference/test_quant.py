@@ -19,8 +19,8 @@ from attn.reference.quant import (
     quantize_per_token_head,
     saturate,
 )
+from attn.testing.stored_rows import Stored, block_scale, expected_inline_scale
 from specs.dtypes import CacheDType
-from tests.stored_rows import Stored, block_scale, expected_inline_scale
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 INLINE = [

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from attn.reference.rope import apply_rope
 from attn.registry import AttentionBackendEnum
+from attn.testing import batches
+from attn.testing.cases import Case, device_for
+from attn.testing.stored_rows import half_ulp
+from attn.testing.trials import DenseTrial
 from specs.dtypes import CacheDType
-from tests import batches
-from tests.cases import Case, device_for
-from tests.stored_rows import half_ulp
-from tests.trials import DenseTrial
 
 POSITIONS = torch.tensor([0, 1, 5, 63, 17])
 

@@ -5,9 +5,10 @@
     python -m tests.tools.ptx_record compare build/before.json build/after.json
 
 A record holds two hashes for each launch of :func:`launches`, Triton version and compute
-capability: of Triton's own intermediate code with the compile options, and of the PTX. Locations, comments and names of
-functions and values are left out of both. Equal intermediate code gives equal PTX, and is made
-several times faster: ``--like`` takes the PTX hash of such launches from an older record.
+capability: of Triton's own intermediate code with the compile options, and of the PTX. Locations,
+comments and names of functions and values are left out of both. Equal intermediate code gives equal
+PTX, and is made several times faster: ``--like`` takes the PTX hash of such launches from an older
+record.
 
 Compiles happen in processes of their own: the tests' own runs kernels in Triton's interpreter.
 """
@@ -29,10 +30,10 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
-from builders.kernel_calls import KernelCall
-from tests.kernels import sparse_variants, step_variants
-from tests.kernels.compile_matrix import ROOT, _Device, install
-from tests.kernels.variants import HOPPER_VARIANTS, MLA_VARIANTS, TARGETS, VARIANTS, call_of
+from builders.launch.call import KernelCall
+from tests.compile import sparse_variants, step_variants
+from tests.compile.compile_matrix import ROOT, _Device, install
+from tests.compile.variants import HOPPER_VARIANTS, MLA_VARIANTS, TARGETS, VARIANTS, call_of
 
 VERSIONS: Final = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 """Versions of Triton that compile for Hopper."""

@@ -19,9 +19,9 @@ from vllm.model_executor.layers.attention.static_sink_attention import StaticSin
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
 from attn.integrations.vllm import adapter, compat, members
-from builders.common import CommonAttentionMetadata as OurBatch
-from builders.triton_attn import TritonAttentionMetadataBuilder
-from tests.oracle import Rules
+from attn.testing.oracle import Rules
+from builders.batch import CommonAttentionMetadata as OurBatch
+from builders.dense.triton_attn import TritonAttentionMetadataBuilder
 from tests.vllm.runner import NAME, Runner, Tokens, expected, plain_rules
 from tests.vllm.test_layers import dense, scaled
 

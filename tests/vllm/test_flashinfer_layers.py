@@ -20,9 +20,9 @@ from vllm.v1.attention.selector import get_attn_backend
 
 from attn.integrations.vllm import members
 from attn.registry import AttentionBackendEnum as OurEnum
-from builders import flashinfer_compat
+from builders.vendor.flashinfer_parts import install as flashinfer_compat
 from specs.devices import KNOWN_DEVICES
-from tests import flashinfer_emulator, flashinfer_mla_emulator, trtllm_emulator
+from tests.emulators import flashinfer_emulator, flashinfer_mla_emulator, trtllm_emulator
 from tests.vllm import runner as small
 from tests.vllm import test_latent as latent
 from tests.vllm.runner import HEADS, Runner, Tokens, expected, plain_rules

@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
 from attn.integrations.vllm import adapter, compat, members
-from builders.kernel_calls import collected_calls
+from builders.launch.call import collected_calls
 from tests.vllm.engine_models import CONFIGS, HYBRID
 from tests.vllm.runner import HEAD_SIZE, KV_HEADS, Runner, Tokens, expected, plain_rules
 from tests.vllm.test_layers import dense
@@ -111,7 +111,7 @@ def test_no_more_is_compiled_for_such_blocks_than_for_small_ones(
     def launched(block_size: int) -> list[str]:
         runner = runner_of(make_config, plugin, block_size, 2 * large)
         with (
-            mock.patch("attn.impls.triton_attn.run_compiled", lambda steps, device: steps()),
+            mock.patch("attn.impls.dense.triton_attn.run_compiled", lambda steps, device: steps()),
             collected_calls() as calls,
         ):
             adapter.warm_up(runner.builder, [runner.layer], features)

@@ -16,9 +16,9 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention, mla_attention
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from tests import stored_rows
-from tests.batches import BatchSpec, LatentWeights, Request, latent_requests, latent_weights
-from tests.trials import latent_output, low_latent_output, low_precision
+from attn.testing import stored_rows
+from attn.testing.batches import BatchSpec, LatentWeights, Request, latent_requests, latent_weights
+from attn.testing.trials import latent_output, low_latent_output, low_precision
 from tests.vllm.runner import NAME, Answer, Runner, Tokens
 
 HEADS, RANK, NOPE, ROPE, VALUE = 4, 64, 32, 32, 32

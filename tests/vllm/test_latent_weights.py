@@ -22,7 +22,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.model_loader import reload
 from vllm.model_executor.utils import set_weight_attrs
 
-from tests.batches import LatentWeights
+from attn.testing.batches import LatentWeights
 from tests.vllm.test_latent import (
     HEADS,
     NAME,

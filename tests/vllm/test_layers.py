@@ -21,7 +21,7 @@ from vllm.model_executor.layers.attention.static_sink_attention import StaticSin
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
 
-from tests.oracle import Rules
+from attn.testing.oracle import Rules
 from tests.vllm.runner import (
     HEAD_SIZE,
     HEADS,

@@ -27,7 +27,7 @@ from attn.impls.base import AttentionImpl
 from attn.integrations.vllm import compat, translate
 from attn.integrations.vllm.common import CommonBackend, served_line
 from attn.integrations.vllm.latent import LatentBackend, LatentBuilder, LatentImpl
-from builders.limits import StepLimits
+from builders.checks.step_limits import StepLimits
 from specs.attention import AttentionCGSupport, AttentionType
 from specs.dtypes import CacheDType
 from specs.layouts import DenseKVLayout, KVPacking

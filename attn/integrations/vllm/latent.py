@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 
 from attn.integrations.vllm import compat, translate
 from attn.integrations.vllm.common import CommonBackend, served_line
-from builders.limits import StepLimits
+from builders.checks.step_limits import StepLimits
 
 logger = init_logger("vllm.attn_backends")
 

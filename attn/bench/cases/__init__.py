@@ -1,0 +1,1 @@
+"""What is measured: layers, batches and their tensors."""

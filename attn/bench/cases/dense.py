@@ -1,0 +1,250 @@
+"""The tables of the benchmarks, and the dense cases that kernels are timed on, as data."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from enum import StrEnum, unique
+from typing import Final
+
+from attn.bench.cases.case import (
+    PEERS,
+    CaseKind,
+    KernelCase,
+    PeerBound,
+    Target,
+    make_case,
+    make_decode,
+    make_prefill,
+    mixed_lens,
+    zipf_lens,
+)
+from attn.bench.cases.latent import LATENT_VENDOR_CASES, MLA_CASES, MLA_PEERS, SPARSE_CASES
+from specs.dtypes import CacheDType
+from specs.engine import DecodeKernel, PrefillKernel
+
+HOPPER_PEERS: Final = ("fa3", "cudnn", "flashinfer", "xqa")
+"""Kernels of other projects that the Hopper table compares with."""
+ALL_PEERS: Final = tuple(dict.fromkeys((*PEERS, *HOPPER_PEERS, *MLA_PEERS)))
+
+TILES: Final = "tiles"
+"""In place of a peer, of the table of sparse attention: other tiles of our own kernel."""
+
+MAX_FREE_PARTITION_RATIO: Final = 1.03
+"""Batch-invariant decode over the same kernel with a free partition, at most."""
+MAX_SCRATCH_BYTES: Final = 64 << 20
+"""Of a builder for 256 sequences, 32 query heads, head size 128; must stay below."""
+MAX_PLAN_US: Final = 4.0
+"""Of a plan on the device, of any case and of any of ``PLAN_SIZES`` decodes of one engine."""
+PLAN_SIZES: Final = (1, 32, 64, 128, 256, 512, 1024)
+
+
+@unique
+class BenchTable(StrEnum):
+    """Which cases are measured, against whom and how they are judged."""
+
+    DENSE = "dense"
+    """Forward of the plain kernels, against every peer."""
+    HOPPER = "hopper"
+    """Forward, and forward with the step's plan, against the fastest kernels for Hopper."""
+    MLA = "mla"
+    """Absorbed decode over a latent cache, likewise."""
+    FLASHINFER = "flashinfer"
+    """What our backends over FlashInfer's dense kernels add to its own calls."""
+    TRTLLM_MLA = "trtllm_mla"
+    """Likewise of its latent kernels, and rotation, e4m3 and cache write in one launch."""
+    SPARSE_MLA = "sparse_mla"
+    """Latent attention over lists beside FlashMLA, a cache's conversion, the indexer."""
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Kernels that it compares with."""
+        named: dict[BenchTable, tuple[str, ...]] = {
+            BenchTable.HOPPER: HOPPER_PEERS,
+            BenchTable.MLA: MLA_PEERS,
+            BenchTable.FLASHINFER: (),
+            BenchTable.TRTLLM_MLA: (),
+            BenchTable.SPARSE_MLA: ("flashmla",),
+        }
+        return named.get(self, PEERS)
+
+    @property
+    def has_lines(self) -> bool:
+        """It compares pairs of times, in place of kernels with peers."""
+        return self in (BenchTable.FLASHINFER, BenchTable.TRTLLM_MLA, BenchTable.SPARSE_MLA)
+
+    @property
+    def times_plans(self) -> bool:
+        """What each kernel needs once per step is timed too, and counted."""
+        return self in (BenchTable.HOPPER, BenchTable.MLA)
+
+    @property
+    def bounds_plans(self) -> bool:
+        """Plans of ``PLAN_SIZES`` are timed, and judged."""
+        return self is BenchTable.HOPPER
+
+    @property
+    def backend(self) -> str:
+        """Ours, where none is named."""
+        named = {
+            BenchTable.MLA: "TRITON_MLA",
+            BenchTable.FLASHINFER: "FLASHINFER",
+            BenchTable.TRTLLM_MLA: "FLASHINFER_MLA",
+            BenchTable.SPARSE_MLA: "SPARSE_MLA",
+        }
+        return named.get(self, "TRITON_ATTN")
+
+    @property
+    def also(self) -> tuple[str, ...]:
+        """Further ones of ours, where none is named."""
+        named = {BenchTable.FLASHINFER: "TRTLLM_MHA", BenchTable.TRTLLM_MLA: "TRTLLM_MLA"}
+        return (named[self],) if self in named else ()
+
+    @property
+    def prefill_kernel(self) -> PrefillKernel:
+        """Of ours, what is measured."""
+        return PrefillKernel.AUTO if self.times_plans else PrefillKernel.TRITON
+
+    @property
+    def decode_kernel(self) -> DecodeKernel:
+        """Likewise."""
+        takes_both = self.times_plans or self is BenchTable.SPARSE_MLA
+        return DecodeKernel.AUTO if takes_both else DecodeKernel.TRITON
+
+    @property
+    def cases(self) -> tuple[KernelCase, ...]:
+        """In the order of the table."""
+        named = {
+            BenchTable.HOPPER: HOPPER_CASES,
+            BenchTable.MLA: MLA_CASES,
+            BenchTable.FLASHINFER: VENDOR_CASES,
+            BenchTable.TRTLLM_MLA: LATENT_VENDOR_CASES,
+            BenchTable.SPARSE_MLA: SPARSE_CASES,
+        }
+        return named.get(self, CASES)
+
+
+_GQA = (32, 8, 128)
+_TP8 = (8, 1, 128)
+_D64 = (64, 8, 64)
+_D256 = (16, 8, 256)
+
+CASES: Final[tuple[KernelCase, ...]] = (
+    make_decode("dec_b1_8k", _GQA, [(1, 8192)], compare_free_partition=True),
+    make_decode("dec_b1_128k", _GQA, [(1, 131072)]),
+    make_decode("dec_b8_8k", _GQA, [(8, 8192)]),
+    make_decode("dec_b32_4k", _GQA, [(32, 4096)], compare_free_partition=True),
+    make_decode("dec_b128_2k", _GQA, [(128, 2048)]),
+    make_decode("dec_b128_8k", _GQA, [(128, 8192)], min_rate=4100, compare_free_partition=True),
+    make_decode("dec_b256_1k", _GQA, [(256, 1024)]),
+    make_decode(
+        "dec_b64_zipf",
+        _GQA,
+        [(1, length) for length in zipf_lens(64, 128, 32768)],
+        min_rate=3600,
+        compare_free_partition=True,
+    ),
+    make_decode("dec_tp8_b32_8k", _TP8, [(32, 8192)], compare_free_partition=True),
+    make_decode("dec_tp8_b128_4k", _TP8, [(128, 4096)]),
+    make_decode("dec_d64_b32_8k", _D64, [(32, 8192)]),
+    make_decode("dec_d64_sw128_sink", _D64, [(64, 8192)], sliding_window=128, sinks=True),
+    make_decode("dec_d256_b32_8k", _D256, [(32, 8192)]),
+    make_decode("dec_mha_b32_4k", (32, 32, 128), [(32, 4096)]),
+    make_decode(
+        "dec_fp8_b128_8k",
+        _GQA,
+        [(128, 8192)],
+        min_rate=3300,
+        kv_cache_dtype=CacheDType.FP8_E4M3,
+    ),
+    make_decode("spec4_b32_8k", _GQA, [(32, 8192)], drafts=3),
+    make_decode("spec8_b8_32k", _GQA, [(8, 32768)], drafts=7),
+    make_prefill("pre_1x8k", _GQA, (1, 8192, 8192), min_rate=375, compare_batch_invariant=True),
+    make_prefill("pre_16x1k", _GQA, (16, 1024, 1024)),
+    make_prefill("pre_4x4k", _GQA, (4, 4096, 4096)),
+    make_prefill("pre_1x32k", _GQA, (1, 32768, 32768)),
+    make_prefill("chunk_2k_of_16k", _GQA, (1, 2048, 16384), compare_batch_invariant=True),
+    make_prefill("pre_d64_1x8k", _D64, (1, 8192, 8192), min_rate=330),
+    make_prefill("pre_d256_1x8k", _D256, (1, 8192, 8192), min_rate=360),
+    make_prefill("pre_sw1k_1x16k", _GQA, (1, 16384, 16384), min_rate=280, sliding_window=1024),
+    make_case(
+        "mix_64dec8k_2kpre",
+        CaseKind.MIXED,
+        _GQA,
+        [(64, 1, 8192), (1, 2048, 10240)],
+        target=Target(max_ratios=(PeerBound(peer="fa3", max_ratio=1.25),)),
+    ),
+)
+"""The dense cases, in the order of the published table."""
+
+
+def _for_hopper(case: KernelCase) -> KernelCase:
+    """A case with the Hopper table's target, and without the dense table's variants."""
+    if case.is_bandwidth_bound:
+        target = Target(max_planned_ratio_to_best=1.0, against=HOPPER_PEERS)
+    else:
+        # The row whose host cost is judged: one launch, whatever the lengths.
+        host = HOST_TARGET_US if case.name == "pre_1x8k" else None
+        target = Target(max_ratio_to_best=1.0, against=HOPPER_PEERS, max_host_us=host)
+    return case.replace(target=target, compare_free_partition=False, compare_batch_invariant=False)
+
+
+def _fp8_twin(name: str, of: str) -> KernelCase:
+    """A case of the table over an fp8 cache, which is to be no slower."""
+    (twin,) = (case for case in CASES if case.name == of)
+    target = Target(no_slower_than=of)
+    changes = {"name": name, "target": target, "kv_cache_dtype": CacheDType.FP8_E4M3}
+    return twin.replace(**changes, compare_batch_invariant=False)
+
+
+HOST_TARGET_US: Final = 10.0
+"""Of one eager forward on the host."""
+HOPPER_CASES: Final[tuple[KernelCase, ...]] = (
+    *(_for_hopper(case) for case in CASES),
+    *(
+        _for_hopper(
+            make_case(f"rag{count}_d{heads[2]}", CaseKind.MIXED, heads, mixed_lens(count, 4000))
+        )
+        for heads in (_GQA, _D64)
+        for count in (6, 48)
+    ),
+    _fp8_twin("pre_fp8_1x8k", "pre_1x8k"),
+    _fp8_twin("chunk_fp8_2k_of_16k", "chunk_2k_of_16k"),
+)
+"""The cases of the Hopper table: the dense ones, ragged batches, fp8 caches."""
+
+VENDOR_CASES: Final = (
+    *(
+        case.replace(target=Target(), compare_free_partition=False)
+        for case in CASES
+        if case.name in ("dec_b1_8k", "dec_b128_8k", "dec_b32_4k")
+    ),
+    make_decode("dec_b256_4k", _GQA, [(256, 4096)]).replace(target=Target()),
+)
+"""The cases of the table of backends over FlashInfer; see
+:mod:`attn.bench.results.tables.flashinfer`."""
+
+SCRATCH_CASE: Final = make_case("scratch", CaseKind.DECODE, _GQA, [(256, 1, 128)])
+"""The shape whose scratch is bounded by ``MAX_SCRATCH_BYTES``; the lengths do not matter."""
+
+
+def select_cases(
+    patterns: Sequence[str], cases: Sequence[KernelCase] = CASES
+) -> tuple[KernelCase, ...]:
+    """The cases whose names match a pattern, in their order; no pattern means all.
+
+    Args:
+        patterns: shell patterns such as ``dec_*``.
+        cases: what to choose from.
+
+    Raises:
+        ValueError: a pattern that matches no case; the message lists the names.
+    """
+    names = [case.name for case in cases]
+    chosen = set() if patterns else set(names)
+    for pattern in patterns:
+        matching = fnmatch.filter(names, pattern)
+        if not matching:
+            raise ValueError(f"case must match one of {', '.join(names)}; got {pattern!r}")
+        chosen.update(matching)
+    return tuple(case for case in cases if case.name in chosen)

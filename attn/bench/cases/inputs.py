@@ -1,0 +1,201 @@
+"""Inputs of a kernel case: cache content, block tables, and rows computed in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attn.bench.cases.case import MODEL_DTYPE, KernelCase
+from builders.pages.paging import compute_slot_mapping
+from specs.base import cdiv
+from specs.sentinels import NULL_BLOCK_ID
+
+SPARE_BLOCKS = 7
+"""Blocks of a cache that no request uses, beside block 0."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """Queries, and the cache as peers take it. T new tokens, R requests, N blocks of P tokens."""
+
+    case: KernelCase
+    query: torch.Tensor
+    """``[T, H, D]`` bf16."""
+    key: torch.Tensor
+    """``[N, P, Hk, D]`` contiguous, bf16 or e4m3 (scale 1); zero where no token lives."""
+    value: torch.Tensor
+    """``[N, P, Hk, Dv]`` likewise; of a latent case the first columns of ``key``."""
+    block_table: torch.Tensor
+    """``[R, max_blocks]`` int32 contiguous, permuted; block 0 where nothing is used."""
+    query_start_loc: torch.Tensor
+    """``[R + 1]`` int32."""
+    seq_lens: torch.Tensor
+    """``[R]`` int32."""
+    slots: torch.Tensor
+    """``[sum of seq_lens]`` int64: where each cached token lies, request after request."""
+    sinks: torch.Tensor | None
+    """``[H]`` fp32, exact in bf16; None without sinks."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of every tensor."""
+        return self.query.device
+
+    def rows(self, which: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """``[len(slots), Hk, D]`` bf16 rows of ``key`` or ``value``, the quantised ones exact."""
+        flat = which.flatten(0, 1)
+        if flat.element_size() == 1:
+            # Indexed reads of 8-bit floats are not implemented on every device; bytes are.
+            return flat.view(torch.uint8)[slots].view(flat.dtype).to(MODEL_DTYPE.torch)
+        return flat[slots]
+
+    def own_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[T, Hk, D]`` keys and ``[T, Hk, Dv]`` values of new tokens without a context."""
+        return self.rows(self.key, self.slots), self.rows(self.value, self.slots)
+
+
+def permuted_table(case: KernelCase, generator: torch.Generator) -> tuple[torch.Tensor, int]:
+    """A random block table, on the host.
+
+    Returns:
+        ``[R, max_blocks]`` int32, and the number of physical blocks it points into.
+    """
+    counts = torch.tensor([cdiv(length, case.block_size) for length in case.seq_lens])
+    width, total = int(counts.max()), int(counts.sum())
+    num_blocks = 1 + total + SPARE_BLOCKS
+    ids = 1 + torch.randperm(num_blocks - 1, generator=generator, dtype=torch.int32)
+    table = torch.full((case.num_reqs, width), NULL_BLOCK_ID, dtype=torch.int32)
+    table[torch.arange(width) < counts[:, None]] = ids[:total]
+    return table, num_blocks
+
+
+def cache_slots(case: KernelCase, block_table: torch.Tensor) -> torch.Tensor:
+    """``[sum of seq_lens]`` int64: slot of every cached token, request after request."""
+    lens = torch.tensor(case.seq_lens, dtype=torch.int32)
+    starts = torch.zeros(case.num_reqs + 1, dtype=torch.int32)
+    starts[1:] = lens.cumsum(0)
+    device = block_table.device
+    return compute_slot_mapping(
+        block_table, starts.to(device), lens.to(device), int(starts[-1]), case.block_size
+    )
+
+
+def make_content(case: KernelCase, device: torch.device, generator: torch.Generator) -> Content:
+    """Normally distributed queries, keys and values over a permuted block table.
+
+    Args:
+        case: the shape.
+        device: where.
+        generator: of the host; it decides the table and seeds the device's own.
+    """
+    table, num_blocks = permuted_table(case, generator)
+    seed = int(torch.randint(2**31, (), generator=generator))
+    on_device = torch.Generator(device).manual_seed(seed)
+    dtype = MODEL_DTYPE.torch
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=on_device, device=device, dtype=dtype)
+
+    block_table = table.to(device)
+    slots = cache_slots(case, block_table)
+    unused = torch.ones(num_blocks * case.block_size, dtype=torch.bool, device=device)
+    unused[slots] = False
+    sides: list[torch.Tensor] = []
+    for _ in ("key",) if case.is_latent else ("key", "value"):
+        size = case.head_size_v if sides else case.head_size
+        side = draw(num_blocks, case.block_size, case.num_kv_heads, size)
+        side.masked_fill_(unused.view(num_blocks, case.block_size, 1, 1), 0)
+        if case.kv_cache_dtype.is_quantized:
+            side = side.to(torch.float8_e4m3fn)
+        sides.append(side)
+    starts = torch.zeros(case.num_reqs + 1, dtype=torch.int32)
+    starts[1:] = torch.tensor(case.query_lens).cumsum(0)
+    return Content(
+        case=case,
+        query=draw(case.num_tokens, case.num_heads, case.head_size),
+        key=sides[0],
+        value=sides[0][..., : case.head_size_v] if case.is_latent else sides[1],
+        block_table=block_table,
+        query_start_loc=starts.to(device),
+        seq_lens=torch.tensor(case.seq_lens, dtype=torch.int32, device=device),
+        slots=slots,
+        sinks=draw(case.num_heads).float() if case.sinks else None,
+    )
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Sampled rows of the result, in float64. S rows, 3 heads (fewer where there are fewer)."""
+
+    tokens: torch.Tensor
+    """``[S]`` int64."""
+    heads: torch.Tensor
+    """``[3]`` int64."""
+    rows: torch.Tensor
+    """``[S, 3, Dv]`` float64."""
+
+    def error_of(self, output: torch.Tensor) -> float:
+        """Largest relative norm of the error over the sampled rows; NaN where any row has one.
+
+        Args:
+            output: ``[T, H, Dv]``.
+        """
+        if not bool(torch.isfinite(output).all()):
+            return float("nan")
+        sampled = output[self.tokens][:, self.heads].double()
+        errors = (sampled - self.rows).norm(dim=-1) / self.rows.norm(dim=-1)
+        return float(errors.max())
+
+
+def sampled_tokens(case: KernelCase) -> list[tuple[int, int]]:
+    """(request, new token of it) to check: ends and middle of the batch, of lengths, of queries."""
+    by_length = sorted(range(case.num_reqs), key=lambda row: case.seq_lens[row])
+    requests = {0, case.num_reqs // 2, case.num_reqs - 1, by_length[0], by_length[-1]}
+    tokens = set()
+    for row in requests:
+        last = case.query_lens[row] - 1
+        tokens |= {(row, index) for index in (0, last // 3, last // 2, last)}
+    return sorted(tokens)
+
+
+def expected_rows(content: Content) -> Expected:
+    """The sampled rows, computed one by one from the content."""
+    case, device = content.case, content.device
+    heads = sorted({0, case.num_heads // 2, case.num_heads - 1})
+    starts = _exclusive_sums(case.query_lens)
+    cached = _exclusive_sums(case.seq_lens)
+    tokens, rows = [], []
+    for request, index in sampled_tokens(case):
+        position = case.seq_lens[request] - case.query_lens[request] + index
+        window = position + 1 if case.sliding_window is None else case.sliding_window
+        first = max(0, position + 1 - window)
+        slots = content.slots[cached[request] + first : cached[request] + position + 1]
+        token = starts[request] + index
+        tokens.append(token)
+        key, value = (content.rows(side, slots) for side in (content.key, content.value))
+        rows.append(torch.stack([_row(content, token, head, key, value) for head in heads]))
+    return Expected(
+        torch.tensor(tokens, device=device), torch.tensor(heads, device=device), torch.stack(rows)
+    )
+
+
+def _row(
+    content: Content, token: int, head: int, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    """``[D]`` float64 of one token and head, from its visible ``[n, Hk, D]`` keys and values."""
+    case = content.case
+    kv_head = head // (case.num_heads // case.num_kv_heads)
+    scores = key[:, kv_head].double() @ content.query[token, head].double() * case.scale
+    if content.sinks is not None:
+        scores = torch.cat([scores, content.sinks[head].double()[None]])
+    weights = scores.softmax(0)[: key.shape[0]]
+    return weights @ value[:, kv_head].double()
+
+
+def _exclusive_sums(lens: Sequence[int]) -> list[int]:
+    sums = [0]
+    for length in lens:
+        sums.append(sums[-1] + length)
+    return sums

@@ -1,0 +1,1 @@
+"""vLLM's engine, measured with our backends and with its own."""

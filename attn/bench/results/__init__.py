@@ -1,0 +1,1 @@
+"""What was measured: lines, tables and reports."""

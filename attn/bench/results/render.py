@@ -1,0 +1,483 @@
+"""The markdown of a kernel benchmark's results."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from attn.bench.cases.case import PEERS
+from attn.bench.cases.dense import PLAN_SIZES, BenchTable
+from attn.bench.cases.latent import SPARSE_CASES, SPARSE_CONTEXT
+from attn.bench.measure.timing import GRAPH_CALLS
+from attn.bench.results.lines import Line, Part
+from attn.bench.results.results import (
+    BenchResults,
+    CaseResult,
+    Check,
+    Contender,
+    Status,
+    Verdict,
+    allocation_check,
+    checks_of,
+    free_partition_check,
+    host_check,
+    line_check,
+    plain_check,
+    plan_check,
+    scratch_check,
+    verdict_of,
+)
+
+_HOW_CLOCK = (
+    "Median of single calls ({reps} per round at most, {rounds} rounds, the kernels in turn within "
+    "a round, backwards in every other), {clock}. "
+)
+_HOW_DENSE = (
+    "`forward` only: a plan is made before, and those of decodes have a table of their own. "
+)
+_HOW_HOPPER = (
+    "The first time is `forward` alone; the one in brackets has before it what the kernel needs "
+    "once per step and not once per layer, launched anew in every timed call and spread over no "
+    "layers: `build` of our builder, `get_scheduler_metadata` of FlashAttention-3, `plan` of "
+    "FlashInfer, whose lengths lie in pinned memory. What a plan computes on the host counts as "
+    "far as the GPU has to wait for it. Kernels without brackets plan nothing. Decodes and "
+    "verifies are judged with the plans, the others without. "
+)
+_HOW_INPUTS = (
+    "GB/s counts each live key and value once, plus query and output; TF counts "
+    "visible pairs only, 4 x head size flops per pair and query head. Keys and values are random, "
+    "block tables permuted, pages hold {block_sizes} tokens, unused slots of our cache NaN. A "
+    "kernel's sampled rows are compared with float64 before it is timed and again after; `error` "
+    "is the largest relative norm. `spread` is (largest - smallest) / median of our rounds' "
+    "medians."
+)
+_CUDA_CLOCK = (
+    "CUDA events around each call, 256 MiB written before it to empty the L2 cache, launches "
+    "queued ahead of the GPU"
+)
+_CPU_CLOCK = "by the host's clock, caches as they are"
+_LEGEND_HOPPER = (
+    "`cudnn` is torch's scaled_dot_product_attention over contiguous keys and values where all "
+    "requests are whole prompts of one length, and cuDNN's paged one, called by FlashInfer, "
+    "elsewhere."
+)
+_LEGEND_MLA = (
+    "Heads of 576 are 512 of the latent and 64 of the rotary part; GB/s counts a latent row once, "
+    "TF 2 x (576 + 512) flops per pair and head. `flashmla` is vLLM's, `flashinfer_mla` runs on "
+    "fa3, `vllm_triton_mla` is vLLM's TRITON_MLA. `get_mla_metadata` is FlashMLA's plan."
+)
+_LEGEND = "Times in us. `-`: no such kernel; `n/a`: cannot run here; empty: not asked for."
+
+
+_HOW_LINES = (
+    "Each pair of times is taken in one process, in turn ({rounds} rounds), on the same tensors; "
+    "medians. `device` is the GPU's time alone: {clock}. `eager` is that of calls one after the "
+    "other, from the end of a first one to that of the last, divided by their number, the host's "
+    "time included and the L2 cache as it is. `graph` is that of one of {calls} calls in a CUDA "
+    "graph. `host` is the host's time in a call. `direct call` is the function or wrapper of "
+    "FlashInfer that "
+    "`forward` calls, with the tensors and numbers that `forward` gave it. Lines of fp8 time the "
+    "cache write of the step's tokens and its decode, cast and scatter in one launch, over an "
+    "e4m3 cache beside a bf16 one. Builds are of vLLM's FLASHINFER on the same batch, which has "
+    "its lengths on the host too. `waits` are calls that return when the GPU is done, counted by "
+    "torch's profiler in a warm build, which also runs under "
+    '`torch.cuda.set_sync_debug_mode("error")`. Results are compared with float64 before they '
+    "are timed; `error` is the largest relative norm."
+)
+_HOW_LATENT = (
+    "Each pair of times is taken in one process, in turn ({rounds} rounds), on the same tensors; "
+    "medians. `device` is the GPU's time alone: {clock}. `eager` is that of calls one after the "
+    "other, from the end of a first one to that of the last, divided by their number, the host's "
+    "time included and the L2 cache as it is. `graph` is that of one of {calls} calls in a CUDA "
+    "graph. `direct call` is `run` of the `BatchMLAPagedAttentionWrapper` that `forward_mqa` "
+    "calls, planned for "
+    "the step, with the tensors that it gave it. Lines of RoPE time one call of "
+    "`do_rope_quantize_and_kv_cache_update`, which rotates and rounds to e4m3 the absorbed queries "
+    "and latent rows of the step's tokens, and writes the rows: in one launch, or by FlashInfer's "
+    "`mla_rope_quantize_fp8` and a launch that writes its rows. TRTLLM_MLA by TRITON_MLA's plain "
+    "kernel stands beside TRITON_MLA for information. Results are compared with float64 before "
+    "they are timed and again after; `error` is the largest relative norm, where e4m3 is stored "
+    "its rounding included, which is to the nearest in every element."
+)
+_HOW_SPARSE = (
+    "Times are taken in one process, in turn ({rounds} rounds), on the same tensors; medians. "
+    "`device` is the GPU's time alone: {clock}. `graph` is that of one of {calls} calls in a CUDA "
+    "graph. Rows of queries list {topk} tokens each of contexts of {context}, drawn at "
+    "random. TF counts 2 x (576 + 512) flops per listed row and head; TB/s the bytes that are read "
+    "and written. FlashMLA is vLLM's or its own package's, with queries padded to its 64 or 128 "
+    "heads before they are timed, and with its schedule made. Sampled rows are compared with "
+    "float64 before they are timed and again after; `error` is the largest relative norm."
+)
+_PARTS = {
+    Part.OVERHEAD: "A forward beside the call that it makes",
+    Part.WRITE: "fp8 beside bf16, cache write included",
+    Part.BUILD: "A step's build beside vLLM's",
+    Part.ROPE: "RoPE, e4m3 and the cache write",
+    Part.KERNEL: "By another backend's kernel",
+    Part.LISTS: "Latent attention over lists, beside FlashMLA",
+    Part.STREAM: "Bytes of the cache",
+}
+
+
+def render_markdown(results: BenchResults) -> str:
+    """The tables; depends on nothing but ``results``."""
+    if results.environment.table.has_lines:
+        return _render_lines(results)
+    environment = results.environment
+    is_planned = environment.table.times_plans
+    sizes = sorted({result.case.block_size for result in results.cases})
+    how = (_HOW_CLOCK + (_HOW_HOPPER if is_planned else _HOW_DENSE) + _HOW_INPUTS).format(
+        reps=environment.reps,
+        rounds=environment.rounds,
+        clock=_CPU_CLOCK if environment.device == "cpu" else _CUDA_CLOCK,
+        block_sizes=" or ".join(str(size) for size in sizes) or "no",
+    )
+    title = f"# {environment.backend} on {environment.device}"
+    legend = {BenchTable.HOPPER: _LEGEND_HOPPER, BenchTable.MLA: _LEGEND_MLA}
+    cases = _case_table(results.cases)
+    if is_planned:
+        cases = _planned_table(results.cases, environment.table.peers)
+    is_latent = environment.table is BenchTable.MLA
+    parts = [
+        f"{title}, against the fastest kernels for it" if is_planned else title,
+        _when(results),
+        how,
+        _summary(results),
+        "## Cases",
+        f"{_LEGEND} {legend.get(environment.table, '')}".rstrip(),
+        cases,
+        *_section("On the host", _host_lines(results)),
+        *_section("Batch-invariant decode against a free partition", _free_table(results)),
+        *_section("Batch-invariant prefill", _invariant_table(results)),
+        *_section("In plain Triton", _plain_table(results)),
+        *_section("The step's plan", _plan_table(results)),
+        *_section("Plans of one engine", _plan_sizes(results)),
+        *([] if is_latent else _section("Memory", _memory_table(results))),
+        *_section("Not measured", _reasons(results)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _when(results: BenchResults) -> str:
+    environment = results.environment
+    versions = ", ".join(
+        f"{name} {getattr(environment, name)}" for name in ("torch", "triton", "vllm", "flashinfer")
+    )
+    return f"{environment.date}, commit {environment.commit}; {versions}."
+
+
+def _render_lines(results: BenchResults) -> str:
+    environment = results.environment
+    clock = _CPU_CLOCK if environment.device == "cpu" else _CUDA_CLOCK
+    checks = [check for line in results.lines if (check := line_check(line)) is not None]
+    counts = Counter(check.verdict for check in checks)
+    own = {BenchTable.TRTLLM_MLA: _HOW_LATENT, BenchTable.SPARSE_MLA: _HOW_SPARSE}
+    how = own.get(environment.table, _HOW_LINES)
+    is_sparse = environment.table is BenchTable.SPARSE_MLA
+    beside = "FlashMLA" if is_sparse else "FlashInfer's own calls"
+    lists = {"topk": SPARSE_CASES[0].topk, "context": SPARSE_CONTEXT}
+    parts = [
+        f"# {environment.backend} on {environment.device}, beside {beside}",
+        _when(results),
+        how.format(rounds=environment.rounds, clock=clock, calls=GRAPH_CALLS, **lists),
+        "Targets: " + ", ".join(f"{counts[v]} {v.value}" for v in Verdict) + ".",
+    ]
+    for part, title in _PARTS.items():
+        lines = [line for line in results.lines if line.part is part]
+        parts += _section(title, _line_table(lines) if lines else "")
+    reasons: dict[str, list[str]] = {}
+    for line in results.lines:
+        if line.reason:
+            named = f"{line.backend} {line.case} {line.how.value}"
+            reasons.setdefault(line.reason, []).append(named)
+    missing = [f"- {reason} ({', '.join(names)})" for reason, names in reasons.items()]
+    parts += _section("Not measured", "\n".join(missing))
+    return "\n\n".join(parts) + "\n"
+
+
+def _line_table(lines: Sequence[Line]) -> str:
+    header = ["backend", "case", "what", "time of", "ours, us", "beside", "its, us", "ours / its"]
+    header += ["ours - its, us", "spread", "error", "waits", "target", "verdict"]
+    # Of tables without rates a column less.
+    has_rates = any(line.amount is not None for line in lines)
+    header[5:5] = ["rate"] * has_rates
+    rows = []
+    for line in lines:
+        check, ours, its = line_check(line), line.ours_us, line.other_us
+        paired = ours is not None and its is not None
+        missing = "failed" if line.is_broken else "n/a"
+        rows.append(
+            [
+                line.backend,
+                line.case,
+                line.what,
+                line.how.value,
+                missing if ours is None else f"**{ours:.1f}**",
+                *[_line_rate(line)] * has_rates,
+                line.other,
+                "n/a" if its is None else f"{its:.1f}",
+                f"{(ours or 0.0) / (its or 1.0):.3f}" if paired else "",
+                f"{(ours or 0.0) - (its or 0.0):.1f}" if paired else "",
+                _percent(line.spread),
+                "" if line.error is None else f"{line.error:.1e}",
+                "" if line.waits is None else str(line.waits),
+                "" if check is None else check.text,
+                "" if check is None else check.verdict.value,
+            ]
+        )
+    return _table(header, rows)
+
+
+def _line_rate(line: Line) -> str:
+    if line.rate is None:
+        return ""
+    return f"{line.rate:.0f} {line.unit}" if line.rate >= 10 else f"{line.rate:.2f} {line.unit}"
+
+
+def line_text(line: Line) -> str:
+    """For a log."""
+    check = line_check(line)
+    times = [
+        f"{name} {time:.1f} us"
+        for name, time in ((line.backend, line.ours_us), (line.other, line.other_us))
+        if time is not None
+    ]
+    times += filter(None, [_line_rate(line)])
+    verdict = "" if check is None else f"{check.text}: {check.verdict.value}"
+    parts = [f"{line.part.value} {line.how.value}", *times, verdict, line.reason]
+    return ", ".join(filter(None, parts))
+
+
+def _section(title: str, body: str) -> list[str]:
+    return [f"## {title}", body] if body else []
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _summary(results: BenchResults) -> str:
+    checks = [check for result in results.cases for check in checks_of(result, results.cases)]
+    for judge in (host_check, plain_check):
+        checks += [check for result in results.cases if (check := judge(result)) is not None]
+    checks += [free_partition_check(r) for r in results.cases if r.case.compare_free_partition]
+    if results.environment.table is not BenchTable.MLA:
+        checks += [scratch_check(results), allocation_check(results)]
+    checks += filter(None, [plan_check(results)])
+    counts = Counter(check.verdict for check in checks)
+    return "Targets: " + ", ".join(f"{counts[v]} {v.value}" for v in Verdict) + "."
+
+
+def _time(contender: Contender | None) -> str:
+    if contender is None:
+        return ""
+    if contender.time_us is not None:
+        return f"{contender.time_us:.1f}"
+    short = {Status.UNSUPPORTED: "-", Status.UNAVAILABLE: "n/a"}
+    return short.get(contender.status, contender.status.value)
+
+
+def _percent(part: float | None) -> str:
+    return "" if part is None else f"{100 * part:.1f} %"
+
+
+def _rate(result: CaseResult, contender: Contender | None) -> str:
+    if contender is None or contender.time_us is None:
+        return ""
+    return f"{result.case.rate(contender.time_us):.0f} {result.case.unit}"
+
+
+def _ratio(ours: Contender, other: Contender | None, planned: bool = False) -> str:
+    mine = ours.cost(planned)
+    theirs = None if other is None else other.cost(planned)
+    return "" if mine is None or theirs is None else f"{mine / theirs:.3f}"
+
+
+def _error(contender: Contender) -> str:
+    return "" if contender.error is None else f"{contender.error:.1e}"
+
+
+def _case_table(cases: Sequence[CaseResult]) -> str:
+    header = ["case", "what", "ours", "rate", "spread", "error", *PEERS]
+    header += ["best peer", "ours / best", "target", "verdict"]
+    rows = []
+    for result in cases:
+        checks, best = checks_of(result), result.best_peer
+        verdict = verdict_of(checks)
+        rows.append(
+            [
+                result.case.name,
+                result.case.what,
+                f"**{_time(result.ours)}**",
+                _rate(result, result.ours),
+                _percent(result.ours.spread),
+                _error(result.ours),
+                *(_time(result.peer(name)) for name in PEERS),
+                "" if best is None else f"{best.name} {_rate(result, best)}",
+                _ratio(result.ours, best),
+                ", ".join(check.text for check in checks),
+                "" if verdict is None else _verdict_text(verdict, checks),
+            ]
+        )
+    return _table(header, rows)
+
+
+def _both_times(contender: Contender | None) -> str:
+    """Forward, and in brackets forward with the plan where there is one."""
+    time = _time(contender)
+    if contender is None or contender.planned_us is None:
+        return time
+    return f"{time} ({contender.planned_us:.1f})"
+
+
+def _planned_table(cases: Sequence[CaseResult], peers: Sequence[str]) -> str:
+    header = ["case", "what", "ours", "rate", "spread", "error", *peers]
+    header += ["best peer", "ours / best", "target", "verdict"]
+    rows = []
+    for result in cases:
+        checks, planned = checks_of(result, cases), result.case.is_bandwidth_bound
+        best, verdict = result.best(planned), verdict_of(checks)
+        rows.append(
+            [
+                result.case.name,
+                result.case.what,
+                f"**{_both_times(result.ours)}**",
+                _rate(result, result.ours),
+                _percent(result.ours.spread),
+                _error(result.ours),
+                *(_both_times(result.peer(name)) for name in peers),
+                "" if best is None else best.name,
+                _ratio(result.ours, best, planned),
+                ", ".join(check.text for check in checks),
+                "" if verdict is None else _verdict_text(verdict, checks),
+            ]
+        )
+    return _table(header, rows)
+
+
+def _host_lines(results: BenchResults) -> str:
+    """What one eager forward costs the host, a line per case that has a bound."""
+    lines = []
+    for result in results.cases:
+        check = host_check(result)
+        if check is not None:
+            time = "n/a" if result.host_us is None else f"{result.host_us:.1f} us"
+            lines.append(
+                f"- one eager `forward` of {result.case.name}: {time} per call, target "
+                f"{check.text}: {check.verdict.value}"
+            )
+    return "\n".join(lines)
+
+
+def _verdict_text(verdict: Verdict, checks: Sequence[Check]) -> str:
+    """The verdict; which bounds it is about where only some are."""
+    about = [check.text for check in checks if check.verdict is verdict]
+    if verdict is Verdict.MET or len(about) == len(checks):
+        return verdict.value
+    return f"{verdict.value}: {', '.join(about)}"
+
+
+def _free_table(results: BenchResults) -> str:
+    header = ["case", "invariant", "free", "invariant / free", "target", "verdict"]
+    rows = []
+    for result in results.cases:
+        if result.case.compare_free_partition:
+            check = free_partition_check(result)
+            ours, free = result.ours, result.free_partition
+            times = [_time(ours), _time(free) or "n/a", _ratio(ours, free)]
+            rows.append([result.case.name, *times, check.text, check.verdict.value])
+    return _table(header, rows) if rows else ""
+
+
+def _invariant_table(results: BenchResults) -> str:
+    header = ["case", "default", "rate", "invariant", "rate", "invariant / default"]
+    rows = []
+    for result in results.cases:
+        if result.case.compare_batch_invariant:
+            ours, other = result.ours, result.batch_invariant
+            ratio = "" if other is None else _ratio(other, ours)
+            cells = [_time(ours), _rate(result, ours), _time(other) or "n/a", _rate(result, other)]
+            rows.append([result.case.name, *cells, ratio])
+    return _table(header, rows) if rows else ""
+
+
+def _plain_table(results: BenchResults) -> str:
+    header = ["case", "plain Triton", "rate", "ours / plain", "target", "verdict"]
+    rows = []
+    for result in results.cases:
+        check, plain = plain_check(result), result.plain
+        if check is not None:
+            cells = [_time(plain) or "n/a", _rate(result, plain), _ratio(result.ours, plain)]
+            rows.append([result.case.name, *cells, check.text, check.verdict.value])
+    return _table(header, rows) if rows else ""
+
+
+def _plan_table(results: BenchResults) -> str:
+    header = ["case", "kernels of build, us", "build on the host, us", "forward, us"]
+    rows = []
+    for result in results.cases:
+        if result.plan is not None:
+            gpu = "n/a" if result.plan.gpu_us is None else f"{result.plan.gpu_us:.1f}"
+            row = [result.case.name, gpu, f"{result.plan.host_us:.1f}", _time(result.ours)]
+            rows.append(row)
+    return _table(header, rows) if rows else ""
+
+
+def _plan_sizes(results: BenchResults) -> str:
+    check = plan_check(results)
+    if check is None:
+        return ""
+    header = ["decodes", "as long, us", "uneven, us"]
+    rows = [
+        [str(plan.num_reqs), f"{plan.even_us:.1f}", f"{plan.uneven_us:.1f}"]
+        for plan in results.plans
+    ]
+    text = f"Every plan, of cases too, {check.text}: {check.verdict.value}."
+    if not rows:
+        return f"Of one engine's plans by their number of decodes none was measured. {text}"
+    engine = f"an engine of up to {PLAN_SIZES[-1]} requests"
+    how = f"The kernels of `build` in a CUDA graph, of {engine}. {text}"
+    return f"{how}\n\n{_table(header, rows)}"
+
+
+def _memory_table(results: BenchResults) -> str:
+    scratch, allocation = scratch_check(results), allocation_check(results)
+    size, counts = results.scratch_bytes, [result.allocations for result in results.cases]
+    known = [count for count in counts if count is not None]
+    rows = [
+        [
+            "scratch, 256 sequences, 32/8 heads, head size 128",
+            "n/a" if size is None else f"{size / (1 << 20):.1f} MiB",
+            scratch.text,
+            scratch.verdict.value,
+        ],
+        [
+            f"allocations in ten forwards, most of {len(known)} cases",
+            str(max(known)) if known else "n/a",
+            allocation.text,
+            allocation.verdict.value,
+        ],
+    ]
+    return _table(["what", "measured", "target", "verdict"], rows)
+
+
+def _reasons(results: BenchResults) -> str:
+    """Each reason once, with the cases it holds for."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for result in results.cases:
+        extra = (result.free_partition, result.batch_invariant, result.plain)
+        for contender in (result.ours, *result.peers, *(item for item in extra if item)):
+            if contender.reason:
+                what = f"{contender.name}, {contender.status.value}"
+                found.setdefault((what, contender.reason), []).append(result.case.name)
+        if result.plan is not None and result.plan.reason:
+            found.setdefault(("plan", result.plan.reason), []).append(result.case.name)
+    if results.scratch_reason:
+        found[("scratch", results.scratch_reason)] = []
+    if results.plans_reason:
+        found[("plans of one engine", results.plans_reason)] = []
+    lines = []
+    for (what, reason), names in found.items():
+        lines.append(f"- {what}: {reason}" + (f" ({', '.join(names)})" if names else ""))
+    return "\n".join(lines)

@@ -1,0 +1,122 @@
+"""What dense impls over our own cache write share: one launch a step, one split of the cache."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from attn.impls.base import AttentionLayer
+from attn.impls.dense.base import DenseImpl
+from attn.ops.cache import rope_and_write_kv, write_kv
+from builders.checks.debug import debug_enabled
+from builders.checks.tensors import check_given, scales_of
+from builders.pages.paging import check_slots
+from specs.layouts import KVViews
+
+
+class CachedImpl(DenseImpl):
+    """Writes by one launch, and keeps the views of its layer's cache."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """See :class:`attn.impls.dense.base.DenseImpl`."""
+        super().__init__(*args, **kwargs)
+        self._is_cached = self.attn_type.is_cached
+        # Reading the environment costs a call as much as its tensors do.
+        self._debugs = debug_enabled()
+        self._viewed: ViewedCache | None = None
+
+    def do_kv_cache_update(
+        self,
+        layer: AttentionLayer,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Cast and write this step's keys and values in one launch; see the base class."""
+        if not self._is_cached:
+            return
+        check_given(key=key, value=value)
+        views = self._views(kv_cache, key.dtype)
+        self._debug_slots(slot_mapping, views)
+        write_kv(key, value, views, slot_mapping, *scales_of(layer), self.cache_dtype)
+
+    def do_rope_and_kv_cache_update(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool,
+        kv_cache: torch.Tensor,
+        layer_slot_mapping: torch.Tensor,
+    ) -> None:
+        """Rotate query and key in place and write the cache, in one launch; see the base class."""
+        check_given(query=query, key=key, value=value)
+        views = self._views(kv_cache, key.dtype)
+        self._debug_slots(layer_slot_mapping, views)
+        rotated = query, key, value, positions, cos_sin_cache, is_neox
+        written = views, layer_slot_mapping, *scales_of(layer), self.cache_dtype
+        rope_and_write_kv(*rotated, *written)
+
+    def _views(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews:
+        """Those of the last cache are kept for as long as it lives: a layer has but one."""
+        viewed = self._viewed
+        # In one piece: each layer of each step comes by.
+        if (
+            viewed is not None
+            and viewed.kv_cache() is kv_cache
+            and viewed.model_dtype is model_dtype
+            and viewed.address == kv_cache.data_ptr()
+            and viewed.views is not None
+        ):
+            return viewed.views
+        views = self._split(kv_cache, model_dtype)
+        self._viewed = ViewedCache(kv_cache, model_dtype, views)
+        return views
+
+    def _split(self, kv_cache: torch.Tensor, model_dtype: torch.dtype) -> KVViews:
+        """The views of a cache that is new; they do not keep it alive."""
+        return detached(super()._views(kv_cache, model_dtype))
+
+    def _debug_slots(self, slot_mapping: torch.Tensor, views: KVViews) -> None:
+        """Every slot lies in the cache; nothing unless debugging."""
+        if self._debugs:
+            num_blocks, block_size = views.key.shape[:2]
+            check_slots(slot_mapping, block_size, num_blocks)
+
+
+class ViewedCache:
+    """K and V of a cache tensor, let go when the engine drops the tensor."""
+
+    def __init__(self, kv_cache: torch.Tensor, model_dtype: torch.dtype, views: KVViews) -> None:
+        """
+        Args:
+            kv_cache: the engine's.
+            model_dtype: that the views were made for.
+            views: of it, detached from it.
+        """
+        self.views: KVViews | None = views
+        self.made: Any = None
+        """What a forward made of them, to keep with them."""
+        self.again: dict[bool, Any] = {}
+        """Likewise: what launches a forward again, of steps with prefills and of others."""
+        self.tries = 0
+        """Times that such was to be made."""
+        self.model_dtype = model_dtype
+        self.address = kv_cache.data_ptr()
+        self.kv_cache = weakref.ref(kv_cache, self._forget)
+
+    def _forget(self, _: object) -> None:
+        self.views = self.made = None
+        self.again.clear()
+
+
+def detached(views: KVViews) -> KVViews:
+    """The same views, which no longer keep the tensor that they were made of alive."""
+    key_scale, value_scale = (None if x is None else x.detach() for x in views[2:])
+    return KVViews(views.key.detach(), views.value.detach(), key_scale, value_scale)

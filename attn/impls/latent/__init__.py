@@ -1,0 +1,1 @@
+"""Impls of latent attention (MLA)."""

@@ -1,0 +1,239 @@
+"""What latent impls share: the cache's rows, and prefill with keys of every head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attn.impls.base import MLAAttentionImpl, check_scale
+from attn.ops.cache import rope_and_write_kv, write_kv
+from attn.ops.dispatch import converts_float8
+from attn.ops.merge import merge_states
+from builders.checks.debug import debug_enabled
+from builders.checks.tensors import check_expanded, check_latent_rows
+from builders.latent.prefill import PAGE, LatentPrefill, check_head_pair
+from builders.pages.paging import check_slots
+from specs.dtypes import CacheDType, DType
+from specs.layouts import KVViews, latent_views
+from specs.rows import latent_element, latent_format_of
+
+if TYPE_CHECKING:
+    from attn.kernels.dense.launcher import DenseLauncher
+    from builders.base import AttentionMetadata
+    from builders.dense.record import TritonAttentionMetadata
+
+
+class LatentImpl(MLAAttentionImpl):
+    """Cache writes, and prefill expanded by the library's own kernels: all but ``forward_mqa``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """The arguments of :class:`MLAAttentionImpl`.
+
+        Raises:
+            NotImplementedError: a KV cache dtype without latent rows.
+            ValueError: a pair of head sizes that no kernel takes.
+        """
+        super().__init__(*args, **kwargs)
+        latent_format_of(self.cache_dtype)
+        check_head_pair(self.qk_head_dim, self.v_head_dim)
+        self._expanded: DenseLauncher | None = None
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Write this step's latent rows in one launch; see the base class."""
+        cache_dtype = CacheDType.parse(kv_cache_dtype)
+        check_scale(k_scale, cache_dtype)
+        check_latent_rows(self, kv_c_normed, k_pe, slot_mapping, k_scale)
+        views = self._written(kv_cache, cache_dtype, kv_c_normed.dtype, slot_mapping)
+        scale = torch.ones_like(k_scale) if skip_scale else k_scale
+        key, value = k_pe.reshape(len(k_pe), 1, self.qk_rope_head_dim), kv_c_normed[:, None]
+        write_kv(key, value, views, slot_mapping, scale, scale, cache_dtype)
+
+    def fused_rope_kvcache_supported(self) -> bool:
+        """Layers that write a cache of their own."""
+        return self.kv_sharing_target_layer_name is None
+
+    def do_rope_and_kv_cache_update(
+        self,
+        q_pe: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Rotate both rotary parts and write latent rows, in one launch; see the base class."""
+        cache_dtype = CacheDType.parse(kv_cache_dtype)
+        check_scale(k_scale, cache_dtype)
+        check_latent_rows(self, kv_c_normed, k_pe, slot_mapping, k_scale)
+        views = self._written(kv_cache, cache_dtype, kv_c_normed.dtype, slot_mapping)
+        scale = torch.ones_like(k_scale) if skip_scale else k_scale
+        rope_and_write_kv(
+            q_pe,
+            k_pe if k_pe.dim() == 3 else k_pe[:, None],
+            kv_c_normed[:, None],
+            positions,
+            cos_sin_cache,
+            is_neox,
+            views,
+            slot_mapping,
+            scale,
+            scale,
+            cache_dtype,
+        )
+
+    def _written(
+        self,
+        kv_cache: torch.Tensor,
+        cache_dtype: CacheDType,
+        model_dtype: torch.dtype,
+        slot_mapping: torch.Tensor,
+    ) -> KVViews:
+        """Rows of the cache as what is written: of the two, it is keys that RoPE rotates."""
+        if debug_enabled():
+            num_blocks, block_size = kv_cache.shape[:2]
+            check_slots(slot_mapping, block_size, num_blocks)
+        latent, rope = self._fields(kv_cache, cache_dtype, model_dtype)
+        return KVViews(rope[:, :, None], latent[:, :, None])
+
+    def attend_prefill(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        prefill: LatentPrefill,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> None:
+        """Expanded prefill: context from the cache, new tokens as they came.
+
+        Args:
+            q: as of :meth:`forward_mha`, and so are the others.
+            kv_c_normed: likewise.
+            k_pe: likewise.
+            kv_c_and_k_pe_cache: likewise.
+            prefill: what of a record is for these rows.
+            k_scale: likewise.
+            output: likewise.
+            output_scale: likewise.
+        """
+        check_scale(k_scale, self.cache_dtype)
+        check_expanded(self, q, kv_c_normed, k_pe, output, prefill.num_tokens, output_scale)
+        from attn.kernels.dense.tensors import DenseTensors
+
+        rows = output.view(len(output), self.num_heads, self.v_head_dim)
+        own = self._workspace(q, len(kv_c_normed))
+        self._expand(kv_c_normed, k_pe.reshape(len(k_pe), -1), own)
+        if prefill.context is None:
+            self.attend_expanded(q, own, prefill.own, rows, k_scale, output_scale)
+            return
+        scale, launcher = k_scale, self._attender()
+        states = q.new_empty((2, *rows.shape), dtype=torch.float32)
+        lses = q.new_empty((2, *rows.shape[:2]), dtype=torch.float32)
+        launcher.attend(prefill.own, DenseTensors(q, own, states[0], scale, scale, lse=lses[0]))
+        context, count = prefill.context, prefill.num_tokens
+        chunks = len(context.lens)
+        keys = self._workspace(q, len(context.block_table) * context.span // PAGE, PAGE)
+        fields = self._fields(kv_c_and_k_pe_cache, self.cache_dtype, q.dtype)
+        factor = k_scale if self.cache_dtype.is_quantized else None
+        for chunk in range(chunks):
+            self._expand(*fields, keys, paged=context.rows(chunk), scale=factor)
+            step = context.step_over(chunk)
+            launcher.attend(step, DenseTensors(q, keys, states[1], scale, scale, lse=lses[1]))
+            if chunk + 1 < chunks:
+                merge_states(states, lses, states[0], output_lse=lses[0], num_tokens=count)
+        merge_states(states, lses, rows, output_scale=output_scale, num_tokens=count)
+
+    def attend_expanded(
+        self,
+        q: torch.Tensor,
+        keys: KVViews,
+        step: TritonAttentionMetadata,
+        output: torch.Tensor,
+        scale: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> None:
+        """New tokens among themselves, over keys and values that are expanded already.
+
+        Args:
+            q: ``[T_prefill, H, P + r]``.
+            keys: ``[T_prefill, H, P + r]`` and ``[T_prefill, H, V]``.
+            step: ``prefill.own`` of a record.
+            output: ``[T_prefill, H, V]``, written in place.
+            scale: fp32 scalar, not used.
+            output_scale: fp32 scalar; ``output`` is then fp8.
+        """
+        from attn.kernels.dense.tensors import DenseTensors
+
+        tensors = DenseTensors(q, keys, output, scale, scale, output_scale=output_scale)
+        self._attender().attend(step, tensors)
+
+    def _expand(self, latent: torch.Tensor, rope: torch.Tensor, into: KVViews, **rows: Any) -> None:
+        """Keys ``[S, H, P + r]`` and values ``[S, H, V]`` of latent rows."""
+        from attn.kernels.latent.expand import expand_call
+
+        hardware = converts_float8(latent.device)
+        keys, values = into.key.flatten(0, -3), into.value.flatten(0, -3)
+        call = expand_call(
+            latent, rope, self.W_UK, self.W_UV, keys, values, hardware_e4m3=hardware, **rows
+        )
+        call.launch()
+
+    def _workspace(self, like: torch.Tensor, *rows: int) -> KVViews:
+        """Room for expanded keys and values."""
+        return KVViews(
+            like.new_empty(*rows, self.num_heads, self.qk_head_dim),
+            like.new_empty(*rows, self.num_heads, self.v_head_dim),
+        )
+
+    def _fields(
+        self, kv_cache: torch.Tensor, cache_dtype: CacheDType, model_dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[N, P, L]`` and ``[N, P, r]`` of the cache, in the stored type."""
+        model = DType.parse(model_dtype)
+        element = model if cache_dtype.is_quantized else cache_dtype.element(model)
+        row = latent_format_of(cache_dtype).row(self.kv_lora_rank, self.qk_rope_head_dim, element)
+        latent, rope = latent_views(kv_cache, row).values()
+        return latent, rope
+
+    def _check_cache(
+        self, step: AttentionMetadata, kv_cache: torch.Tensor, model_dtype: torch.dtype
+    ) -> None:
+        """The cache is of the kind that the step was built for."""
+        stored = latent_element(self.cache_dtype, DType.parse(model_dtype))
+        step.check_cache(kv_cache.shape[1], stored.torch)
+
+    def _attender(self) -> DenseLauncher:
+        if self._expanded is None:
+            from attn.kernels.dense.launcher import DenseLauncher
+            from attn.kernels.dense.tensors import DenseLayer
+
+            self._expanded = DenseLauncher(
+                DenseLayer(
+                    num_heads=self.num_heads,
+                    num_kv_heads=self.num_heads,
+                    head_size=self.qk_head_dim,
+                    head_size_v=self.v_head_dim,
+                    scale=self.scale,
+                    cache_dtype=CacheDType.AUTO,
+                    causal=True,
+                    sliding_window=self.sliding_window,
+                )
+            )
+        return self._expanded

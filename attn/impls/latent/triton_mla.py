@@ -1,0 +1,194 @@
+"""TRITON_MLA: latent attention in Triton; launches what the metadata says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from attn.impls.base import AttentionLayer, check_scale
+from attn.impls.latent.base import LatentImpl
+from attn.impls.warm import run_compiled
+from builders.checks.debug import debug_enabled, debug_read, debug_slots
+from builders.checks.tensors import check_count, k_scale_of, latent_query
+from builders.latent.triton_mla import check_latent_dtypes, check_latent_widths
+
+if TYPE_CHECKING:
+    from attn.kernels.latent.launcher import LatentLauncher
+    from builders.latent.triton_mla import TritonMLAMetadata, TritonMLAMetadataBuilder
+
+
+class TritonMLAImpl(LatentImpl):
+    """Absorbed decode over the latent cache, expanded prefill over it in chunks."""
+
+    can_return_lse_for_decode = True
+    supports_sliding_window: ClassVar[bool] = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """The arguments of :class:`MLAAttentionImpl`.
+
+        Raises:
+            NotImplementedError: a KV cache dtype without latent rows.
+            ValueError: a KV cache dtype, a width of rows or a pair of head sizes that no kernel
+                takes.
+        """
+        super().__init__(*args, **kwargs)
+        check_latent_dtypes(None, self.cache_dtype)
+        check_latent_widths(self.kv_lora_rank, self.qk_rope_head_dim)
+        self._latent: LatentLauncher | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """See the base class.
+
+        Raises:
+            ValueError: no kernel takes the model dtype.
+        """
+        check_latent_dtypes(act_dtype, self.cache_dtype)
+        super().process_weights_after_loading(act_dtype)
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: TritonMLAMetadata,
+        layer: AttentionLayer,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Absorbed decode; see the base class."""
+        query, rotary = latent_query(self, q)
+        step = attn_metadata.decode
+        out = query.new_empty((*query.shape[:2], self.kv_lora_rank))
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        if step is None or _has_padding(query, attn_metadata.num_covered_tokens):
+            # Its rows go through the projection that follows.
+            out.zero_()
+            lse.fill_(float("-inf"))
+        if step is None:
+            return out, lse
+        self._check_step(attn_metadata)
+        self._check_cache(attn_metadata, kv_c_and_k_pe_cache, query.dtype)
+        k_scale = k_scale_of(layer)
+        check_scale(k_scale, self.cache_dtype)
+        if debug_enabled():
+            debug_slots(attn_metadata.slot_mapping, attn_metadata.num_actual_tokens)
+            num_blocks, block_size = kv_c_and_k_pe_cache.shape[:2]
+            debug_read(step.block_table, step.seq_lens.cpu(), num_blocks, block_size)
+        from attn.kernels.latent.launcher import LatentTensors
+
+        fields = self._fields(kv_c_and_k_pe_cache, self.cache_dtype, query.dtype)
+        check_count("q", query, attn_metadata.num_covered_tokens)
+        tensors = LatentTensors(query, rotary, *fields, out, lse, k_scale)
+        self._decoder().attend(step, tensors)
+        return out, lse
+
+    def forward_mha(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: TritonMLAMetadata,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> None:
+        """Expanded prefill: context from the cache, new tokens as they came; see the base class."""
+        prefill = attn_metadata.prefill
+        if prefill is None:
+            return
+        self._check_step(attn_metadata)
+        self._check_cache(attn_metadata, kv_c_and_k_pe_cache, q.dtype)
+        debug_slots(attn_metadata.slot_mapping, attn_metadata.num_actual_tokens)
+        cache = kv_c_and_k_pe_cache
+        self.attend_prefill(q, kv_c_normed, k_pe, cache, prefill, k_scale, output, output_scale)
+
+    def warm_up(
+        self,
+        layer: AttentionLayer,
+        kv_cache: torch.Tensor,
+        builder: TritonMLAMetadataBuilder,
+        query_dtype: torch.dtype,
+        *,
+        output_scale: torch.Tensor | None = None,
+    ) -> None:
+        """Compile every kernel variant that serving this layer will need, by running small steps.
+
+        What makes a variant: the layer (heads, widths, KV cache dtype), the builder's configuration
+        (tiles, limits, block size), strides and alignment of the cache, dtype of the query, and
+        whether prefill is to write fp8 (call it once for each). Lengths and batch sizes make none.
+        The cache is read (block 0) and not written; the builder's plan is overwritten.
+
+        Args:
+            layer: scales of the layer.
+            kv_cache: its cache, in the layout to be served.
+            builder: of this triple, for the layer's group.
+            query_dtype: of queries, latents and plain output.
+            output_scale: what :meth:`forward_mha` will be given; its output is then fp8.
+
+        Raises:
+            ValueError: :meth:`process_weights_after_loading` was not called.
+        """
+        output_dtype = query_dtype if output_scale is None else torch.float8_e4m3fn
+
+        def run_steps() -> None:
+            for batch, record in builder.warm_up_steps():
+                count = batch.num_actual_tokens
+                blank = torch.zeros((), dtype=query_dtype, device=builder.device).new_zeros
+                latent = blank(count, self.kv_lora_rank)
+                rope = blank(count, 1, self.qk_rope_head_dim)
+                self.do_kv_cache_update(
+                    *(latent, rope, kv_cache, batch.slot_mapping),
+                    *(self.kv_cache_dtype, layer._k_scale),
+                )
+                query = blank(count, self.num_heads, self.qk_head_dim)
+                if record.decode is not None:
+                    # As an engine has it: absorbed head by head, the rotary part a slice.
+                    absorbed = blank(self.num_heads, count, self.kv_lora_rank).transpose(0, 1)
+                    rotary = query[..., self.qk_nope_head_dim :]
+                    self.forward_mqa((absorbed, rotary), kv_cache, record, layer)
+                    whole = torch.cat([absorbed, rotary], dim=-1)
+                    self.forward_mqa(whole, kv_cache, record, layer)
+                output = blank(count, self.num_heads * self.v_head_dim).to(output_dtype)
+                self.forward_mha(
+                    *(query, latent, rope, kv_cache, record),
+                    *(layer._k_scale, output, output_scale),
+                )
+
+        run_compiled(run_steps, builder.device)
+
+    def _check_step(self, metadata: TritonMLAMetadata) -> None:
+        """A step that is planned for other rows, or leaves keys out that the layer sees."""
+        group, window = metadata.group, self.sliding_window
+        planned = group.rank, group.rope_size
+        sizes = self.kv_lora_rank, self.qk_rope_head_dim
+        if planned != sizes:
+            raise ValueError(
+                f"the step is planned for latent rows of {planned[0]} + {planned[1]}, the layer "
+                f"has {sizes[0]} + {sizes[1]}"
+            )
+        if group.window is not None and (window is None or window > group.window):
+            raise ValueError(
+                f"the step is planned for a window of {group.window}, the layer's is {window}"
+            )
+
+    def _decoder(self) -> LatentLauncher:
+        if self._latent is None:
+            from attn.kernels.latent.launcher import LatentLauncher, LatentLayer
+
+            self._latent = LatentLauncher(
+                LatentLayer(
+                    num_heads=self.num_heads,
+                    rank=self.kv_lora_rank,
+                    rope_size=self.qk_rope_head_dim,
+                    scale=self.scale,
+                    cache_dtype=self.cache_dtype,
+                    sliding_window=self.sliding_window,
+                )
+            )
+        return self._latent
+
+
+def _has_padding(query: torch.Tensor, covered: int) -> bool:
+    """There may be rows that no request owns; in a graph they come with the steps it replays."""
+    if query.shape[0] > covered:
+        return True
+    return query.is_cuda and torch.cuda.is_current_stream_capturing()

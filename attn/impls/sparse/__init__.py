@@ -1,0 +1,1 @@
+"""Impls of sparse latent attention."""

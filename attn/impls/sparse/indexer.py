@@ -1,0 +1,173 @@
+"""The indexer of a sparse layer: from its queries, keys and weights to what each row attends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attn.impls.warm import run_compiled
+from attn.ops.indexer import (
+    gather_index_keys,
+    index_launches,
+    paged_index_logits,
+    ragged_index_logits,
+    select_topk,
+    write_index_keys,
+)
+from builders.checks.debug import debug_slots
+from builders.checks.tensors import check_count
+from builders.sparse.indexer import (
+    IndexChunk,
+    IndexerMetadata,
+    IndexerMetadataBuilder,
+    IndexGroup,
+    IndexRows,
+)
+
+
+@dataclass(frozen=True)
+class IndexInputs:
+    """What a layer gives its indexer in a step."""
+
+    query: torch.Tensor
+    """``[T, Hi, Di]``, e4m3 (its scale is part of the weights) or a model dtype."""
+    key: torch.Tensor
+    """``[T, Di]``."""
+    weights: torch.Tensor
+    """``[T, Hi]`` fp32."""
+    kv_cache: torch.Tensor
+    """``[N, 64, Di + 4]`` uint8, planar pages."""
+    metadata: IndexerMetadata
+    """Of :class:`builders.sparse.indexer.IndexerMetadataBuilder`."""
+
+
+class SparseIndexer:
+    """Scores all that a row sees and lists the best of it, for the layer's attention to read."""
+
+    def __init__(self, topk_indices_buffer: torch.Tensor) -> None:
+        """
+        Args:
+            topk_indices_buffer: ``[max_tokens, K]`` int32, written; layers may share one, as each
+                reads its lists before the next writes.
+
+        Raises:
+            ValueError: a buffer of another type or shape.
+        """
+        if topk_indices_buffer.dim() != 2 or topk_indices_buffer.dtype != torch.int32:
+            raise ValueError(
+                f"topk_indices_buffer must be int32 [max_tokens, K], got "
+                f"{list(topk_indices_buffer.shape)} of {topk_indices_buffer.dtype}"
+            )
+        self.topk_indices_buffer = topk_indices_buffer
+
+    def do_kv_cache_update(
+        self, k_index: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Quantise this step's keys and write them; slot -1 is skipped.
+
+        Args:
+            k_index: ``[T, Di]``.
+            kv_cache: ``[N, 64, Di + 4]`` uint8.
+            slot_mapping: ``[<= T]`` integer, of the indexer's pages.
+        """
+        write_index_keys(k_index, kv_cache, slot_mapping)
+
+    def forward(self, inputs: IndexInputs) -> torch.Tensor:
+        """Write this step's keys, then the lists of its rows: positions in their requests.
+
+        Among equal logits the lower positions are taken; a row's entries rise, -1 comes last.
+
+        Returns:
+            ``[T, K]``, a view of the buffer, for the record's tokens.
+
+        Raises:
+            ValueError: a record of more tokens than the buffer has rows; tensors that do not fit.
+        """
+        record, buffer = inputs.metadata, self.topk_indices_buffer
+        tokens = record.num_actual_tokens
+        record.check_cache(inputs.kv_cache.shape[1], inputs.kv_cache.dtype)
+        debug_slots(record.slot_mapping, tokens)
+        for name in ("query", "key", "weights"):
+            check_count(name, getattr(inputs, name), tokens)
+        if tokens > len(buffer):
+            raise ValueError(
+                f"topk_indices_buffer must have a row for each of {tokens} tokens, got "
+                f"{len(buffer)}"
+            )
+        self.do_kv_cache_update(inputs.key, inputs.kv_cache, record.slot_mapping)
+        for rows in (record.decode, record.prefill):
+            for group in () if rows is None else rows.groups:
+                assert rows is not None
+                self._score(inputs, rows, group)
+        return buffer[:tokens]
+
+    def warm_up(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        kv_cache: torch.Tensor,
+        builder: IndexerMetadataBuilder,
+    ) -> None:
+        """Compile every kernel variant that serving will need, by running small steps.
+
+        What makes a variant: heads and dtype of queries, dtype of keys, strides of the cache, the
+        builder's configuration, and how many pages a program takes, of which there are some
+        numbers. Block 0 of the cache is read; the builder's buffers and the front of the lists are
+        overwritten.
+
+        Args:
+            query: ``[1, Hi, Di]``, any content: of the type that will be given.
+            key: ``[1, Di]``, likewise.
+            kv_cache: ``[N, 64, Di + 4]`` uint8.
+            builder: of the indexer's group.
+        """
+
+        def run_steps() -> None:
+            for record in builder.warm_up_steps():
+                count = record.num_actual_tokens
+                queries, keys = (
+                    x.new_zeros(()).expand(count, *x.shape[1:]).contiguous() for x in (query, key)
+                )
+                weights = torch.zeros(queries.shape[:2], device=query.device)
+                self.forward(IndexInputs(queries, keys, weights, kv_cache, record))
+            for rows, blocks in index_launches(query, *builder.most_scored):
+                queries = query.new_zeros(()).expand(rows, *query.shape[1:]).contiguous()
+                weights = torch.zeros(queries.shape[:2], device=query.device)
+                # Rows that see nothing, of one request.
+                table, seen = (
+                    torch.zeros(shape, dtype=torch.int32, device=query.device)
+                    for shape in ((1, blocks), (rows,))
+                )
+                logits = weights.new_empty(rows, blocks * kv_cache.shape[1])
+                paged_index_logits(queries, weights, kv_cache, table, seen, seen, logits)
+
+        run_compiled(run_steps, builder.device)
+
+    def _score(self, inputs: IndexInputs, rows: IndexRows, group: IndexGroup) -> None:
+        """Logits and lists of a group, chunk by chunk."""
+        keys, lens = group.keys, rows.lengths
+        if keys is not None:
+            gather_index_keys(inputs.kv_cache, keys.slots, keys.data, keys.scale)
+        for chunk in group.chunks:
+            part, tokens = _places(rows, chunk)
+            query, weights = inputs.query[tokens], inputs.weights[tokens]
+            if keys is None:
+                paged_index_logits(
+                    *(query, weights, inputs.kv_cache, rows.block_table, lens.reqs[part]),
+                    *(lens.visible_lens[part], chunk.logits),
+                )
+            else:
+                own = slice(part.start - group.first_row, part.stop - group.first_row)
+                ragged_index_logits(
+                    *(query, weights, keys.data, keys.scale),
+                    *(keys.starts[own], keys.stops[own], chunk.logits),
+                )
+            select_topk(chunk.logits, lens.visible_lens[part], self.topk_indices_buffer[tokens])
+
+
+def _places(rows: IndexRows, chunk: IndexChunk) -> tuple[slice, slice]:
+    """A chunk's rows in its phase, and in the batch."""
+    stop = chunk.first_row + len(chunk.logits)
+    first = rows.first_token
+    return slice(chunk.first_row, stop), slice(first + chunk.first_row, first + stop)

@@ -1,0 +1,322 @@
+"""SPARSE_MLA: top-k sparse latent attention; launches what the metadata says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import torch
+
+from attn.impls.base import AttentionLayer, MLAAttentionImpl, check_scale
+from attn.impls.sparse.vendor_calls import (
+    attend_by_fa3,
+    attend_by_flashinfer_mla,
+    attend_by_flashmla_kv,
+    attend_by_flashmla_sparse,
+    attend_by_triton,
+    attend_by_trtllm,
+)
+from attn.impls.warm import run_compiled
+from attn.ops.latent_convert import convert_rows, rope_and_write_latent_rows, write_latent_rows
+from attn.ops.topk_transform import transform_topk
+from builders.checks.debug import debug_enabled, debug_read, debug_slots
+from builders.checks.tensors import check_count, check_latent_rows, k_scale_of, latent_query
+from builders.sparse.launches import SparseLaunch
+from builders.sparse.record import RowChunk, SparseMLAMetadata, SparseRows
+from builders.sparse.vendor_calls import PlannedCalls
+from specs.dtypes import CacheDType, DType
+from specs.rows import RowFormat, latent_element, latent_format_of
+from specs.sparse_mla import IndexKind, SparseKernel
+
+if TYPE_CHECKING:
+    from builders.sparse.sparse_mla import SparseMLAMetadataBuilder
+
+
+@dataclass(frozen=True)
+class SparseCall:
+    """One call of a kernel: query rows, and the rows that they list."""
+
+    query: torch.Tensor
+    """``[T, H, L]``, absorbed."""
+    rotary: torch.Tensor
+    """``[T, H, r]``."""
+    rows: torch.Tensor
+    """``[N, P, row]``: the cache, or converted rows as one block."""
+    row: RowFormat
+    """What they are."""
+    indices: torch.Tensor
+    """``[T, width]`` int32 ``block * P + offset``; -1 for none."""
+    lens: torch.Tensor | None
+    """``[T]`` int32: entries at the front of a list that count; None for all but -1."""
+    scale: float
+    k_scale: torch.Tensor
+    """fp32 scalar, of rows with one scale per tensor."""
+    out: torch.Tensor
+    """``[T, H, L]``, written."""
+    lse: torch.Tensor
+    """``[T, H]`` fp32, natural log, written; -inf, and zeros in ``out``, for an empty list."""
+    planned: PlannedCalls | None = None
+    """Of a kernel of others: what its calls of the step share."""
+    q_scale: torch.Tensor | None = None
+    """fp32 scalar, of a query in e4m3: real = stored * scale. None is 1."""
+    launch: SparseLaunch | None = None
+    """Of the library's own kernel."""
+
+
+ATTENDERS: Final[dict[SparseKernel, Callable[[SparseCall], None]]] = {
+    SparseKernel.TRITON_SPARSE: attend_by_triton,
+    SparseKernel.FLASHMLA_SPARSE: attend_by_flashmla_sparse,
+    SparseKernel.FLASHMLA_KV: attend_by_flashmla_kv,
+    SparseKernel.FA3: attend_by_fa3,
+    SparseKernel.FLASHINFER_MLA: attend_by_flashinfer_mla,
+    SparseKernel.TRTLLM: attend_by_trtllm,
+}
+"""What calls each kernel; ``builders.sparse.choice.CALLED`` names the same."""
+
+
+class SparseMLAImpl(MLAAttentionImpl):
+    """Every row, of prefill and of decode, attends the positions that the indexer listed for it."""
+
+    is_sparse: ClassVar[bool] = True
+    can_return_lse_for_decode = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """The arguments of :class:`MLAAttentionImpl`; ``indexer`` is needed.
+
+        Raises:
+            ValueError: no indexer, or one without ``topk_indices_buffer [max_tokens, K]``.
+            NotImplementedError: a KV cache dtype without latent rows.
+        """
+        super().__init__(*args, **kwargs)
+        latent_format_of(self.cache_dtype)
+        if getattr(self.indexer, "topk_indices_buffer", None) is None:
+            raise ValueError("indexer must have a topk_indices_buffer [max_tokens, K], got none")
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Write this step's latent rows in one launch; see the base class."""
+        cache_dtype = CacheDType.parse(kv_cache_dtype)
+        check_scale(k_scale, cache_dtype)
+        check_latent_rows(self, kv_c_normed, k_pe, slot_mapping, k_scale)
+        scale = torch.ones_like(k_scale) if skip_scale else k_scale
+        row = self._row(cache_dtype, kv_c_normed.dtype)
+        rope = k_pe.reshape(len(k_pe), self.qk_rope_head_dim)
+        write_latent_rows(kv_c_normed, rope, kv_cache, slot_mapping, scale, row)
+
+    def fused_rope_kvcache_supported(self) -> bool:
+        """Layers that write a cache of their own, of rows without block scales."""
+        is_scaled = self.cache_dtype is CacheDType.FP8_DS_MLA
+        return self.kv_sharing_target_layer_name is None and not is_scaled
+
+    def do_rope_and_kv_cache_update(
+        self,
+        q_pe: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Rotate both rotary parts and write latent rows, in one launch; see the base class."""
+        cache_dtype = CacheDType.parse(kv_cache_dtype)
+        check_scale(k_scale, cache_dtype)
+        check_latent_rows(self, kv_c_normed, k_pe, slot_mapping, k_scale)
+        rope_and_write_latent_rows(
+            q_pe,
+            kv_c_normed,
+            k_pe.reshape(len(k_pe), self.qk_rope_head_dim),
+            positions,
+            cos_sin_cache,
+            is_neox,
+            kv_cache,
+            slot_mapping,
+            torch.ones_like(k_scale) if skip_scale else k_scale,
+            self._row(cache_dtype, kv_c_normed.dtype),
+        )
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: SparseMLAMetadata,
+        layer: AttentionLayer,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """All rows of the step, decodes first; see the base class."""
+        query, rotary = latent_query(self, q)
+        check_scale(k_scale_of(layer), self.cache_dtype)
+        check_count("q", query, attn_metadata.num_actual_tokens)
+        stored = latent_element(self.cache_dtype, DType.parse(query.dtype))
+        attn_metadata.check_cache(kv_c_and_k_pe_cache.shape[1], stored.torch)
+        debug_slots(attn_metadata.slot_mapping, attn_metadata.num_actual_tokens)
+        out = query.new_empty((*query.shape[:2], self.kv_lora_rank))
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        covered = 0
+        for rows in (attn_metadata.decode, attn_metadata.prefill):
+            if rows is not None:
+                if debug_enabled():
+                    num_blocks, block_size = kv_c_and_k_pe_cache.shape[:2]
+                    debug_read(rows.block_table, rows.seq_lens.cpu(), num_blocks, block_size)
+                tensors = (query, rotary, out, lse)
+                self._attend(rows, kv_c_and_k_pe_cache, tensors, layer)
+                covered = rows.first_token + rows.num_rows
+        # Rows past the step's go through the projection that follows.
+        out[covered:] = 0
+        lse[covered:] = float("-inf")
+        return out, lse
+
+    def forward_mha(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: SparseMLAMetadata,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> None:
+        """Never needed: this triple's builder sends every row to :meth:`forward_mqa`."""
+        raise NotImplementedError("sparse rows, prefill included, run in forward_mqa")
+
+    def warm_up(
+        self,
+        layer: AttentionLayer,
+        kv_cache: torch.Tensor,
+        builder: SparseMLAMetadataBuilder,
+        query_dtype: torch.dtype,
+    ) -> None:
+        """Compile every kernel variant that serving this layer will need, by running small steps.
+
+        What makes a variant: the layer (heads, widths, KV cache dtype), the builder's configuration
+        (kernels, limits, block size), strides and alignment of the cache, dtype of the query, and
+        how rows are cut for the device, of which there are some ways. Lengths and batch sizes make
+        none besides. The cache is neither read nor written; the builder's buffers and the front of
+        the indexer's lists are overwritten. The indexer's own kernels are not run.
+
+        Args:
+            layer: scales of the layer.
+            kv_cache: its cache, in the layout to be served.
+            builder: of this triple, for the layer's group.
+            query_dtype: of queries and latents.
+        """
+
+        def run_steps() -> None:
+            for batch, record in builder.warm_up_steps():
+                count = batch.num_actual_tokens
+                blank = torch.zeros((), dtype=query_dtype, device=builder.device).new_zeros
+                latent = blank(count, self.kv_lora_rank)
+                rope = blank(count, 1, self.qk_rope_head_dim)
+                self.do_kv_cache_update(
+                    *(latent, rope, kv_cache, batch.slot_mapping),
+                    *(self.kv_cache_dtype, layer._k_scale),
+                )
+                self.indexer.topk_indices_buffer[:count] = -1
+                # As an engine has it: absorbed head by head, the rotary part a slice.
+                absorbed = blank(self.num_heads, count, self.kv_lora_rank).transpose(0, 1)
+                query = blank(count, self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim)
+                rotary = query[..., self.qk_nope_head_dim :]
+                self.forward_mqa((absorbed, rotary), kv_cache, record, layer)
+                self.forward_mqa(torch.cat([absorbed, rotary], -1), kv_cache, record, layer)
+
+        run_compiled(run_steps, builder.device)
+
+    def _row(self, cache_dtype: CacheDType, model_dtype: torch.dtype) -> RowFormat:
+        """The format of the cache's rows."""
+        model = DType.parse(model_dtype)
+        element = model if cache_dtype.is_quantized else cache_dtype.element(model)
+        return latent_format_of(cache_dtype).row(self.kv_lora_rank, self.qk_rope_head_dim, element)
+
+    def _attend(
+        self,
+        rows: SparseRows,
+        kv_cache: torch.Tensor,
+        tensors: tuple[torch.Tensor, ...],
+        layer: AttentionLayer,
+    ) -> None:
+        """The rows of one phase; ``tensors`` are query, rotary part, output and LSE of all."""
+        kernel = rows.plan.kernel
+        attend = ATTENDERS.get(kernel)
+        if attend is None:
+            raise NotImplementedError(f"{kernel.value} is not called by SPARSE_MLA yet")
+        if self.indexer.topk_indices_buffer.shape[1] != rows.plan.topk:
+            raise ValueError(
+                f"topk_indices_buffer must have index_topk ({rows.plan.topk}) columns, got "
+                f"{self.indexer.topk_indices_buffer.shape[1]}"
+            )
+        k_scale, stored = layer._k_scale, self._row(self.cache_dtype, tensors[0].dtype)
+        run = partial(self._call, rows, tensors, layer, attend)
+        if rows.converted is None or rows.converted_row is None:
+            run(slice(0, rows.num_rows), kv_cache, stored, None)
+            return
+        for chunk in rows.chunks:
+            part = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
+            convert = partial(self._convert, rows, chunk, kv_cache, stored, k_scale)
+            run(part, rows.converted[None], rows.converted_row, (chunk, convert))
+
+    def _convert(
+        self,
+        rows: SparseRows,
+        chunk: RowChunk,
+        kv_cache: torch.Tensor,
+        stored: RowFormat,
+        k_scale: torch.Tensor,
+    ) -> None:
+        assert rows.converted is not None
+        assert rows.converted_row is not None
+        snap = rows.plan.snaps_scales
+        convert_rows(
+            kv_cache, stored, chunk.slots, rows.converted, rows.converted_row, k_scale, snap
+        )
+
+    def _call(
+        self,
+        rows: SparseRows,
+        tensors: tuple[torch.Tensor, ...],
+        layer: AttentionLayer,
+        attend: Callable[[SparseCall], None],
+        part: slice,
+        source: torch.Tensor,
+        row: RowFormat,
+        conversion: tuple[RowChunk, Callable[[], None]] | None,
+    ) -> None:
+        """Some rows of a phase, over the cache or over rows that are converted first."""
+        first = rows.first_token
+        tokens = slice(first + part.start, first + part.stop)
+        indices = rows.indices[part]
+        lens = None if rows.counts is None else rows.counts[part]
+        slots = None
+        if conversion is not None and rows.plan.index_kind is IndexKind.GATHERED:
+            slots = conversion[0].slots.view_as(indices)
+        transform_topk(
+            self.indexer.topk_indices_buffer[tokens],
+            rows.lengths.visible_lens[part],
+            rows.lengths.reqs[part],
+            rows.plan.index_kind,
+            indices,
+            block_table=rows.block_table,
+            block_size=rows.block_size,
+            offsets=rows.offsets,
+            slots=slots,
+            counts=lens,
+        )
+        if conversion is not None:
+            conversion[1]()
+        query, rotary, out, lse = (tensor[tokens] for tensor in tensors)
+        given = (query, rotary, source, row, indices, lens, self.scale, layer._k_scale, out, lse)
+        q_scale = getattr(layer, "_q_scale", None)
+        attend(SparseCall(*given, planned=rows.planned, q_scale=q_scale, launch=rows.launch))

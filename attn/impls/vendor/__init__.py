@@ -1,0 +1,1 @@
+"""Impls of backends whose kernels are FlashInfer's or TensorRT-LLM's."""

@@ -1,0 +1,1 @@
+"""Kernels that write, clear, dequantise and merge rows."""

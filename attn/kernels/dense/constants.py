@@ -1,0 +1,179 @@
+"""What forms of the plain dense kernels' launches are given beside tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton.language as tl
+
+from attn.kernels.dense.tensors import DenseLayer, DenseTensors, Stored
+from attn.kernels.lang.numerics import INTERPRETED
+from attn.kernels.lang.stored import NATIVE
+from builders.pages.paging import Stripe
+from builders.splitkv.record import SplitPlan, area_of
+from builders.splitkv.tiles import PrefillTile, power_of_two
+from specs.dtypes import KVQuantMode
+
+if TYPE_CHECKING:
+    from builders.dense.record import TritonAttentionMetadata
+
+FINISH_CELLS = 1024
+"""Cells of a state that the program which finishes a row folds at a time."""
+_TRITON_TYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+}
+
+
+def compute_type(model: torch.dtype, stored: Stored, element: torch.dtype) -> tuple[Any, bool]:
+    """Type of the products' operands, and whether the query must be brought into its range."""
+    if model == torch.float32:
+        return tl.float32, False
+    if stored.kind != NATIVE or element == torch.float16:
+        return tl.float16, model == torch.bfloat16
+    # A 16-bit type holds neither the other's range nor its precision, and the interpreter
+    # multiplies bf16 by its bits.
+    is_right = element == model and not (INTERPRETED.value and model == torch.bfloat16)
+    return _TRITON_TYPES[model] if is_right else tl.float32, False
+
+
+def strides(tensors: DenseTensors, k_words: torch.Tensor, v_words: torch.Tensor) -> dict[str, Any]:
+    """Strides and alignment of rows, and the block size, 0 for an encoder's."""
+    query, output, lse, inline = tensors.query, tensors.output, tensors.lse, tensors.keys.key_scale
+    paged = k_words.dim() == 4
+    k_strides = k_words.stride()[:3] if paged else (0, *k_words.stride()[:2])
+    v_strides = v_words.stride()[:3] if paged else (0, *v_words.stride()[:2])
+    starts = (rows.data_ptr() // rows.element_size() for rows in (k_words, v_words))
+    named = {"k": k_strides, "v": v_strides, "s": (0, 0, 0) if inline is None else inline.stride()}
+    arguments = {
+        f"{name}_{axis}": stride
+        for name, strides in named.items()
+        for axis, stride in zip(("block", "token", "head"), strides, strict=True)
+    }
+    return arguments | {
+        "query_token": query.stride(0),
+        "query_head": query.stride(1),
+        "out_token": output.stride(0),
+        "out_head": output.stride(1),
+        "lse_token": 0 if lse is None else lse.stride(0),
+        "BLOCK_SIZE": k_words.shape[1] if paged else 0,
+        "SAME_ROWS": k_strides == v_strides,
+        # Largest power of two, up to 16 words, that every row starts at a multiple of.
+        "ALIGN": math.gcd(16, *k_strides, *v_strides, *starts),
+    }
+
+
+def shared_constants(
+    layer: DenseLayer,
+    stored: Stored,
+    step: TritonAttentionMetadata,
+    tensors: DenseTensors,
+    varying: Mapping[str, Any],
+    form: tuple[int, bool],
+) -> dict[str, Any]:
+    """What both kernels' forms hold.
+
+    Args:
+        layer: what never changes.
+        stored: how rows of its cache are read.
+        step: the builder's record.
+        tensors: of a forward, which fit both.
+        varying: arguments that differ from call to call, the words of keys and values among them.
+        form: as of :func:`attn.kernels.dense.launcher.decode_form`.
+    """
+    stripe = step.stripe or Stripe(1, 0, 1)
+    rswa = step.rswa_prefix_lens is not None and step.rswa_window is not None
+    window = step.rswa_window if rswa else layer.sliding_window
+    chunk, cap = layer.attention_chunk_size, layer.logits_soft_cap
+    causal = step.causal
+    k_width, k_used = stored.width(layer.head_size)
+    v_width, v_used = stored.width(layer.head_size_v)
+    compute, guard = compute_type(tensors.query.dtype, stored, tensors.keys.key.dtype)
+    decode, hardware = form
+    return strides(tensors, varying["key_ptr"], varying["value_ptr"]) | {
+        "scale_head": 1 if tensors.k_scale is not None and tensors.k_scale.numel() > 1 else 0,
+        "scale": layer.scale,
+        "soft_cap": 1.0 if cap is None else float(cap),
+        "window": window or 0,
+        "chunk": chunk or 1,
+        "lookback": layer.chunk_lookback,
+        "dcp_size": stripe.size,
+        "dcp_rank": stripe.rank,
+        "dcp_interleave": stripe.interleave,
+        "GROUP": layer.num_heads // layer.num_kv_heads,
+        "K_SIZE": layer.head_size,
+        "V_SIZE": layer.head_size_v,
+        "K_WIDTH": k_width,
+        "K_USED": k_used,
+        "V_WIDTH": v_width,
+        "V_USED": v_used,
+        "KIND": stored.kind,
+        "PLANES": stored.planes,
+        "INLINE": stored.inline,
+        "DECODE": decode,
+        "COMPUTE": compute,
+        "GUARD": guard,
+        "PER_TENSOR": layer.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR,
+        "CAUSAL": 0 if not layer.causal or causal is False else 1 if causal is True else 2,
+        "WINDOW": window is not None and not rswa,
+        "CHUNK": chunk is not None,
+        "RSWA": rswa,
+        "RANGES": step.mm_ranges is not None,
+        "CLAMP": layer.clamps_ranges and layer.sliding_window is not None,
+        "DCP": step.stripe is not None,
+        "SOFT_CAP": cap is not None,
+        "ALIBI": 0 if tensors.alibi_slopes is None else 2 if layer.use_alibi_sqrt else 1,
+        "SINKS": tensors.sinks is not None,
+        "SIMPLE": cap is None
+        and tensors.alibi_slopes is None
+        and not stored.inline
+        and layer.scale > 0,
+        "FP8_OUT": tensors.output_scale is not None,
+        "LSE": tensors.lse is not None,
+        "HARDWARE_E4M3": hardware,
+    }
+
+
+def split_constants(plan: SplitPlan, width: int) -> dict[str, Any]:
+    """The split-KV kernel's own constants; ``width`` is that of a state's row."""
+    tile = plan.tile
+    finish_rows = power_of_two(tile.tile_heads * tile.query_tokens)
+    return {
+        "groups": plan.groups,
+        "WAITS": plan.waits,
+        "HEADS": plan.heads,
+        "HEAD_LOOPS": plan.head_loops,
+        "HEAD_TILES": tile.head_tiles,
+        "TILE_HEADS": tile.tile_heads,
+        "QUERY_TOKENS": tile.query_tokens,
+        "ROWS": tile.rows,
+        "SLOTS": plan.slots,
+        "BUNDLES": plan.bundles,
+        "AREA": area_of(plan.slots, plan.bundles, plan.head_loops),
+        "KV_TILE": tile.kv_tile,
+        "SEGMENT_UNIT": tile.segment_unit,
+        "FREE": plan.is_free,
+        "FINISH_ROWS": finish_rows,
+        "FINISH_WIDTH": max(16, min(width, FINISH_CELLS // finish_rows)),
+        "STAGES": tile.num_stages,
+    }
+
+
+def prefill_constants(
+    tile: PrefillTile, fixed: Mapping[str, Any]
+) -> tuple[PrefillTile, dict[str, Any]]:
+    """The prefill kernel's own constants, after those of both kernels; and the launch's tile."""
+    sizes = (fixed["K_SIZE"], fixed["V_SIZE"], fixed["KIND"])
+    apart: dict[str, Any] = {"REST": 0}
+    if sizes == (192, 128, NATIVE) and fixed["COMPUTE"] != tl.float32 and tile.pair_stages:
+        tile, apart = tile.for_pair, {"K_WIDTH": 128, "K_USED": 128, "REST": 64}
+    return tile, apart | {
+        "QUERY_TILE": tile.query_tile,
+        "REQ_STEPS": 20,
+        "KV_TILE": tile.kv_tile,
+        "STAGES": tile.num_stages,
+    }

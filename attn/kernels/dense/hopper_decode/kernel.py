@@ -1,0 +1,235 @@
+"""Split KV on Hopper: decode, verify and short extends with their keys through TMA, in Gluon.
+
+The plan, the cuts, the states and the order in which these are folded are those of
+:mod:`attn.kernels.dense.decode`, and so is everything that follows from them: a row's bits depend
+on that row alone, and no program waits for another. What differs is how keys come: one warp is the
+producer, which walks the block table and asks for keys and values, a run of a page and 64 columns
+at a time, into a ring of stages; it is ahead by as much as fits, across segments and rows.
+
+With two consumers one multiplies while the other is at its softmax: each takes every other tile of
+keys, by the tile's place in the request, with a state of its own; at a segment's end the second's
+is folded onto the first's, who does all the rest. So bits follow from positions here too.
+
+No page is read of which no row of the tile sees a key: its place is filled with zeros by a box
+outside the cache. Slots past the end of the request share a page with live ones and may hold
+anything; the values there are overwritten with zeros, since zero times NaN is NaN.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from attn.kernels.dense.hopper_decode.consumer import consume
+from attn.kernels.dense.hopper_decode.producer import produce
+from attn.kernels.lang.compat import reinterpret, wait_for_kernels_before
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_REGISTERS = tl.constexpr(96)
+"""Of the producer's thread beside one consumer, who has all that a thread can have anyway."""
+_OF_THREE = tl.constexpr(((224, 56), (232, 40)))
+"""Of a consumer's thread and the producer's where there are two consumers, of 16 rows and of 64:
+the three have 504 together, and who multiplies 64 has two states."""
+
+_VARYING = [
+    "groups",
+    "window",
+    "chunk",
+    "lookback",
+    "num_ranges",
+    "table_row",
+    "lse_token",
+]
+_ANYWHERE = [
+    "table_ptr",
+    "lse_ptr",
+    "causal_ptr",
+    "ranges_ptr",
+    "output_scale_ptr",
+    "sinks_ptr",
+    "k_scale_ptr",
+    "v_scale_ptr",
+]
+
+
+@gluon.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_ANYWHERE)
+def hopper_decode_kernel(
+    query_ptr,
+    k_desc,
+    v_desc,
+    out_ptr,
+    lse_ptr,
+    output_scale_ptr,
+    table_ptr,
+    rows_ptr,
+    total_ptr,
+    starts_ptr,
+    shares_ptr,
+    counters_ptr,
+    states_ptr,
+    sums_ptr,
+    causal_ptr,
+    ranges_ptr,
+    sinks_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    query_token,
+    query_head,
+    out_token,
+    out_head,
+    lse_token,
+    table_row,
+    scale,
+    soft_cap,
+    scale_head,
+    groups,
+    window,
+    chunk,
+    lookback,
+    num_ranges,
+    HEADS: gl.constexpr,
+    HEAD_LOOPS: gl.constexpr,
+    HEAD_TILES: gl.constexpr,
+    GROUP: gl.constexpr,
+    TILE_HEADS: gl.constexpr,
+    QUERY_TOKENS: gl.constexpr,
+    ROWS: gl.constexpr,
+    SLOTS: gl.constexpr,
+    BUNDLES: gl.constexpr,
+    AREA: gl.constexpr,
+    SEGMENT_UNIT: gl.constexpr,
+    KV_TILE: gl.constexpr,
+    SIZE: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    RUN: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    FINISH_ROWS: gl.constexpr,
+    FINISH_WIDTH: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    CHUNK: gl.constexpr,
+    RANGES: gl.constexpr,
+    CLAMP: gl.constexpr,
+    SOFT_CAP: gl.constexpr,
+    SINKS: gl.constexpr,
+    FP8_OUT: gl.constexpr,
+    LSE: gl.constexpr,
+    E4M3: gl.constexpr,
+):
+    """Attention of the plan's rows; grid ``(groups * HEADS,)``.
+
+    Descriptors: key and value ``[N, BLOCK_SIZE, Hk, SIZE]`` in boxes of RUN tokens and 64 columns;
+    with E4M3 half as many, int16 words.
+    Query ``[T, H, SIZE]``, out ``[T, H, SIZE]``, LSE ``[T, H]``; the rest as in
+    :func:`attn.kernels.dense.decode.decode_kernel`.
+    """
+    # Of e4m3, words of two elements: as such they can be read transposed.
+    STORED: gl.constexpr = k_desc.dtype
+    DTYPE: gl.constexpr = gl.float16 if E4M3 else STORED
+    WORDS: gl.constexpr = SIZE // 2 if E4M3 else SIZE
+    HALVES: gl.constexpr = WORDS // 64
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    BOX: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    BOXES: gl.constexpr = STAGES * HALVES * (KV_TILE // RUN)
+    factor = scale
+    if not SOFT_CAP:
+        factor = scale * _LOG2E
+    # What TMA writes, boxes, and what products read: the same bytes as tiles.
+    k_boxes = gl.allocate_shared_memory(STORED, [BOXES, 1, RUN, 1, 64], BOX)
+    v_boxes = gl.allocate_shared_memory(STORED, [BOXES, 1, RUN, 1, 64], BOX)
+    KEYS: gl.constexpr = gl.NVMMASharedLayout(128, 8 if E4M3 else 16, 2)
+    k_tiles = reinterpret(k_boxes, gl.float8e4nv if E4M3 else STORED, [STAGES, KV_TILE, SIZE], KEYS)
+    v_tiles = reinterpret(v_boxes, STORED, [STAGES, KV_TILE, WORDS], LAYOUT)
+    v_runs = reinterpret(v_boxes, STORED, [BOXES, RUN, 64], LAYOUT)
+    # Queries, where products read them from here: each consumer's own.
+    queries = gl.allocate_shared_memory(DTYPE, [CONSUMERS, ROWS if ROWS > 16 else 8, SIZE], LAYOUT)
+    # Where warps meet: maxima of rows, and weights on their way to being an operand.
+    exchange = gl.allocate_shared_memory(
+        gl.float32, [CONSUMERS, 16, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
+    turned = gl.allocate_shared_memory(
+        DTYPE,
+        [CONSUMERS, 16, KV_TILE if ROWS == 16 else 16],
+        gl.SwizzledSharedLayout(8, 1, 8, [1, 0]),
+    )
+    # The second consumer's state on its way to the first: output, and maxima and sums.
+    LETTER: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    letter = gl.allocate_shared_memory(
+        gl.float32, [1, ROWS if CONSUMERS > 1 else 8, SIZE if CONSUMERS > 1 else 32], LETTER
+    )
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    letter_top = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
+    letter_sum = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    sent = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    taken = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(s), count=1)
+        mbarrier.init(v_full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
+    if CONSUMERS > 1:
+        # Otherwise nobody uses them: the compiler would give their place to something else, and who
+        # comes back after another process had the GPU finds a barrier there again, not his data.
+        mbarrier.init(sent, count=1)
+        mbarrier.init(taken, count=1)
+    # TMA sees barriers by another way than threads do.
+    fence_async_shared()
+    wait_for_kernels_before()
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (consume, (0, query_ptr, k_tiles, v_tiles, v_runs, queries, exchange, turned,
+                    letter, letter_top, letter_sum, k_full, v_full, empty, sent, taken, out_ptr,
+                    lse_ptr, output_scale_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr,
+                    counters_ptr, states_ptr, sums_ptr, causal_ptr, ranges_ptr, sinks_ptr,
+                    k_scale_ptr, v_scale_ptr, scale_head, query_token, query_head, out_token,
+                    out_head, lse_token, factor, soft_cap, groups, window, chunk, lookback,
+                    num_ranges, HEADS, HEAD_LOOPS, HEAD_TILES, GROUP, TILE_HEADS, QUERY_TOKENS,
+                    ROWS, SLOTS, BUNDLES, AREA, SEGMENT_UNIT, DTYPE, KV_TILE, SIZE, RUN, STAGES,
+                    CONSUMERS, FINISH_ROWS, FINISH_WIDTH, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                    SOFT_CAP, SINKS, FP8_OUT, LSE, E4M3)),
+                (produce, (k_desc, v_desc, k_boxes, v_boxes, k_full, v_full, empty, table_ptr,
+                    rows_ptr, shares_ptr, causal_ptr, ranges_ptr, table_row, num_ranges, window,
+                    chunk, lookback, HEADS, HEAD_LOOPS, HEAD_TILES, KV_TILE, SEGMENT_UNIT,
+                    HALVES, BLOCK_SIZE, RUN, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
+            ],
+            [1],
+            [_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (0, query_ptr, k_tiles, v_tiles, v_runs, queries, exchange, turned,
+                    letter, letter_top, letter_sum, k_full, v_full, empty, sent, taken, out_ptr,
+                    lse_ptr, output_scale_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr,
+                    counters_ptr, states_ptr, sums_ptr, causal_ptr, ranges_ptr, sinks_ptr,
+                    k_scale_ptr, v_scale_ptr, scale_head, query_token, query_head, out_token,
+                    out_head, lse_token, factor, soft_cap, groups, window, chunk, lookback,
+                    num_ranges, HEADS, HEAD_LOOPS, HEAD_TILES, GROUP, TILE_HEADS, QUERY_TOKENS,
+                    ROWS, SLOTS, BUNDLES, AREA, SEGMENT_UNIT, DTYPE, KV_TILE, SIZE, RUN, STAGES,
+                    CONSUMERS, FINISH_ROWS, FINISH_WIDTH, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                    SOFT_CAP, SINKS, FP8_OUT, LSE, E4M3)),
+                (consume, (1, query_ptr, k_tiles, v_tiles, v_runs, queries, exchange, turned,
+                    letter, letter_top, letter_sum, k_full, v_full, empty, sent, taken, out_ptr,
+                    lse_ptr, output_scale_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr,
+                    counters_ptr, states_ptr, sums_ptr, causal_ptr, ranges_ptr, sinks_ptr,
+                    k_scale_ptr, v_scale_ptr, scale_head, query_token, query_head, out_token,
+                    out_head, lse_token, factor, soft_cap, groups, window, chunk, lookback,
+                    num_ranges, HEADS, HEAD_LOOPS, HEAD_TILES, GROUP, TILE_HEADS, QUERY_TOKENS,
+                    ROWS, SLOTS, BUNDLES, AREA, SEGMENT_UNIT, DTYPE, KV_TILE, SIZE, RUN, STAGES,
+                    CONSUMERS, FINISH_ROWS, FINISH_WIDTH, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+                    SOFT_CAP, SINKS, FP8_OUT, LSE, E4M3)),
+                (produce, (k_desc, v_desc, k_boxes, v_boxes, k_full, v_full, empty, table_ptr,
+                    rows_ptr, shares_ptr, causal_ptr, ranges_ptr, table_row, num_ranges, window,
+                    chunk, lookback, HEADS, HEAD_LOOPS, HEAD_TILES, KV_TILE, SEGMENT_UNIT,
+                    HALVES, BLOCK_SIZE, RUN, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
+            ],
+            [4, 1],
+            [_OF_THREE[ROWS // 64][0], _OF_THREE[ROWS // 64][1]],
+        )  # fmt: skip

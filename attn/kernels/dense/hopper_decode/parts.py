@@ -1,0 +1,94 @@
+"""The parts of rows that a program takes, as producer and consumers both see them."""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attn.kernels.dense.hopper_prefill.scheduler import keys_seen
+from attn.kernels.lang.opaque import program_number
+from builders.splitkv.device.segments import segment_start
+from builders.splitkv.record import (
+    ROW_FIELDS,
+    SHARE_FIELDS,
+)
+
+FIELDS = tl.constexpr(ROW_FIELDS)
+_SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
+
+
+@gluon.jit
+def share_at(shares_ptr, HEADS: gl.constexpr):
+    """What a program begins with: its first row, the segment in it, the row after its last, where
+    its share is written, and where its first row's numbers are.
+    """
+    mine = shares_ptr + (program_number() // HEADS) * _SHARE_FIELDS
+    first_row = gl.load(mine)
+    begin = gl.load(mine + 1)
+    next_row = gl.load(mine + 2)
+    next_segment = gl.load(mine + 3)
+    past_row = next_row + (next_segment > 0).to(gl.int32)
+    # A copy, so that a program does not wait for one load after the other.
+    return first_row, begin, past_row, mine, mine + (_SHARE_FIELDS - FIELDS)
+
+
+@gluon.jit
+def part_at(
+    r, mine, fields, begin, causal_ptr, ranges_ptr, num_ranges, window, chunk, lookback,
+    KV_TILE: gl.constexpr, SEGMENT_UNIT: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
+):  # fmt: skip
+    """A row's segments ``[begin, end)``, counted from its first, and what is walked for them.
+
+    Returns ``end``; request, KV length, first and last position of the queries, the causal flag;
+    the first key that a query sees, and tiles of keys ``[low, high)``.
+    """
+    req, count, kv_len, first, first_part, parts, bundle = walked_fields(fields, True)
+    end = gl.where(r == gl.load(mine + 2), gl.load(mine + 3), parts)
+    last, causal, start, low, high = tiles_of(
+        begin, end, req, count, kv_len, first, first_part, bundle, causal_ptr, ranges_ptr,
+        num_ranges, window, chunk, lookback, KV_TILE, SEGMENT_UNIT, CAUSAL, WINDOW, CHUNK, RANGES,
+        CLAMP,
+    )  # fmt: skip
+    return end, req, kv_len, first, last, causal, start, low, high
+
+
+@gluon.jit
+def walked_fields(fields, there_is):
+    """Of a row's numbers those that say what is walked: request, tokens, KV length, first position,
+    first segment, segments, bundle. They are asked for here, and waited for where they are used.
+    """
+    req = gl.load(fields, mask=there_is, other=0)
+    count = gl.load(fields + 2, mask=there_is, other=0)
+    kv_len = gl.load(fields + 3, mask=there_is, other=0)
+    first = gl.load(fields + 4, mask=there_is, other=0)
+    first_part = gl.load(fields + 8, mask=there_is, other=0)
+    parts = gl.load(fields + 9, mask=there_is, other=0)
+    bundle = gl.load(fields + 10, mask=there_is, other=0)
+    return req, count, kv_len, first, first_part, parts, bundle
+
+
+@gluon.jit
+def tiles_of(
+    begin, end, req, count, kv_len, first, first_part, bundle, causal_ptr, ranges_ptr, num_ranges,
+    window, chunk, lookback, KV_TILE: gl.constexpr, SEGMENT_UNIT: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr,
+    CLAMP: gl.constexpr,
+):  # fmt: skip
+    """What is walked for a row's segments ``[begin, end)``: last position of the queries, the
+    causal flag, the first key that a query sees, and tiles of keys ``[low, high)``.
+    """
+    last = first + count - 1
+    causal, start, stop = keys_seen(
+        req, first, last, kv_len, causal_ptr, ranges_ptr, num_ranges, window, chunk, lookback,
+        CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
+    )  # fmt: skip
+    low = gl.maximum(segment_start(first_part + begin) // SEGMENT_UNIT, start // KV_TILE)
+    # A layer that sees further back than the plan knows starts earlier than the plan.
+    is_first = (begin == 0) & (bundle == 0)
+    low = gl.where(is_first, start // KV_TILE, low)
+    high = gl.minimum(
+        segment_start(first_part + end) // SEGMENT_UNIT, (stop + KV_TILE - 1) // KV_TILE
+    )
+    return last, causal, start, low, gl.where(end > begin, high, low)

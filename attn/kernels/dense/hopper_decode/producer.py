@@ -1,0 +1,99 @@
+"""The producer of the split-KV kernel: one warp that asks TMA for keys and values."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from attn.kernels.dense.hopper_decode.parts import FIELDS, share_at, tiles_of, walked_fields
+from attn.kernels.lang.compat import async_load
+from attn.kernels.lang.opaque import program_number
+
+
+@gluon.jit
+def pages_of(
+    table_ptr, tile, start, kv_len, KV_TILE: gl.constexpr, RUN: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Page of each run of a tile, -1 of runs that nobody sees; every lane has all of them."""
+    RUNS: gl.constexpr = KV_TILE // RUN
+    run = gl.arange(0, RUNS, layout=gl.BlockedLayout([RUNS], [32], [1], [0]))
+    key = tile * KV_TILE + run * RUN
+    live = (key < kv_len) & (key + RUN > start)
+    return gl.load(table_ptr + key // BLOCK_SIZE, mask=live, other=-1)
+
+
+@gluon.jit
+def _load_tile(
+    desc, pages, tile, kv_head, stage, full, boxes, KV_TILE: gl.constexpr, HALVES: gl.constexpr,
+    RUN: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """A tile of keys or values into its stage."""
+    RUNS: gl.constexpr = KV_TILE // RUN
+    run = gl.arange(0, RUNS, layout=gl.BlockedLayout([RUNS], [32], [1], [0]))
+    mbarrier.expect(full.index(stage), KV_TILE * HALVES * 128)
+    for i in gl.static_range(RUNS):
+        # Outside the cache a box is zeros.
+        page = gl.max(gl.where(run == i, pages, -1), 0)
+        within = (tile * KV_TILE + i * RUN) % BLOCK_SIZE
+        for half in gl.static_range(HALVES):
+            async_load(
+                desc,
+                [page, within, kv_head, half * 64],
+                full.index(stage),
+                boxes.index((stage * HALVES + half) * RUNS + i),
+            )
+
+
+@gluon.jit
+def produce(
+    k_desc, v_desc, k_boxes, v_boxes, k_full, v_full, empty, table_ptr, rows_ptr, shares_ptr,
+    causal_ptr, ranges_ptr, table_row, num_ranges, window, chunk, lookback, HEADS: gl.constexpr,
+    HEAD_LOOPS: gl.constexpr, HEAD_TILES: gl.constexpr, KV_TILE: gl.constexpr,
+    SEGMENT_UNIT: gl.constexpr, HALVES: gl.constexpr, BLOCK_SIZE: gl.constexpr, RUN: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr,
+    RANGES: gl.constexpr, CLAMP: gl.constexpr,
+):  # fmt: skip
+    """Keys and values of all parts that the program takes, tile after tile."""
+    lane = program_number() % HEADS
+    first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
+    # Beside the share, and later a row ahead: of loads in turn each is most of a microsecond.
+    next_row = gl.load(mine + 2)
+    next_segment = gl.load(mine + 3)
+    req, count, kv_len, first, first_part, parts, bundle = walked_fields(fields, True)
+    turn = 0
+    for r in range(first_row, past_row):
+        end = gl.where(r == next_row, next_segment, parts)
+        _, _, start, low, high = tiles_of(
+            begin, end, req, count, kv_len, first, first_part, bundle, causal_ptr, ranges_ptr,
+            num_ranges, window, chunk, lookback, KV_TILE, SEGMENT_UNIT, CAUSAL, WINDOW, CHUNK,
+            RANGES, CLAMP,
+        )  # fmt: skip
+        kv_head = ((r % HEAD_LOOPS) * HEADS + lane) // HEAD_TILES
+        # A table has fewer than 2^31 entries.
+        table = table_ptr + req * table_row
+        own_len = kv_len
+        req, count, kv_len, first, first_part, parts, bundle = walked_fields(
+            rows_ptr + ((r + 1) // HEAD_LOOPS) * FIELDS, r + 1 < past_row
+        )
+        pages = pages_of(table, low, start, own_len, KV_TILE, RUN, BLOCK_SIZE)
+        for tile in range(low, high):
+            stage = turn % STAGES
+            # A tile ahead; past the last of the part it is not used.
+            ahead = pages_of(
+                table, gl.minimum(tile + 1, high - 1), start, own_len, KV_TILE, RUN, BLOCK_SIZE
+            )
+            # A fresh barrier lets parity 1 pass at once.
+            mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
+            _load_tile(
+                k_desc, pages, tile, kv_head, stage, k_full, k_boxes, KV_TILE, HALVES, RUN,
+                BLOCK_SIZE,
+            )  # fmt: skip
+            _load_tile(
+                v_desc, pages, tile, kv_head, stage, v_full, v_boxes, KV_TILE, HALVES, RUN,
+                BLOCK_SIZE,
+            )  # fmt: skip
+            pages = ahead
+            turn += 1
+        begin = 0

@@ -1,0 +1,178 @@
+"""Which keys a query sees, and what is added to its scores.
+
+Orientation is that of the scores, ``[query rows, keys]``. Positions are absolute in the request.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from builders.splitkv.device.segments import first_visible
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def is_visible(
+    query,
+    key,
+    reach,
+    kv_len,
+    window,
+    chunk,
+    lookback,
+    prefix,
+    range_first,
+    range_last,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RSWA: tl.constexpr,
+    RANGES: tl.constexpr,
+    CLAMP: tl.constexpr,
+):
+    """Which keys a query sees; positions that broadcast against each other.
+
+    ``reach`` is the last key that causality and KV length leave to the query (:func:`reach_of`);
+    ``range_first`` and ``range_last`` are its own range's (:func:`own_range`).
+    """
+    seen = key <= reach
+    if CHUNK:
+        seen = seen & (query // chunk - key // chunk <= lookback)
+    if RSWA:
+        seen = seen & ((query - key < window) | (key < prefix))
+    elif WINDOW and not CHUNK:
+        seen = seen & (query - key < window)
+        if CAUSAL != 1:
+            seen = seen & (key - query < window)
+    if RANGES:
+        inside = (key >= range_first) & (key <= range_last) & (key < kv_len)
+        if CLAMP:
+            inside = inside & (query - key < window)
+        seen = seen | inside
+    return seen
+
+
+@triton.jit
+def masked(
+    scores, query, key, reach, kv_len, window, chunk, lookback, prefix, range_first, range_last,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, RSWA: tl.constexpr,
+    RANGES: tl.constexpr, CLAMP: tl.constexpr,
+):  # fmt: skip
+    """Scores ``[M, N]`` of queries ``[M]`` and keys ``[N]``, -inf where a query does not see."""
+    seen = is_visible(
+        query[:, None], key[None, :], reach[:, None], kv_len, window, chunk, lookback, prefix,
+        range_first[:, None], range_last[:, None], CAUSAL, WINDOW, CHUNK, RSWA, RANGES, CLAMP,
+    )  # fmt: skip
+    return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
+def own_range(query, ranges_ptr, num_ranges):
+    """First and last key of the ranges that a query lies in; the first is above the last without
+    any. Ranges that share a query have no gap between them, so two numbers say it all.
+    """
+    first = query * 0 + 2147483647
+    last = query * 0 - 1
+    for i in range(num_ranges):
+        low = tl.load(ranges_ptr + 2 * i)
+        high = tl.load(ranges_ptr + 2 * i + 1)
+        inside = (low < high) & (query >= low) & (query <= high)
+        first = tl.where(inside, tl.minimum(first, low), first)
+        last = tl.where(inside, tl.maximum(last, high), last)
+    return first, last
+
+
+@triton.jit
+def reach_of(query, kv_len, causal, CAUSAL: tl.constexpr):
+    """Last key that a query may see; CAUSAL is 0 (never), 1 (always) or 2 (as ``causal`` says)."""
+    reach = query * 0 + kv_len - 1
+    if CAUSAL == 1:
+        reach = tl.minimum(query, reach)
+    elif CAUSAL == 2:
+        reach = tl.where(causal != 0, tl.minimum(query, reach), reach)
+    return reach
+
+
+@triton.jit
+def last_visible(
+    last,
+    kv_len,
+    causal,
+    window,
+    ranges_ptr,
+    num_ranges,
+    first,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RSWA: tl.constexpr,
+    RANGES: tl.constexpr,
+):
+    """End (exclusive) of what queries in ``[first, last]`` may see."""
+    stop = kv_len
+    if CAUSAL == 1:
+        stop = tl.minimum(kv_len, last + 1)
+    elif CAUSAL == 2:
+        stop = tl.where(causal != 0, tl.minimum(kv_len, last + 1), kv_len)
+    if WINDOW and not CHUNK and not RSWA and CAUSAL != 1:
+        stop = tl.minimum(stop, last + window)
+    if RANGES:
+        for i in range(num_ranges):
+            low = tl.load(ranges_ptr + 2 * i)
+            high = tl.load(ranges_ptr + 2 * i + 1)
+            meets = (low < high) & (low <= last) & (high >= first)
+            stop = tl.where(meets, tl.maximum(stop, tl.minimum(high + 1, kv_len)), stop)
+    return stop
+
+
+@triton.jit
+def seen_by_all(
+    first, last, kv_len, causal, window, chunk, lookback, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, RSWA: tl.constexpr,
+):  # fmt: skip
+    """Keys ``[low, high)`` that every query in ``[first, last]`` sees by the plain rules; others
+    may see more, through prefixes and ranges.
+    """
+    low = first_visible(
+        last, last, window, chunk, lookback, None, 0, WINDOW or CHUNK or RSWA, CHUNK, False, False
+    )
+    high = kv_len
+    if CAUSAL == 1:
+        high = tl.minimum(kv_len, first + 1)
+    elif CAUSAL == 2:
+        high = tl.where(causal != 0, tl.minimum(kv_len, first + 1), kv_len)
+    if WINDOW and not CHUNK and not RSWA and CAUSAL != 1:
+        high = tl.minimum(high, first + window)
+    return low, high
+
+
+@triton.jit
+def biased(
+    scores, distance, slope, soft_cap, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """Scores in units of log 2, soft cap and position bias included.
+
+    With SOFT_CAP they come in natural units, else times log2(e) already. ``distance`` is key minus
+    query position; ALIBI is 0 (none), 1 (linear) or 2 (square root). EXACT: small scores keep their
+    last bits under a soft cap.
+    """
+    if SOFT_CAP:
+        # c * tanh(x / c); exp2 saturates on both sides, so that tanh becomes exactly +-1.
+        turns = tl.exp2(scores * (2.0 * _LOG2E / soft_cap))
+        bounded = 1.0 - 2.0 / (turns + 1.0)
+        if EXACT:
+            # That difference cancels near 0, where the series of tanh does not.
+            y = scores / soft_cap
+            z = y * y
+            series = y * (1.0 + z * (-1.0 / 3.0 + z * (2.0 / 15.0 + z * (-17.0 / 315.0))))
+            bounded = tl.where(tl.abs(y) < 0.1, series, bounded)
+        scores = (soft_cap * _LOG2E) * bounded
+    if ALIBI == 1:
+        scores += (slope * _LOG2E)[:, None] * distance.to(tl.float32)
+    elif ALIBI == 2:
+        away = tl.sqrt(tl.maximum(-distance, 0).to(tl.float32))
+        scores -= (slope * _LOG2E)[:, None] * away
+    return scores

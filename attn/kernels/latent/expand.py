@@ -1,0 +1,266 @@
+"""Latent rows expanded to keys and values of every head, for prefill over a latent cache.
+
+A program takes a tile of rows and a head. Rows are walked in steps of the latent dimension, in one
+order whatever the number of rows, so that a row's bits depend on that row alone: a library's matrix
+product would choose its order by the size of the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
+
+from attn.kernels.dense.tile import dot
+from attn.kernels.lang.numerics import INTERPRETED, decode_e4m3, round_to, to_float32
+from builders.latent.prefill import PagedRows
+from builders.launch.call import KernelCall
+from builders.splitkv.tiles import (
+    power_of_two,
+)
+
+_VARYING = ["num_rows", "span", "table_row"]
+_ANYWHERE = ["table_ptr", "start_ptr", "lens_ptr", "packed_ptr", "scale_ptr"]
+
+
+@triton.jit
+def _in_model_type(x, factor, DTYPE: tl.constexpr, E4M3: tl.constexpr, HARDWARE_E4M3: tl.constexpr):
+    """Stored elements as the model's."""
+    if E4M3:
+        x = decode_e4m3(x, HARDWARE_E4M3).to(tl.float32) * factor
+    else:
+        x = to_float32(x)
+    return round_to(x, DTYPE)
+
+
+@triton.jit
+def _product(x, weights, accumulator, IEEE: tl.constexpr):
+    """``accumulator + x @ weights``; a row's bits do not depend on its place among the rows."""
+    if INTERPRETED:
+        # There numpy multiplies, and the order of its sums does depend on it.
+        wide = to_float32(x)[:, :, None] * to_float32(weights)[None, :, :]
+        result = accumulator + tl.sum(wide, 1)
+    else:
+        result = dot(x, weights, accumulator, IEEE)
+    return result
+
+
+@triton.jit
+def _waited_for(a, b, at):
+    """Sums of a step, when the products are done. Products by warp group read rows from registers,
+    and the compiler would leave them under way: ptxas before 13.3 gives these registers to the next
+    step's rows meanwhile. What uses the sums is waited for, also where nothing comes of it.
+    """
+    if not INTERPRETED:
+        if cuda_capability_geq(9, 0) and not cuda_capability_geq(10, 0):
+            a = tl.where(at >= 0, a, 0.0)
+            b = tl.where(at >= 0, b, 0.0)
+    return a, b
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_ANYWHERE)
+def expand_kernel(
+    latent_ptr,
+    rope_ptr,
+    uk_ptr,
+    uv_ptr,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    start_ptr,
+    lens_ptr,
+    packed_ptr,
+    scale_ptr,
+    latent_block,
+    latent_token,
+    rope_block,
+    rope_token,
+    uk_latent,
+    uk_head,
+    uk_column,
+    uv_latent,
+    uv_head,
+    uv_column,
+    table_row,
+    num_rows,
+    span,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    SIZE_V: tl.constexpr,
+    NOPE_WIDTH: tl.constexpr,
+    ROPE_WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PACKED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    IEEE: tl.constexpr,
+    E4M3: tl.constexpr,
+    HARDWARE_E4M3: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Keys ``[S, HEADS, NOPE + ROPE]`` and values ``[S, HEADS, SIZE_V]``, dense; grid
+    ``(HEADS, tiles)``.
+
+    With BLOCK_SIZE 0, latent ``[S, RANK]`` and rope ``[S, ROPE]``. Else row ``r * span + i`` is
+    token ``start + i`` of request r in a cache ``[N, BLOCK_SIZE, ...]``, start and len being its
+    entries of ``[R]`` int32 tensors; where i is not below len, nothing is read and nothing written.
+    With PACKED, that row is written as row ``packed[r] + i``.
+    """
+    head = tl.program_id(0)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    live = row < num_rows
+    latent_at = row.to(tl.int64) * latent_token
+    rope_at = row.to(tl.int64) * rope_token
+    if BLOCK_SIZE > 0:
+        req = row // span
+        token = row % span
+        live = live & (token < tl.load(lens_ptr + req, mask=live, other=0))
+        if PACKED:
+            row = tl.load(packed_ptr + req, mask=live, other=0) + token
+        token += tl.load(start_ptr + req, mask=live, other=0)
+        page = tl.load(
+            table_ptr + req.to(tl.int64) * table_row + token // BLOCK_SIZE, mask=live, other=0
+        ).to(tl.int64)
+        latent_at = page * latent_block + token % BLOCK_SIZE * latent_token
+        rope_at = page * rope_block + token % BLOCK_SIZE * rope_token
+    if tl.max(live.to(tl.int32), 0) > 0:
+        factor = 1.0
+        if E4M3:
+            factor = tl.load(scale_ptr)
+        step = tl.arange(0, STEP)
+        p = tl.arange(0, NOPE_WIDTH)
+        v = tl.arange(0, V_WIDTH)
+        uk = uk_ptr + head * uk_head + p * uk_column
+        uv = uv_ptr + head * uv_head + v * uv_column
+        nope = tl.zeros([ROWS, NOPE_WIDTH], tl.float32)
+        value = tl.zeros([ROWS, V_WIDTH], tl.float32)
+        for at in tl.range(0, RANK, STEP, num_stages=STAGES):
+            column = at + step
+            inside = column < RANK
+            x = tl.load(
+                latent_ptr + latent_at[:, None] + column[None, :],
+                mask=live[:, None] & inside[None, :],
+                other=0,
+            )
+            x = _in_model_type(x, factor, DTYPE, E4M3, HARDWARE_E4M3)
+            wide = column.to(tl.int64)[:, None]
+            weights = tl.load(
+                uk[None, :] + wide * uk_latent,
+                mask=inside[:, None] & (p < NOPE)[None, :],
+                other=0.0,
+            )
+            nope = _product(x, weights, nope, IEEE)
+            weights = tl.load(
+                uv[None, :] + wide * uv_latent, mask=inside[:, None] & (v < SIZE_V)[None, :],
+                other=0.0,
+            )  # fmt: skip
+            value = _product(x, weights, value, IEEE)
+            if E4M3:
+                nope, value = _waited_for(nope, value, at)
+        out = row.to(tl.int64) * HEADS + head
+        key = key_ptr + (out * (NOPE + ROPE))[:, None]
+        tl.store(key + p[None, :], round_to(nope, DTYPE), mask=live[:, None] & (p < NOPE)[None, :])
+        tl.store(
+            value_ptr + (out * SIZE_V)[:, None] + v[None, :],
+            round_to(value, DTYPE),
+            mask=live[:, None] & (v < SIZE_V)[None, :],
+        )
+        q = tl.arange(0, ROPE_WIDTH)
+        mask = live[:, None] & (q < ROPE)[None, :]
+        rope = tl.load(rope_ptr + rope_at[:, None] + q[None, :], mask=mask, other=0)
+        rope = _in_model_type(rope, factor, DTYPE, E4M3, HARDWARE_E4M3)
+        tl.store(key + NOPE + q[None, :], rope, mask=mask)
+
+
+def expand_call(
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    paged: PagedRows | None = None,
+    scale: torch.Tensor | None = None,
+    hardware_e4m3: bool = False,
+) -> KernelCall:
+    """The launch that expands latent rows.
+
+    Args:
+        latent: ``[S, L]``, or ``[N, P, L]`` of a cache, in any strides that leave rows dense.
+        rope: ``[S, r]`` or ``[N, P, r]``, likewise.
+        w_uk: ``[L, H, P]`` in the model's type.
+        w_uv: ``[L, H, V]``.
+        keys: ``[S, H, P + r]``, dense, to write.
+        values: ``[S, H, V]``, dense, to write.
+        paged: which rows of the cache; None for rows that follow one another.
+        scale: fp32 scalar of an e4m3 cache; None for the model's type.
+        hardware_e4m3: the device has instructions for e4m3.
+
+    Raises:
+        ValueError: rows that are not as wide as weights and keys say.
+    """
+    rank, heads, nope = w_uk.shape
+    widths, wanted = (latent.shape[-1], rope.shape[-1]), (rank, keys.shape[2] - nope)
+    if widths != wanted:
+        raise ValueError(
+            f"latent rows must have {wanted[0]} + {wanted[1]} columns, got {widths[0]} + "
+            f"{widths[1]}"
+        )
+    dtype, ieee = w_uk.dtype, w_uk.dtype == torch.float32
+    rows, block_size = keys.shape[0], 0 if paged is None else latent.shape[1]
+    tile = 32 if ieee else 128
+    arguments = {
+        "latent_ptr": _bytes_of(latent),
+        "rope_ptr": _bytes_of(rope),
+        "uk_ptr": w_uk,
+        "uv_ptr": w_uv,
+        "key_ptr": keys,
+        "value_ptr": values,
+        "table_ptr": None if paged is None else paged.block_table,
+        "start_ptr": None if paged is None else paged.starts,
+        "lens_ptr": None if paged is None else paged.lens,
+        "packed_ptr": None if paged is None else paged.packed,
+        "scale_ptr": scale,
+        "latent_block": 0 if paged is None else latent.stride(0),
+        "latent_token": latent.stride(-2),
+        "rope_block": 0 if paged is None else rope.stride(0),
+        "rope_token": rope.stride(-2),
+        **{f"uk_{axis}": n for axis, n in zip(_AXES, w_uk.stride(), strict=True)},
+        **{f"uv_{axis}": n for axis, n in zip(_AXES, w_uv.stride(), strict=True)},
+        "table_row": 0 if paged is None else paged.block_table.stride(0),
+        "num_rows": rows,
+        "span": 1 if paged is None else paged.span,
+        "HEADS": heads,
+        "RANK": rank,
+        "NOPE": nope,
+        "ROPE": keys.shape[2] - nope,
+        "SIZE_V": values.shape[2],
+        "NOPE_WIDTH": max(power_of_two(nope), 16),
+        "ROPE_WIDTH": power_of_two(keys.shape[2] - nope),
+        "V_WIDTH": max(power_of_two(values.shape[2]), 16),
+        "ROWS": tile,
+        "STEP": 32 if ieee else 64,
+        "BLOCK_SIZE": block_size,
+        "PACKED": paged is not None and paged.packed is not None,
+        "DTYPE": _TYPES[dtype],
+        "IEEE": ieee,
+        "E4M3": scale is not None,
+        "HARDWARE_E4M3": hardware_e4m3,
+        "STAGES": 2,
+    }
+    grid = (heads, triton.cdiv(rows, tile))
+    return KernelCall(expand_kernel, grid, arguments, num_warps=4 if ieee else 8)
+
+
+_AXES = ("latent", "head", "column")
+_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+def _bytes_of(rows: torch.Tensor) -> torch.Tensor:
+    return rows.view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows

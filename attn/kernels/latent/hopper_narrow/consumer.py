@@ -1,0 +1,381 @@
+"""The consumers of latent attention in few rows: eight warps, along keys for scores and along
+columns for output, so that no byte is read twice for the same product.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from attn.kernels.dense.hopper_decode.consumer import _e4m3_planes
+from attn.kernels.dense.hopper_decode.finish import finish_part, lender_of, store_state
+from attn.kernels.dense.hopper_decode.parts import FIELDS, part_at, share_at
+from attn.kernels.dense.hopper_prefill.scheduler import wide
+from attn.kernels.dense.query_rows import write_rows
+from attn.kernels.dense.tile import fold, power_of_two_guard
+from attn.kernels.lang.compat import thread_barrier
+from builders.splitkv.device.segments import segment_of, segment_start
+
+_WARPS = tl.constexpr(8)
+_WIDTH = tl.constexpr(512)
+_KEPT = tl.constexpr(128)
+"""Columns of the left half of the queries that stay in registers, beside the rotary ones."""
+
+
+@gluon.jit
+def _clear_tail(
+    rows, stage, live, BOXES: gl.constexpr, TILE: gl.constexpr, RUN: gl.constexpr
+):  # fmt: skip
+    """Zero the values of a half of the columns from ``live`` to the end of its run: nobody wrote
+    them, they may be NaN. How the columns of a row are swizzled does not matter to zeros.
+    """
+    zeros = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [_WARPS], [0]))
+    for row in range(live, (live // RUN + 1) * RUN):
+        for box in gl.static_range(BOXES):
+            rows.index((stage * BOXES + box) * TILE + row).store(zeros)
+
+
+@gluon.jit
+def _sum_of_own(x):
+    """``[16, keys]`` summed up by thread: ``[16, 32]``, a row's threads over all warps."""
+    x = gl.reshape(x, [16, x.shape[1] // (8 * _WARPS), 4 * _WARPS, 2])
+    return gl.sum(gl.sum(x, 3), 1)
+
+
+@gluon.jit
+def _row_maximum(x, exchange):
+    """Maximum of each row, whose columns lie in eight warps: they meet once, in shared memory."""
+    SCORES: gl.constexpr = x.type.layout
+    EVERYWHERE: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0], [0, 1], [0, 2], [0, 4]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+        [[0, 0], [0, 0], [0, 0]], [], [16, 8],
+    )  # fmt: skip
+    # First what a thread has, then what its warp has.
+    x = gl.max(gl.max(gl.reshape(x, [16, x.shape[1] // (8 * _WARPS), _WARPS, 8]), 1), 2)
+    exchange.store(x)
+    # A barrier belongs here, and is put here by the compiler.
+    return gl.convert_layout(gl.max(exchange.load(EVERYWHERE), 1), gl.SliceLayout(1, SCORES))
+
+
+@gluon.jit
+def _stored_order(part, E4M3: gl.constexpr):
+    """Columns of queries in the order in which they lie in shared memory: see :func:`_query_of`."""
+    if E4M3:
+        ROWS: gl.constexpr = part.shape[0]
+        WIDTH: gl.constexpr = part.shape[1]
+        part = gl.permute(gl.reshape(part, [ROWS, WIDTH // 32, 2, 4, 2, 2]), (0, 1, 4, 2, 3, 5))
+        part = gl.reshape(part, [ROWS, WIDTH])
+    return part
+
+
+@gluon.jit
+def _query_of(q, OUTPUT: gl.constexpr, E4M3: gl.constexpr):
+    """Queries as an operand.
+
+    Keys of e4m3 are four columns in a thread where an operand of 16 bits has two and two. Of
+    queries the same four would be read 8 bytes at a time and then moved; stored in the order
+    of two and two, 16 bytes are read at once, and are where they belong.
+    """
+    left = q.load(gl.DotOperandLayout(0, OUTPUT, 2))
+    if E4M3:
+        WIDTH: gl.constexpr = q.shape[1]
+        left = gl.permute(gl.reshape(left, [16, WIDTH // 32, 2, 2, 4, 2]), (0, 1, 3, 4, 2, 5))
+        left = gl.reshape(left, [16, WIDTH])
+        left = gl.convert_layout(left, gl.DotOperandLayout(0, OUTPUT, 4), assert_trivial=True)
+    return left
+
+
+@gluon.jit
+def _scored(left, keys, scores, E4M3: gl.constexpr):
+    """Scores, and those of some more columns: bytes become fp16 on their way."""
+    K_WIDTH: gl.constexpr = 4 if E4M3 else 2
+    SCORES: gl.constexpr = scores.type.layout
+    keys = keys.permute((1, 0)).load(gl.DotOperandLayout(1, SCORES, K_WIDTH)).to(left.dtype)
+    return mma_v2(left, keys, scores)
+
+
+@gluon.jit
+def _values(v, HALF: gl.constexpr, RIGHT: gl.constexpr, E4M3: gl.constexpr):
+    """A tile's values in the columns of two of the output's parts: see :func:`_joined`."""
+    if E4M3:
+        low, high = _e4m3_planes(v.load(RIGHT))
+    else:
+        low = v.slice(0, HALF, dim=1).load(RIGHT)
+        high = v.slice(HALF, HALF, dim=1).load(RIGHT)
+    return low, high
+
+
+@gluon.jit
+def _scores_of(
+    stage, kept_left, kept_rope, q_left, q_right, k_left, k_right, k_rope, OUTPUT: gl.constexpr,
+    E4M3: gl.constexpr,
+):  # fmt: skip
+    """Scores of a tile, in sums of few columns: every product of one sum waits for that before it.
+
+    Every warp reads queries for its keys, more bytes than keys are. Shared memory is what limits a
+    cache of e4m3, so a third of them stay in registers: all that are free.
+    """
+    KEPT: gl.constexpr = kept_left.shape[1]
+    KV_TILE: gl.constexpr = k_left.shape[1]
+    keys = k_left.index(stage)
+    nothing = gl.zeros([16, KV_TILE], gl.float32, OUTPUT)
+    scores = _scored(kept_rope, k_rope.index(stage), nothing, E4M3)
+    scores = _scored(kept_left, keys.slice(0, KEPT, dim=1), scores, E4M3)
+    q = _query_of(q_left.slice(KEPT, 256 - KEPT, dim=1), OUTPUT, E4M3)
+    scores = _scored(q, keys.slice(KEPT, 256 - KEPT, dim=1), scores, E4M3)
+    q = _query_of(q_right, OUTPUT, E4M3)
+    return scores + _scored(q, k_right.index(stage), nothing, E4M3)
+
+
+@gluon.jit
+def _seen(scores, tile, limit, all_high):
+    """Scores of a tile, without those of keys that a row does not see."""
+    KV_TILE: gl.constexpr = scores.shape[1]
+    if (tile + 1) * KV_TILE > all_high:
+        KEYS: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
+        key = tile * KV_TILE + gl.arange(0, KV_TILE, layout=KEYS)
+        scores = gl.where(key[None, :] <= limit[:, None], scores, float("-inf"))
+    return scores
+
+
+@gluon.jit
+def _narrow_tile(
+    tile, turn, m, l, even0, odd0, even1, odd1, kept_left, kept_rope, q_left, q_right, k_left,
+    k_right, k_rope, v_left, v_right, left_rows, right_rows, exchange, turned, full, empty, factor,
+    limit, all_high, kv_len, RUN: gl.constexpr, STAGES: gl.constexpr, E4M3: gl.constexpr,
+):  # fmt: skip
+    """One tile of keys: scores, online softmax, output. ``l`` is summed up by thread; of either
+    half of the output, even and odd columns are apart, or of 16 bits one and the other half.
+    """
+    OUTPUT: gl.constexpr = even0.type.layout
+    HALF: gl.constexpr = even0.shape[1]
+    KV_TILE: gl.constexpr = turned.shape[1]
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, OUTPUT, 2)
+    BOXES: gl.constexpr = 2 if E4M3 else 4
+    stage = turn % STAGES
+    mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
+    scores = _scores_of(
+        stage, kept_left, kept_rope, q_left, q_right, k_left, k_right, k_rope, OUTPUT, E4M3
+    )
+    scores = _seen(scores, tile, limit, all_high)
+    top = gl.maximum(m, _row_maximum(scores, exchange))
+    # A row may see nothing so far.
+    base = gl.where(top == float("-inf"), 0.0, top)
+    # Not the difference of products, whose rounding error is large where scores are.
+    weights = gl.exp2((scores - base[:, None]) * factor[:, None])
+    shrink = gl.exp2((m - base) * factor)
+    own = gl.convert_layout(shrink, gl.SliceLayout(1, l.type.layout))
+    own = own[:, None].broadcast_to(16, l.shape[1])
+    l = gl.fma(l, own, _sum_of_own(weights))
+    turned.store(weights.to(turned.dtype))
+    left = turned.load(LEFT)
+    shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
+    live = kv_len - tile * KV_TILE
+    if (live < KV_TILE) & (live % RUN != 0):
+        _clear_tail(left_rows, stage, live, BOXES, KV_TILE, RUN)
+        _clear_tail(right_rows, stage, live, BOXES, KV_TILE, RUN)
+        # Before other threads read them, and TMA overwrites them.
+        fence_async_shared()
+        thread_barrier()
+    low, high = _values(v_left.index(stage), HALF, RIGHT, E4M3)
+    even0 = mma_v2(left, low, even0 * shrink)
+    odd0 = mma_v2(left, high, odd0 * shrink)
+    low, high = _values(v_right.index(stage), HALF, RIGHT, E4M3)
+    # All warps have read the tile.
+    thread_barrier()
+    mbarrier.arrive(empty.index(stage), count=1)
+    even1 = mma_v2(left, low, even1 * shrink)
+    odd1 = mma_v2(left, high, odd1 * shrink)
+    return top, l, even0, odd0, even1, odd1
+
+
+@gluon.jit
+def _query_part(
+    query_ptr, token, count, in_group, first: gl.constexpr, WIDTH: gl.constexpr,
+    GROUP: gl.constexpr, TILE_HEADS: gl.constexpr, QUERY_TOKEN: gl.constexpr,
+    QUERY_HEAD: gl.constexpr,
+):  # fmt: skip
+    """Some columns of the tile's queries, and the largest of each row; rows that are not there are
+    zeros.
+    """
+    LANES: gl.constexpr = min(32, WIDTH // 8)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [_WARPS, 1], [1, 0])
+    row = gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))
+    column = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
+    head = in_group + row % TILE_HEADS
+    wanted = (row < count * TILE_HEADS) & (head < GROUP)
+    offset = (token + row // TILE_HEADS).to(gl.int64) * QUERY_TOKEN + head * QUERY_HEAD
+    at = query_ptr + offset[:, None] + column[None, :]
+    part = gl.load(at, mask=wanted[:, None], other=0.0).to(gl.float32)
+    return part, gl.max(gl.abs(part), 1)
+
+
+@gluon.jit
+def _scaled(part, by, DTYPE: gl.constexpr):
+    """Rows times powers of two, in the type of products."""
+    by = gl.convert_layout(by, gl.SliceLayout(1, part.type.layout))
+    return (part * by[:, None]).to(DTYPE)
+
+
+@gluon.jit
+def _load_queries(
+    query_ptr, token, count, in_group, q_left, q_right, q_rope, SUMS: gl.constexpr,
+    GROUP: gl.constexpr, TILE_HEADS: gl.constexpr, QUERY_TOKEN: gl.constexpr,
+    QUERY_HEAD: gl.constexpr, E4M3: gl.constexpr,
+):  # fmt: skip
+    """The tile's queries into shared memory, in the type of products; what makes up for a power of
+    two per row that brings bf16 into the range of fp16, or is 1.
+    """
+    left, most = _query_part(
+        query_ptr, token, count, in_group, 0, 256, GROUP, TILE_HEADS, QUERY_TOKEN, QUERY_HEAD
+    )
+    most = gl.convert_layout(most, SUMS)
+    right, other = _query_part(
+        query_ptr, token, count, in_group, 256, 256, GROUP, TILE_HEADS, QUERY_TOKEN, QUERY_HEAD
+    )
+    most = gl.maximum(most, gl.convert_layout(other, SUMS))
+    rope, other = _query_part(
+        query_ptr, token, count, in_group, 512, 64, GROUP, TILE_HEADS, QUERY_TOKEN, QUERY_HEAD
+    )
+    most = gl.maximum(most, gl.convert_layout(other, SUMS))
+    if E4M3:
+        down, up = power_of_two_guard(most)
+    else:
+        down = gl.full([16], 1.0, gl.float32, SUMS)
+        up = down
+    # Nobody reads the row's before it any more.
+    thread_barrier()
+    q_left.store(_stored_order(_scaled(left, down, q_left.dtype), E4M3))
+    q_right.store(_stored_order(_scaled(right, down, q_left.dtype), E4M3))
+    q_rope.store(_stored_order(_scaled(rope, down, q_left.dtype), E4M3))
+    thread_barrier()
+    return up
+
+
+@gluon.jit
+def _side_by_side(left, right):
+    """Columns of one behind those of the other."""
+    return gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [16, 2 * left.shape[1]])
+
+
+@gluon.jit
+def _joined(even0, odd0, even1, odd1, E4M3: gl.constexpr):
+    """All columns of the output in their order."""
+    if E4M3:
+        left = gl.reshape(gl.join(even0, odd0), [16, _WIDTH // 2])
+        right = gl.reshape(gl.join(even1, odd1), [16, _WIDTH // 2])
+    else:
+        left = _side_by_side(even0, odd0)
+        right = _side_by_side(even1, odd1)
+    return _side_by_side(left, right)
+
+
+@gluon.jit
+def consume_narrow(
+    query_ptr, q_left, q_right, q_rope, k_left, k_right, k_rope, v_left, v_right, left_rows,
+    right_rows, exchange, turned, full, empty, out_ptr, lse_ptr, k_scale_ptr, rows_ptr,
+    total_ptr, starts_ptr, shares_ptr, counters_ptr, states_ptr, sums_ptr, factor, groups,
+    HEADS: gl.constexpr, HEAD_LOOPS: gl.constexpr, GROUP: gl.constexpr, TILE_HEADS: gl.constexpr,
+    QUERY_TOKENS: gl.constexpr, SLOTS: gl.constexpr, BUNDLES: gl.constexpr, AREA: gl.constexpr,
+    SEGMENT_UNIT: gl.constexpr, KV_TILE: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr,
+    QUERY_TOKEN: gl.constexpr, QUERY_HEAD: gl.constexpr, OUT_TOKEN: gl.constexpr,
+    OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr, FINISH_ROWS: gl.constexpr,
+    FINISH_WIDTH: gl.constexpr, LSE: gl.constexpr, E4M3: gl.constexpr,
+):  # fmt: skip
+    """All parts that the program takes."""
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, _WARPS], [16, 8])
+    SUMS: gl.constexpr = gl.SliceLayout(1, OUTPUT)
+    USED: gl.constexpr = TILE_HEADS * QUERY_TOKENS
+    lane = gl.program_id(0) % HEADS
+    first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
+    turn = 0
+    for r in range(first_row, past_row):
+        end, _, kv_len, first, _, _, _, low, high = part_at(
+            r, mine, fields, begin, rows_ptr, rows_ptr, 0, 0, 1, 0, KV_TILE, SEGMENT_UNIT, 1,
+            False, False, False, False,
+        )  # fmt: skip
+        if end > begin:
+            in_group = ((r % HEAD_LOOPS) * HEADS + lane) * TILE_HEADS
+            first_part = gl.load(fields + 8)
+            v_factor = 1.0
+            if E4M3:
+                v_factor = gl.load(k_scale_ptr)
+            up = _load_queries(
+                query_ptr, gl.load(fields + 1), gl.load(fields + 2), in_group, q_left, q_right,
+                q_rope, SUMS, GROUP, TILE_HEADS, QUERY_TOKEN, QUERY_HEAD, E4M3,
+            )  # fmt: skip
+            kept_left = _query_of(q_left.slice(0, _KEPT, dim=1), OUTPUT, E4M3)
+            kept_rope = _query_of(q_rope, OUTPUT, E4M3)
+            natural = up * (factor * v_factor)
+            row = gl.arange(0, 16, layout=SUMS)
+            # Not one behind it: LLVM adds the one in pairs of 16 bits, which ptxas 12.8 gets wrong.
+            limit = gl.minimum(first + row // TILE_HEADS, kv_len - 1)
+            all_high = gl.minimum(first + 1, kv_len)
+            zero = gl.zeros([16, _WIDTH // 4], gl.float32, OUTPUT)
+            A = _joined(zero, zero, zero, zero, E4M3)
+            STATE: gl.constexpr = A.type.layout
+            M = gl.full([16], float("-inf"), gl.float32, gl.SliceLayout(1, STATE))
+            L = gl.zeros([16], gl.float32, gl.SliceLayout(1, STATE))
+            parts = gl.load(fields + 9)
+            is_all = (begin == 0) & (end == parts) & (gl.load(fields + 11) == 1)
+            lender = 0
+            if not is_all:
+                place = gl.load(fields + 7) + (r % HEAD_LOOPS) * gl.load(fields + 6)
+                lender = lender_of(place, groups, total_ptr)
+            slots = (lender * HEADS + lane) * AREA
+            # The plan, causal as the kernel is, has no segment of which nothing is seen.
+            seen = segment_of(low * SEGMENT_UNIT)
+            unseen = segment_of(gl.maximum(high - 1, 0) * SEGMENT_UNIT) + 1
+            unseen = gl.where(high > low, unseen, seen)
+            for s in range(seen, unseen):
+                m = gl.full([16], float("-inf"), gl.float32, SUMS)
+                l = _sum_of_own(gl.zeros([16, KV_TILE], gl.float32, OUTPUT))
+                even0 = zero
+                odd0 = zero
+                even1 = zero
+                odd1 = zero
+                from_tile = gl.maximum(segment_start(s) // SEGMENT_UNIT, low)
+                to_tile = gl.minimum(segment_start(s + 1) // SEGMENT_UNIT, high)
+                for tile in range(from_tile, to_tile):
+                    m, l, even0, odd0, even1, odd1 = _narrow_tile(
+                        tile, turn, m, l, even0, odd0, even1, odd1, kept_left, kept_rope, q_left,
+                        q_right, k_left, k_right, k_rope, v_left, v_right, left_rows, right_rows,
+                        exchange, turned, full, empty, natural, limit, all_high, kv_len, RUN,
+                        STAGES, E4M3,
+                    )  # fmt: skip
+                    turn += 1
+                m = gl.convert_layout(m * natural, gl.SliceLayout(1, STATE))
+                total = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, STATE))
+                acc = _joined(even0, odd0, even1, odd1, E4M3)
+                if begin > 0:
+                    slot = slots + s - first_part
+                    store_state(states_ptr, sums_ptr, slot, m, total, acc, 0, USED, _WIDTH)
+                else:
+                    M, L, A = fold(M, L, A, m, total, acc)
+            # Once more, instead of being kept in registers meanwhile.
+            token = gl.load(fields + 1)
+            count = gl.load(fields + 2)
+            if is_all:
+                at = gl.arange(0, 16, layout=gl.SliceLayout(1, STATE))
+                head = in_group + at % TILE_HEADS
+                column = gl.arange(0, _WIDTH, layout=gl.SliceLayout(0, STATE))
+                write_rows(
+                    M, L, A, token + at // TILE_HEADS, head,
+                    (at < count * TILE_HEADS) & (head < GROUP), column, column >= 0, out_ptr,
+                    lse_ptr, lse_ptr, v_factor, lse_ptr, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, False,
+                    False, LSE, True,
+                )  # fmt: skip
+            else:
+                finish_part(
+                    r, fields, lane, begin, end, lender, M, L, A, 0, in_group, rows_ptr, total_ptr,
+                    starts_ptr, counters_ptr, states_ptr, sums_ptr, out_ptr, lse_ptr, lse_ptr,
+                    v_factor, lse_ptr, groups, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, 0, HEADS, HEAD_LOOPS,
+                    GROUP, TILE_HEADS, USED, SLOTS, BUNDLES, AREA, _WIDTH, FINISH_ROWS,
+                    FINISH_WIDTH, False, False, LSE, _WARPS,
+                )  # fmt: skip
+        begin = 0
+        fields = rows_ptr + wide(((r + 1) // HEAD_LOOPS) * FIELDS)

@@ -1,0 +1,202 @@
+"""Latent attention on Hopper by tiles of 16 rows: few heads, or a cache of e4m3.
+
+Products are by warp. Of 16 rows those by warp group compute 64, and their state, which is as large,
+has no place beside another. Here both are in registers, that of a segment of keys and that of all
+before it, and a row is cut, and its parts folded, as in :mod:`attn.kernels.dense.decode`: its bits
+depend on that row alone.
+
+Of e4m3 a latent row is 512 bytes of latent and 64 of rotary key, half of what is read of 16 bits.
+Bytes are widened in registers on their way into an operand, which is exact: once along columns for
+scores, once along keys for output. In shared memory, where operands of products by warp group have
+to be, widening them would cost more of its bandwidth than products leave. The scale of the cache is
+a factor of scores and of the output.
+
+A tile is 64 keys, of e4m3 128, as many bytes. Half of that took a fifth longer: shared memory is
+what limits e4m3, and queries are read from it once a tile.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from attn.kernels.dense.hopper_decode.parts import FIELDS, part_at, share_at
+from attn.kernels.dense.hopper_decode.producer import pages_of
+from attn.kernels.lang.compat import async_load, reinterpret, wait_for_kernels_before
+from attn.kernels.latent.hopper_narrow.consumer import consume_narrow
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_REGISTERS = tl.constexpr(40)
+"""Of the producer's thread."""
+
+
+@gluon.jit
+def produce_narrow(
+    k_desc, rope_desc, left_boxes, right_boxes, rope_boxes, full, empty, table_ptr, rows_ptr,
+    shares_ptr, table_row, HEADS: gl.constexpr, HEAD_LOOPS: gl.constexpr,
+    SEGMENT_UNIT: gl.constexpr, KV_TILE: gl.constexpr, RUN: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    STAGES: gl.constexpr, E4M3: gl.constexpr,
+):  # fmt: skip
+    """A warp: latent rows of all parts that the program takes, tile after tile."""
+    # Of half a latent row; of 64 columns, which are elements or words of two.
+    BOXES: gl.constexpr = 2 if E4M3 else 4
+    ROW_BYTES: gl.constexpr = 576 if E4M3 else 1152
+    RUNS: gl.constexpr = KV_TILE // RUN
+    run = gl.arange(0, RUNS, layout=gl.BlockedLayout([RUNS], [32], [1], [0]))
+    first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
+    turn = 0
+    for r in range(first_row, past_row):
+        _, req, kv_len, _, _, _, start, low, high = part_at(
+            r, mine, fields, begin, table_ptr, table_ptr, 0, 0, 1, 0, KV_TILE, SEGMENT_UNIT, 1,
+            False, False, False, False,
+        )  # fmt: skip
+        # A table has fewer than 2^31 entries.
+        table = table_ptr + req * table_row
+        pages = pages_of(table, low, start, kv_len, KV_TILE, RUN, BLOCK_SIZE)
+        for tile in range(low, high):
+            stage = turn % STAGES
+            # A tile ahead; past the last of the part it is not used.
+            after = gl.minimum(tile + 1, high - 1)
+            ahead = pages_of(table, after, start, kv_len, KV_TILE, RUN, BLOCK_SIZE)
+            # A fresh barrier lets parity 1 pass at once.
+            mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(stage), KV_TILE * ROW_BYTES)
+            for i in range(RUNS):
+                # Outside the cache a box is zeros.
+                page = gl.max(gl.where(run == i, pages, -1), 0)
+                within = (tile * KV_TILE + i * RUN) % BLOCK_SIZE
+                async_load(
+                    rope_desc, [page, within, 2 * BOXES * 64], full.index(stage),
+                    rope_boxes.index(stage * RUNS + i),
+                )  # fmt: skip
+                for box in gl.static_range(BOXES):
+                    async_load(
+                        k_desc, [page, within, box * 64], full.index(stage),
+                        left_boxes.index((stage * BOXES + box) * RUNS + i),
+                    )  # fmt: skip
+                    async_load(
+                        k_desc, [page, within, (BOXES + box) * 64], full.index(stage),
+                        right_boxes.index((stage * BOXES + box) * RUNS + i),
+                    )  # fmt: skip
+            pages = ahead
+            turn += 1
+        begin = 0
+        fields = rows_ptr + ((r + 1) // HEAD_LOOPS) * FIELDS
+
+
+@gluon.jit(
+    do_not_specialize=["groups", "table_row"],
+    do_not_specialize_on_alignment=["table_ptr", "lse_ptr", "k_scale_ptr"],
+)
+def hopper_mla_narrow_kernel(
+    query_ptr,
+    k_desc,
+    rope_desc,
+    out_ptr,
+    lse_ptr,
+    k_scale_ptr,
+    table_ptr,
+    rows_ptr,
+    total_ptr,
+    starts_ptr,
+    shares_ptr,
+    counters_ptr,
+    states_ptr,
+    sums_ptr,
+    table_row,
+    scale,
+    groups,
+    HEADS: gl.constexpr,
+    HEAD_LOOPS: gl.constexpr,
+    GROUP: gl.constexpr,
+    TILE_HEADS: gl.constexpr,
+    QUERY_TOKENS: gl.constexpr,
+    SLOTS: gl.constexpr,
+    BUNDLES: gl.constexpr,
+    AREA: gl.constexpr,
+    SEGMENT_UNIT: gl.constexpr,
+    KV_TILE: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    RUN: gl.constexpr,
+    STAGES: gl.constexpr,
+    QUERY_TOKEN: gl.constexpr,
+    QUERY_HEAD: gl.constexpr,
+    OUT_TOKEN: gl.constexpr,
+    OUT_HEAD: gl.constexpr,
+    LSE_TOKEN: gl.constexpr,
+    FINISH_ROWS: gl.constexpr,
+    FINISH_WIDTH: gl.constexpr,
+    LSE: gl.constexpr,
+    E4M3: gl.constexpr,
+):
+    """Attention of the plan's rows; grid ``(groups * HEADS,)``, eight warps and one.
+
+    Descriptors: latent rows ``[N, BLOCK_SIZE, 576]`` in boxes of RUN tokens and 64 columns; with
+    E4M3 ``[N, BLOCK_SIZE, 288]`` int16 words of two elements, in boxes of RUN tokens and 64 words,
+    and of 32 words for the rotary part. Query ``[T, H, 576]``, out
+    ``[T, H, 512]``, LSE ``[T, H]``, ``k_scale`` a scalar; the rest as in
+    :func:`attn.kernels.dense.decode.decode_kernel`.
+    """
+    RUNS: gl.constexpr = KV_TILE // RUN
+    BOXES: gl.constexpr = 2 if E4M3 else 4
+    # Of keys as they are multiplied, and of values as they are loaded.
+    KEY: gl.constexpr = gl.float8e4nv if E4M3 else k_desc.dtype
+    COMPUTE: gl.constexpr = gl.float16 if E4M3 else k_desc.dtype
+    BITS: gl.constexpr = 8 if E4M3 else 16
+    ROPE: gl.constexpr = 64 if E4M3 else 128
+    COLUMNS: gl.constexpr = BOXES * 64
+    WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
+    THIN: gl.constexpr = gl.NVMMASharedLayout(ROPE, 16, 3)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    # What TMA writes, boxes; and the same bytes as tiles of keys, of values, and as rows.
+    WORD: gl.constexpr = k_desc.dtype
+    left_boxes = gl.allocate_shared_memory(WORD, [STAGES * BOXES * RUNS, 1, RUN, 64], WIDE)
+    right_boxes = gl.allocate_shared_memory(WORD, [STAGES * BOXES * RUNS, 1, RUN, 64], WIDE)
+    rope_boxes = gl.allocate_shared_memory(WORD, [STAGES * RUNS, 1, RUN, ROPE // 2], THIN)
+    KEYS: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
+    k_left = reinterpret(left_boxes, KEY, [STAGES, KV_TILE, 256], KEYS)
+    k_right = reinterpret(right_boxes, KEY, [STAGES, KV_TILE, 256], KEYS)
+    ROPE_KEYS: gl.constexpr = gl.NVMMASharedLayout(ROPE, BITS, 2)
+    k_rope = reinterpret(rope_boxes, KEY, [STAGES, KV_TILE, 64], ROPE_KEYS)
+    v_left = reinterpret(left_boxes, WORD, [STAGES, KV_TILE, COLUMNS], VALUES)
+    v_right = reinterpret(right_boxes, WORD, [STAGES, KV_TILE, COLUMNS], VALUES)
+    left_rows = reinterpret(left_boxes, gl.int32, [STAGES * BOXES * KV_TILE, 32], FLAT)
+    right_rows = reinterpret(right_boxes, gl.int32, [STAGES * BOXES * KV_TILE, 32], FLAT)
+    QUERY: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    q_left = gl.allocate_shared_memory(COMPUTE, [16, 256], QUERY)
+    q_right = gl.allocate_shared_memory(COMPUTE, [16, 256], QUERY)
+    q_rope = gl.allocate_shared_memory(COMPUTE, [16, 64], QUERY)
+    # Where warps meet: maxima of rows, and weights on their way to being an operand.
+    exchange = gl.allocate_shared_memory(
+        gl.float32, [16, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    )
+    TURNED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    turned = gl.allocate_shared_memory(COMPUTE, [16, KV_TILE], TURNED)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
+    # TMA sees barriers by another way than threads do.
+    fence_async_shared()
+    wait_for_kernels_before()
+    gl.warp_specialize(
+        [
+            (consume_narrow, (query_ptr, q_left, q_right, q_rope, k_left, k_right, k_rope, v_left,
+                v_right, left_rows, right_rows, exchange, turned, full, empty, out_ptr, lse_ptr,
+                k_scale_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr, counters_ptr, states_ptr,
+                sums_ptr, scale * _LOG2E, groups, HEADS, HEAD_LOOPS, GROUP, TILE_HEADS,
+                QUERY_TOKENS, SLOTS, BUNDLES, AREA, SEGMENT_UNIT, KV_TILE, RUN, STAGES,
+                QUERY_TOKEN, QUERY_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, FINISH_ROWS, FINISH_WIDTH,
+                LSE, E4M3)),
+            (produce_narrow, (k_desc, rope_desc, left_boxes, right_boxes, rope_boxes, full, empty,
+                table_ptr, rows_ptr, shares_ptr, table_row, HEADS, HEAD_LOOPS, SEGMENT_UNIT,
+                KV_TILE, RUN, BLOCK_SIZE, STAGES, E4M3)),
+        ],
+        [1],
+        [_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,371 @@
+"""The consumers of latent attention: two warp groups, each with half of the output's columns.
+
+A tile is two blocks of 64 keys. Warp group 0 has the scores of the first block, warp group 1 those
+of the second; weights and the running maximum go from 0 to 1 and back to 0, so that one frame
+serves both halves of the output, and one buffer both blocks' weights: their turns alternate.
+
+    0:  output += P1 V1 (of the tile before); scores of block 0; softmax; P0, m; output += P0 V0
+    1:  scores of block 1; takes P0, m; output += P0 V0, softmax under it; P1, m; output += P1 V1
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attn.kernels.dense.hopper_decode.parts import FIELDS, share_at
+from attn.kernels.dense.hopper_prefill.scheduler import wide
+from attn.kernels.dense.hopper_prefill.vector_store import side_by_side, store_side_by_side
+from attn.kernels.dense.query_rows import write_lse
+from attn.kernels.lang.compat import reinterpret, thread_barrier
+from attn.kernels.lang.opaque import opaque_zero
+from attn.kernels.latent.hopper_wide.parts import BLOCK, cut_at
+
+_TILE = tl.constexpr(128)
+_HALF = tl.constexpr(256)
+"""Columns of the output that a warp group has."""
+
+
+@gluon.jit
+def _clear_tail(rows, z, live, W: gl.constexpr, RUN: gl.constexpr):
+    """Zero a block's values from ``live`` to the end of its run: nobody wrote them, they may be
+    NaN. ``rows`` is the half of the values as rows of a box; pages without live slots are zeros
+    already. How the columns of a row are swizzled does not matter to zeros.
+    """
+    if (live > 0) & (live < BLOCK) & (live % RUN != 0):
+        zeros = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+        for row in range(live, (live // RUN + 1) * RUN):
+            for i in gl.static_range(4):
+                rows.index(z + (4 * W + i) * BLOCK + row).store(zeros)
+        # Before products read them, and TMA overwrites them.
+        fence_async_shared()
+        thread_barrier()
+
+
+@gluon.jit
+def _base(m):
+    """What weights are relative to: a row may have seen nothing so far."""
+    return gl.where(m == float("-inf"), 0.0, m)
+
+
+@gluon.jit
+def _shrunk(o, by):
+    """Rows of the output times factors."""
+    return o * gl.convert_layout(by, gl.SliceLayout(1, o.type.layout))[:, None]
+
+
+@gluon.jit
+def _scores(
+    z, phase, q, q_rope, left, right, rope, full, W: gl.constexpr, SCORES: gl.constexpr
+):  # fmt: skip
+    """Ask for the scores of the warp group's block, as far as its keys come first."""
+    zero = gl.zeros([64, 64], gl.float32, SCORES)
+    mbarrier.wait(full.index(W), phase)
+    keys = rope.index(z + W).permute((1, 0))
+    s = warpgroup_mma(q_rope.index(z), keys, zero, use_acc=False, is_async=True)
+    mbarrier.wait(full.index(2 + W), phase)
+    return warpgroup_mma(q.index(z), left.index(z + W).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def _all_scores(
+    s, z, phase, tile, q, right, full, limit, all_high, W: gl.constexpr, SCORES: gl.constexpr
+):  # fmt: skip
+    """The rest of them; -inf where a row does not see the key."""
+    mbarrier.wait(full.index(4 + W), phase)
+    s = warpgroup_mma(q.index(z + 1), right.index(z + W).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    if tile * _TILE + (W + 1) * BLOCK > all_high:
+        key = tile * _TILE + W * BLOCK + gl.arange(0, 64, layout=gl.SliceLayout(0, SCORES))
+        s = gl.where(key[None, :] <= limit[:, None], s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def _publish(weights, m, p, m_of, ready, empty, W: gl.constexpr):
+    """Weights and maximum for the other warp group; and the rope part of the keys is free."""
+    p.store(weights)
+    m_of.store(m)
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(ready.index(W), count=1)
+    mbarrier.arrive(empty.index(W), count=1)
+
+
+@gluon.jit
+def _take_second(
+    z, turn, tile, m, l, o, p, m_second, left, left_rows, ready, kv_len, RUN: gl.constexpr,
+    SCORES: gl.constexpr,
+):  # fmt: skip
+    """Warp group 0: takes maximum and weights, and asks for these times the second block."""
+    mbarrier.wait(ready.index(1), turn & 1)
+    top = m_second.load(gl.SliceLayout(1, SCORES))
+    shrink = gl.exp2(m - _base(top))
+    o = _shrunk(o, shrink)
+    _clear_tail(left_rows, z, kv_len - tile * _TILE - BLOCK, 1, RUN)
+    return top, l * shrink, warpgroup_mma(p.index(z), left.index(z + 1), o, is_async=True)
+
+
+@gluon.jit
+def _first_block(
+    turn, tile, m, l, o, q, q_rope, left, right, rope, left_rows, p, m_first, m_second, full,
+    empty, ready, factor, limit, all_high, kv_len, IS_FIRST: gl.constexpr, RUN: gl.constexpr,
+    DTYPE: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """Warp group 0's part of a tile."""
+    OUTPUT: gl.constexpr = o.type.layout
+    z = opaque_zero()
+    phase = turn & 1
+    if not IS_FIRST:
+        m, l, o = _take_second(
+            z, turn - 1, tile - 1, m, l, o, p, m_second, left, left_rows, ready, kv_len, RUN, SCORES
+        )
+    s = _scores(z, phase, q, q_rope, left, right, rope, full, 0, SCORES)
+    if not IS_FIRST:
+        # All but the two that were asked for since.
+        o = warpgroup_mma_wait(2, deps=[o])
+        thread_barrier()
+        mbarrier.arrive(empty.index(3), count=1)
+    s = _all_scores(s, z, phase, tile, q, right, full, limit, all_high, 0, SCORES)
+    # In units of log 2 and rounded once: differences of maxima are then exact where it counts.
+    top = gl.maximum(m, gl.max(s, 1) * factor)
+    base = _base(top)
+    weights = gl.exp2(s * factor - base[:, None])
+    narrow = weights.to(DTYPE)
+    _publish(narrow, top, p.index(0), m_first, ready, empty, 0)
+    shrink = gl.exp2(m - base)
+    o = _shrunk(o, shrink)
+    l = l * shrink + gl.sum(weights, 1)
+    _clear_tail(left_rows, z, kv_len - tile * _TILE, 0, RUN)
+    operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, OUTPUT, 2))
+    o = warpgroup_mma(operand, left.index(z), o, is_async=True)
+    o = warpgroup_mma_wait(0, deps=[o])
+    thread_barrier()
+    mbarrier.arrive(empty.index(2), count=1)
+    return top, l, o
+
+
+@gluon.jit
+def _take_first(
+    z, turn, tile, m, o, p, m_first, right, right_rows, ready, kv_len, RUN: gl.constexpr,
+    SCORES: gl.constexpr,
+):  # fmt: skip
+    """Warp group 1: takes maximum and weights, and asks for these times the first block."""
+    mbarrier.wait(ready.index(0), turn & 1)
+    top = m_first.load(gl.SliceLayout(1, SCORES))
+    shrink = gl.exp2(m - _base(top))
+    o = _shrunk(o, shrink)
+    _clear_tail(right_rows, z, kv_len - tile * _TILE, 0, RUN)
+    return top, shrink, warpgroup_mma(p.index(z), right.index(z), o, is_async=True)
+
+
+@gluon.jit
+def _second_block(
+    turn, tile, m, l, o, q, q_rope, left, right, rope, right_rows, p, m_first, m_second, full,
+    empty, ready, factor, limit, all_high, kv_len, EARLY: gl.constexpr, RUN: gl.constexpr,
+    DTYPE: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """Warp group 1's part of a tile. EARLY frees half of the first block while the second comes:
+    better where memory is the limit, worse where products are.
+    """
+    OUTPUT: gl.constexpr = o.type.layout
+    z = opaque_zero()
+    phase = turn & 1
+    if EARLY:
+        first, shrink, o = _take_first(
+            z, turn, tile, m, o, p, m_first, right, right_rows, ready, kv_len, RUN, SCORES
+        )
+        o = warpgroup_mma_wait(0, deps=[o])
+        thread_barrier()
+        mbarrier.arrive(empty.index(4), count=1)
+    s = _scores(z, phase, q, q_rope, left, right, rope, full, 1, SCORES)
+    s = _all_scores(s, z, phase, tile, q, right, full, limit, all_high, 1, SCORES)
+    own = gl.max(s, 1) * factor
+    if not EARLY:
+        first, shrink, o = _take_first(
+            z, turn, tile, m, o, p, m_first, right, right_rows, ready, kv_len, RUN, SCORES
+        )
+    top = gl.maximum(first, own)
+    base = _base(top)
+    # Under the product, unless EARLY.
+    weights = gl.exp2(s * factor - base[:, None])
+    again = gl.exp2(first - base)
+    l = l * (shrink * again) + gl.sum(weights, 1)
+    narrow = weights.to(DTYPE)
+    if not EARLY:
+        # The weights' place is free only now.
+        o = warpgroup_mma_wait(0, deps=[o])
+    _publish(narrow, top, p.index(0), m_second, ready, empty, 1)
+    if not EARLY:
+        mbarrier.arrive(empty.index(4), count=1)
+    o = _shrunk(o, again)
+    _clear_tail(right_rows, z, kv_len - tile * _TILE - BLOCK, 1, RUN)
+    operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, OUTPUT, 2))
+    o = warpgroup_mma(operand, right.index(z + 1), o, is_async=True)
+    o = warpgroup_mma_wait(0, deps=[o])
+    thread_barrier()
+    mbarrier.arrive(empty.index(5), count=1)
+    return top, l, o
+
+
+@gluon.jit
+def _load_queries(
+    query_ptr, token, count, in_group, q_boxes, q_rope, loaded, phase, W: gl.constexpr,
+    GROUP: gl.constexpr, TILE_HEADS: gl.constexpr, QUERY_TOKEN: gl.constexpr,
+    QUERY_HEAD: gl.constexpr,
+):  # fmt: skip
+    """The tile's queries into shared memory: each warp group brings its half. The other has no
+    products of the row's before it under way: both have met since.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)) + opaque_zero()
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    head = in_group + row % TILE_HEADS
+    wanted = (row < count * TILE_HEADS) & (head < GROUP)
+    offset = (token + row // TILE_HEADS).to(gl.int64) * QUERY_TOKEN + head * QUERY_HEAD
+    at = query_ptr + offset[:, None] + column[None, :]
+    for i in gl.static_range(4):
+        part = gl.load(at + (W * _HALF + i * 64), mask=wanted[:, None], other=0.0)
+        q_boxes.index(W * 4 + i).store(part)
+    if W == 0:
+        q_rope.index(0).store(gl.load(at + 2 * _HALF, mask=wanted[:, None], other=0.0))
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(loaded, count=1)
+    mbarrier.wait(loaded, phase)
+
+
+@gluon.jit
+def _store_part(
+    states_ptr, sums_ptr, slot, m, l, o, zero, W: gl.constexpr, USED: gl.constexpr
+):  # fmt: skip
+    """The state of a part of a row, for
+    :func:`attn.kernels.latent.hopper_wide.fold.fold_cuts_kernel`: the warp group's columns of the
+    output, and from one of them maximum and sum.
+    """
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, o.type.layout)) + zero
+    column = gl.arange(0, _HALF, layout=gl.SliceLayout(0, o.type.layout))
+    mine = row < USED
+    if W == 0:
+        sums = sums_ptr + wide(slot) * (2 * USED)
+        gl.store(sums + row, m, mask=mine)
+        gl.store(sums + USED + row, l, mask=mine)
+    cells = row[:, None] * (2 * _HALF) + (W * _HALF + column)[None, :]
+    gl.store(states_ptr + wide(slot) * (USED * 2 * _HALF) + cells, o, mask=mine[:, None])
+
+
+@gluon.jit
+def consume_latents(
+    query_ptr, q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, p, m_first, m_second, sums_of,
+    full, empty, ready, loaded, out_ptr, lse_ptr, rows_ptr, shares_ptr, states_ptr, sums_ptr,
+    factor, W: gl.constexpr, HEADS: gl.constexpr, HEAD_LOOPS: gl.constexpr, GROUP: gl.constexpr,
+    TILE_HEADS: gl.constexpr, QUERY_TOKENS: gl.constexpr, DTYPE: gl.constexpr, RUN: gl.constexpr,
+    QUERY_TOKEN: gl.constexpr, QUERY_HEAD: gl.constexpr, OUT_TOKEN: gl.constexpr,
+    OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr, EARLY: gl.constexpr, LSE: gl.constexpr,
+):  # fmt: skip
+    """All parts that the program takes, in warp group W's columns."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
+    USED: gl.constexpr = TILE_HEADS * QUERY_TOKENS
+    WRITES_LSE: gl.constexpr = LSE and W == 0
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    # The bytes of the boxes, as tiles that products read; and as rows, to clear a tail.
+    q = reinterpret(q_boxes, DTYPE, [2, 64, 256], LAYOUT)
+    left = reinterpret(left_boxes, DTYPE, [2, 64, 256], LAYOUT)
+    right = reinterpret(right_boxes, DTYPE, [2, 64, 256], LAYOUT)
+    rope = reinterpret(rope_boxes, DTYPE, [2, 64, 64], LAYOUT)
+    if W == 0:
+        own_rows = reinterpret(left_boxes, gl.int32, [8 * BLOCK, 32], FLAT)
+    else:
+        own_rows = reinterpret(right_boxes, gl.int32, [8 * BLOCK, 32], FLAT)
+    first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
+    turn = 0
+    walks = 0
+    for r in range(first_row, past_row):
+        end, _, kv_len, first, high = cut_at(r, mine, fields, begin)
+        in_group = ((r % HEAD_LOOPS) * HEADS + gl.program_id(0) % HEADS) * TILE_HEADS
+        row = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
+        # Not one behind it: LLVM adds that one in pairs of 16 bits, which ptxas 12.8 gets wrong.
+        limit = gl.minimum(first + row // TILE_HEADS, kv_len - 1)
+        all_high = gl.minimum(first + 1, kv_len)
+        m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+        l = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
+        o = gl.zeros([64, _HALF], gl.float32, OUTPUT)
+        if high > begin:
+            _load_queries(
+                query_ptr, gl.load(fields + 1), gl.load(fields + 2), in_group, q_boxes, q_rope,
+                loaded, walks & 1, W, GROUP, TILE_HEADS, QUERY_TOKEN, QUERY_HEAD,
+            )  # fmt: skip
+            if W == 0:
+                m, l, o = _first_block(
+                    turn, begin, m, l, o, q, q_rope, left, right, rope, own_rows, p, m_first,
+                    m_second, full, empty, ready, factor, limit, all_high, kv_len, True, RUN, DTYPE,
+                    SCORES,
+                )  # fmt: skip
+                turn += 1
+                for tile in range(begin + 1, high):
+                    m, l, o = _first_block(
+                        turn, tile, m, l, o, q, q_rope, left, right, rope, own_rows, p, m_first,
+                        m_second, full, empty, ready, factor, limit, all_high, kv_len, False, RUN,
+                        DTYPE, SCORES,
+                    )  # fmt: skip
+                    turn += 1
+                m, l, o = _take_second(
+                    opaque_zero(), turn - 1, high - 1, m, l, o, p, m_second, left, own_rows, ready,
+                    kv_len, RUN, SCORES,
+                )  # fmt: skip
+                o = warpgroup_mma_wait(0, deps=[o])
+                thread_barrier()
+                mbarrier.arrive(empty.index(3), count=1)
+            else:
+                for tile in range(begin, high):
+                    m, l, o = _second_block(
+                        turn, tile, m, l, o, q, q_rope, left, right, rope, own_rows, p, m_first,
+                        m_second, full, empty, ready, factor, limit, all_high, kv_len, EARLY, RUN,
+                        DTYPE, SCORES,
+                    )  # fmt: skip
+                    turn += 1
+            # Each has the sum over its own blocks, in the same frame.
+            sums_of.index(W).store(l)
+            thread_barrier()
+            mbarrier.arrive(ready.index(2 + W), count=1)
+            mbarrier.wait(ready.index(3 - W), walks & 1)
+            walks += 1
+            l += sums_of.index(1 - W).load(gl.SliceLayout(1, SCORES))
+        most = gl.convert_layout(m, gl.SliceLayout(1, OUTPUT))
+        sums = gl.convert_layout(l, gl.SliceLayout(1, OUTPUT))
+        if (begin == 0) & (end == gl.load(fields + 6)):
+            # Loaded once more, instead of being kept in registers meanwhile.
+            count = gl.load(fields + 2)
+            token = gl.load(fields + 1)
+            # By few instructions, which are run once for a row, and waited for as they come.
+            some = most > float("-inf")
+            if WRITES_LSE:
+                place = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
+                head = in_group + place % TILE_HEADS
+                wanted = (place < count * TILE_HEADS) & (head < GROUP)
+                at = token + place // TILE_HEADS
+                write_lse(some, most, sums, at, head, wanted, lse_ptr, LSE_TOKEN)
+            by = 1.0 / gl.where(some, sums, 1.0)
+            out = side_by_side((o * by[:, None]).to(out_ptr.dtype.element_ty))
+            ROWS: gl.constexpr = out.type.layout
+            place = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS)) + opaque_zero()
+            head = in_group + place % TILE_HEADS
+            wanted = (place < count * TILE_HEADS) & (head < GROUP)
+            at = (token + place // TILE_HEADS).to(gl.int64) * OUT_TOKEN + head * OUT_HEAD
+            store_side_by_side(out, at, wanted, W * _HALF, out_ptr)
+        else:
+            # Of a row that goes on behind the program, and of one that another began.
+            slot = 2 * gl.program_id(0) + (begin == 0).to(gl.int32)
+            _store_part(states_ptr, sums_ptr, slot, most, sums, o, opaque_zero(), W, USED)
+        begin = 0
+        fields = rows_ptr + wide(((r + 1) // HEAD_LOOPS) * FIELDS)

@@ -1,0 +1,128 @@
+"""The parts of latent attention's cut rows, folded: a kernel behind the one that computed them.
+
+A row of one request may be cut into as many parts as there are programs, each with a state of up to
+128 KiB. By whom comes last they would be read one after the other, in one multiprocessor; here
+every program folds a few query rows, and those of all cut rows are under way at once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from attn.kernels.dense.query_rows import write_rows
+from builders.splitkv.record import (
+    ROW_FIELDS,
+)
+
+_FIELDS = tl.constexpr(ROW_FIELDS)
+_WIDTH = tl.constexpr(512)
+_UNDER_WAY = tl.constexpr(4)
+"""Parts whose states are asked for before one of them is folded."""
+
+
+@triton.jit
+def _load_part(states_ptr, part, parts, slot, at, mine, sums_ptr, USED: tl.constexpr):
+    """Maxima and outputs of a part's rows; past the last part nothing."""
+    column = tl.arange(0, _WIDTH)
+    wanted = mine & (part < parts)
+    slot = slot.to(tl.int64)
+    m = tl.load(
+        sums_ptr + slot * (2 * USED) + at, mask=wanted, other=float("-inf"), cache_modifier=".cg"
+    )
+    cells = states_ptr + slot * (USED * _WIDTH) + at[:, None] * _WIDTH + column[None, :]
+    return m, tl.load(cells, mask=wanted[:, None], other=0.0, cache_modifier=".cg")
+
+
+@triton.jit(do_not_specialize=["groups"], do_not_specialize_on_alignment=["lse_ptr"])
+def fold_cuts_kernel(
+    out_ptr,
+    lse_ptr,
+    rows_ptr,
+    total_ptr,
+    starts_ptr,
+    shares_ptr,
+    counters_ptr,
+    states_ptr,
+    sums_ptr,
+    groups,
+    HEADS: tl.constexpr,
+    HEAD_LOOPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    QUERY_TOKENS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SLICE: tl.constexpr,
+    OUT_TOKEN: tl.constexpr,
+    OUT_HEAD: tl.constexpr,
+    LSE_TOKEN: tl.constexpr,
+    LSE: tl.constexpr,
+    WAITS: tl.constexpr,
+):
+    """Output and LSE of rows that are cut; grid ``(groups * HEADS * slices of SLICE rows,)``.
+
+    At the first cut of a row, between the shares of groups ``c`` and ``c + 1``, a program folds the
+    last state of group ``c`` and the first ones of all groups after it that begin within the row,
+    in this order. Plan, states and sums are those of
+    :func:`attn.kernels.latent.hopper_wide.kernel.hopper_mla_kernel`; GROUPS: a power of two, not
+    below ``groups``.
+    """
+    if WAITS:
+        gdc_wait()
+    USED: tl.constexpr = TILE_HEADS * QUERY_TOKENS
+    SLICES: tl.constexpr = (USED + SLICE - 1) // SLICE
+    place = tl.program_id(0)
+    lane = place // SLICES % HEADS
+    c = place // (SLICES * HEADS)
+    begins_at = tl.load(starts_ptr + 2 * c)
+    begins_with = tl.load(starts_ptr + 2 * c + 1)
+    r = tl.load(starts_ptr + 2 * c + 2)
+    cut = tl.load(starts_ptr + 2 * c + 3)
+    if (cut > 0) & ((begins_at < r) | (begins_with == 0)):
+        i = tl.arange(0, GROUPS)
+        after = starts_ptr + 2 * (c + 1 + i)
+        real = c + 1 + i < groups
+        same = tl.load(after, mask=real, other=-1) == r
+        goes_on = same & (tl.load(after + 1, mask=real, other=0) > 0)
+        parts = 1 + tl.sum(goes_on.to(tl.int32), 0)
+
+        at = place % SLICES * SLICE + tl.arange(0, SLICE)
+        mine = at < USED
+        slots = ((c + i) * HEADS + lane) * 2 + (i == 0).to(tl.int32)
+        sums = sums_ptr + slots.to(tl.int64)[None, :] * (2 * USED) + at[:, None]
+        wanted = mine[:, None] & (i < parts)[None, :]
+        maxima = tl.load(sums, mask=wanted, other=float("-inf"), cache_modifier=".cg")
+        parts_of_l = tl.load(sums + USED, mask=wanted, other=0.0, cache_modifier=".cg")
+        m = tl.max(maxima, 1)
+        base = tl.where(m == float("-inf"), 0.0, m)
+        l = tl.sum(parts_of_l * tl.exp2(maxima - base[:, None]), 1)
+
+        acc = tl.zeros([SLICE, _WIDTH], tl.float32)
+        first = (c * HEADS + lane) * 2
+        for part in range(0, parts, _UNDER_WAY):
+            slot = first + part * (2 * HEADS)
+            m0, a0 = _load_part(
+                states_ptr, part, parts, slot + (part == 0), at, mine, sums_ptr, USED
+            )
+            slot += 2 * HEADS
+            m1, a1 = _load_part(states_ptr, part + 1, parts, slot, at, mine, sums_ptr, USED)
+            slot += 2 * HEADS
+            m2, a2 = _load_part(states_ptr, part + 2, parts, slot, at, mine, sums_ptr, USED)
+            slot += 2 * HEADS
+            m3, a3 = _load_part(states_ptr, part + 3, parts, slot, at, mine, sums_ptr, USED)
+            acc = tl.fma(a0, tl.exp2(m0 - base)[:, None].broadcast_to(acc.shape), acc)
+            acc = tl.fma(a1, tl.exp2(m1 - base)[:, None].broadcast_to(acc.shape), acc)
+            acc = tl.fma(a2, tl.exp2(m2 - base)[:, None].broadcast_to(acc.shape), acc)
+            acc = tl.fma(a3, tl.exp2(m3 - base)[:, None].broadcast_to(acc.shape), acc)
+
+        fields = rows_ptr + r // HEAD_LOOPS * _FIELDS
+        in_group = (r % HEAD_LOOPS * HEADS + lane) * TILE_HEADS
+        head = in_group + at % TILE_HEADS
+        count = tl.load(fields + 2)
+        column = tl.arange(0, _WIDTH)
+        write_rows(
+            m, l, acc, tl.load(fields + 1) + at // TILE_HEADS, head,
+            (at < count * TILE_HEADS) & (head < GROUP), column, column >= 0, out_ptr, lse_ptr,
+            lse_ptr, 1.0, lse_ptr, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, False, False, LSE, True,
+        )  # fmt: skip

@@ -1,0 +1,346 @@
+"""Launches of the latent (MLA) decode kernels: from a layer, a step and its tensors to records."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton.language as tl
+
+from attn.kernels.dense import launcher as dense
+from attn.kernels.dense.checks import check_reach
+from attn.kernels.dense.tensors import DenseLayer, DenseTensors
+from attn.kernels.lang.numerics import INTERPRETED
+from attn.kernels.lang.stored import E4M3, NATIVE
+from attn.kernels.latent.decode import mla_decode_kernel
+from attn.kernels.launch import FormCall, Forms, KernelForm
+from builders.dense.record import TritonAttentionMetadata
+from builders.launch.call import KernelCall
+from builders.splitkv.record import (
+    SPARE_STATES,
+    SplitPlan,
+    latent_states,
+)
+from builders.splitkv.tiles import (
+    power_of_two,
+)
+from specs.dtypes import CacheDType
+from specs.layouts import KVViews
+
+if TYPE_CHECKING:
+    from attn.kernels.latent.hopper_wide.launch import HopperLatentLauncher
+
+FINISH_CELLS = 2048
+"""Cells of a state that the program which finishes a row folds at a time."""
+_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+@dataclass(frozen=True)
+class LatentLayer:
+    """What never changes in a layer."""
+
+    num_heads: int
+    rank: int
+    rope_size: int
+    scale: float
+    cache_dtype: CacheDType
+    sliding_window: int | None = None
+    """Keys that a token sees, itself included; None for all before it."""
+
+
+@dataclass
+class LatentTensors:
+    """The tensors of one decode."""
+
+    query: torch.Tensor
+    """``[T, H, L]``, absorbed; last dimension contiguous, as everywhere here."""
+    rotary: torch.Tensor
+    """``[T, H, r]``."""
+    latent: torch.Tensor
+    """``[N, P, L]`` of the cache."""
+    rope: torch.Tensor
+    """``[N, P, r]`` of the cache, in the strides of ``latent``."""
+    output: torch.Tensor
+    """``[T, H, L]``, in the query's type."""
+    lse: torch.Tensor | None
+    """``[T, H]`` fp32."""
+    k_scale: torch.Tensor
+    """fp32 scalar of an fp8 cache."""
+
+
+class LatentLauncher:
+    """The decode launches of one layer. What a launch shares with those before it is prepared once.
+
+    A form is a launch without its tensors; no length is part of what it depends on.
+    """
+
+    def __init__(self, layer: LatentLayer) -> None:
+        """
+        Args:
+            layer: what never changes.
+        """
+        self.layer = layer
+        self._forms = Forms()
+        self._hopper: HopperLatentLauncher | None = None
+
+    def attend(self, step: TritonAttentionMetadata, tensors: LatentTensors) -> None:
+        """Enqueue the step's launches.
+
+        Args:
+            step: the builder's record of the decode rows.
+            tensors: of this forward.
+
+        Raises:
+            ValueError: tensors that do not fit the layer, or a plan that is for another one.
+        """
+        for call in self._calls(step, tensors):
+            call.launch()
+
+    def calls(
+        self, step: TritonAttentionMetadata, tensors: LatentTensors
+    ) -> tuple[KernelCall, ...]:
+        """The launches for the step's decode rows; errors as in :meth:`attend`."""
+        return tuple(call.record for call in self._calls(step, tensors))
+
+    def _calls(self, step: TritonAttentionMetadata, tensors: LatentTensors) -> tuple[FormCall, ...]:
+        plan = step.split
+        assert plan is not None
+        if plan.hopper is not None:
+            return self._calls_on_hopper(plan, step, tensors)
+        latent, rope = self._words(tensors.latent), self._words(tensors.rope)
+        varying = _varying(plan, step, tensors) | {
+            "query_ptr": tensors.query,
+            "rotary_ptr": tensors.rotary,
+            "latent_ptr": latent,
+            "rope_ptr": rope,
+            "scale_ptr": tensors.k_scale,
+        }
+        key = (plan.static, _likeness(tensors))
+        if not self._forms.has(key):
+            _check(self.layer, plan, step, tensors)
+            fixed = self._fixed(tensors, latent, rope) | _plan_constants(plan)
+            tile = plan.tile
+            launch = (tile.num_warps, tile.num_stages, tile.max_registers)
+            fixed["FINISH_WIDTH"] = min(
+                fixed["WIDTH"] * fixed["PLANES"], FINISH_CELLS // fixed["FINISH_ROWS"]
+            )
+            self._forms.keep(key, KernelForm(mla_decode_kernel, fixed, varying, *launch))
+        form = self._forms.latest
+        assert form is not None
+        return (form.call((plan.groups * plan.heads,), varying),)
+
+    def _words(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of the cache as what kernels load."""
+        return rows.view(torch.int16) if self.layer.cache_dtype.is_quantized else rows
+
+    def _calls_on_hopper(
+        self, plan: SplitPlan, step: TritonAttentionMetadata, tensors: LatentTensors
+    ) -> tuple[FormCall, ...]:
+        """The launches of the kernel for Hopper, to which queries and rows are whole: one KV head
+        whose key is the row, and whose value is a part of it.
+        """
+        layer = self.layer
+        width = layer.rank + layer.rope_size
+        if self._hopper is None:
+            from attn.kernels.latent.hopper_wide.launch import HopperLatentLauncher
+
+            sizes = (layer.num_heads, 1, width, layer.rank)
+            self._hopper = HopperLatentLauncher(
+                DenseLayer(
+                    *(*sizes, layer.scale, layer.cache_dtype),
+                    causal=True,
+                    sliding_window=layer.sliding_window,
+                )
+            )
+        latent, scale = tensors.latent, tensors.k_scale
+        shape, strides = (*latent.shape[:2], 1, width), (*latent.stride()[:2], 0, 1)
+        rows = latent.as_strided(shape, strides)
+        keys = KVViews(rows, rows[..., : layer.rank])
+        query = whole_query(tensors.query, tensors.rotary)
+        key = (
+            *_likeness(tensors),
+            query.stride(),
+            (query.data_ptr() | tensors.output.data_ptr()) % 16,
+        )
+        given = DenseTensors(query, keys, tensors.output, scale, scale, lse=tensors.lse)
+        if not self._hopper.knows(plan, key):
+            _check(layer, plan, step, tensors)
+            self._hopper.prepare(plan, step, given, _plan_constants(plan), key)
+        varying = _varying(plan, step, tensors) | {
+            "query_ptr": query,
+            "key_ptr": self._words(keys.key),
+            "value_ptr": self._words(keys.value),
+            "k_scale_ptr": scale,
+            "v_scale_ptr": scale,
+        }
+        return self._hopper.calls(plan, given, varying)
+
+    def _fixed(
+        self, tensors: LatentTensors, latent: torch.Tensor, rope: torch.Tensor
+    ) -> dict[str, Any]:
+        """Arguments that the layer and the likeness of tensors give."""
+        layer, query, rotary, output = self.layer, tensors.query, tensors.rotary, tensors.output
+        quantized = layer.cache_dtype.is_quantized
+        planes = 2 if quantized else 1
+        # A 16-bit type holds neither the other's range nor its precision.
+        same = quantized or latent.dtype == query.dtype
+        # The interpreter multiplies bf16 by its bits.
+        is_wrong = INTERPRETED.value and query.dtype == torch.bfloat16
+        used, rope_used = layer.rank // planes, layer.rope_size // planes
+        starts = (rows.data_ptr() // rows.element_size() for rows in (latent, rope))
+        decode, _ = dense.decode_form(query.device)
+        return {
+            "query_token": query.stride(0),
+            "query_head": query.stride(1),
+            "rotary_token": rotary.stride(0),
+            "rotary_head": rotary.stride(1),
+            "out_token": output.stride(0),
+            "out_head": output.stride(1),
+            "lse_token": 0 if tensors.lse is None else tensors.lse.stride(0),
+            "block": latent.stride(0),
+            "stride": latent.stride(1),
+            "scale": layer.scale,
+            "window": layer.sliding_window or 0,
+            "WINDOW": layer.sliding_window is not None,
+            "NUM_HEADS": layer.num_heads,
+            "BLOCK_SIZE": latent.shape[1],
+            "SIZE": layer.rank,
+            "WIDTH": max(power_of_two(used), 16),
+            "USED": used,
+            "ROPE_SIZE": layer.rope_size,
+            "ROPE_WIDTH": max(power_of_two(rope_used), 16),
+            "ROPE_USED": rope_used,
+            "KIND": E4M3 if quantized else NATIVE,
+            "PLANES": planes,
+            "DECODE": decode,
+            "COMPUTE": _TYPES[query.dtype] if same and not is_wrong else tl.float32,
+            # Largest power of two, up to 16 words, that every row starts at a multiple of.
+            "ALIGN": math.gcd(16, latent.stride(0), latent.stride(1), *starts),
+            "SIMPLE": layer.scale > 0,
+            "LSE": tensors.lse is not None,
+        }
+
+
+def whole_query(query: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+    """``[T, H, L + r]`` of both parts: themselves where they lie side by side, else a copy."""
+    rank = query.shape[-1]
+    is_whole = (
+        rotary.data_ptr() == query.data_ptr() + rank * query.element_size()
+        and rotary.stride() == query.stride()
+        and rotary.dtype == query.dtype
+        and query.stride(1) >= rank + rotary.shape[-1]
+    )
+    if is_whole:
+        shape = (*query.shape[:2], rank + rotary.shape[-1])
+        return query.as_strided(shape, query.stride())
+    return torch.cat((query, rotary), dim=-1)
+
+
+def _varying(
+    plan: SplitPlan, step: TritonAttentionMetadata, tensors: LatentTensors
+) -> dict[str, Any]:
+    """Arguments of both kernels that differ from call to call."""
+    return {
+        "out_ptr": tensors.output,
+        "lse_ptr": tensors.lse,
+        "table_ptr": step.block_table,
+        "plan": plan.pointers,
+        "table_row": step.block_table.stride()[0],
+    }
+
+
+def _plan_constants(plan: SplitPlan) -> dict[str, Any]:
+    tile = plan.tile
+    return {
+        "groups": plan.groups,
+        "HEADS": plan.heads,
+        "HEAD_LOOPS": plan.head_loops,
+        "TILE_HEADS": tile.tile_heads,
+        "QUERY_TOKENS": tile.query_tokens,
+        "ROWS": tile.rows,
+        "SLOTS": plan.slots,
+        "BUNDLES": plan.bundles,
+        "AREA": latent_states(plan.slots, plan.bundles, plan.head_loops)[0],
+        "SEGMENT_UNIT": tile.segment_unit,
+        "KV_TILE": tile.kv_tile,
+        "SPARE": SPARE_STATES,
+        "FINISH_ROWS": power_of_two(tile.tile_heads * tile.query_tokens),
+        "STAGES": tile.num_stages,
+    }
+
+
+def _likeness(tensors: LatentTensors) -> tuple[Any, ...]:
+    """Everything about the tensors that a form depends on."""
+    query, rotary, latent, rope = tensors.query, tensors.rotary, tensors.latent, tensors.rope
+    output, lse = tensors.output, tensors.lse
+    return (
+        query.dtype,
+        query.device,
+        query.shape[1:],
+        query.stride(),
+        rotary.dtype,
+        rotary.shape[1:],
+        rotary.stride(),
+        output.dtype,
+        output.shape[1:],
+        output.stride(),
+        None if lse is None else (lse.dtype, lse.shape[1:], lse.stride()),
+        latent.dtype,
+        latent.shape[1:],
+        rope.shape[1:],
+        latent.stride(),
+        rope.stride(),
+        (latent.data_ptr() | rope.data_ptr()) % 64,
+        tensors.k_scale.numel(),
+    )
+
+
+def _check(
+    layer: LatentLayer, plan: SplitPlan, step: TritonAttentionMetadata, tensors: LatentTensors
+) -> None:
+    """Once per form, so that a call costs nothing."""
+    heads, block_size = layer.num_heads, tensors.latent.shape[1]
+    lse = tensors.lse
+    wanted = {
+        "query": (tensors.query, (heads, layer.rank)),
+        "rotary": (tensors.rotary, (heads, layer.rope_size)),
+        "output": (tensors.output, (heads, layer.rank)),
+        "latent": (tensors.latent, (block_size, layer.rank)),
+        "rope": (tensors.rope, (block_size, layer.rope_size)),
+    }
+    for name, (rows, shape) in wanted.items():
+        if rows.shape[1:] != shape or rows.stride(-1) != 1:
+            sizes = ", ".join(["*", *(str(size) for size in shape)])
+            raise ValueError(
+                f"{name} must have shape [{sizes}] and be contiguous in its last dimension, got "
+                f"{list(rows.shape)} with strides {rows.stride()}"
+            )
+        check_reach(name, rows)
+    query = tensors.query.dtype
+    if query not in _TYPES or not query == tensors.rotary.dtype == tensors.output.dtype:
+        names = ", ".join(str(dtype) for dtype in _TYPES)
+        raise ValueError(
+            f"query, rotary and output must have one of {names} in common, got {query}, "
+            f"{tensors.rotary.dtype} and {tensors.output.dtype}"
+        )
+    if lse is not None and (lse.dtype != torch.float32 or lse.shape[1:] != (heads,)):
+        raise ValueError(f"lse must be float32 [*, {heads}], got {list(lse.shape)} of {lse.dtype}")
+    if tensors.latent.stride()[:2] != tensors.rope.stride()[:2]:
+        raise ValueError(
+            f"latent and rope must be parts of one row, got strides {tensors.latent.stride()} and "
+            f"{tensors.rope.stride()}"
+        )
+    if layer.cache_dtype.is_quantized and tensors.k_scale.numel() != 1:
+        raise ValueError(f"k_scale must be a scalar, got {tensors.k_scale.numel()} elements")
+    table = step.block_table
+    if table.stride(-1) != 1 and table.shape[-1] > 1:
+        raise ValueError(f"block_table must be dense in its rows, got strides {table.stride()}")
+    tile = plan.tile
+    planned = plan.heads * plan.head_loops
+    if not 0 <= tile.tile_heads * planned - heads < tile.tile_heads:
+        raise ValueError(
+            f"the builder's plan is for up to {tile.tile_heads * planned} query heads in "
+            f"{planned} tiles, the layer has {heads}"
+        )

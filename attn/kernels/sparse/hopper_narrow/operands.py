@@ -1,0 +1,227 @@
+"""Operands of sparse latent attention of few heads, from rows as they are stored.
+
+Layouts of words, and what makes a product's operand of them in the registers where they are; all
+conversions of layout here move nothing, and say so.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attn.kernels.dense.hopper_prefill.vector_store import _TWO
+
+# Four e4m3 of one key in $8 and of the next one in $9, as pairs of these in fp16.
+_WOVEN = tl.constexpr(
+    "{ .reg .b16 a, b, c, d; .reg .b32 x, y, p, q, r, s;"
+    " prmt.b32 x, $8, $9, 0x5140; prmt.b32 y, $8, $9, 0x7362;"
+    " mov.b32 {a, b}, x; mov.b32 {c, d}, y;"
+    " cvt.rn.f16x2.e4m3x2 p, a; cvt.rn.f16x2.e4m3x2 q, b;"
+    " cvt.rn.f16x2.e4m3x2 r, c; cvt.rn.f16x2.e4m3x2 s, d;"
+    " mov.b32 {$0, $1}, p; mov.b32 {$2, $3}, q; mov.b32 {$4, $5}, r; mov.b32 {$6, $7}, s; }"
+)
+_WOVEN_PAIRS = tl.constexpr(
+    "{ .reg .b32 p, q; prmt.b32 p, $4, $5, 0x5410; prmt.b32 q, $4, $5, 0x7632;"
+    " mov.b32 {$0, $1}, p; mov.b32 {$2, $3}, q; }"
+)
+
+
+@gluon.constexpr_function
+def swizzled(rows: int, words: int) -> gl.SharedLinearLayout:
+    """Rows of words with no two at the same banks that are read together: of scores two keys'
+    halves of 128 bytes, of values four keys two apart.
+    """
+    columns = [[0, 1 << k] for k in range(words.bit_length() - 1)]
+    down = [[1, 16], [2, 8], [4, 16]] if words >= 32 else [[1, 0], [2, 0], [4, 0]]
+    down += [[1 << k, 0] for k in range(3, rows.bit_length() - 1)]
+    return gl.SharedLinearLayout(columns + down)
+
+
+@gluon.constexpr_function
+def scores_memory(tile: int, rows: int) -> gl.SharedLinearLayout:
+    """Scores ``[keys, heads]``: four heads' pairs of four threads at banks of their own, and so are
+    eight keys of every other head.
+    """
+    keys = [[1 << k, 0] for k in range(tile.bit_length() - 1)]
+    return gl.SharedLinearLayout([*keys, [8, 1], [16, 2], [8, 4], *([[0, 8]] if rows > 8 else [])])
+
+
+@gluon.constexpr_function
+def key_words(tile: int, words: int) -> gl.DistributedLinearLayout:
+    """``[keys, words]``: eight keys of a warp at a time; four threads have 64 bytes of each."""
+    more = [[0, 16 << k] for k in range((words // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], *more, *([[32, 0]] if tile > 32 else [])],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[8, 0], [16, 0]],
+        block_bases=[],
+        shape=[tile, words],
+    )
+
+
+@gluon.constexpr_function
+def row_words(words: int) -> gl.DistributedLinearLayout:
+    """``[64, words]`` where keys are rows of a warp group's product: as :func:`key_words`, but that
+    a warp has sixteen keys side by side.
+    """
+    more = [[0, 16 << k] for k in range((words // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], *more, [8, 0]],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, words],
+    )
+
+
+@gluon.constexpr_function
+def row_factors() -> gl.DistributedLinearLayout:
+    """``[64, 4]`` as keys are rows of scores."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[8, 0], [0, 1], [0, 2]],
+        lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 4],
+    )
+
+
+@gluon.constexpr_function
+def value_words(tile: int, words: int) -> gl.DistributedLinearLayout:
+    """``[keys, words]``: a block of columns of a warp, of which a thread has 16 bytes, and of words
+    of 16 bits another 16 behind 128; four keys of 16.
+    """
+    wide, block = words > 128, words // 4
+    return gl.DistributedLinearLayout(
+        reg_bases=[
+            [0, 1],
+            [0, 2],
+            *([[0, 32]] if wide else []),
+            *([1, 0], [8, 0], [16, 0]),
+            *([[32, 0]] if tile > 32 else []),
+        ],
+        lane_bases=[[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]],
+        warp_bases=[[0, block], [0, 2 * block]],
+        block_bases=[],
+        shape=[tile, words],
+    )
+
+
+@gluon.constexpr_function
+def weights_layout(tile: int, rows: int) -> gl.DistributedLinearLayout:
+    """``[4, keys, heads]`` weights as the second operand of values, of columns by warp."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[
+            [0, 1, 0],
+            [0, 8, 0],
+            [0, 16, 0],
+            *([[0, 32, 0]] if tile > 32 else []),
+            *([[0, 0, 8]] if rows > 8 else []),
+        ],
+        lane_bases=[[0, 2, 0], [0, 4, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]],
+        warp_bases=[[1, 0, 0], [2, 0, 0]],
+        block_bases=[],
+        shape=[4, tile, rows],
+    )
+
+
+@gluon.constexpr_function
+def result_layout(e4m3: bool, rows: int) -> gl.DistributedLinearLayout:
+    """``[heads, 512]`` as sums lie, but that columns side by side come first: they are written
+    together.
+    """
+    more, lanes = ([0, 8], (16, 32, 64)) if e4m3 else ([0, 64], (8, 16, 32))
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], more, [1, 0], *([[8, 0]] if rows > 8 else [])],
+        lane_bases=[[2, 0], [4, 0], *([0, at] for at in lanes)],
+        warp_bases=[[0, 128], [0, 256]],
+        block_bases=[],
+        shape=[rows, 512],
+    )
+
+
+@gluon.jit
+def key_operand(words, DTYPE: gl.constexpr, OPERAND: gl.constexpr):
+    """Words of keys of 16 bits ``[keys, N]`` as the second operand ``[columns, keys]``: word
+    16 a + 4 c + j is of thread c.
+    """
+    KEYS: gl.constexpr = words.shape[0]
+    N: gl.constexpr = words.shape[1]
+    f0, f1 = gl.inline_asm_elementwise(
+        _TWO, "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    x = gl.join(f0, f1).to(DTYPE, bitcast=True)
+    x = gl.permute(gl.reshape(x, [KEYS, N // 16, 4, 2, 2, 2]), (1, 3, 4, 2, 5, 0))
+    x = gl.reshape(x, [N * 2, KEYS])
+    return gl.convert_layout(x, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def query_order(x, E4M3: gl.constexpr):
+    """Queries ``[heads, columns]`` in the order of :func:`key_operand`."""
+    ROWS: gl.constexpr = x.shape[0]
+    COLUMNS: gl.constexpr = x.shape[1]
+    if E4M3:
+        x = gl.permute(gl.reshape(x, [ROWS, COLUMNS // 64, 4, 4, 2, 2]), (0, 1, 3, 4, 2, 5))
+    else:
+        x = gl.permute(gl.reshape(x, [ROWS, COLUMNS // 32, 4, 2, 2, 2]), (0, 1, 3, 4, 2, 5))
+    return gl.reshape(x, [ROWS, COLUMNS])
+
+
+@gluon.jit
+def value_operand(words, E4M3: gl.constexpr, DTYPE: gl.constexpr, OPERAND: gl.constexpr):
+    """Words of values ``[keys, N]`` as the first operand ``[4, 128, keys]``, a block of columns
+    each, in the order that :func:`natural_order` undoes.
+    """
+    KEYS: gl.constexpr = words.shape[0]
+    N: gl.constexpr = words.shape[1]
+    x = gl.permute(gl.reshape(words, [KEYS // 8, 4, 2, N]), (0, 1, 3, 2))
+    first, second = gl.split(x)
+    if E4M3:
+        a0, b0, a1, b1, a2, b2, a3, b3 = gl.inline_asm_elementwise(
+            _WOVEN, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [first, second],
+            dtype=(gl.float16, gl.float16, gl.float16, gl.float16,
+                   gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=1,
+        )  # fmt: skip
+        even = gl.join(gl.join(a0, b0), gl.join(a2, b2))
+        odd = gl.join(gl.join(a1, b1), gl.join(a3, b3))
+        # Of keys, four threads of them, block, thread, word, key of a pair, column's high, low bit.
+        x = gl.reshape(gl.join(even, odd), [KEYS // 8, 4, 4, 8, 4, 2, 2, 2])
+        x = gl.permute(x, (2, 4, 6, 7, 3, 0, 1, 5))
+    else:
+        a0, b0, a1, b1 = gl.inline_asm_elementwise(
+            _WOVEN_PAIRS, "=h,=h,=h,=h,r,r", [first, second],
+            dtype=(gl.int16, gl.int16, gl.int16, gl.int16), is_pure=True, pack=1,
+        )  # fmt: skip
+        x = gl.join(gl.join(a0, b0), gl.join(a1, b1)).to(DTYPE, bitcast=True)
+        # A block's second 16 bytes of each thread come after all first ones.
+        x = gl.reshape(x, [KEYS // 8, 4, 4, 2, 8, 4, 2, 2])
+        x = gl.permute(x, (2, 3, 5, 7, 4, 0, 1, 6))
+    x = gl.reshape(x, [4, 128, KEYS])
+    return gl.convert_layout(x, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def natural_order(o, E4M3: gl.constexpr):
+    """``[4, 128, heads]`` sums as ``[heads, 512]``: of each block 16 columns of each of eight
+    threads, or twice eight.
+    """
+    ROWS: gl.constexpr = o.shape[2]
+    if E4M3:
+        x = gl.permute(gl.reshape(o, [4, 16, 8, ROWS]), (3, 0, 2, 1))
+    else:
+        x = gl.permute(gl.reshape(o, [4, 2, 8, 8, ROWS]), (4, 0, 1, 3, 2))
+    LAYOUT: gl.constexpr = result_layout(E4M3, ROWS)
+    return gl.convert_layout(gl.reshape(x, [ROWS, 512]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def quarters(x):
+    """``[K, 4 N]`` as four ``[K, N]``: what is a thread's is left where it is."""
+    N: gl.constexpr = x.shape[1] // 4
+    x = gl.permute(gl.reshape(x, [x.shape[0], 2, 2, N]), (0, 3, 1, 2))
+    even, odd = gl.split(x)
+    x0, x2 = gl.split(even)
+    x1, x3 = gl.split(odd)
+    return x0, x1, x2, x3

@@ -1,0 +1,140 @@
+"""Scores of few heads by warp group, for rows of e4m3: keys are the rows of products, heads their
+columns.
+
+Keys come to products in registers, as they are converted, and queries from shared memory, where
+four warps read them once; by warps each would read all of them, for 16 of its keys.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from attn.kernels.dense.hopper_prefill.vector_store import _TWO
+from attn.kernels.latent.hopper_wide.consumer import _base
+from attn.kernels.sparse.hopper_narrow.operands import row_factors, row_words
+from attn.kernels.sparse.hopper_wide.parts import exp2, log2
+from attn.kernels.sparse.indexer.hopper_logits import _FOUR
+
+
+@gluon.jit
+def _row_operand(words, E4M3: gl.constexpr, DTYPE: gl.constexpr, OPERAND: gl.constexpr):
+    """Words of keys ``[64, N]`` as the first operand ``[64, columns]``, in the order of columns of
+    :func:`attn.kernels.sparse.hopper_narrow.operands.query_order`.
+    """
+    KEYS: gl.constexpr = words.shape[0]
+    N: gl.constexpr = words.shape[1]
+    if E4M3:
+        f0, f1, f2, f3 = gl.inline_asm_elementwise(
+            _FOUR, "=h,=h,=h,=h,r", [words],
+            dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=1,
+        )  # fmt: skip
+        x = gl.join(gl.join(f0, f1), gl.join(f2, f3))
+        x = gl.permute(gl.reshape(x, [KEYS, N // 16, 4, 4, 2, 2]), (0, 1, 3, 5, 2, 4))
+        x = gl.reshape(x, [KEYS, N * 4])
+    else:
+        f0, f1 = gl.inline_asm_elementwise(
+            _TWO, "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+        )
+        x = gl.join(f0, f1).to(DTYPE, bitcast=True)
+        x = gl.permute(gl.reshape(x, [KEYS, N // 16, 4, 2, 2, 2]), (0, 1, 3, 4, 2, 5))
+        x = gl.reshape(x, [KEYS, N * 2])
+    return gl.convert_layout(x, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _block(
+    z, q, nope, words, before, BLOCK: gl.constexpr, DTYPE: gl.constexpr, PRODUCT: gl.constexpr
+):  # fmt: skip
+    """Ask for a block's products, whose first ``words`` are there, half by half: registers hold
+    keys of two halves. Returns the next block's words, the scores ``before``, which are done, and
+    those asked for.
+    """
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
+    ROWS: gl.constexpr = q.shape[1]
+    zero = gl.zeros([64, ROWS], gl.float32, PRODUCT)
+    # By a number that the compiler does not know: it would spill places of all queries.
+    queries = q.index(z + BLOCK)
+    more = nope.slice(32 * BLOCK + 16, 16, dim=1).load(row_words(16))
+    keys = _row_operand(words, True, DTYPE, OPERAND)
+    part = queries.slice(0, 64, dim=1).permute((1, 0))
+    s = warpgroup_mma(keys, part, zero, use_acc=False, is_async=True)
+    if BLOCK > 0:
+        before = warpgroup_mma_wait(1, deps=[before])
+    if BLOCK < 3:
+        words = nope.slice(32 * BLOCK + 32, 16, dim=1).load(row_words(16))
+    keys = _row_operand(more, True, DTYPE, OPERAND)
+    part = queries.slice(64, 64, dim=1).permute((1, 0))
+    s = warpgroup_mma(keys, part, s, is_async=True)
+    return words, before, warpgroup_mma_wait(1, deps=[s])
+
+
+@gluon.jit
+def group_scores(
+    z, q, q_rope, undo, nope, tail, there, logs, factor, SCALED: gl.constexpr,
+    DTYPE: gl.constexpr, PRODUCT: gl.constexpr,
+):  # fmt: skip
+    """Scores ``[64, heads]`` of a tile in units of log 2, -inf of keys that are none; SCALED: the
+    logarithms of scales go to shared memory. ``q`` ``[4, heads, 128]``,
+    ``q_rope`` ``[1, heads, 64]``.
+
+    While half a block is multiplied, the next half is converted.
+    """
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, PRODUCT)
+    ROWS: gl.constexpr = q.shape[1]
+    zero = gl.zeros([64, ROWS], gl.float32, PRODUCT)
+    words = nope.slice(0, 16, dim=1).load(row_words(16))
+    words, _, s0 = _block(z, q, nope, words, zero, 0, DTYPE, PRODUCT)
+    words, s0, s1 = _block(z, q, nope, words, s0, 1, DTYPE, PRODUCT)
+    words, s1, s2 = _block(z, q, nope, words, s1, 2, DTYPE, PRODUCT)
+    rope = tail
+    if SCALED:
+        rope = tail.slice(32, 32, dim=1)
+    _, s2, s3 = _block(z, q, nope, words, s2, 3, DTYPE, PRODUCT)
+    words = rope.load(row_words(rope.shape[1]))
+    keys = _row_operand(words, not SCALED, DTYPE, OPERAND)
+    s = warpgroup_mma(keys, q_rope.index(z).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if SCALED:
+        KEY: gl.constexpr = gl.SliceLayout(1, PRODUCT)
+        EACH: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [2, 2], [1, 0])
+        each = tail.slice(28, 4, dim=1).load(EACH).to(gl.float32, bitcast=True)
+        logs.permute((1, 0)).store(log2(each))
+        scales = tail.slice(28, 4, dim=1).load(row_factors()).to(gl.float32, bitcast=True)
+        even, odd = gl.split(gl.reshape(scales, [64, 2, 2]))
+        f0, f2 = gl.split(even)
+        f1, f3 = gl.split(odd)
+        s0 *= gl.convert_layout(f0, KEY, assert_trivial=True)[:, None]
+        s1 *= gl.convert_layout(f1, KEY, assert_trivial=True)[:, None]
+        s2 *= gl.convert_layout(f2, KEY, assert_trivial=True)[:, None]
+        s3, s = warpgroup_mma_wait(0, deps=[s3, s])
+        s3 *= gl.convert_layout(f3, KEY, assert_trivial=True)[:, None]
+    else:
+        s3, s = warpgroup_mma_wait(0, deps=[s3, s])
+    latent = (s0 + s1) + (s2 + s3)
+    by = undo.index(0).load(COLUMN) * factor
+    rope_by = factor
+    if not SCALED:
+        rope_by = (undo.index(1).load(COLUMN) * factor)[None, :]
+    s = gl.fma(latent, by[None, :] + zero, s * rope_by)
+    return gl.where(there[:, None], s, float("-inf"))
+
+
+@gluon.jit
+def count_keys(s, m, l):
+    """Fold a tile's scores ``[64, heads]`` into maxima and sums of weights ``[32, heads]``, by
+    thread.
+    """
+    ROWS: gl.constexpr = s.shape[1]
+    x = gl.reshape(s, [4, 2, 8, ROWS])
+    own = gl.reshape(gl.max(x, 1), [32, ROWS])
+    own = gl.convert_layout(own, m.type.layout, assert_trivial=True)
+    new = gl.maximum(m, own)
+    base = _base(new)
+    over = gl.convert_layout(
+        gl.reshape(base, [4, 8, ROWS]), gl.SliceLayout(1, x.type.layout), assert_trivial=True
+    )
+    weights = gl.reshape(gl.sum(exp2(x - over[:, None, :, :]), 1), [32, ROWS])
+    weights = gl.convert_layout(weights, m.type.layout, assert_trivial=True)
+    return new, gl.fma(l, exp2(m - base), weights)

@@ -1,0 +1,1 @@
+"""The Hopper kernel of sparse attention with many heads."""

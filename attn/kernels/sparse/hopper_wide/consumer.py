@@ -1,0 +1,306 @@
+"""The consumers of sparse latent attention: as those of
+:mod:`attn.kernels.latent.hopper_wide.consumer`, two warp groups that each have half of the output's
+columns and the scores of one of a tile's blocks.
+
+No key is behind the end of a request here; one that a list has none for is zeros, and what is added
+to its scores is -inf.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attn.kernels.dense.hopper_prefill.scheduler import sum_of_own
+from attn.kernels.dense.hopper_prefill.vector_store import side_by_side, store_side_by_side
+from attn.kernels.dense.query_rows import with_sinks, write_lse
+from attn.kernels.lang.compat import reinterpret, thread_barrier
+from attn.kernels.lang.opaque import opaque_zero
+from attn.kernels.latent.hopper_wide.consumer import _base, _shrunk, _store_part
+from attn.kernels.sparse.hopper_wide.finish import finish_shared
+from attn.kernels.sparse.hopper_wide.parts import BLOCK, HALF, work_at, works_of
+
+
+@gluon.jit
+def _times(l, shrink):
+    """Sums by thread times a factor for each row."""
+    own = gl.convert_layout(shrink, gl.SliceLayout(1, l.type.layout))
+    return l * own[:, None].broadcast_to(64, 4)
+
+
+@gluon.jit
+def _wait_for_keys(full, phase):
+    """Keys come by copies that arrive by themselves, products read them another way."""
+    mbarrier.wait(full, phase)
+    fence_async_shared()
+
+
+@gluon.jit
+def _scores(
+    z, phase, q, q_rope, keys, rope, gaps, full, W: gl.constexpr, WHOLE: gl.constexpr,
+    FIRST: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """Ask for the scores of the warp group's block, as far as its keys come first: rope and half
+    FIRST, whose columns ``keys`` has; and what is to be added to them. WHOLE: they come at once.
+    """
+    KEYS: gl.constexpr = rope.shape[1]
+    zero = gl.zeros([64, KEYS], gl.float32, SCORES)
+    if WHOLE:
+        # Who stored them has made them seen before it arrived.
+        mbarrier.wait(full.index(W), phase)
+    else:
+        _wait_for_keys(full.index(W), phase)
+    rotary = rope.index(z + W).permute((1, 0))
+    s = warpgroup_mma(q_rope.index(z), rotary, zero, use_acc=False, is_async=True)
+    gap = gaps.index(W).load(gl.SliceLayout(0, SCORES))
+    if not WHOLE:
+        _wait_for_keys(full.index(2 + W), phase)
+    half = keys.index(z + W).permute((1, 0))
+    return warpgroup_mma(q.index(z + FIRST), half, s, is_async=True), gap
+
+
+@gluon.jit
+def _all_scores(
+    s, gap, z, phase, q, keys, full, W: gl.constexpr, WHOLE: gl.constexpr, LAST: gl.constexpr
+):
+    """The rest of them, of half LAST."""
+    if not WHOLE:
+        _wait_for_keys(full.index(4 + W), phase)
+    s = warpgroup_mma(q.index(z + LAST), keys.index(z + W).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    return s + gap[None, :]
+
+
+@gluon.jit
+def _publish(weights, m, is_last, p, m_of, ready, empty, q_empty, W: gl.constexpr):
+    """Weights and maximum for the other warp group; the rope part of the keys is free, and after
+    the last tile the queries are.
+    """
+    p.store(weights)
+    m_of.store(m)
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(ready.index(W), count=1)
+    mbarrier.arrive(empty.index(W), count=1)
+    mbarrier.arrive(q_empty, count=1, pred=is_last)
+
+
+@gluon.jit
+def _take_second(
+    z, turn, m, l, o, p, m_second, left, ready, SCORES: gl.constexpr
+):  # fmt: skip
+    """Warp group 0: takes maximum and weights, and asks for these times the second block."""
+    mbarrier.wait(ready.index(1), turn & 1)
+    top = m_second.load(gl.SliceLayout(1, SCORES))
+    shrink = gl.exp2(m - _base(top))
+    o = _shrunk(o, shrink)
+    return top, _times(l, shrink), warpgroup_mma(p.index(z), left.index(z + 1), o, is_async=True)
+
+
+@gluon.jit
+def _first_block(
+    turn, is_last, m, l, o, q, q_rope, left, right, rope, gaps, p, m_first, m_second, full, empty,
+    ready, q_empty, factor, IS_FIRST: gl.constexpr, EARLY: gl.constexpr, WHOLE: gl.constexpr,
+    DTYPE: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """Warp group 0's part of a tile. EARLY frees half of the second block before more keys come."""
+    OUTPUT: gl.constexpr = o.type.layout
+    z = opaque_zero()
+    phase = turn & 1
+    if not IS_FIRST:
+        m, l, o = _take_second(z, turn - 1, m, l, o, p, m_second, left, ready, SCORES)
+        if EARLY:
+            o = warpgroup_mma_wait(0, deps=[o])
+            thread_barrier()
+            mbarrier.arrive(empty.index(3), count=1)
+    s, gap = _scores(z, phase, q, q_rope, left, rope, gaps, full, 0, WHOLE, 0, SCORES)
+    if not IS_FIRST and not EARLY:
+        # All but the two that were asked for since.
+        o = warpgroup_mma_wait(2, deps=[o])
+        thread_barrier()
+        mbarrier.arrive(empty.index(3), count=1)
+    s = _all_scores(s, gap, z, phase, q, right, full, 0, WHOLE, 1)
+    # In units of log 2 and rounded once: differences of maxima are then exact where it counts.
+    top = gl.maximum(m, gl.max(s, 1) * factor)
+    base = _base(top)
+    weights = gl.exp2(s * factor - base[:, None])
+    narrow = weights.to(DTYPE)
+    _publish(narrow, top, is_last, p.index(0), m_first, ready, empty, q_empty, 0)
+    shrink = gl.exp2(m - base)
+    o = _shrunk(o, shrink)
+    l = _times(l, shrink) + sum_of_own(weights)
+    operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, OUTPUT, 2))
+    o = warpgroup_mma(operand, left.index(z), o, is_async=True)
+    o = warpgroup_mma_wait(0, deps=[o])
+    thread_barrier()
+    mbarrier.arrive(empty.index(2), count=1)
+    return top, l, o
+
+
+@gluon.jit
+def _take_first(
+    z, turn, m, o, p, m_first, right, ready, SCORES: gl.constexpr
+):  # fmt: skip
+    """Warp group 1: takes maximum and weights, and asks for these times the first block."""
+    mbarrier.wait(ready.index(0), turn & 1)
+    top = m_first.load(gl.SliceLayout(1, SCORES))
+    shrink = gl.exp2(m - _base(top))
+    o = _shrunk(o, shrink)
+    return top, shrink, warpgroup_mma(p.index(z), right.index(z), o, is_async=True)
+
+
+@gluon.jit
+def _second_block(
+    turn, is_last, m, l, o, q, q_rope, left, right, rope, gaps, p, m_first, m_second, full, empty,
+    ready, q_empty, factor, EARLY: gl.constexpr, WHOLE: gl.constexpr,
+    DTYPE: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """Warp group 1's part of a tile. EARLY frees half of the first block while the second comes."""
+    OUTPUT: gl.constexpr = o.type.layout
+    z = opaque_zero()
+    phase = turn & 1
+    if EARLY:
+        first, shrink, o = _take_first(z, turn, m, o, p, m_first, right, ready, SCORES)
+        o = warpgroup_mma_wait(0, deps=[o])
+        thread_barrier()
+        mbarrier.arrive(empty.index(4), count=1)
+    if WHOLE:
+        s, gap = _scores(z, phase, q, q_rope, left, rope, gaps, full, 1, True, 0, SCORES)
+        s = _all_scores(s, gap, z, phase, q, right, full, 1, True, 1)
+    else:
+        # In the order in which the halves are free.
+        s, gap = _scores(z, phase, q, q_rope, right, rope, gaps, full, 1, False, 1, SCORES)
+        s = _all_scores(s, gap, z, phase, q, left, full, 1, False, 0)
+    own = gl.max(s, 1) * factor
+    if not EARLY:
+        first, shrink, o = _take_first(z, turn, m, o, p, m_first, right, ready, SCORES)
+    top = gl.maximum(first, own)
+    base = _base(top)
+    # Under the product, unless EARLY.
+    weights = gl.exp2(s * factor - base[:, None])
+    again = gl.exp2(first - base)
+    l = _times(l, shrink * again) + sum_of_own(weights)
+    narrow = weights.to(DTYPE)
+    if not EARLY:
+        # The weights' place is free only now.
+        o = warpgroup_mma_wait(0, deps=[o])
+    _publish(narrow, top, is_last, p.index(0), m_second, ready, empty, q_empty, 1)
+    if not EARLY:
+        mbarrier.arrive(empty.index(4), count=1)
+    o = _shrunk(o, again)
+    operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, OUTPUT, 2))
+    o = warpgroup_mma(operand, right.index(z + 1), o, is_async=True)
+    o = warpgroup_mma_wait(0, deps=[o])
+    thread_barrier()
+    mbarrier.arrive(empty.index(5), count=1)
+    return top, l, o
+
+
+@gluon.jit
+def consume_listed(
+    q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, gaps, p, m_first, m_second, sums_of, full,
+    empty, ready, q_full, q_empty, out_ptr, lse_ptr, sinks_ptr, lens_ptr, states_ptr,
+    sums_ptr, counters_ptr, factor, topk, total, W: gl.constexpr, HEADS: gl.constexpr,
+    HEAD_TILES: gl.constexpr, SEGMENT: gl.constexpr, PARTS: gl.constexpr, DTYPE: gl.constexpr,
+    OUT_TOKEN: gl.constexpr, OUT_HEAD: gl.constexpr, LSE_TOKEN: gl.constexpr,
+    HAS_LENS: gl.constexpr, BALANCED: gl.constexpr, EARLY: gl.constexpr, WHOLE: gl.constexpr,
+    SINKS: gl.constexpr, LSE: gl.constexpr,
+):  # fmt: skip
+    """All work that the program takes, in warp group W's columns."""
+    KEYS: gl.constexpr = rope_boxes.shape[1]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    WRITES_LSE: gl.constexpr = LSE and W == 0
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    q = reinterpret(q_boxes, DTYPE, [2, 64, 256], LAYOUT)
+    left = reinterpret(left_boxes, DTYPE, [2, KEYS, 256], LAYOUT)
+    right = reinterpret(right_boxes, DTYPE, [2, KEYS, 256], LAYOUT)
+    rope = reinterpret(rope_boxes, DTYPE, [2, KEYS, 64], LAYOUT)
+    turn = 0
+    walks = 0
+    first, last, step = works_of(total, topk, KEYS, HEAD_TILES, BALANCED)
+    for work in range(first, last, step):
+        token, head_tile, part, _, low, high, meets = work_at(
+            work, total, lens_ptr, topk, KEYS, HEAD_TILES, SEGMENT, PARTS, BALANCED, HAS_LENS
+        )
+        m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+        l = sum_of_own(gl.zeros([64, KEYS], gl.float32, SCORES))
+        o = gl.zeros([64, HALF], gl.float32, OUTPUT)
+        total_sum = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
+        if high > low:
+            mbarrier.wait(q_full, walks & 1)
+            # Copied by threads, as keys are.
+            fence_async_shared()
+            if W == 0:
+                m, l, o = _first_block(
+                    turn, low + 1 == high, m, l, o, q, q_rope, left, right, rope, gaps, p, m_first,
+                    m_second, full, empty, ready, q_empty, factor, True, EARLY, WHOLE, DTYPE,
+                    SCORES,
+                )  # fmt: skip
+                turn += 1
+                for tile in range(low + 1, high):
+                    m, l, o = _first_block(
+                        turn, tile + 1 == high, m, l, o, q, q_rope, left, right, rope, gaps, p,
+                        m_first, m_second, full, empty, ready, q_empty, factor, False, EARLY, WHOLE,
+                        DTYPE, SCORES,
+                    )  # fmt: skip
+                    turn += 1
+                m, l, o = _take_second(
+                    opaque_zero(), turn - 1, m, l, o, p, m_second, left, ready, SCORES
+                )
+                o = warpgroup_mma_wait(0, deps=[o])
+                thread_barrier()
+                mbarrier.arrive(empty.index(3), count=1)
+            else:
+                for tile in range(low, high):
+                    m, l, o = _second_block(
+                        turn, tile + 1 == high, m, l, o, q, q_rope, left, right, rope, gaps, p,
+                        m_first, m_second, full, empty, ready, q_empty, factor, EARLY, WHOLE,
+                        DTYPE, SCORES,
+                    )  # fmt: skip
+                    turn += 1
+            # Each has the sum over its own blocks, in the same frame.
+            total_sum = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, SCORES))
+            sums_of.index(W).store(total_sum)
+            thread_barrier()
+            mbarrier.arrive(ready.index(2 + W), count=1)
+            mbarrier.wait(ready.index(3 - W), walks & 1)
+            walks += 1
+            total_sum += sums_of.index(1 - W).load(gl.SliceLayout(1, SCORES))
+        most = gl.convert_layout(m, gl.SliceLayout(1, OUTPUT))
+        sums = gl.convert_layout(total_sum, gl.SliceLayout(1, OUTPUT))
+        writes = low == 0
+        if BALANCED:
+            if meets > 0:
+                writes, most, sums, o = finish_shared(
+                    meets * HEAD_TILES + head_tile, low > 0, most, sums, o, states_ptr, sums_ptr,
+                    counters_ptr, W,
+                )  # fmt: skip
+        if PARTS > 1:
+            if high > low:
+                slot = (token * HEAD_TILES + head_tile) * PARTS + part
+                _store_part(states_ptr, sums_ptr, slot, most, sums, o, opaque_zero(), W, BLOCK)
+        elif writes:
+            place = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
+            head = head_tile * BLOCK + place
+            wanted = head < HEADS
+            # By few instructions, which are run once for a list, and waited for as they come.
+            some = most > float("-inf")
+            by = gl.full([64], 1.0, gl.float32, sums.type.layout)
+            if SINKS:
+                most, sums, by = with_sinks(some, most, sums, head, wanted, sinks_ptr)
+            if WRITES_LSE:
+                write_lse(some, most, sums, token + place * 0, head, wanted, lse_ptr, LSE_TOKEN)
+            by /= gl.where(some, sums, 1.0)
+            out = side_by_side((o * by[:, None]).to(DTYPE))
+            ROWS: gl.constexpr = out.type.layout
+            place = gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS)) + opaque_zero()
+            head = head_tile * BLOCK + place
+            at = token.to(gl.int64) * OUT_TOKEN + head * OUT_HEAD
+            store_side_by_side(out, at, head < HEADS, W * HALF, out_ptr)

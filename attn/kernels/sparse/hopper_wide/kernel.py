@@ -1,0 +1,159 @@
+"""Sparse latent attention on Hopper: rows of 64 heads over listed rows of a latent cache.
+
+As :mod:`attn.kernels.latent.hopper_wide.kernel`: two warp groups multiply, each with half of the
+output's columns, and a listed row is read once, as the key and, in its first 512 columns, as the
+value. A third warp group gathers rows token by token. With more than 64 heads a token's tiles of
+heads are neighbours in the grid, and all but one find its rows in the L2 cache.
+
+The plain kernel, :mod:`attn.kernels.sparse.attend`, is its twin, and folds the states that it
+stores.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from attn.kernels.sparse.hopper_wide.consumer import consume_listed
+from attn.kernels.sparse.hopper_wide.parts import THREADS
+from attn.kernels.sparse.hopper_wide.producer import produce_listed
+from attn.kernels.sparse.hopper_wide.widen import STORED_BLOCKS
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        *("ids_row", "topk", "total"),
+        *("query_token", "query_head", "rotary_token", "rotary_head"),
+    ],
+    do_not_specialize_on_alignment=["ids_ptr", "lens_ptr", "lse_ptr", "sinks_ptr", "counters_ptr"],
+)
+def hopper_sparse_kernel(
+    query_ptr,
+    rotary_ptr,
+    latent_ptr,
+    sinks_ptr,
+    ids_ptr,
+    lens_ptr,
+    out_ptr,
+    lse_ptr,
+    states_ptr,
+    sums_ptr,
+    counters_ptr,
+    ids_row,
+    topk,
+    total,
+    scale,
+    query_token,
+    query_head,
+    rotary_token,
+    rotary_head,
+    HEADS: gl.constexpr,
+    HEAD_TILES: gl.constexpr,
+    SEGMENT: gl.constexpr,
+    PARTS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    BLOCK_UNITS: gl.constexpr,
+    ROW_UNITS: gl.constexpr,
+    ROPE_AT: gl.constexpr,
+    SCALES_AT: gl.constexpr,
+    OUT_TOKEN: gl.constexpr,
+    OUT_HEAD: gl.constexpr,
+    LSE_TOKEN: gl.constexpr,
+    HAS_LENS: gl.constexpr,
+    BALANCED: gl.constexpr,
+    SCALED: gl.constexpr,
+    KEYS: gl.constexpr,
+    EARLY: gl.constexpr,
+    SINKS: gl.constexpr,
+    LSE: gl.constexpr,
+    SECOND: gl.constexpr,
+    PRODUCER: gl.constexpr,
+):
+    """Attention over listed rows; grid ``(programs,)``, each of which takes every so-manyth of
+    ``total = T * PARTS * HEAD_TILES`` pieces of work; BALANCED: each walks equally many tiles, and
+    those that have parts of a list meet as :mod:`attn.kernels.sparse.hopper_wide.finish` says.
+
+    Arguments as those of :func:`attn.kernels.sparse.attend.sparse_mla_kernel`. Distances of
+    queries, which may differ from batch to batch, BLOCK_UNITS and ROW_UNITS are in units of 16
+    bytes, ROPE_AT and SCALES_AT fields' places in a row, in bytes. Pointers that a flag says are
+    not used are any. A tile is two blocks of KEYS. SECOND and PRODUCER are registers per thread of
+    warp group 1 and of the producers; the rest is warp group 0's.
+    """
+    DTYPE: gl.constexpr = query_ptr.dtype.element_ty
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    # Of each pair of blocks: left half, right half, rope.
+    left_boxes = gl.allocate_shared_memory(DTYPE, [8, KEYS, 64], LAYOUT)
+    right_boxes = gl.allocate_shared_memory(DTYPE, [8, KEYS, 64], LAYOUT)
+    rope_boxes = gl.allocate_shared_memory(DTYPE, [2, KEYS, 64], LAYOUT)
+    q_boxes = gl.allocate_shared_memory(DTYPE, [8, 64, 64], LAYOUT)
+    q_rope = gl.allocate_shared_memory(DTYPE, [1, 64, 64], LAYOUT)
+    p = gl.allocate_shared_memory(DTYPE, [1, 64, KEYS], gl.NVMMASharedLayout(2 * KEYS, 16, 2))
+    m_first = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    m_second = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    sums_of = gl.allocate_shared_memory(gl.float32, [2, 64], FLAT)
+    # What is added to the scores of either block's keys: -inf to those of none.
+    gaps = gl.allocate_shared_memory(gl.float32, [2, KEYS], FLAT)
+    stored = (gaps, gaps, gaps, gaps)
+    if SCALED:
+        # Blocks as they are stored: left half, right half, rope, scales.
+        WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+        SCALES: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
+        stored = (
+            gl.allocate_shared_memory(gl.int32, [STORED_BLOCKS, KEYS, 64], WORDS),
+            gl.allocate_shared_memory(gl.int32, [STORED_BLOCKS, KEYS, 64], WORDS),
+            gl.allocate_shared_memory(gl.int32, [STORED_BLOCKS, KEYS, 32], WORDS),
+            gl.allocate_shared_memory(gl.int32, [STORED_BLOCKS, KEYS, 4], SCALES),
+        )
+    # Of each pair: rope, the half that comes first and the other of both blocks; what is widened is
+    # there as a whole.
+    full = gl.allocate_shared_memory(gl.int64, [2 if SCALED else 6, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [6, 1], BARRIER)
+    # Weights of either block, sums of either warp group.
+    ready = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
+    if SCALED:
+        for i in gl.static_range(2):
+            mbarrier.init(full.index(i), count=1)
+    else:
+        # Copies by threads arrive one by one; with those of a rope somebody says which keys are
+        # none.
+        for i in gl.static_range(2):
+            mbarrier.init(full.index(i), count=THREADS + 1)
+            mbarrier.init(full.index(2 + i), count=THREADS)
+            mbarrier.init(full.index(4 + i), count=THREADS)
+    for i in gl.static_range(6):
+        mbarrier.init(empty.index(i), count=1)
+    for i in gl.static_range(4):
+        mbarrier.init(ready.index(i), count=1)
+    mbarrier.init(q_full.index(0), count=THREADS)
+    mbarrier.init(q_empty.index(0), count=2)
+    gl.warp_specialize(
+        [
+            (consume_listed, (q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, gaps, p,
+                m_first, m_second, sums_of, full, empty, ready, q_full.index(0), q_empty.index(0),
+                out_ptr, lse_ptr, sinks_ptr, lens_ptr, states_ptr, sums_ptr, counters_ptr,
+                scale * _LOG2E, topk, total, 0, HEADS, HEAD_TILES, SEGMENT, PARTS, DTYPE,
+                OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, BALANCED, EARLY, SCALED, SINKS,
+                LSE)),
+            (consume_listed, (q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, gaps, p,
+                m_first, m_second, sums_of, full, empty, ready, q_full.index(0), q_empty.index(0),
+                out_ptr, lse_ptr, sinks_ptr, lens_ptr, states_ptr, sums_ptr, counters_ptr,
+                scale * _LOG2E, topk, total, 1, HEADS, HEAD_TILES, SEGMENT, PARTS, DTYPE,
+                OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, BALANCED, EARLY, SCALED, SINKS,
+                LSE)),
+            (produce_listed, (query_ptr, rotary_ptr, latent_ptr, ids_ptr, lens_ptr, q_boxes, q_rope,
+                left_boxes, right_boxes, rope_boxes, stored, gaps, full, empty, q_full.index(0),
+                q_empty.index(0), ids_row, topk, total, query_token, query_head, rotary_token,
+                rotary_head, HEADS, HEAD_TILES, SEGMENT, PARTS, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS,
+                ROPE_AT, SCALES_AT, HAS_LENS, BALANCED, SCALED)),
+        ],
+        [4, 4],
+        [SECOND, PRODUCER],
+    )  # fmt: skip

@@ -1,0 +1,159 @@
+"""The producers of sparse latent attention: a warp group that gathers queries and listed rows.
+
+Rows of 16 bits are copied as they are, 16 bytes by each thread, and the copies themselves arrive at
+barriers; for those of e4m3 see :mod:`attn.kernels.sparse.hopper_wide.widen`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from attn.kernels.dense.hopper_prefill.scheduler import wide
+from attn.kernels.lang.compat import arrive_behind_gathers, async_gather, reinterpret
+from attn.kernels.sparse.attend import _row_offsets
+from attn.kernels.sparse.hopper_wide.parts import (
+    BLOCK,
+    HALF,
+    UNIT,
+    listed,
+    units_at,
+    work_at,
+    works_of,
+)
+from attn.kernels.sparse.hopper_wide.widen import begin_rows, widen_rows
+
+
+@gluon.jit
+def _gather_queries(
+    query_ptr, rotary_ptr, token, head_tile, q_boxes, q_rope, q_full, query_token, query_head,
+    rotary_token, rotary_head, HEADS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Queries of a tile of heads; zeros where there is no head."""
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    head = head_tile * BLOCK + row
+    wanted = (head < HEADS)[:, None] & (column >= 0)[None, :]
+    at = query_ptr + units_at(token, head, query_token, query_head)[:, None] + column[None, :]
+    for i in gl.static_range(8):
+        async_gather(q_boxes.index(i), at + i * 64, mask=wanted)
+    at = rotary_ptr + units_at(token, head, rotary_token, rotary_head)[:, None] + column[None, :]
+    async_gather(q_rope.index(0), at, mask=wanted)
+    arrive_behind_gathers(q_full, increment_count=False)
+
+
+@gluon.jit
+def _gather_block(
+    at, there, turn, full, empty, columns, BLOCK_OF: gl.constexpr, EMPTY: gl.constexpr,
+    FULL: gl.constexpr,
+):  # fmt: skip
+    """Some columns of a block, from pointers on."""
+    # A fresh barrier lets parity 1 pass at once.
+    mbarrier.wait(empty.index(EMPTY), (turn & 1) ^ 1)
+    async_gather(columns.index(BLOCK_OF), at, mask=there)
+    arrive_behind_gathers(full.index(FULL), increment_count=False)
+
+
+@gluon.jit
+def _gather_rope(
+    ids, rows, turn, gaps, full, empty, rope, ROPE_AT: gl.constexpr, BLOCK_OF: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """A block's rotary part, and which of its keys are none; that is free with it."""
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    at = rows[:, None] + column[None, :] + ROPE_AT // 2
+    there = (ids >= 0)[:, None] & (column >= 0)[None, :]
+    _gather_block(at, there, turn, full, empty, rope, BLOCK_OF, BLOCK_OF, BLOCK_OF)
+    gaps.index(BLOCK_OF).store(gl.where(ids >= 0, 0.0, float("-inf")))
+    mbarrier.arrive(full.index(BLOCK_OF), count=1)
+
+
+@gluon.jit
+def _copy_rows(
+    mine, latent_ptr, low, high, length, turn, left_boxes, right_boxes, rope, gaps, full, empty,
+    BLOCK_SIZE: gl.constexpr, BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr,
+    ROPE_AT: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Listed rows of 16 bits, block after block; halves of latents in the order in which they are
+    free.
+    """
+    KEYS: gl.constexpr = rope.shape[1]
+    SHAPE: gl.constexpr = [2, KEYS, HALF]
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    left = reinterpret(left_boxes, left_boxes.dtype, SHAPE, SHARED)
+    right = reinterpret(right_boxes, right_boxes.dtype, SHAPE, SHARED)
+    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT))
+    ahead = listed(mine, low * (2 * KEYS), length, KEYS, gl.SliceLayout(1, LAYOUT))
+    for tile in range(low, high):
+        for b in gl.static_range(2):
+            ids = ahead
+            offset = _row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE)
+            rows = latent_ptr + offset * (UNIT // 2)
+            _gather_rope(ids, rows, turn, gaps, full, empty, rope, ROPE_AT, b, LAYOUT)
+            # Behind a wait, and ahead of most copies: a use of the list before stands behind all
+            # loads that are asked for, and loads behind all copies. What is past the end of the
+            # part is not used.
+            after = tile * (2 * KEYS) + (b + 1) * KEYS
+            ahead = listed(mine, after, length, KEYS, gl.SliceLayout(1, LAYOUT))
+            # Fields by their place in a row: fewer pointers are kept in registers.
+            at = rows[:, None] + column[None, :]
+            there = (ids >= 0)[:, None] & (column >= 0)[None, :]
+            if b == 0:
+                _gather_block(at, there, turn, full, empty, left, 0, 2, 2)
+                _gather_block(at + HALF, there, turn, full, empty, right, 0, 4, 4)
+            else:
+                _gather_block(at + HALF, there, turn, full, empty, right, 1, 5, 3)
+                _gather_block(at, there, turn, full, empty, left, 1, 3, 5)
+        turn += 1
+    return turn
+
+
+@gluon.jit
+def produce_listed(
+    query_ptr, rotary_ptr, latent_ptr, ids_ptr, lens_ptr, q_boxes, q_rope, left_boxes, right_boxes,
+    rope_boxes, stored, gaps, full, empty, q_full, q_empty, ids_row, topk, total, query_token,
+    query_head, rotary_token, rotary_head, HEADS: gl.constexpr, HEAD_TILES: gl.constexpr,
+    SEGMENT: gl.constexpr, PARTS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    BLOCK_UNITS: gl.constexpr, ROW_UNITS: gl.constexpr, ROPE_AT: gl.constexpr,
+    SCALES_AT: gl.constexpr, HAS_LENS: gl.constexpr, BALANCED: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
+    """Queries and listed rows of all work that the program takes, tile after tile: of each of its
+    two blocks the rope and the halves of the latents, as they are wanted.
+    """
+    KEYS: gl.constexpr = rope_boxes.shape[1]
+    # Eight threads have 128 bytes of a row, which is a row of a box.
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    turn = 0
+    count = 0
+    walks = 0
+    first, last, step = works_of(total, topk, KEYS, HEAD_TILES, BALANCED)
+    for work in range(first, last, step):
+        token, head_tile, _, length, low, high, _ = work_at(
+            work, total, lens_ptr, topk, KEYS, HEAD_TILES, SEGMENT, PARTS, BALANCED, HAS_LENS
+        )
+        if high > low:
+            mine = ids_ptr + token.to(gl.int64) * wide(ids_row)
+            if SCALED:
+                end = gl.minimum(length, high * (2 * KEYS))
+                ids0, ids1, ids2, ids3, ids4 = begin_rows(
+                    mine, latent_ptr, low * (2 * KEYS), end, count, stored, KEYS, BLOCK_SIZE,
+                    BLOCK_UNITS, ROW_UNITS, ROPE_AT, SCALES_AT,
+                )  # fmt: skip
+            mbarrier.wait(q_empty, (walks & 1) ^ 1)
+            _gather_queries(
+                query_ptr, rotary_ptr, token, head_tile, q_boxes, q_rope, q_full, query_token,
+                query_head, rotary_token, rotary_head, HEADS, LAYOUT,
+            )  # fmt: skip
+            walks += 1
+            if SCALED:
+                turn, count = widen_rows(
+                    ids0, ids1, ids2, ids3, ids4, mine, latent_ptr, low, high, end, turn, count,
+                    left_boxes, right_boxes, rope_boxes, stored, gaps, full, empty, BLOCK_SIZE,
+                    BLOCK_UNITS, ROW_UNITS, ROPE_AT, SCALES_AT,
+                )  # fmt: skip
+            else:
+                turn = _copy_rows(
+                    mine, latent_ptr, low, high, length, turn, left_boxes, right_boxes, rope_boxes,
+                    gaps, full, empty, BLOCK_SIZE, BLOCK_UNITS, ROW_UNITS, ROPE_AT, LAYOUT,
+                )  # fmt: skip

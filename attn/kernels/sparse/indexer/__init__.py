@@ -1,0 +1,1 @@
+"""Kernels of the indexer, which lists the keys that sparse attention reads."""

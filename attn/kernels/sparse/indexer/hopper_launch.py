@@ -1,0 +1,69 @@
+"""The launch of the indexer's logits by the kernel for Hopper."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from attn.kernels.sparse.indexer.hopper_logits import hopper_paged_logits_kernel
+from builders.device import device_facts
+from builders.launch.call import KernelCall
+from builders.sparse.hopper_tiles import FEWEST_INDEX_ROWS, index_pages
+from builders.sparse.tiles import IndexTile
+from specs.base import cdiv
+from specs.rows import INDEXER_PAGE
+
+
+def hopper_paged_logits_call(
+    query: torch.Tensor,
+    weights: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    block_table: torch.Tensor,
+    requests: torch.Tensor | None,
+    kv_lens: torch.Tensor,
+    logits: torch.Tensor,
+    tile: IndexTile,
+    most: int,
+) -> KernelCall:
+    """The launch in the place of the plain kernel's, for tensors that it serves.
+
+    Args:
+        query: ``[T, Hi, 128]`` e4m3.
+        weights: ``[T, Hi]`` fp32.
+        data: ``[N, 64, 128]`` uint8, the plane of patterns.
+        scale: ``[N, 64, 1]`` fp32, that of scales.
+        block_table: ``[R, blocks]`` int32.
+        requests: ``[T]`` int32, or None.
+        kv_lens: ``[T]`` int32.
+        logits: ``[T, M]`` fp32.
+        tile: the launch record.
+        most: keys that a row has at most.
+    """
+    rows, heads, _ = query.shape
+    q, words = query.view(torch.int32), data.view(torch.int32)
+    blocks = cdiv(most, INDEXER_PAGE)
+    pages = index_pages(tile, device_facts(query.device).num_multiprocessors, rows, blocks)
+    arguments = {
+        "q_ptr": q,
+        "weights_ptr": weights,
+        "data_ptr": words,
+        "scale_ptr": scale,
+        "table_ptr": block_table,
+        "requests_ptr": requests,
+        "lens_ptr": kv_lens,
+        "logits_ptr": logits,
+        "q_token": q.stride(0),
+        "q_head": q.stride(1),
+        "weights_token": weights.stride(0),
+        "data_block": words.stride(0),
+        "scale_block": scale.stride(0),
+        "table_row": block_table.stride(0),
+        "logits_row": logits.stride(0),
+        "most": most,
+        "NUM_HEADS": heads,
+        "HEADS": max(triton.next_power_of_2(heads), FEWEST_INDEX_ROWS),
+        "PAGES": pages,
+    }
+    grid = (cdiv(blocks, pages), rows)
+    return KernelCall(hopper_paged_logits_kernel, grid, arguments, num_warps=4)

@@ -1,0 +1,367 @@
+"""The indexer of sparse attention: quantised keys into planar pages, logits, causal top-k."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attn.kernels.lang.numerics import (
+    E4M3_MAX,
+    FLOAT32_MAX,
+    clamp_to,
+    decode_e4m3,
+    divide,
+    encode_e4m3,
+    row_absmax,
+    to_float32,
+)
+
+_DIGIT = tl.constexpr(256)
+
+
+@triton.jit
+def _power_of_two_scale(absmax):
+    """Smallest power of two that brings ``absmax`` to 448 at most; 1 for zero."""
+    bits = divide(clamp_to(absmax, FLOAT32_MAX), absmax * 0 + E4M3_MAX).to(tl.int32, bitcast=True)
+    # The next exponent, unless it is a power of two itself; never subnormal, never infinite.
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
+    exponent = tl.minimum(tl.maximum(exponent, 1), 254)
+    return tl.where(absmax == 0, 1.0, (exponent << 23).to(tl.float32, bitcast=True))
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots_ptr"])
+def write_keys_kernel(
+    k_ptr,
+    slots_ptr,
+    data_ptr,
+    scale_ptr,
+    num_tokens,
+    k_token,
+    data_block,
+    scale_block,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    HARDWARE_E4M3: tl.constexpr,
+):
+    """Keys ``[T, WIDTH]`` into e4m3 patterns and one scale each; grid ``(cdiv(T, ROWS),)``.
+
+    In a page the data of all tokens come first, then their scales. Slot -1 is skipped.
+    """
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    slot = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1).to(tl.int64)
+    there = slot >= 0
+    column = tl.arange(0, WIDTH)
+    x = tl.load(
+        k_ptr + (token * k_token)[:, None] + column[None, :], mask=there[:, None], other=0.0
+    )
+    x = to_float32(x)
+    scale = _power_of_two_scale(row_absmax(x))
+    code = encode_e4m3(divide(x, tl.zeros_like(x) + scale[:, None]), HARDWARE_E4M3)
+    block = tl.maximum(slot, 0) // BLOCK_SIZE
+    offset = tl.maximum(slot, 0) % BLOCK_SIZE
+    at = data_ptr + (block * data_block + offset * WIDTH)[:, None] + column[None, :]
+    tl.store(at, code, mask=there[:, None])
+    tl.store(scale_ptr + block * scale_block + offset, scale, mask=there)
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots_ptr"])
+def gather_keys_kernel(
+    slots_ptr,
+    data_ptr,
+    scale_ptr,
+    out_ptr,
+    out_scale_ptr,
+    num_rows,
+    data_block,
+    scale_block,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Patterns and scales of listed keys to compact rows; grid ``(cdiv(S, ROWS),)``.
+
+    The row of slot -1 is not written.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    slot = tl.load(slots_ptr + row, mask=row < num_rows, other=-1).to(tl.int64)
+    there = slot >= 0
+    column = tl.arange(0, WIDTH)
+    block = tl.maximum(slot, 0) // BLOCK_SIZE
+    offset = tl.maximum(slot, 0) % BLOCK_SIZE
+    at = data_ptr + (block * data_block + offset * WIDTH)[:, None] + column[None, :]
+    code = tl.load(at, mask=there[:, None], other=0)
+    scale = tl.load(scale_ptr + block * scale_block + offset, mask=there, other=0.0)
+    tl.store(out_ptr + (row * WIDTH)[:, None] + column[None, :], code, mask=there[:, None])
+    tl.store(out_scale_ptr + row, scale, mask=there)
+
+
+@triton.jit
+def _in_product(x, COMPUTE: tl.constexpr, FP8: tl.constexpr, HARDWARE_E4M3: tl.constexpr):
+    """e4m3 patterns in the type of the product."""
+    if FP8:
+        element = x.to(tl.float8e4nv, bitcast=True)
+    else:
+        element = decode_e4m3(x, HARDWARE_E4M3).to(COMPUTE)
+    return element
+
+
+@triton.jit
+def _query_of(
+    q_ptr, weights_ptr, token, q_token, q_head, weights_token, NUM_HEADS: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, E4M3: tl.constexpr, COMPUTE: tl.constexpr,
+    FP8: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
+):  # fmt: skip
+    """Query ``[HEADS, WIDTH]`` of one token in the type of the product, and its weights."""
+    head = tl.arange(0, HEADS)
+    mine = head < NUM_HEADS
+    column = tl.arange(0, WIDTH)
+    at = token * q_token + head * q_head
+    q = tl.load(q_ptr + at[:, None] + column[None, :], mask=mine[:, None], other=0)
+    if E4M3:
+        q = _in_product(q, COMPUTE, FP8, HARDWARE_E4M3)
+    else:
+        q = q.to(COMPUTE)
+    weights = tl.load(weights_ptr + token * weights_token + head, mask=mine, other=0.0)
+    return q, weights.to(tl.float32)
+
+
+@triton.jit
+def _logits_of(k, scale, q, weights, IEEE: tl.constexpr):
+    """Sums over heads of weight times what is positive of the product, times the key's scale."""
+    if IEEE:
+        products = tl.dot(k, tl.trans(q), input_precision="ieee")
+    else:
+        products = tl.dot(k, tl.trans(q))
+    return tl.sum(tl.maximum(products, 0.0) * weights[None, :], 1) * scale
+
+
+@triton.jit(
+    do_not_specialize=["table_row", "logits_row", "most"],
+    do_not_specialize_on_alignment=[
+        *("weights_ptr", "lens_ptr", "requests_ptr", "table_ptr", "logits_ptr"),
+    ],
+)
+def paged_logits_kernel(
+    q_ptr,
+    weights_ptr,
+    data_ptr,
+    scale_ptr,
+    table_ptr,
+    requests_ptr,
+    lens_ptr,
+    logits_ptr,
+    q_token,
+    q_head,
+    weights_token,
+    data_block,
+    scale_block,
+    table_row,
+    logits_row,
+    most,
+    NUM_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PAGES: tl.constexpr,
+    TILES: tl.constexpr,
+    E4M3: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    FP8: tl.constexpr,
+    HARDWARE_E4M3: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Logits of rows over their request's pages; grid ``(cdiv(most, TILES * tile), T)``.
+
+    Shapes: q ``[T, NUM_HEADS, WIDTH]``, weights ``[T, NUM_HEADS]``, data and scale the planes of
+    the pages, table ``[R, blocks]``, requests and lens ``[T]`` int32, logits ``[T, >= most]`` fp32.
+    Keys from a row's length on are neither read nor written.
+    """
+    TILE: tl.constexpr = PAGES * BLOCK_SIZE
+    token = tl.program_id(1).to(tl.int64)
+    length = tl.minimum(tl.load(lens_ptr + token), most)
+    low = tl.program_id(0) * TILES
+    high = tl.minimum(low + TILES, tl.cdiv(length, TILE))
+    if low < high:
+        request = token
+        if requests_ptr is not None:
+            request = tl.load(requests_ptr + token).to(tl.int64)
+        table = table_ptr + request * table_row
+        q, weights = _query_of(
+            q_ptr, weights_ptr, token, q_token, q_head, weights_token, NUM_HEADS, HEADS, WIDTH,
+            E4M3, COMPUTE, FP8, HARDWARE_E4M3,
+        )  # fmt: skip
+        column = tl.arange(0, WIDTH)
+        for tile in tl.range(low, high, num_stages=STAGES):
+            key = tile * TILE + tl.arange(0, TILE)
+            there = key < length
+            # An entry for each key: reshaped from one for each page, the compiler would no longer
+            # see that 16 bytes of a row can be loaded at a time.
+            block = tl.load(table + key // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+            inside = tl.arange(0, TILE) % BLOCK_SIZE
+            at = block * data_block + inside * WIDTH
+            k = tl.load(data_ptr + at[:, None] + column[None, :], mask=there[:, None], other=0)
+            scale = tl.load(scale_ptr + block * scale_block + inside, mask=there, other=0.0)
+            k = _in_product(k, COMPUTE, FP8, HARDWARE_E4M3)
+            logits = _logits_of(k, scale, q, weights, tl.float32 == COMPUTE)
+            tl.store(logits_ptr + token * logits_row + key, logits, mask=there)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_keys", "logits_row"],
+    do_not_specialize_on_alignment=[
+        *("weights_ptr", "starts_ptr", "ends_ptr", "logits_ptr", "scale_ptr"),
+    ],
+)
+def ragged_logits_kernel(
+    q_ptr,
+    weights_ptr,
+    data_ptr,
+    scale_ptr,
+    starts_ptr,
+    ends_ptr,
+    logits_ptr,
+    num_rows,
+    num_keys,
+    q_token,
+    q_head,
+    weights_token,
+    data_row,
+    logits_row,
+    NUM_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    E4M3: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    FP8: tl.constexpr,
+    HARDWARE_E4M3: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Logits of rows over keys ``[start, end)`` of compact rows; grid ``(key tiles, row blocks)``.
+
+    Shapes: q and weights as above, data ``[S, WIDTH]``, scale ``[S]``, starts and ends ``[T]``
+    int32, logits ``[T, *]`` fp32, of which column i is key start + i.
+    """
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    real = row < num_rows
+    starts = tl.load(starts_ptr + row, mask=real, other=2147483647)
+    ends = tl.load(ends_ptr + row, mask=real, other=0)
+    first = tl.program_id(0) * TILE
+    # Rows of no key must not widen what the block sees.
+    low = tl.min(tl.where(ends > starts, starts, 2147483647), 0)
+    high = tl.minimum(tl.max(ends, 0), num_keys)
+    if (low < first + TILE) & (high > first):
+        key = first + tl.arange(0, TILE)
+        column = tl.arange(0, WIDTH)
+        there = (key >= low) & (key < high)
+        at = key.to(tl.int64) * data_row
+        k = tl.load(data_ptr + at[:, None] + column[None, :], mask=there[:, None], other=0)
+        k = _in_product(k, COMPUTE, FP8, HARDWARE_E4M3)
+        scale = tl.load(scale_ptr + key, mask=there, other=0.0)
+        begin = tl.program_id(1).to(tl.int64) * ROWS
+        count = tl.minimum(num_rows - tl.program_id(1) * ROWS, ROWS)
+        for turn in tl.range(0, count, num_stages=STAGES):
+            token = begin + turn
+            start = tl.load(starts_ptr + token)
+            end = tl.minimum(tl.load(ends_ptr + token), num_keys)
+            q, weights = _query_of(
+                q_ptr, weights_ptr, token, q_token, q_head, weights_token, NUM_HEADS,
+                HEADS, WIDTH, E4M3, COMPUTE, FP8, HARDWARE_E4M3,
+            )  # fmt: skip
+            logits = _logits_of(k, scale, q, weights, tl.float32 == COMPUTE)
+            mine = (key >= start) & (key < end)
+            out = logits_ptr + token * logits_row + (key - start)
+            tl.store(out, logits, mask=mine)
+
+
+@triton.jit
+def _ordered(logits):
+    """int64 that are ordered as numbers are, from 0 for NaN on; -0 is 0."""
+    logits = tl.where(logits == 0.0, 0.0, logits)
+    bits = logits.to(tl.int32, bitcast=True)
+    signed = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    return tl.where(logits == logits, signed + 2147483648, 0)
+
+
+@triton.jit(
+    do_not_specialize=["logits_row", "table_row", "out_row"],
+    do_not_specialize_on_alignment=[
+        *("logits_ptr", "lens_ptr", "out_ptr", "out_lens_ptr", "table_ptr", "requests_ptr"),
+        "offsets_ptr",
+    ],
+)
+def select_topk_kernel(
+    logits_ptr,
+    lens_ptr,
+    out_ptr,
+    out_lens_ptr,
+    table_ptr,
+    requests_ptr,
+    offsets_ptr,
+    logits_row,
+    table_row,
+    out_row,
+    TOPK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """The TOPK largest of each row's first ``length`` logits, by rising position; grid ``(T,)``.
+
+    Digits of the smallest that is taken are found one after another, from counts of them; among
+    equals the lower positions are taken. Written: positions, or slots of them by ``table``, or
+    positions plus ``offsets[row]``; then -1. All int32; lens, offsets, out lens ``[T]``.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    length = tl.maximum(tl.load(lens_ptr + token), 0)
+    row = logits_ptr + token * logits_row
+    index = tl.arange(0, TILE)
+    digits = tl.arange(0, _DIGIT)
+    floor = tl.zeros([], tl.int64)
+    wanted = tl.minimum(length, TOPK)
+    tiles = tl.cdiv(length, TILE)
+    if length > TOPK:
+        for turn in tl.static_range(4):
+            counts = tl.zeros([_DIGIT], tl.int32)
+            for tile in range(tiles):
+                at = tile * TILE + index
+                value = _ordered(tl.load(row + at, mask=at < length, other=0.0))
+                rest = value >> (24 - 8 * turn)
+                counted = (at < length) & ((rest >> 8) == floor)
+                counts += tl.histogram((rest & 255).to(tl.int32), _DIGIT, mask=counted)
+            above = tl.sum(counts, 0) - tl.cumsum(counts, 0)
+            found = (above < wanted) & (above + counts >= wanted)
+            floor = floor * _DIGIT + tl.sum(tl.where(found, digits, 0), 0)
+            wanted -= tl.sum(tl.where(found, above, 0), 0)
+    taken = tl.zeros([], tl.int32)
+    equals = tl.zeros([], tl.int32)
+    out = out_ptr + token * out_row
+    request = token
+    if requests_ptr is not None:
+        request = tl.load(requests_ptr + token).to(tl.int64)
+    for tile in range(tiles):
+        at = tile * TILE + index
+        there = at < length
+        if length > TOPK:
+            value = _ordered(tl.load(row + at, mask=there, other=0.0))
+            equal = there & (value == floor)
+            rank = equals + tl.cumsum(equal.to(tl.int32), 0)
+            take = (there & (value > floor)) | (equal & (rank <= wanted))
+            equals += tl.sum(equal.to(tl.int32), 0)
+        else:
+            take = there
+        place = taken + tl.cumsum(take.to(tl.int32), 0) - 1
+        taken += tl.sum(take.to(tl.int32), 0)
+        listed = at
+        if table_ptr is not None:
+            block = tl.load(table_ptr + request * table_row + at // BLOCK_SIZE, mask=take, other=0)
+            listed = block * BLOCK_SIZE + at % BLOCK_SIZE
+        if offsets_ptr is not None:
+            listed += tl.load(offsets_ptr + token)
+        tl.store(out + place, listed, mask=take)
+    place = tl.arange(0, WIDTH)
+    tl.store(out + place, place * 0 - 1, mask=(place >= taken) & (place < TOPK))
+    if out_lens_ptr is not None:
+        tl.store(out_lens_ptr + token, tl.minimum(length, TOPK))

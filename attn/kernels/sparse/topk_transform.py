@@ -1,0 +1,105 @@
+"""Top-k lists as a kernel reads them: tokens of a request to slots, or to rows of a buffer."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from builders.launch.call import KernelCall
+
+_VARYING: Final = ["table_width"]
+_ANYWHERE: Final = [
+    *("ids_ptr", "visible_ptr", "reqs_ptr", "block_table_ptr", "offsets_ptr"),
+    *("out_ptr", "slots_ptr", "counts_ptr"),
+]
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_ANYWHERE)
+def topk_transform_kernel(
+    ids_ptr,
+    visible_ptr,
+    reqs_ptr,
+    block_table_ptr,
+    offsets_ptr,
+    out_ptr,
+    slots_ptr,
+    counts_ptr,
+    ids_row: tl.int64,
+    table_row: tl.int64,
+    table_width,
+    TOPK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    KIND: tl.constexpr,
+    COMPACT: tl.constexpr,
+):
+    """Lists ``[T, TOPK]`` into ``[T, WIDTH]``; a program is a row, TILE a power of two from WIDTH
+    on. KIND: "paged", "ragged" or "gathered"; the latter's slots are ``[T, WIDTH]`` too.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, TILE)
+    token = tl.load(ids_ptr + row * ids_row + column, mask=column < TOPK, other=-1)
+    # Nothing that a row does not see has an entry of the table, or a row of the buffer.
+    listed = (token >= 0) & (token < tl.load(visible_ptr + row))
+    req = tl.load(reqs_ptr + row).to(tl.int64)
+    if KIND == "ragged":
+        entry = token + tl.load(offsets_ptr + req)
+    else:
+        page = token // PAGE_SIZE
+        listed = listed & (page < table_width)
+        block = tl.load(block_table_ptr + req * table_row + page, mask=listed, other=0)
+        entry = block * PAGE_SIZE + token % PAGE_SIZE
+    place = column
+    inside = column < WIDTH
+    if COMPACT:
+        ones = listed.to(tl.int32)
+        count = tl.sum(ones, 0)
+        # Those that are none follow those that are, in order too.
+        place = tl.where(listed, tl.cumsum(ones, 0) - 1, count + tl.cumsum(1 - ones, 0) - 1)
+        inside = place < WIDTH
+        tl.store(counts_ptr + row, count)
+    entry = tl.where(listed, entry, -1)
+    if KIND == "gathered":
+        tl.store(slots_ptr + row * WIDTH + place, entry, mask=inside)
+        entry = tl.where(listed, (row * WIDTH + place).to(tl.int32), -1)
+    tl.store(out_ptr + row * WIDTH + place, entry, mask=inside)
+
+
+def topk_transform_call(
+    ids: torch.Tensor,
+    visible_lens: torch.Tensor,
+    reqs: torch.Tensor,
+    kind: str,
+    out: torch.Tensor,
+    block_table: torch.Tensor | None,
+    block_size: int,
+    offsets: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    counts: torch.Tensor | None,
+) -> KernelCall:
+    """The launch of :func:`attn.ops.topk_transform.transform_topk`, which checks arguments."""
+    rows, width = out.shape
+    arguments = {
+        "ids_ptr": ids,
+        "visible_ptr": visible_lens,
+        "reqs_ptr": reqs,
+        "block_table_ptr": block_table,
+        "offsets_ptr": offsets,
+        "out_ptr": out,
+        "slots_ptr": slots,
+        "counts_ptr": counts,
+        "ids_row": ids.stride(0),
+        "table_row": 0 if block_table is None else block_table.stride(0),
+        "table_width": 0 if block_table is None else block_table.shape[1],
+        "TOPK": ids.shape[1],
+        "WIDTH": width,
+        "TILE": triton.next_power_of_2(width),
+        "PAGE_SIZE": block_size,
+        "KIND": kind,
+        "COMPACT": counts is not None,
+    }
+    return KernelCall(topk_transform_kernel, (rows,), arguments, num_warps=4)

@@ -1,0 +1,307 @@
+"""How wrong a result may be: error budgets computed from the data, and inputs that show faults.
+
+The rule: against the float64 oracle, a result may err at most twice the sum of what the same maths
+in the low precision errs and of the rounding band of the output dtype. No tolerance is typed by
+hand, and a budget that would accept zeros is refused.
+
+    out, lse = oracle.attention(q, k, v, first, rules)
+    low_out, low_lse = low_precision_attention(q, k, v, first, rules, dtype)
+    assert row_errors(actual_out, out).max() <= budget(out, low_out, dtype)
+    assert lse_errors(actual_lse, lse).max() <= lse_budget(lse, low_lse)
+
+Inputs: with independent normal q, k, v the softmax over n keys is nearly flat. One key then moves
+the output by about 1/sqrt(n) of its norm, below the budget of bf16 for a few thousand keys, so a
+kernel that drops, adds or misplaces a key passes. ``peaked_inputs`` prevents that: each query is
+solved to score high against a few *needle* keys, each of which moves the output several times as
+much as all ordinary keys together:
+
+- *edge* keys, on both sides of every place where the row's mask changes (the query itself, the key
+  after it, both sides of a window or chunk border, the first key): losing one removes its share of
+  the row, and adding one that should be hidden takes a like share from the others;
+- one key per head from the inside of the visible range, head h drawing from the h-th part of it, so
+  that faults inside show too. A particular page or split border that must show in a long context
+  with few query rows goes into ``extra_positions``.
+
+Edges are dealt to heads in turn, shifting by one with each query, and needle scores differ (by up
+to a factor of two in weight), so that exchanging two needles shows as well. Limits: a steep ALiBi
+slope hides far needles, a soft cap below log(number of keys) flattens them, one query with one head
+covers about three edges, and a sink matters only at the height of the scores: ``peaked_sinks``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn.testing import oracle
+from attn.testing.oracle import Rules, State
+
+
+class UselessBudgetError(ValueError):
+    """The low precision is so far off on these inputs that anything would pass."""
+
+
+def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
+    """float64 [T]: per token the worst head's |actual - expected| / |expected|, L2 over [Dv].
+
+    NaN or infinity in ``actual`` is an infinite error, and so is anything but exact zeros where
+    ``expected`` is zero. Both are [T, H, Dv].
+    """
+    actual, expected = _same_shape(actual, expected, 3)
+    finite = actual.isfinite().all(-1)  # [T, H]
+    size = expected.norm(dim=-1)
+    relative = (actual - expected).norm(dim=-1) / size
+    on_zero = torch.where((actual == 0).all(-1), 0.0, torch.inf)
+    errors = torch.where(size == 0, on_zero, relative)
+    return torch.where(finite, errors, torch.inf).amax(-1)
+
+
+def lse_errors(actual: Tensor, expected: Tensor) -> Tensor:
+    """float64 [T]: per token the worst head's |actual - expected|; -inf must match exactly.
+
+    Any other mismatch of what is finite, and NaN, is an infinite error. Both are [T, H].
+    """
+    actual, expected = _same_shape(actual, expected, 2)
+    both_finite = actual.isfinite() & expected.isfinite()
+    both_empty = (actual == -torch.inf) & (expected == -torch.inf)
+    difference = torch.where(both_finite, (actual - expected).abs(), torch.inf)
+    return torch.where(both_empty, 0.0, difference).amax(-1)
+
+
+def budget(expected: Tensor, low_precision: Tensor, dtype: torch.dtype) -> float:
+    """Largest ``row_errors`` to accept: 2 * (worst error of ``low_precision`` + rounding band).
+
+    The band is half an ulp of ``dtype`` relative to the value, 2**-(mantissa bits + 1).
+    """
+    band = torch.finfo(dtype).eps / 2
+    limit = 2 * (_worst(row_errors(low_precision, expected)) + band)
+    if not limit < 1:
+        raise UselessBudgetError(
+            f"budget {limit} would accept zeros, whose error is 1: {dtype} is too low for this"
+        )
+    return limit
+
+
+def lse_budget(expected: Tensor, low_precision: Tensor, soft_cap: float | None = None) -> float:
+    """Largest ``lse_errors`` to accept: 2 * (worst error of ``low_precision`` + fp32 band).
+
+    The band is fp32's epsilon times the largest |lse|, or times 1 if all are smaller: arguments and
+    results of the exponential and the logarithm are of order one however small the lse. Under a
+    soft cap c it is times c at least: c * tanh by way of an exponential has numbers of order one
+    multiplied by c.
+    """
+    sizes = expected[expected != -torch.inf].abs().double()
+    band = torch.finfo(torch.float32).eps * max(_worst(sizes), 1.0, soft_cap or 0.0)
+    limit = 2 * (_worst(lse_errors(low_precision, expected)) + band)
+    if not math.isfinite(limit):
+        raise ValueError("low_precision has NaN, infinity, or -inf where expected has not")
+    return limit
+
+
+E4M3_MAX = 448.0
+TANH_ERROR = 2.0**-11
+"""Largest relative error of PTX's ``tanh.approx.f32``, by its documentation."""
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What a kernel does on purpose, where a careful one would not."""
+
+    fp8_weights: bool = False
+    """Probabilities are rounded to e4m3, the largest of them to its largest number."""
+    rounds_sums: bool = False
+    """Their sum is that of the rounded ones."""
+    approximates_tanh: bool = False
+    """A soft cap is by the hardware's tanh."""
+
+
+CAREFUL = Habits()
+
+
+def low_precision_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first_position: int,
+    rules: Rules,
+    dtype: torch.dtype,
+    unit: float = 1.0,
+    habits: Habits = CAREFUL,
+) -> State:
+    """``oracle.attention`` as a careful kernel computes it: out in ``dtype``, lse fp32.
+
+    Operands rounded to ``dtype``; scores, softmax and sums in fp32 (float64 for that ``dtype``);
+    unnormalised probabilities rounded to ``dtype`` before P.V; output rounded to ``dtype``. For MLA
+    pass the concatenated query, the latent rows as one KV head, and their first L columns as v.
+    Scores, maxima and the lse's parts are counted in units of ``unit``, log 2 where exponentials
+    are powers of 2: rounded once more, and elsewhere. ``habits`` are those of a less careful one.
+    """
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    q, k, v = (tensor.to(dtype).to(wide) for tensor in (q, k, v))
+    if len(k) == 0:
+        nothing = q.new_full(q.shape[:2], -torch.inf)
+        return q.new_zeros(*q.shape[:2], v.shape[2]).to(dtype), nothing
+    group = q.shape[1] // k.shape[1]
+    hidden = ~oracle.mask(len(q), len(k), first_position, rules).to(q.device)
+    positions = torch.arange(first_position, first_position + len(q))
+    key_minus_query = (torch.arange(len(k)) - positions[:, None]).to(q.device, wide)  # [Tq, Tk]
+
+    outs, lses = [], []
+    for kv_head in range(k.shape[1]):
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        s = torch.einsum("tgd,sd->gts", q[:, heads], k[:, kv_head]) * rules.scale
+        if rules.logits_soft_cap is not None:
+            s = torch.tanh(s / rules.logits_soft_cap) * rules.logits_soft_cap
+            if habits.approximates_tanh:
+                s = s * (1 - TANH_ERROR)
+        if rules.alibi_slopes is not None:
+            slopes = rules.alibi_slopes[heads].to(q.device, wide)[:, None, None]
+            away = (-key_minus_query).clamp_min(0).sqrt().neg()
+            s = s + slopes * (away if rules.use_alibi_sqrt else key_minus_query)
+        s = (s / unit).masked_fill(hidden, -torch.inf)
+        top = s.amax(-1, keepdim=True)  # [G, Tq, 1]
+        empty = top == -torch.inf
+        top = top.masked_fill(empty, 0)
+        if rules.sinks is not None:
+            sinks = (rules.sinks[heads].to(q.device, wide) / unit)[:, None, None].expand_as(top)
+            top = torch.where(empty, top, torch.maximum(top, sinks))
+        p = torch.exp((s - top) * unit)
+        rounded = p.to(dtype).to(wide)
+        total = (rounded if habits.rounds_sums else p).sum(-1, keepdim=True)
+        if rules.sinks is not None:
+            total = total + torch.exp((sinks - top) * unit).masked_fill(empty, 0)
+        if habits.fp8_weights:
+            rounded = (p * E4M3_MAX).to(torch.float8_e4m3fn).to(wide) / E4M3_MAX
+        weighted = torch.einsum("gts,sd->gtd", rounded, v[:, kv_head])
+        outs.append((weighted / total.masked_fill(empty, 1)).to(dtype))
+        lses.append((top * unit + total.log()).squeeze(-1))
+    return torch.cat(outs).transpose(0, 1), torch.cat(lses).T
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one request's attention."""
+
+    num_queries: int
+    num_keys: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int | None = None
+    """None: as ``head_size``."""
+
+
+def peaked_inputs(
+    generator: torch.Generator,
+    shape: Shape,
+    first_position: int,
+    rules: Rules,
+    dtype: torch.dtype = torch.float32,
+    extra_positions: Sequence[int] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Q [Tq, H, D], k [Tk, Hk, D], v [Tk, Hk, Dv] in ``dtype``, peaked as the module text says.
+
+    ``extra_positions`` are made needles like the edges: page, tile or split borders, for example.
+    """
+    k = torch.randn(shape.num_keys, shape.num_kv_heads, shape.head_size, generator=generator)
+    size_v = shape.head_size_v or shape.head_size
+    v = torch.randn(shape.num_keys, shape.num_kv_heads, size_v, generator=generator)
+    k, v = k.to(dtype), v.to(dtype)
+    visible = oracle.mask(shape.num_queries, shape.num_keys, first_position, rules)
+    q = peaked_queries(generator, k, shape.num_heads, visible, rules.scale, extra_positions)
+    return q.to(dtype), k, v
+
+
+def peaked_queries(
+    generator: torch.Generator,
+    k: Tensor,
+    num_heads: int,
+    visible: Tensor,
+    scale: float,
+    extra_positions: Sequence[int] = (),
+) -> Tensor:
+    """float64 queries [Tq, H, D] peaked on ``k`` [Tk, Hk, D] under the mask ``visible`` [Tq, Tk].
+
+    For MLA, ``k`` is [Tk, 1, L + r] (absorbed) or the expanded keys [Tk, H, P + r].
+    """
+    keys = k.double().repeat_interleave(num_heads // k.shape[1], dim=1)  # [Tk, H, D]
+    queries = torch.randn(len(visible), num_heads, k.shape[2], generator=generator).double()
+    for t, row in enumerate(visible):
+        needles = _needles(generator, row, t, num_heads, k.shape[2], extra_positions)  # [H, M]
+        count = needles.shape[1]
+        if count == 0:
+            continue  # no visible key: the random query stays
+        height = _needle_score(int(row.sum()), count, k.shape[2])
+        lower = torch.arange(count) * (math.log(2) / count)  # weights from 1 down to above 1/2
+        wanted = ((height - lower) / scale).double().expand(num_heads, count)
+        picked = keys[needles, torch.arange(num_heads)[:, None]]  # [H, M, D]
+        queries[t] = (torch.linalg.pinv(picked) @ wanted[..., None]).squeeze(-1)
+    return queries
+
+
+def peaked_sinks(generator: torch.Generator, lse: Tensor) -> Tensor:
+    """fp32 [H] sinks that matter: about the median of the sink-free ``lse`` [T, H] of each head."""
+    medians = [head[head != -torch.inf].median() for head in lse.unbind(1)]
+    return (torch.stack(medians).cpu() + torch.rand(len(medians), generator=generator)).float()
+
+
+def _needles(
+    generator: torch.Generator,
+    row: Tensor,
+    turn: int,
+    num_heads: int,
+    head_size: int,
+    extra_positions: Sequence[int],
+) -> Tensor:
+    """[H, M] distinct key positions per head for one mask row [Tk]; M = 0 if none is visible."""
+    padded = torch.nn.functional.pad(row, (1, 1))
+    is_edge = (row != padded[:-2]) | (row != padded[2:])
+    is_edge[list(extra_positions)] |= row[list(extra_positions)]
+    edges = is_edge.nonzero().flatten()
+    inside = (row & ~is_edge).nonzero().flatten()
+    # Needles share the query's norm: beyond this many they cannot outweigh the other keys.
+    most = int(head_size / (4 * _log_noise_to_beat(int(row.sum()))))
+    per_head = min(math.ceil(len(edges) / num_heads), max(most - 1, 3))
+    head = torch.arange(num_heads)[:, None]
+    needles = torch.empty(num_heads, 0, dtype=torch.int64)
+    if len(edges):
+        order = (turn + head) * per_head + torch.arange(per_head)
+        needles = edges[order % len(edges)]
+    if len(inside):
+        part = (head + torch.rand(num_heads, 1, generator=generator)) / num_heads
+        needles = torch.cat([needles, inside[(part * len(inside)).long()]], 1)
+    return needles
+
+
+def _log_noise_to_beat(num_visible: int) -> float:
+    return math.log(4 * math.sqrt(max(num_visible, 1)))
+
+
+def _needle_score(num_visible: int, count: int, head_size: int) -> float:
+    """Score at which each of ``count`` needles moves the output four times as much as all the rest.
+
+    A query that scores S on M needles in D dimensions scores normally distributed noise of variance
+    S^2 M / D on every other key. Values being independent, n such keys add up in quadrature, to
+    sqrt(n) exp(S^2 M / D) against exp(S) of a needle. This is the smallest S with
+    S - S^2 M / D = log(4 sqrt(n)) or, if there is none, the S that maximises the left side.
+    """
+    best = head_size / (2 * count)
+    return best * (1 - math.sqrt(max(0.0, 1 - 2 * _log_noise_to_beat(num_visible) / best)))
+
+
+def _same_shape(actual: Tensor, expected: Tensor, ndim: int) -> tuple[Tensor, Tensor]:
+    if actual.shape != expected.shape or actual.ndim != ndim:
+        raise ValueError(
+            f"actual {tuple(actual.shape)} and expected {tuple(expected.shape)} must have one "
+            f"shape with {ndim} dimensions"
+        )
+    return actual.double().to(expected.device), expected.double()
+
+
+def _worst(errors: Tensor) -> float:
+    """Largest entry, 0 if there is none."""
+    return float(errors.max()) if errors.numel() else 0.0

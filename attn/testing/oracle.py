@@ -1,0 +1,283 @@
+"""The judge: attention by definition, which every backend and ``attn.reference`` must match.
+
+Shares no code with the library and imports only torch and the standard library. One request at a
+time, keys and values unpaged and contiguous, a loop over heads, an explicit boolean mask, float64
+throughout. Shapes: Tq queries, Tk keys, H query heads, Hk KV heads, D and Dv head sizes, L latent
+width, r rotary width. Results stay on the device of the queries.
+
+A *state* is the pair (out ``[Tq, H, Dv]``, lse ``[Tq, H]``), both float64, lse with the natural
+logarithm. ``exp(lse) * out`` is the sum over visible keys of ``exp(score) * v``, so states merge.
+A row that sees no key has out 0 and lse -inf, with sinks too: when the keys are split over several
+states, give the sinks to exactly one of them, and to one that sees a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+State = tuple[Tensor, Tensor]
+
+NO_TOKEN = -1
+"""Entry of ``topk_indices`` that names no position."""
+
+
+@dataclass(frozen=True, eq=False)  # eq of tensor fields is not a bool
+class Rules:
+    """What one layer asks for one request: scores, mask and sinks. None means off."""
+
+    scale: float
+    """Multiplies q.k."""
+    causal: bool = True
+    sliding_window: int | None = None
+    """Number of visible keys, the query's own position included."""
+    attention_chunk_size: int | None = None
+    """Chunked local attention: aligned chunks of this many positions."""
+    chunk_lookback: int = 0
+    """How many chunks before its own a query sees."""
+    logits_soft_cap: float | None = None
+    alibi_slopes: Tensor | None = None
+    """[H]"""
+    use_alibi_sqrt: bool = False
+    sinks: Tensor | None = None
+    """[H] extra logit per head, in the softmax denominator only."""
+    mm_ranges: tuple[tuple[int, int], ...] = ()
+    """Inclusive (start, end) positions that see each other in both directions, start < end; a pair
+    with start >= end adds nothing."""
+    mm_clamp_window: bool = False
+    """Inside ``mm_ranges``, still see no further back than the sliding window, if there is one."""
+    rswa_prefix_len: int | None = None
+    rswa_window: int | None = None
+    """R-SWA: the first ``rswa_prefix_len`` keys and the last ``rswa_window``; replaces
+    ``sliding_window``, except for ``mm_clamp_window``."""
+
+    def __post_init__(self) -> None:
+        for name in ("sliding_window", "attention_chunk_size", "rswa_window", "logits_soft_cap"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive or None, got {value}")
+        if self.chunk_lookback < 0:
+            raise ValueError(f"chunk_lookback must be at least 0, got {self.chunk_lookback}")
+        if (self.rswa_prefix_len is None) != (self.rswa_window is None):
+            raise ValueError(
+                "rswa_prefix_len and rswa_window go together, got "
+                f"{self.rswa_prefix_len} and {self.rswa_window}"
+            )
+        if not self.causal and (self.attention_chunk_size or self.rswa_window):
+            raise ValueError("attention_chunk_size and rswa_window are defined for causal only")
+
+
+def is_visible(query_position: Tensor, key_position: Tensor, rules: Rules) -> Tensor:
+    """Whether each query sees each key: bool, in the broadcast shape of the two int tensors."""
+    distance = query_position - key_position
+
+    if rules.causal:
+        visible = key_position <= query_position
+    else:
+        visible = torch.ones_like(distance, dtype=torch.bool)
+
+    if rules.rswa_prefix_len is not None and rules.rswa_window is not None:
+        in_prefix = key_position < rules.rswa_prefix_len
+        visible = visible & (in_prefix | (key_position > query_position - rules.rswa_window))
+    elif rules.sliding_window is not None:
+        visible = visible & (key_position > query_position - rules.sliding_window)
+        if not rules.causal:
+            visible = visible & (key_position < query_position + rules.sliding_window)
+
+    if rules.attention_chunk_size is not None:
+        chunk = rules.attention_chunk_size
+        chunks_back = query_position // chunk - key_position // chunk
+        visible = visible & (chunks_back <= rules.chunk_lookback)
+
+    for start, end in rules.mm_ranges:
+        query_inside = (start <= query_position) & (query_position <= end)
+        key_inside = (start <= key_position) & (key_position <= end)
+        both_inside = query_inside & key_inside
+        if rules.mm_clamp_window and rules.sliding_window is not None:
+            both_inside = both_inside & (distance < rules.sliding_window)
+        visible = visible | both_inside
+
+    return visible
+
+
+def mask(num_queries: int, num_keys: int, first_position: int, rules: Rules) -> Tensor:
+    """Bool [Tq, Tk] on the CPU: queries at first_position and on, keys at 0..Tk-1."""
+    query_position = first_position + torch.arange(num_queries)[:, None]  # [Tq, 1]
+    key_position = torch.arange(num_keys)[None, :]  # [1, Tk]
+    return is_visible(query_position, key_position, rules)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, first_position: int, rules: Rules) -> State:
+    """State of q [Tq, H, D] over k [Tk, Hk, D] and v [Tk, Hk, Dv]."""
+    q, k, v = _float64("q", q), _float64("k", k), _float64("v", v)
+    num_queries, num_heads, head_size = q.shape
+    num_keys, num_kv_heads, _ = k.shape
+    if k.shape[2] != head_size or v.shape[:2] != k.shape[:2] or num_heads % num_kv_heads:
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not match")
+
+    visible = mask(num_queries, num_keys, first_position, rules).to(q.device)
+    query_position = first_position + torch.arange(num_queries, device=q.device)[:, None]
+    distance = query_position - torch.arange(num_keys, device=q.device)[None, :]
+
+    out = q.new_zeros(num_queries, num_heads, v.shape[2])
+    lse = q.new_zeros(num_queries, num_heads)
+    for head in range(num_heads):
+        kv_head = head // (num_heads // num_kv_heads)
+        score = rules.scale * (q[:, head] @ k[:, kv_head].T)  # [Tq, Tk]
+        if rules.logits_soft_cap is not None:
+            score = rules.logits_soft_cap * torch.tanh(score / rules.logits_soft_cap)
+        if rules.alibi_slopes is not None:
+            slope = _per_head("alibi_slopes", rules.alibi_slopes, num_heads)[head].item()
+            bias = -distance.clamp(min=0).double().sqrt() if rules.use_alibi_sqrt else -distance
+            score = score + slope * bias
+        score = score.masked_fill(~visible, -torch.inf)
+        head_lse = torch.logsumexp(score, dim=-1)  # [Tq], -inf where nothing is visible
+        if rules.sinks is not None:
+            sink = _per_head("sinks", rules.sinks, num_heads)[head].to(q.device)
+            head_lse = torch.where(visible.any(-1), torch.logaddexp(head_lse, sink), head_lse)
+        lse[:, head] = head_lse
+        probability = torch.exp(score - _zero_if_empty(head_lse)[:, None])
+        out[:, head] = probability @ v[:, kv_head]
+    return out, lse
+
+
+def merge(states: Sequence[State]) -> State:
+    """State over the union of the keys of ``states``, all [Tq, H, Dv] and [Tq, H]."""
+    outs = torch.stack([_float64("out", out) for out, _ in states])  # [S, Tq, H, Dv]
+    lses = torch.stack([lse.double() for _, lse in states])  # [S, Tq, H]
+    top = _zero_if_empty(lses.amax(0))  # [Tq, H]
+    weight = torch.exp(lses - top)
+    total = weight.sum(0)
+    out = (weight[..., None] * outs).sum(0) / torch.where(total > 0, total, 1)[..., None]
+    return out, top + torch.log(total)
+
+
+def mla_absorbed(
+    ql_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, first_position: int, rules: Rules
+) -> State:
+    """Latent state of absorbed queries over latent rows: out [Tq, H, L] = sum of p * kv_c.
+
+    Args:
+        ql_nope: [Tq, H, L], queries already multiplied by W_UK.
+        q_pe: [Tq, H, r].
+        kv_c: [Tk, L].
+        k_pe: [Tk, r].
+    """
+    q = torch.cat([_float64("ql_nope", ql_nope), _float64("q_pe", q_pe)], -1)
+    rows = torch.cat([_float64("kv_c", kv_c), _float64("k_pe", k_pe)], -1)  # [Tk, L + r]
+    return attention(q, rows[:, None, :], kv_c[:, None, :], first_position, rules)
+
+
+def mla_expanded(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    first_position: int,
+    rules: Rules,
+) -> State:
+    """State of the same attention with keys and values expanded per head: out [Tq, H, V].
+
+    Args:
+        q_nope: [Tq, H, P].
+        q_pe: [Tq, H, r].
+        kv_c: [Tk, L].
+        k_pe: [Tk, r].
+        w_uk: [L, H, P].
+        w_uv: [L, H, V].
+    """
+    num_heads = q_nope.shape[1]
+    q = torch.cat([_float64("q_nope", q_nope), _float64("q_pe", q_pe)], -1)
+    latent, rope = _float64("kv_c", kv_c), _float64("k_pe", k_pe)
+    w_uk, w_uv = _float64("w_uk", w_uk), _float64("w_uv", w_uv)
+    keys, values = [], []
+    for head in range(num_heads):
+        keys.append(torch.cat([latent @ w_uk[:, head], rope], -1))  # [Tk, P + r]
+        values.append(latent @ w_uv[:, head])
+    return attention(q, torch.stack(keys, 1), torch.stack(values, 1), first_position, rules)
+
+
+def sparse_mla(
+    ql_nope: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    topk_indices: Tensor,
+    scale: float,
+    sinks: Tensor | None = None,
+) -> State:
+    """Latent state where each query attends exactly the positions listed for it.
+
+    Args:
+        ql_nope, q_pe, kv_c, k_pe: as in ``mla_absorbed``.
+        topk_indices: [Tq, K] int positions in 0..Tk-1; -1 = none, anywhere in the row; a position
+            listed twice counts twice. A row of -1 only has out 0 and lse -inf.
+        scale: multiplies q.k.
+        sinks: [H] or None.
+    """
+    rules = Rules(scale=scale, causal=False, sinks=sinks)
+    states = []
+    for t, listed in enumerate(topk_indices.long().to(kv_c.device)):
+        listed = listed[listed != NO_TOKEN]
+        if bool(((listed < 0) | (listed >= len(kv_c))).any()):
+            raise ValueError(f"topk_indices[{t}] must be -1 or 0..{len(kv_c) - 1}, got {listed}")
+        one = slice(t, t + 1)
+        states.append(mla_absorbed(ql_nope[one], q_pe[one], kv_c[listed], k_pe[listed], 0, rules))
+    if not states:
+        return mla_absorbed(ql_nope, q_pe, kv_c, k_pe, 0, rules)
+    return torch.cat([out for out, _ in states]), torch.cat([lse for _, lse in states])
+
+
+def index_logits(q_index: Tensor, k_index: Tensor, weights: Tensor, first_position: int) -> Tensor:
+    """Indexer scores, float64 [Tq, Tk], -inf where the key lies after the query.
+
+    Args:
+        q_index: [Tq, H, D].
+        k_index: [Tk, D].
+        weights: [Tq, H].
+    """
+    q_index, k_index = _float64("q_index", q_index), _float64("k_index", k_index)
+    weights = _float64("weights", weights)
+    logits = q_index.new_zeros(len(q_index), len(k_index))
+    for head in range(q_index.shape[1]):
+        logits += weights[:, head, None] * torch.relu(q_index[:, head] @ k_index.T)
+    visible = mask(len(q_index), len(k_index), first_position, Rules(scale=1.0))
+    return logits.masked_fill(~visible.to(logits.device), -torch.inf)
+
+
+def index_topk(
+    q_index: Tensor, k_index: Tensor, weights: Tensor, first_position: int, topk: int
+) -> Tensor:
+    """int32 [Tq, topk]: positions by logit, highest first, ties to the lower position, then -1.
+
+    Arguments as in ``index_logits``.
+    """
+    logits = index_logits(q_index, k_index, weights, first_position)
+    ordered, positions = torch.sort(logits, dim=-1, descending=True, stable=True)
+    positions = positions.masked_fill(ordered == -torch.inf, NO_TOKEN)[:, :topk].int()
+    missing = topk - positions.shape[1]
+    return torch.nn.functional.pad(positions, (0, missing), value=NO_TOKEN)
+
+
+def _float64(name: str, tensor: Tensor) -> Tensor:
+    """``tensor`` in float64; a judge fed garbage (poisoned slots, say) must not pass it on."""
+    tensor = tensor.double()
+    if not bool(tensor.isfinite().all()):
+        raise ValueError(f"{name} has NaN or infinite entries")
+    return tensor
+
+
+def _per_head(name: str, tensor: Tensor, num_heads: int) -> Tensor:
+    if tensor.shape != (num_heads,):
+        raise ValueError(f"{name} must have shape [{num_heads}], got {tuple(tensor.shape)}")
+    return tensor.double()
+
+
+def _zero_if_empty(lse: Tensor) -> Tensor:
+    """0 in place of -inf, so that ``x - lse`` stays -inf instead of becoming NaN."""
+    return torch.where(lse == -torch.inf, 0.0, lse)

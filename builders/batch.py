@@ -1,0 +1,375 @@
+"""The batch of one step, as every metadata builder receives it.
+
+Field names and meanings are vLLM's, so vLLM's own ``CommonAttentionMetadata`` object can be given
+to a builder as it is: builders read only fields that vLLM 0.26 and 0.33 both have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from builders.pages.paging import check_block_table, check_slots, compute_slot_mapping
+from specs.attention import AttentionType
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass
+class CommonAttentionMetadata:
+    """One step's batch for one KV cache group. R requests, T tokens; padding included in both.
+
+        |---------- context_len ----------|-- query_len --|
+        |-------------------- seq_len --------------------|
+
+    Nothing in the library writes on it: a changed batch is a new object (:meth:`replace`).
+    """
+
+    query_start_loc: torch.Tensor
+    """``[R + 1]`` int32, device: request i owns tokens ``[q[i], q[i + 1])``."""
+    query_start_loc_cpu: torch.Tensor
+    """``[R + 1]`` int32, host; can differ per request from the device's when drafts are trimmed
+    on the device, never in total."""
+    seq_lens: torch.Tensor
+    """``[R]`` int32, device: KV length after this step's write. For cross attention the encoder's
+    length, which can be below the query length; for encoders the input's."""
+    num_reqs: int
+    """R."""
+    num_actual_tokens: int
+    """Tokens to compute; kernels touch only these rows."""
+    max_query_len: int
+    """Host bound on the query lengths."""
+    max_seq_len: int
+    """Host bound on ``seq_lens``: sizes grids, never decides a result."""
+    block_table_tensor: torch.Tensor
+    """``[R, max_blocks]`` int32, device: physical block of each logical block. Entries past
+    ``ceil(seq_len / block_size)`` are undefined."""
+    slot_mapping: torch.Tensor
+    """``[T]`` int64, device: ``block * block_size + offset`` of each new token; -1 skips it."""
+    causal: bool | torch.Tensor = True
+    """One flag for all requests, or ``[R]`` per request (nonzero means causal), device."""
+    logits_indices_padded: torch.Tensor | None = None
+    """Tokens whose logits are wanted (KV-sharing fast prefill)."""
+    num_logits_indices: int | None = None
+    max_logits_per_req: int | None = None
+    encoder_seq_lens: torch.Tensor | None = None
+    """``[R]`` int32, device: encoder lengths, for cross attention."""
+    encoder_seq_lens_cpu: np.ndarray | None = None
+    """``[R]`` host copy, exact; 0 for a request whose encoder keys an earlier step wrote. Needed
+    where the block table has room for more keys than ``EngineConfig.max_encoder_len``."""
+    dcp_local_seq_lens: torch.Tensor | None = None
+    """``[R]`` int32, device: this decode-context-parallel rank's share of ``seq_lens``."""
+    dcp_local_seq_lens_cpu_upper_bound: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    """``[T]`` int64, device: absolute position of each token."""
+    is_prefilling: torch.Tensor | None = None
+    """``[R]`` bool, host: the request's prompt is not yet fully computed."""
+    seq_lens_cpu_upper_bound: torch.Tensor | None = None
+    """``[R]`` int32, host: at least ``seq_lens``; exact for prefill rows."""
+    req_idx: np.ndarray | None = None
+    mm_req_doc_ranges: dict[int, list[tuple[int, int]]] | None = None
+    """Request -> inclusive position ranges attended in both directions (multimodal tokens)."""
+    rswa_prefix_lens: torch.Tensor | None = None
+    """``[R]`` int32, device: prefix that stays visible beside the window (R-SWA)."""
+    replayssm_decode_base_cpu: torch.Tensor | None = None
+    block_size: int | None = None
+    """Tokens per block of the table; None where whoever made the batch does not say, as vLLM's own
+    object does not. Builders refuse a batch of another size than their cache's."""
+
+    @classmethod
+    def from_lengths(
+        cls,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_table: torch.Tensor,
+        block_size: int,
+    ) -> CommonAttentionMetadata:
+        """A decoder batch from host lengths, as an engine's runner assembles it.
+
+        Args:
+            query_lens: R new-token counts.
+            seq_lens: R KV lengths, the new tokens included.
+            block_table: ``[R, max_blocks]`` int32; its device is the batch's.
+            block_size: tokens per block.
+
+        Raises:
+            ValueError: lengths that are negative or of different counts, a query longer than its
+                sequence, a table of another number of rows, or one with fewer columns than a
+                request with new tokens needs; one without columns is of layers that cache nothing.
+        """
+        _check_lengths(query_lens, seq_lens, block_table, block_size)
+        device = block_table.device
+        starts = torch.zeros(len(query_lens) + 1, dtype=torch.int32)
+        starts[1:] = torch.tensor(query_lens, dtype=torch.int32).cumsum(0)
+        lens = torch.tensor(seq_lens, dtype=torch.int32)
+        num_tokens = int(starts[-1])
+        starts_device, lens_device = starts.to(device), lens.to(device)
+        positions = [
+            torch.arange(seq_len - query_len, seq_len)
+            for query_len, seq_len in zip(query_lens, seq_lens, strict=True)
+        ]
+        return cls(
+            query_start_loc=starts_device,
+            query_start_loc_cpu=starts,
+            seq_lens=lens_device,
+            num_reqs=len(query_lens),
+            num_actual_tokens=num_tokens,
+            max_query_len=max(query_lens, default=0),
+            max_seq_len=max(seq_lens, default=0),
+            block_table_tensor=block_table,
+            slot_mapping=compute_slot_mapping(
+                block_table, starts_device, lens_device, num_tokens, block_size
+            ),
+            positions=torch.cat([*positions, torch.arange(0)]).to(device),
+            seq_lens_cpu_upper_bound=lens,
+            block_size=block_size,
+        )
+
+    def batch_size(self) -> int:
+        """R, from the device tensor's shape."""
+        return int(self.seq_lens.shape[0])
+
+    def naive_query_lens(self) -> torch.Tensor:
+        """``[R]`` int32, device: new tokens of each request."""
+        return self.query_start_loc[1:] - self.query_start_loc[:-1]
+
+    def compute_num_computed_tokens(self) -> torch.Tensor:
+        """``[R]`` int32, device: context lengths (decoder self-attention only)."""
+        return self.seq_lens - self.naive_query_lens()
+
+    def token_to_req_indices(self, buffer: torch.Tensor | None = None) -> torch.Tensor:
+        """``[T]`` int32, device: request of each token, without a host sync.
+
+        Args:
+            buffer: ``[>= T]`` int32 to write into, for CUDA graphs; None allocates.
+        """
+        tokens = torch.arange(
+            self.num_actual_tokens, dtype=torch.int32, device=self.query_start_loc.device
+        )
+        ends = self.query_start_loc[1:].contiguous()
+        out = None if buffer is None else buffer[: self.num_actual_tokens]
+        rows = torch.searchsorted(ends, tokens, right=True, out_int32=True, out=out)
+        # Padding tokens follow the last request; they get its index, which is at least in range.
+        return rows.clamp_(max=max(self.num_reqs - 1, 0))
+
+    def replace(self, **changes: Any) -> CommonAttentionMetadata:
+        """A copy with some fields changed; every other field is kept."""
+        return dataclasses.replace(self, **changes)
+
+    def unpadded(self, num_actual_tokens: int, num_actual_reqs: int) -> CommonAttentionMetadata:
+        """The batch without padding rows and tokens: views of the first ones.
+
+        Args:
+            num_actual_tokens: real tokens, at most ``num_actual_tokens`` of this object.
+            num_actual_reqs: real requests, at most ``num_reqs``.
+        """
+        if not 0 <= num_actual_reqs <= self.num_reqs:
+            raise ValueError(
+                f"num_actual_reqs must be in [0, {self.num_reqs}], got {num_actual_reqs}"
+            )
+        if not 0 <= num_actual_tokens <= self.num_actual_tokens:
+            raise ValueError(
+                f"num_actual_tokens must be in [0, {self.num_actual_tokens}], "
+                f"got {num_actual_tokens}"
+            )
+        changes: dict[str, Any] = {
+            "num_reqs": num_actual_reqs,
+            "num_actual_tokens": num_actual_tokens,
+        }
+        for name, (extent, extra) in LEADING_AXIS.items():
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                stop = num_actual_reqs + extra if extent == "reqs" else num_actual_tokens
+                changes[name] = value[:stop]
+        if self.mm_req_doc_ranges is not None:
+            changes["mm_req_doc_ranges"] = {
+                req: ranges
+                for req, ranges in self.mm_req_doc_ranges.items()
+                if req < num_actual_reqs
+            }
+        return dataclasses.replace(self, **changes)
+
+
+def replace_known(batch: CommonAttentionMetadata, **changes: Any) -> CommonAttentionMetadata:
+    """Like ``batch.replace``, leaving out fields that the object's class lacks.
+
+    vLLM's own object can be given in place of ours, and its versions differ in optional fields.
+    """
+    known = {field.name for field in dataclasses.fields(batch)}
+    return dataclasses.replace(batch, **{k: v for k, v in changes.items() if k in known})
+
+
+def refuse_fields(batch: CommonAttentionMetadata, backend: str, *names: str) -> None:
+    """Refuse a batch that asks for what a backend would silently ignore.
+
+    Raises:
+        NotImplementedError: one of the fields is set; the message names it.
+    """
+    for name in names:
+        if getattr(batch, name, None) is not None:
+            raise NotImplementedError(f"{backend} does not support {name}")
+
+
+# What vLLM's own object (0.26, 0.33) keeps of lengths that were; unknown to our class.
+VLLM_CACHES = (
+    "dcp_local_seq_lens_cpu",
+    "_seq_lens_cpu",
+    "_num_computed_tokens_cpu",
+    "_num_computed_tokens_cache",
+    "_token_to_req_indices_cache",
+)
+
+# Leading axis of each tensor field, and entries beyond one per request; a test checks that none
+# is missing.
+LEADING_AXIS = {
+    "query_start_loc": ("reqs", 1),
+    "query_start_loc_cpu": ("reqs", 1),
+    "seq_lens": ("reqs", 0),
+    "block_table_tensor": ("reqs", 0),
+    "slot_mapping": ("tokens", 0),
+    "causal": ("reqs", 0),
+    "encoder_seq_lens": ("reqs", 0),
+    "encoder_seq_lens_cpu": ("reqs", 0),
+    "dcp_local_seq_lens": ("reqs", 0),
+    "dcp_local_seq_lens_cpu_upper_bound": ("reqs", 0),
+    "positions": ("tokens", 0),
+    "is_prefilling": ("reqs", 0),
+    "seq_lens_cpu_upper_bound": ("reqs", 0),
+    "req_idx": ("reqs", 0),
+    "rswa_prefix_lens": ("reqs", 0),
+    "replayssm_decode_base_cpu": ("reqs", 0),
+}
+
+
+def _check_lengths(
+    query_lens: Sequence[int], seq_lens: Sequence[int], block_table: torch.Tensor, block_size: int
+) -> None:
+    if block_size < 1:
+        raise ValueError(f"block_size must be positive, got {block_size}")
+    if not len(query_lens) == len(seq_lens) == block_table.shape[0]:
+        raise ValueError(
+            f"query_lens, seq_lens and block_table must have one entry per request, got "
+            f"{len(query_lens)}, {len(seq_lens)} and {block_table.shape[0]}"
+        )
+    columns = block_table.shape[1]
+    for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        if seq_len < 0:
+            raise ValueError(f"seq_lens[{row}] must not be negative, got {seq_len}")
+        if not 0 <= query_len <= seq_len:
+            raise ValueError(
+                f"query_lens[{row}] must be in [0, seq_lens[{row}]] = [0, {seq_len}], "
+                f"got {query_len}"
+            )
+        # A row without new tokens is padding.
+        if query_len and 0 < columns * block_size < seq_len:
+            raise ValueError(
+                f"block_table must have a column for each block of {block_size} tokens of "
+                f"seq_lens[{row}] = {seq_len}, got {columns} columns"
+            )
+
+
+def check_invariants(
+    batch: CommonAttentionMetadata,
+    *,
+    attn_type: AttentionType = AttentionType.DECODER,
+    block_size: int | None = None,
+    num_blocks: int | None = None,
+) -> None:
+    """Full check of a batch; reads device values, so it is for debugging (``ATTN_DEBUG=1``).
+
+    Args:
+        batch: the step's batch.
+        attn_type: cross attention and encoders have lengths of their own: ``seq_lens`` is then
+            not bounded below by the query lengths.
+        block_size: tokens per block, to check that the table is wide enough.
+        num_blocks: blocks of the cache, to check that no id lies outside it.
+
+    Raises:
+        TypeError: a tensor of the wrong dtype.
+        ValueError: anything else; the message names field, expectation and value.
+    """
+    _check_dtypes_and_shapes(batch)
+    query_lens, seq_lens = _check_query_start_loc(batch)
+    live = query_lens > 0
+    if int(seq_lens.min() if len(seq_lens) else 0) < 0:
+        raise ValueError(f"seq_lens must not be negative, got {int(seq_lens.min())}")
+    if attn_type is AttentionType.DECODER:
+        short = torch.nonzero(live & (seq_lens > 0) & (seq_lens < query_lens)).flatten()
+        if len(short):
+            row = int(short[0])
+            raise ValueError(
+                f"seq_lens[{row}] must be at least the query length {int(query_lens[row])}, "
+                f"got {int(seq_lens[row])}"
+            )
+    if len(seq_lens) and int(seq_lens.max()) > batch.max_seq_len:
+        raise ValueError(
+            f"max_seq_len must bound seq_lens ({int(seq_lens.max())}), got {batch.max_seq_len}"
+        )
+    if attn_type.is_cached and block_size is not None:
+        lens = batch.seq_lens
+        if attn_type is AttentionType.ENCODER_DECODER and batch.encoder_seq_lens is not None:
+            lens = batch.encoder_seq_lens
+        check_block_table(batch.block_table_tensor, lens, block_size, num_blocks)
+    if attn_type is AttentionType.DECODER:
+        check_slots(batch.slot_mapping, block_size, num_blocks)
+
+
+def _check_dtypes_and_shapes(batch: CommonAttentionMetadata) -> None:
+    reqs, tokens = batch.num_reqs, batch.num_actual_tokens
+    expected = {
+        "query_start_loc": (torch.int32, reqs + 1),
+        "query_start_loc_cpu": (torch.int32, reqs + 1),
+        "seq_lens": (torch.int32, reqs),
+        "block_table_tensor": (torch.int32, reqs),
+        "slot_mapping": (torch.int64, tokens),
+    }
+    for name, (dtype, length) in expected.items():
+        tensor = getattr(batch, name)
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
+        # A padded batch can carry more slots than tokens, never fewer.
+        wrong = tensor.shape[0] < length if name == "slot_mapping" else tensor.shape[0] != length
+        if wrong:
+            raise ValueError(f"{name} must have length {length}, got {tuple(tensor.shape)}")
+    if batch.block_table_tensor.dim() != 2:
+        raise ValueError(
+            f"block_table_tensor must be [R, max_blocks], "
+            f"got {tuple(batch.block_table_tensor.shape)}"
+        )
+    if batch.query_start_loc_cpu.device.type != "cpu":
+        raise ValueError(
+            f"query_start_loc_cpu must be on the host, got {batch.query_start_loc_cpu.device}"
+        )
+
+
+def _check_query_start_loc(batch: CommonAttentionMetadata) -> tuple[torch.Tensor, torch.Tensor]:
+    starts = batch.query_start_loc.cpu()
+    query_lens = starts[1:] - starts[:-1]
+    if int(starts[0]) != 0:
+        raise ValueError(f"query_start_loc must start at 0, got {int(starts[0])}")
+    if len(query_lens) and int(query_lens.min()) < 0:
+        row = int(query_lens.argmin())
+        raise ValueError(
+            f"query_start_loc must not decrease, got {starts[row : row + 2].tolist()} at {row}"
+        )
+    if int(starts[-1]) > batch.num_actual_tokens:
+        raise ValueError(
+            f"query_start_loc must end at or below num_actual_tokens "
+            f"({batch.num_actual_tokens}), got {int(starts[-1])}"
+        )
+    if int(batch.query_start_loc_cpu[-1]) != int(starts[-1]):
+        raise ValueError(
+            f"query_start_loc_cpu must end where query_start_loc does ({int(starts[-1])}), "
+            f"got {int(batch.query_start_loc_cpu[-1])}"
+        )
+    if len(query_lens) and int(query_lens.max()) > batch.max_query_len:
+        raise ValueError(
+            f"max_query_len must bound the query lengths ({int(query_lens.max())}), "
+            f"got {batch.max_query_len}"
+        )
+    return query_lens, batch.seq_lens.cpu()

@@ -1,0 +1,114 @@
+"""Cascade attention: a batch's common prefix computed once, then what is each request's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from builders.batch import CommonAttentionMetadata
+from builders.splitkv.planner import SplitPlanner
+from builders.splitkv.record import PrefillPlan
+from builders.splitkv.tiles import DenseShape
+from specs.base import cdiv
+
+if TYPE_CHECKING:
+    from builders.dense.record import TritonAttentionMetadata
+
+
+@dataclass
+class SharedPrefix:
+    """Cascade attention: the prefix once for all requests, then what is each request's own.
+
+    An alternative to the record that it belongs to, for layers whose mask is plain causality:
+    positions count from the end of the prefix in both, and the prefix is seen whole.
+    """
+
+    length: int
+    """Tokens of the prefix, a multiple of the block size."""
+    prefix: TritonAttentionMetadata
+    """All tokens as one request over the prefix, not causal."""
+    own: TritonAttentionMetadata
+    """The batch over every request's keys after the prefix."""
+    outputs: torch.Tensor
+    """``[2, T, H, Dv]`` fp32 scratch: prefix part, own part."""
+    lses: torch.Tensor
+    """``[2, T, H]`` fp32 scratch, likewise."""
+
+
+class SharedBuffers:
+    """What cascade attention keeps beside the ordinary plan: a plan of its own, and scratch."""
+
+    def __init__(self, planner: SplitPlanner, shape: DenseShape) -> None:
+        self.planner = planner
+        self.buffers = buffers = planner.buffers
+        limits, int32 = planner.limits, torch.int32
+        states = (2, limits.max_num_tokens, shape.num_heads)
+        buffers.declare("own_lens", (limits.max_num_seqs,), int32)
+        buffers.declare("prefix_len", (1,), int32)
+        buffers.declare("prefix_query_start", (2,), int32)
+        buffers.declare("prefix_tile_starts", (2,), int32)
+        buffers.declare("outputs", (*states, shape.head_size_v), torch.float32)
+        buffers.declare("lses", states, torch.float32)
+
+    def fill(
+        self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int, length: int
+    ) -> None:
+        """Lengths of both parts and the plan of the own part; nothing is copied from the host."""
+        own_lens = self.buffers.view("own_lens", len(seq_lens))
+        torch.sub(seq_lens, length, out=own_lens).clamp_(min=0)
+        self.planner.fill(query_start_loc, own_lens)
+        self.buffers["prefix_len"].fill_(length)
+        self.buffers["prefix_query_start"][1:].fill_(num_tokens)
+        tiles = cdiv(num_tokens, self.planner.prefill.query_tile)
+        self.buffers["prefix_tile_starts"][1:].fill_(tiles)
+
+    def parts(
+        self, record: TritonAttentionMetadata, num_tokens: int, length: int, block_size: int
+    ) -> SharedPrefix:
+        """The record's views."""
+        b, planner, table = self.buffers, self.planner, record.block_table
+        tile, heads = planner.prefill, planner.num_heads
+        programs = cdiv(num_tokens, tile.query_tile) * heads
+        prefix = replace(
+            record,
+            num_reqs=1,
+            query_start_loc=b["prefix_query_start"],
+            seq_lens=b["prefix_len"],
+            block_table=table[:1],
+            split=None,
+            prefill=PrefillPlan(tile, b["prefix_tile_starts"], programs),
+            causal=False,
+        )
+        own_prefill = record.prefill
+        if own_prefill is not None:
+            # Scratch is fp32, which the kernel for Hopper has no room for.
+            own_prefill = replace(planner.own_prefill(own_prefill, record.num_reqs), hopper=None)
+        own = replace(
+            record,
+            seq_lens=b.view("own_lens", record.num_reqs),
+            block_table=table[:, length // block_size :],
+            split=planner.split(),
+            prefill=own_prefill,
+        )
+        outputs = b.view("outputs", 2, num_tokens, heads, b["outputs"].shape[-1])
+        return SharedPrefix(length, prefix, own, outputs, b.view("lses", 2, num_tokens, heads))
+
+
+def debug_prefix(batch: CommonAttentionMetadata, length: int, block_size: int) -> None:
+    """Every request with new tokens has the prefix behind it, in the first request's blocks."""
+    query_lens = batch.naive_query_lens().cpu()
+    context = batch.seq_lens.cpu() - query_lens
+    table = batch.block_table_tensor[:, : length // block_size].cpu()
+    for row in query_lens.nonzero().flatten().tolist():
+        if context[row] < length:
+            raise ValueError(
+                f"common_prefix_len must be at most the computed tokens of every request, got "
+                f"{length} and {int(context[row])} of request {row}"
+            )
+        if not torch.equal(table[row], table[0]):
+            raise ValueError(
+                f"common_prefix_len ({length}) spans blocks that request {row} does not share "
+                f"with request 0: {table[row].tolist()} and {table[0].tolist()}"
+            )

@@ -1,0 +1,520 @@
+"""Metadata of TRITON_ATTN: the step's plan, computed on the device, in persistent buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Self, cast
+
+import torch
+
+from builders.base import AttentionMetadataBuilder
+from builders.batch import CommonAttentionMetadata, refuse_fields
+from builders.buffers import GraphBuffers
+from builders.checks.debug import debug_enabled, debug_limits
+from builders.checks.masks import check_batch_masks, check_dcp, check_rswa
+from builders.checks.step_limits import check_common_prefix
+from builders.dense.choice import (
+    LayerAsks,
+    decode_kernel_of,
+    hopper_tile,
+    prefill_kernel_of,
+)
+from builders.dense.limits import BLOCK_MULTIPLE, check_dtypes, check_head_sizes
+from builders.dense.record import TritonAttentionMetadata
+from builders.dense.shared_prefix import SharedBuffers, SharedPrefix, debug_prefix
+from builders.dense.widened import LEAST_ROWS, PAGE, WidenedPages
+from builders.device import device_facts, runs_gluon
+from builders.pages.paging import Stripe
+from builders.splitkv.planner import SplitPlanner
+from builders.splitkv.record import (
+    PrefillPlan,
+    SplitLimits,
+    VisibleKeys,
+    WidenedKeys,
+)
+from builders.splitkv.tiles import (
+    DenseShape,
+    HopperDecodeTile,
+    HopperTile,
+)
+from specs.attention import AttentionCGSupport
+from specs.base import cdiv
+from specs.dtypes import CacheDType
+from specs.engine import DecodeKernel, EngineConfig, PrefillKernel
+from specs.kv_cache import (
+    AnyKVCacheSpec,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+)
+from specs.positions import cut_chunks, cut_range, cut_window
+
+
+class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMetadata]):
+    """One plan per step and KV geometry, shared by all layers of the group."""
+
+    _cudagraph_support = AttentionCGSupport.ALWAYS
+    supports_draft_decode_metadata_update = True
+
+    def __init__(
+        self,
+        kv_cache_spec: AnyKVCacheSpec,
+        layer_names: Sequence[str],
+        vllm_config: EngineConfig,
+        device: torch.device | str,
+    ) -> None:
+        """
+        Args:
+            kv_cache_spec: the group's spec.
+            layer_names: layers of the group.
+            vllm_config: engine limits; ``num_heads`` is needed.
+            device: where the records' tensors live.
+
+        Raises:
+            ValueError: ``num_heads`` is missing or does not fit the KV heads; a head size, block
+                size or dtype of the spec that no kernel takes; ``prefill_kernel`` or
+                ``decode_kernel`` is one that does not serve the group; decode context parallelism
+                or R-SWA of a group that cannot have it.
+        """
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        spec: Any = kv_cache_spec
+        heads = _check_support(spec, vllm_config)
+        check_dcp(kv_cache_spec, vllm_config)
+        check_rswa(kv_cache_spec, vllm_config)
+        self.shape = DenseShape(
+            num_heads=heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            head_size_v=spec.v_size,
+            itemsize=spec.dtype.itemsize,
+            stored_bits=spec.cache_dtype.element(spec.dtype).itemsize
+            * 8
+            // spec.cache_dtype.packing,
+        )
+        self.is_encoder = isinstance(spec, EncoderOnlyAttentionSpec)
+        self.is_cross = isinstance(spec, CrossAttentionSpec)
+        self.visible = _visible_keys(spec, vllm_config)
+        self.gpu = device_facts(self.device)
+        self.buffers = GraphBuffers(self.device)
+        self._limits = SplitLimits(
+            vllm_config.max_num_seqs,
+            vllm_config.max_num_batched_tokens,
+            self.step_limits.max_kv_len,
+            self.visible.span,
+        )
+        self.planner = self._new_planner(self.buffers)
+        self._widened = self._widened_pages()
+        self._shared: SharedBuffers | None = None
+        self.shares_prefix = (
+            isinstance(kv_cache_spec, FullAttentionSpec)
+            and not vllm_config.batch_invariant
+            and self.visible.stripe is None
+        )
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+
+    @classmethod
+    def for_free_partition(
+        cls,
+        kv_cache_spec: AnyKVCacheSpec,
+        layer_names: Sequence[str],
+        vllm_config: EngineConfig,
+        device: torch.device | str,
+    ) -> Self:
+        """A builder that cuts rows where the load is even, so that bits depend on the batch: for
+        benchmarks of what invariance costs. Arguments and errors as of the constructor.
+        """
+        builder = cls(kv_cache_spec, layer_names, vllm_config, device)
+        builder.planner = builder._new_planner(GraphBuffers(builder.device), is_free=True)
+        return builder
+
+    def _new_planner(self, buffers: GraphBuffers, is_free: bool = False) -> SplitPlanner:
+        config = self.vllm_config
+        return SplitPlanner(
+            self.shape,
+            self.gpu,
+            self._limits,
+            config.max_decode_query_len,
+            buffers,
+            every_row=config.batch_invariant and not self.is_encoder,
+            is_free=is_free,
+            takes_rows=not self.is_encoder,
+            hopper=self._hopper_tile(),
+            requires_hopper=config.prefill_kernel is PrefillKernel.HOPPER,
+            hopper_decode=None if is_free else self._hopper_decode_tile(),
+            requires_hopper_decode=config.decode_kernel is DecodeKernel.HOPPER,
+        )
+
+    def _asks(self) -> LayerAsks:
+        """What layers of this group ask of the kernels for Hopper, as far as it is known here."""
+        config, spec = self.vllm_config, cast(Any, self.kv_cache_spec)
+        return LayerAsks(
+            batch_invariant=config.batch_invariant,
+            is_local=self.visible.span is not None,
+            dcp=self.visible.stripe is not None,
+            query=spec.dtype,
+            cache_dtype=spec.cache_dtype,
+        )
+
+    @property
+    def _page(self) -> int:
+        """Tokens of a page; 0 without pages."""
+        return 0 if self.is_encoder else self.kv_cache_spec.block_size
+
+    def _hopper_tile(self) -> HopperTile | None:
+        """The tile of the prefill kernel for Hopper, where layers of this group may take it."""
+        wanted = self.vllm_config.prefill_kernel
+        if wanted is PrefillKernel.AUTO and not runs_gluon(self.device):
+            return None
+        return prefill_kernel_of(self.shape, self.gpu.kind, self._page, self._asks(), wanted)[0]
+
+    def _hopper_decode_tile(self) -> HopperDecodeTile | None:
+        """The tile of the split-KV kernel for Hopper, where layers of this group take it."""
+        config = self.vllm_config
+        wanted, tokens = config.decode_kernel, config.max_decode_query_len
+        if wanted is DecodeKernel.AUTO and not runs_gluon(self.device):
+            return None
+        # There is one plan: it is not made for steps that will go to the plain kernel.
+        asks = replace(self._asks(), rswa=config.rswa_window is not None)
+        return decode_kernel_of(self.shape, self.gpu.kind, self._page, tokens, asks, wanted)[0]
+
+    def _widened_pages(self) -> WidenedPages | None:
+        """Where prefills of this group may have a quantised cache widened; None where they do not.
+
+        Both ways have to take tiles of the same tokens, for which the plan is, and of the same
+        keys, for the same bits.
+        """
+        config, spec, visible = self.vllm_config, cast(Any, self.kv_cache_spec), self.visible
+        of_cache = self.planner.hopper
+        if of_cache is None or self.shape.stored_bits != 8 or config.prefill_workspace_bytes == 0:
+            return None
+        if self.is_cross or visible.chunk is not None or config.rswa_window is not None:
+            return None
+        if not config.exact_host_lengths:
+            return None
+        asks = replace(self._asks(), cache_dtype=CacheDType.AUTO)
+        tile = hopper_tile(replace(self.shape, stored_bits=16), self.gpu.kind, PAGE, asks)
+        sides = of_cache.query_tile, of_cache.kv_tile
+        if isinstance(tile, str) or (tile.query_tile, tile.kv_tile) != sides:
+            return None
+        short, most = self.planner.short_query, config.prefill_workspace_bytes
+        sizes = self.shape, spec.dtype.torch, spec.cache_dtype, self._limits
+        return WidenedPages(*sizes, short, visible.window, most, self.device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TritonAttentionMetadata:
+        """The step's record; one kernel is launched, nothing is read back.
+
+        With a common prefix, causal full attention gets a second plan beside the first, and scratch
+        for two states of every token, allocated by the first such build. Not with batch invariance:
+        a row's bits would depend on its neighbours.
+
+        Args:
+            common_prefix_len: leading tokens that all requests share, in the same blocks: at least
+                so many of each request's tokens come before its queries.
+            common_attn_metadata: the batch.
+            fast_build: makes no difference.
+
+        Raises:
+            ValueError: a batch beyond the engine's limits, masks that do not go together with the
+                group's settings, or ``common_prefix_len`` that is not a whole number of the table's
+                blocks, or more than a request's computed tokens.
+        """
+        batch = common_attn_metadata
+        stripe = self.visible.stripe
+        self.check_batch(common_prefix_len, batch, fast_build)
+        check_batch_masks(batch, self.vllm_config, 1 if stripe is None else stripe.size)
+        self._check_prefix(common_prefix_len, batch)
+        if stripe is None:
+            refuse_fields(batch, "TRITON_ATTN", "dcp_local_seq_lens")
+        seq_lens = batch.seq_lens
+        causal: bool | torch.Tensor = batch.causal
+        if self.is_cross or self.is_encoder:
+            causal = False
+            if self.is_cross and batch.encoder_seq_lens is not None:
+                seq_lens = batch.encoder_seq_lens
+        if isinstance(causal, torch.Tensor) and tuple(causal.shape) != (batch.num_reqs,):
+            raise ValueError(
+                f"causal must be a bool or have shape [{batch.num_reqs}], got {[*causal.shape]}"
+            )
+        tiles, has_short = 0, True
+        if batch.max_query_len > self.planner.short_query:
+            tiles, has_short = self._kinds_of_rows(batch)
+        prefixes = batch.rswa_prefix_lens
+        ranges = _range_tensor(batch, self.device)
+        record = TritonAttentionMetadata(
+            slot_mapping=batch.slot_mapping,
+            num_actual_tokens=batch.num_actual_tokens,
+            num_reqs=batch.num_reqs,
+            query_start_loc=_leading(batch.query_start_loc, batch.num_reqs + 1),
+            seq_lens=_leading(seq_lens, batch.num_reqs),
+            block_table=batch.block_table_tensor,
+            split=self.planner.split() if has_short and not self.is_encoder else None,
+            prefill=self.planner.prefill_plan(batch.num_reqs, tiles, 1 << 30),
+            causal=causal,
+            mm_ranges=ranges,
+            rswa_prefix_lens=prefixes,
+            rswa_window=None if prefixes is None else cut_window(self.vllm_config.rswa_window),
+            stripe=stripe,
+            **self.pages,
+        )
+        self.update_draft_decode_metadata(record)
+        record.shared = self._shared_prefix(record, batch, common_prefix_len)
+        # Ranges reach further back than a window.
+        sees_more = ranges is not None and self.visible.window is not None
+        if self._widened is not None and tiles and record.shared is None and not sees_more:
+            record.prefill = _over(record.prefill, self._widened.plan(batch))
+        return record
+
+    def update_draft_decode_metadata(self, metadata: TritonAttentionMetadata) -> None:
+        """Plan anew from the record's lengths as they are now: one launch, safe to capture.
+
+        Args:
+            metadata: a record of this builder.
+        """
+        debug_limits(metadata.seq_lens, self.step_limits)
+        metadata.prefill = _over(metadata.prefill, None)
+        self.planner.fill(
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            self.visible,
+            is_causal=metadata.causal is True and metadata.mm_ranges is None,
+        )
+
+    def update_block_table(
+        self,
+        metadata: TritonAttentionMetadata,
+        block_table: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> TritonAttentionMetadata:
+        """See the base class. The plan of another builder's record is computed once more.
+
+        A graph that was captured with this builder reads this builder's buffers.
+        """
+        updated = super().update_block_table(metadata, block_table, slot_mapping)
+        split, prefill = metadata.split, metadata.prefill
+        starts = self.planner.buffers.view("tile_starts", metadata.num_reqs + 1)
+        has_own_rows = split is None or split.rows is self.planner.buffers["rows"]
+        has_own_tiles = prefill is None or prefill.tile_starts.data_ptr() == starts.data_ptr()
+        if not (has_own_rows and has_own_tiles):
+            self.update_draft_decode_metadata(updated)
+            updated.split = None if split is None else self.planner.split()
+            if prefill is not None:
+                updated.prefill = self.planner.own_prefill(prefill, metadata.num_reqs)
+                pages = None if prefill.hopper is None else prefill.hopper.widened
+                if pages is not None and self._widened is not None:
+                    # Its own workspace; which pages there are does not depend on the blocks.
+                    lens = metadata.query_start_loc, metadata.seq_lens
+                    updated.prefill = _over(updated.prefill, self._widened.of(*lens, pages.pages))
+        return updated
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> TritonAttentionMetadata:
+        """The record to capture with: any batch of up to as many tokens can be replayed.
+
+        Nothing of it depends on this batch's lengths: the prefill kernel is captured too, unless no
+        row of so few tokens could reach it.
+        """
+        batch = common_attn_metadata
+        tokens, short = batch.num_actual_tokens, self.planner.short_query
+        tiles = 0
+        if tokens > short:
+            rows = min(batch.num_reqs, tokens // (short + 1))
+            tiles = tokens // self.planner.prefill.query_tile + rows
+        # By way of build, which a wrapper may have replaced.
+        record = self.build(0, batch)
+        programs = 2 * self.planner.num_multiprocessors
+        record.prefill = self.planner.prefill_plan(batch.num_reqs, tiles, programs)
+        record.split = None if self.is_encoder else self.planner.split()
+        return record
+
+    def warm_up_batches(
+        self,
+        *,
+        non_causal: bool = False,
+        per_request_causal: bool = False,
+        mm_ranges: bool = False,
+        shared_prefix: bool = False,
+    ) -> Iterator[tuple[int, CommonAttentionMetadata]]:
+        """Common prefix length and batch of one small step of every kind that kernels differ in.
+
+        One decode row, and one row that goes to the prefill kernel where the limits allow such;
+        with the features asked for, and with R-SWA where the engine is set so. All of it reads
+        block 0 and writes nowhere.
+
+        Args:
+            non_causal: steps with ``causal`` False will come.
+            per_request_causal: steps with a flag per request will come.
+            mm_ranges: steps with multimodal ranges will come.
+            shared_prefix: steps with a common prefix will come.
+        """
+        config, block_size, device = self.vllm_config, self.kv_cache_spec.block_size, self.device
+        one = torch.ones(1, dtype=torch.int32, device=device)
+        kinds: list[dict[str, Any]] = [{}]
+        if non_causal:
+            kinds.append({"causal": False})
+        if per_request_causal:
+            kinds.append({"causal": one})
+        if mm_ranges:
+            kinds.append({"mm_req_doc_ranges": {0: [(0, 0)]}})
+        if config.rswa_window is not None:
+            causal = [kind for kind in kinds if "causal" not in kind]
+            kinds += [{**kind, "rswa_prefix_lens": one} for kind in causal]
+        width = cdiv(config.max_model_len, block_size)
+        table = torch.zeros((1, width), dtype=torch.int32, device=device)
+        most = min(config.max_num_batched_tokens, config.max_model_len)
+        counts = [1, min(self.planner.short_query + 1, most)]
+        if self._widened is not None:
+            counts.append(min(cdiv(LEAST_ROWS, self.shape.group), most))
+        for tokens in dict.fromkeys(counts):
+            for prefix in (0, block_size) if shared_prefix else (0,):
+                if prefix + tokens > config.max_model_len:
+                    continue
+                batch = CommonAttentionMetadata.from_lengths(
+                    [tokens], [prefix + tokens], table, block_size
+                )
+                unwritten = torch.full_like(batch.slot_mapping, -1)
+                batch = batch.replace(
+                    slot_mapping=unwritten,
+                    encoder_seq_lens=one,
+                    encoder_seq_lens_cpu=torch.ones(1, dtype=torch.int32).numpy(),
+                )
+                for kind in kinds[:1] if prefix else kinds:
+                    yield prefix, batch.replace(**kind)
+
+    def _kinds_of_rows(self, batch: CommonAttentionMetadata) -> tuple[int, bool]:
+        """The host's estimate of the step's prefill tiles, at least one; and whether rows may be
+        the split-KV kernel's: unless the host's lengths are exact, they may.
+        """
+        lens = batch.query_start_loc_cpu.diff()
+        short = self.planner.short_query
+        long = lens[lens > short]
+        size = self.planner.prefill.query_tile
+        tiles = max(1, int(((long + (size - 1)) // size).sum()))
+        is_exact = self.vllm_config.exact_host_lengths
+        return tiles, not is_exact or len(long) != int((lens > 0).sum())
+
+    def _shared_prefix(
+        self, record: TritonAttentionMetadata, batch: CommonAttentionMetadata, length: int
+    ) -> SharedPrefix | None:
+        """The parts of cascade attention; None where it is not to be had."""
+        if (
+            length == 0
+            or not self.shares_prefix
+            or record.causal is not True
+            or record.mm_ranges is not None
+            or record.rswa_prefix_lens is not None
+        ):
+            return None
+        # Exact in total, whatever drafts the device has trimmed; the buffers' rows beyond are void.
+        num_tokens = int(batch.query_start_loc_cpu[-1])
+        if num_tokens == 0:
+            return None
+        block_size = self.kv_cache_spec.block_size
+        if debug_enabled():
+            debug_prefix(batch, length, block_size)
+        if self._shared is None:
+            self._shared = SharedBuffers(self._new_planner(GraphBuffers(self.device)), self.shape)
+        self._shared.fill(record.query_start_loc, record.seq_lens, num_tokens, length)
+        return self._shared.parts(record, num_tokens, length, block_size)
+
+    def _set_block_table(
+        self, metadata: TritonAttentionMetadata, block_table: torch.Tensor
+    ) -> None:
+        metadata.block_table = block_table
+        shared = metadata.shared
+        if shared is None:
+            return
+        slots, skipped = metadata.slot_mapping, shared.length // self.kv_cache_spec.block_size
+        metadata.shared = replace(
+            shared,
+            prefix=replace(shared.prefix, slot_mapping=slots, block_table=block_table[:1]),
+            own=replace(shared.own, slot_mapping=slots, block_table=block_table[:, skipped:]),
+        )
+
+    def _check_prefix(self, length: int, batch: CommonAttentionMetadata) -> None:
+        block_size, block_table = self.kv_cache_spec.block_size, batch.block_table_tensor
+        if length % block_size:
+            raise ValueError(
+                f"common_prefix_len must be a multiple of block_size ({block_size}), got {length}"
+            )
+        if length and length > block_table.shape[1] * block_size:
+            raise ValueError(
+                f"common_prefix_len must be within block_table_tensor's {block_table.shape[1]} "
+                f"blocks of {block_size}, got {length}"
+            )
+        known, reqs = batch.seq_lens_cpu_upper_bound, batch.num_reqs
+        if length and known is not None and self.vllm_config.exact_host_lengths:
+            query_lens = batch.query_start_loc_cpu[: reqs + 1].diff()
+            check_common_prefix(length, query_lens.numpy(), known[:reqs].numpy())
+
+
+def _over(plan: PrefillPlan | None, widened: WidenedKeys | None) -> PrefillPlan | None:
+    """A step's prefills over widened keys, or over the cache itself."""
+    if plan is None or plan.hopper is None or plan.hopper.widened is widened:
+        return plan
+    return replace(plan, hopper=replace(plan.hopper, widened=widened))
+
+
+def _leading(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """The first elements; itself where there are no others, which is cheaper."""
+    return tensor if len(tensor) == count else tensor[:count]
+
+
+def _visible_keys(spec: Any, config: EngineConfig) -> VisibleKeys:
+    """What a layer's queries see, and which of it this rank keeps."""
+    parallel = config.parallel
+    stripe = None
+    if parallel.decode_context_parallel_size > 1 and getattr(spec, "dcp_sharded", False):
+        stripe = Stripe(
+            parallel.decode_context_parallel_size,
+            parallel.decode_context_parallel_rank,
+            parallel.dcp_interleave,
+        )
+    if isinstance(spec, SlidingWindowSpec):
+        return VisibleKeys(window=cut_window(spec.sliding_window))
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        chunk, lookback = cut_chunks(spec.attention_chunk_size, spec.chunk_lookback)
+        return VisibleKeys(chunk=chunk, lookback=lookback)
+    return VisibleKeys(stripe=stripe)
+
+
+def _check_support(spec: Any, config: EngineConfig) -> int:
+    """The number of query heads, with everything that a spec can ask of the kernels checked."""
+    heads = config.num_heads
+    if heads is None:
+        raise ValueError("vllm_config.num_heads is needed by TRITON_ATTN, got None")
+    if heads % spec.num_kv_heads:
+        raise ValueError(
+            f"vllm_config.num_heads ({heads}) must be a multiple of the spec's num_kv_heads "
+            f"({spec.num_kv_heads})"
+        )
+    check_head_sizes(spec.head_size, spec.v_size)
+    check_dtypes(spec.dtype.torch, spec.cache_dtype)
+    if spec.block_size % BLOCK_MULTIPLE and not isinstance(spec, EncoderOnlyAttentionSpec):
+        raise ValueError(
+            f"block_size must be a multiple of {BLOCK_MULTIPLE}, got {spec.block_size}"
+        )
+    return heads
+
+
+def _range_tensor(batch: CommonAttentionMetadata, device: torch.device) -> torch.Tensor | None:
+    """``[R, max_ranges, 2]`` int32 of the batch's multimodal ranges; None when there are none."""
+    ranges = getattr(batch, "mm_req_doc_ranges", None)
+    if not ranges or not any(ranges.values()):
+        return None
+    most = max(len(spans) for spans in ranges.values())
+    table = torch.zeros((batch.num_reqs, most, 2), dtype=torch.int32)
+    for req, spans in ranges.items():
+        if spans:
+            table[req, : len(spans)] = torch.tensor(
+                [cut_range(*span) for span in spans], dtype=torch.int32
+            )
+    return table.to(device, non_blocking=True)

@@ -1,0 +1,1 @@
+"""Draft steps of speculative decoding."""

@@ -1,0 +1,3 @@
+"""Latent attention (MLA): builders of TRITON_MLA and TORCH_REF_MLA, their record, choice and
+tiles.
+"""

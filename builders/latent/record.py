@@ -1,0 +1,80 @@
+"""What steps of the latent backends over FlashInfer have in common: record, checks and split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from builders.base import AttentionMetadata
+from builders.batch import CommonAttentionMetadata, refuse_fields
+from builders.latent.prefill import LatentPrefill
+from builders.split import split_decodes_and_prefills
+
+
+@dataclass
+class LatentStep(AttentionMetadata):
+    """A step of latent attention: decode rows first. None means that a phase has no rows."""
+
+    num_actual_tokens: int
+    num_decodes: int
+    num_prefills: int
+    num_decode_tokens: int
+    """Padding included, where the batch counts it."""
+    num_prefill_tokens: int
+    query_start_loc: torch.Tensor
+    """``[R + 1]`` int32, device."""
+    seq_lens: torch.Tensor
+    """``[R]`` int32, device."""
+    block_table: torch.Tensor
+    """``[R, max_blocks]`` int32, device."""
+    prefill: LatentPrefill | None
+    keyless: torch.Tensor | None
+    """``[num_decode_tokens]`` bool, device: rows that no request owns, or one without keys; None
+    where there cannot be such rows."""
+
+
+def split_step(batch: CommonAttentionMetadata, threshold: int, name: str) -> dict[str, Any]:
+    """The common fields of a step's record, nothing planned yet.
+
+    Args:
+        batch: ours or vLLM's own object.
+        threshold: most tokens of a decode.
+        name: of the backend, for messages.
+
+    Raises:
+        NotImplementedError: a batch that is not plainly causal.
+    """
+    refuse_fields(batch, name, "dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
+    if batch.causal is not True:
+        raise NotImplementedError(f"{name} takes causal batches, got causal={batch.causal!r}")
+    reqs, found = batch.num_reqs, split_decodes_and_prefills(batch, threshold)
+    return {
+        "slot_mapping": batch.slot_mapping,
+        "num_actual_tokens": batch.num_actual_tokens,
+        "num_decodes": found.num_decodes,
+        "num_prefills": found.num_prefills,
+        "num_decode_tokens": found.num_decode_tokens,
+        "num_prefill_tokens": found.num_prefill_tokens,
+        "query_start_loc": batch.query_start_loc[: reqs + 1],
+        "seq_lens": batch.seq_lens[:reqs],
+        "block_table": batch.block_table_tensor[:reqs],
+        "prefill": None,
+        "keyless": None,
+    }
+
+
+def captured_query_len(batch: CommonAttentionMetadata) -> int:
+    """Tokens of each request of a batch to capture, behind which padding may follow.
+
+    Raises:
+        ValueError: requests of several query lengths, or none.
+    """
+    lens: list[int] = batch.query_start_loc_cpu[: batch.num_reqs + 1].diff().tolist()
+    if not lens or lens[0] == 0 or any(one not in (0, lens[0]) for one in lens):
+        raise ValueError(
+            "query_start_loc_cpu must give every request of a captured batch the same number of "
+            f"tokens, got {lens}"
+        )
+    return lens[0]

@@ -1,0 +1,147 @@
+"""Block tables of latent decodes as trtllm-gen takes them: wide enough, -1 past the last block."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from builders.buffers import GraphBuffers
+from specs.base import cdiv
+
+BURST = 64
+"""Entries that a program of the fill kernel writes: tables are whole bursts wide."""
+KERNEL_TOKENS = 128
+"""Tokens of a step of the vendor's kernel: it wants the blocks of whole steps."""
+NO_BLOCK = -1
+SEQ_LEN_FILL = 1
+"""Keys of a padding request of one token, of block 0, since kernels take no empty rows."""
+
+
+def table_width(max_model_len: int, page_size: int, burst: int = BURST) -> int:
+    """Columns of a block table: the blocks of ``max_model_len`` tokens, rounded up to whole steps
+    of the vendor's kernel and whole bursts of the one that fills it.
+
+    Args:
+        max_model_len: most keys of a request.
+        page_size: tokens of a block.
+        burst: entries that are written at once.
+    """
+    unit = math.lcm(max(1, KERNEL_TOKENS // page_size), burst)
+    return cdiv(max(max_model_len, 1), unit * page_size) * unit
+
+
+class LatentTables:
+    """Tables and lengths of one KV cache group, allocated once for the declared limits.
+
+    A CUDA graph keeps their addresses, and the launch that fills them may be a part of it.
+    """
+
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, page_size: int, device: torch.device | str
+    ) -> None:
+        """
+        Args:
+            max_num_seqs: most requests of a step.
+            max_model_len: most keys of a request.
+            page_size: tokens of a block.
+            device: where the buffers live.
+        """
+        self.page_size = page_size
+        self.width = table_width(max_model_len, page_size)
+        self._buffers = GraphBuffers(device)
+        self._buffers.declare("pages", (max_num_seqs, self.width), torch.int32, fill=NO_BLOCK)
+        self._buffers.declare("kv_lens", (max_num_seqs,), torch.int32, fill=SEQ_LEN_FILL)
+
+    def fill(
+        self,
+        block_table: torch.Tensor,
+        query_lens: torch.Tensor,
+        seq_lens: torch.Tensor,
+        query_len: int = 1,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a step's tables; nothing is read back.
+
+        Args:
+            block_table: ``[R, max_blocks]`` int32, any row stride; entries past a row's last block
+                may be anything.
+            query_lens: ``[R]`` int32, device; 0 for padding.
+            seq_lens: ``[R]`` int32, device, this step's tokens included.
+            query_len: tokens of a row of the kernel's; a padding request has as many keys.
+
+        Returns:
+            ``[R, width]`` int32 blocks, and ``[R]`` int32 keys, of block 0 for a request without
+            tokens or without keys.
+
+        Raises:
+            ValueError: more requests than declared.
+        """
+        reqs = len(seq_lens)
+        pages = self._buffers.view("pages", reqs, self.width)
+        kv_lens = self._buffers.view("kv_lens", reqs)
+        if reqs:
+            write = launch_latent_table if block_table.is_cuda else write_latent_table
+            fill = max(SEQ_LEN_FILL, query_len)
+            write(block_table, query_lens, seq_lens, pages, kv_lens, self.page_size, fill)
+        return pages, kv_lens
+
+
+def launch_latent_table(
+    block_table: torch.Tensor,
+    query_lens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    pages: torch.Tensor,
+    kv_lens: torch.Tensor,
+    page_size: int,
+    fill: int = SEQ_LEN_FILL,
+) -> None:
+    """:func:`write_latent_table` by one kernel."""
+    from builders.launch.launcher import repeated_launch
+    from builders.pages.device import latent_table_kernel
+
+    reqs, width = pages.shape
+    stride = block_table.stride(0)
+    launch = repeated_launch(
+        latent_table_kernel, table_stride=stride, PAGE_SIZE=page_size, BURST=BURST
+    )
+    launch(
+        (reqs, width // BURST),
+        block_table,
+        query_lens,
+        seq_lens,
+        pages,
+        kv_lens,
+        block_table.shape[1],
+        width,
+        fill,
+    )
+
+
+def write_latent_table(
+    block_table: torch.Tensor,
+    query_lens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    pages: torch.Tensor,
+    kv_lens: torch.Tensor,
+    page_size: int,
+    fill: int = SEQ_LEN_FILL,
+) -> None:
+    """Fill tables and lengths in torch: the kernel's twin.
+
+    Args:
+        block_table: ``[R, max_blocks]`` int32.
+        query_lens: ``[R]`` int32.
+        seq_lens: ``[R]`` int32.
+        pages: ``[R, width]`` int32, written.
+        kv_lens: ``[R]`` int32, written.
+        page_size: tokens of a block.
+        fill: keys of a request without any, or without tokens.
+    """
+    live = (query_lens > 0) & (seq_lens > 0)
+    kv_lens.copy_(torch.where(live, seq_lens, fill))
+    used = torch.div(kv_lens + page_size - 1, page_size, rounding_mode="floor")
+    used = used.clamp(max=block_table.shape[1])
+    column = torch.arange(pages.shape[1], device=block_table.device)
+    entries = block_table[:, column.clamp(max=block_table.shape[1] - 1)]
+    entries = torch.where(live[:, None], entries, 0)
+    pages.copy_(torch.where(column < used[:, None], entries, NO_BLOCK))

@@ -1,0 +1,121 @@
+"""Metadata of the plain-torch latent (MLA) backends: exact host lengths, as for the dense one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from builders.base import AttentionMetadata, AttentionMetadataBuilder
+from builders.batch import CommonAttentionMetadata, refuse_fields
+from builders.checks.masks import refuse_dcp
+from builders.split import split_decodes_and_prefills
+from specs.engine import EngineConfig
+from specs.kv_cache import AnyKVCacheSpec
+
+
+@dataclass
+class LatentRows:
+    """The rows of one phase, decode or prefill; tokens are counted from the phase's first."""
+
+    query_starts: list[int]
+    """``[R' + 1]`` host, exact."""
+    kv_lens: list[int]
+    """``[R']`` host, exact."""
+    block_table: torch.Tensor
+    """``[R', max_blocks]`` int32, device."""
+
+
+@dataclass
+class TorchRefMLAMetadata(AttentionMetadata):
+    """A step of latent attention: decode rows first. None means that a phase has no rows."""
+
+    num_actual_tokens: int
+    num_decodes: int
+    num_prefills: int
+    num_decode_tokens: int
+    num_prefill_tokens: int
+    decode: LatentRows | None
+    prefill: LatentRows | None
+
+
+class TorchRefMLAMetadataBuilder(AttentionMetadataBuilder[TorchRefMLAMetadata]):
+    """Splits the batch: short queries decode in latent space, the others expand."""
+
+    def __init__(
+        self,
+        kv_cache_spec: AnyKVCacheSpec,
+        layer_names: Sequence[str],
+        vllm_config: EngineConfig,
+        device: torch.device | str,
+    ) -> None:
+        """As every builder; verify rows count as decodes.
+
+        Raises:
+            ValueError: decode context parallelism.
+        """
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        refuse_dcp(vllm_config, "TORCH_REF_MLA")
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TorchRefMLAMetadata:
+        """The step's record; the batch, ours or vLLM's own, is not written.
+
+        Raises:
+            ValueError: a batch beyond the engine's limits.
+            NotImplementedError: a batch that asks for what the backend does not compute.
+        """
+        batch = common_attn_metadata
+        self.check_batch(common_prefix_len, batch, fast_build)
+        ignored = ("dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
+        refuse_fields(batch, "TORCH_REF_MLA", *ignored)
+        if isinstance(batch.causal, torch.Tensor) or not batch.causal:
+            raise NotImplementedError(f"TORCH_REF_MLA supports causal=True, got {batch.causal}")
+        decodes = self._num_decodes(batch)
+        starts: list[int] = batch.query_start_loc.tolist()
+        kv_lens: list[int] = batch.seq_lens.tolist()
+        boundary = starts[decodes]
+        decode = prefill = None
+        table = batch.block_table_tensor
+        if decodes:
+            decode = LatentRows(starts[: decodes + 1], kv_lens[:decodes], table[:decodes])
+        if decodes < batch.num_reqs:
+            moved = [start - boundary for start in starts[decodes:]]
+            prefill = LatentRows(moved, kv_lens[decodes:], table[decodes:])
+        return TorchRefMLAMetadata(
+            slot_mapping=batch.slot_mapping,
+            num_actual_tokens=batch.num_actual_tokens,
+            num_decodes=decodes,
+            num_prefills=batch.num_reqs - decodes,
+            num_decode_tokens=boundary if prefill else batch.num_actual_tokens,
+            num_prefill_tokens=batch.num_actual_tokens - boundary if prefill else 0,
+            decode=decode,
+            prefill=prefill,
+            **self.pages,
+        )
+
+    def _num_decodes(self, batch: CommonAttentionMetadata) -> int:
+        threshold = self.reorder_batch_threshold or 0
+        return split_decodes_and_prefills(batch, threshold).num_decodes
+
+    def _set_block_table(self, metadata: TorchRefMLAMetadata, block_table: torch.Tensor) -> None:
+        decodes = metadata.num_decodes
+        if metadata.decode is not None:
+            rows = metadata.decode
+            metadata.decode = LatentRows(rows.query_starts, rows.kv_lens, block_table[:decodes])
+        if metadata.prefill is not None:
+            rows = metadata.prefill
+            metadata.prefill = LatentRows(rows.query_starts, rows.kv_lens, block_table[decodes:])
+
+
+class TorchRefSparseMLAMetadataBuilder(TorchRefMLAMetadataBuilder):
+    """Every row runs in latent space: prefill tokens too attend only their listed positions."""
+
+    def _num_decodes(self, batch: CommonAttentionMetadata) -> int:
+        return batch.num_reqs

@@ -1,0 +1,189 @@
+"""A step's page tables of two phases, decodes before prefills, written by one launch in place.
+
+Which requests go to which is the host's to say (its query lengths are the device's); every length
+of keys, and what a window leaves of them, is read on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from builders.pages.tables import PAGE_SIZES
+from builders.splitkv.tiles import power_of_two
+from specs.base import cdiv
+
+_TILE = 256
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The requests of a step. R requests."""
+
+    block_table: torch.Tensor
+    """``[R, max_blocks]`` int32; entries past a row's last block may be anything."""
+    seq_lens: torch.Tensor
+    """``[R]`` int32, this step's tokens included; 0 for padding."""
+    query_start_loc: torch.Tensor
+    """``[R + 1]`` int32."""
+    num_decodes: int
+    """Leading requests of the decode table, padding among them included."""
+    least_len: int
+    """Length of keys that a decode has at least, so that its queries have one each."""
+
+
+class PhaseTable:
+    """One phase's tables for its largest step: persistent, since a CUDA graph keeps addresses."""
+
+    def __init__(
+        self, max_num_seqs: int, max_kv_len: int, page_size: int, device: torch.device | str
+    ) -> None:
+        """
+        Args:
+            max_num_seqs: most requests of a step.
+            max_kv_len: most keys that a row of the table lists.
+            page_size: tokens of a page, and of a block of the engine's table.
+            device: where the tables live.
+
+        Raises:
+            ValueError: a page size that the kernels do not take.
+        """
+        if page_size not in PAGE_SIZES:
+            sizes = ", ".join(map(str, PAGE_SIZES))
+            raise ValueError(f"page_size must be one of {sizes}, got {page_size}")
+        self.page_size, self.max_num_seqs = page_size, max_num_seqs
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self.pages = zeros(max_num_seqs, cdiv(max_kv_len, page_size))
+        """``[R, width]``: pages from the first one listed; 0 past the last."""
+        self.kv_lens = zeros(max_num_seqs)
+        """``[R]``: keys from the first listed page on."""
+        self.query_starts = zeros(max_num_seqs + 1)
+        """``[R + 1]``: from the phase's first token."""
+        self.kv_starts = zeros(max_num_seqs + 1)
+        """``[R + 1]``: exclusive prefix sum of ``kv_lens``; of prefills alone."""
+
+    @property
+    def width(self) -> int:
+        """Pages of a row."""
+        return self.pages.shape[1]
+
+
+def fill_tables(
+    step: StepRows, decode: PhaseTable | None, prefill: PhaseTable | None, window: int | None
+) -> None:
+    """Write a step's tables; nothing is read back.
+
+    Decodes with tokens come first, in their order, then padding, whatever its place in the batch.
+    Pages wholly before the first key that a request's first query sees are left out: an engine may
+    have given them to others. Masks stay as they are, since they count from a row's end.
+
+    Args:
+        step: the requests.
+        decode: of leading requests; None where there are none.
+        prefill: of the others; likewise.
+        window: visible keys, the token's own included; None is all.
+
+    Raises:
+        ValueError: more requests than declared, or tensors of different numbers of requests.
+    """
+    table = decode or prefill
+    assert table is not None
+    reqs = len(step.seq_lens)
+    if reqs > table.max_num_seqs or len(step.block_table) != reqs:
+        raise ValueError(
+            f"seq_lens and block_table must have the same number of requests, at most "
+            f"{table.max_num_seqs}, got {reqs} and {len(step.block_table)}"
+        )
+    write = launch_tables if step.block_table.is_cuda else write_tables
+    write(step, decode, prefill, window)
+
+
+def launch_tables(
+    step: StepRows, decode: PhaseTable | None, prefill: PhaseTable | None, window: int | None
+) -> None:
+    """:func:`write_tables` by one kernel."""
+    from builders.launch.launcher import repeated_launch
+    from builders.pages.device import phase_tables_kernel
+
+    # Where a phase has no request, nothing is written there.
+    first, second = decode or prefill, prefill or decode
+    assert first is not None
+    assert second is not None
+    table = step.block_table
+    reqs, columns = table.shape
+    if reqs == 0:
+        return
+    stride, has_window = table.stride(0), window is not None
+    launch = repeated_launch(
+        phase_tables_kernel,
+        table_stride=stride,
+        PAGE_SIZE=first.page_size,
+        WINDOW=has_window,
+        REQS=power_of_two(first.max_num_seqs),
+        TILE=_TILE,
+    )
+    width, other_width = first.width, second.width
+    launch(
+        (reqs, cdiv(max(width, other_width), _TILE)),
+        table,
+        step.seq_lens,
+        step.query_start_loc,
+        first.pages,
+        first.kv_lens,
+        first.query_starts,
+        second.pages,
+        second.kv_lens,
+        second.query_starts,
+        second.kv_starts,
+        reqs,
+        step.num_decodes,
+        step.least_len,
+        window or 0,
+        columns,
+        width,
+        other_width,
+    )
+
+
+def write_tables(
+    step: StepRows, decode: PhaseTable | None, prefill: PhaseTable | None, window: int | None
+) -> None:
+    """:func:`fill_tables` in torch: the kernel's twin."""
+    decodes, reqs = step.num_decodes, len(step.seq_lens)
+    counts, kv_lens = step.query_start_loc.diff(), step.seq_lens
+    page_size = (decode or prefill).page_size  # type: ignore[union-attr]
+    skipped = torch.zeros_like(kv_lens)
+    if window is not None:
+        skipped = (kv_lens - counts - (window - 1)).clamp(min=0) // page_size
+    kv_lens = kv_lens - skipped * page_size
+    if decode is not None and decodes:
+        order = (counts[:decodes] == 0).to(torch.int8).argsort(stable=True)
+        own = counts[:decodes][order]
+        _write_pages(decode, step.block_table[:decodes][order], kv_lens[order], skipped[order])
+        torch.maximum(kv_lens[order], own.clamp(min=step.least_len), out=decode.kv_lens[:decodes])
+        _write_starts(decode.query_starts, own)
+    if prefill is not None and decodes < reqs:
+        rows, own_lens = reqs - decodes, kv_lens[decodes:]
+        _write_pages(prefill, step.block_table[decodes:], own_lens, skipped[decodes:])
+        prefill.kv_lens[:rows] = own_lens
+        _write_starts(prefill.query_starts, counts[decodes:])
+        _write_starts(prefill.kv_starts, own_lens)
+
+
+def _write_pages(
+    table: PhaseTable, blocks: torch.Tensor, kv_lens: torch.Tensor, skipped: torch.Tensor
+) -> None:
+    page, size = torch.arange(table.width, device=blocks.device), table.page_size
+    column = page + skipped[:, None]
+    used = (page * size < kv_lens[:, None]) & (column < blocks.shape[1])
+    entries = blocks.gather(1, column.clamp(max=blocks.shape[1] - 1))
+    table.pages[: len(blocks)] = torch.where(used, entries, 0)
+
+
+def _write_starts(starts: torch.Tensor, lens: torch.Tensor) -> None:
+    starts[:1] = 0
+    torch.cumsum(lens, 0, dtype=torch.int32, out=starts[1 : len(lens) + 1])

@@ -1,0 +1,367 @@
+"""Metadata of the indexer of sparse attention: which cached keys each row is scored against.
+
+Decodes are scored over the pages of the indexer's cache; rows of prompts over their requests' keys
+gathered to compact rows, each once. Nothing is read back from the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+
+from builders.base import AttentionMetadata, AttentionMetadataBuilder
+from builders.batch import CommonAttentionMetadata, refuse_fields
+from builders.buffers import GraphBuffers
+from builders.checks.debug import debug_limits
+from builders.sparse.rows import RowLengths, context_slots, fill_rows
+from builders.split import split_decodes_and_prefills
+from specs.attention import AttentionCGSupport
+from specs.base import cdiv
+from specs.engine import EngineConfig
+from specs.kv_cache import AnyKVCacheSpec, IndexerSpec
+from specs.rows import SCALE_BYTES
+
+NAME: Final = "the indexer"
+LOGIT_BYTES: Final = 256 << 20
+"""Of logits that are held at one time; a row's are held whole."""
+KEY_BYTES: Final = 64 << 20
+"""Of gathered keys; a request's are held whole."""
+_FLOAT: Final = 4
+
+
+@dataclass
+class IndexChunk:
+    """Rows whose logits are held at one time."""
+
+    first_row: int
+    """Counted from the phase's first."""
+    logits: torch.Tensor
+    """``[rows, M]`` fp32 room; M bounds the keys that a row sees."""
+
+
+@dataclass
+class IndexKeys:
+    """Keys of some requests, gathered one request behind another."""
+
+    first_req: int
+    """Counted from the phase's first."""
+    slots: torch.Tensor
+    """``[S]`` int32 where each key is cached, -1 for none."""
+    ends: torch.Tensor
+    """``[R'']`` int32: past the last key of each request."""
+    data: torch.Tensor
+    """``[S, Di]`` e4m3 room."""
+    scale: torch.Tensor
+    """``[S]`` fp32 room."""
+    starts: torch.Tensor
+    """``[T'']`` int32: first key of each row's request."""
+    stops: torch.Tensor
+    """``[T'']`` int32: past the last key that each row sees."""
+
+
+@dataclass
+class IndexGroup:
+    """Rows that are scored together."""
+
+    first_row: int
+    """Counted from the phase's first."""
+    num_rows: int
+    keys: IndexKeys | None
+    """None scores over the pages of the cache."""
+    chunks: tuple[IndexChunk, ...]
+
+
+@dataclass
+class IndexRows:
+    """The rows of one phase."""
+
+    first_req: int
+    """Of the phase, in the batch."""
+    first_token: int
+    """Likewise."""
+    num_rows: int
+    """Padding included, where the batch counts it."""
+    query_start_loc: torch.Tensor
+    """``[R' + 1]`` int32, device, counted in the batch's tokens."""
+    seq_lens: torch.Tensor
+    """``[R']`` int32, device."""
+    block_table: torch.Tensor
+    """``[R', max_blocks]`` int32, device, of the indexer's pages."""
+    lengths: RowLengths
+    """What belongs to each row, ``[num_rows]``."""
+    groups: tuple[IndexGroup, ...]
+    """In order, all rows."""
+
+
+@dataclass
+class IndexerMetadata(AttentionMetadata):
+    """A step of the indexer: decodes first. None means that a phase has no rows."""
+
+    num_actual_tokens: int
+    decode: IndexRows | None
+    prefill: IndexRows | None
+
+
+class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
+    """Of the KV cache group of indexers: it has a spec, pages and a block table of its own."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    supports_draft_decode_metadata_update = True
+
+    def __init__(
+        self,
+        kv_cache_spec: AnyKVCacheSpec,
+        layer_names: Sequence[str],
+        vllm_config: EngineConfig,
+        device: torch.device | str,
+    ) -> None:
+        """
+        Args:
+            kv_cache_spec: the group's spec, :class:`specs.kv_cache.IndexerSpec`.
+            layer_names: layers of the group.
+            vllm_config: engine limits; ``index_topk`` is needed.
+            device: where the records' tensors live.
+
+        Raises:
+            ValueError: another spec; no ``index_topk``; decode context parallelism.
+        """
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if not isinstance(kv_cache_spec, IndexerSpec):
+            raise ValueError(
+                f"kv_cache_spec must be IndexerSpec for {NAME}, got {type(kv_cache_spec).__name__}"
+            )
+        config = vllm_config
+        if config.index_topk is None:
+            raise ValueError(f"vllm_config.index_topk is needed by {NAME}, got None")
+        size = config.parallel.decode_context_parallel_size
+        if size > 1:
+            raise ValueError(f"decode_context_parallel_size must be 1 for {NAME}, got {size}")
+        self.topk = config.index_topk
+        self.head_dim = kv_cache_spec.index_head_dim
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self.threshold = self.reorder_batch_threshold or 1
+        self.step_limits = self.step_limits.with_verifies(self.threshold)
+        self._most_rows = self.step_limits.max_num_tokens
+        self._longest = config.max_model_len
+        self.buffers = GraphBuffers(self.device)
+        for name in ("reqs", "visible_lens", "topk_lens"):
+            self.buffers.declare(name, (self._most_rows,), torch.int32)
+        most = self._most_rows * self._longest
+        floats = min(max(LOGIT_BYTES // _FLOAT, self._longest), most)
+        self.buffers.declare("logits", (floats,), torch.float32)
+        if not config.batch_invariant:
+            most = config.max_num_seqs * self._longest
+            row = self.head_dim + SCALE_BYTES
+            keys = min(max(KEY_BYTES // row, self._longest), most)
+            self.buffers.declare("data", (keys, self.head_dim), torch.uint8)
+            self.buffers.declare("scale", (keys,), torch.float32)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> IndexerMetadata:
+        """The step's record; the batch, ours or vLLM's own, is not written.
+
+        Args:
+            common_prefix_len: makes no difference.
+            common_attn_metadata: the batch, with block table and slots of the indexer's pages.
+            fast_build: makes no difference.
+
+        Raises:
+            NotImplementedError: a batch that is not plainly causal.
+            ValueError: a batch beyond the engine's limits.
+        """
+        batch = common_attn_metadata
+        longest = min(batch.max_seq_len, self._longest)
+        return self._build(batch, longest, common_prefix_len, fast_build)
+
+    def warm_up_steps(self) -> Iterator[IndexerMetadata]:
+        """A small step for each way of scoring: of a decode, and of a prompt where limits allow.
+
+        They read block 0 and write nowhere.
+        """
+        config, block_size = self.vllm_config, self.kv_cache_spec.block_size
+        width = cdiv(self._longest, block_size)
+        table = torch.zeros((1, width), dtype=torch.int32, device=self.device)
+        for count in (1, self.threshold + 1):
+            if count > min(config.max_num_batched_tokens, self._longest):
+                continue
+            batch = CommonAttentionMetadata.from_lengths([count], [count], table, block_size)
+            unwritten = torch.full_like(batch.slot_mapping, -1)
+            yield IndexerMetadataBuilder.build(self, 0, batch.replace(slot_mapping=unwritten))
+
+    @property
+    def most_scored(self) -> tuple[int, int]:
+        """Rows that are scored over pages in one launch, and pages of one, at most."""
+        blocks = cdiv(self._longest, self.kv_cache_spec.block_size)
+        return self._most_rows, blocks
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> IndexerMetadata:
+        """The record to capture with: there is room for logits of the longest sequence.
+
+        Raises:
+            ValueError: a request of more tokens than a verify has.
+        """
+        longest = common_attn_metadata.max_query_len
+        if longest > self.threshold:
+            raise ValueError(
+                f"max_query_len of a captured batch must be at most {self.threshold} for {NAME}, "
+                f"got {longest}"
+            )
+        return self._build(common_attn_metadata, self._longest)
+
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+    ) -> IndexerMetadata:
+        """See the base class: lengths may grow until the record is done with."""
+        return self._build(common_attn_metadata, self._longest, fast_build=True)
+
+    def update_draft_decode_metadata(self, metadata: IndexerMetadata) -> None:
+        """Write what rows see anew, from the record's own lengths as they are now; safe to capture.
+
+        Args:
+            metadata: a record of this builder whose rows are all decodes.
+        """
+        if metadata.decode is not None:
+            debug_limits(metadata.decode.seq_lens, self.step_limits)
+            self._fill(metadata.decode)
+
+    def _build(
+        self,
+        batch: CommonAttentionMetadata,
+        longest: int,
+        common_prefix_len: int = 0,
+        fast_build: bool = False,
+    ) -> IndexerMetadata:
+        """``longest`` bounds the keys of any row that is scored over pages."""
+        self.check_batch(common_prefix_len, batch, fast_build)
+        refuse_fields(batch, NAME, "dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
+        if batch.causal is not True:
+            raise NotImplementedError(f"{NAME} takes causal batches, got causal={batch.causal!r}")
+        found = split_decodes_and_prefills(batch, self.threshold)
+        # The order in which a product is summed is the kernel's: bits of a row's own need one.
+        decodes = batch.num_reqs if self.vllm_config.batch_invariant else found.num_decodes
+        decode = prefill = None
+        if batch.num_actual_tokens and (decodes == batch.num_reqs or found.num_decode_tokens):
+            decode = self._rows(batch, 0, decodes)
+            decode.groups = (self._paged(decode.num_rows, max(longest, 1)),)
+        if decodes < batch.num_reqs:
+            prefill = self._rows(batch, decodes, batch.num_reqs)
+            prefill.groups = tuple(self._gathered(prefill, batch, longest))
+        return IndexerMetadata(
+            slot_mapping=batch.slot_mapping,
+            num_actual_tokens=batch.num_actual_tokens,
+            decode=decode,
+            prefill=prefill,
+            **self.pages,
+        )
+
+    def _rows(self, batch: CommonAttentionMetadata, first: int, stop: int) -> IndexRows:
+        """Requests ``first`` to ``stop``, not grouped yet."""
+        first_token = int(batch.query_start_loc_cpu[first])
+        # Padding tokens follow the last request's.
+        is_last = stop == batch.num_reqs
+        last = batch.num_actual_tokens if is_last else int(batch.query_start_loc_cpu[stop])
+        lengths = (
+            self.buffers[name][first_token:last] for name in ("reqs", "visible_lens", "topk_lens")
+        )
+        rows = IndexRows(
+            first_req=first,
+            first_token=first_token,
+            num_rows=last - first_token,
+            query_start_loc=batch.query_start_loc[first : stop + 1],
+            seq_lens=batch.seq_lens[first:stop],
+            block_table=batch.block_table_tensor[first:stop],
+            lengths=RowLengths(*lengths),
+            groups=(),
+        )
+        self._fill(rows)
+        return rows
+
+    def _fill(self, rows: IndexRows) -> None:
+        fill_rows(
+            *(rows.query_start_loc, rows.seq_lens, rows.first_token, self.topk, rows.lengths),
+            self.vllm_config.max_num_seqs,
+        )
+
+    def _paged(self, num_rows: int, longest: int) -> IndexGroup:
+        return IndexGroup(0, num_rows, None, tuple(self._chunks(0, num_rows, longest)))
+
+    def _chunks(self, first: int, num_rows: int, width: int) -> Iterator[IndexChunk]:
+        """As many rows at a time as there is room for the logits of."""
+        room = self.buffers["logits"]
+        step = max(len(room) // width, 1)
+        for begin in range(first, first + num_rows, step):
+            count = min(step, first + num_rows - begin)
+            yield IndexChunk(begin, room[: count * width].view(count, width))
+
+    def _gathered(
+        self, rows: IndexRows, batch: CommonAttentionMetadata, longest: int
+    ) -> Iterator[IndexGroup]:
+        """As many requests at a time as there is room for the keys of."""
+        count = len(rows.seq_lens)
+        starts: list[int] = batch.query_start_loc_cpu[rows.first_req :].tolist()
+        bounds = [longest] * count
+        known = getattr(batch, "seq_lens_cpu_upper_bound", None)
+        if known is not None:
+            part = known[rows.first_req : rows.first_req + count].tolist()
+            bounds = [min(int(bound), self._longest) for bound in part]
+        groups, used = [0], 0
+        for req, bound in enumerate(bounds):
+            if used and used + bound > len(self.buffers["data"]):
+                groups.append(req)
+                used = 0
+            used += bound
+        for first, stop in zip(groups, [*groups[1:], count], strict=True):
+            begin = starts[first] - rows.first_token
+            end = rows.num_rows if stop == count else starts[stop] - rows.first_token
+            keys = self._keys(rows, first, stop, slice(begin, end), sum(bounds[first:stop]))
+            width = max(*bounds[first:stop], 1)
+            chunks = tuple(self._chunks(begin, end - begin, width))
+            yield IndexGroup(begin, end - begin, keys, chunks)
+
+    def _keys(self, rows: IndexRows, first: int, stop: int, part: slice, count: int) -> IndexKeys:
+        """Of requests ``first`` to ``stop``, for the rows of a part."""
+        lens = rows.seq_lens[first:stop]
+        ends = torch.cumsum(lens, 0, dtype=torch.int32)
+        # A padding row's request may be any of the phase, and it sees nothing.
+        own = (rows.lengths.reqs[part] - first).clamp(0, stop - first - 1)
+        starts = (ends - lens)[own]
+        return IndexKeys(
+            first_req=first,
+            slots=self._slots(rows.block_table[first:stop], ends, count),
+            ends=ends,
+            data=self.buffers["data"][:count].view(torch.float8_e4m3fn),
+            scale=self.buffers["scale"][:count],
+            starts=starts,
+            stops=starts + rows.lengths.visible_lens[part],
+        )
+
+    def _slots(self, table: torch.Tensor, ends: torch.Tensor, count: int) -> torch.Tensor:
+        page, requests = self.kv_cache_spec.block_size, self.vllm_config.max_num_seqs
+        return context_slots(table, ends, count, page, requests)
+
+    def _set_block_table(self, metadata: IndexerMetadata, block_table: torch.Tensor) -> None:
+        for name in ("decode", "prefill"):
+            rows: IndexRows | None = getattr(metadata, name)
+            if rows is None:
+                continue
+            stop = rows.first_req + len(rows.seq_lens)
+            table = block_table[rows.first_req : stop]
+            groups = tuple(self._moved(group, table) for group in rows.groups)
+            setattr(metadata, name, replace(rows, block_table=table, groups=groups))
+
+    def _moved(self, group: IndexGroup, table: torch.Tensor) -> IndexGroup:
+        keys = group.keys
+        if keys is None:
+            return group
+        table = table[keys.first_req : keys.first_req + len(keys.ends)]
+        slots = self._slots(table, keys.ends, len(keys.slots))
+        return replace(group, keys=replace(keys, slots=slots))

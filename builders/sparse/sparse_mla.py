@@ -1,0 +1,465 @@
+"""Metadata of SPARSE_MLA: one query token per row, a plan for each phase, rows to be converted.
+
+Nothing is read back from the device, and nothing but the step decides: which kernel, what the
+entries of top-k lists count, and which cached rows are converted for it, stand in the record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from builders.base import AttentionMetadataBuilder, CachePages
+from builders.batch import CommonAttentionMetadata, refuse_fields
+from builders.buffers import GraphBuffers
+from builders.checks.debug import debug_limits
+from builders.device import device_facts, runs_gluon
+from builders.sparse.choice import (
+    NAME,
+    BatchStats,
+    PhasePlan,
+    SparsePlan,
+    check_setup,
+    reachable_plans,
+    resolve,
+)
+from builders.sparse.hopper_tiles import HopperOptions, sparse_kernel_of
+from builders.sparse.launches import SparseLaunch, SparseLaunches
+from builders.sparse.record import RowChunk, SparseMLAMetadata, SparseRows
+from builders.sparse.rows import RowLengths, context_slots, fill_rows
+from builders.sparse.setup import setup_of
+from builders.sparse.tiles import SparseShape
+from builders.sparse.vendor_calls import CallPlanner
+from builders.split import BatchSplit, split_decodes_and_prefills
+from specs.attention import AttentionCGSupport
+from specs.base import cdiv
+from specs.engine import EngineConfig
+from specs.kv_cache import AnyKVCacheSpec
+from specs.rows import INDEXER_PAGE, LatentFormat, RowFormat
+from specs.sparse_mla import ForwardMode, IndexKind, SparseKernel, SparsePhase
+
+WORKSPACE_BYTES = 256 << 20
+"""Of converted rows, unless one request needs more."""
+OWN_LAUNCHES = (SparseKernel.TRITON_SPARSE, SparseKernel.FLASHINFER_MLA)
+"""Kernels of rows that the library's own is launched for: FlashInfer's takes full lists alone."""
+OWN_OPTIONS = {SparsePhase.PREFILL: "prefill_kernel", SparsePhase.DECODE: "decode_kernel"}
+"""Settings of the engine that choose between the library's own kernels."""
+
+
+class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
+    """Rows of up to a verify's tokens to the decode kernel, those behind them to prefill's."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    supports_draft_decode_metadata_update = True
+
+    def __init__(
+        self,
+        kv_cache_spec: AnyKVCacheSpec,
+        layer_names: Sequence[str],
+        vllm_config: EngineConfig,
+        device: torch.device | str,
+    ) -> None:
+        """
+        Args:
+            kv_cache_spec: the group's spec, :class:`specs.kv_cache.MLAAttentionSpec`.
+            layer_names: layers of the group.
+            vllm_config: engine limits; ``num_heads`` is needed, and ``index_topk`` where the spec
+                has no ``topk``.
+            device: where the records' tensors live.
+
+        Raises:
+            ValueError: a spec or setting that is not served; a pair of kernels that cannot work,
+                with every reason and the nearest choice that works; a bound of the workspace that
+                is smaller than what one request needs.
+        """
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.setup = setup_of(kv_cache_spec, vllm_config, self.device)
+        check_setup(self.setup)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self.threshold = self.reorder_batch_threshold or 1
+        config = vllm_config
+        self.step_limits = self.step_limits.with_verifies(self.threshold)
+        self._most_rows = self.step_limits.max_num_tokens
+        self._plans = [plan for phase in SparsePhase for plan in reachable_plans(self.setup, phase)]
+        self._width = max(plan.index_width for plan in self._plans)
+        self.buffers = GraphBuffers(self.device)
+        self._declare()
+        self._calls = CallPlanner(
+            *(self._plans, self._most_rows, self.device, self.setup.dtype.torch),
+            config.softmax_scale,
+        )
+        # Of the library's own kernel, where a phase comes to it.
+        self._launches: SparseLaunches | None = None
+        own = [plan for plan in self._plans if plan.kernel in OWN_LAUNCHES]
+        if own:
+            self._launches = self._own_launches(own)
+
+    def _own_launches(self, plans: Sequence[PhasePlan]) -> SparseLaunches:
+        spec: Any = self.kv_cache_spec
+        setup, width = self.setup, max(plan.index_width for plan in plans)
+        decodes = self.vllm_config.max_num_seqs * self.threshold
+        shape = SparseShape(
+            *(setup.num_heads, width, setup.layout, setup.dtype.itemsize),
+            *(spec.kv_lora_rank, spec.qk_rope_head_dim),
+        )
+        phases = {plan.phase for plan in plans}
+        most = self._most_rows if SparsePhase.PREFILL in phases else decodes
+        is_invariant = self.vllm_config.batch_invariant
+        hopper = {phase: self._hopper_of(phase, shape) for phase in phases}
+        return SparseLaunches(shape, most, is_invariant, hopper, self.buffers)
+
+    def _hopper_of(self, phase: SparsePhase, shape: SparseShape) -> HopperOptions | None:
+        """What the kernel for Hopper is asked for; None where the plain one takes a phase's rows.
+
+        Raises:
+            ValueError: it is wanted by name and does not serve.
+        """
+        config = self.vllm_config
+        option, wanted = OWN_OPTIONS[phase], getattr(config, OWN_OPTIONS[phase])
+        if wanted.value == "auto" and not runs_gluon(self.device):
+            return None
+        return sparse_kernel_of(
+            *(shape, device_facts(self.device).kind, self.setup.dtype),
+            *(config.batch_invariant, option, wanted),
+        )[0]
+
+    def _declare(self) -> None:
+        buffers, rows = self.buffers, self._most_rows
+        for name in ("reqs", "visible_lens", "topk_lens"):
+            buffers.declare(name, (rows,), torch.int32)
+        buffers.declare("indices", (rows * self._width,), torch.int32, fill=-1)
+        if not all(plan.skips_minus_one for plan in self._plans):
+            buffers.declare("counts", (rows,), torch.int32)
+        room = max((self._bytes_for(plan) for plan in self._plans), default=0)
+        if room:
+            buffers.declare("converted", (room,), torch.uint8)
+            gathers = max(self._room(plan) for plan in self._plans if plan.conversion is not None)
+            buffers.declare("slots", (gathers,), torch.int32, fill=-1)
+
+    def _bytes_for(self, plan: PhasePlan) -> int:
+        """Bytes of the rows that are converted at one time for a plan."""
+        if plan.conversion is None:
+            return 0
+        config, row = self.vllm_config, self._row(plan).nbytes
+        is_prefill = plan.phase is SparsePhase.PREFILL
+        least = max(config.max_model_len, plan.index_width) if is_prefill else plan.index_width
+        most = self._most_rows if is_prefill else config.max_num_seqs * self.threshold
+        most *= plan.index_width
+        asked = config.mla_workspace_bytes
+        fits = (WORKSPACE_BYTES if asked is None else asked) // row
+        if asked is not None and fits < _pages(least):
+            raise ValueError(
+                f"mla_workspace_bytes must be at least {_pages(least) * row} for {least} rows of "
+                f"{row} bytes that {plan.kernel.value} needs converted at one time, got {asked}"
+            )
+        return _pages(min(max(fits // INDEXER_PAGE * INDEXER_PAGE, least), max(most, least))) * row
+
+    def _room(self, plan: PhasePlan) -> int:
+        """Converted rows that there is room for: whole pages."""
+        row = self._row(plan).nbytes
+        return len(self.buffers["converted"]) // row // INDEXER_PAGE * INDEXER_PAGE
+
+    def _row(self, plan: PhasePlan) -> RowFormat:
+        """The format of the rows that a kernel is given."""
+        spec: Any = self.kv_cache_spec
+        return plan.reads.row(spec.kv_lora_rank, spec.qk_rope_head_dim, spec.dtype)
+
+    # -- Steps.
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> SparseMLAMetadata:
+        """The step's record; the batch, ours or vLLM's own, is not written.
+
+        Args:
+            common_prefix_len: makes no difference: every row reads its own list.
+            common_attn_metadata: the batch.
+            fast_build: makes no difference.
+
+        Raises:
+            NotImplementedError: a batch that is not plainly causal.
+            ValueError: a batch beyond the engine's limits.
+        """
+        batch = common_attn_metadata
+        self.check_batch(common_prefix_len, batch, fast_build)
+        self._check(batch)
+        found = split_decodes_and_prefills(batch, self.threshold)
+        bounds = self._key_bounds(batch, found.num_decodes)
+        stats = BatchStats(found.num_prefill_tokens, sum(bounds))
+        plan = resolve(self.setup, forward_mode(batch, found), stats)
+        decode = prefill = None
+        if plan.decode is not None:
+            decode = self._rows(plan.decode, batch, 0, found.num_decodes, [])
+        if plan.prefill is not None:
+            prefill = self._rows(plan.prefill, batch, found.num_decodes, batch.num_reqs, bounds)
+        return _record(batch, plan, decode, prefill, self.pages)
+
+    def warm_up_steps(self) -> Iterator[tuple[CommonAttentionMetadata, SparseMLAMetadata]]:
+        """A small step for each kernel that rows can come to, and each way of launching it.
+
+        All of it writes nowhere, and reads no row where lists are empty.
+        """
+        config, block_size = self.vllm_config, self.kv_cache_spec.block_size
+        width = cdiv(config.max_model_len, block_size)
+        table = torch.zeros((1, width), dtype=torch.int32, device=self.device)
+        for plan in self._plans:
+            is_prefill = plan.phase is SparsePhase.PREFILL
+            count = self.threshold + 1 if is_prefill else 1
+            if count > min(config.max_num_batched_tokens, config.max_model_len):
+                continue
+            batch = CommonAttentionMetadata.from_lengths([count], [count], table, block_size)
+            batch = batch.replace(slot_mapping=torch.full_like(batch.slot_mapping, -1))
+            rows = self._rows(plan, batch, 0, 1, [count])
+            launches: tuple[SparseLaunch | None, ...] = (rows.launch,)
+            if rows.launch is not None:
+                assert self._launches is not None
+                launches = self._launches.variants(plan.phase)
+            for launch in launches:
+                given = replace(rows, launch=launch)
+                if is_prefill:
+                    step = SparsePlan(ForwardMode.EXTEND, None, plan)
+                    yield batch, _record(batch, step, None, given, self.pages)
+                else:
+                    step = SparsePlan(ForwardMode.DECODE, plan, None)
+                    yield batch, _record(batch, step, given, None, self.pages)
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> SparseMLAMetadata:
+        """The record to capture with: any batch of as many requests and tokens can be replayed
+        after a build, each request with as many tokens as a verify has, or fewer, or none. Prompts
+        can where prefill reads cached rows as they are, each request with as many tokens again.
+
+        Raises:
+            ValueError: prompts, with a prefill kernel whose rows are converted: how many those are,
+                the host decides step by step.
+        """
+        batch = common_attn_metadata
+        if batch.max_query_len > self.threshold:
+            self._check_captured_prompts(batch.max_query_len)
+        self._calls.capture(batch.num_actual_tokens)
+        # By way of build, which a wrapper may have replaced.
+        return self.build(0, batch)
+
+    def _check_captured_prompts(self, longest: int) -> None:
+        for plan in self._plans:
+            if plan.phase is SparsePhase.PREFILL and plan.conversion is not None:
+                raise ValueError(
+                    f"max_query_len of a captured batch must be at most {self.threshold} for "
+                    f"{NAME} with {plan.kernel.value} over {plan.stored.value} rows, got {longest}"
+                )
+
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+    ) -> SparseMLAMetadata:
+        """See the base class: the first draft step takes what a verify accepted."""
+        record = self.build(0, common_attn_metadata, fast_build=True)
+        if draft_index == 0 and record.plan.mode is ForwardMode.TARGET_VERIFY:
+            record.plan = replace(record.plan, mode=ForwardMode.DRAFT_EXTEND)
+        return record
+
+    def update_draft_decode_metadata(self, metadata: SparseMLAMetadata) -> None:
+        """Write what rows see anew, from the record's own lengths as they are now; safe to capture.
+
+        Args:
+            metadata: a record of this builder whose rows are all decodes.
+        """
+        if metadata.decode is not None:
+            debug_limits(metadata.decode.seq_lens, self.step_limits)
+            self._fill(metadata.decode)
+
+    def _check(self, batch: CommonAttentionMetadata) -> None:
+        ignored = ("dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
+        refuse_fields(batch, NAME, *ignored)
+        if batch.causal is not True:
+            raise NotImplementedError(f"{NAME} takes causal batches, got causal={batch.causal!r}")
+
+    def _key_bounds(self, batch: CommonAttentionMetadata, first: int) -> list[int]:
+        """Host bounds of the keys of the requests from ``first`` on."""
+        if first == batch.num_reqs:
+            return []
+        most = min(batch.max_seq_len, self.vllm_config.max_model_len)
+        bound = getattr(batch, "seq_lens_cpu_upper_bound", None)
+        if bound is None:
+            return [most] * (batch.num_reqs - first)
+        return [min(int(one), most) for one in bound[first : batch.num_reqs].tolist()]
+
+    def _rows(
+        self,
+        plan: PhasePlan,
+        batch: CommonAttentionMetadata,
+        first: int,
+        stop: int,
+        bounds: list[int],
+    ) -> SparseRows:
+        """The rows of requests ``first`` to ``stop``."""
+        starts: list[int] = batch.query_start_loc_cpu[first : stop + 1].tolist()
+        first_token = starts[0]
+        # Padding tokens follow the last request's.
+        last_token = batch.num_actual_tokens if stop == batch.num_reqs else starts[-1]
+        count, width = last_token - first_token, plan.index_width
+        lengths = (
+            self.buffers[name][first_token:last_token]
+            for name in ("reqs", "visible_lens", "topk_lens")
+        )
+        begin = first_token * self._width
+        indices = self.buffers["indices"][begin : begin + count * width].view(count, width)
+        counts = None
+        if not plan.skips_minus_one:
+            counts = self.buffers["counts"][first_token:last_token]
+        converted = row = None
+        if plan.conversion is not None:
+            row, room = self._row(plan), self._room(plan)
+            flat = self.buffers["converted"][: room * row.nbytes].view(room, row.nbytes)
+            is_bytes = plan.reads is not LatentFormat.BF16
+            converted = flat if is_bytes else flat.view(row["nope"].dtype.torch)
+        rows = SparseRows(
+            plan=plan,
+            first_req=first,
+            first_token=first_token,
+            num_rows=count,
+            query_start_loc=batch.query_start_loc[first : stop + 1],
+            seq_lens=batch.seq_lens[first:stop],
+            block_table=batch.block_table_tensor[first:stop],
+            block_size=self.kv_cache_spec.block_size,
+            lengths=RowLengths(*lengths),
+            indices=indices,
+            counts=counts,
+            offsets=None,
+            chunks=(),
+            converted=converted,
+            converted_row=row,
+            planned=self._calls.plan(plan, indices),
+            launch=self._launch(plan, count),
+        )
+        self._fill(rows)
+        if plan.index_kind is IndexKind.GATHERED:
+            rows.chunks = self._gathered(rows)
+        elif plan.index_kind is IndexKind.RAGGED:
+            rows.chunks, rows.offsets = self._ragged(
+                rows, [one - first_token for one in starts], bounds
+            )
+        return rows
+
+    def _launch(self, plan: PhasePlan, count: int) -> SparseLaunch | None:
+        if plan.kernel not in OWN_LAUNCHES or self._launches is None:
+            return None
+        return self._launches.of(count, plan.phase)
+
+    def _fill(self, rows: SparseRows) -> None:
+        fill_rows(
+            rows.query_start_loc,
+            rows.seq_lens,
+            rows.first_token,
+            rows.plan.topk,
+            rows.lengths,
+            self.vllm_config.max_num_seqs,
+        )
+
+    def _gathered(self, rows: SparseRows) -> tuple[RowChunk, ...]:
+        """As many query rows at a time as there is room for what they list."""
+        width = rows.plan.index_width
+        step = self._room(rows.plan) // width
+        chunks = []
+        for first in range(0, rows.num_rows, step):
+            count = min(step, rows.num_rows - first)
+            chunks.append(RowChunk(first, count, self.buffers.view("slots", count * width)))
+        return tuple(chunks)
+
+    def _ragged(
+        self, rows: SparseRows, starts: list[int], bounds: list[int]
+    ) -> tuple[tuple[RowChunk, ...], torch.Tensor]:
+        """As many requests at a time as there is room for the contexts of.
+
+        Args:
+            rows: of the phase.
+            starts: ``[R' + 1]`` host: first query row of each request.
+            bounds: ``[R']`` host: at least its keys.
+        """
+        room, groups, used = self._room(rows.plan), [0], 0
+        for req, bound in enumerate(bounds):
+            if used and used + bound > room:
+                groups.append(req)
+                used = 0
+            used += bound
+        chunks, offsets = [], []
+        for first, stop in zip(groups, [*groups[1:], len(bounds)], strict=True):
+            lens = rows.seq_lens[first:stop]
+            ends = torch.cumsum(lens, 0, dtype=torch.int32)
+            offsets.append(ends - lens)
+            # Padding tokens follow the last request's.
+            last = rows.num_rows if stop == len(bounds) else starts[stop]
+            slots = self._context(rows, first, ends, sum(bounds[first:stop]))
+            chunks.append(RowChunk(starts[first], last - starts[first], slots, first, ends))
+        return tuple(chunks), torch.cat(offsets)
+
+    def _context(
+        self, rows: SparseRows, first: int, ends: torch.Tensor, count: int
+    ) -> torch.Tensor:
+        table = rows.block_table[first : first + len(ends)]
+        return context_slots(table, ends, count, rows.block_size, self.vllm_config.max_num_seqs)
+
+    def _set_block_table(self, metadata: SparseMLAMetadata, block_table: torch.Tensor) -> None:
+        for name in ("decode", "prefill"):
+            rows: SparseRows | None = getattr(metadata, name)
+            if rows is None:
+                continue
+            stop = rows.first_req + len(rows.seq_lens)
+            moved = replace(rows, block_table=block_table[rows.first_req : stop])
+            if moved.plan.index_kind is IndexKind.RAGGED:
+                moved.chunks = tuple(
+                    replace(
+                        chunk,
+                        slots=self._context(moved, chunk.first_req, chunk.ends, len(chunk.slots)),
+                    )
+                    for chunk in rows.chunks
+                    if chunk.ends is not None
+                )
+            setattr(metadata, name, moved)
+
+
+def _record(
+    batch: CommonAttentionMetadata,
+    plan: SparsePlan,
+    decode: SparseRows | None,
+    prefill: SparseRows | None,
+    pages: CachePages,
+) -> SparseMLAMetadata:
+    return SparseMLAMetadata(
+        slot_mapping=batch.slot_mapping,
+        num_actual_tokens=batch.num_actual_tokens,
+        num_decodes=batch.num_reqs,
+        num_prefills=0,
+        num_decode_tokens=batch.num_actual_tokens,
+        num_prefill_tokens=0,
+        plan=plan,
+        decode=decode,
+        prefill=prefill,
+        **pages,
+    )
+
+
+def forward_mode(batch: CommonAttentionMetadata, found: BatchSplit) -> ForwardMode:
+    """What a batch computes.
+
+    Args:
+        batch: decode-first.
+        found: where its decodes end.
+    """
+    if found.num_prefill_tokens:
+        has_decodes = found.num_decode_tokens > 0
+        return ForwardMode.MIXED if has_decodes else ForwardMode.EXTEND
+    if batch.num_actual_tokens == 0:
+        return ForwardMode.IDLE
+    return ForwardMode.TARGET_VERIFY if batch.max_query_len > 1 else ForwardMode.DECODE
+
+
+def _pages(rows: int) -> int:
+    """Rows of whole pages."""
+    return cdiv(rows, INDEXER_PAGE) * INDEXER_PAGE

@@ -1,0 +1,1 @@
+"""Device code that writes the split-KV plan."""

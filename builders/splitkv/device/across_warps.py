@@ -1,0 +1,285 @@
+"""The plan of any number of rows, which threads find among each other's stores."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from builders.splitkv.device.work_items import (
+    FIELDS,
+    SHARE_FIELDS,
+    bundles_of,
+    first_group,
+    first_place,
+    load_four,
+    row_after,
+    row_of,
+    sharing,
+    start_from,
+    store_four,
+    store_row,
+    store_two,
+)
+
+_SERIAL = tl.constexpr(4)
+"""Rows of a request that its thread makes one after the other; of more, every row has a thread."""
+
+
+@triton.jit
+def _store_rows(
+    rows_ptr, names_ptr, i, j, place, cost, most_rows, shared, sharers, req_rows, begin, count,
+    kv_len, bundles, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
+    QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
+    BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr,
+):  # fmt: skip
+    """Rows ``j`` on of every request ``i``, of which the first stands at ``place`` among the tiles;
+    a row in which groups begin is named at the first of them. A row takes the place of ``cost``
+    tiles more.
+    """
+    group = first_group(place, shared, sharers)
+    bundle, skipped = i * 0, i * 0
+    for k in range(0, most_rows):
+        live = k < req_rows
+        token, tokens, first, first_tile, tiles = row_of(
+            live, bundle, skipped, begin, count, kv_len, window, chunk, lookback, dcp_size,
+            dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
+            BUNDLE,
+        )  # fmt: skip
+        store_row(
+            rows_ptr, live, j, i, token, tokens, kv_len, first, first_tile, tiles, place, bundle,
+            bundles, SEGMENT_UNIT,
+        )  # fmt: skip
+        place += (tiles + cost) * HEAD_LOOPS
+        after = first_group(place, shared, sharers)
+        tl.store(names_ptr + 2 * group, j, mask=live & (group < after))
+        group = after
+        bundle, skipped = row_after(bundle, skipped, bundles, QUERY_TOKENS, BUNDLE)
+        j += 1
+
+
+@triton.jit
+def _rows_at(
+    j, num_rows, seq_lens_ptr, query_start_ptr, row_ends_ptr, max_kv_len, window, chunk, lookback,
+    dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr,
+    SEGMENT_UNIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr,
+    DCP: tl.constexpr, BUNDLE: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Rows ``j``, each by a thread: request, KV length, bundles, and what :func:`row_of` says."""
+    live = j < num_rows
+    # Requests whose rows end at or before it.
+    req = j * 0
+    for step in tl.static_range(STEPS):
+        half = (1 << STEPS) >> (step + 1)
+        end = tl.load(row_ends_ptr + req + half - 1, mask=live, other=0)
+        req = tl.where(end <= j, req + half, req)
+    req = tl.where(live, req, 0)
+    before = tl.load(row_ends_ptr + req - 1, mask=live & (req > 0), other=0)
+    begin = tl.load(query_start_ptr + req, mask=live, other=0)
+    count = tl.load(query_start_ptr + 1 + req, mask=live, other=0) - begin
+    kv_len = tl.minimum(tl.load(seq_lens_ptr + req, mask=live, other=0), max_kv_len)
+    bundles = bundles_of(
+        kv_len, dcp_size, dcp_rank, dcp_interleave, KV_TILE, SEGMENT_UNIT, DCP, BUNDLE
+    )
+    bundle = (j - before) % bundles
+    skipped = (j - before) // bundles * QUERY_TOKENS
+    token, tokens, first, first_tile, tiles = row_of(
+        live, bundle, skipped, begin, count, kv_len, window, chunk, lookback, dcp_size, dcp_rank,
+        dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE,
+    )  # fmt: skip
+    return live, req, kv_len, bundles, token, tokens, first, first_tile, tiles, bundle
+
+
+@triton.jit
+def _count_serially(
+    tiles_of, least, most, most_rows, req_rows, begin, count, kv_len, bundles, window, chunk,
+    lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS: tl.constexpr,
+    KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    TRIM: tl.constexpr, DCP: tl.constexpr, BUNDLE: tl.constexpr,
+):  # fmt: skip
+    """Tiles of every request, and the fewest and the most of a row: of all requests at once, one
+    row after the other, so that nothing of one is another thread's.
+    """
+    bundle, skipped = tiles_of * 0, tiles_of * 0
+    for k in range(0, most_rows):
+        live = k < req_rows
+        _, _, _, _, tiles = row_of(
+            live, bundle, skipped, begin, count, kv_len, window, chunk, lookback, dcp_size,
+            dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP,
+            BUNDLE,
+        )  # fmt: skip
+        tiles_of += tiles
+        least = tl.where(live, tl.minimum(least, tiles), least)
+        most = tl.maximum(most, tiles)
+        bundle, skipped = row_after(bundle, skipped, bundles, QUERY_TOKENS, BUNDLE)
+    return tiles_of, least, most
+
+
+@triton.jit
+def _count_by_row(
+    tiles_of, least, most, i, req_ends, num_rows, seq_lens_ptr, query_start_ptr, row_ends_ptr,
+    max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
+    QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    TRIM: tl.constexpr, DCP: tl.constexpr, BUNDLE: tl.constexpr, REQS: tl.constexpr,
+    STEPS: tl.constexpr,
+):  # fmt: skip
+    """Tiles of the rows of each thread ``i``, and the fewest and the most of a row."""
+    tl.store(row_ends_ptr + i, req_ends, mask=i < (1 << STEPS))
+    # Other threads look requests up there.
+    tl.debug_barrier()
+    for block in range(0, num_rows, REQS):
+        live, _, _, _, _, _, _, _, tiles, _ = _rows_at(
+            block + i, num_rows, seq_lens_ptr, query_start_ptr, row_ends_ptr, max_kv_len, window,
+            chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
+            SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, STEPS,
+        )  # fmt: skip
+        tiles_of += tiles
+        least = tl.where(live, tl.minimum(least, tiles), least)
+        most = tl.maximum(most, tiles)
+    return tiles_of, least, most
+
+
+@triton.jit
+def _store_by_row(
+    rows_ptr, names_ptr, i, num_rows, cost, shared, sharers, seq_lens_ptr, query_start_ptr,
+    row_ends_ptr, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
+    QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
+    BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr, REQS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """As :func:`_store_rows`, each row by a thread."""
+    begun = 0
+    for block in range(0, num_rows, REQS):
+        j = block + i
+        live, req, lens, of, token, tokens, first, first_tile, tiles, bundle = _rows_at(
+            j, num_rows, seq_lens_ptr, query_start_ptr, row_ends_ptr, max_kv_len, window, chunk,
+            lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT,
+            WINDOW, CHUNK, TRIM, DCP, BUNDLE, STEPS,
+        )  # fmt: skip
+        taken = tl.where(live, (tiles + cost) * HEAD_LOOPS, 0)
+        past = begun + tl.cumsum(taken, 0)
+        place = past - taken
+        store_row(
+            rows_ptr, live, j, req, token, tokens, lens, first, first_tile, tiles, place, bundle,
+            of, SEGMENT_UNIT,
+        )  # fmt: skip
+        group = first_group(place, shared, sharers)
+        begins = group < first_group(past, shared, sharers)
+        tl.store(names_ptr + 2 * group, j, mask=live & begins)
+        begun += tl.sum(taken, 0)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _store_groups(
+    rows_ptr, names_ptr, starts_ptr, shares_ptr, c, shared, sharers, total, cost, num_groups,
+    num_rows, SEGMENT_UNIT: tl.constexpr, HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr,
+):  # fmt: skip
+    """Where every group ``c`` starts, and its share, see
+    :data:`builders.splitkv.record.SHARE_FIELDS`.
+
+    Where ``names`` has a row, that is the first group that begins within it; -1 elsewhere. The next
+    group's start is computed once more in place of being another thread's.
+    """
+    named = tl.load(names_ptr + 2 * c, mask=c <= num_groups, other=-1)
+    named_next = tl.load(names_ptr + 2 * c + 2, mask=c < num_groups, other=-1)
+    held = tl.associative_scan(named, 0, _larger)
+    real = c < num_groups
+    _, first_tile, tiles, place = load_four(
+        rows_ptr, held, FIELDS, 4, (c <= num_groups) & (held >= 0)
+    )
+    held_next = tl.maximum(held, named_next)
+    _, first_tile_next, tiles_next, place_next = load_four(
+        rows_ptr, held_next, FIELDS, 4, real & (held_next >= 0)
+    )
+    position = first_place(c, shared, sharers)
+    row, segment = start_from(
+        held, position, (c <= num_groups) & (position < total), place, first_tile, tiles, cost,
+        num_rows, SEGMENT_UNIT, HEAD_LOOPS, FREE,
+    )  # fmt: skip
+    position = first_place(c + 1, shared, sharers)
+    next_row, next_segment = start_from(
+        held_next, position, real & (position < total), place_next, first_tile_next, tiles_next,
+        cost, num_rows, SEGMENT_UNIT, HEAD_LOOPS, FREE,
+    )  # fmt: skip
+    store_two(starts_ptr, c, c <= num_groups, row, segment)
+    store_four(shares_ptr, c, SHARE_FIELDS, 0, real, row, segment, next_row, next_segment)
+    real = real & (row < num_rows * HEAD_LOOPS)
+    for part in tl.static_range(FIELDS // 4):
+        w, x, y, z = load_four(rows_ptr, row // HEAD_LOOPS, FIELDS, 4 * part, real)
+        store_four(shares_ptr, c, SHARE_FIELDS, 4 * part + 4, real, w, x, y, z)
+
+
+@triton.jit
+def plan_many(
+    rows_ptr, total_ptr, starts_ptr, shares_ptr, row_ends_ptr, names_ptr, seq_lens_ptr,
+    query_start_ptr, num_rows, most_rows, req_ends, req_rows, begin, count, kv_len, bundles,
+    max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
+    QUERY_TOKENS: tl.constexpr, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
+    BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr, LEAST: tl.constexpr,
+    ROW_COST: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr, REQS: tl.constexpr,
+    STEPS: tl.constexpr,
+):  # fmt: skip
+    """The plan of any number of rows: each is named at the first group that begins within it, then
+    the groups by those names.
+    """
+    i, c = tl.arange(0, REQS), tl.arange(0, GROUPS)
+    tl.store(names_ptr + 2 * c, -1, mask=c <= NUM_GROUPS)
+    is_serial = most_rows <= _SERIAL
+    req_tiles = tl.zeros([REQS], tl.int32)
+    least = tl.zeros([REQS], tl.int32) + max_kv_len + 1
+    most = tl.zeros([REQS], tl.int32) + 1
+    if is_serial:
+        req_tiles, least, most = _count_serially(
+            req_tiles, least, most, most_rows, req_rows, begin, count, kv_len, bundles, window,
+            chunk, lookback, dcp_size, dcp_rank, dcp_interleave, QUERY_TOKENS, KV_TILE,
+            SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE,
+        )  # fmt: skip
+    else:
+        req_tiles, least, most = _count_by_row(
+            req_tiles, least, most, i, req_ends, num_rows, seq_lens_ptr, query_start_ptr,
+            row_ends_ptr, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
+            QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, REQS, STEPS,
+        )  # fmt: skip
+    total, fewest, largest = tl.reduce((req_tiles, least, most), 0, _totalled)
+    # Summed before the cost of a row is known, which is found meanwhile.
+    tiles_before = tl.cumsum(req_tiles, 0) - req_tiles
+    cost, total, sharers, shared = sharing(
+        total, fewest, largest, num_rows, HEAD_LOOPS, FREE, LEAST, ROW_COST, NUM_GROUPS
+    )
+    tl.store(total_ptr, num_rows)
+    tl.store(total_ptr + 1, shared)
+    place = (tiles_before + cost * (req_ends - req_rows)) * HEAD_LOOPS
+    # Nobody is named before all names are gone.
+    tl.debug_barrier()
+    if is_serial:
+        _store_rows(
+            rows_ptr, names_ptr, i, req_ends - req_rows, place, cost, most_rows, shared, sharers,
+            req_rows, begin, count, kv_len, bundles, window, chunk, lookback, dcp_size, dcp_rank,
+            dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE,
+            HEAD_LOOPS,
+        )  # fmt: skip
+    else:
+        _store_by_row(
+            rows_ptr, names_ptr, i, num_rows, cost, shared, sharers, seq_lens_ptr, query_start_ptr,
+            row_ends_ptr, max_kv_len, window, chunk, lookback, dcp_size, dcp_rank, dcp_interleave,
+            QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS, REQS,
+            STEPS,
+        )  # fmt: skip
+    # Rows and their names are other threads' stores.
+    tl.debug_barrier()
+    _store_groups(
+        rows_ptr, names_ptr, starts_ptr, shares_ptr, c, shared, sharers, total, cost, NUM_GROUPS,
+        num_rows, SEGMENT_UNIT, HEAD_LOOPS, FREE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _totalled(a, b, c, d, e, f):
+    return a + d, tl.minimum(b, e), tl.maximum(c, f)

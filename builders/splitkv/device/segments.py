@@ -1,0 +1,92 @@
+"""What Triton kernels share about segments of keys and the keys that a query may see."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from builders.splitkv import segments
+
+_SEGMENT = tl.constexpr(segments.SEGMENT)
+_LIMIT = tl.constexpr(segments.LIMIT)
+_PER_OCTAVE = tl.constexpr(segments.PER_OCTAVE)
+_SEGMENT_BITS = tl.constexpr(segments.SEGMENT.bit_length() - 1)
+_LIMIT_BITS = tl.constexpr(segments.LIMIT.bit_length() - 1)
+_OCTAVE_BITS = tl.constexpr(segments.PER_OCTAVE.bit_length() - 1)
+"""Of powers of two, by which a division is a shift; the compiler does not know which are."""
+
+
+@triton.jit
+def segment_of(position, DIVIDES: tl.constexpr = False):
+    """See :func:`builders.splitkv.segments.segment_of`; scalars or tensors of int32.
+
+    DIVIDES: for the split-KV kernel for Hopper, in which ptxas of Triton 3.9 reads registers that
+    it never wrote where this is a shift (64/8/64, window and sinks).
+    """
+    # floor(log2) of the number of whole limits, exact in fp32: its exponent.
+    limits = (position >> _LIMIT_BITS).to(tl.float32)
+    octave = tl.maximum((limits.to(tl.int32, bitcast=True) >> 23) - 127, 0)
+    far = _LIMIT // _SEGMENT + _PER_OCTAVE * octave
+    if DIVIDES:
+        far += (position - (_LIMIT << octave)) // ((2 * _SEGMENT) << octave)
+    else:
+        far += (position - (_LIMIT << octave)) >> (octave + (_SEGMENT_BITS + 1))
+    return tl.where(position < _LIMIT, position >> _SEGMENT_BITS, far)
+
+
+@triton.jit
+def segment_start(segment):
+    """See :func:`builders.splitkv.segments.segment_start`."""
+    beyond = tl.maximum(segment - _LIMIT // _SEGMENT, 0)
+    octave = beyond >> _OCTAVE_BITS
+    far = (_LIMIT << octave) + ((beyond & (_PER_OCTAVE - 1)) << (octave + (_SEGMENT_BITS + 1)))
+    return tl.where(segment <= _LIMIT // _SEGMENT, segment * _SEGMENT, far)
+
+
+@triton.jit
+def local_len(length, dcp_size, dcp_rank, dcp_interleave):
+    """See :meth:`builders.pages.paging.Stripe.local_len`; scalars or tensors of int32."""
+    turn = dcp_interleave * dcp_size
+    rest = length % turn - dcp_rank * dcp_interleave
+    return length // turn * dcp_interleave + tl.minimum(tl.maximum(rest, 0), dcp_interleave)
+
+
+@triton.jit
+def local_position(position, dcp_size, dcp_rank, dcp_interleave):
+    """The last of a rank's keys that a query at ``position`` may see, counted on that rank; -1 when
+    there is none. Causality between queries and the rank's keys is as between these numbers.
+    """
+    return local_len(position + 1, dcp_size, dcp_rank, dcp_interleave) - 1
+
+
+@triton.jit
+def first_visible(
+    first,
+    last,
+    window,
+    chunk,
+    lookback,
+    ranges_ptr,
+    num_ranges,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RANGES: tl.constexpr,
+    CLAMP: tl.constexpr,
+):
+    """First key position that a query in ``[first, last]`` may see, ranges included."""
+    start = first * 0
+    if CHUNK:
+        start = (first // chunk - lookback) * chunk
+    elif WINDOW:
+        start = first - window + 1
+    start = tl.maximum(start, 0)
+    if RANGES:
+        for i in range(num_ranges):
+            low = tl.load(ranges_ptr + 2 * i)
+            high = tl.load(ranges_ptr + 2 * i + 1)
+            meets = (low < high) & (low <= last) & (high >= first)
+            if CLAMP:
+                # Keys before the window may be gone.
+                low = tl.maximum(low, first - window + 1)
+            start = tl.where(meets, tl.minimum(start, low), start)
+    return start

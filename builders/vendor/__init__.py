@@ -1,0 +1,1 @@
+"""Builders of backends whose kernels are FlashInfer's or TensorRT-LLM's."""

@@ -1,0 +1,498 @@
+"""Metadata of TRTLLM_MHA: page tables and lengths for kernels that are called without a plan.
+
+Everything that varies with lengths is on the device, in buffers that a CUDA graph may keep. The
+host's query lengths alone split a step; its bounds of the lengths of keys decide nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from builders.base import AttentionMetadata, AttentionMetadataBuilder
+from builders.batch import CommonAttentionMetadata, refuse_fields
+from builders.buffers import GraphBuffers
+from builders.checks.debug import debug_limits
+from builders.pages.phase_tables import PhaseTable, StepRows, fill_tables
+from builders.pages.window_pool import translate_blocks, translate_slots
+from builders.vendor.flashinfer_parts import install as compat
+from builders.vendor.flashinfer_parts.install import DirectCalls, LayerCall, StepCall
+from builders.vendor.trtllm_parts import mha_choice as choice
+from builders.vendor.trtllm_parts.mha_choice import NAME, KernelRule, Phase, VendorKernel
+from builders.vendor.trtllm_parts.mha_drafts import DraftBuffers, build_draft_steps
+from builders.vendor.trtllm_parts.mha_split import StepSplit, causal_mask, ragged_mask, split_step
+from specs.attention import AttentionCGSupport
+from specs.base import cdiv
+from specs.dtypes import KVQuantMode
+from specs.engine import EngineConfig
+from specs.kv_cache import AnyKVCacheSpec, SlidingWindowSpec
+from specs.positions import cut_window
+from specs.sentinels import PAD_SLOT_ID
+
+if TYPE_CHECKING:
+    import numpy as np
+
+WORKSPACE_BYTES = 136 << 20
+"""Scratch of one kernel family in one phase: 8 MiB of semaphores or counters, then partial states.
+"""
+MAX_MULTIPROCESSORS = 256
+"""Of any GPU that trtllm-gen runs on: it has a counter for each."""
+
+
+@dataclass
+class CalledRows(StepCall):
+    """Consecutive rows of the query, and what their one call is given."""
+
+    rule: KernelRule
+    calls: DirectCalls
+    attend: Callable[[DirectCalls, StepCall, LayerCall], None]
+    """The one of ``calls`` that takes these rows."""
+    first_token: int
+    num_tokens: int
+    query: torch.Tensor | None
+    """``[T, H, D]`` scratch where the kernel wants the query in another type, or dense."""
+
+
+@dataclass
+class DecodeRows(CalledRows):
+    """Requests of one or a few tokens each."""
+
+
+@dataclass
+class PrefillRows(CalledRows):
+    """Requests of any length: prefills, extends, padding."""
+
+
+@dataclass
+class TrtllmMhaMetadata(AttentionMetadata):
+    """A step of dense attention for one KV cache group."""
+
+    num_actual_tokens: int
+    num_reqs: int
+    query_start_loc: torch.Tensor
+    """``[R + 1]`` int32, device."""
+    seq_lens: torch.Tensor
+    """``[R]`` int32, device."""
+    block_table: torch.Tensor
+    """``[R, max_blocks]`` int32, device."""
+    sliding_window: int | None
+    """Window that the page tables were cut to; None where they list every key."""
+    split: StepSplit
+    decode: DecodeRows | None
+    prefill: PrefillRows | None
+    keyless: torch.Tensor | None
+    """``[T, 1, 1]`` bool, device: rows without any key, which kernels leave undefined; None where
+    there cannot be such rows."""
+
+
+class PhaseBuffers:
+    """What the calls of one phase keep from step to step."""
+
+    def __init__(
+        self, builder: TrtllmMhaMetadataBuilder, rule: KernelRule, max_query_len: int, fp8: bool
+    ) -> None:
+        """
+        Args:
+            builder: whose limits and device they are made for.
+            rule: the phase's kernel.
+            max_query_len: most tokens of a request.
+            fp8: the cache is quantised.
+        """
+        config, page = builder.vllm_config, builder.kv_cache_spec.block_size
+        self.rule = rule
+        self.max_query_len = max_query_len
+        self.max_kv_len = config.max_model_len
+        window = builder.sliding_window
+        if window is not None:
+            # Both ends of the visible keys may lie inside a page.
+            pages = cdiv(window - 1 + max_query_len, page) + 1
+            self.max_kv_len = min(cdiv(config.max_model_len, page), pages) * page
+        device = builder.device
+        self.table = PhaseTable(config.max_num_seqs, self.max_kv_len, page, device)
+        # Zeroed once, and never given to another kernel: each leaves its counters at zero.
+        self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        entries = max(config.max_num_seqs * builder.num_heads, MAX_MULTIPROCESSORS)
+        self.counters = torch.zeros(cdiv(entries, 8) * 32, dtype=torch.uint8, device=device)
+        self.query_name: str | None = None
+        if fp8 and rule.query_is_fp8:
+            self.query_name = "fp8_query"
+        elif rule.query_is_dense:
+            self.query_name = "dense_query"
+
+    def with_table(self, table: PhaseTable) -> PhaseBuffers:
+        """The same calls with a table of their own: draft steps are there at once."""
+        own = copy.copy(self)
+        own.table = table
+        return own
+
+
+class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
+    """Leading rows of one length to the decode kernel, those behind them to the prefill kernel."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    supports_draft_decode_metadata_update = True
+    phases: tuple[Phase, ...] = (Phase.PREFILL, Phase.DECODE)
+
+    def __init__(
+        self,
+        kv_cache_spec: AnyKVCacheSpec,
+        layer_names: Sequence[str],
+        vllm_config: EngineConfig,
+        device: torch.device | str,
+    ) -> None:
+        """
+        Args:
+            kv_cache_spec: the group's spec.
+            layer_names: layers of the group.
+            vllm_config: engine limits; ``num_heads`` is needed.
+            device: where the records' tensors live.
+
+        Raises:
+            ValueError: a spec, a setting or a device that the kernels do not serve; with every
+                reason.
+            FlashInferUnavailableError: FlashInfer cannot be used here.
+        """
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        spec: Any = kv_cache_spec
+        capability = choice.capability_of(self.device)
+        self.num_heads = choice.check_support(spec, vllm_config, capability, self.phases)
+        window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+        self.sliding_window = cut_window(window)
+        self.query_dtype = spec.dtype.torch
+        self._is_fp8 = spec.cache_dtype.quant_mode is KVQuantMode.FP8_PER_TENSOR
+        self.calls = compat.load_calls()
+        self._buffers = GraphBuffers(self.device)
+        self._masks: dict[int, torch.Tensor] = {}
+        self._drafts: list[DraftBuffers] = []
+        self.block_map: torch.Tensor | None = None
+        self._captured = False
+        rules = {phase: choice.rule_of(phase, capability) for phase in self.phases}
+        reason = choice.version_reason(self.phases, capability, spec.cache_dtype, self.calls)
+        decode = rules.get(Phase.DECODE)
+        reason = reason or choice.stride_reason(decode, spec)
+        if reason is not None:
+            raise ValueError(f"{NAME}: {reason}")
+        self._threshold = self._decode_threshold(decode)
+        self._takes_ragged = decode is not None and self._is_ragged(decode)
+        longest = min(vllm_config.max_num_batched_tokens, vllm_config.max_model_len)
+        limits = {Phase.PREFILL: longest, Phase.DECODE: self._threshold}
+        self._phases = {
+            phase: PhaseBuffers(self, rule, limits[phase], self._is_fp8)
+            for phase, rule in rules.items()
+            if rule is not None
+        }
+        self._declare()
+        self._init_reorder_batch_threshold(self._threshold)
+
+    def _decode_threshold(self, rule: KernelRule | None) -> int:
+        """Most tokens of a request that the decode kernel takes; 0 without one."""
+        if rule is None:
+            return 0
+        most = self.vllm_config.max_decode_query_len
+        if rule.kernel is not VendorKernel.XQA:
+            return most
+        is_right = self.calls.verifies_windows or self.sliding_window is None
+        is_right &= self.calls.verifies_fp8 or not self._is_fp8
+        if self.vllm_config.has_sinks:
+            spec: Any = self.kv_cache_spec
+            most = choice.most_tokens_with_sinks(self.num_heads // spec.num_kv_heads, most)
+        return most if is_right else 1
+
+    def _is_ragged(self, rule: KernelRule) -> bool:
+        """One call takes requests of different numbers of tokens."""
+        if rule.kernel is VendorKernel.XQA:
+            return self._threshold > 1 and self.calls.verifies_ragged
+        return rule.ragged
+
+    def _declare(self) -> None:
+        config, spec = self.vllm_config, self.kv_cache_spec
+        tokens, head_size = config.max_num_batched_tokens, getattr(spec, "head_size", 0)
+        dtypes = {"fp8_query": torch.float8_e4m3fn, "dense_query": self.query_dtype}
+        for name in {own.query_name for own in self._phases.values()} - {None}:
+            assert name is not None
+            shape = tokens, self.num_heads, head_size
+            self._buffers.declare(name, shape, dtypes[name])
+        self._buffers.declare("keyless", (tokens, 1, 1), torch.bool)
+        words = cdiv(self._threshold, 32)
+        if words and self._takes_ragged:
+            self._buffers.declare("ragged_mask", (tokens, words), torch.int32)
+
+    def use_pool(self, block_map: torch.Tensor) -> None:
+        """Say that the group's layers have a pool of their own, before the first build.
+
+        Args:
+            block_map: ``[N]`` int32, device: the pool's block of each block of the batches' tables,
+                0 where it has none. Each build reads it, so that blocks may move between steps.
+        """
+        tokens = self.vllm_config.max_num_batched_tokens
+        self._buffers.declare("slots", (tokens,), torch.int64, fill=PAD_SLOT_ID)
+        self.block_map = block_map
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TrtllmMhaMetadata:
+        """The step's record; nothing is read back from the device.
+
+        Args:
+            common_prefix_len: makes no difference: every request reads its own pages.
+            common_attn_metadata: the batch; its host query lengths must be the device's.
+            fast_build: makes no difference.
+
+        Raises:
+            ValueError: a batch beyond the engine's limits.
+            NotImplementedError: a batch that is not plainly causal.
+        """
+        batch = common_attn_metadata
+        self.check_batch(common_prefix_len, batch, fast_build)
+        refuse_fields(batch, NAME, "dcp_local_seq_lens", "rswa_prefix_lens")
+        if batch.causal is not True:
+            raise NotImplementedError(f"{NAME} takes causal batches, got causal={batch.causal!r}")
+        if any((getattr(batch, "mm_req_doc_ranges", None) or {}).values()):
+            raise NotImplementedError(f"{NAME} does not support mm_req_doc_ranges")
+        reqs = batch.num_reqs
+        # An array: a tensor of a few hundred numbers costs an operation four times as much.
+        starts = batch.query_start_loc_cpu.numpy()[: reqs + 1]
+        query_lens = starts[1:] - starts[:-1]
+        split = self.split(query_lens.tolist())
+        if split.num_tokens > batch.num_actual_tokens:
+            raise ValueError(
+                f"query_start_loc_cpu must end at most at num_actual_tokens "
+                f"({batch.num_actual_tokens}), got {split.num_tokens}"
+            )
+        record = TrtllmMhaMetadata(
+            slot_mapping=self.own_slots(batch.slot_mapping),
+            num_actual_tokens=split.num_tokens,
+            num_reqs=reqs,
+            query_start_loc=batch.query_start_loc[: reqs + 1],
+            seq_lens=batch.seq_lens[:reqs],
+            block_table=self.own_blocks(batch.block_table_tensor[:reqs]),
+            sliding_window=self.sliding_window,
+            split=split,
+            decode=None,
+            prefill=None,
+            keyless=None,
+            **self.pages,
+        )
+        if self._may_lack_keys(batch, query_lens):
+            record.keyless = self._keyless(record)
+        self._fill(record)
+        return record
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> TrtllmMhaMetadata:
+        """The record to capture with: any batch of as many requests with so many tokens each can be
+        replayed after a build; of decodes and verifies also with padding behind them.
+
+        Args:
+            common_attn_metadata: requests of one query length, without padding.
+
+        Raises:
+            ValueError: requests of several query lengths.
+        """
+        batch = common_attn_metadata
+        lens = batch.query_start_loc_cpu[: batch.num_reqs + 1].diff().tolist()
+        if len(set(lens)) != 1 or lens[0] == 0:
+            raise ValueError(
+                "query_start_loc_cpu must give every request of a captured batch the same number "
+                f"of tokens, got {lens}"
+            )
+        self._captured = True
+        # By way of build, which a wrapper may have replaced.
+        return self.build(0, batch)
+
+    def update_draft_decode_metadata(self, metadata: TrtllmMhaMetadata) -> None:
+        """Write the tables anew from the record's lengths as they are now; safe to capture.
+
+        Args:
+            metadata: a record of this builder.
+        """
+        debug_limits(metadata.seq_lens, self.step_limits)
+        self._fill(copy.copy(metadata))
+        if metadata.keyless is not None:
+            self._keyless(metadata)
+
+    def build_draft_steps(
+        self, common_attn_metadata: CommonAttentionMetadata, num_steps: int
+    ) -> list[TrtllmMhaMetadata]:
+        """Records of consecutive draft steps, made before the first of them: step i has one token
+        per request, and i + 1 keys more than the batch.
+
+        Each step has tables of its own, at addresses that a graph may keep. A request that would
+        outgrow the model or its table becomes padding: no keys, slot -1.
+
+        Args:
+            common_attn_metadata: the batch, whose keys are all written.
+            num_steps: of the draft model.
+
+        Raises:
+            ValueError: a batch beyond the engine's limits.
+        """
+        self.check_batch(0, common_attn_metadata, fast_build=True)
+        return build_draft_steps(self, common_attn_metadata, num_steps)
+
+    def draft_buffers(self, step: int) -> DraftBuffers:
+        """Of one draft step; made when first asked for."""
+        while len(self._drafts) <= step:
+            decode = self._phases[Phase.DECODE]
+            config, page = self.vllm_config, self.kv_cache_spec.block_size
+            table = PhaseTable(config.max_num_seqs, decode.max_kv_len, page, self.device)
+            self._drafts.append(DraftBuffers.of(decode.with_table(table)))
+        return self._drafts[step]
+
+    def own_blocks(self, block_table: torch.Tensor) -> torch.Tensor:
+        """The batch's table, in blocks of the group's own pool where it has one."""
+        return (
+            block_table if self.block_map is None else translate_blocks(block_table, self.block_map)
+        )
+
+    def own_slots(self, slot_mapping: torch.Tensor) -> torch.Tensor:
+        """Likewise; in a buffer, since a graph writes the cache by it."""
+        if self.block_map is None:
+            return slot_mapping
+        page = self.kv_cache_spec.block_size
+        return self._buffers.write("slots", translate_slots(slot_mapping, self.block_map, page))
+
+    def _set_block_table(self, metadata: TrtllmMhaMetadata, block_table: torch.Tensor) -> None:
+        metadata.block_table = self.own_blocks(block_table[: metadata.num_reqs])
+        metadata.slot_mapping = self.own_slots(metadata.slot_mapping)
+        metadata.sliding_window = self.sliding_window
+        self._fill(metadata)
+
+    def split(self, query_lens: list[int]) -> StepSplit:
+        """The leading requests that the decode kernel takes."""
+        return split_step(query_lens, self._threshold, self._takes_ragged)
+
+    # -- what a call is given
+
+    def _fill(self, record: TrtllmMhaMetadata) -> None:
+        """Put the calls of the step into its record, which no one else has yet."""
+        split = record.split
+        record.decode = record.prefill = None
+        # A graph's replay without any token is one of decodes.
+        decode = prefill = None
+        if split.num_decodes or (self._captured and split.num_tokens == 0):
+            decode = self._phases.get(Phase.DECODE)
+        if split.max_prefill_len:
+            prefill = self._phases.get(Phase.PREFILL)
+            if prefill is None:
+                raise ValueError(
+                    f"query_start_loc_cpu must give every request 1 to {self._threshold} tokens "
+                    f"where {NAME} takes decodes alone, got one of {split.max_prefill_len}"
+                )
+        self.fill(record, decode, prefill)
+
+    def fill(
+        self, record: TrtllmMhaMetadata, decode: PhaseBuffers | None, prefill: PhaseBuffers | None
+    ) -> None:
+        """Write the tables of the phases that a step has, by one launch, and their calls.
+
+        Padding behind the decodes is listed with them where there are no prefills: a graph's replay
+        may count it among them.
+        """
+        if decode is None and prefill is None:
+            return
+        split = record.split
+        listed = split.num_listed if prefill is not None else record.num_reqs
+        step = StepRows(
+            record.block_table,
+            record.seq_lens,
+            record.query_start_loc,
+            num_decodes=listed if decode is not None else 0,
+            # A row without keys reads some of page 0, and its result is dropped.
+            least_len=1 if split.is_ragged else split.decode_query_len or max(self._threshold, 1),
+        )
+        own, others = (None if phase is None else phase.table for phase in (decode, prefill))
+        fill_tables(step, own, others, self.sliding_window)
+        if decode is not None and split.num_decodes:
+            record.decode = self._decode(split, decode)
+        if prefill is not None:
+            record.prefill = self._prefill(record, prefill, record.num_reqs - step.num_decodes)
+
+    def _decode(self, split: StepSplit, own: PhaseBuffers) -> DecodeRows:
+        live, length, table = split.num_decodes, split.decode_query_len, own.table
+        query_starts = table.query_starts[: live + 1] if split.is_ragged else None
+        mask = None
+        if own.rule.kernel is VendorKernel.XQA and length > 1:
+            mask = self._mask(length)[:live]
+            if query_starts is not None:
+                bits = ragged_mask(self._mask(length)[0], query_starts, split.num_decode_tokens)
+                mask = self._buffers.write("ragged_mask", bits).view(torch.uint16)
+        kv_lens, attend = table.kv_lens[:live], DirectCalls.gen_decode
+        if own.rule.kernel is VendorKernel.XQA:
+            kv_lens = kv_lens.view(torch.uint32)
+            attend = DirectCalls.xqa if query_starts is None else DirectCalls.ragged_xqa
+        return DecodeRows(
+            **self._common(own, 0, split.num_decode_tokens),
+            attend=attend,
+            pages=table.pages[:live],
+            kv_lens=kv_lens,
+            max_query_len=length,
+            mask=mask,
+            query_starts=query_starts,
+            kv_starts=None,
+        )
+
+    def _prefill(self, record: TrtllmMhaMetadata, own: PhaseBuffers, reqs: int) -> PrefillRows:
+        split, table = record.split, own.table
+        first, is_v2 = split.num_decode_tokens, own.rule.kernel is VendorKernel.FMHA_V2
+        return PrefillRows(
+            **self._common(own, first, split.num_tokens - first),
+            attend=DirectCalls.fmha_v2 if is_v2 else DirectCalls.gen_prefill,
+            pages=table.pages[:reqs],
+            kv_lens=table.kv_lens[:reqs],
+            max_query_len=split.max_prefill_len,
+            mask=None,
+            query_starts=table.query_starts[: reqs + 1],
+            kv_starts=table.kv_starts[: reqs + 1],
+        )
+
+    def _common(self, own: PhaseBuffers, first_token: int, num_tokens: int) -> dict[str, Any]:
+        query = None
+        if own.query_name is not None:
+            query = self._buffers[own.query_name][first_token : first_token + num_tokens]
+        return {
+            "rule": own.rule,
+            "calls": self.calls,
+            "first_token": first_token,
+            "num_tokens": num_tokens,
+            "max_kv_len": own.max_kv_len,
+            "workspace": own.workspace,
+            "counters": own.counters,
+            "query": query,
+        }
+
+    def _mask(self, query_len: int) -> torch.Tensor:
+        if query_len not in self._masks:
+            mask = causal_mask(self.vllm_config.max_num_seqs, query_len)
+            self._masks[query_len] = mask.to(self.device)
+        return self._masks[query_len]
+
+    # -- rows without keys
+
+    def _may_lack_keys(self, batch: CommonAttentionMetadata, query_lens: np.ndarray) -> bool:
+        """A row may have tokens and no key: draft steps leave such padding."""
+        if self.vllm_config.speculative is not None:
+            return True
+        bound = getattr(batch, "seq_lens_cpu_upper_bound", None)
+        if bound is None or query_lens.size == 0:
+            return False
+        lens = bound.numpy()[: query_lens.size]
+        return bool(lens.min() <= 0) and bool(((lens <= 0) & (query_lens > 0)).any())
+
+    def _keyless(self, record: TrtllmMhaMetadata) -> torch.Tensor | None:
+        tokens = record.num_actual_tokens
+        if tokens == 0:
+            return None
+        ends = record.query_start_loc[1:].contiguous()
+        places = torch.arange(tokens, dtype=torch.int32, device=ends.device)
+        rows = torch.searchsorted(ends, places, right=True).clamp_(max=len(ends) - 1)
+        keyless = record.seq_lens[rows] == 0
+        return self._buffers.write("keyless", keyless[:, None, None])

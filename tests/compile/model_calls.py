@@ -1,0 +1,291 @@
+"""Launches that the bundled models' layers make on the GPUs that ``attn explain`` knows.
+
+    python -m tests.compile.model_calls --major 8
+
+prints what those on GPUs of one major compute capability take of shared memory, as JSON. Launches
+of one size are compiled once, and only until their shared memory is allocated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from typing import Any, Final
+from unittest import mock
+
+import builders.dense.triton_attn
+from attn.selector import explain
+from builders.dense.choice import LayerAsks
+from builders.latent.choice import latent_kernel_of
+from builders.launch.call import KernelCall
+from builders.sparse.hopper_tiles import sparse_kernel_of
+from builders.sparse.tiles import SparseShape
+from builders.splitkv.tiles import DenseShape
+from specs.attention import AttentionType
+from specs.dtypes import CacheDType, DType
+from specs.engine import DecodeKernel, PrefillKernel
+from specs.hf_config import bundled_model_names, load_model_geometry
+from specs.model import LayerGeometry, LayerKind
+from specs.rows import latent_format_of
+from tests.compile import sparse_variants
+from tests.compile.compile_matrix import _Device
+from tests.compile.variants import (
+    DEVICES,
+    Kernel,
+    Layer,
+    Variant,
+    attention_calls,
+    call_of,
+    pretending,
+)
+
+CACHES: Final = (CacheDType.AUTO, CacheDType.FP8_E4M3, CacheDType.FP8_DS_MLA)
+"""KV cache types; a layer is left out where no backend serves it with one."""
+STEPS: Final = (1, 41)
+"""New tokens of a request: a decode, and a prefill."""
+SPARSE_ROWS: Final = (1, 4096)
+"""Rows of a sparse launch: so few that they are cut into parts, and many."""
+MAJORS: Final = tuple(sorted({number // 10 for number in DEVICES}))
+"""Major compute capabilities. Within one, Triton makes the same of the same launch."""
+_NO_SIZES: Final = frozenset(
+    {
+        # Heads, rows and keys beyond a tile.
+        *("HEADS", "NUM_HEADS", "HEAD_LOOPS", "HEAD_TILES", "GROUP", "GROUPS", "TILE_HEADS"),
+        *("QUERY_TOKENS", "SLOTS", "BUNDLES", "AREA", "SEGMENT", "SEGMENT_UNIT", "SEGMENTS"),
+        *("SPAN", "PARTS", "REQ_STEPS", "FINISH_ROWS", "FINISH_WIDTH"),
+        # Widths that are padded to others, and strides.
+        *("K_SIZE", "V_SIZE", "BLOCK_SIZE", "RUN", "PACKED", "BLOCK_UNITS", "ROW_UNITS"),
+        *("QUERY_TOKEN", "QUERY_HEAD", "OUT_TOKEN", "OUT_HEAD", "LSE_TOKEN"),
+        # Features.
+        *("CAUSAL", "ALIBI"),
+    }
+)
+"""Constants of kernels that are no part of a tile; nor is any flag."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a launch's shared memory depends on: kernel, tile and types."""
+
+    kernel: str
+    options: tuple[tuple[str, int], ...]
+    constants: tuple[tuple[str, str], ...]
+    dtype: str
+    """Type of the elements that are attended."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What became of launches of one size."""
+
+    kernel: str
+    of: tuple[str, ...]
+    """Models and devices that make them."""
+    capabilities: tuple[int, ...]
+    """Compute capabilities of these devices."""
+    shared: int = 0
+    """Bytes of shared memory."""
+    error: str = ""
+    """Why it did not compile."""
+
+
+def size_of(call: KernelCall) -> Size:
+    """The size of a launch."""
+    constants = {
+        parameter.name: call.arguments[parameter.name]
+        for parameter in call.kernel.params
+        if parameter.is_constexpr and parameter.name not in _NO_SIZES
+    }
+    names = ("latent_ptr", "k_desc", "key_ptr", "query_ptr", "out_ptr")
+    attended = next(call.arguments[name] for name in names if call.arguments.get(name) is not None)
+    dtype = getattr(attended, "dtype", None)
+    # Of the flags, how a cache's bytes are converted counts: not every GPU has instructions.
+    flags = {"HARDWARE_E4M3"} if dtype is not None and not dtype.is_floating_point else set()
+    return Size(
+        call.kernel.__name__,
+        tuple(sorted(call.options.items())),
+        tuple(
+            sorted(
+                (name, str(value))
+                for name, value in constants.items()
+                if not isinstance(value, bool) or name in flags
+            )
+        ),
+        str(attended.layout if dtype is None else dtype),
+    )
+
+
+def features_of(call: KernelCall) -> int:
+    """How many features a launch has: one with more stands for those of its size."""
+    return sum(value is True for value in call.arguments.values())
+
+
+def dense_calls(
+    layer: LayerGeometry, dtype: DType, cache: CacheDType, target: int
+) -> Iterator[KernelCall]:
+    """Decodes and prefills of TRITON_ATTN; on Hopper by either kernel."""
+    is_encoder = layer.kind is LayerKind.ENCODER_ONLY
+    known = Layer(
+        heads=(layer.num_heads, layer.num_kv_heads, layer.head_size),
+        head_size_v=layer.head_size_v,
+        dtype=dtype,
+        cache=cache,
+        attn_type=AttentionType.ENCODER_ONLY if is_encoder else AttentionType.DECODER,
+        causal=not is_encoder,
+        window=layer.sliding_window,
+        chunk=layer.attention_chunk_size,
+        sinks=layer.has_sinks,
+        soft_cap=layer.logits_soft_cap,
+        alibi=layer.use_alibi,
+    )
+    with pretending(target):
+        for count in STEPS:
+            yield from attention_calls(known, count, PrefillKernel.TRITON)
+            if target // 10 == 9:
+                with mock.patch.object(builders.dense.triton_attn, "runs_gluon", return_value=True):
+                    yield from attention_calls(known, count, PrefillKernel.AUTO, DecodeKernel.AUTO)
+
+
+def latent_calls(
+    layer: LayerGeometry, dtype: DType, cache: CacheDType, target: int
+) -> Iterator[KernelCall]:
+    """Decodes and prefills of TRITON_MLA; decodes on Hopper by either kernel."""
+    sizes = layer.mla
+    assert sizes is not None
+    known = Layer(
+        heads=(layer.num_heads, 1, sizes.latent_size),
+        head_size_v=sizes.kv_lora_rank,
+        dtype=dtype,
+        cache=cache,
+        block_size=64,
+        window=layer.sliding_window,
+        nope=sizes.qk_nope_head_dim,
+        expanded_v=sizes.v_head_dim,
+    )
+    context = replace(known, causal=False)
+    given = [(Kernel.MLA_DECODE, known), (Kernel.MLA_PREFILL, known)]
+    given += [(Kernel.MLA_PREFILL, context), (Kernel.MLA_EXPAND, context)]
+    stored = 8 * cache.element(dtype).itemsize
+    widths = sizes.latent_size, sizes.kv_lora_rank, dtype.itemsize, stored
+    shape = DenseShape(layer.num_heads, 1, *widths)
+    asks = LayerAsks(is_local=known.window is not None, query=dtype, cache_dtype=cache)
+    facts = shape, DEVICES[target].kind, known.block_size, 1, asks
+    if latent_kernel_of(*facts, DecodeKernel.AUTO)[0] is not None:
+        given.append((Kernel.HOPPER_MLA, known))
+    for kernel, asked in given:
+        yield call_of(Variant(kernel, "", asked), target)
+
+
+def sparse_calls(
+    layer: LayerGeometry, dtype: DType, cache: CacheDType, target: int
+) -> Iterator[KernelCall]:
+    """Rows of SPARSE_MLA; on Hopper by either kernel."""
+    layout, heads, device = latent_format_of(cache), layer.num_heads, DEVICES[target]
+    for rows in SPARSE_ROWS:
+        yield from sparse_variants.calls_of(layout, heads, rows, device.name, dtype.torch)[1]
+    given = SparseShape(heads, sparse_variants.TOPK, layout), device.kind, dtype
+    if sparse_kernel_of(*given, False, "decode_kernel", DecodeKernel.AUTO)[0] is not None:
+        known = Layer(
+            heads=(heads, 1, 576), head_size_v=512, dtype=dtype, cache=cache, block_size=64
+        )
+        yield call_of(Variant(Kernel.HOPPER_SPARSE, "", known), target)
+
+
+CALLS_OF: Final = {
+    "TRITON_ATTN": dense_calls,
+    "TRITON_MLA": latent_calls,
+    "SPARSE_MLA": sparse_calls,
+}
+
+
+def model_calls(major: int) -> Iterator[tuple[str, int, KernelCall]]:
+    """Every launch of a bundled model's layer on a GPU: model and device, capability, and launch.
+
+    Args:
+        major: of the GPU's compute capability.
+    """
+    targets = sorted(number for number in DEVICES if number // 10 == major)
+    # Several models have the same layers.
+    layers: dict[tuple[LayerGeometry, DType], list[str]] = {}
+    for name in bundled_model_names():
+        model = load_model_geometry(name)
+        for layer, _ in model.groups():
+            layers.setdefault((layer, model.dtype), []).append(name)
+    for ((layer, dtype), names), target, cache in product(layers.items(), targets, CACHES):
+        request, device = layer.selector_config(dtype, cache), DEVICES[target]
+        for backend, calls in CALLS_OF.items():
+            if explain(request, device, backend).chosen is not None:
+                for call in calls(layer, dtype, cache, target):
+                    yield f"{', '.join(names)} on {device.name}, {cache.value}", target, call
+
+
+class _AllocatedError(Exception):
+    """The passes up to the allocation of shared memory are listed, in what is its argument."""
+
+
+def shared_memory(call: KernelCall, target: int) -> int:
+    """Bytes of shared memory of a launch on a target; it is compiled until they are known."""
+    from triton.backends.nvidia import compiler
+
+    lowered = compiler.CUDABackend.make_llir
+    found: list[int] = []
+
+    def stop(passes: Any, *_: Any) -> None:
+        raise _AllocatedError(passes)
+
+    def allocate(self: Any, module: Any, *given: Any) -> str:
+        try:
+            lowered(self, module, *given)
+        except _AllocatedError as listed:
+            listed.args[0].run(module, "allocate")
+        found.append(module.get_int_attr("ttg.shared"))
+        raise _AllocatedError
+
+    with (
+        mock.patch.object(compiler.CUDABackend, "make_llir", allocate),
+        mock.patch.object(compiler.nvidia.passes.ttgpuir, "add_to_llvmir", stop),
+        contextlib.suppress(_AllocatedError),
+    ):
+        call.kernel.warmup(grid=call.grid, **call.arguments, **call.options)
+    (shared,) = found
+    return shared
+
+
+def compiled(major: int) -> list[Compiled]:
+    """One compile for each size of a launch."""
+    import triton
+
+    calls: dict[Size, KernelCall] = {}
+    users: dict[Size, list[tuple[str, int]]] = {}
+    for of, target, call in model_calls(major):
+        size = size_of(call)
+        users.setdefault(size, []).append((of, target))
+        if size not in calls or features_of(call) > features_of(calls[size]):
+            calls[size] = call
+    found = []
+    for size, call in calls.items():
+        names, targets = (tuple(dict.fromkeys(part)) for part in zip(*users[size], strict=True))
+        triton.runtime.driver.set_active(_Device(min(targets)))
+        one = Compiled(size.kernel, names, targets)
+        try:
+            found.append(replace(one, shared=shared_memory(call, min(targets))))
+        except Exception as error:
+            found.append(replace(one, error=f"{type(error).__name__}: {error}"))
+    return found
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--major", type=int, required=True, choices=MAJORS)
+    print(json.dumps([asdict(one) for one in compiled(parser.parse_args().major)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

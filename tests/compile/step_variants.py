@@ -1,0 +1,122 @@
+"""Launches of the small kernels of a step, by name, for GPUs that are not there.
+
+They write page tables, gather and clear rows, quantise queries and expand latent rows. Nothing
+runs: launches are made on CPU tensors and collected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import torch
+
+from attn.kernels.cache.clear import clear_call, clear_tails_call
+from attn.kernels.cache.quant import quantize_rows
+from attn.kernels.latent.expand import expand_call
+from attn.kernels.latent.gather import pack_query_call, unpack_state_call
+from attn.kernels.latent.rope_quant import rope_quantize_call
+from builders.dense.widened import WidenedKeys, launch_widened_pages
+from builders.latent.prefill import PagedRows
+from builders.latent.tables import BURST, launch_latent_table
+from builders.launch.call import KernelCall, collected_calls
+from builders.pages.phase_tables import PhaseTable, StepRows, launch_tables
+from builders.pages.tables import PageTable, RequestPlaces, launch_page_list, launch_page_table
+from builders.sparse.rows import RowLengths, launch_context, launch_rows
+
+_TOKENS, _HEADS, _RANK, _ROPE = 4, 128, 512, 64
+_E4M3 = torch.float8_e4m3fn
+
+
+def step_calls(target: int) -> dict[str, KernelCall]:
+    """Launches by name: the kernel's, and a number where it is launched several times."""
+    numbers: dict[str, Iterator[int]] = {}
+    found = {}
+    for call in (*_row_calls(target >= 89), *_page_calls()):
+        name = call.kernel.__name__
+        found[f"{name} {next(numbers.setdefault(name, count(1)))}"] = call
+    return found
+
+
+def _row_calls(hardware: bool) -> Iterator[KernelCall]:
+    """Kernels that copy, clear, quantise or expand rows of queries, keys and values."""
+    tokens, heads, rank = _TOKENS, _HEADS, _RANK
+    bf16: Any = {"dtype": torch.bfloat16}
+    nope = torch.zeros(heads, tokens, rank, **bf16).transpose(0, 1)
+    rope = torch.zeros(tokens, heads, _ROPE, **bf16)
+    index = torch.zeros(tokens, dtype=torch.int32)
+    flags = torch.zeros(tokens, dtype=torch.bool)
+    out, lse = torch.zeros(tokens, heads, rank, **bf16), torch.zeros(tokens, heads)
+    packed = torch.zeros(tokens, heads, rank + _ROPE).to(_E4M3)
+    yield clear_call(out, lse, flags)
+    for dtype in (torch.bfloat16, _E4M3):
+        pages = torch.zeros(3, 2, 64, 8, 128).to(dtype)
+        yield clear_tails_call(pages[:, 0], pages[:, 1], index[None], index[:1]).record
+    for given in (index, None):
+        for into in (packed, packed.bfloat16()):
+            yield pack_query_call(nope, rope, given, 1.0, into, hardware_e4m3=hardware)
+    parts = packed[..., :rank], packed[..., rank:]
+    yield pack_query_call(*parts, index, 0.5, packed.bfloat16(), hardware_e4m3=hardware)
+    yield pack_query_call(
+        *(packed[..., :rank].view(torch.uint8), packed[..., rank:].view(torch.uint8), index, 1.0),
+        packed.view(torch.uint8),
+        hardware_e4m3=hardware,
+    )
+    for given in (flags, None):
+        yield unpack_state_call(out, lse, index, given, 0.5, out, lse)
+    raw = torch.zeros(3, 64, rank + _ROPE, dtype=torch.uint8).view(_E4M3)
+    cache, slots = (raw[..., :rank], raw[..., rank:]), torch.zeros(tokens, dtype=torch.int64)
+    scales = torch.ones(()), torch.ones(())
+    rows = torch.zeros(tokens, rank + _ROPE, **bf16)
+    for is_neox in (False, True):
+        for keys, views, listed in ((packed[:, 0].contiguous(), None, None), (None, cache, slots)):
+            yield rope_quantize_call(
+                *(nope, rope, rows[:, :rank], rows[:, rank:], slots, torch.zeros(8, _ROPE)),
+                *(is_neox, scales, packed, keys, views, listed),
+                hardware_e4m3=hardware,
+            )
+    with collected_calls() as calls:
+        query = torch.zeros(tokens, 32, 128, **bf16)
+        quantize_rows(query, 0.5, torch.empty_like(query, dtype=_E4M3), hardware_e4m3=hardware)
+    yield from calls
+    starts = torch.zeros(2, dtype=torch.int32)
+    paged = PagedRows(torch.zeros(1, 4, dtype=torch.int32), starts[:1], starts[:1], 64, starts)
+    keys, values = torch.zeros(64, 16, 192, **bf16), torch.zeros(64, 16, 128, **bf16)
+    weights = torch.zeros(rank, 16, 128, **bf16)
+    yield expand_call(
+        *(*cache, weights, weights, keys, values),
+        paged=paged,
+        scale=scales[0],
+        hardware_e4m3=hardware,
+    )
+
+
+def _page_calls() -> list[KernelCall]:
+    """Kernels that write page tables and what goes with them, of two requests."""
+    reqs, columns, most = 2, 4, 8
+
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32)
+
+    table, lens, starts = integers(reqs, columns), integers(reqs), integers(reqs + 1)
+    decode, prefill = (PhaseTable(most, 128, 16, "cpu") for _ in range(2))
+    with collected_calls() as calls:
+        for page_size in (64, 16):
+            pages = PageTable(integers(reqs, 8), lens, starts, most)
+            launch_page_table(table, lens, pages, 64, page_size)
+        launch_page_list(table, lens, 16, None, most)
+        places = RequestPlaces(integers(3 * reqs + 4), 1)
+        launch_page_list(table, lens, 16, lens, most, places, starts)
+        for window in (None, 128):
+            step = StepRows(table, lens, starts, 1, 2)
+            launch_tables(step, decode, prefill, window)
+        launch_latent_table(table, starts, lens, integers(reqs, BURST), integers(reqs), 64)
+        for window in (None, 128):
+            keys = torch.zeros(4, 128, 8, 128, dtype=torch.bfloat16)
+            widened = WidenedKeys(keys, keys, integers(reqs, 8), integers(8), integers(1), 8)
+            launch_widened_pages(starts, lens, widened, 4, window, most)
+        rows = RowLengths(integers(64), integers(64), integers(64))
+        launch_rows(starts, lens, 0, 2048, rows, most)
+        launch_context(table, lens, integers(64), 64, most)
+    return calls

@@ -1,0 +1,166 @@
+"""What the prefill kernel for Hopper computes, by numpy; gluon_in_numpy says what that misses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attn.backends.triton_mla import TritonMLABackend
+from attn.kernels.dense.hopper_prefill.kernel import hopper_prefill_kernel
+from attn.testing import trials
+from attn.testing.batches import BatchSpec, Heads
+from attn.testing.cases import FEATURES, Case, LatentCase
+from attn.testing.trials import CaseResult
+from builders.launch.call import KernelCall
+from builders.splitkv.planner import (
+    SplitPlanner,
+)
+from specs.dtypes import CacheDType, DType
+from specs.engine import PrefillKernel
+from specs.layouts import KVPacking
+from tests.conformance.test_random_attention import findings
+from tests.tools import gluon_in_numpy
+
+# Several tiles per program, of one and of more tiles of keys, with and without a last one that
+# ends within a page; rows that see nothing of a tile that others of theirs do.
+BATCH = BatchSpec("several", (140, 33, 20), (300, 33, 180))
+WITHOUT_PAGES = BatchSpec("without_pages", (140, 33, 1), (140, 33, 1))
+WHOLE = Case(heads=Heads(8, 2, 128), dtype=DType.FLOAT16, batch=BATCH)
+CASES = {
+    "causal": WHOLE,
+    "no_group": replace(WHOLE, heads=Heads(2, 2, 128)),
+    # More tiles of heads than are walked together, with keys of their own and shared by seven.
+    "twelve_heads": replace(WHOLE, heads=Heads(12, 12, 64)),
+    "twice_seven": replace(WHOLE, heads=Heads(28, 4, 64)),
+    "seven": replace(WHOLE, heads=Heads(7, 1, 64)),
+    "d256": replace(WHOLE, heads=Heads(4, 2, 256)),
+    "d80": replace(WHOLE, heads=Heads(4, 2, 80), block_size=48),
+    "expanded": replace(WHOLE, heads=Heads(2, 2, 192, 128), packing=KVPacking.PACKED),
+    "expanded_encoder": replace(
+        WHOLE, heads=Heads(2, 2, 192, 128), feature=FEATURES["encoder_only"], batch=WITHOUT_PAGES
+    ),
+    "encoder_window": replace(
+        WHOLE, heads=Heads(4, 2, 64), feature=FEATURES["encoder_only_window"], batch=WITHOUT_PAGES
+    ),
+    "fp8": replace(WHOLE, cache_dtype=CacheDType.FP8),
+    "fp8_d256": replace(WHOLE, heads=Heads(4, 2, 256), cache_dtype=CacheDType.FP8),
+    "fp8_d80": replace(WHOLE, heads=Heads(4, 2, 80), cache_dtype=CacheDType.FP8, block_size=48),
+    "fp8_window": replace(
+        WHOLE, heads=Heads(4, 2, 64), cache_dtype=CacheDType.FP8, feature=FEATURES["window"]
+    ),
+    "fp8_d64": replace(WHOLE, heads=Heads(4, 1, 64), cache_dtype=CacheDType.FP8),
+    **{
+        name: replace(WHOLE, heads=Heads(4, 2, 64), feature=FEATURES[name])
+        for name in ("window", "chunked_lookback", "mm_prefix_window", "soft_cap", "sinks")
+    },
+}
+
+
+def _e4m3(words: Any, kind: int, dtype: Any) -> Any:
+    raw = np.ascontiguousarray(words).view(np.uint8)
+    numbers = torch.from_numpy(raw).view(torch.float8_e4m3fn).float()
+    return gluon_in_numpy.value(numbers.numpy().astype(dtype).view(np.int32))
+
+
+def _kept(scores: Any, seen: Any) -> Any:
+    return gluon_in_numpy.value(np.where(seen, scores, -np.inf).astype(np.float32))
+
+
+@pytest.fixture
+def instead() -> dict[str, Any]:
+    """Functions of the kernel that a test replaces."""
+    return {}
+
+
+@pytest.fixture
+def programs() -> int:
+    """Programs of a launch."""
+    return 2
+
+
+@pytest.fixture
+def launched(
+    monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any], programs: int
+) -> list[KernelCall]:
+    """Launches of the kernel, run by numpy."""
+    make = SplitPlanner.prefill_plan
+
+    def of_few(planner: SplitPlanner, *given: Any) -> Any:
+        plan = make(planner, *given)
+        if plan is None or plan.hopper is None:
+            return plan
+        return replace(plan, hopper=replace(plan.hopper, programs=programs))
+
+    monkeypatch.setattr(SplitPlanner, "prefill_plan", of_few)
+    monkeypatch.setattr(trials.Trial, "prefill_kernel", PrefillKernel.HOPPER)
+    in_registers = {
+        "_pack": lambda weights, dtype, tile: weights,
+        "_unpack": lambda pairs, dtype, tile, layout: pairs.astype(dtype),
+        "_anew": lambda place, asm: place,
+        "_computed": lambda sums: sums,
+        "_up_to": lambda scores, key, last: _kept(scores, key <= last),
+        "_within": lambda scores, key, query, window: _kept(
+            scores, (query - key >= 0) & (query - key < window)
+        ),
+        "_widened": _e4m3,
+        "_layout": lambda rows, width: None,
+    }
+    translation = gluon_in_numpy.Translation(**in_registers | instead)
+    return gluon_in_numpy.take_over(monkeypatch, hopper_prefill_kernel, translation)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_computes_what_it_serves(name: str, launched: list[KernelCall]) -> None:
+    assert findings(CASES[name]) == {}
+    (call,) = launched
+    assert call.grid == (2,)
+
+
+@pytest.mark.parametrize("name", ["causal", "seven", "d256", "fp8", "expanded"])
+def test_what_comes_late_is_waited_for(
+    name: str, launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gluon_in_numpy.delay(monkeypatch)
+    assert findings(CASES[name]) == {}
+    assert launched
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3, 500])
+@pytest.mark.parametrize("name", ["causal", "fp8"])
+def test_any_number_of_programs_takes_every_tile_once(
+    name: str, programs: int, launched: list[KernelCall]
+) -> None:
+    assert findings(CASES[name]) == {}
+    (call,) = launched
+    assert call.grid == (programs,)
+    # One count per tile, and who counts to the last sets it back for the next layer.
+    assert call.arguments["counter_ptr"].item() == 0
+
+
+@pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.FP8])
+def test_it_computes_latent_attention_expanded(
+    cache_dtype: CacheDType, launched: list[KernelCall]
+) -> None:
+    batch = BatchSpec("contexts", (40, 20, 1), (200, 20, 90))
+    case = LatentCase(
+        batch=batch, num_heads=2, dtype=DType.FLOAT16, cache_dtype=cache_dtype, rank=64
+    )
+    trial, result = trials.LatentTrial(TritonMLABackend, case, torch.device("cpu")), CaseResult()
+    trial.write()
+    record = trial.build(trial.builder())
+    trial.judge(trial.attend(record, trial.inputs, trial.cache()), record, result)
+    assert result.findings == {}
+    # New tokens among themselves, and over the cached ones.
+    own, context = launched
+    assert (own.arguments["BLOCK_SIZE"], own.arguments["CAUSAL"]) == (0, 1)
+    assert (context.arguments["BLOCK_SIZE"], context.arguments["CAUSAL"]) == (16, 0)
+
+
+@pytest.mark.parametrize("instead", [{"_clear_tail": lambda *_: None}], indirect=False)
+def test_values_that_nobody_wrote_would_show(launched: list[KernelCall]) -> None:
+    assert findings(CASES["causal"])
+    assert launched

@@ -1,0 +1,48 @@
+"""What four threads exchange so that results are written sixteen bytes at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from attn.kernels.dense.hopper_prefill import vector_store as quads
+
+LANES = 32
+WORDS = 8
+
+
+def run_by_lanes(text: str, given: np.ndarray) -> np.ndarray:
+    """What a warp's lanes compute of their words ``[LANES, WORDS]``, instruction by instruction."""
+    lanes = np.arange(LANES)
+    registers = {f"${WORDS + i}": given[:, i] for i in range(WORDS)}
+    for line in text.strip("{ }").split(";"):
+        name, *places = line.replace(",", " ").split() or [""]
+        into, *others = places or [""]
+        if name == "mov.u32":
+            assert others == ["%laneid"]
+            registers[into] = lanes
+        elif name == "mov.b32":
+            registers[into] = registers[others[0]]
+        elif name == "and.b32":
+            registers[into] = registers[others[0]] & int(others[1])
+        elif name == "setp.ne.u32":
+            registers[into] = registers[others[0]] != int(others[1])
+        elif name == "selp.b32":
+            first, second, which = (registers[place] for place in others)
+            registers[into] = np.where(which, first, second)
+        elif name == "shfl.sync.bfly.b32":
+            assert others[2:] == ["31", "-1"]
+            registers[into] = registers[others[0]][lanes ^ int(others[1])]
+        else:
+            assert name in ("", ".reg"), name
+    return np.stack([registers[f"${i}"] for i in range(WORDS)], 1)
+
+
+def test_each_of_four_lanes_gets_a_run() -> None:
+    """Of two rows, whose words alternate: lane t has word t of each run, then run t."""
+    lane, word, row = np.meshgrid(np.arange(LANES), np.arange(4), np.arange(2), indexing="ij")
+    quad, within = lane // 4, lane % 4
+    # A name for each word: quad, row, run, place in the run.
+    had = ((quad * 2 + row) * 4 + word) * 4 + within
+    gets = ((quad * 2 + row) * 4 + within) * 4 + word
+    found = run_by_lanes(quads._QUADS.value, had.reshape(LANES, WORDS))
+    np.testing.assert_array_equal(found, gets.reshape(LANES, WORDS))

@@ -1,0 +1,243 @@
+"""Sparse latent attention by the kernel for Hopper, on one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn.ops.sparse_mla import sparse_mla, workspace_for
+from builders.device import device_facts
+from builders.sparse.hopper_tiles import hopper_sparse_tile, usual_options
+from builders.sparse.tiles import SparseShape, SparseTile
+from specs.devices import DeviceKind
+from specs.rows import LatentFormat
+from tests.sparse.sparse_cases import LAYOUTS, SparseCase, SparseTrial
+
+DEVICE = torch.device("cuda")
+TOPK = 640
+# Not a multiple of a tile, of a block, of anything; nothing; one.
+LENS = (640, 0, 129, 1, 512, 639, 300, 64, 65, 128)
+HEADS = (1, 8, 16, 20, 64, 65, 128)
+SERVED = (LAYOUTS[0], LAYOUTS[2])
+"""By the kernel for many heads; the one for few serves all."""
+FEW = 32
+LAUNCHES = 60
+COPIES = 40
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"early": True},
+    {"early": False},
+    {"programs_per_sm": None},
+    {"early": True, "programs_per_sm": None},
+    {"balanced": True},
+    {"balanced": True, "early": True},
+)
+
+FEW_OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"second_registers": 208, "producer_registers": 88},
+    {"second_registers": 216, "producer_registers": 72},
+)
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _on_hopper() -> None:
+    if device_facts(DEVICE).kind is not DeviceKind.SM90:
+        pytest.skip("it is for Hopper")
+
+
+def case_of(layout: LatentFormat, heads: int, **given: Any) -> SparseCase:
+    known = {
+        "lens": LENS, "topk": TOPK, "rank": 512, "rope_size": 64, "block_size": 64,
+        "num_blocks": 40, "dtype": torch.bfloat16, "device": "cuda",
+    }  # fmt: skip
+    return SparseCase(layout, heads, **{**known, **given})
+
+
+def tile_of(case: SparseCase, rows: int, **changes: Any) -> SparseTile:
+    """What so many rows would be given, with other options; fewer than 8 of few heads, as 8."""
+    shape = SparseShape(case.num_heads, case.topk, case.layout)
+    options = replace(usual_options(shape), **changes)
+    if case.num_heads <= FEW:
+        rows = max(rows, 8)
+    tile = hopper_sparse_tile(shape, device_facts(DEVICE).num_multiprocessors, rows, options)
+    assert tile.hopper == options
+    return tile
+
+
+def options_of(heads: int) -> tuple[dict[str, Any], ...]:
+    return FEW_OPTIONS if heads <= FEW else OPTIONS
+
+
+def served(*heads: int) -> list[Any]:
+    """Layouts and heads that a kernel for Hopper serves."""
+    return [
+        pytest.param(layout, count, id=f"{layout.value}-{count}")
+        for layout in LAYOUTS
+        for count in heads
+        if count <= FEW or layout in SERVED
+    ]
+
+
+def run(trial: SparseTrial, tile: SparseTile, **changes: Any) -> tuple[Tensor, Tensor]:
+    out, lse = trial.results()
+    sparse_mla(**{**trial.arguments(), **changes}, output=out, lse=lse, tile=tile)
+    return out, lse
+
+
+def same(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(("layout", "heads"), served(*HEADS))
+def test_states_whole_and_split(layout: LatentFormat, heads: int) -> None:
+    trial = SparseTrial(case_of(layout, heads))
+    for rows in (10**6, 40, 1):
+        tile = tile_of(trial.case, rows)
+        assert trial.misses(*run(trial, tile)) == {}, (rows, tile.segments(TOPK))
+
+
+@pytest.mark.parametrize(("layout", "heads"), served(8, 40, 128))
+def test_every_option(layout: LatentFormat, heads: int) -> None:
+    trial = SparseTrial(case_of(layout, heads))
+    for rows in (10**6, 1):
+        for changes in options_of(heads):
+            tile = tile_of(trial.case, rows, **changes)
+            assert trial.misses(*run(trial, tile)) == {}, (rows, changes)
+
+
+@pytest.mark.parametrize(("layout", "heads"), served(20, 128))
+def test_sinks_padded_blocks_and_another_page(layout: LatentFormat, heads: int) -> None:
+    for given in (
+        {"sinks": True},
+        {"padded_blocks": True},
+        {"block_size": 16, "num_blocks": 160, "padded_blocks": True, "sinks": True},
+    ):
+        trial = SparseTrial(case_of(layout, heads, **given))
+        for rows in (10**6, 1):
+            assert trial.misses(*run(trial, tile_of(trial.case, rows))) == {}, given
+
+
+@pytest.mark.parametrize(("layout", "heads"), [(0, 70), (0, 16), (1, 16)])
+def test_fp16(layout: int, heads: int) -> None:
+    trial = SparseTrial(case_of(LAYOUTS[layout], heads, dtype=torch.float16))
+    for rows in (10**6, 1):
+        assert trial.misses(*run(trial, tile_of(trial.case, rows))) == {}
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+def test_all_entries_count_without_lengths(heads: int) -> None:
+    trial = SparseTrial(case_of(LAYOUTS[0], heads))
+    ids = trial.indices.clone()
+    for row, length in enumerate(LENS):
+        ids[row, length:] = -1
+    found = run(trial, tile_of(trial.case, 10**6), indices=ids.cuda(), topk_lens=None)
+    assert trial.misses(*found) == {}
+
+
+@pytest.mark.parametrize("rows", [1, 10**6])
+@pytest.mark.parametrize(("layout", "heads"), served(8, 16, 128))
+def test_every_launch_gives_the_same_bits(layout: LatentFormat, heads: int, rows: int) -> None:
+    trial = SparseTrial(case_of(layout, heads))
+    given = trial.arguments()
+    for name in ("query", "rotary", "indices", "topk_lens"):
+        given[name] = torch.cat([given[name]] * COPIES)
+    once = trial.results()
+    for changes in options_of(heads):
+        if changes.get("balanced"):
+            # Where a row lies in a batch decides where its list is cut.
+            continue
+        tile, first = tile_of(trial.case, rows, **changes), None
+        for _ in range(LAUNCHES):
+            out, lse = (torch.cat([tensor] * COPIES) for tensor in once)
+            sparse_mla(**given, output=out, lse=lse, tile=tile)
+            for copy in zip(out.chunk(COPIES), lse.chunk(COPIES), strict=True):
+                first = first or copy
+                assert same(first, copy), changes
+        assert first is not None
+        assert trial.misses(*first) == {}, changes
+
+
+@pytest.mark.parametrize("copies", [7, 14, COPIES])
+@pytest.mark.parametrize(("layout", "heads"), served(64, 128))
+def test_bits_do_not_depend_on_who_is_last(layout: LatentFormat, heads: int, copies: int) -> None:
+    """Of two programs that have parts of a list."""
+    trial = SparseTrial(case_of(layout, heads))
+    given = trial.arguments()
+    for name in ("query", "rotary", "indices", "topk_lens"):
+        given[name] = torch.cat([given[name]] * copies)
+    rows = len(given["query"])
+    once = trial.results()
+    for changes in ({"balanced": True}, {"balanced": True, "early": False}):
+        tile, first = tile_of(trial.case, rows, **changes), None
+        workspace = workspace_for(tile, rows, heads, TOPK, 512, DEVICE)
+        assert workspace.counters is not None
+        for launch in range(2 * LAUNCHES):
+            # What one launch leaves is not what another finds.
+            for poison in (workspace.states, workspace.sums):
+                poison.fill_(float("nan") if launch % 2 else 0.0)
+            out, lse = (torch.cat([tensor] * copies) for tensor in once)
+            sparse_mla(**given, output=out, lse=lse, tile=tile, workspace=workspace)
+            first = first or (out, lse)
+            assert same(first, (out, lse)), (changes, launch)
+            assert not workspace.counters.any(), (changes, launch)
+        assert first is not None
+        for copy in zip(*(tensor.chunk(copies) for tensor in first), strict=True):
+            assert trial.misses(*copy) == {}, changes
+
+
+@pytest.mark.parametrize(("layout", "heads"), served(16, 128))
+def test_a_graph_replays_other_lists(layout: LatentFormat, heads: int) -> None:
+    trials = [SparseTrial(case_of(layout, heads), seed) for seed in range(3)]
+    trials.append(SparseTrial(case_of(layout, heads, lens=(0,) * len(LENS)), 3))
+    static = trials[0].arguments()
+    for name in ("query", "rotary", "kv_cache"):
+        static[name] = static[name].clone()
+    out, lse = trials[0].results()
+    for rows, changes in ((1, {}), (10**6, {}), (10**6, {"balanced": True})):
+        if changes and heads <= FEW:
+            continue
+        tile = tile_of(trials[0].case, rows, **changes)
+        workspace = workspace_for(tile, len(LENS), heads, TOPK, 512, DEVICE)
+        given = {**static, "output": out, "lse": lse, "tile": tile, "workspace": workspace}
+        sparse_mla(**given)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            sparse_mla(**given)
+        for trial in (*trials[1:], trials[0]):
+            for name, tensor in trial.arguments().items():
+                if isinstance(static[name], Tensor) and name != "k_scale":
+                    static[name].copy_(tensor)
+            for poison in (out, lse, workspace.states, workspace.sums):
+                poison.fill_(float("nan"))
+            graph.replay()
+            torch.cuda.synchronize()
+            if any(trial.case.lens):
+                assert trial.misses(out, lse) == {}
+            else:
+                assert not out.any()
+                assert bool((lse == float("-inf")).all())
+
+
+def test_rows_far_into_a_large_cache() -> None:
+    """Offsets beyond 2^31 bytes and elements."""
+    if torch.cuda.get_device_properties(DEVICE).total_memory < 24 * 2**30:
+        pytest.skip("needs 10 GiB")
+    for layout, heads in ((LAYOUTS[0], 64), (LAYOUTS[1], 16), (LAYOUTS[2], 64), (LAYOUTS[2], 16)):
+        trial = SparseTrial(case_of(layout, heads))
+        block, row = trial.cache.shape[1:]
+        blocks = 2**33 // (block * row) + 9
+        large = torch.full((blocks, block, row), 0xFF, dtype=torch.uint8, device=DEVICE)
+        first = blocks - trial.case.num_blocks
+        large[first:] = trial.cache
+        ids = trial.arguments()["indices"]
+        ids = torch.where((ids >= 0) & (ids < first), ids + first * block, ids).int()
+        tile = tile_of(trial.case, 10**6)
+        assert same(run(trial, tile, kv_cache=large, indices=ids), run(trial, tile))
+        del large

@@ -1,0 +1,296 @@
+"""The latent attention kernel for Hopper without one: what it refuses, and what it computes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import builders.latent.choice
+import builders.latent.triton_mla
+from attn.backends.triton_mla import TritonMLABackend
+from attn.kernels.dense.hopper_prefill import launch as hopper_launch
+from attn.kernels.latent.hopper_narrow.kernel import hopper_mla_narrow_kernel
+from attn.kernels.latent.hopper_wide.kernel import hopper_mla_kernel
+from attn.testing import trials
+from attn.testing.batches import BATCHES, BatchSpec
+from attn.testing.cases import LatentCase
+from attn.testing.conformance import check_case
+from attn.testing.trials import CaseResult, LatentTrial
+from builders.dense.choice import (
+    LayerAsks,
+)
+from builders.latent.choice import hopper_latent_tile, latent_kernel_of
+from builders.launch.call import KernelCall
+from builders.splitkv.segments import SEGMENT
+from builders.splitkv.tiles import (
+    DenseShape,
+    HopperDecodeTile,
+)
+from specs.devices import DeviceKind
+from specs.dtypes import CacheDType, DType
+from specs.engine import DecodeKernel
+from tests.lang.far_memory import far_pages
+from tests.tools import gluon_in_numpy
+from tests.tools.gpus import hopper
+
+CPU = torch.device("cpu")
+SHAPE = DenseShape(128, 1, 576, 512, 2, 16)
+HOPPER = DeviceKind.SM90
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "block_size", "asks", "said"),
+    [
+        (SHAPE, DeviceKind.SM100, 64, LayerAsks(), "the device is sm100, not sm90"),
+        (replace(SHAPE, itemsize=4), HOPPER, 64, LayerAsks(), "have 4 bytes, not 2"),
+        (replace(SHAPE, stored_bits=4), HOPPER, 64, LayerAsks(), "have 4 bits, not 8 or 16"),
+        (
+            replace(SHAPE, stored_bits=8),
+            HOPPER,
+            64,
+            LayerAsks(query=DType.BFLOAT16, cache_dtype=CacheDType.FP8_E5M2),
+            "a cache of fp8_e5m2",
+        ),
+        (
+            replace(SHAPE, head_size=320, head_size_v=256),
+            HOPPER,
+            64,
+            LayerAsks(),
+            "rows of 320 columns, of which 256 are the value, are not 576 and 512",
+        ),
+        (SHAPE, HOPPER, 24, LayerAsks(), "block size 24 is not a multiple of 16"),
+        (SHAPE, HOPPER, 64, LayerAsks(scale=-1.0), "scale -1.0 is not positive"),
+        (
+            SHAPE,
+            HOPPER,
+            64,
+            LayerAsks(query=DType.BFLOAT16, cache_dtype=CacheDType.FLOAT16),
+            "a cache of float16 for a query of bfloat16",
+        ),
+    ],
+)
+def test_what_it_does_not_take_is_refused_with_both_values(
+    shape: DenseShape, kind: DeviceKind, block_size: int, asks: LayerAsks, said: str
+) -> None:
+    found = hopper_latent_tile(shape, kind, block_size, 1, asks)
+    assert isinstance(found, str)
+    assert said in found
+    with pytest.raises(ValueError, match="decode_kernel 'hopper' does not serve this latent layer"):
+        latent_kernel_of(shape, kind, block_size, 1, asks, DecodeKernel.HOPPER)
+    for wanted in (DecodeKernel.AUTO, DecodeKernel.TRITON):
+        assert latent_kernel_of(shape, kind, block_size, 1, asks, wanted)[0] is None
+
+
+def test_it_is_taken_unless_the_plain_one_is_wanted() -> None:
+    for wanted in DecodeKernel:
+        tile, why = latent_kernel_of(SHAPE, HOPPER, 64, 1, LayerAsks(), wanted)
+        assert (tile is None) == (wanted is DecodeKernel.TRITON)
+        assert "it serves" in why or "'triton'" in why
+
+
+@pytest.mark.parametrize("heads", [16, 17, 128])
+@pytest.mark.parametrize("stored_bits", [8, 16])
+def test_bits_of_a_row_alone_are_those_of_tiles_of_16_rows(heads: int, stored_bits: int) -> None:
+    shape = replace(SHAPE, num_heads=heads, stored_bits=stored_bits)
+    asks = LayerAsks(batch_invariant=True)
+    tile, _ = latent_kernel_of(shape, HOPPER, 64, 1, asks, DecodeKernel.HOPPER)
+    assert tile is not None
+    assert (tile.split.rows, tile.least_tiles) == (16, None)
+    chosen, why = latent_kernel_of(shape, HOPPER, 64, 1, asks, DecodeKernel.AUTO)
+    if heads > 16 and stored_bits == 16:
+        assert chosen is None
+        assert "read a latent row more often" in why
+    else:
+        assert chosen == tile
+
+
+def test_any_number_of_heads_and_tokens_fits_a_tile_and_pages_are_whole_boxes() -> None:
+    for heads in range(1, 129):
+        for tokens in (1, 2, 4, 16):
+            for block_size in (16, 48, 64, 528):
+                shape = replace(SHAPE, num_heads=heads)
+                tile = hopper_latent_tile(shape, HOPPER, block_size, tokens, LayerAsks())
+                assert isinstance(tile, HopperDecodeTile)
+                split = tile.split
+                assert split.head_tiles == (1 if heads <= 64 else 2)
+                assert (tile.least_tiles is None) == (heads * tokens <= 16)
+                rows = 16 if heads * tokens <= 16 else 64
+                assert split.tile_heads * split.head_tiles >= heads
+                assert 1 <= split.query_tokens <= tokens
+                assert split.tile_heads * split.query_tokens <= split.rows == rows
+                assert block_size % tile.run == 0
+                assert 64 % tile.run == 0
+                assert SEGMENT % split.segment_unit == 0
+                # A launcher knows no more than the plan's tokens.
+                assert (
+                    hopper_latent_tile(shape, HOPPER, block_size, split.query_tokens, LayerAsks())
+                    == tile
+                )
+
+
+@pytest.mark.parametrize("heads", [1, 16, 17, 40, 128])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_tiles_over_e4m3_have_16_rows(heads: int, tokens: int) -> None:
+    shape, asks = replace(SHAPE, num_heads=heads, stored_bits=8), LayerAsks()
+    for block_size, run in ((16, 16), (48, 16), (128, 128), (256, 128)):
+        tile = hopper_latent_tile(shape, HOPPER, block_size, tokens, asks)
+        assert isinstance(tile, HopperDecodeTile)
+        assert (tile.run, tile.least_tiles, tile.split.rows, tile.num_stages) == (run, None, 16, 2)
+        assert tile.split.tile_heads * tile.split.query_tokens <= 16
+        assert tile.split.tile_heads * tile.split.head_tiles >= heads
+
+
+# -- What it computes, by numpy: see tests.tools.gluon_in_numpy for what that does not see.
+
+
+@pytest.fixture
+def instead() -> dict[str, Any]:
+    """Functions of the kernel that a test replaces."""
+    return {}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any]) -> list[KernelCall]:
+    """Launches of the kernel, each run by numpy, its programs in another order every time."""
+    calls: list[KernelCall] = []
+    translation, launch = gluon_in_numpy.Translation(**instead), KernelCall.launch
+
+    def run(call: KernelCall) -> None:
+        if call.kernel not in (hopper_mla_kernel, hopper_mla_narrow_kernel):
+            launch(call)
+            return
+        calls.append(call)
+        programs = list(range(call.grid[0]))
+        random.Random(len(calls)).shuffle(programs)
+        gluon_in_numpy.run(call, programs, translation)
+
+    monkeypatch.setattr(KernelCall, "launch", run)
+    monkeypatch.setattr(hopper_launch, "_describe", lambda rows, box: rows)
+    monkeypatch.setattr(trials.Trial, "decode_kernel", DecodeKernel.HOPPER)
+    return calls
+
+
+def findings(case: LatentCase) -> dict[str, list[str]]:
+    trial = LatentTrial(TritonMLABackend, case, CPU)
+    trial.write()
+    record = trial.build(trial.builder())
+    results = trial.attend(record, trial.inputs, trial.cache())
+    result = CaseResult()
+    trial.judge(results, record, result)
+    trial.check_padding(results, result)
+    assert not record.decode.split.counters.any()
+    return result.findings
+
+
+KINDS = {
+    "pages_of_16": LatentCase(BatchSpec("a", (1, 1), (5, 140)), 20, DType.FLOAT16),
+    # The second of three programs begins in the middle of a row.
+    "in_parts": LatentCase(BatchSpec("b", (1, 1), (700, 33)), 17, DType.FLOAT16, block_size=64),
+    "few_rows": LatentCase(BatchSpec("a", (1, 1), (5, 140)), 4, DType.FLOAT16),
+    "few_rows_in_parts": LatentCase(
+        BatchSpec("h", (1, 1), (1700, 33)), 16, DType.FLOAT16, block_size=64
+    ),
+    "few_rows_verify": LatentCase(
+        BatchSpec("k", (2, 1, 1), (200, 40, 30), num_speculative_tokens=1),
+        5,
+        DType.FLOAT16,
+        block_size=48,
+    ),
+    "verify": LatentCase(
+        BatchSpec("d", (4, 2, 1), (200, 40, 30), num_speculative_tokens=3),
+        5,
+        DType.FLOAT16,
+        block_size=32,
+    ),
+    # More rows than a tile has.
+    "two_tiles_of_tokens": LatentCase(
+        BatchSpec("e", (4, 3), (70, 130), num_speculative_tokens=3), 20, DType.FLOAT16
+    ),
+    "two_tiles_of_heads": LatentCase(BatchSpec("f", (1,), (20,)), 70, DType.FLOAT16, block_size=64),
+    "e4m3": LatentCase(
+        BatchSpec("g", (1, 1), (5, 140)), 4, DType.FLOAT16, CacheDType.FP8_E4M3, block_size=16
+    ),
+    "e4m3_in_parts": LatentCase(
+        BatchSpec("h", (1, 1), (1700, 33)), 16, DType.FLOAT16, CacheDType.FP8_E4M3, block_size=64
+    ),
+    "e4m3_verify": LatentCase(
+        BatchSpec("i", (4, 2, 1), (200, 40, 30), num_speculative_tokens=3),
+        5,
+        DType.FLOAT16,
+        CacheDType.FP8_E4M3,
+        block_size=48,
+    ),
+    # Pages of more keys than a tile.
+    "e4m3_two_tiles_of_heads": LatentCase(
+        BatchSpec("j", (1, 2), (300, 30), num_speculative_tokens=1),
+        20,
+        DType.FLOAT16,
+        CacheDType.FP8_E4M3,
+        block_size=256,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_computes_a_step_of_every_kind(kind: str, launched: list[KernelCall]) -> None:
+    assert findings(KINDS[kind]) == {}
+    is_narrow = "e4m3" in kind or "few_rows" in kind
+    wanted = hopper_mla_narrow_kernel if is_narrow else hopper_mla_kernel
+    assert launched
+    assert all(call.kernel is wanted for call in launched)
+
+
+@pytest.mark.parametrize("kind", ["pages_of_16", "few_rows", "e4m3"])
+def test_offsets_of_pages_may_need_more_than_32_bits(kind: str, launched: list[KernelCall]) -> None:
+    with far_pages():
+        assert findings(replace(KINDS[kind], padded_pages=True)) == {}
+    assert launched
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_comes_late_is_waited_for(
+    kind: str, launched: list[KernelCall], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gluon_in_numpy.delay(monkeypatch)
+    assert findings(KINDS[kind]) == {}
+    assert launched
+
+
+@pytest.mark.parametrize("heads", [1, 9])
+@pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.FP8_E4M3])
+@pytest.mark.parametrize("programs", [1, 9])
+def test_one_program_has_all_of_a_row_or_many_a_part_each(
+    programs: int,
+    cache_dtype: CacheDType,
+    heads: int,
+    launched: list[KernelCall],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    facts = hopper(programs)
+    monkeypatch.setattr(builders.latent.triton_mla, "device_facts", lambda device: facts)
+    lens = (2100, 40, 33) if programs > 1 else (521, 40, 33)
+    batch = BatchSpec("c", (2, 1, 1), lens, num_speculative_tokens=1)
+    case = LatentCase(batch, heads, DType.FLOAT16, cache_dtype, block_size=48)
+    assert findings(case) == {}
+    assert launched.pop().grid == (programs,)
+
+
+@pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.FP8_E4M3])
+@pytest.mark.parametrize("batch", ["keyless_rows", "padding_rows"])
+def test_it_keeps_all_that_is_promised(
+    batch: str, cache_dtype: CacheDType, launched: list[KernelCall]
+) -> None:
+    """The same bits alone, replays, another table."""
+    check_case(TritonMLABackend, LatentCase(BATCHES[batch], 3, DType.FLOAT16, cache_dtype), CPU)
+    assert launched
+
+
+@pytest.mark.parametrize("instead", [{"_clear_tail": lambda *_: None}], indirect=False)
+@pytest.mark.parametrize("kind", ["pages_of_16", "few_rows", "e4m3"])
+def test_values_that_nobody_wrote_would_show(kind: str, launched: list[KernelCall]) -> None:
+    assert findings(KINDS[kind])
+    assert launched

@@ -1,0 +1,419 @@
+"""The sparse latent attention kernel for Hopper without one: who it serves, what it computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+
+from attn.kernels.dense.hopper_prefill import vector_store as quads
+from attn.kernels.sparse import hopper_launch as sparse_launch
+from attn.kernels.sparse.hopper_narrow import operands as sparse_operands
+from attn.kernels.sparse.hopper_narrow.kernel import hopper_narrow_sparse_kernel
+from attn.kernels.sparse.hopper_narrow.shrink import shrink_text
+from attn.kernels.sparse.hopper_wide import finish as sparse_finish
+from attn.kernels.sparse.hopper_wide import parts as sparse_parts
+from attn.kernels.sparse.hopper_wide import widen as sparse_widen
+from attn.kernels.sparse.hopper_wide.kernel import hopper_sparse_kernel
+from attn.kernels.sparse.indexer import hopper_logits as index_logits
+from attn.kernels.sparse.launcher import SparseLayer, SparseTensors, sparse_calls
+from builders.launch.call import KernelCall
+from builders.sparse.hopper_tiles import (
+    hopper_misfit,
+    hopper_sparse_tile,
+    sparse_kernel_of,
+    usual_options,
+)
+from builders.sparse.tiles import (
+    HopperSparseTile,
+    NarrowSparseTile,
+    SparseShape,
+    SparseTile,
+    sparse_tile,
+)
+from specs.devices import DeviceKind
+from specs.dtypes import DType
+from specs.engine import DecodeKernel, PrefillKernel
+from specs.layouts import latent_views
+from specs.rows import LatentFormat
+from tests.lang.far_memory import spread
+from tests.sparse.sparse_cases import LAYOUTS, SparseCase, SparseTrial
+from tests.tools import gluon_in_numpy
+
+BF16, E4M3, SCALED = LAYOUTS
+SHAPE = SparseShape(128, 2048)
+HOPPER = DeviceKind.SM90
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "dtype", "said"),
+    [
+        ({}, DeviceKind.SM100, DType.BFLOAT16, "the device is sm100, not sm90"),
+        ({"rank": 256}, HOPPER, DType.BFLOAT16, "rows of 256 latent and 64 rotary columns"),
+        ({}, HOPPER, DType.FLOAT32, "a query of float32"),
+        ({"layout": SCALED}, HOPPER, DType.FLOAT16, "multiplied as bfloat16, not float16"),
+        ({"layout": E4M3}, HOPPER, DType.BFLOAT16, "more than 32 heads, of which there are 128"),
+        ({"batch_invariant": True}, HOPPER, DType.BFLOAT16, "bits are to be a row's own"),
+    ],
+)
+def test_what_it_does_not_take_is_left_with_a_reason(
+    changes: dict[str, Any], kind: DeviceKind, dtype: DType, said: str
+) -> None:
+    sizes = {name: value for name, value in changes.items() if name != "batch_invariant"}
+    is_invariant = "batch_invariant" in changes
+    given = replace(SHAPE, **sizes), kind, dtype, is_invariant
+    options, why = sparse_kernel_of(*given, "decode_kernel", DecodeKernel.AUTO)
+    assert options is None
+    assert said in why
+    with pytest.raises(ValueError, match="prefill_kernel 'hopper' does not serve this sparse") as e:
+        sparse_kernel_of(*given, "prefill_kernel", PrefillKernel.HOPPER)
+    assert said in str(e.value)
+
+
+def test_what_it_serves_it_is_given_unless_the_plain_one_is_asked_for() -> None:
+    for layout, heads in ((BF16, 128), (SCALED, 33), (BF16, 32), (E4M3, 1), (SCALED, 16)):
+        shape = replace(SHAPE, layout=layout, num_heads=heads)
+        given = shape, HOPPER, DType.BFLOAT16, False, "decode_kernel"
+        options = sparse_kernel_of(*given, DecodeKernel.AUTO)[0]
+        assert options == usual_options(shape)
+        assert isinstance(options, NarrowSparseTile if heads <= 32 else HopperSparseTile)
+        assert sparse_kernel_of(*given, DecodeKernel.TRITON)[0] is None
+
+
+def test_few_rows_are_cut_into_parts_and_many_are_not() -> None:
+    for layout in (BF16, SCALED):
+        shape = replace(SHAPE, layout=layout)
+        assert hopper_misfit(shape, HOPPER, DType.BFLOAT16) is None
+        for rows, parts in ((1, 16), (8, 8), (66, 1), (128, 1), (4096, 1)):
+            tile = hopper_sparse_tile(shape, 132, rows)
+            assert tile.programs(2048) == tile.segments(2048) == parts
+            assert tile.segment % 128 == 0
+
+
+def test_few_heads_have_tiles_of_their_own_and_few_rows_of_them_the_plain_kernels() -> None:
+    for layout in LAYOUTS:
+        shape = replace(SHAPE, num_heads=20, layout=layout)
+        for rows, parts in ((16, 4), (64, 1), (4096, 1)):
+            tile = hopper_sparse_tile(shape, 132, rows)
+            assert tile.hopper is not None
+            assert tile.programs(2048) == parts
+            assert (tile.segment // tile.kv_tile) % 2 == 0
+        assert hopper_sparse_tile(shape, 132, 1) == sparse_tile(shape, HOPPER, 132, 1)
+
+
+# -- What it computes, by numpy: see tests.tools.gluon_in_numpy for what that does not see.
+
+
+def weighted(x: np.ndarray, at: np.ndarray, by_x: np.ndarray, by_y: np.ndarray) -> np.ndarray:
+    """With cells that lie in memory, two of which are a word there."""
+    words = at.item()
+    cells = 2 * words.offset + np.arange(x.shape[1]) % 2
+    return x * by_x + words.storage.view(np.float32)[cells] * by_y
+
+
+@pytest.fixture(autouse=True)
+def _assembly(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, meaning in {
+        sparse_finish._WEIGHTED: lambda x, y, by_x, by_y: x * by_x + y * by_y,
+        sparse_finish._WEIGHTED_PAIR: weighted,
+    }.items():
+        monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, text.value, meaning)
+
+
+CASES = {
+    "64 heads": SparseCase(BF16, 64, (300, 0, 1, 129), 300, 512, 64),
+    "128 heads": SparseCase(BF16, 128, (257, 128), 260, 512, 64),
+    "8 heads": SparseCase(BF16, 8, (0, 256), 256, 512, 64),
+    "80 heads, sinks": SparseCase(BF16, 80, (200, 5), 200, 512, 64, sinks=True),
+    "padded": SparseCase(BF16, 20, (130,), 130, 512, 64, padded_blocks=True),
+}
+
+
+def tiles_of(case: SparseCase) -> dict[str, SparseTile]:
+    shape = SparseShape(case.num_heads, case.topk, case.layout)
+    options = HopperSparseTile()
+    return {
+        "persistent": hopper_sparse_tile(shape, 1, 99, replace(options, balanced=False)),
+        "early": hopper_sparse_tile(shape, 1, 99, replace(options, early=True)),
+        "a program for each": hopper_sparse_tile(
+            shape, 1, 99, replace(options, programs_per_sm=None)
+        ),
+        "balanced": hopper_sparse_tile(shape, 4, 99, replace(options, balanced=True)),
+        "split": hopper_sparse_tile(shape, 132, 1, options),
+        "split persistent": hopper_sparse_tile(shape, 132, 3, options),
+    }
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_states_are_the_oracles(
+    case: SparseCase, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three programs on a device of three multiprocessors, in any order."""
+    monkeypatch.setattr(sparse_launch, "_multiprocessors", lambda _: 3)
+    translation = gluon_in_numpy.Translation()
+    calls = gluon_in_numpy.take_over(monkeypatch, hopper_sparse_kernel, translation)
+    if is_late:
+        gluon_in_numpy.delay(monkeypatch)
+    for name, tile in tiles_of(case).items():
+        trial = SparseTrial(case)
+        assert trial.misses(*launched(trial, tile)) == {}, name
+    assert len(calls) == len(tiles_of(case))
+
+
+@pytest.mark.parametrize("name", ["128 heads", "8 heads"])
+def test_offsets_of_rows_may_need_more_than_32_bits(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sparse_launch, "_multiprocessors", lambda _: 3)
+    calls = gluon_in_numpy.take_over(
+        monkeypatch, hopper_sparse_kernel, gluon_in_numpy.Translation()
+    )
+    case = CASES[name]
+    trial, tile = SparseTrial(case), tiles_of(case)["persistent"]
+    one = trial.cache.reshape(1, -1, trial.cache.shape[2])
+    # Rows of one page are numbered through; offsets are in units of 16 bytes.
+    for cache in (spread(trial.cache, 0, 1 << 33), spread(one, 1, 1 << 29)):
+        assert trial.misses(*launched(trial, tile, kv_cache=cache)) == {}
+    assert len(calls) == 2
+
+
+def launched(
+    trial: SparseTrial, tile: SparseTile, **changes: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """With a fold of few programs: tests of that kernel have it as it is launched."""
+    case, given = trial.case, trial.arguments() | changes
+    tile = replace(tile, finish_rows=tile.rows, finish_width=case.rank)
+    out, lse = trial.results()
+    layer = SparseLayer(case.num_heads, case.scale, case.layout, case.rank, case.rope_size)
+    counts = tile.state_floats(len(case.lens), case.num_heads, case.topk, case.rank)
+    names = ("query", "rotary", "kv_cache", "indices", "topk_lens")
+    tensors = SparseTensors(
+        *(given[name] for name in names),
+        out,
+        lse,
+        sinks=given["sinks"],
+        k_scale=given["k_scale"],
+        states=torch.full((counts[0],), float("nan")),
+        sums=torch.full((counts[1],), float("nan")),
+        counters=torch.zeros(tile.counters, dtype=torch.int32),
+    )
+    for call in sparse_calls(layer, tile, tensors, hardware_e4m3=True):
+        call.launch()
+    assert tensors.counters is not None
+    assert not tensors.counters.any()
+    return out, lse
+
+
+# -- Lists that lie in two programs' shares.
+
+SHARED = {
+    "64 heads": SparseCase(BF16, 64, (300, 300, 129, 300, 260), 300, 512, 64),
+    "80 heads, sinks": SparseCase(BF16, 80, (257, 0, 384), 384, 512, 64, sinks=True),
+    "short lists": SparseCase(BF16, 8, (1, 130, 0, 200, 384, 1, 129), 384, 512, 64),
+    "a list for each": SparseCase(BF16, 8, (384, 256), 384, 512, 64),
+    "one list": SparseCase(BF16, 80, (384,), 384, 512, 64),
+}
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("case", SHARED.values(), ids=SHARED)
+def test_programs_that_walk_equally_many_tiles(
+    case: SparseCase, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of programs in any order: bits do not depend on it."""
+    calls = gluon_in_numpy.take_over(
+        monkeypatch, hopper_sparse_kernel, gluon_in_numpy.Translation()
+    )
+    if is_late:
+        gluon_in_numpy.delay(monkeypatch)
+    shape = SparseShape(case.num_heads, case.topk, case.layout)
+    for multiprocessors in (2, 4, 6):
+        tile = hopper_sparse_tile(shape, multiprocessors, 99, HopperSparseTile(balanced=True))
+        assert tile.shares == multiprocessors
+        trial = SparseTrial(case)
+        first = launched(trial, tile)
+        assert trial.misses(*first) == {}, multiprocessors
+        for _ in range(2):
+            assert all(map(torch.equal, first, launched(trial, tile)))
+    assert len(calls) == 9
+
+
+def test_programs_take_whole_lists_where_these_are_too_few() -> None:
+    options = HopperSparseTile(balanced=True)
+    for rows, shares in ((1, 0), (65, 0), (66, 132), (4096, 132)):
+        tile = hopper_sparse_tile(SHAPE, 132, rows, options)
+        assert (tile.shares, tile.counters) == (shares, 2 * shares)
+        assert tile.state_floats(rows, 128, 2048) != (0, 0) or rows == 65
+        assert hopper_sparse_tile(SHAPE, 132, rows).shares == 0
+    # By themselves where a second round would be short.
+    assert hopper_sparse_tile(SHAPE, 132, 80).shares == 132
+    assert hopper_sparse_tile(SHAPE, 132, 128).shares == 0
+
+
+# -- Rows of e4m3 that are widened.
+
+WIDENED = {
+    "64 heads": SparseCase(SCALED, 64, (300, 0, 1, 129), 300, 512, 64),
+    "80 heads, sinks": SparseCase(SCALED, 80, (200, 5), 200, 512, 64, sinks=True),
+    "padded": SparseCase(SCALED, 128, (64, 65), 130, 512, 64, padded_blocks=True),
+}
+
+
+def widened(words: np.ndarray, pairs: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Words of four e4m3 times a factor as words of two fp16."""
+    real = bytes_of(words) * np.ascontiguousarray(pairs).view(np.float32)[..., None]
+    halves = np.ascontiguousarray(real.astype(np.float16)).view(np.int32)
+    return halves[..., 0], halves[..., 1]
+
+
+def set_rope_to_fp16(trial: SparseTrial) -> None:
+    """Rotary parts of the cache in the type that the emulated query has."""
+    case = trial.case
+    row = case.layout.row(case.rank, case.rope_size, DType.BFLOAT16)
+    rope = latent_views(trial.cache, row)["rope"]
+    rope.copy_(rope.half().view(torch.bfloat16))
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("case", WIDENED.values(), ids=WIDENED)
+def test_states_of_widened_rows_are_the_oracles(
+    case: SparseCase, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As fp16 throughout, which the launcher refuses beside rows of bf16."""
+    monkeypatch.setattr(sparse_launch, "hopper_misfit", lambda *_: None)
+    monkeypatch.setattr(sparse_launch, "_multiprocessors", lambda _: 3)
+    for text, meaning in {
+        sparse_widen._SCALED: widened,
+        sparse_widen._PAIR: lambda x: x.view(np.int32),
+    }.items():
+        monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, text.value, meaning)
+    translation = gluon_in_numpy.Translation()
+    calls = gluon_in_numpy.take_over(monkeypatch, hopper_sparse_kernel, translation)
+    if is_late:
+        gluon_in_numpy.delay(monkeypatch)
+    for name, tile in tiles_of(case).items():
+        trial = SparseTrial(case)
+        set_rope_to_fp16(trial)
+        assert trial.misses(*launched(trial, tile)) == {}, name
+    assert len(calls) == len(tiles_of(case))
+
+
+# -- Few heads.
+
+FEW = {
+    "16 heads": SparseCase(BF16, 16, (300, 0, 1, 64, 65, 129), 300, 512, 64),
+    "20 heads, sinks": SparseCase(BF16, 20, (200, 5), 200, 512, 64, sinks=True),
+    "e4m3": SparseCase(E4M3, 8, (300, 1, 64, 128), 300, 512, 64, padded_blocks=True),
+    "e4m3, sinks": SparseCase(E4M3, 17, (130, 0), 130, 512, 64, sinks=True),
+    "scaled": SparseCase(SCALED, 16, (300, 0, 1, 64, 65), 300, 512, 64),
+    "scaled, one head": SparseCase(SCALED, 1, (200,), 200, 512, 64, padded_blocks=True),
+}
+
+
+def bytes_of(words: np.ndarray) -> np.ndarray:
+    """e4m3 of words, four behind each other in a last dimension, as fp16."""
+    parts = np.ascontiguousarray(words).view(np.uint8).reshape(*words.shape, 4)
+    return torch.from_numpy(parts).view(torch.float8_e4m3fn).half().numpy()
+
+
+def halves_of(words: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(words).view(np.int16).reshape(*words.shape, 2)
+
+
+def woven(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, ...]:
+    x, y = bytes_of(first), bytes_of(second)
+    return tuple(part[..., i] for i in range(4) for part in (x, y))
+
+
+def woven_pairs(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, ...]:
+    x, y = halves_of(first), halves_of(second)
+    return tuple(part[..., i] for i in range(2) for part in (x, y))
+
+
+def shrunk(o: np.ndarray, by: np.ndarray) -> np.ndarray:
+    """What stands beside cell c of a block is the factor of head c, for as many as there are."""
+    heads = o.shape[2]
+    return o * by[:, None, :heads, 0]
+
+
+def of_bf16(words: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Two bf16 of a word as patterns of fp16, of which numpy knows more."""
+    pairs = torch.from_numpy(halves_of(words)).view(torch.bfloat16).half().view(torch.int16)
+    return tuple(pairs[..., i].numpy() for i in range(2))
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("case", FEW.values(), ids=FEW)
+def test_states_of_few_heads_are_the_oracles(
+    case: SparseCase, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, and in parts. Queries are fp16 throughout, which the launcher refuses beside bf16."""
+    monkeypatch.setattr(sparse_launch, "hopper_misfit", lambda *_: None)
+    for text, meaning in {
+        index_logits._FOUR: lambda x: tuple(bytes_of(x)[..., i] for i in range(4)),
+        sparse_operands._WOVEN: woven,
+        sparse_operands._WOVEN_PAIRS: woven_pairs,
+        sparse_parts._LOG2: np.log2,
+        sparse_parts._EXP2: np.exp2,
+        **{tl.constexpr(shrink_text(cells)): shrunk for cells in (32, 64)},
+        **({quads._TWO: of_bf16} if case.layout is SCALED else {}),
+    }.items():
+        monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, text.value, meaning)
+    translation = gluon_in_numpy.Translation()
+    calls = gluon_in_numpy.take_over(monkeypatch, hopper_narrow_sparse_kernel, translation)
+    if is_late:
+        gluon_in_numpy.delay(monkeypatch)
+    shape = SparseShape(case.num_heads, case.topk, case.layout)
+    tiles = [hopper_sparse_tile(shape, *sizes) for sizes in ((1, 99), (132, 8))]
+    for tile in tiles:
+        trial = SparseTrial(case)
+        assert trial.misses(*launched(trial, tile)) == {}
+    assert len(calls) == len(tiles)
+
+
+@pytest.fixture
+def trial() -> SparseTrial:
+    return SparseTrial(CASES["8 heads"])
+
+
+def test_all_entries_count_without_lengths(
+    trial: SparseTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sparse_launch, "_multiprocessors", lambda _: 3)
+    gluon_in_numpy.take_over(monkeypatch, hopper_sparse_kernel, gluon_in_numpy.Translation())
+    lens = trial.lens
+    ids = trial.indices.clone()
+    for row, length in enumerate(lens.tolist()):
+        ids[row, length:] = -1
+    tile = tiles_of(trial.case)["persistent"]
+    found = launched(trial, tile, indices=ids, topk_lens=None)
+    assert trial.misses(*found) == {}
+
+
+def test_rows_that_are_not_aligned_are_refused(
+    trial: SparseTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sparse_launch, "_multiprocessors", lambda _: 3)
+    query = torch.zeros(2, 8, 577, dtype=torch.float16)[..., 1:]
+    tile = tiles_of(trial.case)["persistent"]
+    with pytest.raises(ValueError, match="query must have rows at multiples of 16 bytes"):
+        launched(trial, tile, query=query[..., :512])
+    layer = SparseLayer(8, 0.1, LatentFormat.FP8_NOPE_FP8_ROPE)
+    case = replace(trial.case, layout=layer.layout)
+    with pytest.raises(ValueError, match="the one for few heads, or the plain kernel"):
+        launched_of_e4m3(SparseTrial(case), tile)
+
+
+def launched_of_e4m3(trial: SparseTrial, tile: SparseTile) -> tuple[KernelCall, ...]:
+    given = trial.arguments()
+    out, lse = trial.results()
+    case = trial.case
+    layer = SparseLayer(case.num_heads, case.scale, case.layout, case.rank, case.rope_size)
+    names = ("query", "rotary", "kv_cache", "indices", "topk_lens")
+    tensors = SparseTensors(*(given[name] for name in names), out, lse, given["k_scale"])
+    return sparse_calls(layer, tile, tensors, hardware_e4m3=True)

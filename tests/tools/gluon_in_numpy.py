@@ -1,0 +1,609 @@
+"""Gluon kernels for Hopper as plain Python over numpy: what they compute, without a GPU.
+
+Their source runs as it stands, with numpy behind the names of Gluon. Partitions are threads, which
+meet at barriers that count as mbarriers do; programs run one after another. What a program loads or
+stores lies inside the tensor's storage, or it is an error. Layouts, proxies and the order of
+memory are not looked at: compiles and a GPU are for that.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from triton.language.core import constexpr
+
+from attn.kernels.dense.hopper_prefill import launch as hopper_launch
+from attn.kernels.dense.hopper_prefill import vector_store as quads
+from builders.launch.call import KernelCall
+
+PATIENCE = 10
+"""Seconds at a barrier until it counts as a deadlock."""
+_here = threading.local()
+_memory = {"programs": 1}
+"""Whether the kernels before are waited for; programs of the launch."""
+_lag = {"share": 0.0}
+"""Of loads into shared memory, those that arrive late."""
+LATE = 0.03
+"""Seconds until they do: several that were asked for later overtake them."""
+GATHERING = 128
+"""Threads of a warp group, each of which arrives behind what it has gathered."""
+_dice = random.Random(1)
+
+
+class Value(np.ndarray):
+    """A tensor or a number of a kernel."""
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Value:
+        return self.view(dtype) if bitcast else self.astype(dtype)
+
+    @property
+    def type(self) -> Any:
+        return types.SimpleNamespace(layout=None)
+
+    def broadcast_to(self, *shape: int) -> Value:
+        return value(np.broadcast_to(self, shape))
+
+    def __getitem__(self, index: Any) -> Value:
+        return value(np.asarray(self)[index])
+
+
+def value(x: Any) -> Value:
+    return np.asarray(x).view(Value)
+
+
+def _is_open() -> bool:
+    """The partition has waited for the kernels before, or it is not launched ahead of their end."""
+    return getattr(_here, "is_open", True)
+
+
+def _open() -> None:
+    _here.is_open = True
+
+
+class Pointer:
+    """An element of a storage, or several."""
+
+    def __init__(self, storage: np.ndarray, offset: Any) -> None:
+        self.storage, self.offset = storage, offset
+
+    def to(self, dtype: Any, bitcast: bool) -> Pointer:
+        words = self.storage.view(dtype)
+        return Pointer(words, self.offset * len(words) // len(self.storage))
+
+    def __add__(self, elements: Any) -> Pointer:
+        return Pointer(self.storage, self.offset + np.asarray(elements))
+
+    def __getitem__(self, index: Any) -> Pointer:
+        return Pointer(self.storage, np.asarray(self.offset)[index])
+
+    @property
+    def dtype(self) -> Any:
+        return types.SimpleNamespace(element_ty=self.storage.dtype.type)
+
+    def within(self, mask: Any, *others: Any) -> list[np.ndarray]:
+        """Offsets and what goes with them where the mask is set."""
+        assert _is_open(), "kernels before this one may still run"
+        offset, mask, *others = np.broadcast_arrays(self.offset, mask, *others)
+        used = offset[mask]
+        assert ((used >= 0) & (used < len(self.storage))).all(), "outside of the tensor"
+        return [mask, used, *(other[mask] for other in others)]
+
+
+def _load(at: Pointer, mask: Any = True, other: Any = 0, cache_modifier: str = "") -> Value:
+    mask, used = at.within(np.asarray(mask))
+    out = np.full(mask.shape, other, at.storage.dtype)
+    out[mask] = at.storage[used]
+    return value(out)
+
+
+def _store(at: Pointer, x: Any, mask: Any = True, eviction_policy: str = "") -> None:
+    _, used, x = at.within(np.asarray(mask), np.asarray(x))
+    at.storage[used] = x.astype(at.storage.dtype)
+
+
+def _atomic_add(at: Pointer, x: Any, sem: str, scope: str) -> Value:
+    before = _load(at)
+    _store(at, before + x)
+    return before
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all bytes are there."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.phase = self.bytes = self.missing = self.count = 0
+        self._late: tuple[int, bool] = -1, False
+
+    def is_late(self, share: float) -> bool:
+        """Whether what this phase waits for comes late, drawn once for all of it."""
+        if self._late[0] != self.phase:
+            self._late = self.phase, _dice.random() < share
+        return self._late[1]
+
+    def init(self, count: int) -> None:
+        self.count = self.missing = count
+
+    def arrive(self, count: int = 1, more: int = 0, fewer: int = 0, pred: Any = True) -> None:
+        if not pred:
+            return
+        with self.changed:
+            assert self.missing >= count, "somebody arrived twice"
+            self.missing -= count
+            self.bytes += more - fewer
+            if self.missing == self.bytes == 0:
+                self.phase, self.missing = self.phase + 1, self.count
+                self.changed.notify_all()
+
+    def wait(self, parity: Any, pred: Any = True) -> None:
+        if not pred:
+            return
+        with self.changed:
+            passed = self.changed.wait_for(lambda: self.phase % 2 != int(parity), PATIENCE)
+        assert passed, "nobody arrives"
+
+
+class Barriers(list[Barrier]):
+    def index(self, i: Any) -> Barrier:
+        return self[int(i)]
+
+
+class Memory:
+    """Shared memory, by its first axis. Boxes of 64 columns can be read as wider tiles."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        self.shape: Sequence[int] = array.shape
+
+    def index(self, i: Any) -> Memory:
+        return Memory(self.array[int(i)])
+
+    @property
+    def dtype(self) -> Any:
+        return self.array.dtype.type
+
+    def slice(self, start: int, length: int, dim: int) -> Memory:
+        return Memory(self.array.take(range(start, start + length), dim))
+
+    def permute(self, order: tuple[int, ...]) -> Memory:
+        return Memory(self.array.transpose(order))
+
+    def load(self, layout: None) -> Value:
+        return value(self.array.copy())
+
+    def store(self, x: np.ndarray) -> None:
+        self.array[...] = np.asarray(x).reshape(self.array.shape)
+
+
+def _allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
+    if layout is Barrier:
+        return Barriers(Barrier() for _ in range(shape[0])) if len(shape) > 1 else Barrier()
+    # NaN in every type, two of them in a word of e4m3.
+    nans = {"int16": 0x7F7F, "uint8": 0x7F, "int32": -1}
+    nan = nans.get(np.dtype(dtype).name, np.nan)
+    return Memory(np.full(shape, nan, dtype))
+
+
+class Tile(Memory):
+    """A stage of rows."""
+
+    def __init__(self, boxes: np.ndarray) -> None:
+        halves, rows, columns = boxes.shape
+        super().__init__(boxes.transpose(1, 0, 2).reshape(rows, halves * columns))
+        self._boxes = boxes
+
+    def store(self, x: np.ndarray) -> None:
+        halves, rows, columns = self._boxes.shape
+        self._boxes[...] = np.asarray(x).reshape(rows, halves, columns).transpose(1, 0, 2)
+
+
+class Words(Memory):
+    """Stages of rows as words of two numbers."""
+
+    def __init__(self, boxes: np.ndarray, shape: Sequence[int]) -> None:
+        super().__init__(boxes)
+        stages, rows, words = shape
+        self._tiles = Tiles(boxes, (stages, rows, 2 * words), False)
+
+    def index(self, i: Any) -> Memory:
+        return _Words(self._tiles.index(i))
+
+
+class _Words(Memory):
+    def __init__(self, tile: Memory) -> None:
+        super().__init__(tile.array)
+        self._tile = tile
+
+    def store(self, x: np.ndarray) -> None:
+        self._tile.store(np.ascontiguousarray(x).view(self.array.dtype))
+
+
+class Tiles(Memory):
+    """Stages of rows, whose runs and halves of a row each lie in boxes."""
+
+    def __init__(self, boxes: np.ndarray, shape: Sequence[int], is_e4m3: bool) -> None:
+        super().__init__(boxes)
+        self.shape, self.is_e4m3 = shape, is_e4m3
+
+    def index(self, i: Any) -> Memory:
+        stages, rows, columns = self.shape
+        boxes, width = self.array, self.array.shape[-1]
+        # There may be more of them, for something else.
+        used = stages * rows * (columns // (2 * width if self.is_e4m3 else width))
+        tile = Tile(boxes.reshape(-1, width)[:used].reshape(stages, -1, rows, width)[int(i)])
+        return Memory(_e4m3(tile.array)) if self.is_e4m3 else tile
+
+
+def _e4m3(words: np.ndarray) -> np.ndarray:
+    rows = torch.from_numpy(np.ascontiguousarray(words).view(np.uint8))
+    return rows.view(torch.float8_e4m3fn).float().numpy()
+
+
+def _e4m3_planes(words: np.ndarray) -> tuple[Value, Value]:
+    elements = _e4m3(words).astype(np.float16)
+    return value(elements[:, 0::2]), value(elements[:, 1::2])
+
+
+def _reinterpret(memory: Memory, dtype: Any, shape: Sequence[int], layout: None) -> Memory:
+    boxes = memory.array.shape[0]
+    if dtype is np.float32:
+        flat = memory.array.view(np.float32).reshape(-1)
+        return Memory(flat[: int(np.prod(shape))].reshape(shape))
+    if dtype is np.int32:
+        if shape[-1] * 4 > memory.array.shape[-1] * memory.array.itemsize:
+            # A row goes on in the next box.
+            return Words(memory.array, shape)
+        return Memory(memory.array.view(np.int32).reshape(shape))
+    if shape[0] == boxes and dtype != "e4m3":
+        return Memory(memory.array.reshape(shape))
+    return Tiles(memory.array, shape, dtype == "e4m3")
+
+
+def _async_load(rows: np.ndarray, place: Sequence[Any], full: Barrier, box: Memory) -> None:
+    assert _is_open(), "kernels before this one may still run"
+    starts = [int(x) for x in place]
+    if len(starts) == 4 and 0 <= starts[0] < len(rows) > 1:
+        assert starts[1] + box.array.shape[1] <= rows.shape[1], "a box leaves its page"
+    found = np.zeros_like(box.array)
+    if min(starts) >= 0:
+        part = rows[tuple(slice(x, x + n) for x, n in zip(starts, found.shape, strict=True))]
+        found[tuple(slice(0, n) for n in part.shape)] = part
+
+    def arrive() -> None:
+        box.store(found)
+        full.arrive(0, fewer=box.array.nbytes)
+
+    if full.is_late(_lag["share"]):
+        threading.Timer(LATE, arrive).start()
+    else:
+        arrive()
+
+
+def _gather(box: Memory, at: Pointer, mask: Any) -> None:
+    """Elements are read at once, and written when the thread that asked arrives behind them."""
+    if not hasattr(_here, "gathers"):
+        _here.gathers = []
+    _here.gathers.append((box, _load(at, mask)))
+
+
+def _arrive_behind_gathers(full: Barrier, increment_count: bool) -> None:
+    assert not increment_count, "the barrier counts threads"
+    gathers, _here.gathers = _here.gathers, []
+
+    def arrive() -> None:
+        for box, found in gathers:
+            box.store(found)
+        full.arrive(GATHERING)
+
+    if full.is_late(_lag["share"]):
+        threading.Timer(LATE, arrive).start()
+    else:
+        arrive()
+
+
+def _commit_group() -> None:
+    """What the thread has asked for since the group before; it may come as late as it is waited
+    for.
+    """
+    gathers, _here.gathers = _here.gathers, []
+    if _dice.random() < _lag["share"]:
+        _here.groups = [*getattr(_here, "groups", []), gathers]
+        return
+    # None comes before those that it was asked for behind.
+    _wait_group(0)
+    for box, found in gathers:
+        box.store(found)
+    _here.groups = [*_here.groups, []]
+
+
+def _wait_group(pending: int) -> None:
+    groups = getattr(_here, "groups", [])
+    done = max(len(groups) - pending, 0)
+    for gathers in groups[:done]:
+        for box, found in gathers:
+            box.store(found)
+    _here.groups = groups[done:]
+
+
+def _multiply(
+    left: Any, right: Any, total: Any, use_acc: bool = True, is_async: bool = False
+) -> Value:
+    x, y = (
+        np.asarray(part.load(None) if isinstance(part, Memory) else part, np.float32)
+        for part in (left, right)
+    )
+    return value(x @ y + (np.asarray(total) if use_acc else 0))
+
+
+def _halves(words: np.ndarray) -> tuple[np.ndarray, ...]:
+    return tuple(words[..., None].view(np.int16)[..., i] for i in range(2))
+
+
+def _runs_exchanged(words: np.ndarray) -> np.ndarray:
+    """A thread's words of four runs are one run of its own."""
+    runs = words.reshape(len(words), -1, 4, 4)
+    return runs.swapaxes(2, 3).reshape(words.shape)
+
+
+ASSEMBLY: dict[str, Callable[..., Any]] = {
+    quads._JOIN.value: lambda low, high: np.stack([low, high], -1).view(np.int32)[..., 0],
+    quads._QUADS.value: _runs_exchanged,
+    quads._TWO.value: _halves,
+}
+"""What inline assembly computes, by its text: of arrays, one or several. What several kernels use
+is here."""
+
+
+def _assembly(
+    text: str, constraints: str, given: Sequence[Any], dtype: Any, is_pure: bool, pack: int
+) -> Any:
+    found = ASSEMBLY[text](*(np.asarray(x) for x in given))
+    return tuple(value(x) for x in found) if isinstance(found, tuple) else value(found)
+
+
+def _where(condition: Any, x: Any, y: Any) -> Value:
+    arrays = [part.dtype for part in (x, y) if isinstance(part, np.ndarray)]
+    plain = np.int32 if isinstance(x, int) and isinstance(y, int) else np.float32
+    return value(np.where(condition, x, y).astype(np.result_type(*arrays) if arrays else plain))
+
+
+def _warp_specialize(partitions: Any, warps: Sequence[int], registers: Sequence[int]) -> None:
+    program, is_open, failures = _here.program, _is_open(), []
+    waited: list[bool] = []
+
+    def run(function: Callable[..., None], arguments: Sequence[Any]) -> None:
+        _here.program, _here.is_open = program, is_open
+        try:
+            with np.errstate(all="ignore"):
+                function(*arguments)
+            waited.append(_is_open())
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=partition) for partition in partitions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    _here.is_open = all(waited)
+
+
+def _range(*limits: Any) -> Any:
+    return (value(np.int32(i)) for i in range(*(int(limit) for limit in limits)))
+
+
+def _assert(holds: Any, message: str = "") -> None:
+    assert holds, message
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+_LAYOUTS = (
+    "Blocked Slice NVMMADistributed NVMMAShared SwizzledShared SharedLinear DotOperand "
+    "DistributedLinear"
+)
+
+
+def _runs(x: Any, length: int) -> np.ndarray:
+    """Numbers in runs of that length, ``[..., length]``."""
+    return np.asarray(x).reshape(-1, length)
+
+
+def _multiple_of(x: Any, divisor: int) -> Any:
+    # Of numbers that follow each other the first is meant.
+    assert (_runs(x, divisor)[:, 0] % divisor == 0).all()
+    return x
+
+
+def _contiguous(x: Any, length: int) -> Any:
+    runs = _runs(x, length)
+    assert (runs - runs[:, :1] == np.arange(length)).all()
+    return x
+
+
+def _constant(x: Any, length: int) -> Any:
+    runs = _runs(x, length)
+    assert (runs == runs[:, :1]).all()
+    return x
+
+
+_GLUON = types.SimpleNamespace(
+    **{f"{name}Layout": _nothing for name in _LAYOUTS.split()},
+    **{name: getattr(np, name) for name in ("int16", "int32", "int64", "uint8", "uint32")},
+    constexpr=constexpr,
+    pointer_type=lambda dtype: dtype,
+    constexpr_function=lambda function: function,
+    float16=np.float16,
+    float32=np.float32,
+    bfloat16="bf16",
+    float8e4nv="e4m3",
+    PropagateNan=types.SimpleNamespace(ALL=True),
+    arange=lambda start, stop, layout: value(np.arange(start, stop, dtype=np.int32)),
+    full=lambda shape, x, dtype, layout: value(np.full(shape, x, dtype)),
+    zeros=lambda shape, dtype, layout: value(np.zeros(shape, dtype)),
+    zeros_like=lambda x: value(np.zeros_like(x)),
+    load=_load,
+    store=_store,
+    atomic_add=_atomic_add,
+    where=_where,
+    maximum=lambda x, y: value(np.maximum(x, y)),
+    minimum=lambda x, y: value(np.minimum(x, y)),
+    clamp=lambda x, low, high, propagate_nan: value(np.clip(x, low, high)),
+    max=lambda x, axis: value(np.max(np.asarray(x), axis)),
+    sum=lambda x, axis: value(np.sum(np.asarray(x), axis)),
+    abs=np.abs,
+    exp2=lambda x: value(np.exp2(np.asarray(x))),
+    log2=lambda x: value(np.log2(np.asarray(x))),
+    fma=lambda x, y, z: value(x * y + z),
+    broadcast=lambda x, y: tuple(value(part) for part in np.broadcast_arrays(x, y)),
+    reshape=lambda x, shape: value(np.asarray(x).reshape(shape)),
+    join=lambda x, y: value(np.stack([x, y], -1)),
+    split=lambda x: (value(np.asarray(x)[..., 0]), value(np.asarray(x)[..., 1])),
+    permute=lambda x, order: value(np.asarray(x).transpose(order)),
+    convert_layout=lambda x, layout, assert_trivial=False: x,
+    inline_asm_elementwise=_assembly,
+    static_assert=_assert,
+    static_range=range,
+    # What a kernel says of numbers is looked at.
+    multiple_of=_multiple_of,
+    max_contiguous=_contiguous,
+    max_constancy=_constant,
+    program_id=lambda axis: value(np.int32(_here.program)),
+    num_programs=lambda axis: value(np.int32(_memory["programs"])),
+    allocate_shared_memory=_allocate,
+    warp_specialize=_warp_specialize,
+)
+_NAMES: dict[str, Any] = {
+    "gl": _GLUON,
+    "tl": _GLUON,
+    "range": _range,
+    "mbarrier": types.SimpleNamespace(
+        MBarrierLayout=lambda: Barrier,
+        init=Barrier.init,
+        wait=Barrier.wait,
+        arrive=Barrier.arrive,
+        expect=lambda barrier, more: barrier.arrive(1, more=more),
+    ),
+    "async_load": _async_load,
+    "async_gather": _gather,
+    "arrive_behind_gathers": _arrive_behind_gathers,
+    "async_copy": types.SimpleNamespace(commit_group=_commit_group, wait_group=_wait_group),
+    "reinterpret": _reinterpret,
+    "thread_barrier": _nothing,
+    "fence_async_shared": _nothing,
+    "mma_v2": _multiply,
+    "warpgroup_mma": _multiply,
+    "warpgroup_mma_wait": lambda pending, deps: deps if len(deps) > 1 else deps[0],
+    "_e4m3_planes": _e4m3_planes,
+    "opaque_zero": lambda: 0,
+    "prefetch_l2": _nothing,
+    "let_kernels_behind_start": _nothing,
+    "wait_for_kernels_before": _open,
+}
+
+
+class Translation:
+    """Kernels as Python functions, with everything that they call."""
+
+    def __init__(self, **instead: Any) -> None:
+        """
+        Args:
+            instead: functions to take in place of those of that name.
+        """
+        self._names = _NAMES | instead
+        self._modules: dict[str, dict[str, Any]] = {}
+
+    def function(self, kernel: Any) -> Callable[..., None]:
+        source = kernel.fn
+        return self._module(source)[source.__name__]
+
+    def _module(self, source: Any) -> dict[str, Any]:
+        found = self._modules.get(source.__module__)
+        if found is not None:
+            return found
+        names = self._modules[source.__module__] = dict(source.__globals__)
+        names |= {"range": _range}
+        kernels = {n: x for n, x in names.items() if hasattr(x, "fn") and hasattr(x, "arg_names")}
+        for name, x in kernels.items():
+            if x.fn.__module__ == source.__module__:
+                names[name] = types.FunctionType(x.fn.__code__, names, name, x.fn.__defaults__)
+        for name, x in kernels.items():
+            if x.fn.__module__ != source.__module__:
+                names[name] = self._module(x.fn)[x.fn.__name__]
+        for name, x in list(names.items()):
+            if name in self._names:
+                names[name] = self._names[name]
+            elif isinstance(x, constexpr):
+                names[name] = x.value
+        return names
+
+
+def delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let one in five loads into shared memory arrive late, as memory may answer."""
+    monkeypatch.setitem(_lag, "share", 0.2)
+
+
+def take_over(
+    monkeypatch: pytest.MonkeyPatch, kernel: Any, translation: Translation
+) -> list[KernelCall]:
+    """Run the kernel's launches by numpy, their programs in another order every time.
+
+    Returns:
+        The launches, as they come.
+    """
+    calls: list[KernelCall] = []
+    launch = KernelCall.launch
+
+    def launched(call: KernelCall) -> None:
+        if call.kernel is not kernel:
+            launch(call)
+            return
+        calls.append(call)
+        programs = list(range(call.grid[0]))
+        random.Random(len(calls)).shuffle(programs)
+        run(call, programs, translation)
+
+    monkeypatch.setattr(KernelCall, "launch", launched)
+    monkeypatch.setattr(hopper_launch, "_describe", _described)
+    return calls
+
+
+def _described(rows: torch.Tensor, box: tuple[int, ...]) -> torch.Tensor:
+    return rows if rows.dim() == len(box) else rows[None]
+
+
+def run(call: KernelCall, programs: Sequence[int], translation: Translation) -> None:
+    """Run a launch whose descriptors are tensors, its programs in this order."""
+    function = translation.function(call.kernel)
+    arguments = _arguments(call.arguments)
+    for _here.program in programs:
+        _memory["programs"] = call.grid[0]
+        _here.is_open = not call.waits
+        function(**arguments)
+        assert _is_open(), "a partition does not wait"
+
+
+def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, x in given.items():
+        if isinstance(x, torch.Tensor) and name.endswith("_desc"):
+            found[name] = value((x.view(torch.uint8) if x.element_size() == 1 else x).numpy())
+            continue
+        if isinstance(x, torch.Tensor):
+            storage = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+            x = Pointer(storage.numpy(), x.storage_offset())
+        elif not name.isupper() and isinstance(x, (int, float)):
+            x = value(np.int32(x) if isinstance(x, int) else np.float32(x))
+        found[name] = x
+    return found

@@ -1,0 +1,287 @@
+"""Triton's interpreter without what it does over and over; what kernels compute stays the same."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from builders.launch.call import KernelCall
+
+OPERATIONS = ("cache", "clear", "indexer", "latent_convert", "sparse_mla", "topk_transform")
+"""Modules of operations that a sparse layer goes through."""
+_NARROW = ("int8", "int16", "int32", "uint8", "uint16", "uint32")
+"""Integers whose sums and products are looked at."""
+
+
+@contextmanager
+def in_torch(*names: str) -> Iterator[None]:
+    """Operations of ``attn.ops``, all of a sparse layer's unless named, are done by the reference.
+
+    For tests of what is around kernels: of those that have tests of their own the interpreter takes
+    most of the time.
+    """
+    with ExitStack() as stack:
+        for name in names or OPERATIONS:
+            module = importlib.import_module(f"attn.ops.{name}")
+            stack.enter_context(mock.patch.object(module, "has_kernel", return_value=False))
+        yield
+
+
+def make_quick() -> None:
+    """For all launches of this process, before the first one."""
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    _patch_once_per_launch(interpreter)
+    _look_up_types_once(interpreter)
+    _look_up_shapes_once(interpreter)
+    _compare_shapes_quickly(interpreter)
+    _call_builtins_directly(interpreter)
+    _multiply_in_single_precision(interpreter)
+    _look_for_overflows_quickly(interpreter)
+
+
+@contextmanager
+def wrapping() -> Iterator[None]:
+    """Integers wrap as on a GPU: for kernels with lanes whose results nobody uses, and tests that
+    look at all others.
+    """
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    with mock.patch.object(builder, "options", replace(builder.options, sanitize_overflow=False)):
+        yield
+
+
+def _patch_once_per_launch(interpreter: Any) -> None:
+    """For a launch, Triton replaces the functions of its language and puts them back at the end; in
+    between, it looks for some to replace at every call of a device function, and finds none.
+    """
+    language, patch, scope = interpreter.tl, interpreter._patch_lang, interpreter._LangPatchScope
+    places = (language, language.core, language.tensor, language.math)
+    builtins = {
+        id(place): [name for name, x in inspect.getmembers(place) if language.core.is_builtin(x)]
+        for place in (*places, language.core.tensor_descriptor_base)
+    }
+    patched: set[int] = set()
+
+    class Scope(scope):  # type: ignore[misc]
+        def restore(self) -> None:
+            patched.clear()
+            super().restore()
+
+    def patch_builtin(place: Any, builder: Any, scope: Any) -> None:
+        for name in builtins[id(place)]:
+            member = getattr(place, name)
+            if language.core.is_builtin(member):
+                interpreter._patch_attr(place, name, member, builder, scope)
+
+    def patch_new(function: Callable[..., Any]) -> Any:
+        seen = {id(x) for x in function.__globals__.values() if x is language or x is language.core}
+        if seen and seen <= patched:
+            return scope()
+        changes = patch(function)
+        patched.update(seen)
+        return changes
+
+    interpreter._LangPatchScope = Scope
+    interpreter._patch_builtin = patch_builtin
+    interpreter._patch_lang = patch_new
+
+
+def _look_up_types_once(interpreter: Any) -> None:
+    """Triton makes the whole table of them for every question."""
+    of_scalar = functools.cache(interpreter._get_np_dtype)
+    language = interpreter.tl
+
+    def of(kind: Any) -> Any:
+        element = kind.element_ty if isinstance(kind, language.block_type) else kind
+        # Those of pointers are no keys; their addresses are numbers.
+        return of_scalar(language.uint64 if element.is_ptr() else element)
+
+    interpreter._get_np_dtype = of
+
+
+def _look_up_shapes_once(interpreter: Any) -> None:
+    """There are few, and every result of every operation has one, wrapped number by number."""
+    core = interpreter.tl.core
+
+    @functools.cache
+    def wrapped(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return core.constexpr(math.prod(shape)), core.tuple([core.constexpr(n) for n in shape])
+
+    @functools.cache
+    def block(shape: tuple[int, ...]) -> tuple[Any, int, str]:
+        made = make_block(core.float32, list(shape))
+        return made.shape, made.numel, str(made.shape)
+
+    def make_block(element: Any, shape: Any) -> Any:
+        made = core.block_type.__new__(core.block_type)
+        init_block(made, element, shape)
+        return made
+
+    init_block = core.block_type.__init__
+
+    def new_block(self: Any, element: Any, shape: Any) -> None:
+        if all(type(n) is int for n in shape):
+            self.element_ty = element
+            self.shape, self.numel, text = block(tuple(shape))
+            self.name = f"<{text}, {element}>"
+        else:
+            init_block(self, element, shape)
+
+    def new_tensor(self: Any, handle: Any, kind: Any) -> None:
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.numel, self.shape = wrapped(tuple(kind.shape) if kind.is_block() else ())
+
+    core.block_type.__init__ = new_block
+    core.tensor.__init__ = new_tensor
+
+
+def _compare_shapes_quickly(interpreter: Any) -> None:
+    """Operands of equal types and shapes, which most are, need no conversion and no broadcast;
+    others' dimensions are compared as numbers, not as wrapped ones.
+    """
+    language = interpreter.tl
+    semantic = type(interpreter.interpreter_semantic)
+    broadcast = semantic.broadcast_impl_value
+    check = semantic.binary_op_type_checking_impl
+    plain = {id(language.float32), id(language.int32), id(language.int64)}
+
+    def binary_op_type_checking_impl(self: Any, lhs: Any, rhs: Any, *rest: Any, **more: Any) -> Any:
+        if isinstance(lhs, self.tensor) and isinstance(rhs, self.tensor):
+            left, right = lhs.type, rhs.type
+            if left.scalar is right.scalar and id(left.scalar) in plain:
+                is_block = left.is_block()
+                if is_block is right.is_block() and (
+                    not is_block or left.shape.values == right.shape.values
+                ):
+                    return lhs, rhs
+        return check(self, lhs, rhs, *rest, **more)
+
+    semantic.binary_op_type_checking_impl = binary_op_type_checking_impl
+
+    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
+        left, right = lhs.type, rhs.type
+        if not left.is_block():
+            return (lhs, rhs) if not right.is_block() else broadcast(self, lhs, rhs)
+        if not right.is_block():
+            return broadcast(self, lhs, rhs)
+        left_shape, right_shape = left.shape.values, right.shape.values
+        if left_shape == right_shape:
+            return lhs, rhs
+        if len(left_shape) != len(right_shape):
+            return broadcast(self, lhs, rhs)
+        shape = [max(pair) for pair in zip(left_shape, right_shape, strict=True)]
+        if any(n not in (1, m) for given in (left_shape, right_shape)
+               for n, m in zip(given, shape, strict=True)):  # fmt: skip
+            return broadcast(self, lhs, rhs)
+
+        def spread(x: Any, own: list[int]) -> Any:
+            if own == shape:
+                return x
+            kind = language.block_type(x.type.scalar, shape)
+            return self.tensor(self.builder.create_broadcast(x.handle, shape), kind)
+
+        return spread(lhs, left_shape), spread(rhs, right_shape)
+
+    semantic.broadcast_impl_value = broadcast_impl_value
+
+
+def _call_builtins_directly(interpreter: Any) -> None:
+    """Without the check that they are called from a kernel."""
+
+    def patch_attr(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function = getattr(member, "__wrapped__", member)
+        semantic = interpreter.interpreter_semantic
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(place, name, call)
+
+    interpreter._patch_attr = patch_attr
+
+
+def _multiply_in_single_precision(interpreter: Any) -> None:
+    """As float32 matrices, for which numpy has a library; halves to sum as float32 it multiplies
+    one by one.
+    """
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    multiply = builder.create_dot
+
+    def widened(x: Any) -> Any:
+        if x.data.dtype != np.float16:
+            return x
+        return handle(x.data.astype(np.float32), interpreter.tl.float32)
+
+    def create_dot(self: Any, left: Any, right: Any, total: Any, *rest: Any) -> Any:
+        if total.data.dtype == np.float32:
+            left, right = widened(left), widened(right)
+        return multiply(self, left, right, total, *rest)
+
+    builder.create_dot = create_dot
+
+
+def _look_for_overflows_quickly(interpreter: Any) -> None:
+    """Sums, differences and products of integers are computed once more in 64 bits, as Triton's
+    own check does by a dozen operations of its language.
+
+    Compiled kernels check nothing and go on with the number that is left. Triton's own random
+    numbers, which overflow on purpose, ask for no check; so do sums of bit patterns in
+    :mod:`attn.kernels.lang.numerics`.
+    """
+    semantic = type(interpreter.interpreter_semantic)
+    operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+    limits = {kind: (np.iinfo(kind).min, np.iinfo(kind).max) for kind in map(np.dtype, _NARROW)}
+    least, most = np.minimum.reduce, np.maximum.reduce
+
+    def binary_op_sanitize_overflow_impl(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
+        left, right = lhs.handle.data, rhs.handle.data
+        bounds = limits.get(left.dtype)
+        if bounds is None or not self.builder.options.sanitize_overflow:
+            return
+        exact = operations[binary_op.__name__](left, right, dtype=np.int64).reshape(-1)
+        if least(exact) < bounds[0] or most(exact) > bounds[1]:
+            raise OverflowError(
+                f"{binary_op.__name__} of {left.dtype}: results are {exact.min()} to {exact.max()}"
+            )
+
+    semantic.binary_op_sanitize_overflow_impl = binary_op_sanitize_overflow_impl
+
+
+def variant_of(call: KernelCall) -> tuple[Any, ...]:
+    """What Triton makes a variant of: constants, and of other arguments types, whether integers are
+    1 or multiples of 16 and pointers are, but where the kernel forbids it.
+    """
+    kernel: Any = call.kernel
+    constants = {
+        name
+        for name, parameter in inspect.signature(kernel.fn).parameters.items()
+        if "constexpr" in str(parameter.annotation)
+    }
+    asked = getattr(kernel, "kwargs", {})
+    free = {*(asked.get("do_not_specialize") or ())}
+    anywhere = free | {*(asked.get("do_not_specialize_on_alignment") or ())}
+    found: list[Any] = [kernel.fn.__name__, *call.options.items()]
+    for name, value in call.arguments.items():
+        if name in constants or value is None:
+            found.append((name, str(value)))
+        elif isinstance(value, torch.Tensor):
+            found.append((name, value.dtype, name in anywhere or value.data_ptr() % 16 == 0))
+        elif isinstance(value, int) and not isinstance(value, bool):
+            fits = -(2**31) <= value < 2**31
+            found.append((name, fits, name in free or (value == 1, value % 16 == 0)))
+    return tuple(found)

@@ -1,0 +1,535 @@
+"""The kernels for Hopper under compute-sanitizer: what it reports is explained here, or a finding.
+
+    python -m tests.tools.sanitize --commit C --out FILE       # on a Hopper GPU, with both tools
+    python -m tests.tools.sanitize --tool racecheck --seconds 60 --processes 8
+
+Each tool runs shares of the launches in processes of their own, until time is up; how many of them
+were reached is said.
+
+Racecheck orders accesses by barriers of all threads, and by what each thread does itself. It does
+not see that a barrier of one partition, or a warp's, is before the one arrival by which Triton
+releases what all threads of the partition have written: it reports such writes, but for the
+arriving thread's. PTX orders them (a barrier orders its participants, and an arrival releases what
+is ordered before it). The controls here are the smallest such exchange, one that is read where the
+arriving thread has written, and a race that is none of these: it has to be found.
+
+Of two sets memcheck sees every tensor by itself; of the others, which capture graphs, only torch's
+larger pieces of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+SOURCES: Final = (ROOT / "attn/kernels", ROOT / "builders", ROOT / "tests/tools")
+"""Where a file is looked for by its name, in all folders below."""
+SETS: Final = {"plan": 1, "kinds": 3, "decode": 3, "prefill": 5}
+"""Sets of launches, and their weights among the processes."""
+OWN_MEMORY: Final = ("plan", "kinds")
+"""Sets whose tensors memcheck sees each by itself: torch does not cut them out of larger pieces.
+The others capture graphs, which such memory does not allow."""
+CONTROLS: Final = {"the arriving thread's": False, "another thread's": False, "a race": True}
+"""Controls, and whether racecheck has to find something that is not explained."""
+PREFIX: Final = "========= "
+UNKNOWN: Final = "unknown"
+"""Of a run whose commit nobody said."""
+GRACE: Final = 150.0
+"""Seconds to begin in, and for launches that have begun to end."""
+
+EXPLAINED: Final = {
+    (
+        "scheduler.py:_put",
+        "scheduler.py:_take",
+    ): "a tile's record, behind a warp's barrier and one arrival",
+    ("consumer.py:_send", "consumer.py:_with_sent"): "a state to the other consumer, "
+    "behind a partition's barrier and one arrival",
+    ("exchanges.py:give", "exchanges.py:take"): "a control: behind a barrier and one arrival",
+}
+"""Functions that write and read, of exchanges that racecheck reports although they are ordered."""
+DISPATCH: Final = "which partition a warp runs: Triton's own words, between barriers of all threads"
+
+
+# -- What a tool said.
+
+
+@dataclass(frozen=True)
+class Place:
+    """An access of a kernel."""
+
+    kind: str
+    """Read or Write."""
+    kernel: str
+    file: str
+    line: int
+
+    @property
+    def function(self) -> str:
+        """The file and the innermost function around it."""
+        return f"{self.file}:{function_at(self.file, self.line, self.kernel)}"
+
+    @property
+    def is_dispatch(self) -> bool:
+        """A line to which Triton ascribes what it makes of ``warp_specialize`` itself."""
+        return self.line in dispatch_lines(self.file, self.kernel)
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two accesses that racecheck takes for unordered."""
+
+    writer: Place
+    other: Place
+
+    @property
+    def what(self) -> str:
+        """In words, without addresses."""
+        kind = "writes" if self.other.kind == "Write" else "reads"
+        return f"{self.writer.kernel}: {self.writer.function} writes, {self.other.function} {kind}"
+
+    @property
+    def reason(self) -> str:
+        """Why it is ordered; empty where that is not known."""
+        if self.writer.kind != "Write" or self.other.kind != "Read":
+            return ""
+        if self.writer.kernel != self.other.kernel:
+            return ""
+        if self.writer.is_dispatch and self.other.is_dispatch:
+            return DISPATCH
+        return EXPLAINED.get((self.writer.function, self.other.function), "")
+
+
+_PLACE: Final = re.compile(r"(Read|Write) access at (\w+)\+0x[0-9a-f]+ in ([\w.]+):(\d+)")
+
+
+def reports(log: str) -> list[list[Race]]:
+    """Of a log in racecheck's analysis mode: each report's first access with every other of it.
+
+    One of which a line is not understood is empty: it is counted, and not explained.
+    """
+    found_reports: list[list[Race]] = []
+    first: Place | None = None
+    is_broken = False
+    for line in log.splitlines():
+        is_first = line.startswith(PREFIX) and "Race reported between" in line
+        is_other = line.startswith(PREFIX + "    and ")
+        if not is_first and not is_other:
+            continue
+        if is_first:
+            found_reports.append([])
+            first, is_broken = None, False
+        found = _PLACE.search(line)
+        if found is None or not found_reports:
+            is_broken = True
+        if is_broken:
+            if found_reports:
+                found_reports[-1].clear()
+            continue
+        assert found is not None
+        place = Place(found[1], found[2], found[3], int(found[4]))
+        if is_first:
+            first = place
+        elif first is not None:
+            pair = (first, place) if first.kind == "Write" else (place, first)
+            found_reports[-1].append(Race(*pair))
+    return found_reports
+
+
+def complaints(log: str) -> int | None:
+    """Errors that a tool counted; None where it ended without saying so."""
+    said = r"SUMMARY: (\d+) (?:errors?|hazards? displayed)"
+    found = re.findall(said, log)
+    return sum(map(int, found)) if found else None
+
+
+@cache
+def source_of(file: str, kernel: str) -> ast.Module | None:
+    """A source file by its name; of several the one in the folder that defines the kernel. Folders
+    of Hopper kernels are for these alone.
+    """
+    is_hopper = kernel.startswith("hopper_")
+    paths = [path for folder in SOURCES for path in sorted(folder.rglob(file))]
+    found = [path for path in paths if is_hopper or not path.parent.name.startswith("hopper_")]
+    at_home = [path for path in found if _defines(path.parent, kernel)]
+    return ast.parse([*at_home, *found][0].read_text()) if found else None
+
+
+def _defines(folder: Path, kernel: str) -> bool:
+    """A file of the folder has a function of that name."""
+    return any(f"def {kernel}(" in path.read_text() for path in folder.glob("*.py"))
+
+
+@cache
+def function_at(file: str, line: int, kernel: str = "") -> str:
+    """The innermost function of a source file's line; "?" where there is none.
+
+    Args:
+        file: name without folders.
+        line: from 1.
+        kernel: that the line was compiled into.
+    """
+    inner, size = "?", sys.maxsize
+    source = source_of(file, kernel)
+    for node in () if source is None else ast.walk(source):
+        if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
+            own = node.end_lineno - node.lineno
+            if node.lineno <= line <= node.end_lineno and own < size:
+                inner, size = node.name, own
+    return inner
+
+
+@cache
+def dispatch_lines(file: str, kernel: str) -> frozenset[int]:
+    """Of a kernel its own line, and those of its calls of ``warp_specialize``, or of an ``if`` that
+    decides which; none where it has no such call.
+    """
+    source = source_of(file, kernel)
+    lines: set[int] = set()
+    for node in () if source is None else ast.walk(source):
+        if not isinstance(node, ast.FunctionDef) or node.name != kernel:
+            continue
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.If):
+                calls = [one for one in ast.walk(inner) if _is_dispatch(one)]
+                lines |= {inner.lineno} if calls else set()
+            elif isinstance(inner, ast.Call) and _is_dispatch(inner):
+                lines |= {*range(inner.lineno, (inner.end_lineno or inner.lineno) + 1)}
+        lines |= {node.lineno} if lines else set()
+    return frozenset(lines)
+
+
+def _is_dispatch(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    return node.func.attr == "warp_specialize"
+
+
+# -- The launches.
+
+
+def _plans() -> Iterator[tuple[str, Callable[[], object]]]:
+    from tests.splitkv import test_split_kv
+
+    test: Any = test_split_kv.test_the_kernels_plan_is_the_hosts
+    for number, example in enumerate(test.hypothesis_explicit_examples):
+        yield f"plan {number}", partial(test.hypothesis.inner_test, **example.kwargs)
+
+
+def _kinds() -> Iterator[tuple[str, Callable[[], object]]]:
+    from attn.testing import trials
+    from specs.engine import DecodeKernel
+    from tests.gpu import test_gpu_hopper_decode, test_gpu_triton_attn
+
+    trials.Trial.decode_kernel = DecodeKernel.HOPPER
+    for name, (setup, query_len) in test_gpu_hopper_decode.KINDS.items():
+        longest = 1500 if setup.window is None else min(setup.max_len, setup.window + 1000)
+        small = replace(setup, max_len=longest, num_blocks=1024)
+        yield name, partial(test_gpu_triton_attn.check_launches, small, query_len, 9, 4)
+
+
+def _decodes() -> Iterator[tuple[str, Callable[[], object]]]:
+    from attn.backends.triton_attn import TritonAttentionBackend
+    from attn.testing import trials
+    from attn.testing.conformance import check_case
+    from specs.engine import DecodeKernel
+    from tests.gpu import test_gpu_hopper_decode
+
+    trials.Trial.decode_kernel = DecodeKernel.HOPPER
+    for case in test_gpu_hopper_decode.CASES:
+        yield str(case), partial(check_case, TritonAttentionBackend, case, "cuda")
+
+
+def _prefills() -> Iterator[tuple[str, Callable[[], object]]]:
+    from attn.backends.triton_attn import TritonAttentionBackend
+    from attn.testing import trials
+    from attn.testing.conformance import check_case
+    from builders.dense import widened
+    from specs.engine import PrefillKernel
+    from tests.gpu import test_gpu_hopper
+
+    trials.Trial.prefill_kernel = PrefillKernel.HOPPER
+
+    def check(case: Any, least_rows: int) -> None:
+        widened.LEAST_ROWS = least_rows
+        check_case(TritonAttentionBackend, case, "cuda")
+
+    for case in test_gpu_hopper.CASES:
+        yield str(case), partial(check, case, widened.LEAST_ROWS)
+    for size in (128, 256):
+        for case in test_gpu_hopper.WIDENED_CASES:
+            heads = replace(case.heads, head_size=size, head_size_v=None)
+            wide = replace(case, heads=heads)
+            yield f"widened {wide}", partial(check, wide, 0)
+
+
+def _controls() -> Iterator[tuple[str, Callable[[], object]]]:
+    from tests.tools.exchanges import exchange
+
+    for name, arguments in zip(CONTROLS, ((0, False), (100, False), (0, True)), strict=True):
+        yield name, partial(exchange, *arguments)
+
+
+JOBS: Final = {
+    "plan": _plans,
+    "kinds": _kinds,
+    "decode": _decodes,
+    "prefill": _prefills,
+    "control": _controls,
+}
+
+
+def run_share(which: str, share: int, shares: int, seconds: float) -> None:
+    """Launches of a set in this process, until time is up; says which, and what failed.
+
+    Args:
+        which: set.
+        share: number of the process.
+        shares: processes of the set.
+        seconds: to begin launches in.
+    """
+    import random
+
+    end = time.monotonic() + seconds
+    jobs = list(JOBS[which]())
+    # Neighbours are of one kind: what is reached should be of every kind.
+    random.Random(share).shuffle(own := jobs[share::shares])
+    for name, job in own:
+        if time.monotonic() > end:
+            break
+        try:
+            job()
+        # A test that fails by pytest's own means raises no Exception.
+        except BaseException as error:
+            print(f"FAILED {name}: {type(error).__name__}: {error}", flush=True)
+        else:
+            print(f"DONE {name}", flush=True)
+    print(f"OF {len(own)}", flush=True)
+
+
+# -- Both together.
+
+
+@dataclass
+class Outcome:
+    """Of a tool over a set."""
+
+    tool: str
+    which: str
+    done: int = 0
+    of: int = 0
+    failed: tuple[str, ...] = ()
+    errors: int = 0
+    """That the tool counted; with racecheck those without an explanation."""
+    found: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Races and their reasons."""
+
+    @property
+    def is_as_it_should(self) -> bool:
+        """Nothing is wrong; of a control, that it was seen."""
+        wanted = CONTROLS.get(self.which.removeprefix(CONTROL), False)
+        return self.done > 0 and not self.failed and (self.errors > 0) == wanted
+
+
+CONTROL: Final = "control: "
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a process left behind."""
+
+    said: str
+    """By the launches."""
+    log: str
+    """By the tool."""
+    status: int | None = 0
+    """Of its exit; None where it had to be ended."""
+
+
+def outcome_of(tool: str, which: str, shares: Iterable[Share]) -> Outcome:
+    """What a set's processes said, put together.
+
+    Args:
+        tool: memcheck or racecheck.
+        which: set.
+        shares: of each process.
+    """
+    outcome = Outcome(tool, which)
+    for share in shares:
+        lines = share.said.splitlines()
+        outcome.done += sum(line.startswith("DONE ") for line in lines)
+        outcome.failed += tuple(line for line in lines if line.startswith("FAILED "))
+        of = [int(line[3:]) for line in lines if re.fullmatch(r"OF \d+", line)]
+        outcome.of += sum(of)
+        counted, found = complaints(share.log), reports(share.log)
+        if len(of) != 1 or share.status != 0 or counted is None:
+            tail = f"{share.said[-300:]} {share.log[-300:]}".replace("\n", " ")
+            outcome.failed += (f"FAILED share of {which}, exit {share.status}: {tail}",)
+        explained = 0
+        for report in found:
+            outcome.found.update((race.what, race.reason) for race in report)
+            explained += bool(report) and all(race.reason for race in report)
+        outcome.errors += max((counted or 0) - explained, len(found) - explained)
+    return outcome
+
+
+class Running:
+    """A share's process; what it says goes to files, for a full pipe would stop it."""
+
+    def __init__(self, tool: str, which: str, share: int, shares: int, seconds: float) -> None:
+        """
+        Args:
+            tool: memcheck or racecheck.
+            which: set.
+            share: number of the process.
+            shares: processes of the set.
+            seconds: to begin launches in.
+        """
+        self._folder = tempfile.TemporaryDirectory()
+        options = ["--racecheck-report", "analysis"] if tool == "racecheck" else []
+        options += ["--report-api-errors", "no", "--show-backtrace", "no"]
+        options += ["--print-limit", "100000", "--log-file", str(self._path("log"))]
+        own = [
+            sys.executable,
+            "-m",
+            "tests.tools.sanitize",
+            "--share",
+            which,
+            str(share),
+            str(shares),
+        ]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        if tool == "memcheck" and which in OWN_MEMORY:
+            environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+        with self._path("said").open("w") as said:
+            self._process = subprocess.Popen(
+                ["compute-sanitizer", "--tool", tool, *options, *own, "--seconds", str(seconds)],
+                cwd=ROOT,
+                env=environment,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _path(self, name: str) -> Path:
+        return Path(self._folder.name) / name
+
+    def wait(self, deadline: float) -> Share:
+        """What it left, by a time of the monotonic clock; then it is ended."""
+        status: int | None = None
+        try:
+            status = self._process.wait(max(deadline - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            self.end()
+        files = (self._path(name) for name in ("said", "log"))
+        said, log = (path.read_text(errors="replace") if path.exists() else "" for path in files)
+        self._folder.cleanup()
+        return Share(said, log, status)
+
+    def end(self) -> None:
+        """It, and the tool's own child; nothing where it has ended."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def run(tools: Sequence[str], seconds: float, processes: int) -> list[Outcome]:
+    """Every set with every tool, as many processes at once as there may be for each tool."""
+    outcomes, weights = [], sum(SETS.values())
+    for tool in tools:
+        started: dict[str, list[Running]] = {}
+        try:
+            for which, weight in SETS.items():
+                shares = max(1, processes * weight // weights)
+                started[which] = [Running(tool, which, n, shares, seconds) for n in range(shares)]
+            if tool == "racecheck":
+                for n, name in enumerate(CONTROLS):
+                    one = Running(tool, "control", n, len(CONTROLS), seconds)
+                    started[CONTROL + name] = [one]
+            deadline = time.monotonic() + seconds + GRACE
+            for which, running in started.items():
+                left = [share.wait(deadline) for share in running]
+                outcomes.append(outcome_of(tool, which, left))
+        finally:
+            for running in started.values():
+                for share in running:
+                    share.end()
+    return outcomes
+
+
+def render(outcomes: Sequence[Outcome], head: str) -> str:
+    """The table, and each kind of race once."""
+    lines = [
+        "# The kernels for Hopper under compute-sanitizer",
+        "",
+        head,
+        "",
+        "`python -m tests.tools.sanitize` says what is run, and what racecheck does not see.",
+        "",
+        "| tool | launches of | done | failed | errors | explained |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    found: Counter[tuple[str, str]] = Counter()
+    for one in outcomes:
+        found.update(one.found)
+        explained = sum(count for (_, reason), count in one.found.items() if reason)
+        cells = [one.tool, one.which, f"{one.done} of {one.of}", str(len(one.failed))]
+        lines.append(f"| {' | '.join(cells)} | {one.errors} | {explained} |")
+    if found:
+        lines += ["", "| race | pairs of instructions | why it is ordered |", "| --- | --- | --- |"]
+        for (what, reason), count in sorted(found.items()):
+            lines.append(f"| {what} | {count} | {reason or 'NOT known'} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 0 without findings."""
+    parser = argparse.ArgumentParser("python -m tests.tools.sanitize", description=__doc__)
+    parser.add_argument("--tool", action="append", choices=["memcheck", "racecheck"])
+    parser.add_argument("--seconds", type=float, default=120.0, help="to begin launches in")
+    parser.add_argument("--processes", type=int, default=12, help="of each tool")
+    parser.add_argument("--commit", default=UNKNOWN, help="that is run; a copy may have no git")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--share", nargs=3, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.share is not None:
+        which, share, shares = given.share
+        run_share(which, int(share), int(shares), given.seconds)
+        return 0
+    if given.out is not None and given.commit == UNKNOWN:
+        parser.error("a table says of which commit it is: --commit")
+    if shutil.which("compute-sanitizer") is None:
+        parser.error("compute-sanitizer is not on the PATH")
+    import torch
+    import triton
+
+    outcomes = run(given.tool or ["memcheck", "racecheck"], given.seconds, given.processes)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    head = (
+        f"{device}, commit {given.commit}; torch {torch.__version__}, triton {triton.__version__}."
+    )
+    text = render(outcomes, head)
+    if given.out is not None:
+        given.out.write_text(text)
+    print(text)
+    for failed in (line for one in outcomes for line in one.failed):
+        print(failed)
+    return int(not all(one.is_as_it_should for one in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""What compute-sanitizer says is read in full, and nothing is explained away by its place alone."""
+
+import inspect
+import os
+import stat
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from attn.kernels.dense.hopper_decode import consumer as decode_consume
+from attn.kernels.dense.hopper_decode import kernel as decode
+from attn.kernels.dense.hopper_prefill import kernel as prefill
+from attn.kernels.dense.hopper_prefill import scheduler as tiles
+from attn.testing import trials
+from builders.splitkv.device import plan as plan_kernels
+from tests.tools import exchanges, sanitize
+from tests.tools.sanitize import (
+    DISPATCH,
+    Outcome,
+    Running,
+    Share,
+    complaints,
+    dispatch_lines,
+    function_at,
+    outcome_of,
+    render,
+    reports,
+)
+
+END = "========= RACECHECK SUMMARY: {0} hazards displayed ({0} errors, 0 warnings)"
+CLEAN = "========= ERROR SUMMARY: 0 errors"
+KERNEL = "hopper_decode_kernel"
+
+
+def line_of(function, text: str) -> int:
+    """The first line of a function of a kernel that has the text."""
+    lines, start = inspect.getsourcelines(function.fn)
+    return start + next(at for at, line in enumerate(lines) if text in line)
+
+
+PUT = line_of(tiles._put, "store")
+TAKE = line_of(tiles._take, "load")
+SEND = line_of(decode_consume._send, "letter.index(0).store")
+RECEIVE = line_of(decode_consume._with_sent, "letter.index(0).load")
+DISPATCHED = line_of(decode.hopper_decode_kernel, "warp_specialize")
+DEFINED = line_of(decode.hopper_decode_kernel, "def ")
+
+
+def race(first: str, *others: str, end: str = " [5 hazards]") -> str:
+    lines = [f"========= Error: Race reported between {first}"]
+    lines += [f"=========     and {other}{end}" for other in others]
+    return "\n".join([*lines, "========= "])
+
+
+def access(kind: str, file: str, line: int, kernel: str = KERNEL) -> str:
+    return f"{kind} access at {kernel}+0x3c0 in {file}:{line}"
+
+
+KNOWN = race(access("Write", "consumer.py", SEND), access("Read", "consumer.py", RECEIVE))
+OF_TRITON = race(
+    access("Read", "kernel.py", DEFINED),
+    access("Write", "kernel.py", DEFINED),
+    # The ``if`` that it stands in.
+    access("Write", "kernel.py", DISPATCHED - 1),
+)
+
+
+def judged(*parts: str, done: int = 2, which: str = "decode") -> Outcome:
+    said = "\n".join([*["DONE one"] * done, "OF 3"])
+    return outcome_of("racecheck", which, [Share(said, "\n".join(parts))])
+
+
+def test_places_are_of_the_innermost_function():
+    assert function_at("scheduler.py", PUT, "hopper_prefill_kernel") == "_put"
+    assert function_at("scheduler.py", TAKE, "hopper_prefill_kernel") == "_take"
+    # Portable kernels use no file of a Hopper kernel's folder.
+    assert function_at("scheduler.py", PUT, "plan_kernel") != "_put"
+    assert function_at("kernel.py", DISPATCHED, KERNEL) == KERNEL
+    assert function_at("exchanges.py", line_of(exchanges.snatch, "load")) == "snatch"
+    assert function_at("no_such_file.py", 3) == "?"
+
+
+def test_the_dispatch_is_where_partitions_are_named():
+    for kernel in (decode.hopper_decode_kernel, prefill.hopper_prefill_kernel):
+        file = os.path.basename(inspect.getsourcefile(kernel.fn))
+        lines = dispatch_lines(file, kernel.fn.__name__)
+        assert {line_of(kernel, "def "), line_of(kernel, "warp_specialize")} <= lines
+        assert line_of(kernel, "mbarrier.init") not in lines
+    assert dispatch_lines("plan.py", "plan_kernel") == frozenset()
+    assert dispatch_lines("no_such_file.py", KERNEL) == frozenset()
+
+
+def test_exchanges_and_the_dispatch_are_explained():
+    (known,), of_triton = reports(f"{KNOWN}\n{OF_TRITON}")
+    assert known.reason == sanitize.EXPLAINED["consumer.py:_send", "consumer.py:_with_sent"]
+    assert [one.reason for one in of_triton] == [DISPATCH, DISPATCH]
+    outcome = judged(KNOWN, OF_TRITON, END.format(2))
+    assert (outcome.done, outcome.of, outcome.errors) == (2, 3, 0)
+    assert outcome.is_as_it_should
+    assert sum(outcome.found.values()) == 3
+
+
+PLAN = line_of(plan_kernels.plan_kernel, "gdc_wait")
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        # The other way round, the same function, another write, another line of the kernel's body.
+        race(access("Read", "scheduler.py", TAKE), access("Write", "consumer.py", SEND)),
+        race(access("Write", "scheduler.py", PUT), access("Write", "scheduler.py", PUT)),
+        race(access("Write", "consumer.py", SEND), access("Write", "consumer.py", SEND)),
+        race(access("Write", "kernel.py", DISPATCHED), access("Read", "scheduler.py", TAKE)),
+        race(access("Write", "kernel.py", DEFINED), access("Read", "kernel.py", DEFINED + 90)),
+        race(access("Write", "scheduler.py", PUT), access("Read", "scheduler.py", 3)),
+        race(
+            access("Write", "plan.py", PLAN, "plan_kernel"),
+            access("Read", "plan.py", PLAN, "plan_kernel"),
+        ),
+        race(
+            access("Write", "kernel.py", DISPATCHED),
+            access("Read", "kernel.py", DISPATCHED, "another_kernel"),
+        ),
+        race(
+            access("Write", "scheduler.py", PUT, "plain_kernel"),
+            access("Read", "scheduler.py", TAKE, "plain_kernel"),
+        ),
+        # One of two is known.
+        race(
+            access("Write", "scheduler.py", PUT),
+            access("Read", "scheduler.py", TAKE),
+            access("Read", "consumer.py", RECEIVE),
+        ),
+        # Not understood.
+        race(access("Write", "scheduler.py", PUT)),
+        race(
+            "Read access at void at::native::sum<int>(T1)+0x10",
+            access("Write", "scheduler.py", PUT),
+        ),
+        race(access("Write", "scheduler.py", PUT), "Read access in ?"),
+        "========= Error: Race reported between Wri",
+    ],
+)
+def test_anything_else_is_an_error(report):
+    outcome = judged(KNOWN, report, END.format(2))
+    assert outcome.errors == 1
+    assert not outcome.is_as_it_should
+    assert "NOT known" in render([outcome], "") or not reports(report)[0]
+
+
+def test_what_is_counted_and_not_read_is_an_error():
+    assert judged(KNOWN, END.format(4)).errors == 3
+    # Nor does one process's explanation cover another's error.
+    both = [Share("OF 1", f"{KNOWN}\n{END.format(0)}"), Share("OF 1", END.format(1))]
+    assert outcome_of("racecheck", "decode", both).errors == 1
+    assert complaints("========= ERROR SUMMARY: 1 error") == 1
+    assert complaints(CLEAN) == 0
+    assert complaints(f"{CLEAN}\n{END.format(3)}") == 3
+    assert complaints("========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)") == 1
+    assert complaints("") is None
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        Share("DONE a", CLEAN),
+        Share("DONE a\nOF 2", ""),
+        Share("DONE a\nOF 2", CLEAN, -11),
+        Share("DONE a\nOF 2", CLEAN, None),
+        Share("Traceback: no module", CLEAN, 1),
+    ],
+)
+def test_a_share_that_does_not_end_well_is_a_failure(share):
+    outcome = outcome_of("memcheck", "decode", [Share("DONE b\nOF 1", CLEAN), share])
+    assert len(outcome.failed) == 1
+    assert not outcome.is_as_it_should
+
+
+def test_failed_launches_and_those_that_were_not_reached_are_said():
+    share = Share("DONE a\nFAILED b: AssertionError: 1\nOF 7", CLEAN)
+    outcome = outcome_of("memcheck", "plan", [share, share])
+    assert (outcome.done, outcome.of, outcome.errors) == (2, 14, 0)
+    assert outcome.failed == ("FAILED b: AssertionError: 1",) * 2
+    assert "| memcheck | plan | 2 of 14 | 2 | 0 | 0 |" in render([outcome], "a GPU")
+
+
+def test_controls_have_to_be_seen_as_they_are():
+    for name, is_found in sanitize.CONTROLS.items():
+        which = sanitize.CONTROL + name
+        unknown = race(access("Write", "scheduler.py", PUT), access("Write", "scheduler.py", PUT))
+        assert judged(KNOWN, END.format(1), which=which).is_as_it_should is not is_found
+        assert judged(unknown, END.format(1), which=which).is_as_it_should is is_found
+        assert not judged(unknown, END.format(1), which=which, done=0).is_as_it_should
+
+
+def test_shares_are_all_launches_once(monkeypatch, capsys):
+    ran = []
+    jobs = [(str(n), lambda n=n: ran.append(n)) for n in range(10)]
+    jobs.append(("bad", lambda: pytest.fail("by pytest's own means")))
+    monkeypatch.setitem(sanitize.JOBS, "plan", lambda: iter(jobs))
+    for share in range(3):
+        sanitize.run_share("plan", share, 3, 60)
+    assert sorted(ran) == list(range(10))
+    said = capsys.readouterr().out
+    assert said.count("DONE ") == 10
+    assert "FAILED bad: Failed: by pytest's own means" in said
+    sanitize.run_share("plan", 0, 3, -1)
+    assert capsys.readouterr().out == "OF 4\n"
+
+
+@pytest.fixture
+def tool(tmp_path, monkeypatch):
+    """Stands for compute-sanitizer: writes a summary to its log, and runs what it is told to."""
+    path = tmp_path / "compute-sanitizer"
+
+    def make(instead: str = "") -> None:
+        path.write_text(
+            f"""#!{sys.executable}
+import os, sys, time
+given = sys.argv[1:]
+log = given[given.index("--log-file") + 1]
+print(os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"), flush=True)
+{instead}
+open(log, "w").write("========= ERROR SUMMARY: 0 errors")
+print("DONE a\\nOF 1")
+"""
+        )
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    return make
+
+
+def test_what_a_share_says_is_kept_and_it_ends_in_time(tool):
+    tool("print('DONE b\\n' * 100_000)")
+    share = Running("memcheck", "plan", 0, 1, 1.0).wait(time.monotonic() + 60)
+    assert share.said.count("DONE b") == 100_000
+    assert share.said.startswith("1\n")
+    assert (share.log, share.status) == (CLEAN, 0)
+    share = Running("memcheck", "prefill", 0, 1, 1.0).wait(time.monotonic() + 60)
+    assert share.said.startswith("None\n")
+    tool("time.sleep(600)")
+    started = time.monotonic()
+    share = Running("racecheck", "plan", 0, 1, 1.0).wait(time.monotonic() + 2)
+    assert share.status is None
+    assert time.monotonic() - started < 60
+
+
+def test_every_set_is_run_by_every_tool(tool, monkeypatch):
+    tool()
+    monkeypatch.setattr(sanitize, "GRACE", 60.0)
+    outcomes = sanitize.run(["memcheck", "racecheck"], 1.0, 4)
+    controls = [sanitize.CONTROL + name for name in sanitize.CONTROLS]
+    assert [(one.tool, one.which) for one in outcomes] == [
+        *(("memcheck", which) for which in sanitize.SETS),
+        *(("racecheck", which) for which in (*sanitize.SETS, *controls)),
+    ]
+    wrong = [one.which for one in outcomes if not one.is_as_it_should]
+    assert wrong == [f"{sanitize.CONTROL}a race"]
+
+
+def test_every_set_has_launches(monkeypatch):
+    # Which a process of launches sets for good.
+    monkeypatch.setattr(trials.Trial, "decode_kernel", trials.Trial.decode_kernel)
+    monkeypatch.setattr(trials.Trial, "prefill_kernel", trials.Trial.prefill_kernel)
+    names = {which: [name for name, _ in sanitize.JOBS[which]()] for which in sanitize.JOBS}
+    assert set(names) == {*sanitize.SETS, "control"}
+    for of_set in names.values():
+        assert of_set
+        assert len(set(of_set)) == len(of_set)
+
+
+def test_a_table_is_not_written_of_an_unknown_commit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        sanitize.main(["--out", str(tmp_path / "table.md")])
+    assert "--commit" in capsys.readouterr().err
