@@ -53,6 +53,7 @@ KERNELS_OF_BUILDERS = re.compile(
 TOP_LEVEL_FOLDERS = {".ci", "attn", "builders", "docs", "specs", "tests"}
 TOP_LEVEL_FILES = {
     ".gitignore",
+    "CHANGELOG.md",
     "LICENSE",
     "Makefile",
     "README.md",

@@ -148,6 +148,18 @@ class HopperVariants(ABC, Generic[Plan]):
         programs = self._add_varying(plan, launcher.arguments, tensors, varying)
         return launcher.bind((programs,), varying)
 
+    def _described(
+        self, name: str, rows: torch.Tensor, box: tuple[int, ...], tensors: DenseTensors
+    ) -> TensorDescriptor:
+        """The descriptor of keys or values, kept with what was made of them."""
+        kept = tensors.rows
+        if kept is None:
+            return self._descriptors.of(name, rows, box)
+        found = kept.described.get((name, box))
+        if found is None:
+            found = kept.described[name, box] = _describe(rows, box)
+        return found
+
     @abstractmethod
     def _static(self, plan: Plan) -> tuple[Any, ...]:
         """All that a variant depends on in a plan."""

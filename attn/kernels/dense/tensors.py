@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -67,6 +68,8 @@ class KeyRows:
         """
         key, value, inline = keys.key, keys.value, keys.key_scale
         self.words = stored.words(key), stored.words(value)
+        self.described: dict[tuple[str, tuple[int, ...]], Any] = {}
+        """Descriptors of them for TMA, by the argument's name and the box."""
         self.variant = (
             key.dtype,
             value.dtype,

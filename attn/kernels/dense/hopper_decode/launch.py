@@ -57,8 +57,8 @@ class HopperDecodeLauncher(HopperVariants[SplitPlan]):
         assert plan.hopper is not None
         page = (1, plan.hopper.run, 1, COLUMNS)
         # As the words that the plain kernel reads.
-        varying["k_desc"] = self._descriptors.of("k", varying["key_ptr"], page)
-        varying["v_desc"] = self._descriptors.of("v", varying["value_ptr"], page)
+        varying["k_desc"] = self._described("k", varying["key_ptr"], page, tensors)
+        varying["v_desc"] = self._described("v", varying["value_ptr"], page, tensors)
         return plan.groups * plan.heads
 
     def _new_launcher(

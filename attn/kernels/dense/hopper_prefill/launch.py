@@ -81,12 +81,12 @@ class HopperLauncher(HopperVariants[HopperPlan]):
         tensors: DenseTensors,
         varying: dict[str, Any],
     ) -> int:
-        keys, of = tensors.keys, self._descriptors.of
+        keys = tensors.keys
         varying["q_desc"] = _queries.of("q", tensors.query, _query_box(fixed))
         if not self._layer.cache_dtype.is_quantized:
             page = (1, fixed["RUN"], 1, COLUMNS)
-            varying["k_desc"] = of("k", keys.key, page)
-            varying["v_desc"] = of("v", keys.value, page)
+            varying["k_desc"] = self._described("k", keys.key, page, tensors)
+            varying["v_desc"] = self._described("v", keys.value, page, tensors)
         varying["tile_starts_ptr"] = plan.tile_starts
         varying["num_tiles_ptr"] = plan.num_tiles
         varying["counter_ptr"] = plan.counter
