@@ -198,7 +198,7 @@ def _fp8_twin(name: str, of: str) -> KernelCase:
 
 
 HOST_TARGET_US: Final = 20.0
-"""Of one eager forward on the host."""
+"""Microseconds that the host may spend in one eager forward of a dense layer."""
 HOPPER_CASES: Final[tuple[KernelCase, ...]] = (
     *(_for_hopper(case) for case in CASES),
     *(
