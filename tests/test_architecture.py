@@ -30,7 +30,8 @@ ATTN_RANK = {
     "selector": 7,
     # The package itself, which re-exports what is below.
     "": 8,
-    # On top of everything: nobody imports them, but the command runs the benchmarks.
+    # On top of everything: nobody imports them, but the command runs the benchmarks. Not even the
+    # command imports attn.testing, which a test of its own says.
     "integrations": 9,
     "bench": 9,
     "testing": 9,
@@ -182,6 +183,10 @@ def test_every_part_of_attn_has_a_layer() -> None:
         ("attn.impls.base", "attn", True),
         ("attn.cli.app", "attn.bench.build", False),
         ("attn.bench.build", "attn.cli.app", True),
+        ("attn.bench.build", "attn.testing.oracle", True),
+        ("attn.testing.trial", "attn.backends.base", False),
+        ("attn.testing.trial", "attn.integrations.vllm", True),
+        ("attn.testing.trial", "tests.conformance.ranks", True),
         ("attn.integrations.vllm", "attn", False),
         ("attn.selector", "torch", False),
     ],
@@ -303,6 +308,54 @@ def test_importing_every_spec_loads_no_torch() -> None:
     loaded = set(loaded_by(code))
     assert set(names) <= loaded
     assert loaded & {"torch", "numpy", "triton"} == set()
+
+
+# -- What tests need, inside and outside the package.
+
+
+def imports_of_testing(module: str, source: str) -> list[int]:
+    """Lines that import ``attn.testing``, those for types and those inside functions included."""
+    return [
+        item.line
+        for item in imports_of(module, source)
+        if item.module.split(".")[:2] == ["attn", "testing"]
+    ]
+
+
+def test_only_tests_import_attn_testing() -> None:
+    wrong = [
+        f"{module}, line {line}"
+        for module, path in SHIPPED.items()
+        if part_of_attn(module) != "testing"
+        for line in imports_of_testing(module, path.read_text(encoding="utf-8"))
+    ]
+    assert wrong == []
+
+
+def test_the_check_of_attn_testing_knows_right_from_wrong() -> None:
+    source = "\n".join(
+        [
+            "import torch.testing",
+            "import attn.testing.oracle",
+            "from attn import registry, testing",
+            "from attn.testing.cases import Case",
+            "from ..testing import budget",
+            "if TYPE_CHECKING:",
+            "    from attn.testing.trial import Trial",
+            "def f():",
+            "    from attn.testing import conformance",
+            "from attn.bench import testing",
+        ]
+    )
+    assert imports_of_testing("attn.cli.app", source) == [2, 3, 4, 5, 7, 9]
+
+
+def test_attn_testing_needs_no_test_framework() -> None:
+    allowed = {"torch", "attn", "builders", "specs", *sys.stdlib_module_names}
+    modules = [module for module in SHIPPED if module.startswith("attn.testing")]
+    assert "attn.testing.conformance" in modules
+    needed = {item.module.split(".")[0] for module in modules for item in source_imports(module)}
+    assert needed - allowed == set()
 
 
 # -- Triples.

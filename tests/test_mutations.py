@@ -28,7 +28,7 @@ from attn.testing.cases import (
     runs_here,
 )
 from attn.testing.conformance import run_case
-from attn.testing.trials import CaseResult
+from attn.testing.trial import CaseResult
 from builders.base import AttentionMetadataBuilder
 from specs.attention import AttentionCGSupport
 from specs.dtypes import CacheDType, DType

@@ -1,19 +1,25 @@
-"""Named batches, and a hostile paged cache around each of them.
+"""Named batches of requests, their tensors, and a paged cache that punishes every wrong read.
 
-Requests are made unpaged (the oracle judges those) and then laid into a cache the way an engine
-does. Whatever must not be read is poison: every byte of unused slots, unused blocks, block 0 and
-padding rows is 0xFF, which is NaN in every float format, and unused table entries hold ids far
-outside the cache.
+- ``BATCHES`` names the batches: how many requests, of which lengths.
+- :func:`dense_requests` and :func:`latent_requests` make the tensors of each request, unpaged, as
+  the oracle takes them.
+- :func:`paginate` gives each request blocks of a cache, in random order.
+- :func:`make_batch` makes the ``CommonAttentionMetadata`` that a metadata builder receives.
+- :class:`Layer`, :class:`Indexer` and :class:`Projection` stand in for the parts of a model that an
+  impl sees.
+
+What must not be read is poison. Unused slots, unused blocks, block 0 and padding rows are filled
+with the byte 0xFF, which is NaN in every float format. Unused entries of the block table hold ids
+far outside the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,56 +29,62 @@ from attn.testing.oracle import Rules
 from builders.batch import CommonAttentionMetadata
 
 POISON_BYTE = 0xFF
+"""Fills what must not be read; NaN in every float format."""
 WILD_BLOCK = 2**30
+"""Entry of a block table that names no block: an id far outside every cache."""
 SPARE_BLOCKS = 2
+"""Blocks of a cache that belong to no request."""
 SPARE_COLUMNS = 2
+"""Columns of a block table behind the last used entry of the longest request."""
 
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """Lengths of one step, decode rows first."""
+    """The lengths of one step's requests, decodes first."""
 
     name: str
     query_lens: tuple[int, ...]
+    """New tokens of each request."""
     seq_lens: tuple[int, ...]
-    """After the step, the decoder's own."""
+    """Tokens of each request after the step; in cross attention, of the decoder."""
     encoder_lens: tuple[int, ...] | None = None
-    """For cross attention: what is cached in place of ``seq_lens``."""
+    """Cross attention only: encoder tokens of each request, whose keys are in the cache."""
     num_padding_tokens: int = 0
     """Rows of query, key, value and output past the last request's."""
     pads_num_actual_tokens: bool = False
-    """``num_actual_tokens`` counts the padding rows."""
+    """True: the batch's ``num_actual_tokens`` counts the padding rows."""
     pads_slots: bool = True
-    """``slot_mapping`` has -1 for the padding rows; otherwise it is shorter than ``key``."""
+    """True: ``slot_mapping`` has -1 for the padding rows. False: it ends before them."""
     num_speculative_tokens: int | None = None
+    """Drafts of each verify; None: the engine does not speculate."""
 
     @property
     def kv_lens(self) -> tuple[int, ...]:
-        """Cached tokens of each request."""
+        """Keys of each request: the encoder's in cross attention, else its tokens."""
         return self.encoder_lens or self.seq_lens
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens."""
+        """Tokens of all requests, without padding rows."""
         return sum(self.query_lens)
 
     @property
     def starts(self) -> list[int]:
-        """``[R + 1]`` first token of each request."""
+        """First row of each request in the batch, and the end of the last: ``[R + 1]``."""
         return [sum(self.query_lens[:row]) for row in range(len(self.query_lens) + 1)]
 
     @property
     def live_rows(self) -> list[int]:
-        """Requests with new tokens."""
+        """Indices of the requests that have new tokens."""
         return [row for row, query_len in enumerate(self.query_lens) if query_len]
 
     @property
     def fills_no_context(self) -> bool:
-        """Every request is computed whole, as encoders are."""
+        """True where no request has context, so that encoders can take the batch."""
         return self.encoder_lens is None and self.query_lens == self.seq_lens
 
 
-_PADDED = {"query_lens": (1, 1, 3, 0, 0), "seq_lens": (17, 40, 30, 0, 0), "num_padding_tokens": 3}
+_PADDED = BatchSpec("padding_rows", (1, 1, 3, 0, 0), (17, 40, 30, 0, 0), num_padding_tokens=3)
 
 BATCHES: dict[str, BatchSpec] = {
     spec.name: spec
@@ -84,9 +96,9 @@ BATCHES: dict[str, BatchSpec] = {
         BatchSpec("empty_request", (1, 0, 1, 5), (20, 33, 40, 5)),
         # Rows without any key: cross attention without an encoder, padded draft steps.
         BatchSpec("keyless_rows", (1, 1, 2), (20, 0, 9), num_speculative_tokens=1),
-        BatchSpec("padding_rows", **_PADDED),
-        BatchSpec("padding_tokens_counted", **_PADDED, pads_num_actual_tokens=True),
-        BatchSpec("fewer_slots_than_keys", **_PADDED, pads_slots=False),
+        _PADDED,
+        replace(_PADDED, name="padding_tokens_counted", pads_num_actual_tokens=True),
+        replace(_PADDED, name="fewer_slots_than_keys", pads_slots=False),
         BatchSpec("all_padding", (0, 0, 0), (0, 0, 0), num_padding_tokens=3),
         BatchSpec(
             "all_padding_counted",
@@ -111,6 +123,7 @@ BATCHES: dict[str, BatchSpec] = {
         BatchSpec("cross_prefill", (1, 5, 40), (12, 5, 40), (33, 48, 17)),
     )
 }
+"""Every batch of the conformance cases, by name."""
 
 
 # -- where each token lies in the cache
@@ -118,28 +131,37 @@ BATCHES: dict[str, BatchSpec] = {
 
 @dataclass(frozen=True, eq=False)
 class Paging:
-    """A block table with permuted blocks; the CPU holds every tensor."""
+    """Which block of a cache holds which tokens of which request, on the CPU."""
 
     block_size: int
+    """Tokens of a block."""
     num_blocks: int
+    """Blocks of the cache, the reserved block 0 and spare ones included."""
     table: Tensor
-    """``[R, columns]`` int32, wild past the last used entry."""
+    """int32 ``[R, columns]``: the block table, :data:`WILD_BLOCK` past the last used entry."""
 
     def slots(self, row: int, start: int, stop: int) -> Tensor:
-        """int64 slots of positions ``[start, stop)`` of one request."""
+        """int64 cache slots of the positions ``[start, stop)`` of one request."""
         positions = torch.arange(start, stop)
         blocks = self.table[row].long()[positions // self.block_size]
         return blocks * self.block_size + positions % self.block_size
 
     def num_used(self, kv_len: int) -> int:
-        """Blocks that ``kv_len`` tokens use."""
+        """Number of blocks that ``kv_len`` tokens use."""
         return -(-kv_len // self.block_size)
 
 
 def paginate(
     generator: torch.Generator, kv_lens: Sequence[int], block_size: int, num_shared_blocks: int = 0
 ) -> Paging:
-    """Blocks in random order; 0 is reserved, and a few belong to nobody."""
+    """Deal blocks to requests in random order. Block 0 is reserved, and a few belong to nobody.
+
+    Args:
+        generator: of the order.
+        kv_lens: cached tokens of each request.
+        block_size: tokens of a block.
+        num_shared_blocks: leading blocks that all requests have in common.
+    """
     needed = [-(-kv_len // block_size) for kv_len in kv_lens]
     num_blocks = 1 + sum(needed) + SPARE_BLOCKS
     free = (1 + torch.randperm(num_blocks - 1, generator=generator)).tolist()
@@ -152,7 +174,9 @@ def paginate(
 
 
 def forget_unseen_blocks(paging: Paging, requests: Sequence[Request]) -> Paging:
-    """Leading blocks of which no query sees a key become block 0, as an engine frees them."""
+    """Free leading blocks as an engine does behind a window: where no query of a request sees a key
+    of a block or of any before it, the request's table holds block 0 in its place.
+    """
     table = paging.table.clone()
     for request in requests:
         if len(request.visible) == 0:
@@ -166,7 +190,16 @@ def forget_unseen_blocks(paging: Paging, requests: Sequence[Request]) -> Paging:
 def move_blocks(
     generator: torch.Generator, paging: Paging, buffer: Tensor
 ) -> tuple[Paging, Tensor]:
-    """The same cache with its blocks in another order: its paging and its bytes."""
+    """The same cache with its blocks in another order.
+
+    Args:
+        generator: of the order.
+        paging: of the cache as it is.
+        buffer: ``[num_blocks * block bytes]`` bytes of the cache as it is.
+
+    Returns:
+        Paging and bytes of the new order.
+    """
     others = 1 + torch.randperm(paging.num_blocks - 1, generator=generator)
     order = torch.cat([torch.zeros(1, dtype=torch.int64), others])
     moved = torch.empty_like(buffer).view(paging.num_blocks, -1)
@@ -182,25 +215,28 @@ def move_blocks(
 
 @dataclass(eq=False)
 class Request:
-    """One request of a step, on the CPU. Latent ones have one KV head and no ``value``."""
+    """One request of a step, unpaged, on the CPU: Tq new tokens, Tk keys, the new ones included."""
 
     row: int
+    """Index of the request in the batch."""
     tokens: slice
-    """Its rows of the batch."""
+    """The request's rows in the batch."""
     first_position: int
+    """Position of the first query."""
     query: Tensor
-    """``[Tq, H, D]``."""
+    """``[Tq, H, D]``; of a latent layer ``[Tq, H, P + r]``, before absorption."""
     key: Tensor
-    """``[Tk, Hk, D]``; latent rows ``[Tk, 1, L + r]``."""
+    """``[Tk, Hk, D]``; of a latent layer the latent rows ``[Tk, 1, L + r]``."""
     value: Tensor
-    """``[Tk, Hk, Dv]``."""
+    """``[Tk, Hk, Dv]``; of a latent layer the latent part of ``key``, ``[Tk, 1, L]``."""
     rules: Rules
+    """Mask, scale and score changes of the layer for this request."""
     visible: Tensor
-    """bool ``[Tq, Tk]``."""
+    """bool ``[Tq, Tk]``: which query sees which key."""
 
     @property
     def context_len(self) -> int:
-        """Keys that earlier steps wrote."""
+        """Number of keys that earlier steps wrote."""
         return max(0, len(self.key) - len(self.query))
 
 
@@ -212,13 +248,16 @@ class Heads:
     num_kv_heads: int = 2
     head_size: int = 64
     head_size_v: int | None = None
+    """Head size of values; None: that of keys."""
 
     @property
     def v_size(self) -> int:
+        """Head size of values."""
         return self.head_size_v or self.head_size
 
     @property
     def group(self) -> int:
+        """Query heads of each KV head."""
         return self.num_heads // self.num_kv_heads
 
     def __str__(self) -> str:
@@ -227,7 +266,11 @@ class Heads:
 
 
 def block_edges(kv_len: int, block_size: int) -> list[int]:
-    """Both sides of the first and of the last block border: needles besides the mask's edges."""
+    """Positions on both sides of the first and of the last block border, those below ``kv_len``.
+
+    Queries peak on these keys, as they do on the edges of the mask, so that a key lost at a border
+    of blocks shows in the result (``attn.testing.budget`` explains such needles).
+    """
     borders = {block_size, (kv_len - 1) // block_size * block_size}
     edges = [position for border in borders for position in (border - 1, border)]
     return sorted(position for position in edges if 0 <= position < kv_len)
@@ -242,7 +285,17 @@ def dense_requests(
     block_size: int,
     common_prefix_len: int = 0,
 ) -> list[Request]:
-    """Peaked queries, keys and values of every request; the prefix is the same for all."""
+    """Queries, keys and values of every request of a dense layer, random but peaked.
+
+    Args:
+        generator: of the numbers.
+        spec: lengths of the requests.
+        heads: head counts and sizes.
+        rules: of each request.
+        dtype: of the tensors.
+        block_size: of the cache, whose block borders queries peak on.
+        common_prefix_len: leading keys and values that all requests have in common.
+    """
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
@@ -267,33 +320,38 @@ def dense_requests(
 
 @dataclass(eq=False)
 class LatentWeights:
-    """Sizes and up-projections of an MLA layer; the oracle's names."""
+    """Sizes and up-projections of an MLA layer, by the names of ``attn.testing.oracle``."""
 
     num_heads: int
     w_uk: Tensor
-    """``[L, H, P]``."""
+    """``[L, H, P]``: from the latent to the keys of each head, without the rotary part."""
     w_uv: Tensor
-    """``[L, H, V]``."""
+    """``[L, H, V]``: from the latent to the values of each head."""
     rope_size: int
+    """r, the width of the rotary part."""
 
     @property
     def rank(self) -> int:
+        """L, the width of the latent."""
         return self.w_uk.shape[0]
 
     @property
     def nope_size(self) -> int:
+        """P, the width of a head's key without the rotary part."""
         return self.w_uk.shape[2]
 
     @property
     def v_size(self) -> int:
+        """V, the width of a head's value."""
         return self.w_uv.shape[2]
 
     @property
     def scale(self) -> float:
+        """The factor of q.k: ``(P + r) ** -0.5``."""
         return float((self.nope_size + self.rope_size) ** -0.5)
 
     def kv_b_proj(self) -> Tensor:
-        """The linear layer's weight, ``[H * (P + V), L]``."""
+        """The weight of the model's ``kv_b_proj``: ``[H * (P + V), L]``, both up-projections."""
         return torch.cat([self.w_uk, self.w_uv], -1).flatten(1).T.contiguous()
 
 
@@ -306,16 +364,28 @@ def latent_weights(
     rope_size: int = 64,
     v_size: int = 128,
 ) -> LatentWeights:
-    """Random up-projections that keep the latent's magnitude."""
+    """Random up-projections, scaled so that keys and values are as large as the latent.
+
+    Args:
+        generator: of the numbers.
+        num_heads: H.
+        dtype: of the weights.
+        rank: L.
+        nope_size: P.
+        rope_size: r.
+        v_size: V.
+    """
+    size = float(rank**-0.5)
 
     def weight(width: int) -> Tensor:
-        return (torch.randn(rank, num_heads, width, generator=generator) * rank**-0.5).to(dtype)
+        return (torch.randn(rank, num_heads, width, generator=generator) * size).to(dtype)
 
     return LatentWeights(num_heads, weight(nope_size), weight(v_size), rope_size)
 
 
 VisibleOf = Callable[[int, int, int, int], Tensor]
-"""Mask bool ``[Tq, Tk]`` of (row, queries, keys, first position)."""
+"""Gives a request's mask, bool ``[Tq, Tk]``, from its row in the batch, Tq, Tk and the position of
+its first query."""
 
 
 def latent_requests(
@@ -327,8 +397,16 @@ def latent_requests(
     visible_of: VisibleOf | None = None,
     sliding_window: int | None = None,
 ) -> list[Request]:
-    """Queries ``[Tq, H, P + r]`` peaked on the expanded keys, and latent rows; the mask is that of
-    a causal layer unless ``visible_of`` gives another.
+    """Queries and latent rows of every request of an MLA layer; queries peak on expanded keys.
+
+    Args:
+        generator: of the numbers.
+        spec: lengths of the requests.
+        weights: of the layer.
+        dtype: of the tensors.
+        block_size: of the cache, whose block borders queries peak on.
+        visible_of: gives the mask of a request; None: that of a causal layer.
+        sliding_window: keys that a query sees, its own included; None: all up to its own.
     """
     requests = []
     rules = Rules(scale=weights.scale, sliding_window=sliding_window)
@@ -362,7 +440,16 @@ def latent_requests(
 
 
 def new_rows(rows: Tensor, num_cached: int, num_queries: int) -> Tensor:
-    """This step's keys of a request: those not cached yet, poison where there are none."""
+    """The keys (or values) of a request that come new with a step.
+
+    Args:
+        rows: ``[Tk, ...]`` of the whole request.
+        num_cached: of these, written by earlier steps.
+        num_queries: Tq.
+
+    Returns:
+        ``[Tq, ...]``: rows that are not cached yet, then poison where there are fewer than Tq.
+    """
     new = rows[num_cached:]
     missing = num_queries - len(new)
     nothing = poisoned(missing, *rows.shape[1:], dtype=rows.dtype, device=torch.device("cpu"))
@@ -375,14 +462,14 @@ def new_rows(rows: Tensor, num_cached: int, num_queries: int) -> Tensor:
 def make_batch(
     spec: BatchSpec, paging: Paging, is_cached: bool, device: torch.device, **fields: Any
 ) -> CommonAttentionMetadata:
-    """The step as builders receive it: host bounds are loose wherever they may be.
+    """The step as a metadata builder receives it. Bounds on the host are loose where they may be.
 
     Args:
-        spec: lengths.
+        spec: lengths of the requests.
         paging: block table to hand out.
-        is_cached: a decoder's own cache, which the new tokens are written to.
+        is_cached: True for a decoder, whose new tokens have slots; False: every slot is -1.
         device: of the device tensors.
-        fields: further fields of the batch.
+        fields: further fields of the batch, or other values of its encoder lengths.
     """
     starts = torch.tensor(spec.starts, dtype=torch.int32)
     seq_lens = torch.tensor(spec.seq_lens, dtype=torch.int32)
@@ -399,10 +486,9 @@ def make_batch(
     padding = spec.num_padding_tokens
     slots = torch.cat([*own_slots, torch.full((padding if spec.pads_slots else 0,), -1)])
     if spec.encoder_lens is not None:
-        fields.setdefault(
-            "encoder_seq_lens", torch.tensor(spec.encoder_lens, dtype=torch.int32).to(device)
-        )
-        fields.setdefault("encoder_seq_lens_cpu", np.array(spec.encoder_lens, dtype=np.int32))
+        encoder_lens = torch.tensor(spec.encoder_lens, dtype=torch.int32)
+        fields.setdefault("encoder_seq_lens", encoder_lens.to(device))
+        fields.setdefault("encoder_seq_lens_cpu", encoder_lens.clone().numpy())
     # A decode's length may be overestimated on the host, a prefill's never is.
     bound = seq_lens + 3 * ((query_lens > 0) & (query_lens <= 5)).int()
     return CommonAttentionMetadata(
@@ -422,7 +508,7 @@ def make_batch(
 
 
 def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of 0xFF bytes."""
+    """A tensor of this shape and dtype whose bytes are all :data:`POISON_BYTE`."""
     width = shape[-1] * dtype.itemsize
     return torch.full((*shape[:-1], width), POISON_BYTE, dtype=torch.uint8, device=device).view(
         dtype
@@ -430,14 +516,22 @@ def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def is_poison(tensor: Tensor) -> bool:
-    """True when every byte is as ``poisoned`` left it."""
+    """True when every byte of a tensor is :data:`POISON_BYTE`, as :func:`poisoned` made it."""
     return bool((tensor.contiguous().view(torch.uint8) == POISON_BYTE).all())
 
 
 def stack_rows(
     parts: Sequence[Tensor], num_padding: int, device: torch.device, strided: bool = False
 ) -> Tensor:
-    """Rows of all requests, then poisoned ones; ``strided`` as a slice of a fused projection."""
+    """One tensor of the rows of all requests, poisoned padding rows behind them.
+
+    Args:
+        parts: ``[T_i, H, D]`` rows of each request.
+        num_padding: padding rows.
+        device: of the result.
+        strided: True: the result is a slice of a tensor with three times the heads, as the output
+            of a fused QKV projection is; the rest of that tensor is poison. False: dense.
+    """
     rows = torch.cat(list(parts)).to(device)
     margin = rows.shape[-2] if strided else 0
     shape = (len(rows) + num_padding, rows.shape[1] + 2 * margin, rows.shape[2])
@@ -449,24 +543,32 @@ def stack_rows(
 
 @dataclass
 class Layer:
-    """What a model's layer shows its impl."""
+    """Stands in for a model's attention layer: what an impl reads of it, by vLLM's names.
+
+    Scales are fp32: real = stored * scale.
+    """
 
     _q_scale: Tensor
+    """Scalar, of queries that a kernel rounds to fp8."""
     _k_scale: Tensor
+    """Scalar or ``[Hk]``, of cached keys or latent rows."""
     _v_scale: Tensor
+    """Scalar or ``[Hk]``, of cached values."""
     mm_prefix_clamp_sliding_window: bool = False
+    """True: ranges of multimodal tokens see no further back than the sliding window."""
 
 
 @dataclass
 class Indexer:
-    """What a sparse impl reads of its indexer."""
+    """Stands in for a sparse layer's indexer."""
 
     topk_indices_buffer: Tensor = field(repr=False)
-    """``[max_tokens, K]`` int32."""
+    """int32 ``[max_tokens, K]``: positions that each token attends, -1 for none."""
 
 
 @dataclass
 class Projection:
-    """Stands in for a model's ``kv_b_proj``."""
+    """Stands in for an MLA layer's ``kv_b_proj``, a linear layer."""
 
     weight: Tensor = field(repr=False)
+    """``[H * (P + V), L]``."""

@@ -1,31 +1,33 @@
-"""How wrong a result may be: error budgets computed from the data, and inputs that show faults.
+"""How wrong a result may be: budgets computed from the data, and inputs on which faults show.
 
-The rule: against the float64 oracle, a result may err at most twice the sum of what the same maths
-in the low precision errs and of the rounding band of the output dtype. No tolerance is typed by
-hand, and a budget that would accept zeros is refused.
+The rule: against the float64 oracle, a result may err at most twice the sum of two numbers. One is
+the error of the same maths in the low precision, computed here. The other is the rounding band of
+the output dtype. No tolerance is typed by hand, and a budget that would accept zeros is refused.
 
     out, lse = oracle.attention(q, k, v, first, rules)
-    low_out, low_lse = low_precision_attention(q, k, v, first, rules, dtype)
+    low_out, low_lse = low_precision(q, k, v, first, rules, dtype)
     assert row_errors(actual_out, out).max() <= budget(out, low_out, dtype)
     assert lse_errors(actual_lse, lse).max() <= lse_budget(lse, low_lse)
 
 Inputs: with independent normal q, k, v the softmax over n keys is nearly flat. One key then moves
-the output by about 1/sqrt(n) of its norm, below the budget of bf16 for a few thousand keys, so a
-kernel that drops, adds or misplaces a key passes. ``peaked_inputs`` prevents that: each query is
-solved to score high against a few *needle* keys, each of which moves the output several times as
-much as all ordinary keys together:
+the output by about 1/sqrt(n) of its norm. For a few thousand keys that is below the budget of bf16,
+so a kernel that drops, adds or misplaces a key passes. :func:`peaked_inputs` prevents that: each
+query is solved to score high against a few *needle* keys, each of which moves the output several
+times as much as all ordinary keys together:
 
 - *edge* keys, on both sides of every place where the row's mask changes (the query itself, the key
-  after it, both sides of a window or chunk border, the first key): losing one removes its share of
-  the row, and adding one that should be hidden takes a like share from the others;
+  after it, both sides of a window or chunk border, the first key). Losing one removes its share of
+  the row, and adding one that should be hidden takes as much from the others.
 - one key per head from the inside of the visible range, head h drawing from the h-th part of it, so
   that faults inside show too. A particular page or split border that must show in a long context
   with few query rows goes into ``extra_positions``.
 
-Edges are dealt to heads in turn, shifting by one with each query, and needle scores differ (by up
-to a factor of two in weight), so that exchanging two needles shows as well. Limits: a steep ALiBi
-slope hides far needles, a soft cap below log(number of keys) flattens them, one query with one head
-covers about three edges, and a sink matters only at the height of the scores: ``peaked_sinks``.
+Edges are dealt to heads in turn, shifting by one with each query. Needle scores differ, by up to a
+factor of two in weight, so that exchanging two needles shows as well.
+
+Limits: a steep ALiBi slope hides far needles. A soft cap below log(number of keys) flattens them.
+One query with one head covers about three edges. A sink matters only at the height of the scores,
+where :func:`peaked_sinks` puts it.
 """
 
 from __future__ import annotations
@@ -42,14 +44,22 @@ from attn.testing.oracle import Rules, State
 
 
 class UselessBudgetError(ValueError):
-    """The low precision is so far off on these inputs that anything would pass."""
+    """The low precision errs so much on these inputs that a budget would accept zeros."""
 
 
 def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
-    """float64 [T]: per token the worst head's |actual - expected| / |expected|, L2 over [Dv].
+    """The relative error of each token's worst head: float64 ``[T]``.
 
-    NaN or infinity in ``actual`` is an infinite error, and so is anything but exact zeros where
-    ``expected`` is zero. Both are [T, H, Dv].
+    A head's error is ``|actual - expected| / |expected|`` by the L2 norm over Dv. NaN or infinity
+    in ``actual`` is an infinite error, and so is anything but exact zeros where ``expected`` is
+    zero.
+
+    Args:
+        actual: ``[T, H, Dv]``.
+        expected: ``[T, H, Dv]``.
+
+    Raises:
+        ValueError: shapes differ.
     """
     actual, expected = _same_shape(actual, expected, 3)
     finite = actual.isfinite().all(-1)  # [T, H]
@@ -61,9 +71,17 @@ def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
 
 
 def lse_errors(actual: Tensor, expected: Tensor) -> Tensor:
-    """float64 [T]: per token the worst head's |actual - expected|; -inf must match exactly.
+    """The absolute error of each token's worst head: float64 ``[T]``.
 
-    Any other mismatch of what is finite, and NaN, is an infinite error. Both are [T, H].
+    Where both are -inf, a row without keys, the error is 0. Where only one of them is finite, and
+    where one is NaN, it is infinite.
+
+    Args:
+        actual: ``[T, H]``.
+        expected: ``[T, H]``.
+
+    Raises:
+        ValueError: shapes differ.
     """
     actual, expected = _same_shape(actual, expected, 2)
     both_finite = actual.isfinite() & expected.isfinite()
@@ -73,9 +91,17 @@ def lse_errors(actual: Tensor, expected: Tensor) -> Tensor:
 
 
 def budget(expected: Tensor, low_precision: Tensor, dtype: torch.dtype) -> float:
-    """Largest ``row_errors`` to accept: 2 * (worst error of ``low_precision`` + rounding band).
+    """Largest :func:`row_errors` to accept: 2 * (worst error of ``low_precision`` + rounding band).
 
     The band is half an ulp of ``dtype`` relative to the value, 2**-(mantissa bits + 1).
+
+    Args:
+        expected: ``[T, H, Dv]``, the oracle's.
+        low_precision: ``[T, H, Dv]``, the same computed in low precision.
+        dtype: of the output.
+
+    Raises:
+        UselessBudgetError: the budget would accept zeros.
     """
     band = torch.finfo(dtype).eps / 2
     limit = 2 * (_worst(row_errors(low_precision, expected)) + band)
@@ -87,12 +113,20 @@ def budget(expected: Tensor, low_precision: Tensor, dtype: torch.dtype) -> float
 
 
 def lse_budget(expected: Tensor, low_precision: Tensor, soft_cap: float | None = None) -> float:
-    """Largest ``lse_errors`` to accept: 2 * (worst error of ``low_precision`` + fp32 band).
+    """Largest :func:`lse_errors` to accept: 2 * (worst error of ``low_precision`` + fp32 band).
 
-    The band is fp32's epsilon times the largest |lse|, or times 1 if all are smaller: arguments and
-    results of the exponential and the logarithm are of order one however small the lse. Under a
-    soft cap c it is times c at least: c * tanh by way of an exponential has numbers of order one
-    multiplied by c.
+    The band is fp32's epsilon times the largest |lse|. If all are smaller than 1 it is the epsilon
+    itself, since arguments and results of the exponential and the logarithm are of order one
+    however small the lse. Under a soft cap c it is at least the epsilon times c, since c * tanh
+    multiplies numbers of order one by c.
+
+    Args:
+        expected: ``[T, H]``, the oracle's.
+        low_precision: ``[T, H]``, the same computed in low precision.
+        soft_cap: the layer's ``logits_soft_cap``.
+
+    Raises:
+        ValueError: ``low_precision`` has NaN, infinity, or -inf where ``expected`` has not.
     """
     sizes = expected[expected != -torch.inf].abs().double()
     band = torch.finfo(torch.float32).eps * max(_worst(sizes), 1.0, soft_cap or 0.0)
@@ -103,23 +137,26 @@ def lse_budget(expected: Tensor, low_precision: Tensor, soft_cap: float | None =
 
 
 E4M3_MAX = 448.0
+"""Largest number of e4m3."""
 TANH_ERROR = 2.0**-11
 """Largest relative error of PTX's ``tanh.approx.f32``, by its documentation."""
 
 
 @dataclass(frozen=True)
 class Habits:
-    """What a kernel does on purpose, where a careful one would not."""
+    """What a kernel rounds on purpose where a careful kernel would not."""
 
     fp8_weights: bool = False
-    """Probabilities are rounded to e4m3, the largest of them to its largest number."""
+    """Unnormalised probabilities are rounded to e4m3, scaled so that the largest becomes e4m3's
+    largest number."""
     rounds_sums: bool = False
-    """Their sum is that of the rounded ones."""
+    """The softmax denominator is the sum of rounded probabilities."""
     approximates_tanh: bool = False
-    """A soft cap is by the hardware's tanh."""
+    """A soft cap uses the hardware's approximate tanh."""
 
 
 CAREFUL = Habits()
+"""The habits of a kernel that rounds nothing that it need not."""
 
 
 def low_precision_attention(
@@ -132,13 +169,22 @@ def low_precision_attention(
     unit: float = 1.0,
     habits: Habits = CAREFUL,
 ) -> State:
-    """``oracle.attention`` as a careful kernel computes it: out in ``dtype``, lse fp32.
+    """``oracle.attention`` as a kernel computes it, once: out in ``dtype``, lse fp32.
 
-    Operands rounded to ``dtype``; scores, softmax and sums in fp32 (float64 for that ``dtype``);
-    unnormalised probabilities rounded to ``dtype`` before P.V; output rounded to ``dtype``. For MLA
-    pass the concatenated query, the latent rows as one KV head, and their first L columns as v.
-    Scores, maxima and the lse's parts are counted in units of ``unit``, log 2 where exponentials
-    are powers of 2: rounded once more, and elsewhere. ``habits`` are those of a less careful one.
+    Operands are rounded to ``dtype``. Scores, softmax and sums are fp32 (float64 for that
+    ``dtype``). Unnormalised probabilities are rounded to ``dtype`` before they multiply values, and
+    so is the output. :func:`low_precision` takes the worst of several such runs.
+
+    Args:
+        q: ``[Tq, H, D]``; of MLA the absorbed query, ``[Tq, H, L + r]``.
+        k: ``[Tk, Hk, D]``; of MLA the latent rows as one KV head, ``[Tk, 1, L + r]``.
+        v: ``[Tk, Hk, Dv]``; of MLA the first L columns of ``k``.
+        first_position: of the first query; keys are at 0 to Tk - 1.
+        rules: of the layer for this request.
+        dtype: in which the kernel computes.
+        unit: in which scores, maxima and the parts of the lse are counted. It is log 2 where a
+            kernel's exponentials are powers of 2, which rounds scores once more.
+        habits: what the kernel rounds beyond that.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     q, k, v = (tensor.to(dtype).to(wide) for tensor in (q, k, v))
@@ -182,17 +228,79 @@ def low_precision_attention(
     return torch.cat(outs).transpose(0, 1), torch.cat(lses).T
 
 
+SUMMATION_ORDERS = 16
+"""Orders of summation that :func:`low_precision` tries for 32- and 64-bit dtypes."""
+
+
+def low_precision(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: int,
+    rules: Rules,
+    dtype: torch.dtype,
+    habits: Habits = CAREFUL,
+) -> State:
+    """``oracle.attention`` in ``dtype``, as wrong as a good kernel may be: the state for a budget.
+
+    Products are summed in other orders than the oracle's, with :func:`low_precision_attention`. In
+    float64, equal orders would share their rounding, and the budget would miss it. In 32 and 64
+    bits, the error is nothing but the order of summation and the unit of exponents. Both are the
+    kernel's own choice, so several are tried, and for each token and head the worst one counts.
+
+    In 16 bits one order is enough, and the lse is lowered a little. Matrix units add 16 products of
+    16-bit numbers at a time to an fp32 sum and do not round it: they cut it off, always towards
+    zero. Each time that takes half a unit on average, of a sum that has half its final size on
+    average.
+
+    Args:
+        query: ``[Tq, H, D]``; of MLA the absorbed query, ``[Tq, H, L + r]``.
+        key: ``[Tk, Hk, D]``; of MLA the latent rows as one KV head, ``[Tk, 1, L + r]``.
+        value: ``[Tk, Hk, Dv]``; of MLA the first L columns of ``key``.
+        first: position of the first query; keys are at 0 to Tk - 1.
+        rules: of the layer for this request.
+        dtype: in which the kernel computes.
+        habits: what the kernel rounds beyond a careful one.
+
+    Returns:
+        Out ``[Tq, H, Dv]`` in ``dtype`` and lse ``[Tq, H]``.
+    """
+    generator = torch.Generator().manual_seed(0)
+    states = []
+    units = (1.0,) if dtype.itemsize < 4 else (1.0, math.log(2)) * (SUMMATION_ORDERS // 2)
+    for unit in units:
+        order = torch.randperm(query.shape[-1], generator=generator)
+        turned = (query[..., order], key[..., order], value)
+        states.append(low_precision_attention(*turned, first, rules, dtype, unit, habits))
+    if len(states) == 1:
+        out, lse = states[0]
+        return out, lse - lse.abs() * (query.shape[-1] / 16 * 2**-24 / 2)
+    if len(query) == 0:
+        return states[0]
+    exact = oracle.attention(query, key, value, first, rules)
+    outs, lses = (torch.stack([state[side] for state in states]) for side in (0, 1))
+    off = (outs.double() - exact[0]).norm(dim=-1).argmax(0)[None]
+    lse_off = (lses.double() - exact[1]).abs().nan_to_num(0).argmax(0)[None]
+    worst = outs.gather(0, off[..., None].expand(-1, -1, -1, outs.shape[-1]))[0]
+    return worst, lses.gather(0, lse_off)[0]
+
+
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one request's attention."""
+    """Sizes of one request in a dense layer."""
 
     num_queries: int
+    """Tq."""
     num_keys: int
+    """Tk."""
     num_heads: int
+    """H."""
     num_kv_heads: int
+    """Hk."""
     head_size: int
+    """D."""
     head_size_v: int | None = None
-    """None: as ``head_size``."""
+    """Dv; None: ``head_size``."""
 
 
 def peaked_inputs(
@@ -203,9 +311,19 @@ def peaked_inputs(
     dtype: torch.dtype = torch.float32,
     extra_positions: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Q [Tq, H, D], k [Tk, Hk, D], v [Tk, Hk, Dv] in ``dtype``, peaked as the module text says.
+    """Random q, k and v of one request, queries peaked on needles as the text of this module says.
 
-    ``extra_positions`` are made needles like the edges: page, tile or split borders, for example.
+    Args:
+        generator: of the numbers.
+        shape: sizes.
+        first_position: of the first query; keys are at 0 to Tk - 1.
+        rules: of the layer for this request.
+        dtype: of the result.
+        extra_positions: key positions that become needles as the edges of the mask do: page, tile
+            or split borders, for example.
+
+    Returns:
+        q ``[Tq, H, D]``, k ``[Tk, Hk, D]`` and v ``[Tk, Hk, Dv]``.
     """
     k = torch.randn(shape.num_keys, shape.num_kv_heads, shape.head_size, generator=generator)
     size_v = shape.head_size_v or shape.head_size
@@ -224,9 +342,16 @@ def peaked_queries(
     scale: float,
     extra_positions: Sequence[int] = (),
 ) -> Tensor:
-    """float64 queries [Tq, H, D] peaked on ``k`` [Tk, Hk, D] under the mask ``visible`` [Tq, Tk].
+    """Queries that peak on needles among given keys: float64 ``[Tq, H, D]``.
 
-    For MLA, ``k`` is [Tk, 1, L + r] (absorbed) or the expanded keys [Tk, H, P + r].
+    Args:
+        generator: of the numbers.
+        k: ``[Tk, Hk, D]``; of MLA latent rows ``[Tk, 1, L + r]`` for absorbed queries, or expanded
+            keys ``[Tk, H, P + r]``.
+        num_heads: H.
+        visible: bool ``[Tq, Tk]``, which query sees which key.
+        scale: multiplies q.k in the layer.
+        extra_positions: key positions that become needles as the edges of the mask do.
     """
     keys = k.double().repeat_interleave(num_heads // k.shape[1], dim=1)  # [Tk, H, D]
     queries = torch.randn(len(visible), num_heads, k.shape[2], generator=generator).double()
@@ -244,7 +369,12 @@ def peaked_queries(
 
 
 def peaked_sinks(generator: torch.Generator, lse: Tensor) -> Tensor:
-    """fp32 [H] sinks that matter: about the median of the sink-free ``lse`` [T, H] of each head."""
+    """Sinks that matter: fp32 ``[H]``, each about the median of a head's lse.
+
+    Args:
+        generator: of the numbers.
+        lse: ``[T, H]``, of the layer without sinks.
+    """
     medians = [head[head != -torch.inf].median() for head in lse.unbind(1)]
     return (torch.stack(medians).cpu() + torch.rand(len(medians), generator=generator)).float()
 
@@ -257,7 +387,10 @@ def _needles(
     head_size: int,
     extra_positions: Sequence[int],
 ) -> Tensor:
-    """[H, M] distinct key positions per head for one mask row [Tk]; M = 0 if none is visible."""
+    """Distinct key positions for each head, ``[H, M]``, of the row ``[Tk]`` of a mask.
+
+    M is 0 where no key is visible. ``turn`` is the index of the query, by which edges are dealt.
+    """
     padded = torch.nn.functional.pad(row, (1, 1))
     is_edge = (row != padded[:-2]) | (row != padded[2:])
     is_edge[list(extra_positions)] |= row[list(extra_positions)]
@@ -278,6 +411,7 @@ def _needles(
 
 
 def _log_noise_to_beat(num_visible: int) -> float:
+    """log(4 sqrt(n)): four times what n keys of random scores add to an output, as a score."""
     return math.log(4 * math.sqrt(max(num_visible, 1)))
 
 

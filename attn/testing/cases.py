@@ -1,6 +1,17 @@
-"""What the conformance runner asks: features, cases, and the choice of cases for a backend.
+"""Which cases the conformance runner puts a backend through.
 
-A case is a named batch, a feature (what the layer asks), head geometry, dtypes and a cache layout.
+A *feature* is what a dense layer asks beyond plain causal attention: a window, sinks, ALiBi. A
+*case* is one layer with one batch and one cache: feature, batch, head counts and sizes, dtypes,
+block size, cache layout. :func:`cases_for` chooses cases for a backend:
+
+    for case in cases_for(MyBackend):
+        check_case(MyBackend, case, device)  # of attn.testing.conformance
+
+Every batch of every feature that the backend serves comes several times. The other axes are dealt
+at random, from a seed that is the backend's name, so that each of their values meets many features;
+further cases go through each axis on its own. A backend serves a case when its
+``validate_configuration`` has no reason against the layer on this machine, so a backend that
+refuses more is asked less.
 """
 
 from __future__ import annotations
@@ -28,16 +39,22 @@ from specs.layouts import KVOrder, KVPacking
 
 @dataclass(frozen=True)
 class Feature:
-    """What a dense layer and its batch ask beyond plain causal attention."""
+    """What a dense layer and its batch ask beyond plain causal attention. None and False mean off.
+
+    ``attn.testing.oracle.Rules`` defines what windows, chunks, ranges and R-SWA mean.
+    """
 
     name: str
     batches: tuple[str, ...] = ("mixed",)
+    """Names of the batches that the feature is asked with."""
     attn_type: AttentionType = AttentionType.DECODER
     causal: bool | None = True
-    """None: a tensor that alternates over the requests."""
+    """None: every second request is causal, and the batch's ``causal`` is a tensor."""
     sliding_window: int | None = None
+    """Keys that a query sees, its own included."""
     attention_chunk_size: int | None = None
     chunk_lookback: int | None = None
+    """Chunks before its own that a query sees."""
     window_is_chunk: bool = False
     """vLLM's convention: with a lookback, ``sliding_window`` is the chunk size."""
     logits_soft_cap: float | None = None
@@ -45,32 +62,48 @@ class Feature:
     use_alibi_sqrt: bool = False
     sinks: bool = False
     mm_prefix: bool = False
+    """Ranges of multimodal tokens see each other in both directions."""
     mm_clamp_window: bool = False
+    """Even inside such a range, nothing further back than the sliding window is seen."""
     rswa_window: int | None = None
+    """R-SWA: a query sees the request's prefix and its last keys, this many."""
     fp8_output: bool = False
+    """The output is e4m3, with a scale."""
     num_shared_blocks: int = 0
+    """Leading blocks that all requests have in common."""
     seq_lens_are_the_encoders: bool = True
-    """Cross attention: ``seq_lens`` of the batch equal ``encoder_seq_lens``, or the decoder's."""
+    """Cross attention: ``seq_lens`` of the batch are the encoder's (True) or the decoder's."""
 
     def mm_ranges(self, kv_len: int) -> tuple[tuple[int, int], ...]:
-        """Several per request: separate, longer than the window, past the end, one degenerate."""
+        """Inclusive ranges of multimodal tokens in a request of ``kv_len`` tokens.
+
+        There are several: separate ones, some longer than the window, one past the end and one that
+        is empty. A request of fewer than 12 tokens has none.
+        """
         if not self.mm_prefix or kv_len < 12:
             return ()
         third = kv_len // 3
         return ((1, third), (third + 2, third + 2), (2 * third - 1, kv_len - 3), (kv_len - 2, 999))
 
     def rswa_prefix_len(self, row: int) -> int:
-        """Prefixes of several lengths, none among them."""
+        """Length of the R-SWA prefix of a request: one of several, 0 among them."""
         return (5, 0, 17, 2)[row % 4]
 
     def causal_of(self, row: int) -> bool:
-        """Whether a request is causal."""
+        """True where the request in this row of the batch is causal."""
         if self.attn_type is not AttentionType.DECODER:
             return False
         return self.causal if self.causal is not None else row % 2 == 0
 
     def rules(self, row: int, kv_len: int, heads: Heads, slopes: Tensor | None) -> Rules:
-        """The oracle's rules of one request, without sinks."""
+        """What the oracle applies to one request, without sinks.
+
+        Args:
+            row: of the request.
+            kv_len: its keys.
+            heads: of the layer.
+            slopes: fp32 ``[H]`` ALiBi slopes, if there are any.
+        """
         chunk = self.sliding_window if self.window_is_chunk else self.attention_chunk_size
         rswa = self.rswa_window is not None
         return Rules(
@@ -89,7 +122,7 @@ class Feature:
         )
 
     def impl_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the impl, only those that are asked for."""
+        """Keyword arguments of the impl's constructor, only those that the feature needs."""
         given = {
             "attention_chunk_size": self.attention_chunk_size,
             "chunk_lookback": self.chunk_lookback,
@@ -172,6 +205,7 @@ FEATURES: dict[str, Feature] = {
         Feature("fp8_output", ("mixed", "uniform_decode", "padding_rows"), fp8_output=True),
     )
 }
+"""Every feature of the conformance cases, by name."""
 
 
 # -- cases
@@ -185,6 +219,7 @@ HEADS = (
     Heads(8, 2, 80),
     Heads(8, 2, 128),
 )
+"""Head counts and sizes of dense cases: groups of 1 to 8 query heads, some not powers of two."""
 
 
 def _id(*parts: str) -> str:
@@ -193,7 +228,7 @@ def _id(*parts: str) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """One dense layer, one batch, one cache."""
+    """One dense layer with one batch and one cache. ``str(case)`` names it in test ids."""
 
     feature: Feature = FEATURES["causal"]
     batch: BatchSpec = BATCHES["mixed"]
@@ -204,9 +239,12 @@ class Case:
     packing: KVPacking = KVPacking.SPLIT
     order: KVOrder = KVOrder.NHD
     padded_pages: bool = False
+    """True: bytes lie between the pages of the cache."""
     per_head_scales: bool = False
+    """True: the layer has an fp8 scale for each KV head, not one for the tensor."""
     fused_projection: bool = False
-    """q, k and v are strided slices, the output is flat; else all are dense per head."""
+    """True: q, k and v are strided slices of a wider tensor, and the output is ``[T, H * Dv]``.
+    False: all are dense, ``[T, H, D]``."""
 
     def __str__(self) -> str:
         return _id(
@@ -224,7 +262,7 @@ class Case:
         )
 
     def selector_config(self) -> AttentionSelectorConfig:
-        """What the layer asks of a backend."""
+        """The layer's needs as the selector and ``validate_configuration`` take them."""
         feature = self.feature
         return AttentionSelectorConfig(
             head_size=self.heads.head_size,
@@ -245,7 +283,9 @@ class Case:
         )
 
     def is_served_by(self, backend: type[AttentionBackend]) -> bool:
-        """The backend takes such a layer, and what its interface leaves optional."""
+        """True where the backend takes such a layer on this machine, with this cache layout, and
+        offers what the case needs of the optional parts of its interface.
+        """
         if self.feature.fp8_output and not backend.capabilities.output_quant:
             return False
         if not self.feature.attn_type.is_cached and self.cache_dtype.is_quantized:
@@ -262,7 +302,7 @@ class Case:
 
 @dataclass(frozen=True)
 class LatentCase:
-    """One MLA layer, one batch, one latent cache."""
+    """One MLA layer with one batch and one latent cache. ``str(case)`` names it in test ids."""
 
     batch: BatchSpec = BATCHES["mixed"]
     num_heads: int = 3
@@ -270,14 +310,19 @@ class LatentCase:
     cache_dtype: CacheDType = CacheDType.AUTO
     block_size: int = 16
     padded_pages: bool = False
+    """True: bytes lie between the pages of the cache."""
     lists: str | None = None
-    """Top-k sparse: ``padded`` with -1, with ``holes`` of -1 in between, or with ``repeats``."""
+    """None: a dense layer. Else a sparse one whose lists are ``padded`` with -1 at the end, have
+    ``holes`` of -1 in between, or have ``repeats``, a position twice."""
     fused_projection: bool = False
-    """The absorbed query comes as one tensor, latent and rotary rows as strided slices."""
-
+    """True: absorbed queries come as one tensor, latent and rotary rows as slices of a wider one.
+    False: queries come in two parts, and rows are dense."""
     rank: int = 512
+    """L, the width of the latent."""
     rope_size: int = 64
+    """r, the width of the rotary part."""
     sliding_window: int | None = None
+    """Keys that a query sees, its own included; None: all up to its own."""
 
     def __str__(self) -> str:
         return _id(
@@ -293,7 +338,7 @@ class LatentCase:
         )
 
     def selector_config(self) -> AttentionSelectorConfig:
-        """What the layer asks of a backend."""
+        """The layer's needs as the selector and ``validate_configuration`` take them."""
         return AttentionSelectorConfig(
             head_size=self.rank + self.rope_size,
             dtype=self.dtype,
@@ -305,15 +350,19 @@ class LatentCase:
         )
 
     def is_served_by(self, backend: type[AttentionBackend]) -> bool:
-        """The backend takes such a layer."""
+        """True where the backend takes such a layer on this machine."""
         return not refusals(backend, self.selector_config())
 
 
 AnyCase = Case | LatentCase
+"""What the conformance runner takes."""
 
 
 def takes_blocks(backend: type[AttentionBackend], block_size: int) -> bool:
-    """Blocks are pages of the backend's kernels as they are; an engine may cut others so."""
+    """True where the backend's kernels take blocks of this size.
+
+    An engine may cut larger blocks into pages that a kernel takes; the runner does not.
+    """
     return any(
         block_size == size if isinstance(size, int) else block_size % size.base == 0
         for size in backend.get_supported_kernel_block_sizes()
@@ -321,16 +370,16 @@ def takes_blocks(backend: type[AttentionBackend], block_size: int) -> bool:
 
 
 def refusals(backend: type[AttentionBackend], config: AttentionSelectorConfig) -> list[str]:
-    """The backend's reasons against a layer on this machine."""
+    """The backend's reasons against a layer on this machine; empty where it takes the layer."""
     fields = {name: getattr(config, name) for name in type(config).model_fields}
     capability = detect_device().compute_capability
     return backend.validate_configuration(**fields, device_capability=capability)
 
 
 def device_for(row: RegisteredBackend) -> torch.device | None:
-    """Where a registered backend can run on this machine; None where it cannot.
+    """The device on which a registered backend can run here; None where it cannot run.
 
-    Triton's interpreter runs kernels on the CPU, for backends that need nothing but Triton.
+    A backend that needs no package but Triton runs on the CPU with ``TRITON_INTERPRET=1``.
     """
     if row.missing():
         return None
@@ -342,14 +391,20 @@ def device_for(row: RegisteredBackend) -> torch.device | None:
 
 
 def is_interpreted(backend: type[AttentionBackend]) -> bool:
-    """Its Triton kernels run under the interpreter here."""
+    """True where the backend's Triton kernels run in Triton's interpreter on this machine.
+
+    Raises:
+        UnknownBackendError: they would have to, but the backend is not registered.
+    """
     if os.environ.get("TRITON_INTERPRET", "0") != "1" or backend.supports_device(detect_device()):
         return False
     return set(AttentionBackendEnum[backend.get_name()].row.requires) <= {"triton"}
 
 
 def latent_shape(backend: type[AttentionBackend]) -> dict[str, int]:
-    """Sizes of a latent row where the usual ones take too long: the interpreter's time is width."""
+    """Smaller ``rank`` and ``rope_size`` of latent cases for a backend in Triton's interpreter,
+    where wide rows take too long; else empty, which leaves the usual sizes.
+    """
     if not is_interpreted(backend):
         return {}
     # A block of a block-scaled latent is 128 wide.
@@ -361,7 +416,7 @@ def latent_shape(backend: type[AttentionBackend]) -> dict[str, int]:
 
 
 class _Deck:
-    """Deals the values of one axis in random order, all of them before any comes again."""
+    """Deals values in random order, each of them once before any comes again."""
 
     def __init__(self, values: Sequence[Any], seed: str) -> None:
         self._values = list(values)
@@ -375,7 +430,9 @@ class _Deck:
 
 
 BLOCK_SIZES = (16, 48, 64)
+"""Tokens of a block that cases ask for."""
 LATENT_HEADS = (1, 3, 16)
+"""Query heads of latent cases."""
 LATENT_WINDOWS = {
     13: (
         *(*_SOME, "full_prefill", "speculative_verify", "ragged_verify", "block_boundary"),
@@ -384,28 +441,37 @@ LATENT_WINDOWS = {
     1: ("mixed", "ragged_verify"),
     40: ("chunked_prefill", "ragged_decode"),
 }
-"""Windows of latent layers, and the batches that each meets."""
+"""Sliding windows of latent cases, and the names of the batches that each is asked with."""
 COARSE = (CacheDType.INT4_PER_TOKEN_HEAD, CacheDType.FP8_E5M2)
-"""Caches whose error is a large part of the output: they get cases of their own."""
+"""Cache dtypes whose error is a large part of the output. Features are not asked over them, only
+cases that go through the dtypes."""
 ROUNDS = 3
-"""Times that every batch of every feature is dealt its other axes."""
+"""How often each batch of each feature comes, each time with other values of the other axes."""
 _TRIES = 50
+"""How often other values are dealt until the backend serves the case."""
 
 
 def cases_for(backend: type[AttentionBackend]) -> list[AnyCase]:
-    """Cases that the backend serves: every batch and feature, every value of every other axis."""
+    """The conformance cases of a backend: see the text of this module.
+
+    In Triton's interpreter each batch of each feature comes once, and long batches are left out.
+    """
     is_slow = is_interpreted(backend)
-    make = _latent_cases if backend.is_mla() else _dense_cases
-    unique = dict.fromkeys(make(backend, 1 if is_slow else ROUNDS))
+    rounds = 1 if is_slow else ROUNDS
+    made: Iterator[AnyCase] = (
+        _latent_cases(backend, rounds) if backend.is_mla() else _dense_cases(backend, rounds)
+    )
+    unique = dict.fromkeys(made)
     return [case for case in unique if runs_here(backend, case)]
 
 
 def runs_here(backend: type[AttentionBackend], case: AnyCase) -> bool:
-    """Triton's interpreter takes too long for long batches."""
+    """False for batches of more than 1,000 keys in Triton's interpreter, which takes too long."""
     return not is_interpreted(backend) or max(case.batch.kv_lens, default=0) <= 1000
 
 
 def _dense_cases(backend: type[AttentionBackend], rounds: int) -> Iterator[Case]:
+    """Cases of a dense backend, some of them twice."""
     yield from _feature_cases(backend, rounds)
     yield from _swept(backend, _dtype_cases(backend))
     yield from _swept(backend, _layout_cases(backend))
@@ -413,14 +479,14 @@ def _dense_cases(backend: type[AttentionBackend], rounds: int) -> Iterator[Case]
 
 
 def _served(backend: type[AttentionBackend], axis: str, values: Sequence[Any]) -> list[Any]:
-    """Values of one axis with which the plainest layer is served."""
+    """Values of one axis with which the backend serves an otherwise plain layer."""
     plain = Case(dtype=backend.capabilities.dtypes[0])
     kept = [value for value in values if replace(plain, **{axis: value}).is_served_by(backend)]
     return kept or [getattr(plain, axis)]
 
 
 def _feature_cases(backend: type[AttentionBackend], rounds: int) -> Iterator[Case]:
-    """Every batch of every feature, the other axes dealt so that each meets many features."""
+    """Every batch of every feature, ``rounds`` times, with dealt values of the other axes."""
     name = backend.get_name()
     caches = [dtype for dtype in backend.capabilities.kv_cache_dtypes if dtype not in COARSE]
     served = _served(backend, "cache_dtype", caches)
@@ -445,11 +511,12 @@ def _feature_cases(backend: type[AttentionBackend], rounds: int) -> Iterator[Cas
 
 
 def _swept(backend: type[AttentionBackend], cases: Iterator[Case]) -> Iterator[Case]:
+    """Those of ``cases`` that the backend serves."""
     return (case for case in cases if case.is_served_by(backend))
 
 
 def _dtype_cases(backend: type[AttentionBackend]) -> Iterator[Case]:
-    """Every model dtype with every KV cache dtype, and scales per head where there are any."""
+    """Every model dtype with every cache dtype; fp8 with scales per head too."""
     orders = _Deck(list(KVOrder), "dtype order")
     packings = _Deck(list(KVPacking), "dtype packing")
     for dtype in backend.capabilities.dtypes:
@@ -462,7 +529,7 @@ def _dtype_cases(backend: type[AttentionBackend]) -> Iterator[Case]:
 
 
 def _layout_cases(backend: type[AttentionBackend]) -> Iterator[Case]:
-    """Every layout: plain, with inline scales, and with values of another size."""
+    """Every cache layout: plain, with inline scales, and with values of another size than keys."""
     inline = [dtype for dtype in backend.capabilities.kv_cache_dtypes if is_inline(dtype)]
     dtypes = _Deck(backend.capabilities.dtypes, "layout dtype")
     for packing in KVPacking:
@@ -478,7 +545,9 @@ def _layout_cases(backend: type[AttentionBackend]) -> Iterator[Case]:
 
 
 def _geometry_cases(backend: type[AttentionBackend]) -> Iterator[Case]:
-    """Every group size, head size and block size, also the smallest and largest declared."""
+    """All of ``HEADS`` and ``BLOCK_SIZES``, the smallest and the largest declared head size, and
+    the smallest block size and four times that.
+    """
     sizes = backend.capabilities.head_sizes
     declared = sizes.values or (max(sizes.minimum, sizes.multiple_of), sizes.maximum or 256)
     dtypes = _Deck(backend.capabilities.dtypes, "geometry dtype")
@@ -491,10 +560,12 @@ def _geometry_cases(backend: type[AttentionBackend]) -> Iterator[Case]:
 
 
 def is_inline(cache_dtype: CacheDType) -> bool:
+    """True where the row of a token and a head ends in its own scale."""
     return cache_dtype.value.endswith("per_token_head")
 
 
 def _latent_cases(backend: type[AttentionBackend], rounds: int) -> Iterator[LatentCase]:
+    """Cases of a latent backend, some of them twice."""
     name, capabilities = backend.get_name(), backend.capabilities
     dtypes = _Deck(capabilities.dtypes, f"{name} dtype")
     caches = _Deck(capabilities.kv_cache_dtypes, f"{name} cache")
@@ -524,9 +595,9 @@ def _latent_cases(backend: type[AttentionBackend], rounds: int) -> Iterator[Late
             case for case in tries if case.is_served_by(backend) and runs_here(backend, case)
         ][:1]
 
-    for batch in _DECODER_BATCHES * rounds:
-        longest = {"num_heads": 1} if batch == "long_context" else {}
-        yield from served(batch=BATCHES[batch], **longest)
+    for batch_name in _DECODER_BATCHES * rounds:
+        longest = {"num_heads": 1} if batch_name == "long_context" else {}
+        yield from served(batch=BATCHES[batch_name], **longest)
     for dtype in capabilities.dtypes:
         for cache_dtype in capabilities.kv_cache_dtypes:
             decodes = dtype is DType.FLOAT16 or is_interpreted(backend)
@@ -537,7 +608,7 @@ def _latent_cases(backend: type[AttentionBackend], rounds: int) -> Iterator[Late
     for block_size in BLOCK_SIZES:
         yield from served(batch=BATCHES["block_boundary"], block_size=block_size)
     for window, names in LATENT_WINDOWS.items():
-        for batch in names:
-            yield from served(batch=BATCHES[batch], sliding_window=window)
+        for batch_name in names:
+            yield from served(batch=BATCHES[batch_name], sliding_window=window)
     if shape:
         yield from served(batch=BATCHES["mixed"], rank=512, rope_size=64)

@@ -1,26 +1,32 @@
-"""The conformance runner: one case through one backend, every promise checked.
+"""The conformance runner: put a backend through one case and check every promise of its interface.
 
-    result = run_case(backend, case)  # findings by the name of the check
-    check_case(backend, case)         # raises AssertionError listing them
+    result = run_case(backend, case, device)  # findings, by the name of the check
+    check_case(backend, case, device)         # the same, but raises AssertionError with them
 
-Cases come from ``attn.testing.cases``, what happens in one is in ``attn.testing.trials``. Checks,
-by name:
+``attn.testing.cases`` has the cases and chooses those that a backend serves. ``attn.testing.trial``
+sets up a case and runs it. The checks, by name:
 
-- ``cache``: written rows are the expected values to half an ulp, every other byte is untouched;
-- ``output``, ``lse``: within the computed budget of the float64 oracle on the original keys and
-  values, quantisation error included in the budget; for latent layers ``latent`` and ``lse`` are
-  what ``forward_mqa`` returns and ``output`` is the layer's;
-- ``stored``: within the much smaller budget of the oracle on what the cache holds;
-- ``padding``: rows past the last request keep their bytes;
-- ``unchanged``: batch, inputs and cache are as before ``build`` and ``forward``, but for zeros
-  behind the last key where ``clears_tails`` is declared;
-- ``rebuild``: a second ``build`` gives the same record;
-- ``same_bits``: a request alone gives the bits it has in the batch, where that is promised;
-- ``block_table``: ``update_block_table`` equals a fresh build, and keeps a wrapper's attributes;
-- ``profile``: without metadata the output is zeros;
-- ``capture``: where the builder supports CUDA graphs, the record made for capture, after a build in
-  place, gives what an eager step gives (a real graph on a GPU), bit for bit unless plans are made
-  on the host and no row's bits are promised.
+- ``cache``: the rows that were written hold the expected numbers, to half an ulp; every other byte
+  is untouched.
+- ``output``, ``lse``: results are within a computed budget of the float64 oracle on the original
+  keys and values. The budget includes the error of a quantised cache. For a latent layer,
+  ``output`` is the layer's, ``latent`` and ``lse`` are what ``forward_mqa`` returns.
+- ``stored``: results are within the much smaller budget of the oracle on what the cache holds.
+- ``padding``: rows of the results past the last request keep their bytes.
+- ``unchanged``: batch, inputs, layer and cache are after ``build`` and ``forward`` what they were
+  before. A backend that declares ``clears_tails`` may write zeros behind the last key.
+- ``rebuild``: a second ``build`` of a batch gives an equal record.
+- ``same_bits``: a request alone gives the bits that it gives in the batch, where the backend
+  declares ``row_bits``.
+- ``block_table``: ``update_block_table`` gives what a fresh build gives, and keeps attributes that
+  a wrapper added to the record.
+- ``profile``: a forward without metadata gives zeros.
+- ``capture``: where the builder supports CUDA graphs, a forward is captured with one batch, another
+  batch is built in the same tensors, and the replay gives the bits of an eager step. On a GPU it is
+  a real graph. Where plans are made on the host and the backend does not declare ``row_bits``,
+  budgets apply in place of bits.
+
+A check has findings only when it fails. Errors that a backend raises pass through.
 """
 
 from __future__ import annotations
@@ -36,7 +42,9 @@ from attn.backends.base import AttentionBackend
 from attn.testing import batches
 from attn.testing.batches import BatchSpec
 from attn.testing.cases import AnyCase, Case, is_interpreted
-from attn.testing.trials import CaseResult, DenseTrial, Inputs, LatentTrial, Results, Trial
+from attn.testing.dense_trial import DenseTrial
+from attn.testing.latent_trial import LatentTrial
+from attn.testing.trial import CaseResult, Inputs, Results, Trial
 from builders.batch import CommonAttentionMetadata
 from specs.attention import AttentionCGSupport
 from specs.engine import EngineConfig, PrefillKernel
@@ -45,7 +53,13 @@ from specs.engine import EngineConfig, PrefillKernel
 def run_case(
     backend: type[AttentionBackend], case: AnyCase, device: torch.device | str = "cpu"
 ) -> CaseResult:
-    """One case through one backend; errors raised by the backend pass through."""
+    """Put a backend through one case, and give what the checks found.
+
+    Args:
+        backend: the backend on trial.
+        case: one that the backend serves.
+        device: where the backend's tensors lie.
+    """
     device = torch.device(device)
     trial: Trial
     if isinstance(case, Case):
@@ -79,7 +93,16 @@ def run_case(
 def check_case(
     backend: type[AttentionBackend], case: AnyCase, device: torch.device | str = "cpu"
 ) -> CaseResult:
-    """Raise AssertionError with every finding of the case, if there is one."""
+    """Put a backend through one case, and raise where a check found something.
+
+    Args:
+        backend: the backend on trial.
+        case: one that the backend serves.
+        device: where the backend's tensors lie.
+
+    Raises:
+        AssertionError: a check failed; the text has every finding.
+    """
     result = run_case(backend, case, device)
     lines = [f"{check}: {problem}" for check, found in result.findings.items() for problem in found]
     if lines:
@@ -88,17 +111,20 @@ def check_case(
 
 
 def _touchable(trial: Trial) -> dict[str, Any]:
-    """Everything that ``build`` and ``forward`` are given and must leave alone."""
+    """What ``build`` and ``forward`` are given and must leave as it is."""
     return {"inputs": trial.inputs, "cache": trial.buffer, "layer": trial.layer}
 
 
 def _check_profile(trial: Trial, result: CaseResult) -> None:
+    """Check that a forward without metadata gives zeros."""
     zeros = bool((trial.profile() == 0).all())
     result.note("profile", None if zeros else "output is not zero without metadata")
 
 
 def _check_block_table(trial: Trial, builder: Any, results: Results, result: CaseResult) -> None:
-    """The same step in another KV cache group: other blocks, same content, same bits."""
+    """Move the cache's blocks, as another KV cache group has them elsewhere, and check that
+    ``update_block_table`` gives the record of a fresh build and the bits of the first forward.
+    """
     if not builder.supports_update_block_table:
         return
     moved, buffer = batches.move_blocks(trial.generator, trial.paging, trial.buffer)
@@ -131,10 +157,11 @@ def _check_block_table(trial: Trial, builder: Any, results: Results, result: Cas
 
 
 def _check_same_bits(trial: Trial, record: Any, results: Results, result: CaseResult) -> None:
-    """One request in the middle of the batch, and the same request alone.
+    """Check that a request in the middle of the batch gives the same bits when it is alone.
 
-    Of a backend that declares batch invariance, its last token alone too: another chunking. Not in
-    Triton's interpreter, whose products numpy sums in an order that depends on a row's place.
+    A backend that declares batch invariance computes the request's last token alone too, which is
+    another chunking. Triton's interpreter is spared that: numpy sums its products in an order that
+    depends on a row's place.
     """
     live = trial.batch_spec.live_rows
     if not live or trial.common_prefix_len or not trial.backend.capabilities.row_bits:
@@ -161,7 +188,7 @@ def _check_same_bits(trial: Trial, record: Any, results: Results, result: CaseRe
 
 
 def _invariant_config(trial: Trial) -> EngineConfig:
-    """The engine's settings, asking for batch invariance of backends that offer it."""
+    """The trial's engine settings, with batch invariance where the backend offers it."""
     if not trial.backend.supports_batch_invariance():
         return trial.config
     # A kernel asked for by name may not go together with it.
@@ -169,7 +196,7 @@ def _invariant_config(trial: Trial) -> EngineConfig:
 
 
 def _is_replayable(level: AttentionCGSupport, spec: BatchSpec) -> bool:
-    """Whether a graph of this level can replay the batch."""
+    """True where a graph of this level of support can replay the batch."""
     if level is AttentionCGSupport.ALWAYS:
         return True
     lens = {length for length in spec.query_lens if length}
@@ -180,7 +207,7 @@ def _is_replayable(level: AttentionCGSupport, spec: BatchSpec) -> bool:
 
 
 def _check_capture(trial: Trial, result: CaseResult) -> None:
-    """Capture with one batch, replay with another in the same tensors."""
+    """Capture a forward with one batch, replay it with the trial's batch in the same tensors."""
     config = _invariant_config(trial)
     tokens = max(1, len(trial.inputs.query))
     config = config.replace(cudagraph_capture_sizes=(tokens,))
@@ -211,7 +238,9 @@ def _check_capture(trial: Trial, result: CaseResult) -> None:
 
 
 def _capture_batch(batch: CommonAttentionMetadata, spec: BatchSpec) -> CommonAttentionMetadata:
-    """A batch of the same size over the runner's own tensors, holding what a capture holds."""
+    """A batch of the same size over tensors of its own, with the values of a capture: even query
+    lengths, no context, block 0 and no slots.
+    """
     fields = {
         item.name: getattr(batch, item.name).clone()
         for item in dataclasses.fields(batch)
@@ -232,7 +261,7 @@ def _capture_batch(batch: CommonAttentionMetadata, spec: BatchSpec) -> CommonAtt
 
 
 def _refill(static: CommonAttentionMetadata, batch: CommonAttentionMetadata) -> None:
-    """Put a batch's values into a static batch's tensors."""
+    """Copy a batch's values into the tensors of the captured batch."""
     for item in dataclasses.fields(batch):
         value = getattr(batch, item.name)
         if isinstance(value, Tensor):
@@ -240,11 +269,11 @@ def _refill(static: CommonAttentionMetadata, batch: CommonAttentionMetadata) -> 
 
 
 def _capture(trial: Trial, record: Any, inputs: Inputs, for_bits: bool) -> Any:
-    """A function that replays ``attend``: a CUDA graph, or the call itself on a CPU."""
+    """A function that replays ``attend``: a CUDA graph on a GPU, the call itself on a CPU."""
     cache = trial.cache()
     if trial.device.type != "cuda":
         return lambda: trial.attend(record, inputs, cache, for_bits=for_bits)
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         trial.attend(record, inputs, cache)
@@ -265,11 +294,15 @@ def _capture(trial: Trial, record: Any, inputs: Inputs, for_bits: bool) -> Any:
 
 
 def contents(value: Any) -> Any:
-    """A copy made of plain containers and CPU tensors; what cannot be compared becomes None."""
+    """A copy of ``value`` that can be compared later: plain containers, CPU tensors and numbers.
+
+    Dataclasses become dictionaries of their attributes, without cached properties. What is of any
+    other kind becomes None.
+    """
     if isinstance(value, Tensor):
         return value.detach().cpu().contiguous().clone()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        # What it computed from the rest is no part of it.
+        # A cached property is computed from the other attributes.
         computed = {name for name, x in vars(type(value)).items() if isinstance(x, cached_property)}
         return {name: contents(x) for name, x in vars(value).items() if name not in computed}
     if isinstance(value, dict):
@@ -280,7 +313,10 @@ def contents(value: Any) -> Any:
 
 
 def _difference(one: Any, other: Any, path: str = "") -> str | None:
-    """Where two ``contents`` differ first, bits of tensors included; None when nowhere."""
+    """Where two results of :func:`contents` first differ; None where they are equal.
+
+    Tensors are compared by their bits.
+    """
     where = path or "value"
     if type(one) is not type(other):
         return f"{where} is a {type(one).__name__} and a {type(other).__name__}"

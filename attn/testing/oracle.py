@@ -1,14 +1,21 @@
-"""The judge: attention by definition, which every backend and ``attn.reference`` must match.
+"""The oracle: attention by definition, which every backend and ``attn.reference`` must match.
 
-Shares no code with the library and imports only torch and the standard library. One request at a
-time, keys and values unpaged and contiguous, a loop over heads, an explicit boolean mask, float64
-throughout. Shapes: Tq queries, Tk keys, H query heads, Hk KV heads, D and Dv head sizes, L latent
-width, r rotary width. Results stay on the device of the queries.
+It shares no code with the library and imports only torch and the standard library. It computes one
+request at a time, on unpaged and contiguous keys and values, with a loop over heads and an explicit
+boolean mask, all in float64. Results stay on the device of the queries. :class:`Rules` says what a
+layer asks. :func:`attention` is dense attention. :func:`mla_absorbed`, :func:`mla_expanded` and
+:func:`sparse_mla` are MLA. :func:`index_logits` and :func:`index_topk` are a sparse layer's
+indexer.
 
-A *state* is the pair (out ``[Tq, H, Dv]``, lse ``[Tq, H]``), both float64, lse with the natural
-logarithm. ``exp(lse) * out`` is the sum over visible keys of ``exp(score) * v``, so states merge.
-A row that sees no key has out 0 and lse -inf, with sinks too: when the keys are split over several
-states, give the sinks to exactly one of them, and to one that sees a key.
+Sizes in shapes: Tq queries, Tk keys, H query heads, Hk KV heads, D head size of queries and keys,
+Dv head size of values; in MLA L latent width, r rotary width, P key width without the rotary part,
+V value width.
+
+A *state* is the pair (out ``[Tq, H, Dv]``, lse ``[Tq, H]``), both float64. The lse, the logarithm
+of the sum of exponentials, is natural. ``exp(lse) * out`` is the sum over visible keys of
+``exp(score) * v``, so states over parts of the keys can be merged (:func:`merge`). A row that sees
+no key has out 0 and lse -inf, with sinks too: where keys are split over several states, give the
+sinks to exactly one of them, and to one that sees a key.
 """
 
 from __future__ import annotations
@@ -20,6 +27,7 @@ import torch
 from torch import Tensor
 
 State = tuple[Tensor, Tensor]
+"""Out ``[Tq, H, Dv]`` and lse ``[Tq, H]``, both float64."""
 
 NO_TOKEN = -1
 """Entry of ``topk_indices`` that names no position."""
@@ -27,32 +35,42 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, eq=False)  # eq of tensor fields is not a bool
 class Rules:
-    """What one layer asks for one request: scores, mask and sinks. None means off."""
+    """What one layer asks for one request: scores, mask and sinks. None means off.
+
+    Raises:
+        ValueError: a value is out of its range, or goes with no meaning beside another.
+    """
 
     scale: float
     """Multiplies q.k."""
     causal: bool = True
+    """A query sees no key after its own position."""
     sliding_window: int | None = None
-    """Number of visible keys, the query's own position included."""
+    """Number of visible keys, the query's own position included; where ``causal`` is off, as many
+    on the other side of it."""
     attention_chunk_size: int | None = None
     """Chunked local attention: aligned chunks of this many positions."""
     chunk_lookback: int = 0
     """How many chunks before its own a query sees."""
     logits_soft_cap: float | None = None
+    """Scores become ``cap * tanh(score / cap)``."""
     alibi_slopes: Tensor | None = None
-    """[H]"""
+    """``[H]``; ``slope * (key position - query position)`` is added to scores."""
     use_alibi_sqrt: bool = False
+    """``-slope * sqrt(query position - key position)`` is added instead, and nothing to the scores
+    of keys after the query."""
     sinks: Tensor | None = None
-    """[H] extra logit per head, in the softmax denominator only."""
+    """``[H]`` further logit of each head, in the softmax denominator only."""
     mm_ranges: tuple[tuple[int, int], ...] = ()
-    """Inclusive (start, end) positions that see each other in both directions, start < end; a pair
-    with start >= end adds nothing."""
+    """Inclusive pairs (start, end) of positions, as multimodal tokens have them: those inside a
+    pair see each other in both directions. A pair with start >= end adds nothing."""
     mm_clamp_window: bool = False
-    """Inside ``mm_ranges``, still see no further back than the sliding window, if there is one."""
+    """Even inside ``mm_ranges`` nothing further back than the sliding window is seen, if there is
+    one."""
     rswa_prefix_len: int | None = None
+    """R-SWA: a query sees the first ``rswa_prefix_len`` keys beside the last ``rswa_window``."""
     rswa_window: int | None = None
-    """R-SWA: the first ``rswa_prefix_len`` keys and the last ``rswa_window``; replaces
-    ``sliding_window``, except for ``mm_clamp_window``."""
+    """R-SWA's window, which replaces ``sliding_window`` except for ``mm_clamp_window``."""
 
     def __post_init__(self) -> None:
         for name in ("sliding_window", "attention_chunk_size", "rswa_window", "logits_soft_cap"):
@@ -71,7 +89,7 @@ class Rules:
 
 
 def is_visible(query_position: Tensor, key_position: Tensor, rules: Rules) -> Tensor:
-    """Whether each query sees each key: bool, in the broadcast shape of the two int tensors."""
+    """Which query sees which key: bool, in the broadcast shape of the two int tensors."""
     distance = query_position - key_position
 
     if rules.causal:
@@ -104,14 +122,28 @@ def is_visible(query_position: Tensor, key_position: Tensor, rules: Rules) -> Te
 
 
 def mask(num_queries: int, num_keys: int, first_position: int, rules: Rules) -> Tensor:
-    """Bool [Tq, Tk] on the CPU: queries at first_position and on, keys at 0..Tk-1."""
+    """Which query sees which key: bool ``[Tq, Tk]`` on the CPU.
+
+    Queries are at ``first_position`` and the positions after it, keys at 0 to Tk - 1.
+    """
     query_position = first_position + torch.arange(num_queries)[:, None]  # [Tq, 1]
     key_position = torch.arange(num_keys)[None, :]  # [1, Tk]
     return is_visible(query_position, key_position, rules)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, first_position: int, rules: Rules) -> State:
-    """State of q [Tq, H, D] over k [Tk, Hk, D] and v [Tk, Hk, Dv]."""
+    """The state of one request in a dense layer.
+
+    Args:
+        q: ``[Tq, H, D]``.
+        k: ``[Tk, Hk, D]``.
+        v: ``[Tk, Hk, Dv]``.
+        first_position: of the first query; keys are at 0 to Tk - 1.
+        rules: of the layer for this request.
+
+    Raises:
+        ValueError: shapes do not match, or a tensor has NaN or infinite entries.
+    """
     q, k, v = _float64("q", q), _float64("k", k), _float64("v", v)
     num_queries, num_heads, head_size = q.shape
     num_keys, num_kv_heads, _ = k.shape
@@ -145,7 +177,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, first_position: int, rules: Rules
 
 
 def merge(states: Sequence[State]) -> State:
-    """State over the union of the keys of ``states``, all [Tq, H, Dv] and [Tq, H]."""
+    """The state over all keys, of states ``[Tq, H, Dv]``, ``[Tq, H]`` over parts of the keys."""
     outs = torch.stack([_float64("out", out) for out, _ in states])  # [S, Tq, H, Dv]
     lses = torch.stack([lse.double() for _, lse in states])  # [S, Tq, H]
     top = _zero_if_empty(lses.amax(0))  # [Tq, H]
@@ -158,13 +190,15 @@ def merge(states: Sequence[State]) -> State:
 def mla_absorbed(
     ql_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, first_position: int, rules: Rules
 ) -> State:
-    """Latent state of absorbed queries over latent rows: out [Tq, H, L] = sum of p * kv_c.
+    """The latent state of one request in an MLA layer: out ``[Tq, H, L]``, before W_UV.
 
     Args:
-        ql_nope: [Tq, H, L], queries already multiplied by W_UK.
-        q_pe: [Tq, H, r].
-        kv_c: [Tk, L].
-        k_pe: [Tk, r].
+        ql_nope: ``[Tq, H, L]``, queries already multiplied by W_UK.
+        q_pe: ``[Tq, H, r]``, their rotary part.
+        kv_c: ``[Tk, L]``, latents.
+        k_pe: ``[Tk, r]``, rotary keys.
+        first_position: of the first query; keys are at 0 to Tk - 1.
+        rules: of the layer for this request.
     """
     q = torch.cat([_float64("ql_nope", ql_nope), _float64("q_pe", q_pe)], -1)
     rows = torch.cat([_float64("kv_c", kv_c), _float64("k_pe", k_pe)], -1)  # [Tk, L + r]
@@ -181,15 +215,17 @@ def mla_expanded(
     first_position: int,
     rules: Rules,
 ) -> State:
-    """State of the same attention with keys and values expanded per head: out [Tq, H, V].
+    """The state of one request in an MLA layer with keys and values expanded: out ``[Tq, H, V]``.
 
     Args:
-        q_nope: [Tq, H, P].
-        q_pe: [Tq, H, r].
-        kv_c: [Tk, L].
-        k_pe: [Tk, r].
-        w_uk: [L, H, P].
-        w_uv: [L, H, V].
+        q_nope: ``[Tq, H, P]``, queries without their rotary part.
+        q_pe: ``[Tq, H, r]``, their rotary part.
+        kv_c: ``[Tk, L]``, latents.
+        k_pe: ``[Tk, r]``, rotary keys.
+        w_uk: ``[L, H, P]``, from latents to keys.
+        w_uv: ``[L, H, V]``, from latents to values.
+        first_position: of the first query; keys are at 0 to Tk - 1.
+        rules: of the layer for this request.
     """
     num_heads = q_nope.shape[1]
     q = torch.cat([_float64("q_nope", q_nope), _float64("q_pe", q_pe)], -1)
@@ -211,14 +247,20 @@ def sparse_mla(
     scale: float,
     sinks: Tensor | None = None,
 ) -> State:
-    """Latent state where each query attends exactly the positions listed for it.
+    """The latent state of one request where each query attends exactly the positions in its list.
 
     Args:
-        ql_nope, q_pe, kv_c, k_pe: as in ``mla_absorbed``.
-        topk_indices: [Tq, K] int positions in 0..Tk-1; -1 = none, anywhere in the row; a position
-            listed twice counts twice. A row of -1 only has out 0 and lse -inf.
+        ql_nope: ``[Tq, H, L]``, queries already multiplied by W_UK.
+        q_pe: ``[Tq, H, r]``, their rotary part.
+        kv_c: ``[Tk, L]``, latents.
+        k_pe: ``[Tk, r]``, rotary keys.
+        topk_indices: int ``[Tq, K]``, positions from 0 to Tk - 1; -1, anywhere in a row, names
+            none. A position listed twice counts twice. A row of -1 only has out 0 and lse -inf.
         scale: multiplies q.k.
-        sinks: [H] or None.
+        sinks: ``[H]`` or None.
+
+    Raises:
+        ValueError: a list names a position that is not there.
     """
     rules = Rules(scale=scale, causal=False, sinks=sinks)
     states = []
@@ -234,12 +276,15 @@ def sparse_mla(
 
 
 def index_logits(q_index: Tensor, k_index: Tensor, weights: Tensor, first_position: int) -> Tensor:
-    """Indexer scores, float64 [Tq, Tk], -inf where the key lies after the query.
+    """The indexer's score of each key for each query: float64 ``[Tq, Tk]``, -inf after the query.
+
+    The score is the sum over heads of ``weight * relu(q.k)``.
 
     Args:
-        q_index: [Tq, H, D].
-        k_index: [Tk, D].
-        weights: [Tq, H].
+        q_index: ``[Tq, H, D]``.
+        k_index: ``[Tk, D]``.
+        weights: ``[Tq, H]``.
+        first_position: of the first query; keys are at 0 to Tk - 1.
     """
     q_index, k_index = _float64("q_index", q_index), _float64("k_index", k_index)
     weights = _float64("weights", weights)
@@ -253,9 +298,17 @@ def index_logits(q_index: Tensor, k_index: Tensor, weights: Tensor, first_positi
 def index_topk(
     q_index: Tensor, k_index: Tensor, weights: Tensor, first_position: int, topk: int
 ) -> Tensor:
-    """int32 [Tq, topk]: positions by logit, highest first, ties to the lower position, then -1.
+    """The positions that the indexer picks for each query: int32 ``[Tq, topk]``.
 
-    Arguments as in ``index_logits``.
+    They are ordered by :func:`index_logits`, highest first, of equal ones the lower position first;
+    -1 fills up rows that have fewer.
+
+    Args:
+        q_index: ``[Tq, H, D]``.
+        k_index: ``[Tk, D]``.
+        weights: ``[Tq, H]``.
+        first_position: of the first query; keys are at 0 to Tk - 1.
+        topk: positions to pick.
     """
     logits = index_logits(q_index, k_index, weights, first_position)
     ordered, positions = torch.sort(logits, dim=-1, descending=True, stable=True)
@@ -265,7 +318,7 @@ def index_topk(
 
 
 def _float64(name: str, tensor: Tensor) -> Tensor:
-    """``tensor`` in float64; a judge fed garbage (poisoned slots, say) must not pass it on."""
+    """``tensor`` in float64. NaN and infinity are refused: they come from slots of poison."""
     tensor = tensor.double()
     if not bool(tensor.isfinite().all()):
         raise ValueError(f"{name} has NaN or infinite entries")
@@ -279,5 +332,5 @@ def _per_head(name: str, tensor: Tensor, num_heads: int) -> Tensor:
 
 
 def _zero_if_empty(lse: Tensor) -> Tensor:
-    """0 in place of -inf, so that ``x - lse`` stays -inf instead of becoming NaN."""
+    """``lse`` with 0 in place of -inf, so that ``x - lse`` stays -inf instead of becoming NaN."""
     return torch.where(lse == -torch.inf, 0.0, lse)

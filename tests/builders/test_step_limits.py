@@ -16,7 +16,9 @@ import torch
 from attn.registry import AttentionBackendEnum
 from attn.testing.batches import BatchSpec, Heads
 from attn.testing.cases import FEATURES, AnyCase, Case, LatentCase, device_for
-from attn.testing.trials import CaseResult, DenseTrial, LatentTrial, Trial
+from attn.testing.dense_trial import DenseTrial
+from attn.testing.latent_trial import LatentTrial
+from attn.testing.trial import CaseResult, Trial
 from builders.batch import CommonAttentionMetadata
 from specs.devices import KNOWN_DEVICES
 from specs.dtypes import DType

@@ -29,7 +29,9 @@ from attn.impls.sparse.indexer import IndexInputs, SparseIndexer
 from attn.ops.mla import mla_attention
 from attn.testing.batches import BATCHES, Heads
 from attn.testing.cases import FEATURES, Case, LatentCase
-from attn.testing.trials import DenseTrial, LatentTrial, Trial
+from attn.testing.dense_trial import DenseTrial
+from attn.testing.latent_trial import LatentTrial
+from attn.testing.trial import Trial
 from builders.batch import CommonAttentionMetadata
 from builders.device import interprets
 from builders.sparse.indexer import IndexerMetadataBuilder

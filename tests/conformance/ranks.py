@@ -14,8 +14,8 @@ from torch import Tensor
 from attn.impls.base import LayerScales
 from attn.impls.dense.triton_attn import TritonAttentionImpl
 from attn.testing import budget, stored_rows
+from attn.testing.budget import low_precision
 from attn.testing.oracle import Rules, attention
-from attn.testing.trials import low_precision
 from builders.batch import CommonAttentionMetadata
 from builders.dense.triton_attn import TritonAttentionMetadataBuilder
 from builders.pages.paging import Stripe

@@ -26,7 +26,9 @@ from attn.backends.triton_attn import TritonAttentionBackend
 from attn.registry import AttentionBackendEnum
 from attn.testing.batches import BatchSpec, Heads
 from attn.testing.cases import Case, Feature, LatentCase, is_interpreted
-from attn.testing.trials import CaseResult, DenseTrial, LatentTrial
+from attn.testing.dense_trial import DenseTrial
+from attn.testing.latent_trial import LatentTrial
+from attn.testing.trial import CaseResult
 from builders.pages.paging import Stripe
 from specs.attention import AttentionSelectorConfig, AttentionType
 from specs.devices import KNOWN_DEVICES, Device, DeviceKind

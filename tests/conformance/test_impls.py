@@ -17,8 +17,10 @@ from attn.registry import AttentionBackendEnum
 from attn.testing import batches, stored_rows
 from attn.testing.batches import BATCHES, WILD_BLOCK, Indexer, Projection
 from attn.testing.cases import FEATURES, Case, LatentCase, device_for, latent_shape
+from attn.testing.dense_trial import OUTPUT_SCALE, DenseTrial
+from attn.testing.latent_trial import LatentTrial
 from attn.testing.stored_rows import Stored
-from attn.testing.trials import OUTPUT_SCALE, DenseTrial, LatentTrial, Trial
+from attn.testing.trial import Trial
 from specs.attention import AttentionType
 from specs.dtypes import CacheDType
 

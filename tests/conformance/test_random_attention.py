@@ -17,7 +17,8 @@ from attn.backends.triton_attn import TritonAttentionBackend
 from attn.testing.batches import BATCHES, BatchSpec, Heads
 from attn.testing.budget import UselessBudgetError
 from attn.testing.cases import FEATURES, HEADS, Case, runs_here
-from attn.testing.trials import CaseResult, DenseTrial
+from attn.testing.dense_trial import DenseTrial
+from attn.testing.trial import CaseResult
 from specs.attention import AttentionType
 from specs.dtypes import DType
 from specs.layouts import KVOrder, KVPacking

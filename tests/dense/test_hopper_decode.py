@@ -15,10 +15,11 @@ from attn.backends.triton_attn import TritonAttentionBackend
 from attn.kernels.dense.hopper_decode.kernel import hopper_decode_kernel
 from attn.kernels.dense.hopper_decode.launch import serves
 from attn.kernels.dense.tensors import DenseLayer, DenseTensors
-from attn.testing import trials
 from attn.testing.batches import BATCHES, BatchSpec, Heads
 from attn.testing.cases import FEATURES, Case, cases_for
 from attn.testing.conformance import check_case
+from attn.testing.dense_trial import DenseTrial
+from attn.testing.trial import Trial
 from builders.dense.choice import (
     HOPPER_RING,
     LayerAsks,
@@ -349,7 +350,7 @@ def instead() -> dict[str, Any]:
 def launched(monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any]) -> list[KernelCall]:
     """Launches of the kernel, each run by numpy, its programs in another order every time."""
     translation = gluon_in_numpy.Translation(**instead)
-    monkeypatch.setattr(trials.Trial, "decode_kernel", DecodeKernel.HOPPER)
+    monkeypatch.setattr(Trial, "decode_kernel", DecodeKernel.HOPPER)
     return gluon_in_numpy.take_over(monkeypatch, hopper_decode_kernel, translation)
 
 
@@ -402,10 +403,10 @@ def test_the_plain_kernel_computes_alibi_over_its_plan(
     drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(builders.dense.triton_attn, "runs_gluon", lambda device: True)
-    monkeypatch.setattr(trials.Trial, "decode_kernel", DecodeKernel.AUTO)
+    monkeypatch.setattr(Trial, "decode_kernel", DecodeKernel.AUTO)
     batch = BatchSpec("g", (1 + drafts, 1), (600, 33), num_speculative_tokens=drafts or None)
     case = replace(WHOLE, batch=batch, feature=FEATURES["alibi"])
-    trial = trials.DenseTrial(TritonAttentionBackend, case, torch.device("cpu"))
+    trial = DenseTrial(TritonAttentionBackend, case, torch.device("cpu"))
     assert trial.builder().planner.hopper_decode is not None
     assert test_random_attention.findings(case) == {}
 

@@ -11,10 +11,10 @@ import torch
 
 from attn.backends.triton_mla import TritonMLABackend
 from attn.kernels.dense.hopper_prefill.kernel import hopper_prefill_kernel
-from attn.testing import trials
 from attn.testing.batches import BatchSpec, Heads
 from attn.testing.cases import FEATURES, Case, LatentCase
-from attn.testing.trials import CaseResult
+from attn.testing.latent_trial import LatentTrial
+from attn.testing.trial import CaseResult, Trial
 from builders.launch.call import KernelCall
 from builders.splitkv.planner import (
     SplitPlanner,
@@ -96,7 +96,7 @@ def launched(
         return replace(plan, hopper=replace(plan.hopper, programs=programs))
 
     monkeypatch.setattr(SplitPlanner, "prefill_plan", of_few)
-    monkeypatch.setattr(trials.Trial, "prefill_kernel", PrefillKernel.HOPPER)
+    monkeypatch.setattr(Trial, "prefill_kernel", PrefillKernel.HOPPER)
     in_registers = {
         "_pack": lambda weights, dtype, tile: weights,
         "_unpack": lambda pairs, dtype, tile, layout: pairs.astype(dtype),
@@ -149,7 +149,7 @@ def test_it_computes_latent_attention_expanded(
     case = LatentCase(
         batch=batch, num_heads=2, dtype=DType.FLOAT16, cache_dtype=cache_dtype, rank=64
     )
-    trial, result = trials.LatentTrial(TritonMLABackend, case, torch.device("cpu")), CaseResult()
+    trial, result = LatentTrial(TritonMLABackend, case, torch.device("cpu")), CaseResult()
     trial.write()
     record = trial.build(trial.builder())
     trial.judge(trial.attend(record, trial.inputs, trial.cache()), record, result)

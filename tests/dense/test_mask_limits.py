@@ -16,7 +16,9 @@ from attn.backends.triton_mla import TritonMLABackend
 from attn.backends.trtllm_mha import TrtllmMhaBackend
 from attn.testing.batches import BatchSpec, Heads
 from attn.testing.cases import Case, Feature, LatentCase
-from attn.testing.trials import CaseResult, DenseTrial, LatentTrial, Trial
+from attn.testing.dense_trial import DenseTrial
+from attn.testing.latent_trial import LatentTrial
+from attn.testing.trial import CaseResult, Trial
 from specs.attention import AttentionType
 from specs.devices import KNOWN_DEVICES
 from specs.dtypes import DType

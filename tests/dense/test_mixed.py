@@ -23,7 +23,7 @@ from attn.testing import cases
 from attn.testing.batches import BATCHES
 from attn.testing.cases import FEATURES, Case, cases_for
 from attn.testing.conformance import check_case
-from attn.testing.trials import PAGE_PADDING
+from attn.testing.trial import PAGE_PADDING
 from builders.batch import CommonAttentionMetadata
 from builders.mixed import MixedMetadataBuilder, rows_of
 from specs.attention import AttentionCGSupport, AttentionSelectorConfig, BackendCapabilities

@@ -17,7 +17,7 @@ from attn.backends.triton_attn import TritonAttentionBackend
 from attn.testing.batches import BatchSpec, Heads
 from attn.testing.cases import FEATURES, Case, Feature
 from attn.testing.conformance import check_case
-from attn.testing.trials import DenseTrial
+from attn.testing.dense_trial import DenseTrial
 from builders.device import interprets
 from specs.dtypes import DType
 

@@ -22,7 +22,8 @@ from attn.impls.dense.triton_attn import TritonAttentionImpl
 from attn.testing.batches import POISON_BYTE, WILD_BLOCK, BatchSpec, Heads, poisoned
 from attn.testing.cases import FEATURES, Case, Feature
 from attn.testing.conformance import check_case, contents
-from attn.testing.trials import CaseResult, DenseTrial, Results
+from attn.testing.dense_trial import DenseTrial
+from attn.testing.trial import CaseResult, Results
 from builders.batch import CommonAttentionMetadata
 from builders.dense.limits import BLOCK_MULTIPLE, CACHE_DTYPES, HEAD_SIZES, MODEL_DTYPES
 from builders.dense.triton_attn import TritonAttentionMetadataBuilder

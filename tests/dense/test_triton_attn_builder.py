@@ -16,7 +16,8 @@ from attn.backends.triton_attn import TritonAttentionBackend
 from attn.testing import batches
 from attn.testing.batches import WILD_BLOCK, BatchSpec, Heads
 from attn.testing.cases import Case
-from attn.testing.trials import CaseResult, DenseTrial, Inputs, Results
+from attn.testing.dense_trial import DenseTrial
+from attn.testing.trial import CaseResult, Inputs, Results
 from builders.batch import CommonAttentionMetadata
 from builders.dense.record import TritonAttentionMetadata
 from builders.dense.triton_attn import TritonAttentionMetadataBuilder

@@ -39,7 +39,8 @@ from attn.bench.peers.flashinfer_jit import modules_of as modules_of_bench
 from attn.testing import cases
 from attn.testing.batches import BATCHES
 from attn.testing.cases import FEATURES, HEADS, Case, LatentCase, cases_for
-from attn.testing.trials import DenseTrial, LatentTrial
+from attn.testing.dense_trial import DenseTrial
+from attn.testing.latent_trial import LatentTrial
 from builders.vendor import flashinfer, flashinfer_mla
 from builders.vendor.trtllm_parts.mha_choice import VendorKernel
 from specs.devices import KNOWN_DEVICES

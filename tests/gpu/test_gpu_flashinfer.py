@@ -11,7 +11,7 @@ from attn.registry import AttentionBackendEnum
 from attn.testing.batches import BATCHES
 from attn.testing.cases import FEATURES, Case, device_for
 from attn.testing.conformance import check_case
-from attn.testing.trials import DenseTrial
+from attn.testing.dense_trial import DenseTrial
 from builders.vendor import flashinfer
 from builders.vendor.flashinfer_parts.choice import KernelChoice, WrapperKernel
 from specs.dtypes import CacheDType, DType

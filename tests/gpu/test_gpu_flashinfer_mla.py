@@ -15,7 +15,8 @@ from attn.registry import AttentionBackendEnum
 from attn.testing.batches import BATCHES, BatchSpec
 from attn.testing.cases import LatentCase, device_for
 from attn.testing.conformance import check_case
-from attn.testing.trials import CaseResult, LatentTrial
+from attn.testing.latent_trial import LatentTrial
+from attn.testing.trial import CaseResult
 from specs.dtypes import CacheDType, DType
 
 pytestmark = pytest.mark.gpu

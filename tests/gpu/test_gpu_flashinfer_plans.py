@@ -14,7 +14,7 @@ from attn.backends.flashinfer_mla import FlashInferMlaBackend
 from attn.registry import AttentionBackendEnum
 from attn.testing.batches import BatchSpec
 from attn.testing.cases import LatentCase, device_for
-from attn.testing.trials import LatentTrial
+from attn.testing.latent_trial import LatentTrial
 from builders.batch import CommonAttentionMetadata
 from builders.vendor.flashinfer import FlashInferMetadata, FlashInferMetadataBuilder
 from builders.vendor.flashinfer_parts import install as flashinfer_compat

@@ -12,10 +12,10 @@ import torch
 from attn.backends.triton_attn import TritonAttentionBackend
 from attn.backends.triton_mla import TritonMLABackend
 from attn.device import detect_device
-from attn.testing import trials
 from attn.testing.batches import BatchSpec
 from attn.testing.cases import FEATURES, Case, LatentCase, cases_for
 from attn.testing.conformance import check_case
+from attn.testing.trial import Trial
 from builders.batch import CommonAttentionMetadata
 from builders.dense import widened
 from builders.dense.widened import WidenedPages
@@ -93,7 +93,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials.Trial, "prefill_kernel", PrefillKernel.HOPPER)
+    monkeypatch.setattr(Trial, "prefill_kernel", PrefillKernel.HOPPER)
 
 
 @pytest.mark.parametrize("size", [128, 256])
@@ -123,7 +123,7 @@ def test_every_case_that_it_serves_is_right_with_either_kernel(
     case: Case, kernel: PrefillKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nothing else runs the plain kernel on these here: left to itself, the engine takes the other.
-    monkeypatch.setattr(trials.Trial, "prefill_kernel", kernel)
+    monkeypatch.setattr(Trial, "prefill_kernel", kernel)
     check_case(TritonAttentionBackend, case, DEVICE)
 
 

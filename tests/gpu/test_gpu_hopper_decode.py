@@ -9,10 +9,11 @@ import pytest
 
 from attn.backends.triton_attn import TritonAttentionBackend
 from attn.device import detect_device
-from attn.testing import trials
 from attn.testing.batches import BatchSpec, Heads
 from attn.testing.cases import FEATURES, Case, cases_for
 from attn.testing.conformance import check_case
+from attn.testing.dense_trial import DenseTrial
+from attn.testing.trial import Trial
 from builders.splitkv.record import SHORT_QUERY
 from specs.devices import DeviceKind, kind_of
 from specs.dtypes import CacheDType, DType
@@ -73,7 +74,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials.Trial, "decode_kernel", DecodeKernel.HOPPER)
+    monkeypatch.setattr(Trial, "decode_kernel", DecodeKernel.HOPPER)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -87,11 +88,11 @@ def test_an_engine_left_to_itself_is_right_in_what_is_planned_for_it(
     size: int, feature: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ALiBi is seen at the launch only: the plain kernel goes by the plan of the other."""
-    monkeypatch.setattr(trials.Trial, "decode_kernel", DecodeKernel.AUTO)
+    monkeypatch.setattr(Trial, "decode_kernel", DecodeKernel.AUTO)
     batch = BatchSpec("long", (1, 1, 1), (9000, 700, 33))
     heads, dtype = Heads(8, 1, size), DType.BFLOAT16
     case = Case(heads=heads, dtype=dtype, batch=batch, feature=FEATURES[feature])
-    trial = trials.DenseTrial(TritonAttentionBackend, case, DEVICE)
+    trial = DenseTrial(TritonAttentionBackend, case, DEVICE)
     assert trial.builder().planner.hopper_decode is not None
     check_case(TritonAttentionBackend, case, DEVICE)
 

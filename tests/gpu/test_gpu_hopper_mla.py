@@ -14,11 +14,11 @@ from torch import Tensor
 
 from attn.backends.triton_mla import TritonMLABackend
 from attn.device import detect_device
-from attn.testing import trials
 from attn.testing.batches import BatchSpec, Layer
 from attn.testing.cases import LatentCase, cases_for
 from attn.testing.conformance import check_case
-from attn.testing.trials import CaseResult, LatentTrial
+from attn.testing.latent_trial import LatentTrial
+from attn.testing.trial import CaseResult, Trial
 from specs.attention import AttentionType
 from specs.devices import DeviceKind, kind_of
 from specs.dtypes import CacheDType, DType
@@ -153,7 +153,7 @@ class LatentServing(gpu.Serving):
 
 @pytest.fixture(autouse=True)
 def _asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials.Trial, "decode_kernel", DecodeKernel.HOPPER)
+    monkeypatch.setattr(Trial, "decode_kernel", DecodeKernel.HOPPER)
     monkeypatch.setattr(gpu, "Serving", LatentServing)
     monkeypatch.setattr(gpu, "STEPS", STEPS)
 

@@ -17,9 +17,9 @@ from attn.backends.trtllm_mla import TrtllmMlaBackend
 from attn.registry import AttentionBackendEnum
 from attn.testing import budget, oracle
 from attn.testing.batches import Layer, Projection
+from attn.testing.budget import low_precision
 from attn.testing.cases import device_for
 from attn.testing.oracle import Rules
-from attn.testing.trials import low_precision
 from builders.batch import CommonAttentionMetadata
 from builders.drafts.advance import advance
 from builders.drafts.multi_step import MultiStepDraft

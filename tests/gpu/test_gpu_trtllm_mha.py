@@ -15,7 +15,8 @@ from attn.registry import AttentionBackendEnum
 from attn.testing.batches import BATCHES
 from attn.testing.cases import FEATURES, HEADS, Case, device_for
 from attn.testing.conformance import check_case
-from attn.testing.trials import PAGE_PADDING, DenseTrial
+from attn.testing.dense_trial import DenseTrial
+from attn.testing.trial import PAGE_PADDING
 from specs.dtypes import CacheDType, DType
 from specs.layouts import KVOrder, KVPacking
 

@@ -12,7 +12,7 @@ from attn.registry import AttentionBackendEnum
 from attn.testing.batches import BATCHES
 from attn.testing.cases import LatentCase, device_for
 from attn.testing.conformance import check_case
-from attn.testing.trials import LatentTrial
+from attn.testing.latent_trial import LatentTrial
 from builders.vendor.flashinfer_parts.install import unavailable_reason
 from builders.vendor.flashinfer_parts.rope import load_rope
 from specs.attention import MlaKernel, RopeKernel

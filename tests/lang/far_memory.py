@@ -14,7 +14,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from attn.testing import trials
+from attn.testing.dense_trial import DenseTrial
+from attn.testing.latent_trial import LatentTrial
+from attn.testing.trial import Trial
 
 _NO_RESERVE = 0x4000
 """Linux's ``MAP_NORESERVE``, which Python names from 3.13 on."""
@@ -57,8 +59,8 @@ def far_pages() -> Iterator[None]:
         return far_bytes(self.paging.num_blocks * PAGE_BYTES)
 
     with (
-        mock.patch.object(trials.DenseTrial, "page_bytes", property(page_bytes)),
-        mock.patch.object(trials.LatentTrial, "page_bytes", property(page_bytes)),
-        mock.patch.object(trials.Trial, "allocate", allocate),
+        mock.patch.object(DenseTrial, "page_bytes", property(page_bytes)),
+        mock.patch.object(LatentTrial, "page_bytes", property(page_bytes)),
+        mock.patch.object(Trial, "allocate", allocate),
     ):
         yield

@@ -26,7 +26,9 @@ from attn.ops.sparse_mla import sparse_mla
 from attn.testing import batches
 from attn.testing.batches import BatchSpec, Heads, poisoned
 from attn.testing.cases import Case, Feature, LatentCase
-from attn.testing.trials import CaseResult, DenseTrial, LatentTrial, Trial
+from attn.testing.dense_trial import DenseTrial
+from attn.testing.latent_trial import LatentTrial
+from attn.testing.trial import CaseResult, Trial
 from builders.sparse.tiles import SparseTile
 from specs.attention import AttentionType
 from specs.dtypes import CacheDType, DType

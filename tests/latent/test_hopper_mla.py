@@ -15,11 +15,11 @@ from attn.backends.triton_mla import TritonMLABackend
 from attn.kernels.dense import hopper_launch
 from attn.kernels.latent.hopper_narrow.kernel import hopper_mla_narrow_kernel
 from attn.kernels.latent.hopper_wide.kernel import hopper_mla_kernel
-from attn.testing import trials
 from attn.testing.batches import BATCHES, BatchSpec
 from attn.testing.cases import LatentCase
 from attn.testing.conformance import check_case
-from attn.testing.trials import CaseResult, LatentTrial
+from attn.testing.latent_trial import LatentTrial
+from attn.testing.trial import CaseResult, Trial
 from builders.dense.choice import (
     LayerAsks,
 )
@@ -170,7 +170,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any]) -> list[K
 
     monkeypatch.setattr(KernelCall, "launch_through_triton", run)
     monkeypatch.setattr(hopper_launch, "_describe", lambda rows, box: rows)
-    monkeypatch.setattr(trials.Trial, "decode_kernel", DecodeKernel.HOPPER)
+    monkeypatch.setattr(Trial, "decode_kernel", DecodeKernel.HOPPER)
     return calls
 
 

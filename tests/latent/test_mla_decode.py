@@ -13,7 +13,8 @@ from attn.kernels.latent.launcher import FINISH_CELLS, whole_query
 from attn.reference import cache as reference
 from attn.testing.batches import BatchSpec
 from attn.testing.cases import LatentCase
-from attn.testing.trials import CaseResult, LatentTrial
+from attn.testing.latent_trial import LatentTrial
+from attn.testing.trial import CaseResult
 from builders.dense.choice import (
     LayerAsks,
 )

@@ -12,7 +12,8 @@ from attn.backends.triton_mla import TritonMLABackend
 from attn.testing.batches import BATCHES, BatchSpec, Layer
 from attn.testing.cases import LatentCase
 from attn.testing.conformance import check_case
-from attn.testing.trials import CaseResult, LatentTrial
+from attn.testing.latent_trial import LatentTrial
+from attn.testing.trial import CaseResult
 from builders.batch import CommonAttentionMetadata
 from builders.latent.prefill import EXPANDED_WIDTH, PAGE
 from builders.latent.triton_mla import TritonMLAMetadataBuilder

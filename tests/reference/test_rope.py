@@ -10,8 +10,8 @@ from attn.reference.rope import apply_rope
 from attn.registry import AttentionBackendEnum
 from attn.testing import batches
 from attn.testing.cases import Case, device_for
+from attn.testing.dense_trial import DenseTrial
 from attn.testing.stored_rows import half_ulp
-from attn.testing.trials import DenseTrial
 from specs.dtypes import CacheDType
 
 POSITIONS = torch.tensor([0, 1, 5, 63, 17])

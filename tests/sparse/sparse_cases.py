@@ -15,13 +15,13 @@ from torch import Tensor
 from attn.testing import oracle
 from attn.testing.budget import (
     budget,
+    low_precision,
     lse_budget,
     lse_errors,
     peaked_queries,
     row_errors,
 )
 from attn.testing.oracle import Rules
-from attn.testing.trials import low_precision
 from specs.rows import LatentFormat
 
 E4M3 = torch.float8_e4m3fn

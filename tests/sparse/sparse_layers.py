@@ -23,8 +23,7 @@ from attn.reference.mla import absorb_query, project_latent_output
 from attn.registry import AttentionBackendEnum
 from attn.testing import oracle, stored_rows
 from attn.testing.batches import POISON_BYTE, WILD_BLOCK
-from attn.testing.budget import budget, lse_budget, lse_errors, row_errors
-from attn.testing.trials import low_precision
+from attn.testing.budget import budget, low_precision, lse_budget, lse_errors, row_errors
 from builders.batch import CommonAttentionMetadata
 from builders.drafts.advance import advance
 from builders.drafts.multi_step import MultiStepDraft

@@ -14,7 +14,8 @@ from attn.backends.triton_attn import TritonAttentionBackend
 from attn.reference import cache as reference
 from attn.testing.batches import BatchSpec, Heads
 from attn.testing.cases import FEATURES, Case, Feature
-from attn.testing.trials import CaseResult, DenseTrial, Results
+from attn.testing.dense_trial import DenseTrial
+from attn.testing.trial import CaseResult, Results
 from builders.device import device_facts
 from builders.splitkv import segments
 from builders.splitkv.record import (

@@ -231,11 +231,11 @@ def _plans() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def _kinds() -> Iterator[tuple[str, Callable[[], object]]]:
-    from attn.testing import trials
+    from attn.testing.trial import Trial
     from specs.engine import DecodeKernel
     from tests.gpu import test_gpu_hopper_decode, test_gpu_triton_attn
 
-    trials.Trial.decode_kernel = DecodeKernel.HOPPER
+    Trial.decode_kernel = DecodeKernel.HOPPER
     for name, (setup, query_len) in test_gpu_hopper_decode.KINDS.items():
         longest = 1500 if setup.window is None else min(setup.max_len, setup.window + 1000)
         small = replace(setup, max_len=longest, num_blocks=1024)
@@ -244,25 +244,25 @@ def _kinds() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def _decodes() -> Iterator[tuple[str, Callable[[], object]]]:
     from attn.backends.triton_attn import TritonAttentionBackend
-    from attn.testing import trials
     from attn.testing.conformance import check_case
+    from attn.testing.trial import Trial
     from specs.engine import DecodeKernel
     from tests.gpu import test_gpu_hopper_decode
 
-    trials.Trial.decode_kernel = DecodeKernel.HOPPER
+    Trial.decode_kernel = DecodeKernel.HOPPER
     for case in test_gpu_hopper_decode.CASES:
         yield str(case), partial(check_case, TritonAttentionBackend, case, "cuda")
 
 
 def _prefills() -> Iterator[tuple[str, Callable[[], object]]]:
     from attn.backends.triton_attn import TritonAttentionBackend
-    from attn.testing import trials
     from attn.testing.conformance import check_case
+    from attn.testing.trial import Trial
     from builders.dense import widened
     from specs.engine import PrefillKernel
     from tests.gpu import test_gpu_hopper
 
-    trials.Trial.prefill_kernel = PrefillKernel.HOPPER
+    Trial.prefill_kernel = PrefillKernel.HOPPER
 
     def check(case: Any, least_rows: int) -> None:
         widened.LEAST_ROWS = least_rows

@@ -13,7 +13,7 @@ from attn.kernels.dense.hopper_decode import consumer as decode_consume
 from attn.kernels.dense.hopper_decode import kernel as decode
 from attn.kernels.dense.hopper_prefill import kernel as prefill
 from attn.kernels.dense.hopper_prefill import scheduler as tiles
-from attn.testing import trials
+from attn.testing.trial import Trial
 from builders.splitkv.device import plan as plan_kernels
 from tests.tools import exchanges, sanitize
 from tests.tools.sanitize import (
@@ -263,8 +263,8 @@ def test_every_set_is_run_by_every_tool(tool, monkeypatch):
 
 def test_every_set_has_launches(monkeypatch):
     # Which a process of launches sets for good.
-    monkeypatch.setattr(trials.Trial, "decode_kernel", trials.Trial.decode_kernel)
-    monkeypatch.setattr(trials.Trial, "prefill_kernel", trials.Trial.prefill_kernel)
+    monkeypatch.setattr(Trial, "decode_kernel", Trial.decode_kernel)
+    monkeypatch.setattr(Trial, "prefill_kernel", Trial.prefill_kernel)
     names = {which: [name for name, _ in sanitize.JOBS[which]()] for which in sanitize.JOBS}
     assert set(names) == {*sanitize.SETS, "control"}
     for of_set in names.values():

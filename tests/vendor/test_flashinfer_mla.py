@@ -13,7 +13,8 @@ from attn.backends.flashinfer_mla import FlashInferMlaBackend
 from attn.testing.batches import BATCHES, BatchSpec
 from attn.testing.cases import LatentCase, cases_for
 from attn.testing.conformance import check_case
-from attn.testing.trials import CaseResult, LatentTrial
+from attn.testing.latent_trial import LatentTrial
+from attn.testing.trial import CaseResult
 from builders.vendor import flashinfer_mla
 from builders.vendor.flashinfer_parts import mla_choice as flashinfer_mla_choice
 from specs.dtypes import CacheDType, DType

@@ -19,7 +19,7 @@ from attn.impls.vendor.flashinfer import FlashInferImpl
 from attn.testing.batches import BATCHES
 from attn.testing.cases import FEATURES, Case, LatentCase
 from attn.testing.conformance import check_case
-from attn.testing.trials import LatentTrial
+from attn.testing.latent_trial import LatentTrial
 from specs.dtypes import CacheDType, DType
 from specs.kv_cache import FullAttentionSpec
 from specs.layouts import KVOrder, KVPacking

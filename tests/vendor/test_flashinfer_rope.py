@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attn.ops.cache import write_stored_rows
 from attn.ops.rope_quant import rope_quantize, rope_quantize_by_flashinfer
-from attn.testing.trials import LatentTrial
+from attn.testing.latent_trial import LatentTrial
 from builders.vendor.flashinfer_parts import rope as flashinfer_rope
 from builders.vendor.flashinfer_parts.install import FlashInferUnavailableError
 from tests.emulators import trtllm_mla_emulator

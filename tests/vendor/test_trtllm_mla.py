@@ -17,7 +17,8 @@ from attn.kernels.lang.numerics import INTERPRETED
 from attn.testing.batches import BATCHES, BatchSpec
 from attn.testing.cases import LatentCase, cases_for
 from attn.testing.conformance import check_case, run_case
-from attn.testing.trials import CaseResult, LatentTrial
+from attn.testing.latent_trial import LatentTrial
+from attn.testing.trial import CaseResult
 from specs.attention import MlaKernel
 from specs.dtypes import CacheDType, DType
 from tests.emulators.flashinfer_emulator import ContractError

@@ -14,7 +14,7 @@ from attn.backends.trtllm_mla import TrtllmMlaBackend
 from attn.testing.batches import BATCHES
 from attn.testing.cases import LatentCase
 from attn.testing.conformance import check_case
-from attn.testing.trials import LatentTrial
+from attn.testing.latent_trial import LatentTrial
 from specs.attention import MlaKernel
 from specs.dtypes import CacheDType, DType
 from tests.emulators.flashinfer_emulator import ContractError

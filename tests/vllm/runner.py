@@ -17,8 +17,8 @@ from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
 from attn.integrations.vllm import compat
 from attn.testing import budget, stored_rows
+from attn.testing.budget import low_precision
 from attn.testing.oracle import Rules, attention
-from attn.testing.trials import low_precision
 from tests.vllm.views import cache_view
 
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 32

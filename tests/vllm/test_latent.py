@@ -18,7 +18,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from attn.testing import stored_rows
 from attn.testing.batches import BatchSpec, LatentWeights, Request, latent_requests, latent_weights
-from attn.testing.trials import latent_output, low_latent_output, low_precision
+from attn.testing.budget import low_precision
+from attn.testing.latent_trial import latent_output, low_latent_output
 from tests.vllm.runner import NAME, Answer, Runner, Tokens
 
 HEADS, RANK, NOPE, ROPE, VALUE = 4, 64, 32, 32, 32
