@@ -557,6 +557,7 @@ def pretending(target: int) -> Iterator[None]:
         mock.patch.object(builders.dense.triton_attn, "device_facts", return_value=device.facts),
         mock.patch.object(builders.latent.triton_mla, "device_facts", return_value=device.facts),
         mock.patch.object(attn.kernels.dense.launcher, "decode_form", return_value=form),
+        mock.patch.object(attn.kernels.latent.launcher, "decode_form", return_value=form),
     ):
         yield
 

@@ -83,7 +83,7 @@ def shared_constants(
         step: the builder's record.
         tensors: of a forward, which fit both.
         varying: arguments that differ from call to call, the words of keys and values among them.
-        form: as of :func:`attn.kernels.dense.launcher.decode_form`.
+        form: as of :func:`attn.kernels.lang.stored.decode_form`.
     """
     stripe = step.stripe or Stripe(1, 0, 1)
     rswa = step.rswa_prefix_lens is not None and step.rswa_window is not None
