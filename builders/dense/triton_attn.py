@@ -21,8 +21,8 @@ from builders.dense.choice import (
     prefill_kernel_of,
 )
 from builders.dense.limits import BLOCK_MULTIPLE, check_dtypes, check_head_sizes
-from builders.dense.record import TritonAttentionMetadata
-from builders.dense.shared_prefix import SharedBuffers, SharedPrefix, debug_prefix
+from builders.dense.record import SharedPrefix, TritonAttentionMetadata
+from builders.dense.shared_prefix import SharedBuffers, debug_prefix
 from builders.dense.widened import LEAST_ROWS, PAGE, WidenedPages
 from builders.device import device_facts, runs_gluon
 from builders.pages.paging import Stripe

@@ -19,7 +19,8 @@ from attn.kernels.sparse.hopper_wide import finish as sparse_finish
 from attn.kernels.sparse.hopper_wide import parts as sparse_parts
 from attn.kernels.sparse.hopper_wide import widen as sparse_widen
 from attn.kernels.sparse.hopper_wide.kernel import hopper_sparse_kernel
-from attn.kernels.sparse.launcher import SparseLayer, SparseTensors, sparse_calls
+from attn.kernels.sparse.launcher import sparse_calls
+from attn.kernels.sparse.layer import SparseLayer, SparseTensors
 from builders.launch.call import KernelCall
 from builders.sparse.hopper_tiles import (
     hopper_misfit,

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from attn.impls.base import LayerScales
 from attn.impls.sparse import sparse_mla as impl_module
-from attn.impls.sparse.sparse_mla import ATTENDERS, SparseCall, SparseMLAImpl
+from attn.impls.sparse.call import SparseCall
+from attn.impls.sparse.sparse_mla import ATTENDERS, SparseMLAImpl
 from attn.ops.mla import mla_attention
 from attn.reference import sparse_mla as reference
 from attn.reference.mla import absorb_query, project_latent_output

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from attn.kernels.dense.again import Launched
     from attn.kernels.dense.launcher import DenseLauncher
     from attn.kernels.dense.tensors import DenseTensors
-    from builders.dense.record import TritonAttentionMetadata
-    from builders.dense.shared_prefix import SharedPrefix
+    from builders.dense.record import SharedPrefix, TritonAttentionMetadata
     from builders.dense.triton_attn import TritonAttentionMetadataBuilder
     from builders.pages.paging import Stripe
 
