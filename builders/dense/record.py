@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from builders.base import AttentionMetadata
-from builders.pages.paging import Stripe
 from builders.splitkv.record import PrefillPlan, SplitPlan
+from builders.splitkv.stripe import Stripe
 
 
 class AloneStep(NamedTuple):

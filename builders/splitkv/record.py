@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from builders.pages.paging import Stripe
+from builders.splitkv.stripe import Stripe
 from builders.splitkv.tiles import (
     HopperDecodeTile,
     PrefillTile,

@@ -27,7 +27,7 @@ from attn.registry import AttentionBackendEnum
 from attn.testing.batches import BatchSpec, Heads
 from attn.testing.cases import Case, Feature, LatentCase, is_interpreted
 from attn.testing.trials import CaseResult, DenseTrial, LatentTrial
-from builders.pages.paging import Stripe
+from builders.splitkv.stripe import Stripe
 from specs.attention import AttentionSelectorConfig, AttentionType
 from specs.devices import KNOWN_DEVICES, Device, DeviceKind
 from specs.dtypes import CacheDType, DType

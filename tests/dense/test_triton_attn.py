@@ -24,7 +24,7 @@ from attn.testing.cases import FEATURES, Case, Feature
 from attn.testing.conformance import check_case, contents
 from attn.testing.trials import CaseResult, DenseTrial, Results
 from builders.batch import CommonAttentionMetadata
-from builders.dense.limits import BLOCK_MULTIPLE, CACHE_DTYPES, HEAD_SIZES, MODEL_DTYPES
+from builders.checks.kernel_limits import BLOCK_MULTIPLE, CACHE_DTYPES, HEAD_SIZES, MODEL_DTYPES
 from builders.dense.triton_attn import TritonAttentionMetadataBuilder
 from builders.launch.call import KernelCall
 from specs.attention import AttentionType

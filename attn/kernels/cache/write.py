@@ -11,8 +11,8 @@ import triton
 
 from attn.kernels.cache.write_kernel import write_kv_kernel
 from attn.kernels.launch import FormCall, KernelForm, alignment, as_bytes
+from builders.checks.kernel_limits import HEAD_SIZES, MODEL_DTYPES
 from builders.checks.tensors import check_counts, check_kv_scale, check_rotated, check_written
-from builders.dense.limits import HEAD_SIZES, MODEL_DTYPES
 from builders.launch.call import KernelCall
 from specs.dtypes import CacheDType
 from specs.layouts import KVViews

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from builders.checks.kernel_limits import BLOCK_MULTIPLE, MODEL_DTYPES
 from builders.checks.masks import refuse_masks
 from builders.checks.tensors import check_dense
-from builders.dense.limits import BLOCK_MULTIPLE, MODEL_DTYPES
 from builders.splitkv.record import (
     SplitPlan,
 )

@@ -12,9 +12,10 @@ import triton.language as tl
 from attn.kernels.dense.tensors import DenseLayer, DenseTensors, Stored
 from attn.kernels.lang.numerics import INTERPRETED
 from attn.kernels.lang.stored import NATIVE
-from builders.pages.paging import Stripe
 from builders.splitkv.record import SplitPlan, area_of
-from builders.splitkv.tiles import PrefillTile, power_of_two
+from builders.splitkv.stripe import Stripe
+from builders.splitkv.tiles import PrefillTile
+from specs.base import power_of_two
 from specs.dtypes import KVQuantMode
 
 if TYPE_CHECKING:

@@ -195,7 +195,7 @@ def decode_kernel(
 
     Shapes: query ``[T, H, K_SIZE]``, out ``[T, H, V_SIZE]``, LSE ``[T, H]``; key and value
     ``[N, BLOCK_SIZE, Hk, words]`` by their strides in stored words; the rest as in the plan.
-    DCP: the cache holds one rank's keys, see :class:`builders.pages.paging.Stripe`.
+    DCP: the cache holds one rank's keys, see :class:`builders.splitkv.stripe.Stripe`.
     FREE cuts rows between any two tiles, so that bits depend on the batch: what invariance costs is
     measured against it. WAITS: it may have been started ahead.
     """

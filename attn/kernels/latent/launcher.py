@@ -22,9 +22,7 @@ from builders.splitkv.record import (
     SplitPlan,
     latent_states,
 )
-from builders.splitkv.tiles import (
-    power_of_two,
-)
+from specs.base import power_of_two
 from specs.dtypes import CacheDType
 from specs.layouts import KVViews
 

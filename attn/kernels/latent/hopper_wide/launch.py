@@ -16,10 +16,7 @@ from builders.splitkv.record import (
     SplitPlan,
     area_of,
 )
-from builders.splitkv.tiles import (
-    power_of_two,
-)
-from specs.base import cdiv
+from specs.base import cdiv, power_of_two
 from specs.devices import DeviceKind
 from specs.engine import DecodeKernel
 
