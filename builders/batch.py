@@ -1,7 +1,10 @@
-"""The batch of one step, as every metadata builder receives it.
+"""The batch of one step, as every metadata builder receives it; its boundary and its reordering.
 
 Field names and meanings are vLLM's, so vLLM's own ``CommonAttentionMetadata`` object can be given
 to a builder as it is: builders read only fields that vLLM 0.26 and 0.33 both have.
+
+Builders expect decodes first: :func:`split_decodes_and_prefills` finds where they end, and
+:func:`decode_first_order` with :func:`reorder` puts them first.
 """
 
 from __future__ import annotations
@@ -9,12 +12,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from builders.pages.paging import check_block_table, check_slots, compute_slot_mapping
-from specs.attention import AttentionType
+from builders.pages.paging import compute_slot_mapping
 
 if TYPE_CHECKING:
     import numpy as np
@@ -273,103 +276,115 @@ def _check_lengths(
             )
 
 
-def check_invariants(
+@dataclass(frozen=True)
+class BatchSplit:
+    """Decode rows, then prefill rows; each pair sums to the batch."""
+
+    num_decodes: int
+    num_prefills: int
+    num_decode_tokens: int
+    num_prefill_tokens: int
+
+
+def split_decodes_and_prefills(
     batch: CommonAttentionMetadata,
-    *,
-    attn_type: AttentionType = AttentionType.DECODER,
-    block_size: int | None = None,
-    num_blocks: int | None = None,
-) -> None:
-    """Full check of a batch; reads device values, so it is for debugging (``ATTN_DEBUG=1``).
+    decode_threshold: int = 1,
+    require_uniform: bool = False,
+    treat_short_extends_as_decodes: bool = True,
+) -> BatchSplit:
+    """Find the boundary in a batch ordered decode, short extend, long extend, prefill.
+
+    Reads host lengths only, so it may misjudge nothing but speed: both paths compute any row.
 
     Args:
-        batch: the step's batch.
-        attn_type: cross attention and encoders have lengths of their own: ``seq_lens`` is then
-            not bounded below by the query lengths.
-        block_size: tokens per block, to check that the table is wide enough.
-        num_blocks: blocks of the cache, to check that no id lies outside it.
+        batch: a decode-first batch.
+        decode_threshold: longest query of a decode.
+        require_uniform: decodes must share one query length; padding rows (length 0) may follow.
+        treat_short_extends_as_decodes: a short chunk of a prompt counts as a decode; otherwise
+            ``batch.is_prefilling`` must be given.
+    """
+    num_reqs, num_tokens = batch.num_reqs, batch.num_actual_tokens
+    if (
+        batch.max_query_len <= decode_threshold
+        and (not require_uniform or decode_threshold <= 1)
+        and treat_short_extends_as_decodes
+    ):
+        return BatchSplit(num_reqs, 0, num_tokens, 0)
+    starts: list[int] = batch.query_start_loc_cpu.tolist()
+    lens = [stop - start for start, stop in pairwise(starts)]
+    prefilling: list[bool] = [False] * num_reqs
+    if not treat_short_extends_as_decodes:
+        if batch.is_prefilling is None:
+            raise ValueError("is_prefilling is needed when short extends are not decodes")
+        prefilling = batch.is_prefilling.tolist()
+    uniform = lens[0] if lens else 0
+    for row, query_len in enumerate(lens):
+        odd = require_uniform and query_len not in (uniform, 0)
+        if query_len > decode_threshold or odd or prefilling[row]:
+            return BatchSplit(row, num_reqs - row, starts[row], num_tokens - starts[row])
+    return BatchSplit(num_reqs, 0, num_tokens, 0)
+
+
+def decode_first_order(
+    query_lens: torch.Tensor, context_lens: torch.Tensor, decode_threshold: int = 1
+) -> torch.Tensor:
+    """A stable order of requests: decode, short extend, long extend, prefill.
+
+    Args:
+        query_lens: ``[R]`` integer, host.
+        context_lens: ``[R]`` integer, host: tokens already cached.
+        decode_threshold: longest query of a decode or a short extend.
+
+    Returns:
+        ``[R]`` int64 permutation: position i of the new batch is request ``order[i]``.
+    """
+    has_context = context_lens > 0
+    short = query_lens <= decode_threshold
+    rank = torch.full_like(query_lens, 3)
+    rank[has_context & ~short] = 2
+    rank[has_context & short & (query_lens > 1)] = 1
+    rank[has_context & (query_lens <= 1)] = 0
+    # Padding rows keep to the end, where unpadded() cuts them off.
+    rank[query_lens == 0] = 4
+    return torch.argsort(rank, stable=True)
+
+
+def reorder(batch: CommonAttentionMetadata, order: torch.Tensor) -> CommonAttentionMetadata:
+    """The batch with its requests in another order, tokens moved with them.
+
+    Host lengths are used to move tokens, so they must agree with the device's.
+
+    Args:
+        batch: any batch.
+        order: ``[R]`` int64 permutation, host.
 
     Raises:
-        TypeError: a tensor of the wrong dtype.
-        ValueError: anything else; the message names field, expectation and value.
+        ValueError: the batch lists tokens whose logits are wanted; list them after reordering.
     """
-    _check_dtypes_and_shapes(batch)
-    query_lens, seq_lens = _check_query_start_loc(batch)
-    live = query_lens > 0
-    if int(seq_lens.min() if len(seq_lens) else 0) < 0:
-        raise ValueError(f"seq_lens must not be negative, got {int(seq_lens.min())}")
-    if attn_type is AttentionType.DECODER:
-        short = torch.nonzero(live & (seq_lens > 0) & (seq_lens < query_lens)).flatten()
-        if len(short):
-            row = int(short[0])
-            raise ValueError(
-                f"seq_lens[{row}] must be at least the query length {int(query_lens[row])}, "
-                f"got {int(seq_lens[row])}"
-            )
-    if len(seq_lens) and int(seq_lens.max()) > batch.max_seq_len:
-        raise ValueError(
-            f"max_seq_len must bound seq_lens ({int(seq_lens.max())}), got {batch.max_seq_len}"
-        )
-    if attn_type.is_cached and block_size is not None:
-        lens = batch.seq_lens
-        if attn_type is AttentionType.ENCODER_DECODER and batch.encoder_seq_lens is not None:
-            lens = batch.encoder_seq_lens
-        check_block_table(batch.block_table_tensor, lens, block_size, num_blocks)
-    if attn_type is AttentionType.DECODER:
-        check_slots(batch.slot_mapping, block_size, num_blocks)
-
-
-def _check_dtypes_and_shapes(batch: CommonAttentionMetadata) -> None:
-    reqs, tokens = batch.num_reqs, batch.num_actual_tokens
-    expected = {
-        "query_start_loc": (torch.int32, reqs + 1),
-        "query_start_loc_cpu": (torch.int32, reqs + 1),
-        "seq_lens": (torch.int32, reqs),
-        "block_table_tensor": (torch.int32, reqs),
-        "slot_mapping": (torch.int64, tokens),
+    if batch.logits_indices_padded is not None:
+        raise ValueError("logits_indices_padded counts tokens in the old order: reorder before it")
+    starts = batch.query_start_loc_cpu.long()
+    lens = (starts[1:] - starts[:-1])[order]
+    new_starts = torch.zeros(batch.num_reqs + 1, dtype=torch.int32)
+    new_starts[1:] = lens.cumsum(0)
+    moved = [torch.arange(int(starts[row]), int(starts[row + 1])) for row in order.tolist()]
+    tokens = torch.cat([*moved, torch.arange(0)])
+    changes: dict[str, Any] = {
+        "query_start_loc": new_starts.to(batch.query_start_loc.device),
+        "query_start_loc_cpu": new_starts,
     }
-    for name, (dtype, length) in expected.items():
-        tensor = getattr(batch, name)
-        if tensor.dtype != dtype:
-            raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
-        # A padded batch can carry more slots than tokens, never fewer.
-        wrong = tensor.shape[0] < length if name == "slot_mapping" else tensor.shape[0] != length
-        if wrong:
-            raise ValueError(f"{name} must have length {length}, got {tuple(tensor.shape)}")
-    if batch.block_table_tensor.dim() != 2:
-        raise ValueError(
-            f"block_table_tensor must be [R, max_blocks], "
-            f"got {tuple(batch.block_table_tensor.shape)}"
-        )
-    if batch.query_start_loc_cpu.device.type != "cpu":
-        raise ValueError(
-            f"query_start_loc_cpu must be on the host, got {batch.query_start_loc_cpu.device}"
-        )
-
-
-def _check_query_start_loc(batch: CommonAttentionMetadata) -> tuple[torch.Tensor, torch.Tensor]:
-    starts = batch.query_start_loc.cpu()
-    query_lens = starts[1:] - starts[:-1]
-    if int(starts[0]) != 0:
-        raise ValueError(f"query_start_loc must start at 0, got {int(starts[0])}")
-    if len(query_lens) and int(query_lens.min()) < 0:
-        row = int(query_lens.argmin())
-        raise ValueError(
-            f"query_start_loc must not decrease, got {starts[row : row + 2].tolist()} at {row}"
-        )
-    if int(starts[-1]) > batch.num_actual_tokens:
-        raise ValueError(
-            f"query_start_loc must end at or below num_actual_tokens "
-            f"({batch.num_actual_tokens}), got {int(starts[-1])}"
-        )
-    if int(batch.query_start_loc_cpu[-1]) != int(starts[-1]):
-        raise ValueError(
-            f"query_start_loc_cpu must end where query_start_loc does ({int(starts[-1])}), "
-            f"got {int(batch.query_start_loc_cpu[-1])}"
-        )
-    if len(query_lens) and int(query_lens.max()) > batch.max_query_len:
-        raise ValueError(
-            f"max_query_len must bound the query lengths ({int(query_lens.max())}), "
-            f"got {batch.max_query_len}"
-        )
-    return query_lens, batch.seq_lens.cpu()
+    for name, (extent, _) in LEADING_AXIS.items():
+        value = getattr(batch, name, None)
+        if name in changes or value is None or isinstance(value, bool):
+            continue
+        index = order
+        if extent == "tokens":
+            # Slots past the last request's tokens are padding and stay where they are.
+            index = torch.cat([tokens, torch.arange(len(tokens), len(value))])
+        is_tensor = isinstance(value, torch.Tensor)
+        changes[name] = value[index.to(value.device) if is_tensor else index.tolist()]
+    if batch.mm_req_doc_ranges is not None:
+        inverse = {old: new for new, old in enumerate(order.tolist())}
+        ranges = batch.mm_req_doc_ranges.items()
+        changes["mm_req_doc_ranges"] = {inverse[req]: spans for req, spans in ranges}
+    return replace_known(batch, **changes, **dict.fromkeys(VLLM_CACHES))

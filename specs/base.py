@@ -99,6 +99,11 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not below ``number``."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
 def describe_validation_error(error: ValidationError, what: str) -> str:
     """One line per problem: the field's path, the rule it broke and the value that came."""
     problems = []

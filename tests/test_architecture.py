@@ -6,7 +6,10 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -42,6 +45,9 @@ ATTN_RANK = {
 # behind it in this order, never those before it.
 FAMILIES = ("sparse", "vendor", "latent", "dense")
 FAMILY_ORDER = (*FAMILIES, "cache", "lang")
+
+MOST_FILES = 18
+"""Python files of one folder, at most: more is a list that nobody reads to its end."""
 
 # Third-party packages that a module of the package may load by being imported.
 AT_MODULE_LEVEL = {"specs": {"pydantic"}, "builders": {"torch"}}
@@ -227,6 +233,153 @@ def test_the_import_walk_finds_every_kind_of_import() -> None:
         ("numpy", 7, True, True),
         ("triton", 9, True, False),
         ("specs.rows", 11, False, False),
+    ]
+
+
+def family_of(module: str) -> str | None:
+    """``dense`` of ``attn.kernels.dense.decode``; None of what belongs to no family."""
+    parts = module.split(".")
+    at = 2 if parts[:2] in (["attn", "impls"], ["attn", "kernels"]) else 1
+    is_inside = parts[0] == "builders" or at == 2
+    return parts[at] if is_inside and parts[at : at + 1] and parts[at] in FAMILY_ORDER else None
+
+
+def climbs(importer: str, imported: str) -> bool:
+    """True when a module of one family imports a module of a family before it."""
+    ours, theirs = family_of(importer), family_of(imported)
+    if ours is None or theirs is None:
+        return False
+    return FAMILY_ORDER.index(theirs) < FAMILY_ORDER.index(ours)
+
+
+@pytest.mark.parametrize("module", [name for name in SHIPPED if family_of(name)])
+def test_no_family_imports_upward(module: str) -> None:
+    wrong = [
+        f"line {item.line} imports {item.module}"
+        for item in source_imports(module)
+        if climbs(module, item.module)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported", "wrong"),
+    [
+        ("builders.dense.record", "builders.sparse.record", True),
+        ("builders.latent.tiles", "builders.vendor.trtllm_mha", True),
+        ("builders.sparse.choice", "builders.vendor.trtllm_parts.mha_choice", False),
+        ("builders.sparse.choice", "builders.sparse.tiles", False),
+        ("builders.pages.tables", "builders.dense.record", False),
+        ("attn.impls.vendor.base", "attn.impls.dense.base", False),
+        ("attn.impls.dense.base", "attn.impls.vendor.base", True),
+        ("attn.impls.vendor.base", "attn.impls.base", False),
+        ("attn.kernels.cache.write", "builders.dense.record", True),
+        ("attn.kernels.cache.write", "attn.kernels.lang.stored", False),
+        ("attn.kernels.lang.masks", "attn.kernels.cache.clear", True),
+        ("attn.kernels.sparse.attend", "attn.kernels.dense.tile", False),
+        ("attn.reference.dense", "attn.kernels.sparse.attend", False),
+        ("attn.kernels", "attn.kernels.sparse.attend", False),
+    ],
+)
+def test_the_family_check_knows_right_from_wrong(importer: str, imported: str, wrong: bool) -> None:
+    assert climbs(importer, imported) == wrong
+
+
+def circle_in(imports: Mapping[str, Set[str]]) -> list[str]:
+    """Modules that import each other, the first one again at the end; empty if there are none."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        circle: list[str] = error.args[1]
+        return circle
+    return []
+
+
+def test_no_modules_import_each_other() -> None:
+    """Neither inside a function nor for types alone, and not by way of others."""
+    imports = {
+        module: {item.module for item in source_imports(module)} & (SHIPPED.keys() - {module})
+        for module in SHIPPED
+    }
+    assert circle_in(imports) == []
+
+
+@pytest.mark.parametrize(
+    ("imports", "circle"),
+    [
+        ({"a": {"b"}, "b": {"c"}}, set()),
+        ({"a": {"b", "c"}, "b": {"c"}}, set()),
+        ({"a": {"b"}, "b": {"a"}, "c": {"a"}}, {"a", "b"}),
+        ({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": set()}, {"a", "b", "c"}),
+    ],
+)
+def test_the_circle_check_knows_right_from_wrong(
+    imports: dict[str, set[str]], circle: set[str]
+) -> None:
+    found = circle_in(imports)
+    assert set(found) == circle
+    assert len(found) == len(circle) + bool(circle)
+
+
+def private_imports(module: str, source: str, *, is_package: bool = False) -> list[str]:
+    """Private names of other modules of the tree that a module imports, or reads as attributes."""
+    found: list[tuple[int, str]] = []
+    modules: set[str] = set()
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        names = {(alias.asname or alias.name): alias.name for alias in node.names}
+        text = ast.unparse(node)
+        targets = [item.module for item in imports_of(module, text, is_package=is_package)]
+        if not any(name in MODULES and name != module for name in targets):
+            continue
+        if isinstance(node, ast.ImportFrom):
+            found += [(node.lineno, name) for name in names.values() if is_private(name)]
+        # What is no module has no attribute that is private to a module.
+        ends = {name.split(".")[-1] for name in targets if name in MODULES}
+        modules |= {own for own, name in names.items() if name.split(".")[-1] in ends}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            of = ast.unparse(node.value)
+            if of in modules:
+                found.append((node.lineno, f"{of}.{node.attr}"))
+    return [f"line {line}: {name}" for line, name in sorted(found)]
+
+
+def is_private(name: str) -> bool:
+    """One leading underscore or more, but none of Python's own names."""
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+@pytest.mark.parametrize("module", SHIPPED)
+def test_no_private_name_is_imported_from_another_module(module: str) -> None:
+    path = SHIPPED[module]
+    source = path.read_text(encoding="utf-8")
+    assert private_imports(module, source, is_package=path.name == "__init__.py") == []
+
+
+def test_the_check_of_private_names_knows_right_from_wrong() -> None:
+    source = "\n".join(
+        [
+            "from __future__ import annotations",
+            "from torch._C import _cuda",
+            "from specs.base import cdiv, _own_errors",
+            "from specs.base import __doc__",
+            "from .masks import biased as _biased",
+            "from attn.kernels.lang import masks as m, numerics",
+            "def f(self):",
+            "    from builders.batch import _check_lengths as check",
+            "    return m._LOG2E + self._x + numerics.__name__ + cdiv._wrapped",
+            "import specs.rows",
+            "specs.rows._x",
+        ]
+    )
+    assert private_imports("attn.kernels.lang.x", source) == [
+        "line 3: _own_errors",
+        "line 8: _check_lengths",
+        "line 9: m._LOG2E",
+        "line 11: specs.rows._x",
     ]
 
 
@@ -505,6 +658,22 @@ def test_the_top_level_folder_holds_nothing_unexpected() -> None:
     }
     assert found - TOP_LEVEL_FOLDERS - TOP_LEVEL_FILES == set()
     assert {"attn", "builders", "specs", "tests", "pyproject.toml", "README.md"} <= found
+
+
+def crowded(paths: Iterable[Path]) -> dict[Path, int]:
+    """Folders with more than :data:`MOST_FILES` of these files, and how many they have."""
+    counts = Counter(path.parent for path in paths)
+    return {folder: count for folder, count in counts.items() if count > MOST_FILES}
+
+
+def test_no_folder_is_crowded() -> None:
+    assert crowded(path.relative_to(ROOT) for path in SHIPPED.values()) == {}
+
+
+def test_the_count_of_files_knows_right_from_wrong() -> None:
+    full = [Path(f"a/{i}.py") for i in range(MOST_FILES)]
+    assert crowded([*full, Path("a/b/c.py")]) == {}
+    assert crowded([*full, Path("a/c.py")]) == {Path("a"): MOST_FILES + 1}
 
 
 def test_test_modules_have_unique_names_and_no_package_files() -> None:

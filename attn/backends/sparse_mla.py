@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 
 from attn.backends.base import AttentionBackend
 from attn.impls.sparse.sparse_mla import SparseMLAImpl
-from builders.sparse.choice import kernel_notes
-from builders.sparse.setup import LEAST_WIDTH, ROW_SIZES
+from builders.sparse.choice import LEAST_WIDTH, ROW_SIZES, kernel_notes
 from builders.sparse.sparse_mla import SparseMLAMetadataBuilder
 from builders.vendor.trtllm_parts.mha_choice import mixed_dtypes_reason
 from specs.attention import AttentionCGSupport, BackendCapabilities, HeadSizes, MultipleOf

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from attn.backends.base import AttentionBackend
 from attn.impls.dense.triton_attn import TritonAttentionImpl
-from builders.dense.limits import BLOCK_MULTIPLE, CACHE_DTYPES, HEAD_SIZES, MODEL_DTYPES
+from builders.checks.kernel_limits import BLOCK_MULTIPLE, CACHE_DTYPES, HEAD_SIZES, MODEL_DTYPES
 from builders.dense.triton_attn import TritonAttentionMetadataBuilder
 from specs.attention import (
     AttentionCGSupport,

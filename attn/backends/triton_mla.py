@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from attn.backends.base import AttentionBackend
 from attn.impls.latent.triton_mla import TritonMLAImpl
-from builders.dense.limits import BLOCK_MULTIPLE, HEAD_SIZES, MODEL_DTYPES
+from builders.checks.kernel_limits import BLOCK_MULTIPLE, HEAD_SIZES, MODEL_DTYPES
 from builders.latent.triton_mla import CACHE_DTYPES, TritonMLAMetadataBuilder
 from specs.attention import AttentionCGSupport, BackendCapabilities, HeadSizes, MultipleOf
 from specs.devices import DeviceKind

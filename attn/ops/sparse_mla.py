@@ -87,7 +87,8 @@ def sparse_mla(
         if lse is not None:
             lse.copy_(found)
         return
-    from attn.kernels.sparse.launcher import SparseLayer, SparseTensors, sparse_calls
+    from attn.kernels.sparse.launcher import sparse_calls
+    from attn.kernels.sparse.layer import SparseLayer, SparseTensors
 
     tile = tile or tile_for(query, indices, layout)
     if tile.hopper is not None and twin is not None:

@@ -6,7 +6,8 @@ import os
 
 import torch
 
-from builders.batch import CommonAttentionMetadata, check_invariants
+from builders.batch import CommonAttentionMetadata
+from builders.checks.invariants import check_invariants
 from builders.checks.step_limits import StepLimits
 from builders.pages.paging import check_block_table
 from specs.attention import AttentionType

@@ -1,8 +1,15 @@
-"""Masks of a dense group that its builder refuses: by its settings, then by each batch."""
+"""Masks of a dense group that its builder refuses: by its settings, then by each batch.
+
+Which features no layer has both of is said by :data:`specs.conflicts.CONFLICTS`; here is what a
+builder can see of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from builders.batch import CommonAttentionMetadata
+from specs.conflicts import CHUNKS, DCP, NON_CAUSAL, RANGES, RSWA, among
 from specs.engine import EngineConfig
 from specs.kv_cache import (
     AnyKVCacheSpec,
@@ -41,10 +48,8 @@ def check_dcp(spec: AnyKVCacheSpec, config: EngineConfig) -> None:
             "decode_context_parallel_size 1"
         )
     if config.rswa_window is not None and spec.dcp_sharded:
-        raise ValueError(
-            f"decode_context_parallel_size ({size}) does not go together with rswa_window "
-            f"({config.rswa_window})"
-        )
+        rswa = f"rswa_window ({config.rswa_window})"
+        refuse_conflicts({DCP: f"decode_context_parallel_size ({size})", RSWA: rswa})
 
 
 def check_rswa(spec: AnyKVCacheSpec, config: EngineConfig) -> None:
@@ -54,10 +59,8 @@ def check_rswa(spec: AnyKVCacheSpec, config: EngineConfig) -> None:
         ValueError: a group of chunked layers of an engine with ``rswa_window``.
     """
     if config.rswa_window is not None and isinstance(spec, ChunkedLocalAttentionSpec):
-        raise ValueError(
-            f"rswa_window ({config.rswa_window}) does not go together with attention_chunk_size "
-            f"({spec.attention_chunk_size})"
-        )
+        chunks = f"attention_chunk_size ({spec.attention_chunk_size})"
+        refuse_conflicts({RSWA: f"rswa_window ({config.rswa_window})", CHUNKS: chunks})
 
 
 def check_batch_masks(batch: CommonAttentionMetadata, config: EngineConfig, ranks: int) -> None:
@@ -77,13 +80,13 @@ def check_batch_masks(batch: CommonAttentionMetadata, config: EngineConfig, rank
         raise ValueError("rswa_prefix_lens needs vllm_config.rswa_window, got None")
     if ranks == 1:
         return
+    asked = {DCP: f"decode_context_parallel_size ({ranks})"}
     ranges = getattr(batch, "mm_req_doc_ranges", None) or {}
-    asked = {"mm_req_doc_ranges": any(ranges.values()), "rswa_prefix_lens": prefixes is not None}
-    names = ", ".join(name for name, is_asked in asked.items() if is_asked)
-    if names:
-        raise ValueError(
-            f"decode_context_parallel_size ({ranks}) does not go together with {names}"
-        )
+    if any(ranges.values()):
+        asked[RANGES] = "mm_req_doc_ranges"
+    if prefixes is not None:
+        asked[RSWA] = "rswa_prefix_lens"
+    refuse_conflicts(asked)
 
 
 def refuse_masks(causal: bool, chunk: int | None, rswa_window: int | None) -> None:
@@ -92,10 +95,28 @@ def refuse_masks(causal: bool, chunk: int | None, rswa_window: int | None) -> No
     Raises:
         ValueError: they are asked for otherwise; the message names what does not go together.
     """
-    if chunk is not None and rswa_window is not None:
-        raise ValueError(
-            f"attention_chunk_size ({chunk}) does not go together with rswa_window ({rswa_window})"
-        )
-    for name, value in (("attention_chunk_size", chunk), ("rswa_window", rswa_window)):
-        if value is not None and not causal:
-            raise ValueError(f"{name} ({value}) is defined for causal attention only")
+    asked = {}
+    if chunk is not None:
+        asked[CHUNKS] = f"attention_chunk_size ({chunk})"
+    if rswa_window is not None:
+        asked[RSWA] = f"rswa_window ({rswa_window})"
+    refuse_conflicts(asked)
+    for feature, name in asked.items():
+        if not causal and among({feature, NON_CAUSAL}):
+            raise ValueError(f"{name} is defined for causal attention only")
+
+
+def refuse_conflicts(asked: Mapping[str, str]) -> None:
+    """Refuse features that no layer has both of, by :data:`specs.conflicts.CONFLICTS`.
+
+    Args:
+        asked: by feature, the setting that asks for it, as a message names it.
+
+    Raises:
+        ValueError: two of the features conflict; the message names the first setting that is in
+            conflict, and all that it is in conflict with.
+    """
+    for feature, name in asked.items():
+        others = [asked[other] for other in asked if among({feature, other})]
+        if others:
+            raise ValueError(f"{name} does not go together with {', '.join(others)}")

@@ -14,10 +14,9 @@ from builders.splitkv.tiles import (
     HopperDecodeTile,
     HopperTile,
     SplitTile,
-    power_of_two,
     registers_per_thread,
 )
-from specs.base import cdiv
+from specs.base import cdiv, power_of_two
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType, KVQuantMode
 from specs.engine import DecodeKernel, PrefillKernel

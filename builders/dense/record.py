@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from builders.base import AttentionMetadata
-from builders.dense.shared_prefix import SharedPrefix
-from builders.pages.paging import Stripe
 from builders.splitkv.record import PrefillPlan, SplitPlan
+from builders.splitkv.stripe import Stripe
 
 
 @dataclass
@@ -42,3 +41,23 @@ class TritonAttentionMetadata(AttentionMetadata):
     """Decode context parallelism: the cache holds this rank's keys; lengths are the requests'."""
     shared: SharedPrefix | None = None
     """The batch's common prefix, computed once for all requests; None without one."""
+
+
+@dataclass
+class SharedPrefix:
+    """Cascade attention: the prefix once for all requests, then what is each request's own.
+
+    An alternative to the record that it belongs to, for layers whose mask is plain causality:
+    positions count from the end of the prefix in both, and the prefix is seen whole.
+    """
+
+    length: int
+    """Tokens of the prefix, a multiple of the block size."""
+    prefix: TritonAttentionMetadata
+    """All tokens as one request over the prefix, not causal."""
+    own: TritonAttentionMetadata
+    """The batch over every request's keys after the prefix."""
+    outputs: torch.Tensor
+    """``[2, T, H, Dv]`` fp32 scratch: prefix part, own part."""
+    lses: torch.Tensor
+    """``[2, T, H]`` fp32 scratch, likewise."""

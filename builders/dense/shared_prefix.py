@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import torch
 
 from builders.batch import CommonAttentionMetadata
+from builders.dense.record import SharedPrefix, TritonAttentionMetadata
 from builders.splitkv.planner import SplitPlanner
 from builders.splitkv.record import PrefillPlan
 from builders.splitkv.tiles import DenseShape
 from specs.base import cdiv
-
-if TYPE_CHECKING:
-    from builders.dense.record import TritonAttentionMetadata
-
-
-@dataclass
-class SharedPrefix:
-    """Cascade attention: the prefix once for all requests, then what is each request's own.
-
-    An alternative to the record that it belongs to, for layers whose mask is plain causality:
-    positions count from the end of the prefix in both, and the prefix is seen whole.
-    """
-
-    length: int
-    """Tokens of the prefix, a multiple of the block size."""
-    prefix: TritonAttentionMetadata
-    """All tokens as one request over the prefix, not causal."""
-    own: TritonAttentionMetadata
-    """The batch over every request's keys after the prefix."""
-    outputs: torch.Tensor
-    """``[2, T, H, Dv]`` fp32 scratch: prefix part, own part."""
-    lses: torch.Tensor
-    """``[2, T, H]`` fp32 scratch, likewise."""
 
 
 class SharedBuffers:

@@ -12,6 +12,7 @@ from builders.base import AttentionMetadataBuilder
 from builders.batch import CommonAttentionMetadata, refuse_fields
 from builders.buffers import GraphBuffers
 from builders.checks.debug import debug_enabled, debug_limits
+from builders.checks.kernel_limits import BLOCK_MULTIPLE, check_dtypes, check_head_sizes
 from builders.checks.masks import check_batch_masks, check_dcp, check_rswa
 from builders.checks.step_limits import check_common_prefix
 from builders.dense.choice import (
@@ -20,12 +21,10 @@ from builders.dense.choice import (
     hopper_tile,
     prefill_kernel_of,
 )
-from builders.dense.limits import BLOCK_MULTIPLE, check_dtypes, check_head_sizes
-from builders.dense.record import TritonAttentionMetadata
-from builders.dense.shared_prefix import SharedBuffers, SharedPrefix, debug_prefix
+from builders.dense.record import SharedPrefix, TritonAttentionMetadata
+from builders.dense.shared_prefix import SharedBuffers, debug_prefix
 from builders.dense.widened import LEAST_ROWS, PAGE, WidenedPages
 from builders.device import device_facts, runs_gluon
-from builders.pages.paging import Stripe
 from builders.splitkv.planner import SplitPlanner
 from builders.splitkv.record import (
     PrefillPlan,
@@ -33,6 +32,7 @@ from builders.splitkv.record import (
     VisibleKeys,
     WidenedKeys,
 )
+from builders.splitkv.stripe import Stripe
 from builders.splitkv.tiles import (
     DenseShape,
     HopperDecodeTile,

@@ -20,8 +20,8 @@ from builders.batch import CommonAttentionMetadata
 from builders.buffers import GraphBuffers
 from builders.device import interprets
 from builders.splitkv.record import SplitLimits, WidenedKeys
-from builders.splitkv.tiles import DenseShape, power_of_two
-from specs.base import cdiv
+from builders.splitkv.tiles import DenseShape
+from specs.base import cdiv, power_of_two
 from specs.dtypes import CacheDType
 
 PAGE = 128

@@ -14,8 +14,8 @@ import torch
 
 from builders.batch import CommonAttentionMetadata
 from builders.buffers import GraphBuffers
+from builders.checks.kernel_limits import BLOCK_MULTIPLE, HEAD_SIZES
 from builders.dense.choice import LayerAsks, prefill_kernel_of
-from builders.dense.limits import BLOCK_MULTIPLE, HEAD_SIZES
 from builders.dense.record import TritonAttentionMetadata
 from builders.device import runs_gluon
 from builders.splitkv.record import HopperPlan, PrefillPlan

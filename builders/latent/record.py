@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from builders.base import AttentionMetadata
-from builders.batch import CommonAttentionMetadata, refuse_fields
+from builders.batch import CommonAttentionMetadata, refuse_fields, split_decodes_and_prefills
 from builders.latent.prefill import LatentPrefill
-from builders.split import split_decodes_and_prefills
 
 
 @dataclass

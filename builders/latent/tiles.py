@@ -7,11 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from builders.splitkv.tiles import (
-    SplitTile,
-    power_of_two,
-)
-from specs.base import cdiv
+from builders.splitkv.tiles import SplitTile
+from specs.base import cdiv, power_of_two
 from specs.devices import DeviceKind, GpuFacts
 
 MULTIPLIES_64_ROWS = frozenset({DeviceKind.SM90})

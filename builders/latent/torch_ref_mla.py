@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from builders.base import AttentionMetadata, AttentionMetadataBuilder
-from builders.batch import CommonAttentionMetadata, refuse_fields
+from builders.batch import CommonAttentionMetadata, refuse_fields, split_decodes_and_prefills
 from builders.checks.masks import refuse_dcp
-from builders.split import split_decodes_and_prefills
 from specs.engine import EngineConfig
 from specs.kv_cache import AnyKVCacheSpec
 

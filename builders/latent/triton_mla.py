@@ -14,20 +14,19 @@ from typing import Any
 import torch
 
 from builders.base import AttentionMetadata, AttentionMetadataBuilder
-from builders.batch import CommonAttentionMetadata, refuse_fields
+from builders.batch import CommonAttentionMetadata, refuse_fields, split_decodes_and_prefills
 from builders.buffers import GraphBuffers
 from builders.checks.debug import debug_limits
+from builders.checks.kernel_limits import BLOCK_MULTIPLE, HEAD_SIZES, check_dtypes
 from builders.checks.masks import refuse_dcp
 from builders.dense.choice import (
     LayerAsks,
 )
-from builders.dense.limits import BLOCK_MULTIPLE, HEAD_SIZES, check_dtypes
 from builders.dense.record import TritonAttentionMetadata
 from builders.device import device_facts, runs_gluon
 from builders.latent.choice import latent_kernel_of
 from builders.latent.prefill import PAGE, ExpandedPrefill, LatentPrefill, with_block_table
 from builders.latent.tiles import LatentShape, latent_tile
-from builders.split import split_decodes_and_prefills
 from builders.splitkv.planner import (
     SplitPlanner,
 )

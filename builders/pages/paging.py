@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -44,23 +43,6 @@ def compute_slot_mapping(
     column = (positions // block_size).clamp(0, block_table.shape[1] - 1)
     slots = block_table[rows, column].long() * block_size + positions % block_size
     return torch.where(is_token, slots, PAD_SLOT_ID)
-
-
-@dataclass(frozen=True)
-class Stripe:
-    """The tokens that one rank keeps of every request under decode context parallelism (DCP)."""
-
-    size: int
-    """Ranks."""
-    rank: int
-    interleave: int
-    """Consecutive tokens of a rank, before the next rank's turn; they stay in order there."""
-
-    def local_len(self, length: int) -> int:
-        """How many of a request's first ``length`` tokens are kept here."""
-        turn = self.interleave * self.size
-        rest = length % turn - self.rank * self.interleave
-        return length // turn * self.interleave + min(max(rest, 0), self.interleave)
 
 
 class PagedKV(NamedTuple):

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from builders.pages.tables import PAGE_SIZES
-from builders.splitkv.tiles import power_of_two
-from specs.base import cdiv
+from specs.base import cdiv, power_of_two
 
 _TILE = 256
 

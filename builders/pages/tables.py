@@ -12,8 +12,7 @@ import torch
 
 from builders.buffers import GraphBuffers
 from builders.pages.paging import block_table_to_csr
-from builders.splitkv.tiles import power_of_two
-from specs.base import cdiv
+from specs.base import cdiv, power_of_two
 
 PAGE_SIZES = (16, 32, 64, 128)
 """Tokens per page that the vendor kernels take."""

@@ -1,8 +1,9 @@
 """Which kernel of sparse latent attention takes which rows of a step, and what it is given.
 
-``check_setup`` refuses a pair of kernels that cannot work, at construction; ``resolve`` is a pure
-function from a step to a frozen plan. Nothing else decides, and nothing is kept between steps: a
-decode cannot change what the next prefill does.
+``setup_of`` reads a layer, its cache and its device, and ``check_setup`` refuses a pair of kernels
+that cannot work, both at construction; ``resolve`` is a pure function from a step to a frozen plan.
+Nothing else decides, and nothing is kept between steps: a decode cannot change what the next
+prefill does.
 """
 
 from __future__ import annotations
@@ -12,9 +13,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from builders.vendor.trtllm_parts.mha_choice import capability_of
 from specs.base import cdiv
 from specs.devices import ComputeCapability
 from specs.dtypes import DType
+from specs.engine import EngineConfig
+from specs.kv_cache import AnyKVCacheSpec, MLAAttentionSpec
 from specs.rows import LatentFormat
 from specs.sparse_mla import (
     AUTO_KERNELS,
@@ -39,6 +45,15 @@ CALLED = tuple(rule.kernel for rule in SPARSE_KERNELS)
 AUTO_KEYS_PER_TOKEN = 512
 """Of ``flashmla_auto``: over quantised rows prefill converts the context up to so many cached
 tokens for each new one."""
+ROW_WIDTHS = (512, 64)
+"""Latent and rotary part of a row, for every kernel but the library's own; the widest of its."""
+LEAST_WIDTH = 32
+"""Of either part: the narrowest that is written."""
+_PARTS = (LEAST_WIDTH, 64, 128, 256, 512)
+ROW_SIZES = tuple(
+    sorted({one + other for one in _PARTS for other in _PARTS if one + other <= sum(ROW_WIDTHS)})
+)
+"""Widths of whole rows of the library's own kernel: of two powers of two each."""
 
 
 @dataclass(frozen=True)
@@ -255,6 +270,73 @@ def nearest_kernel(
         if not _reasons(other, setup, phase, unavailable):
             return other
     return None
+
+
+def setup_of(spec: AnyKVCacheSpec, config: EngineConfig, device: torch.device) -> SparseSetup:
+    """What does not change from step to step, of a group's layers.
+
+    Raises:
+        ValueError: a spec or setting that is not served; with every reason.
+    """
+    if not isinstance(spec, MLAAttentionSpec):
+        raise ValueError(
+            f"kv_cache_spec must be MLAAttentionSpec for {NAME}, got {type(spec).__name__}"
+        )
+    heads, topk = config.num_heads, spec.topk or config.index_topk
+    reasons = []
+    if heads is None:
+        reasons.append(f"vllm_config.num_heads is needed by {NAME}, got None")
+    if topk is None:
+        reasons.append(f"topk of the spec, or vllm_config.index_topk, is needed by {NAME}")
+    if config.index_topk not in (None, topk):
+        reasons.append(f"index_topk must be the spec's topk ({topk}), got {config.index_topk}")
+    size = config.parallel.decode_context_parallel_size
+    if size > 1:
+        reasons.append(f"decode_context_parallel_size must be 1, got {size}")
+    if not spec.cache_dtype.is_quantized and spec.cache_dtype.element(spec.dtype) is not spec.dtype:
+        reasons.append(
+            f"kv_cache_dtype must be quantised or the model's {spec.dtype.value}, got "
+            f"{spec.cache_dtype.value!r}"
+        )
+    reasons += _width_reasons(spec)
+    kernels = config.sparse_prefill_kernel, config.sparse_decode_kernel
+    others = [one.value for one in kernels if one is not SparseKernel.TRITON_SPARSE]
+    widths = spec.kv_lora_rank, spec.qk_rope_head_dim
+    if others and widths != ROW_WIDTHS:
+        reasons.append(
+            f"rows must be {ROW_WIDTHS[0]} + {ROW_WIDTHS[1]} wide for {others[0]}, got "
+            f"{widths[0]} + {widths[1]}: use triton_sparse"
+        )
+    if others and config.batch_invariant:
+        reasons.append(
+            f"batch_invariant must be False for {others[0]}, got True: use triton_sparse"
+        )
+    if reasons:
+        raise ValueError(f"{NAME}: {'; '.join(reasons)}")
+    assert heads is not None
+    assert topk is not None
+    layout = spec.layout()
+    return SparseSetup(
+        layout=spec.latent_format,
+        prefill=kernels[0],
+        decode=kernels[1],
+        num_heads=heads,
+        topk=topk,
+        block_size=spec.block_size,
+        dtype=spec.dtype,
+        capability=capability_of(device),
+        has_padded_pages=layout.page_size_bytes != layout.content_bytes,
+    )
+
+
+def _width_reasons(spec: MLAAttentionSpec) -> Iterator[str]:
+    """Why the library's own kernel has no tile for such rows."""
+    parts = {"kv_lora_rank": spec.kv_lora_rank, "qk_rope_head_dim": spec.qk_rope_head_dim}
+    for name, width in parts.items():
+        if width < LEAST_WIDTH or width & (width - 1):
+            yield f"{name} must be a power of two from {LEAST_WIDTH} on, got {width}"
+    if sum(parts.values()) > sum(ROW_WIDTHS):
+        yield f"rows must be at most {sum(ROW_WIDTHS)} wide, got {sum(parts.values())}"
 
 
 def check_setup(setup: SparseSetup, unavailable: Mapping[SparseKernel, str] | None = None) -> None:

@@ -13,11 +13,10 @@ from typing import Final
 import torch
 
 from builders.base import AttentionMetadata, AttentionMetadataBuilder
-from builders.batch import CommonAttentionMetadata, refuse_fields
+from builders.batch import CommonAttentionMetadata, refuse_fields, split_decodes_and_prefills
 from builders.buffers import GraphBuffers
 from builders.checks.debug import debug_limits
 from builders.sparse.rows import RowLengths, context_slots, fill_rows
-from builders.split import split_decodes_and_prefills
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
 from specs.engine import EngineConfig

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 
 from builders.base import AttentionMetadataBuilder, CachePages
-from builders.batch import CommonAttentionMetadata, refuse_fields
+from builders.batch import (
+    BatchSplit,
+    CommonAttentionMetadata,
+    refuse_fields,
+    split_decodes_and_prefills,
+)
 from builders.buffers import GraphBuffers
 from builders.checks.debug import debug_limits
 from builders.device import device_facts, runs_gluon
@@ -25,15 +30,14 @@ from builders.sparse.choice import (
     check_setup,
     reachable_plans,
     resolve,
+    setup_of,
 )
 from builders.sparse.hopper_tiles import HopperOptions, sparse_kernel_of
 from builders.sparse.launches import SparseLaunch, SparseLaunches
 from builders.sparse.record import RowChunk, SparseMLAMetadata, SparseRows
 from builders.sparse.rows import RowLengths, context_slots, fill_rows
-from builders.sparse.setup import setup_of
 from builders.sparse.tiles import SparseShape
 from builders.sparse.vendor_calls import CallPlanner
-from builders.split import BatchSplit, split_decodes_and_prefills
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
 from specs.engine import EngineConfig

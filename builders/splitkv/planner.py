@@ -16,7 +16,6 @@ import torch
 from builders.buffers import GraphBuffers
 from builders.device import interprets
 from builders.launch.call import collected
-from builders.pages.paging import Stripe
 from builders.splitkv.host_twin import plan_rows
 from builders.splitkv.record import (
     EVERY_KEY,
@@ -39,16 +38,16 @@ from builders.splitkv.sizes import (
     most_slots,
     parallel_heads,
 )
+from builders.splitkv.stripe import Stripe
 from builders.splitkv.tiles import (
     DenseShape,
     HopperDecodeTile,
     HopperTile,
     SplitTile,
-    power_of_two,
     prefill_tile,
     split_tile,
 )
-from specs.base import cdiv
+from specs.base import cdiv, power_of_two
 from specs.devices import DeviceKind, GpuFacts
 
 PLAN_SIZES = (ONE_WARP, 4 * ONE_WARP, 16 * ONE_WARP)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from builders.launch.pointers import Pointers
-from builders.pages.paging import Stripe
+from builders.splitkv.stripe import Stripe
 from builders.splitkv.tiles import (
     HopperDecodeTile,
     PrefillTile,

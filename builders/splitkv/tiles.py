@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from specs.base import cdiv
+from specs.base import cdiv, power_of_two
 from specs.devices import DeviceKind, GpuFacts
 
 MOST_ROWS = 64
@@ -40,11 +40,6 @@ class DenseShape:
     def width(self) -> int:
         """The larger head size, rounded up to a power of two."""
         return power_of_two(max(self.head_size, self.head_size_v))
-
-
-def power_of_two(number: int) -> int:
-    """The smallest power of two that is not below ``number``."""
-    return 1 << max(number - 1, 0).bit_length()
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from builders.vendor.flashinfer_parts.choice import (
     decode_kernel_of,
     prefill_kernel_of,
 )
-from builders.vendor.flashinfer_parts.install import CsrOnDevice, CsrOnHost, LayerSizes
+from builders.vendor.flashinfer_parts.csr import CsrOnDevice, CsrOnHost, LayerSizes
 from builders.vendor.flashinfer_parts.lengths import (
     HostLengths,
     csr_on_host,

@@ -7,23 +7,24 @@ host's query lengths alone split a step; its bounds of the lengths of keys decid
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from builders.base import AttentionMetadata, AttentionMetadataBuilder
+from builders.base import AttentionMetadataBuilder
 from builders.batch import CommonAttentionMetadata, refuse_fields
 from builders.buffers import GraphBuffers
 from builders.checks.debug import debug_limits
+from builders.pages.paging import compute_slot_mapping
 from builders.pages.phase_tables import PhaseTable, StepRows, fill_tables
 from builders.pages.window_pool import translate_blocks, translate_slots
 from builders.vendor.flashinfer_parts import install as compat
-from builders.vendor.flashinfer_parts.install import DirectCalls, LayerCall, StepCall
+from builders.vendor.flashinfer_parts.install import DirectCalls
 from builders.vendor.trtllm_parts import mha_choice as choice
+from builders.vendor.trtllm_parts.mha_buffers import DraftBuffers, PhaseBuffers
 from builders.vendor.trtllm_parts.mha_choice import NAME, KernelRule, Phase, VendorKernel
-from builders.vendor.trtllm_parts.mha_drafts import DraftBuffers, build_draft_steps
+from builders.vendor.trtllm_parts.mha_record import DecodeRows, PrefillRows, TrtllmMhaMetadata
 from builders.vendor.trtllm_parts.mha_split import StepSplit, causal_mask, ragged_mask, split_step
 from specs.attention import AttentionCGSupport
 from specs.base import cdiv
@@ -35,99 +36,6 @@ from specs.sentinels import PAD_SLOT_ID
 
 if TYPE_CHECKING:
     import numpy as np
-
-WORKSPACE_BYTES = 136 << 20
-"""Scratch of one kernel family in one phase: 8 MiB of semaphores or counters, then partial states.
-"""
-MAX_MULTIPROCESSORS = 256
-"""Of any GPU that trtllm-gen runs on: it has a counter for each."""
-
-
-@dataclass
-class CalledRows(StepCall):
-    """Consecutive rows of the query, and what their one call is given."""
-
-    rule: KernelRule
-    calls: DirectCalls
-    attend: Callable[[DirectCalls, StepCall, LayerCall], None]
-    """The one of ``calls`` that takes these rows."""
-    first_token: int
-    num_tokens: int
-    query: torch.Tensor | None
-    """``[T, H, D]`` scratch where the kernel wants the query in another type, or dense."""
-
-
-@dataclass
-class DecodeRows(CalledRows):
-    """Requests of one or a few tokens each."""
-
-
-@dataclass
-class PrefillRows(CalledRows):
-    """Requests of any length: prefills, extends, padding."""
-
-
-@dataclass
-class TrtllmMhaMetadata(AttentionMetadata):
-    """A step of dense attention for one KV cache group."""
-
-    num_actual_tokens: int
-    num_reqs: int
-    query_start_loc: torch.Tensor
-    """``[R + 1]`` int32, device."""
-    seq_lens: torch.Tensor
-    """``[R]`` int32, device."""
-    block_table: torch.Tensor
-    """``[R, max_blocks]`` int32, device."""
-    sliding_window: int | None
-    """Window that the page tables were cut to; None where they list every key."""
-    split: StepSplit
-    decode: DecodeRows | None
-    prefill: PrefillRows | None
-    keyless: torch.Tensor | None
-    """``[T, 1, 1]`` bool, device: rows without any key, which kernels leave undefined; None where
-    there cannot be such rows."""
-
-
-class PhaseBuffers:
-    """What the calls of one phase keep from step to step."""
-
-    def __init__(
-        self, builder: TrtllmMhaMetadataBuilder, rule: KernelRule, max_query_len: int, fp8: bool
-    ) -> None:
-        """
-        Args:
-            builder: whose limits and device they are made for.
-            rule: the phase's kernel.
-            max_query_len: most tokens of a request.
-            fp8: the cache is quantised.
-        """
-        config, page = builder.vllm_config, builder.kv_cache_spec.block_size
-        self.rule = rule
-        self.max_query_len = max_query_len
-        self.max_kv_len = config.max_model_len
-        window = builder.sliding_window
-        if window is not None:
-            # Both ends of the visible keys may lie inside a page.
-            pages = cdiv(window - 1 + max_query_len, page) + 1
-            self.max_kv_len = min(cdiv(config.max_model_len, page), pages) * page
-        device = builder.device
-        self.table = PhaseTable(config.max_num_seqs, self.max_kv_len, page, device)
-        # Zeroed once, and never given to another kernel: each leaves its counters at zero.
-        self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        entries = max(config.max_num_seqs * builder.num_heads, MAX_MULTIPROCESSORS)
-        self.counters = torch.zeros(cdiv(entries, 8) * 32, dtype=torch.uint8, device=device)
-        self.query_name: str | None = None
-        if fp8 and rule.query_is_fp8:
-            self.query_name = "fp8_query"
-        elif rule.query_is_dense:
-            self.query_name = "dense_query"
-
-    def with_table(self, table: PhaseTable) -> PhaseBuffers:
-        """The same calls with a table of their own: draft steps are there at once."""
-        own = copy.copy(self)
-        own.table = table
-        return own
 
 
 class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
@@ -181,7 +89,9 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         longest = min(vllm_config.max_num_batched_tokens, vllm_config.max_model_len)
         limits = {Phase.PREFILL: longest, Phase.DECODE: self._threshold}
         self._phases = {
-            phase: PhaseBuffers(self, rule, limits[phase], self._is_fp8)
+            phase: PhaseBuffers(
+                self, self.num_heads, self.sliding_window, rule, limits[phase], self._is_fp8
+            )
             for phase, rule in rules.items()
             if rule is not None
         }
@@ -336,7 +246,38 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
             ValueError: a batch beyond the engine's limits.
         """
         self.check_batch(0, common_attn_metadata, fast_build=True)
-        return build_draft_steps(self, common_attn_metadata, num_steps)
+        page, reqs = self.kv_cache_spec.block_size, common_attn_metadata.num_reqs
+        table = common_attn_metadata.block_table_tensor[:reqs]
+        room = min(self.vllm_config.max_model_len, table.shape[1] * page)
+        is_live = common_attn_metadata.query_start_loc[: reqs + 1].diff() > 0
+        own_table, records = self.own_blocks(table), []
+        for step in range(num_steps):
+            own = self.draft_buffers(step)
+            starts = own.starts[: reqs + 1]
+            lens = common_attn_metadata.seq_lens[:reqs] + (step + 1)
+            own.seq_lens[:reqs] = torch.where(is_live & (lens <= room) & (lens > step + 1), lens, 0)
+            slots = compute_slot_mapping(table, starts, own.seq_lens[:reqs], reqs, page)
+            if self.block_map is not None:
+                slots = translate_slots(slots, self.block_map, page)
+            own.slots[:reqs] = slots
+            torch.eq(own.seq_lens[:reqs, None, None], 0, out=own.keyless[:reqs])
+            record = TrtllmMhaMetadata(
+                slot_mapping=own.slots[:reqs],
+                num_actual_tokens=reqs,
+                num_reqs=reqs,
+                query_start_loc=starts,
+                seq_lens=own.seq_lens[:reqs],
+                block_table=own_table,
+                sliding_window=self.sliding_window,
+                split=self.split([1] * reqs),
+                decode=None,
+                prefill=None,
+                keyless=own.keyless[:reqs],
+                **self.pages,
+            )
+            self.fill(record, own.phase, None)
+            records.append(record)
+        return records
 
     def draft_buffers(self, step: int) -> DraftBuffers:
         """Of one draft step; made when first asked for."""

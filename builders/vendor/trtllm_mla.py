@@ -26,9 +26,9 @@ from builders.latent.tables import LatentTables
 from builders.latent.triton_mla import decode_planner
 from builders.splitkv.planner import SplitPlanner
 from builders.splitkv.record import SplitLimits, VisibleKeys
-from builders.vendor.trtllm_mha import MAX_MULTIPROCESSORS
 from builders.vendor.trtllm_parts import mha_choice as trtllm_mha_choice
 from builders.vendor.trtllm_parts import mla_calls as compat
+from builders.vendor.trtllm_parts.mha_buffers import MAX_MULTIPROCESSORS
 from builders.vendor.trtllm_parts.mla_calls import LatentCalls
 from builders.vendor.trtllm_parts.mla_choice import NAME, check_support
 from specs.attention import AttentionCGSupport, MlaKernel

@@ -10,13 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from builders.batch import (
-    LEADING_AXIS,
-    CommonAttentionMetadata,
-    check_invariants,
-    replace_known,
-)
+from builders.batch import LEADING_AXIS, CommonAttentionMetadata, replace_known
 from builders.checks.debug import debug_batch, debug_enabled, debug_read
+from builders.checks.invariants import check_invariants
 from specs.attention import AttentionType
 from specs.kv_cache import CrossAttentionSpec, EncoderOnlyAttentionSpec, FullAttentionSpec
 

@@ -7,8 +7,14 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from builders.batch import CommonAttentionMetadata, check_invariants
-from builders.split import BatchSplit, decode_first_order, reorder, split_decodes_and_prefills
+from builders.batch import (
+    BatchSplit,
+    CommonAttentionMetadata,
+    decode_first_order,
+    reorder,
+    split_decodes_and_prefills,
+)
+from builders.checks.invariants import check_invariants
 from tests.builders.test_common import filled_batch, make_batch
 
 # (new tokens, cached tokens, still prefilling)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from attn.cli.blocks import BlockAllocator, first_visible_token
 from attn.cli.scheduler import KVBudgetError, ScheduledRow, Scheduler, StepPlan
 from attn.cli.trace import TraceRequest, synthetic_trace
-from builders.split import decode_first_order
+from builders.batch import decode_first_order
 from specs.kv_cache import (
     AnyKVCacheSpec,
     ChunkedLocalAttentionSpec,

@@ -23,7 +23,8 @@ from attn.kernels.sparse.indexer.launch import (
     select_topk_call,
     write_keys_call,
 )
-from attn.kernels.sparse.launcher import SparseLayer, SparseTensors, sparse_calls
+from attn.kernels.sparse.launcher import sparse_calls
+from attn.kernels.sparse.layer import SparseLayer, SparseTensors
 from builders.launch.call import KernelCall
 from builders.sparse.hopper_tiles import index_tile_of
 from builders.sparse.tiles import IndexTile, SparseShape, SparseTile, sparse_tile

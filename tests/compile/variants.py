@@ -30,7 +30,8 @@ from attn.kernels.cache.merge import merge_call
 from attn.kernels.cache.write import rope_and_write_kv_call, write_kv_call
 from attn.kernels.lang.stored import PTX, PTX_SM89
 from attn.kernels.latent.launcher import LatentLauncher, LatentLayer, LatentTensors
-from attn.kernels.sparse.launcher import SparseLayer, SparseTensors, sparse_calls
+from attn.kernels.sparse.launcher import sparse_calls
+from attn.kernels.sparse.layer import SparseLayer, SparseTensors
 from attn.ops.latent_convert import convert_blocks, convert_rows, write_latent_rows
 from attn.ops.topk_transform import transform_topk
 from builders.batch import CommonAttentionMetadata
@@ -557,6 +558,7 @@ def pretending(target: int) -> Iterator[None]:
         mock.patch.object(builders.dense.triton_attn, "device_facts", return_value=device.facts),
         mock.patch.object(builders.latent.triton_mla, "device_facts", return_value=device.facts),
         mock.patch.object(attn.kernels.dense.launcher, "decode_form", return_value=form),
+        mock.patch.object(attn.kernels.latent.launcher, "decode_form", return_value=form),
     ):
         yield
 

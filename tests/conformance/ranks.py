@@ -18,7 +18,7 @@ from attn.testing.budget import low_precision
 from attn.testing.oracle import Rules, attention
 from builders.batch import CommonAttentionMetadata
 from builders.dense.triton_attn import TritonAttentionMetadataBuilder
-from builders.pages.paging import Stripe
+from builders.splitkv.stripe import Stripe
 from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig, ParallelConfig, SpeculativeConfig
 from specs.kv_cache import FullAttentionSpec

@@ -29,7 +29,7 @@ from attn.testing.cases import Case, Feature, LatentCase, is_interpreted
 from attn.testing.dense_trial import DenseTrial
 from attn.testing.latent_trial import LatentTrial
 from attn.testing.trial import CaseResult
-from builders.pages.paging import Stripe
+from builders.splitkv.stripe import Stripe
 from specs.attention import AttentionSelectorConfig, AttentionType
 from specs.devices import KNOWN_DEVICES, Device, DeviceKind
 from specs.dtypes import CacheDType, DType

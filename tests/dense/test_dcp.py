@@ -17,7 +17,7 @@ from builders.dense.torch_ref import TorchRefMetadataBuilder
 from builders.dense.triton_attn import TritonAttentionMetadataBuilder
 from builders.latent.torch_ref_mla import TorchRefMLAMetadataBuilder
 from builders.latent.triton_mla import TritonMLAMetadataBuilder
-from builders.pages.paging import Stripe
+from builders.splitkv.stripe import Stripe
 from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig, ParallelConfig
 from specs.kv_cache import (

@@ -25,7 +25,7 @@ from attn.testing.conformance import check_case, contents
 from attn.testing.dense_trial import DenseTrial
 from attn.testing.trial import CaseResult, Results
 from builders.batch import CommonAttentionMetadata
-from builders.dense.limits import BLOCK_MULTIPLE, CACHE_DTYPES, HEAD_SIZES, MODEL_DTYPES
+from builders.checks.kernel_limits import BLOCK_MULTIPLE, CACHE_DTYPES, HEAD_SIZES, MODEL_DTYPES
 from builders.dense.triton_attn import TritonAttentionMetadataBuilder
 from builders.launch.call import KernelCall
 from specs.attention import AttentionType

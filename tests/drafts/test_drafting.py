@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from builders.batch import CommonAttentionMetadata, check_invariants
+from builders.batch import CommonAttentionMetadata
+from builders.checks.invariants import check_invariants
 from builders.drafts.advance import advance
 from tests.builders.test_common import (
     IN_BOTH_VERSIONS,

@@ -19,9 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from builders.vendor import trtllm_mha
 from builders.vendor.flashinfer_parts import install as flashinfer_compat
 from builders.vendor.flashinfer_parts.calls import DirectCalls
+from builders.vendor.trtllm_parts import mha_buffers
 from builders.vendor.trtllm_parts import mha_choice as trtllm_mha_choice
 from specs.devices import Device
 from tests.emulators.flashinfer_emulator import ALIGNMENT, ContractError, need
@@ -438,7 +438,7 @@ def emulated(
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flashinfer_compat, "load_calls", lambda: calls)
-        patch.setattr(trtllm_mha, "WORKSPACE_BYTES", WORKSPACE_BYTES)
+        patch.setattr(mha_buffers, "WORKSPACE_BYTES", WORKSPACE_BYTES)
         patch.setattr(trtllm_mha_choice, "capability_of", lambda _: device.compute_capability)
         yield emulator
 

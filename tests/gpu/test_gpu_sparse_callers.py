@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from attn.bench.measure.timing import waits_are_errors
-from attn.impls.sparse.sparse_mla import ATTENDERS, SparseCall
+from attn.impls.sparse.call import SparseCall
+from attn.impls.sparse.sparse_mla import ATTENDERS
 from attn.testing.budget import budget, row_errors
 from builders.batch import CommonAttentionMetadata
 from builders.buffers import GraphBuffers

@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from attn.kernels.dense.hopper_prefill import vector_store as quads
+from attn.kernels.lang import packed
 from attn.kernels.sparse import hopper_launch as sparse_launch
 from attn.kernels.sparse.hopper_narrow import operands as sparse_operands
 from attn.kernels.sparse.hopper_narrow.kernel import hopper_narrow_sparse_kernel
@@ -19,8 +19,8 @@ from attn.kernels.sparse.hopper_wide import finish as sparse_finish
 from attn.kernels.sparse.hopper_wide import parts as sparse_parts
 from attn.kernels.sparse.hopper_wide import widen as sparse_widen
 from attn.kernels.sparse.hopper_wide.kernel import hopper_sparse_kernel
-from attn.kernels.sparse.indexer import hopper_logits as index_logits
-from attn.kernels.sparse.launcher import SparseLayer, SparseTensors, sparse_calls
+from attn.kernels.sparse.launcher import sparse_calls
+from attn.kernels.sparse.layer import SparseLayer, SparseTensors
 from builders.launch.call import KernelCall
 from builders.sparse.hopper_tiles import (
     hopper_misfit,
@@ -355,13 +355,13 @@ def test_states_of_few_heads_are_the_oracles(
     """Whole, and in parts. Queries are fp16 throughout, which the launcher refuses beside bf16."""
     monkeypatch.setattr(sparse_launch, "hopper_misfit", lambda *_: None)
     for text, meaning in {
-        index_logits._FOUR: lambda x: tuple(bytes_of(x)[..., i] for i in range(4)),
+        packed.SPLIT_E4M3: lambda x: tuple(bytes_of(x)[..., i] for i in range(4)),
         sparse_operands._WOVEN: woven,
         sparse_operands._WOVEN_PAIRS: woven_pairs,
         sparse_parts._LOG2: np.log2,
         sparse_parts._EXP2: np.exp2,
         **{tl.constexpr(shrink_text(cells)): shrunk for cells in (32, 64)},
-        **({quads._TWO: of_bf16} if case.layout is SCALED else {}),
+        **({packed.SPLIT_HALVES: of_bf16} if case.layout is SCALED else {}),
     }.items():
         monkeypatch.setitem(gluon_in_numpy.ASSEMBLY, text.value, meaning)
     translation = gluon_in_numpy.Translation()

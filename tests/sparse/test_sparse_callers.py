@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from attn.testing.budget import budget, lse_budget, lse_errors, row_errors
+from builders.sparse import choice as sparse_choice
 from builders.sparse import choice as sparse_mla_choice
-from builders.sparse import setup as sparse_setup
 from builders.sparse import vendor_calls as sparse_calls
 from builders.sparse.vendor_calls import SparseKernelUnavailableError
 from specs.devices import KNOWN_DEVICES
@@ -73,7 +73,7 @@ def errors_of(
     """Of a step by the kernel: output's and LSE's errors in units of what is allowed."""
     found = KNOWN_DEVICES[device]
     with emulated(found, **emulator), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sparse_setup, "capability_of", lambda _: found.compute_capability)
+        patch.setattr(sparse_choice, "capability_of", lambda _: found.compute_capability)
         step = Step(name, layout)
         fill_lists(step, 2)
         impl, scales = impl_of(layout, step.lists), scales_of()
@@ -197,7 +197,7 @@ def test_lists_are_the_wrapper_s_where_they_are_full() -> None:
     for factor in (1.0, 1.5):
         fault = _set("plan", "sm_scale", lambda scale, factor=factor: factor * scale)
         with emulated(mutation=fault), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sparse_setup, "capability_of", lambda _: capability)
+            patch.setattr(sparse_choice, "capability_of", lambda _: capability)
             step.write_context(impl, scales)
             builder = works(step, K.FLASHINFER_MLA, K.FLASHINFER_MLA)
             record = builder.build(0, step.batch)
@@ -213,7 +213,7 @@ def test_a_captured_wrapper_reads_the_lists_of_a_later_step(version: str) -> Non
     """Its plan is of shapes alone, so that a replay finds the lists where they were."""
     capability = KNOWN_DEVICES["h200"].compute_capability
     with emulated(version=version), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sparse_setup, "capability_of", lambda _: capability)
+        patch.setattr(sparse_choice, "capability_of", lambda _: capability)
         step = Step("decode", RAW)
         fill_lists(step, 2)
         impl, scales = impl_of(RAW, step.lists), scales_of()
@@ -236,7 +236,7 @@ def test_prefill_decode_and_prefill_again_over_one_cache() -> None:
     """What crashed where decodes decided for the prefills that followed."""
     capability = KNOWN_DEVICES["h200"].compute_capability
     with emulated() as found, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sparse_setup, "capability_of", lambda _: capability)
+        patch.setattr(sparse_choice, "capability_of", lambda _: capability)
         builder = None
         for name, wanted in (("extend", PREFILL), ("decode", CACHED), ("extend", PREFILL)):
             step = Step(name, SCALED)
@@ -256,7 +256,7 @@ def test_prefill_decode_and_prefill_again_over_one_cache() -> None:
 def test_layers_share_a_step_s_schedule_and_steps_do_not() -> None:
     capability = KNOWN_DEVICES["h200"].compute_capability
     with emulated() as found, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sparse_setup, "capability_of", lambda _: capability)
+        patch.setattr(sparse_choice, "capability_of", lambda _: capability)
         step = Step("decode", SCALED)
         impl, scales = impl_of(SCALED, step.lists), scales_of()
         step.write_context(impl, scales)
@@ -277,7 +277,7 @@ def test_layers_share_a_step_s_schedule_and_steps_do_not() -> None:
 def test_a_graph_does_not_ask_for_the_base_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     capability = KNOWN_DEVICES["h200"].compute_capability
     with emulated(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sparse_setup, "capability_of", lambda _: capability)
+        patch.setattr(sparse_choice, "capability_of", lambda _: capability)
         step = Step("decode", SCALED)
         impl, scales = impl_of(SCALED, step.lists), scales_of()
         step.write_context(impl, scales)

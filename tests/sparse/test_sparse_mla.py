@@ -17,7 +17,8 @@ from torch import Tensor
 
 from attn.impls.base import LayerScales
 from attn.impls.sparse import sparse_mla as impl_module
-from attn.impls.sparse.sparse_mla import ATTENDERS, SparseCall, SparseMLAImpl
+from attn.impls.sparse.call import SparseCall
+from attn.impls.sparse.sparse_mla import ATTENDERS, SparseMLAImpl
 from attn.ops.mla import mla_attention
 from attn.reference import sparse_mla as reference
 from attn.reference.mla import absorb_query, project_latent_output
@@ -26,8 +27,8 @@ from attn.testing.batches import POISON_BYTE, WILD_BLOCK
 from attn.testing.budget import budget, low_precision_attention, lse_budget, lse_errors, row_errors
 from builders.batch import CommonAttentionMetadata
 from builders.launch.call import KernelCall
+from builders.sparse import choice as sparse_choice
 from builders.sparse import choice as sparse_mla_choice
-from builders.sparse import setup as sparse_setup
 from builders.sparse import vendor_calls as sparse_calls
 from builders.sparse.choice import CALLED, SparsePlan
 from builders.sparse.sparse_mla import SparseMLAMetadataBuilder
@@ -68,7 +69,7 @@ STEPS = {
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A GPU with every kernel, each stood for by the reference."""
     capability = KNOWN_DEVICES[request.param].compute_capability
-    monkeypatch.setattr(sparse_setup, "capability_of", lambda device: capability)
+    monkeypatch.setattr(sparse_choice, "capability_of", lambda device: capability)
     monkeypatch.setattr(sparse_mla_choice, "unavailable_kernels", dict)
     monkeypatch.setattr(sparse_calls, "LOADERS", {})
     calls = {kernel: checked(kernel) for kernel in K if kernel is not K.FLASHMLA_AUTO}

@@ -10,8 +10,8 @@ import torch
 from attn.ops.topk_transform import transform_topk
 from attn.testing.batches import WILD_BLOCK
 from builders.batch import CommonAttentionMetadata
+from builders.sparse import choice as sparse_choice
 from builders.sparse import choice as sparse_mla_choice
-from builders.sparse import setup as sparse_setup
 from builders.sparse import vendor_calls as sparse_calls
 from builders.sparse.record import SparseMLAMetadata, SparseRows
 from builders.sparse.sparse_mla import SparseMLAMetadataBuilder
@@ -40,7 +40,7 @@ CONFIG = EngineConfig(
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """An H200 with every kernel."""
     capability = KNOWN_DEVICES["h200"].compute_capability
-    monkeypatch.setattr(sparse_setup, "capability_of", lambda device: capability)
+    monkeypatch.setattr(sparse_choice, "capability_of", lambda device: capability)
     monkeypatch.setattr(sparse_mla_choice, "unavailable_kernels", dict)
     monkeypatch.setattr(sparse_calls, "LOADERS", {})
 

@@ -19,7 +19,6 @@ from builders.dense import triton_attn
 from builders.dense.triton_attn import TritonAttentionMetadataBuilder
 from builders.device import interprets
 from builders.launch.call import collected_calls
-from builders.pages.paging import Stripe
 from builders.splitkv import planner as split_kv
 from builders.splitkv.device.work_items import first_group, first_place
 from builders.splitkv.host_twin import (
@@ -38,12 +37,9 @@ from builders.splitkv.record import (
 )
 from builders.splitkv.segments import BUNDLE, segment_of
 from builders.splitkv.sizes import parallel_heads
-from builders.splitkv.tiles import (
-    DenseShape,
-    SplitTile,
-    power_of_two,
-)
-from specs.base import cdiv
+from builders.splitkv.stripe import Stripe
+from builders.splitkv.tiles import DenseShape, SplitTile
+from specs.base import cdiv, power_of_two
 from specs.devices import KNOWN_DEVICES, DeviceKind
 from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig, SpeculativeConfig

@@ -18,10 +18,10 @@ from builders.splitkv.tiles import (
     HopperDecodeTile,
     PrefillTile,
     SplitTile,
-    power_of_two,
     prefill_tile,
     split_tile,
 )
+from specs.base import power_of_two
 from specs.devices import KNOWN_DEVICES, DeviceKind, GpuFacts
 from specs.dtypes import CacheDType, DType
 from specs.engine import DecodeKernel, PrefillKernel

@@ -21,6 +21,7 @@ from triton.language.core import constexpr
 
 from attn.kernels.dense import hopper_launch
 from attn.kernels.dense.hopper_prefill import vector_store as quads
+from attn.kernels.lang import packed
 from builders.launch.call import KernelCall
 
 PATIENCE = 10
@@ -353,9 +354,9 @@ def _runs_exchanged(words: np.ndarray) -> np.ndarray:
 
 
 ASSEMBLY: dict[str, Callable[..., Any]] = {
-    quads._JOIN.value: lambda low, high: np.stack([low, high], -1).view(np.int32)[..., 0],
+    packed.JOIN_HALVES.value: lambda low, high: np.stack([low, high], -1).view(np.int32)[..., 0],
     quads._QUADS.value: _runs_exchanged,
-    quads._TWO.value: _halves,
+    packed.SPLIT_HALVES.value: _halves,
 }
 """What inline assembly computes, by its text: of arrays, one or several. What several kernels use
 is here."""
@@ -505,7 +506,7 @@ _NAMES: dict[str, Any] = {
     "mma_v2": _multiply,
     "warpgroup_mma": _multiply,
     "warpgroup_mma_wait": lambda pending, deps: deps if len(deps) > 1 else deps[0],
-    "_e4m3_planes": _e4m3_planes,
+    "e4m3_planes": _e4m3_planes,
     "opaque_zero": lambda: 0,
     "prefetch_l2": _nothing,
     "let_kernels_behind_start": _nothing,

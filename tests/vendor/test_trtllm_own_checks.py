@@ -17,10 +17,10 @@ import torch
 from attn.impls.base import LayerScales
 from attn.impls.vendor.trtllm_mha import TrtllmMhaImpl
 from builders.batch import CommonAttentionMetadata
-from builders.vendor import trtllm_mha
 from builders.vendor.flashinfer_parts import calls as flashinfer_calls
 from builders.vendor.flashinfer_parts import install as compat
 from builders.vendor.trtllm_mha import TrtllmMhaMetadataBuilder
+from builders.vendor.trtllm_parts import mha_buffers
 from builders.vendor.trtllm_parts import mha_choice as trtllm_mha_choice
 from specs.devices import KNOWN_DEVICES, Device
 from specs.dtypes import CacheDType, DType
@@ -96,7 +96,7 @@ def installed(device: Device) -> Iterator[Launches]:
             for fact, value in facts.items():
                 if hasattr(module, fact):
                     patch.setattr(module, fact, value)
-        patch.setattr(trtllm_mha, "WORKSPACE_BYTES", WORKSPACE_BYTES)
+        patch.setattr(mha_buffers, "WORKSPACE_BYTES", WORKSPACE_BYTES)
         patch.setattr(trtllm_mha_choice, "capability_of", lambda _: capability)
         try:
             yield launches

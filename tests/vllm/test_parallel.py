@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SinkFullAttentionSpec
 
 from attn.integrations.vllm import compat
-from builders.pages.paging import Stripe
+from builders.splitkv.stripe import Stripe
 from tests.vllm.runner import (
     HEAD_SIZE,
     HEADS,

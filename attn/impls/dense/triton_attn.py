@@ -13,8 +13,8 @@ from attn.impls.dense.cached import CachedImpl
 from attn.impls.warm import run_compiled
 from attn.ops.merge import merge_states
 from builders.checks.debug import debug_read, debug_slots
+from builders.checks.kernel_limits import check_dtypes, check_head_sizes
 from builders.checks.tensors import check_lengths, scales_of
-from builders.dense.limits import check_dtypes, check_head_sizes
 from specs.attention import AttentionType
 from specs.dtypes import KVQuantMode
 from specs.layouts import KVViews
@@ -22,10 +22,9 @@ from specs.layouts import KVViews
 if TYPE_CHECKING:
     from attn.kernels.dense.launcher import DenseLauncher
     from attn.kernels.dense.tensors import DenseTensors
-    from builders.dense.record import TritonAttentionMetadata
-    from builders.dense.shared_prefix import SharedPrefix
+    from builders.dense.record import SharedPrefix, TritonAttentionMetadata
     from builders.dense.triton_attn import TritonAttentionMetadataBuilder
-    from builders.pages.paging import Stripe
+    from builders.splitkv.stripe import Stripe
 
 
 class TritonAttentionImpl(CachedImpl):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
 from attn.impls.base import AttentionLayer, MLAAttentionImpl, check_scale
+from attn.impls.sparse.call import SparseCall
 from attn.impls.sparse.vendor_calls import (
     attend_by_fa3,
     attend_by_flashinfer_mla,
@@ -23,46 +23,13 @@ from attn.ops.latent_convert import convert_rows, rope_and_write_latent_rows, wr
 from attn.ops.topk_transform import transform_topk
 from builders.checks.debug import debug_enabled, debug_read, debug_slots
 from builders.checks.tensors import check_count, check_latent_rows, k_scale_of, latent_query
-from builders.sparse.launches import SparseLaunch
 from builders.sparse.record import RowChunk, SparseMLAMetadata, SparseRows
-from builders.sparse.vendor_calls import PlannedCalls
 from specs.dtypes import CacheDType, DType
 from specs.rows import RowFormat, latent_element, latent_format_of
 from specs.sparse_mla import IndexKind, SparseKernel
 
 if TYPE_CHECKING:
     from builders.sparse.sparse_mla import SparseMLAMetadataBuilder
-
-
-@dataclass(frozen=True)
-class SparseCall:
-    """One call of a kernel: query rows, and the rows that they list."""
-
-    query: torch.Tensor
-    """``[T, H, L]``, absorbed."""
-    rotary: torch.Tensor
-    """``[T, H, r]``."""
-    rows: torch.Tensor
-    """``[N, P, row]``: the cache, or converted rows as one block."""
-    row: RowFormat
-    """What they are."""
-    indices: torch.Tensor
-    """``[T, width]`` int32 ``block * P + offset``; -1 for none."""
-    lens: torch.Tensor | None
-    """``[T]`` int32: entries at the front of a list that count; None for all but -1."""
-    scale: float
-    k_scale: torch.Tensor
-    """fp32 scalar, of rows with one scale per tensor."""
-    out: torch.Tensor
-    """``[T, H, L]``, written."""
-    lse: torch.Tensor
-    """``[T, H]`` fp32, natural log, written; -inf, and zeros in ``out``, for an empty list."""
-    planned: PlannedCalls | None = None
-    """Of a kernel of others: what its calls of the step share."""
-    q_scale: torch.Tensor | None = None
-    """fp32 scalar, of a query in e4m3: real = stored * scale. None is 1."""
-    launch: SparseLaunch | None = None
-    """Of the library's own kernel."""
 
 
 ATTENDERS: Final[dict[SparseKernel, Callable[[SparseCall], None]]] = {

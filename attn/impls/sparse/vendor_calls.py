@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from attn.impls.sparse.call import SparseCall
 from attn.ops.clear import clear_rows
 from attn.ops.sparse_mla import sparse_mla
 from attn.reference.quant import saturate
@@ -23,9 +24,6 @@ from builders.vendor.trtllm_parts.mla_calls import LatentDecodeCall
 from specs.dtypes import DType
 from specs.layouts import latent_views
 from specs.rows import INDEXER_PAGE, LatentFormat
-
-if TYPE_CHECKING:
-    from attn.impls.sparse.sparse_mla import SparseCall
 
 MOST_SPLIT_ROWS = 512
 """Rows that FlashMLA is given as requests, whose lists it may cut; more fill the GPU as they are,

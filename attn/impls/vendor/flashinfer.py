@@ -11,7 +11,8 @@ from attn.impls.vendor.base import VendorImpl, rows_of
 from attn.ops.merge import merge_states
 from builders.vendor.flashinfer import FlashInferMetadata, PlannedRows, SharedPrefix
 from builders.vendor.flashinfer_parts.choice import NAME, check_dtypes, check_head_sizes
-from builders.vendor.flashinfer_parts.install import LSE_UNIT, LayerSizes
+from builders.vendor.flashinfer_parts.csr import LayerSizes
+from builders.vendor.flashinfer_parts.install import LSE_UNIT
 from specs.layouts import KVViews
 
 

@@ -12,7 +12,6 @@ from attn.impls.vendor.base import VendorImpl, rows_of
 from attn.ops.clear import clear_tails
 from attn.ops.quant import quantize_into
 from builders.vendor.flashinfer_parts.install import LSE_UNIT, LayerCall, canonical_strides
-from builders.vendor.trtllm_mha import CalledRows, TrtllmMhaMetadata
 from builders.vendor.trtllm_parts.mha_choice import (
     CACHE_DTYPES,
     HEAD_SIZES,
@@ -22,6 +21,7 @@ from builders.vendor.trtllm_parts.mha_choice import (
     mixed_dtypes_reason,
     most_tokens_with_sinks,
 )
+from builders.vendor.trtllm_parts.mha_record import CalledRows, TrtllmMhaMetadata
 from specs.layouts import KVViews
 
 

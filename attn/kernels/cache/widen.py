@@ -14,7 +14,7 @@ import triton.language as tl
 from attn.kernels.lang.numerics import round_to, to_float32
 from attn.kernels.lang.stored import plane_of
 from builders.launch.launcher import Launcher
-from builders.splitkv.tiles import power_of_two
+from specs.base import power_of_two
 
 if TYPE_CHECKING:
     from builders.splitkv.record import WidenedKeys

@@ -11,8 +11,8 @@ import triton
 
 from attn.kernels.cache.write_kernel import write_kv_kernel
 from attn.kernels.lang.memory import alignment, as_bytes
+from builders.checks.kernel_limits import HEAD_SIZES, MODEL_DTYPES
 from builders.checks.tensors import check_counts, check_kv_scale, check_rotated, check_written
-from builders.dense.limits import HEAD_SIZES, MODEL_DTYPES
 from builders.launch.call import KernelCall
 from builders.launch.launcher import Launch, Launcher
 from specs.dtypes import CacheDType

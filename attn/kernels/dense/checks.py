@@ -6,16 +6,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from builders.checks.masks import refuse_masks
+from builders.checks.kernel_limits import BLOCK_MULTIPLE, MODEL_DTYPES
+from builders.checks.masks import refuse_conflicts, refuse_masks
 from builders.checks.tensors import check_dense
-from builders.dense.limits import BLOCK_MULTIPLE, MODEL_DTYPES
 from builders.splitkv.record import (
     SplitPlan,
 )
 
 if TYPE_CHECKING:
     from attn.kernels.dense.tensors import DenseLayer, DenseTensors
-    from builders.dense.record import TritonAttentionMetadata
+    from specs.conflicts import ALIBI, CHUNKS, DCP, RANGES, RSWA, WINDOW
+from builders.dense.record import TritonAttentionMetadata
 
 
 def check_call(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors) -> None:
@@ -104,16 +105,16 @@ def _check_step(step: TritonAttentionMetadata, tensors: DenseTensors) -> None:
 
 def _check_stripe(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors) -> None:
     """Nothing but causality depends on positions when the keys are one rank's."""
-    asked = {
-        "sliding_window": layer.sliding_window,
-        "attention_chunk_size": layer.attention_chunk_size,
-        "alibi_slopes": tensors.alibi_slopes,
-        "mm_req_doc_ranges": step.mm_ranges,
-        "rswa_prefix_lens": step.rswa_prefix_lens,
-    }
-    names = [name for name, value in asked.items() if value is not None]
-    if step.stripe is not None and names:
-        raise ValueError(
-            f"decode_context_parallel_size ({step.stripe.size}) does not go together with "
-            f"{', '.join(names)}"
-        )
+    if step.stripe is None:
+        return
+    asked = {DCP: f"decode_context_parallel_size ({step.stripe.size})"}
+    for feature, name, value in (
+        (WINDOW, "sliding_window", layer.sliding_window),
+        (CHUNKS, "attention_chunk_size", layer.attention_chunk_size),
+        (ALIBI, "alibi_slopes", tensors.alibi_slopes),
+        (RANGES, "mm_req_doc_ranges", step.mm_ranges),
+        (RSWA, "rswa_prefix_lens", step.rswa_prefix_lens),
+    ):
+        if value is not None:
+            asked[feature] = name
+    refuse_conflicts(asked)

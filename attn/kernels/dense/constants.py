@@ -12,9 +12,10 @@ import triton.language as tl
 from attn.kernels.dense.tensors import DenseLayer, DenseTensors, Stored
 from attn.kernels.lang.numerics import INTERPRETED
 from attn.kernels.lang.stored import NATIVE
-from builders.pages.paging import Stripe
 from builders.splitkv.record import SplitPlan, area_of
-from builders.splitkv.tiles import PrefillTile, power_of_two
+from builders.splitkv.stripe import Stripe
+from builders.splitkv.tiles import PrefillTile
+from specs.base import power_of_two
 from specs.dtypes import KVQuantMode
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def shared_constants(
         step: the builder's record.
         tensors: of a forward, which fit both.
         varying: arguments that differ from call to call, the words of keys and values among them.
-        form: as of :func:`attn.kernels.dense.launcher.decode_form`.
+        form: as of :func:`attn.kernels.lang.stored.decode_form`.
     """
     stripe = step.stripe or Stripe(1, 0, 1)
     rswa = step.rswa_prefix_lens is not None and step.rswa_window is not None

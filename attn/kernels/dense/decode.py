@@ -22,6 +22,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from attn.kernels.dense.query_rows import fold_parts, prepared_queries, write_rows
 from attn.kernels.dense.tile import attend_tiles, store_state
+from attn.kernels.lang.constants import LOG2E
 from attn.kernels.lang.masks import last_visible, seen_by_all
 from attn.kernels.lang.stored import plane_columns
 from builders.splitkv.device.segments import (
@@ -38,7 +39,6 @@ from builders.splitkv.record import (
 
 _FIELDS = tl.constexpr(ROW_FIELDS)
 _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
-_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -195,7 +195,7 @@ def decode_kernel(
 
     Shapes: query ``[T, H, K_SIZE]``, out ``[T, H, V_SIZE]``, LSE ``[T, H]``; key and value
     ``[N, BLOCK_SIZE, Hk, words]`` by their strides in stored words; the rest as in the plan.
-    DCP: the cache holds one rank's keys, see :class:`builders.pages.paging.Stripe`.
+    DCP: the cache holds one rank's keys, see :class:`builders.splitkv.stripe.Stripe`.
     FREE cuts rows between any two tiles, so that bits depend on the batch: what invariance costs is
     measured against it. WAITS: it may have been started ahead.
     """
@@ -260,7 +260,7 @@ def decode_kernel(
                 natural = scale * tl.load(k_scale_ptr + kv_head * scale_head)
                 v_factor = tl.load(v_scale_ptr + kv_head * scale_head)
             if not SOFT_CAP:
-                natural = natural * _LOG2E
+                natural = natural * LOG2E
             q0, q1, q2, q3, scales = prepared_queries(
                 query_ptr, offset, wanted, natural, K_WIDTH, K_USED, K_SIZE, KIND, PLANES, GUARD,
                 COMPUTE,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +12,7 @@ from attn.kernels.dense.constants import prefill_constants, shared_constants, sp
 from attn.kernels.dense.decode import decode_kernel
 from attn.kernels.dense.prefill import prefill_kernel
 from attn.kernels.dense.tensors import DenseLayer, DenseTensors, KeyRows, stored_as
-from attn.kernels.lang.numerics import INTERPRETED
-from attn.kernels.lang.stored import PLAIN, PTX, PTX_SM89
+from attn.kernels.lang.stored import decode_form
 from builders.checks.tensors import check_lengths
 from builders.dense.record import TritonAttentionMetadata
 from builders.launch.call import KernelCall
@@ -26,15 +24,6 @@ if TYPE_CHECKING:
     from attn.kernels.dense.hopper_decode.launch import HopperDecodeLauncher
     from attn.kernels.dense.hopper_prefill.launch import HopperLauncher
     from attn.kernels.dense.hopper_prefill.widened import WidenedLauncher
-
-
-@cache
-def decode_form(device: torch.device) -> tuple[int, bool]:
-    """How stored 8-bit rows are decoded on a device, and whether it has e4m3 instructions."""
-    if INTERPRETED.value or device.type != "cuda" or torch.version.hip is not None:
-        return PLAIN, False
-    has_e4m3 = torch.cuda.get_device_capability(device) >= (8, 9)
-    return PTX_SM89 if has_e4m3 else PTX, has_e4m3
 
 
 class DenseLauncher:

@@ -12,12 +12,10 @@ import triton.language as tl
 
 from attn.kernels.dense.query_rows import prepared_queries, write_rows
 from attn.kernels.dense.tile import attend_tiles, recomputed
+from attn.kernels.lang.constants import LOG2E
 from attn.kernels.lang.masks import last_visible, seen_by_all
 from attn.kernels.lang.stored import plane_columns
 from builders.splitkv.device.segments import first_visible, local_len, local_position
-
-_LOG2E = tl.constexpr(1.4426950408889634)
-
 
 _VARYING = [
     "num_reqs",
@@ -187,7 +185,7 @@ def prefill_kernel(
             natural = scale * tl.load(k_scale_ptr + kv_head * scale_head)
             v_factor = tl.load(v_scale_ptr + kv_head * scale_head)
         if not SOFT_CAP:
-            natural = natural * _LOG2E
+            natural = natural * LOG2E
         q0, q1, q2, q3, scales = prepared_queries(
             query_ptr, offset, wanted, natural, K_WIDTH, K_USED, K_SIZE, KIND, PLANES, GUARD,
             COMPUTE,

@@ -6,11 +6,11 @@ import triton
 import triton.language as tl
 
 from attn.kernels.dense.tile import fold, power_of_two_guard
+from attn.kernels.lang.constants import LOG2E
 from attn.kernels.lang.numerics import encode_e4m3
 from attn.kernels.lang.stored import plane_columns
 
 _LN2 = tl.constexpr(0.6931471805599453)
-_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def with_sinks(some, m, l, head, wanted, sinks_ptr):
     """Maxima and sums of rows with their heads' sinks, where a row has a key, and what its values
     are to be multiplied by; all ``[M]``.
     """
-    sink = tl.load(sinks_ptr + head, mask=wanted, other=0.0).to(tl.float32) * _LOG2E
+    sink = tl.load(sinks_ptr + head, mask=wanted, other=0.0).to(tl.float32) * LOG2E
     top = tl.where(some, tl.maximum(m, sink), m)
     base = tl.where(some, top, 0.0)
     shrink = tl.exp2(m - base)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from attn.kernels.lang.stored import E4M3, E5M2, INT4, INT8, NATIVE
-from builders.splitkv.tiles import power_of_two
+from specs.base import power_of_two
 from specs.dtypes import CacheDType
 from specs.layouts import KVViews
 

@@ -110,7 +110,7 @@ def dot(a, b, accumulator, IEEE: tl.constexpr):
 
 
 @triton.jit
-def _halves(x):
+def halves_of(x):
     """``[M, W]`` as its left and its right half."""
     parts = tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2])
     return tl.split(tl.permute(parts, (0, 2, 1)))
@@ -121,8 +121,8 @@ def scores_of(query, keys, accumulator, IEEE: tl.constexpr):
     """``accumulator + query @ keys.T``; fp32 sums are cut, their error grows with their length."""
     PARTS: tl.constexpr = query.shape[1] // 32
     if IEEE and PARTS > 4:
-        q0, q1 = _halves(query)
-        k0, k1 = _halves(keys)
+        q0, q1 = halves_of(query)
+        k0, k1 = halves_of(keys)
         zero = tl.zeros_like(accumulator)
         left = scores_of(q0, k0, zero, IEEE)
         result = accumulator + (left + scores_of(q1, k1, zero, IEEE))

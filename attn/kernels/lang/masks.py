@@ -8,9 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attn.kernels.lang.constants import LOG2E
 from builders.splitkv.device.segments import first_visible
-
-_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -161,7 +160,7 @@ def biased(
     """
     if SOFT_CAP:
         # c * tanh(x / c); exp2 saturates on both sides, so that tanh becomes exactly +-1.
-        turns = tl.exp2(scores * (2.0 * _LOG2E / soft_cap))
+        turns = tl.exp2(scores * (2.0 * LOG2E / soft_cap))
         bounded = 1.0 - 2.0 / (turns + 1.0)
         if EXACT:
             # That difference cancels near 0, where the series of tanh does not.
@@ -169,10 +168,10 @@ def biased(
             z = y * y
             series = y * (1.0 + z * (-1.0 / 3.0 + z * (2.0 / 15.0 + z * (-17.0 / 315.0))))
             bounded = tl.where(tl.abs(y) < 0.1, series, bounded)
-        scores = (soft_cap * _LOG2E) * bounded
+        scores = (soft_cap * LOG2E) * bounded
     if ALIBI == 1:
-        scores += (slope * _LOG2E)[:, None] * distance.to(tl.float32)
+        scores += (slope * LOG2E)[:, None] * distance.to(tl.float32)
     elif ALIBI == 2:
         away = tl.sqrt(tl.maximum(-distance, 0).to(tl.float32))
-        scores -= (slope * _LOG2E)[:, None] * away
+        scores -= (slope * LOG2E)[:, None] * away
     return scores

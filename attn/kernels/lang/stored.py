@@ -6,8 +6,13 @@ be loaded transposed, single bytes cannot.
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
+
+from attn.kernels.lang.numerics import INTERPRETED
 
 NATIVE, E4M3, E5M2, INT8, INT4 = range(5)
 WIDENED = -1
@@ -17,6 +22,17 @@ _E4M3, _E5M2, _INT8, _INT4 = (tl.constexpr(kind) for kind in (E4M3, E5M2, INT8, 
 # How they are decoded: in plain Triton, in PTX for any NVIDIA GPU, or by sm_89's conversions.
 PLAIN, PTX, PTX_SM89 = range(3)
 _PLAIN, _PTX_SM89 = tl.constexpr(PLAIN), tl.constexpr(PTX_SM89)
+
+
+@cache
+def decode_form(device: torch.device) -> tuple[int, bool]:
+    """How stored 8-bit rows are decoded on a device: PLAIN, PTX or PTX_SM89; and whether the device
+    has e4m3 instructions.
+    """
+    if INTERPRETED.value or device.type != "cuda" or torch.version.hip is not None:
+        return PLAIN, False
+    has_e4m3 = torch.cuda.get_device_capability(device) >= (8, 9)
+    return PTX_SM89 if has_e4m3 else PTX, has_e4m3
 
 
 @triton.jit

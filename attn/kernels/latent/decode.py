@@ -24,6 +24,7 @@ from attn.kernels.dense.tile import (
     scores_of,
     store_state,
 )
+from attn.kernels.lang.constants import LOG2E
 from attn.kernels.lang.stored import E4M3, plane_of
 from attn.kernels.latent.states import (
     close_segment,
@@ -40,7 +41,6 @@ from builders.splitkv.record import (
 )
 
 _SHARE_FIELDS = tl.constexpr(SHARE_FIELDS)
-_LOG2E = tl.constexpr(1.4426950408889634)
 _E4M3 = tl.constexpr(E4M3)
 _TO_BF16 = tl.constexpr(2.0**120)
 
@@ -293,7 +293,7 @@ def mla_decode_kernel(
             factor = 1.0
             if KIND > 0:
                 factor = tl.load(scale_ptr)
-            logits_scale = scale * factor * _LOG2E
+            logits_scale = scale * factor * LOG2E
             query = first + row // TILE_HEADS
             limit = tl.minimum(query, kv_len - 1)
             table = table_ptr + req.to(tl.int64) * table_row

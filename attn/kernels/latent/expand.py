@@ -16,9 +16,7 @@ from attn.kernels.dense.tile import dot
 from attn.kernels.lang.numerics import INTERPRETED, decode_e4m3, round_to, to_float32
 from builders.latent.prefill import PagedRows
 from builders.launch.call import KernelCall
-from builders.splitkv.tiles import (
-    power_of_two,
-)
+from specs.base import power_of_two
 
 _VARYING = ["num_rows", "span", "table_row"]
 _ANYWHERE = ["table_ptr", "start_ptr", "lens_ptr", "packed_ptr", "scale_ptr"]

@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton.language as tl
 
-from attn.kernels.dense import launcher as dense
 from attn.kernels.dense.checks import check_reach
 from attn.kernels.dense.tensors import DenseLayer, DenseTensors
 from attn.kernels.lang.numerics import INTERPRETED
-from attn.kernels.lang.stored import E4M3, NATIVE
+from attn.kernels.lang.stored import E4M3, NATIVE, decode_form
 from attn.kernels.latent.decode import mla_decode_kernel
 from builders.dense.record import TritonAttentionMetadata
 from builders.launch.call import KernelCall
 from builders.launch.launcher import Launch, Launcher
 from builders.launch.variants import Variants
 from builders.splitkv.record import PLAN_POINTERS, SPARE_STATES, SplitPlan, latent_states
-from builders.splitkv.tiles import power_of_two
+from specs.base import power_of_two
 from specs.dtypes import CacheDType
 from specs.layouts import KVViews
 
@@ -195,7 +194,7 @@ class LatentLauncher:
         is_wrong = INTERPRETED.value and query.dtype == torch.bfloat16
         used, rope_used = layer.rank // planes, layer.rope_size // planes
         starts = (rows.data_ptr() // rows.element_size() for rows in (latent, rope))
-        decode, _ = dense.decode_form(query.device)
+        decode, _ = decode_form(query.device)
         return {
             "query_token": query.stride(0),
             "query_head": query.stride(1),

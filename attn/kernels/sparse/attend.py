@@ -14,94 +14,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attn.kernels.dense.query_rows import load_query, load_state, write_rows
 from attn.kernels.dense.tile import dot, fold, scores_of, store_state
-from attn.kernels.lang.numerics import INTERPRETED, decode_e4m3, saturate_to, to_float32
+from attn.kernels.lang.constants import LOG2E
+from attn.kernels.lang.numerics import saturate_to, to_float32
 from attn.kernels.lang.stored import E4M3
+from attn.kernels.sparse.listed_rows import elements_of, listed_ids, row_offsets, weights_of
 
 _E4M3 = tl.constexpr(E4M3)
-_LOG2E = tl.constexpr(1.4426950408889634)
 _BLOCK = tl.constexpr(128)
-
-SPREAD = (
-    " prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424;"
-    " shr.u32 d, a, 4; and.b32 d, d, 0x07F007F0; and.b32 a, a, 0x80008000; or.b32 a, a, d;"
-    " shr.u32 d, b, 4; and.b32 d, d, 0x07F007F0; and.b32 b, b, 0x80008000; or.b32 b, b, d;"
-)
-"""PTX: four e4m3 in $2 to pairs of bf16 in a and b, by way of d: the same bits, three exponent bits
-further right, are 2^-120 times as much."""
-# Times the factors in $3 and $4, exactly where these are powers of two.
-_TO_BF16 = tl.constexpr(
-    "{ .reg .b32 a, b, c, d, z; mov.b32 z, 0x80008000; mov.b32 c, 0x7B807B80;"
-    + SPREAD
-    + " fma.rn.bf16x2 a, a, c, z; fma.rn.bf16x2 b, b, c, z;"
-    " fma.rn.bf16x2 $0, a, $3, z; fma.rn.bf16x2 $1, b, $4, z; }"
-)
-_TO_BF16_PLAIN = tl.constexpr(
-    "{ .reg .b32 a, b, c, d, z; mov.b32 z, 0x80008000; mov.b32 c, 0x7B807B80;"
-    + SPREAD
-    + " fma.rn.bf16x2 $0, a, c, z; fma.rn.bf16x2 $1, b, c, z; }"
-)
-
-
-@triton.jit
-def _row_offsets(ids, block, stride, BLOCK_SIZE: tl.constexpr):
-    """int64 offset of listed rows in units of the row's alignment; that of -1 is not to be read."""
-    if BLOCK_SIZE == 1:
-        offset = ids.to(tl.int64) * stride
-    else:
-        slot = tl.maximum(ids, 0)
-        offset = (slot // BLOCK_SIZE).to(tl.int64) * block
-        offset += (slot % BLOCK_SIZE).to(tl.int64) * stride
-    return offset
-
-
-@triton.jit
-def _listed(ids_ptr, tile, length, KV_TILE: tl.constexpr):
-    """Listed rows of one step, -1 from ``length`` on, which is not looked at."""
-    at = tile * KV_TILE + tl.arange(0, KV_TILE)
-    return tl.load(ids_ptr + at, mask=at < length, other=-1)
-
-
-@triton.jit
-def _elements(stored, factors, KIND: tl.constexpr, SCALED: tl.constexpr, COMPUTE: tl.constexpr,
-              HARDWARE_E4M3: tl.constexpr):  # fmt: skip
-    """Stored elements ``[KV, WIDTH]`` in the type of the products; SCALED: times ``[KV, BLOCKS]``,
-    each for as many of them.
-    """
-    KV: tl.constexpr = stored.shape[0]
-    WIDTH: tl.constexpr = stored.shape[1]
-    if KIND == 0:
-        elements = stored.to(COMPUTE)
-    elif tl.bfloat16 == COMPUTE and not INTERPRETED:
-        if SCALED:
-            narrow = factors.to(tl.bfloat16)
-            BLOCKS: tl.constexpr = factors.shape[1]
-            wide = tl.broadcast_to(narrow[:, :, None], [KV, BLOCKS, WIDTH // BLOCKS])
-            wide = tl.reshape(wide, [KV, WIDTH])
-            elements = tl.inline_asm_elementwise(
-                _TO_BF16, "=r,=r,r,r,r", [stored, wide], dtype=tl.bfloat16, is_pure=True, pack=4
-            )
-        else:
-            elements = tl.inline_asm_elementwise(
-                _TO_BF16_PLAIN, "=r,=r,r", [stored], dtype=tl.bfloat16, is_pure=True, pack=4
-            )
-    else:
-        real = decode_e4m3(stored, HARDWARE_E4M3).to(tl.float32)
-        if SCALED:
-            blocks = tl.reshape(real, [KV, factors.shape[1], WIDTH // factors.shape[1]])
-            real = tl.reshape(blocks * factors[:, :, None], [KV, WIDTH])
-        elements = saturate_to(real, COMPUTE)
-    return elements
-
-
-@triton.jit
-def _weights_of(scores, m, there, scale):
-    """New maxima, what to multiply old sums by, and weights, of ``[ROWS, KV]`` scores."""
-    scores = tl.where(there[None, :], scores, float("-inf"))
-    top = tl.maximum(m, tl.max(scores, 1) * scale)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    # Explicit fma: left to the compiler, two launches could contract differently.
-    weights = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + scale, -base[:, None]))
-    return top, tl.exp2(m - base), weights
 
 
 @triton.jit
@@ -113,7 +32,7 @@ def _latent_of(
 
     Zeros in place of rows that are not there: a weight of zero does not undo NaN.
     """
-    offset = _row_offsets(ids, block, stride, BLOCK_SIZE) * LATENT_UNIT
+    offset = row_offsets(ids, block, stride, BLOCK_SIZE) * LATENT_UNIT
     column = tl.arange(0, WIDTH)
     there = (ids >= 0)[:, None]
     return tl.load(latent_ptr + (offset[:, None] + column[None, :]), mask=there, other=0)
@@ -133,7 +52,7 @@ def _attend_listed(
     """
     IEEE: tl.constexpr = tl.float32 == COMPUTE
     there = ids >= 0
-    offset = _row_offsets(ids, block, stride, BLOCK_SIZE)
+    offset = row_offsets(ids, block, stride, BLOCK_SIZE)
     rotary = tl.arange(0, ROPE)
     if not HOLDS_NEXT:
         latent = _latent_of(ids, latent_ptr, block, stride, BLOCK_SIZE, LATENT_UNIT, WIDTH)
@@ -147,9 +66,9 @@ def _attend_listed(
             scales_ptr + ((offset * SCALE_UNIT)[:, None] + part[None, :]),
             mask=there[:, None], other=0,
         )  # fmt: skip
-    k = _elements(latent, factors, KIND, SCALED, COMPUTE, HARDWARE_E4M3)
+    k = elements_of(latent, factors, KIND, SCALED, COMPUTE, HARDWARE_E4M3)
     if KIND == 0 or not SCALED:
-        p = _elements(rope, 0.0, KIND, False, COMPUTE, HARDWARE_E4M3)
+        p = elements_of(rope, 0.0, KIND, False, COMPUTE, HARDWARE_E4M3)
     elif tl.bfloat16 == COMPUTE:
         p = rope
     else:
@@ -160,7 +79,7 @@ def _attend_listed(
     if HOLDS_NEXT:
         # Asked for once this step's are no longer in registers, and not earlier.
         latent = _latent_of(ahead, latent_ptr, block, stride, BLOCK_SIZE, LATENT_UNIT, WIDTH)
-    top, alpha, weights = _weights_of(scores, m, there, scale)
+    top, alpha, weights = weights_of(scores, m, there, scale)
     l = tl.fma(l, alpha, tl.sum(weights, 1))
     weights = weights.to(COMPUTE)
     acc = dot(weights, k, acc * alpha[:, None], IEEE)
@@ -270,7 +189,7 @@ def sparse_mla_kernel(
         factor = 1.0
         if factor_ptr is not None:
             factor = tl.load(factor_ptr)
-        logits_scale = scale * factor * _LOG2E
+        logits_scale = scale * factor * LOG2E
         mine = ids_ptr + token * ids_row
         m = tl.full([ROWS], float("-inf"), tl.float32)
         l = tl.zeros([ROWS], tl.float32)
@@ -279,8 +198,8 @@ def sparse_mla_kernel(
         L = l
         A = acc
         slot = pid * SEGMENTS
-        ids = _listed(mine, low, length, KV_TILE)
-        ahead = _listed(mine, low + 1, length, KV_TILE)
+        ids = listed_ids(mine, low, length, KV_TILE)
+        ahead = listed_ids(mine, low + 1, length, KV_TILE)
         latent = 0
         if HOLDS_NEXT:
             latent = _latent_of(
@@ -288,7 +207,7 @@ def sparse_mla_kernel(
             )
         for tile in tl.range(low, high, num_stages=STAGES, disable_licm=True):
             if not CARRIES_IDS:
-                ids = _listed(mine, tile, length, KV_TILE)
+                ids = listed_ids(mine, tile, length, KV_TILE)
             m, l, acc, held = _attend_listed(
                 m, l, acc, ids, ahead, latent, q, r, logits_scale, latent_ptr, rope_ptr,
                 scales_ptr, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE, LATENT_UNIT, ROPE_UNIT, SCALE_UNIT,
@@ -299,7 +218,7 @@ def sparse_mla_kernel(
             if CARRIES_IDS:
                 # Triton does not pipeline a loop that merely hands a value on.
                 ids = tl.maximum(ahead, -1)
-                ahead = _listed(mine, tile + 2, length, KV_TILE)
+                ahead = listed_ids(mine, tile + 2, length, KV_TILE)
             if FOLDS and SPAN > 1:
                 if ((tile + 1) % TILES == 0) | (tile + 1 == high):
                     if WHOLE:

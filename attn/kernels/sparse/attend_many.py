@@ -14,11 +14,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from attn.kernels.dense.query_rows import load_query, write_rows
-from attn.kernels.dense.tile import _halves, dot, scores_of, store_state
+from attn.kernels.dense.tile import dot, halves_of, scores_of, store_state
+from attn.kernels.lang.constants import LOG2E
 from attn.kernels.lang.numerics import INTERPRETED, saturate_to, to_float32
-from attn.kernels.sparse.attend import SPREAD, _elements, _listed, _row_offsets, _weights_of
+from attn.kernels.sparse.listed_rows import SPREAD, elements_of, listed_ids, row_offsets, weights_of
 
-_LOG2E = tl.constexpr(1.4426950408889634)
 _BLOCK = tl.constexpr(128)
 _LINE = tl.constexpr(128)
 """Bytes of a line of the L2 cache."""
@@ -35,7 +35,7 @@ _TO_SHRUNK = tl.constexpr(
 
 @triton.jit
 def _listed_whole(ids_ptr, tile, high, length, HAS_LENS: tl.constexpr, KV_TILE: tl.constexpr):
-    """As :func:`_listed` where lists are whole steps, of the last step before ``high`` for those
+    """As :func:`listed_ids` where lists are whole steps, of the last step before ``high`` for those
     behind it: no entry needs a test of its own.
     """
     first = tl.minimum(tile, high - 1) * KV_TILE
@@ -60,7 +60,7 @@ def _entries(ids_ptr, tile, high, length, WHOLE_STEPS: tl.constexpr, HAS_LENS: t
     if WHOLE_STEPS:
         ids = _listed_whole(ids_ptr, tile, high, length, HAS_LENS, KV_TILE)
     else:
-        ids = _listed(ids_ptr, tile, length, KV_TILE)
+        ids = listed_ids(ids_ptr, tile, length, KV_TILE)
     return ids
 
 
@@ -71,7 +71,7 @@ def _ask_for(ids, latent_ptr, BLOCK_SIZE: tl.constexpr, BLOCK_UNITS: tl.constexp
     """Ask for listed rows into the L2 cache, line by line."""
     ELEMENT: tl.constexpr = latent_ptr.dtype.element_ty.primitive_bitwidth // 8
     LINES: tl.constexpr = triton.next_power_of_2(ROW_BYTES // _LINE + 1)
-    offset = _row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * LATENT_UNIT
+    offset = row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * LATENT_UNIT
     line = tl.arange(0, LINES) * (_LINE // ELEMENT)
     at = (latent_ptr + line)[None, :] + offset[:, None]
     wanted = (ids >= 0)[:, None] & (line < ROW_BYTES // ELEMENT)[None, :]
@@ -99,7 +99,7 @@ def _keys_of(stored, factors, KIND: tl.constexpr, SCALED: tl.constexpr, COMPUTE:
             is_pure=True, pack=4,
         )  # fmt: skip
     else:
-        elements = _elements(stored, factors, KIND, SCALED, COMPUTE, HARDWARE_E4M3)
+        elements = elements_of(stored, factors, KIND, SCALED, COMPUTE, HARDWARE_E4M3)
     return elements
 
 
@@ -115,7 +115,7 @@ def _attend_step(
     IEEE: tl.constexpr = tl.float32 == COMPUTE
     HALF: tl.constexpr = q0.shape[1]
     there = ids >= 0
-    offset = _row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE)
+    offset = row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE)
     column = tl.arange(0, HALF)
     rotary = tl.arange(0, ROPE)
     # Zeros in place of rows that are not there: a weight of zero does not undo NaN.
@@ -132,11 +132,11 @@ def _attend_step(
         f0 = tl.load(at, mask=there[:, None], other=0)
         f1 = f0
         if HALF >= _BLOCK:
-            f0, f1 = _halves(f0)
+            f0, f1 = halves_of(f0)
     k0 = _keys_of(left, f0, KIND, SCALED, COMPUTE, HARDWARE_E4M3, SHRINKS)
     k1 = _keys_of(right, f1, KIND, SCALED, COMPUTE, HARDWARE_E4M3, SHRINKS)
     if KIND == 0 or not SCALED:
-        p = _elements(rope, 0.0, KIND, False, COMPUTE, HARDWARE_E4M3)
+        p = elements_of(rope, 0.0, KIND, False, COMPUTE, HARDWARE_E4M3)
     elif tl.bfloat16 == COMPUTE:
         p = rope
     else:
@@ -152,7 +152,7 @@ def _attend_step(
     alpha = m
     weights = scores
     if steps > 0:
-        top, alpha, weights = _weights_of(scores, m, there, scale)
+        top, alpha, weights = weights_of(scores, m, there, scale)
     # By thread: no warp asks another one before the end.
     parts = tl.reshape(weights, [weights.shape[0], 2, weights.shape[1] // 16, 4, 2])
     l = tl.fma(l, tl.zeros_like(l) + alpha[:, None, None], tl.sum(tl.sum(parts, 4), 2))
@@ -258,7 +258,7 @@ def sparse_mla_many_kernel(
         r = load_query(rotary_ptr, offset, wanted, 0, ROPE, ROPE, ROPE, 0).to(COMPUTE)
         if factor_ptr is not None:
             factor = tl.load(factor_ptr)
-        logits_scale = scale * factor * _LOG2E
+        logits_scale = scale * factor * LOG2E
         l = tl.zeros([ROWS, 2, 4], tl.float32)
         ahead = _entries(mine, low + 1, high, length, WHOLE_STEPS, HAS_LENS, KV_TILE)
         for tile in tl.range(low, high, num_stages=STAGES, disable_licm=True):

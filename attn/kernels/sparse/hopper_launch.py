@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,6 +11,7 @@ from attn.kernels.lang.memory import alignment
 from attn.kernels.sparse.hopper_narrow.consumer import NATIVE, RAW, SCALED
 from attn.kernels.sparse.hopper_narrow.kernel import hopper_narrow_sparse_kernel
 from attn.kernels.sparse.hopper_wide.kernel import hopper_sparse_kernel
+from attn.kernels.sparse.layer import SparseLayer, SparseTensors
 from builders.launch.call import KernelCall
 from builders.sparse.hopper_tiles import hopper_misfit
 from builders.sparse.tiles import HopperSparseTile, NarrowSparseTile, SparseShape, SparseTile
@@ -18,9 +19,6 @@ from specs.devices import DeviceKind
 from specs.dtypes import DType
 from specs.layouts import latent_views
 from specs.rows import LatentFormat, RowFormat
-
-if TYPE_CHECKING:
-    from attn.kernels.sparse.launcher import SparseLayer, SparseTensors
 
 _KINDS = {
     LatentFormat.BF16: NATIVE.value,

@@ -45,7 +45,7 @@ def segment_start(segment):
 
 @triton.jit
 def local_len(length, dcp_size, dcp_rank, dcp_interleave):
-    """See :meth:`builders.pages.paging.Stripe.local_len`; scalars or tensors of int32."""
+    """See :meth:`builders.splitkv.stripe.Stripe.local_len`; scalars or tensors of int32."""
     turn = dcp_interleave * dcp_size
     rest = length % turn - dcp_rank * dcp_interleave
     return length // turn * dcp_interleave + tl.minimum(tl.maximum(rest, 0), dcp_interleave)

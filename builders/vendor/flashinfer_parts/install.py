@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -32,12 +32,9 @@ from builders.vendor.flashinfer_parts.calls import StepCall as StepCall
 from builders.vendor.flashinfer_parts.calls import canonical_strides as canonical_strides
 from builders.vendor.flashinfer_parts.calls import numbers_of as numbers_of
 from builders.vendor.flashinfer_parts.calls import stacked_pages as stacked_pages
+from builders.vendor.flashinfer_parts.csr import CsrOnDevice, CsrOnHost, LayerSizes
 from builders.vendor.flashinfer_parts.pinned import PLAN_MEMORY
-from builders.vendor.flashinfer_parts.replan import CsrOnDevice as CsrOnDevice
 from builders.vendor.flashinfer_parts.replan import can_replan, replan
-
-if TYPE_CHECKING:
-    import numpy as np
 
 OLDEST = (0, 6, 14)
 BEFORE = (0, 8, 0)
@@ -49,57 +46,6 @@ LSE_UNIT = math.log(2)
 
 class FlashInferUnavailableError(ImportError):
     """FlashInfer is not there or cannot be used; the message says what to install or choose."""
-
-
-@dataclass(slots=True)
-class CsrOnHost:
-    """Lengths of consecutive requests as ``plan`` reads them: all int32, on the host."""
-
-    qo_indptr: torch.Tensor
-    """``[R + 1]``: rows of the query."""
-    kv_indptr: torch.Tensor
-    """``[R + 1]``: pages."""
-    last_page_len: torch.Tensor
-    """``[R]``: tokens in the last page; 0 without pages."""
-    kv_lens: torch.Tensor
-    """``[R]``: tokens in all pages."""
-    num_tokens: int
-    """Rows of the query."""
-    num_pages: int
-
-    @property
-    def query_lens(self) -> np.ndarray:
-        """``[R]``."""
-        starts = self.qo_indptr.numpy()
-        lens: np.ndarray = starts[1:] - starts[:-1]
-        return lens
-
-    @property
-    def max_query_len(self) -> int:
-        """0 without requests."""
-        lens = self.query_lens
-        return int(lens.max()) if lens.size else 0
-
-    @property
-    def max_kv_len(self) -> int:
-        """0 without requests."""
-        lens = self.kv_lens.numpy()
-        return int(lens.max()) if lens.size else 0
-
-
-@dataclass(frozen=True)
-class LayerSizes:
-    """What ``plan`` asks about a layer."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    page_size: int
-    query_dtype: torch.dtype
-    kv_dtype: torch.dtype
-    sliding_window: int | None
-    """Visible keys, the token's own included."""
-    logits_soft_cap: float | None
 
 
 @dataclass(frozen=True)

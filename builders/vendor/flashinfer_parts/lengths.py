@@ -10,7 +10,7 @@ import torch
 from builders.batch import CommonAttentionMetadata
 from builders.checks.step_limits import check_common_prefix
 from builders.vendor.flashinfer_parts.choice import NAME
-from builders.vendor.flashinfer_parts.install import CsrOnHost
+from builders.vendor.flashinfer_parts.csr import CsrOnHost
 from specs.base import cdiv
 
 if TYPE_CHECKING:

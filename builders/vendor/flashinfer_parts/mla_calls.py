@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from builders.vendor.flashinfer_parts.calls import RECENT, numbers_of
-from builders.vendor.flashinfer_parts.install import CsrOnHost, checked_modules, complete
+from builders.vendor.flashinfer_parts.csr import CsrOnHost
+from builders.vendor.flashinfer_parts.install import checked_modules, complete
 from builders.vendor.flashinfer_parts.pinned import PLAN_MEMORY
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from builders.splitkv.tiles import power_of_two
 from builders.vendor.flashinfer_parts.choice import WrapperKernel, mixed_dtypes_reason
-from specs.base import cdiv
+from specs.base import cdiv, power_of_two
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType
 from specs.engine import EngineConfig

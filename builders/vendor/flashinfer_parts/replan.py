@@ -9,13 +9,9 @@ written. A test compares both, attribute by attribute.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-
-if TYPE_CHECKING:
-    from builders.vendor.flashinfer_parts.install import CsrOnHost, LayerSizes
+from builders.vendor.flashinfer_parts.csr import CsrOnDevice, CsrOnHost, LayerSizes
 
 FA2_ENDS: dict[tuple[int, ...], tuple[int, ...]] = {
     (0, 6, 14): (-1, False, 0),
@@ -23,22 +19,6 @@ FA2_ENDS: dict[tuple[int, ...], tuple[int, ...]] = {
 }
 """By version, the last arguments of fa2's planning: pages of a cut that is fixed (none), whether
 rows stay whole, CTAs of another kernel beside, and tokens of every request (not said)."""
-
-
-@dataclass(frozen=True, slots=True)
-class CsrOnDevice:
-    """Consecutive requests as kernels read them: int32, on the device. A CUDA graph keeps their
-    addresses.
-    """
-
-    qo_indptr: torch.Tensor
-    """``[R + 1]``, from 0."""
-    kv_indptr: torch.Tensor
-    """``[R + 1]``, from 0."""
-    last_page_len: torch.Tensor
-    """``[R]``."""
-    kv_indices: torch.Tensor
-    """``[>= pages]``; of a graph, as many as any of its steps may have."""
 
 
 def can_replan(version: tuple[int, ...], wrapper: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -21,9 +20,8 @@ from attn.kernels.dense.tile import fold, power_of_two_guard
 from attn.kernels.lang.compat import thread_barrier
 from attn.kernels.lang.masks import biased, masked, own_range, reach_of, seen_by_all
 from attn.kernels.lang.opaque import opaque_zero, program_number
+from attn.kernels.lang.packed import e4m3_planes
 from builders.splitkv.device.segments import segment_of, segment_start
-
-_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
@@ -68,16 +66,6 @@ def _row_maximum(x, exchange, KV_TILE: gl.constexpr):
     exchange.store(x)
     # A barrier of the warp group belongs here, and is put here by the compiler.
     return gl.convert_layout(gl.max(exchange.load(EVERYWHERE), 1), gl.SliceLayout(1, SCORES))
-
-
-@gluon.jit
-def _e4m3_planes(words):
-    """fp16 of the elements in the low and in the high byte of words."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 a; .reg .b16 low, high; prmt.b32 a, $2, 0, 0x3120; mov.b32 {low, high}, a; "
-        "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
-        "=r,=r,r", [words], dtype=(gl.float16, gl.float16), is_pure=True, pack=2,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -167,7 +155,7 @@ def _tile(
         values = v_tiles.index(stage).load(gl.DotOperandLayout(1, OUTPUT, 2))
         mbarrier.arrive(empty.index(stage), count=1)
         if E4M3:
-            values, odd_values = _e4m3_planes(values)
+            values, odd_values = e4m3_planes(values)
             odd = mma_v2(left, odd_values, odd * shrink)
         acc = mma_v2(left, values, acc)
     else:

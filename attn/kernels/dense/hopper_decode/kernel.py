@@ -25,8 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from attn.kernels.dense.hopper_decode.consumer import consume
 from attn.kernels.dense.hopper_decode.producer import produce
 from attn.kernels.lang.compat import reinterpret, wait_for_kernels_before
+from attn.kernels.lang.constants import LOG2E
 
-_LOG2E = tl.constexpr(1.4426950408889634)
 _REGISTERS = tl.constexpr(96)
 """Of the producer's thread beside one consumer, who has all that a thread can have anyway."""
 _OF_THREE = tl.constexpr(((224, 56), (232, 40)))
@@ -137,7 +137,7 @@ def hopper_decode_kernel(
     BOXES: gl.constexpr = STAGES * HALVES * (KV_TILE // RUN)
     factor = scale
     if not SOFT_CAP:
-        factor = scale * _LOG2E
+        factor = scale * LOG2E
     # What TMA writes, boxes, and what products read: the same bytes as tiles.
     k_boxes = gl.allocate_shared_memory(STORED, [BOXES, 1, RUN, 1, 64], BOX)
     v_boxes = gl.allocate_shared_memory(STORED, [BOXES, 1, RUN, 1, 64], BOX)

@@ -13,11 +13,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attn.kernels.dense.hopper_prefill.scheduler import is_joint, sum_of_own, told, wide
+from attn.kernels.lang.constants import LOG2E
 from attn.kernels.lang.masks import biased, is_visible, own_range, reach_of, seen_by_all
 from attn.kernels.lang.numerics import encode_e4m3
 from attn.kernels.lang.opaque import opaque_zero
 
-_LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 _OWN = gl.constexpr(55)
 """Bits of a row's number that say which thread has it in a product's result; that of 8 says which
@@ -270,7 +270,7 @@ def _write(
     if not SOFT_CAP:
         m = m * factor
     if SINKS:
-        sink = gl.load(sinks_ptr + head * PACKED + row % PACKED).to(gl.float32) * _LOG2E
+        sink = gl.load(sinks_ptr + head * PACKED + row % PACKED).to(gl.float32) * LOG2E
         top = gl.where(some, gl.maximum(m, sink), m)
         base = gl.where(some, top, 0.0)
         shrink = gl.exp2(m - base)

@@ -15,7 +15,6 @@ may hold anything; the values there are overwritten with zeros, since zero times
 
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -25,9 +24,7 @@ from attn.kernels.dense.hopper_prefill.converter import convert, convert_values
 from attn.kernels.dense.hopper_prefill.producer import produce
 from attn.kernels.dense.hopper_prefill.scheduler import RECORD, is_joint
 from attn.kernels.lang.compat import reinterpret, wait_for_kernels_before
-
-_LOG2E = tl.constexpr(1.4426950408889634)
-
+from attn.kernels.lang.constants import LOG2E
 
 _VARYING = [
     "num_reqs",
@@ -142,7 +139,7 @@ def hopper_prefill_kernel(
     BOXES: gl.constexpr = STAGES * HALVES * (KV_TILE // RUN)
     factor = scale
     if not SOFT_CAP:
-        factor = scale * _LOG2E
+        factor = scale * LOG2E
     # What TMA writes, boxes, and what products read: the same bytes as tiles.
     q_boxes = gl.allocate_shared_memory(
         DTYPE,

@@ -10,8 +10,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-_JOIN = tl.constexpr("mov.b32 $0, {$1, $2};")
-_TWO = tl.constexpr("mov.b32 {$0, $1}, $2;")
+from attn.kernels.lang.packed import JOIN_HALVES, SPLIT_HALVES
 
 
 @gluon.constexpr_function
@@ -62,7 +61,7 @@ def side_by_side(x):
     N: gl.constexpr = x.shape[1]
     low, high = gl.split(gl.reshape(x.to(gl.int16, bitcast=True), [64, N // 2, 2]))
     words = gl.inline_asm_elementwise(
-        _JOIN, "=r,h,h", [low, high], dtype=gl.int32, is_pure=True, pack=1
+        JOIN_HALVES, "=r,h,h", [low, high], dtype=gl.int32, is_pure=True, pack=1
     )
     words = gl.inline_asm_elementwise(
         _QUADS, _QUADS_REGISTERS, [words], dtype=gl.int32, is_pure=True, pack=8
@@ -70,7 +69,7 @@ def side_by_side(x):
     # What was a run of four is now a thread's.
     words = gl.permute(gl.reshape(words, [64, N // 32, 4, 4]), (0, 1, 3, 2))
     low, high = gl.inline_asm_elementwise(
-        _TWO, "=h,=h,r", [gl.reshape(words, [64, N // 2])], dtype=(gl.int16, gl.int16),
+        SPLIT_HALVES, "=h,=h,r", [gl.reshape(words, [64, N // 2])], dtype=(gl.int16, gl.int16),
         is_pure=True, pack=1,
     )  # fmt: skip
     out = gl.reshape(gl.join(low, high), [64, N]).to(x.dtype, bitcast=True)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from attn.kernels.cache.widen import widen_launcher
 from attn.kernels.dense.checks import check_call
 from attn.kernels.dense.hopper_prefill.launch import HopperLauncher
-from attn.kernels.dense.launcher import decode_form
-from attn.kernels.lang.stored import WIDENED
+from attn.kernels.lang.stored import WIDENED, decode_form
 from builders.launch.launcher import Launch, Launcher
 from builders.launch.variants import Variants
 from specs.dtypes import CacheDType

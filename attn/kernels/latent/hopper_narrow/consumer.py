@@ -10,13 +10,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from attn.kernels.dense.hopper_decode.consumer import _e4m3_planes
 from attn.kernels.dense.hopper_decode.finish import finish_part, lender_of, store_state
 from attn.kernels.dense.hopper_decode.parts import FIELDS, part_at, share_at
 from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.dense.query_rows import write_rows
 from attn.kernels.dense.tile import fold, power_of_two_guard
 from attn.kernels.lang.compat import thread_barrier
+from attn.kernels.lang.packed import e4m3_planes
 from builders.splitkv.device.segments import segment_of, segment_start
 
 _WARPS = tl.constexpr(8)
@@ -101,7 +101,7 @@ def _scored(left, keys, scores, E4M3: gl.constexpr):
 def _values(v, HALF: gl.constexpr, RIGHT: gl.constexpr, E4M3: gl.constexpr):
     """A tile's values in the columns of two of the output's parts: see :func:`_joined`."""
     if E4M3:
-        low, high = _e4m3_planes(v.load(RIGHT))
+        low, high = e4m3_planes(v.load(RIGHT))
     else:
         low = v.slice(0, HALF, dim=1).load(RIGHT)
         high = v.slice(HALF, HALF, dim=1).load(RIGHT)

@@ -25,9 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from attn.kernels.dense.hopper_decode.parts import FIELDS, part_at, share_at
 from attn.kernels.dense.hopper_decode.producer import pages_of
 from attn.kernels.lang.compat import async_load, reinterpret, wait_for_kernels_before
+from attn.kernels.lang.constants import LOG2E
 from attn.kernels.latent.hopper_narrow.consumer import consume_narrow
 
-_LOG2E = tl.constexpr(1.4426950408889634)
 _REGISTERS = tl.constexpr(40)
 """Of the producer's thread."""
 
@@ -189,7 +189,7 @@ def hopper_mla_narrow_kernel(
             (consume_narrow, (query_ptr, q_left, q_right, q_rope, k_left, k_right, k_rope, v_left,
                 v_right, left_rows, right_rows, exchange, turned, full, empty, out_ptr, lse_ptr,
                 k_scale_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr, counters_ptr, states_ptr,
-                sums_ptr, scale * _LOG2E, groups, HEADS, HEAD_LOOPS, GROUP, TILE_HEADS,
+                sums_ptr, scale * LOG2E, groups, HEADS, HEAD_LOOPS, GROUP, TILE_HEADS,
                 QUERY_TOKENS, SLOTS, BUNDLES, AREA, SEGMENT_UNIT, KV_TILE, RUN, STAGES,
                 QUERY_TOKEN, QUERY_HEAD, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, FINISH_ROWS, FINISH_WIDTH,
                 LSE, E4M3)),

@@ -26,11 +26,10 @@ from attn.kernels.dense.hopper_prefill.vector_store import side_by_side, store_s
 from attn.kernels.dense.query_rows import write_lse
 from attn.kernels.lang.compat import reinterpret, thread_barrier
 from attn.kernels.lang.opaque import opaque_zero
-from attn.kernels.latent.hopper_wide.parts import BLOCK, cut_at
+from attn.kernels.lang.wgmma import base_of, scaled_rows
+from attn.kernels.latent.hopper_wide.parts import BLOCK, HALF, cut_at, store_part
 
 _TILE = tl.constexpr(128)
-_HALF = tl.constexpr(256)
-"""Columns of the output that a warp group has."""
 
 
 @gluon.jit
@@ -47,18 +46,6 @@ def _clear_tail(rows, z, live, W: gl.constexpr, RUN: gl.constexpr):
         # Before products read them, and TMA overwrites them.
         fence_async_shared()
         thread_barrier()
-
-
-@gluon.jit
-def _base(m):
-    """What weights are relative to: a row may have seen nothing so far."""
-    return gl.where(m == float("-inf"), 0.0, m)
-
-
-@gluon.jit
-def _shrunk(o, by):
-    """Rows of the output times factors."""
-    return o * gl.convert_layout(by, gl.SliceLayout(1, o.type.layout))[:, None]
 
 
 @gluon.jit
@@ -107,8 +94,8 @@ def _take_second(
     """Warp group 0: takes maximum and weights, and asks for these times the second block."""
     mbarrier.wait(ready.index(1), turn & 1)
     top = m_second.load(gl.SliceLayout(1, SCORES))
-    shrink = gl.exp2(m - _base(top))
-    o = _shrunk(o, shrink)
+    shrink = gl.exp2(m - base_of(top))
+    o = scaled_rows(o, shrink)
     _clear_tail(left_rows, z, kv_len - tile * _TILE - BLOCK, 1, RUN)
     return top, l * shrink, warpgroup_mma(p.index(z), left.index(z + 1), o, is_async=True)
 
@@ -136,12 +123,12 @@ def _first_block(
     s = _all_scores(s, z, phase, tile, q, right, full, limit, all_high, 0, SCORES)
     # In units of log 2 and rounded once: differences of maxima are then exact where it counts.
     top = gl.maximum(m, gl.max(s, 1) * factor)
-    base = _base(top)
+    base = base_of(top)
     weights = gl.exp2(s * factor - base[:, None])
     narrow = weights.to(DTYPE)
     _publish(narrow, top, p.index(0), m_first, ready, empty, 0)
     shrink = gl.exp2(m - base)
-    o = _shrunk(o, shrink)
+    o = scaled_rows(o, shrink)
     l = l * shrink + gl.sum(weights, 1)
     _clear_tail(left_rows, z, kv_len - tile * _TILE, 0, RUN)
     operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, OUTPUT, 2))
@@ -160,8 +147,8 @@ def _take_first(
     """Warp group 1: takes maximum and weights, and asks for these times the first block."""
     mbarrier.wait(ready.index(0), turn & 1)
     top = m_first.load(gl.SliceLayout(1, SCORES))
-    shrink = gl.exp2(m - _base(top))
-    o = _shrunk(o, shrink)
+    shrink = gl.exp2(m - base_of(top))
+    o = scaled_rows(o, shrink)
     _clear_tail(right_rows, z, kv_len - tile * _TILE, 0, RUN)
     return top, shrink, warpgroup_mma(p.index(z), right.index(z), o, is_async=True)
 
@@ -193,7 +180,7 @@ def _second_block(
             z, turn, tile, m, o, p, m_first, right, right_rows, ready, kv_len, RUN, SCORES
         )
     top = gl.maximum(first, own)
-    base = _base(top)
+    base = base_of(top)
     # Under the product, unless EARLY.
     weights = gl.exp2(s * factor - base[:, None])
     again = gl.exp2(first - base)
@@ -205,7 +192,7 @@ def _second_block(
     _publish(narrow, top, p.index(0), m_second, ready, empty, 1)
     if not EARLY:
         mbarrier.arrive(empty.index(4), count=1)
-    o = _shrunk(o, again)
+    o = scaled_rows(o, again)
     _clear_tail(right_rows, z, kv_len - tile * _TILE - BLOCK, 1, RUN)
     operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, OUTPUT, 2))
     o = warpgroup_mma(operand, right.index(z + 1), o, is_async=True)
@@ -233,33 +220,14 @@ def _load_queries(
     offset = (token + row // TILE_HEADS).to(gl.int64) * QUERY_TOKEN + head * QUERY_HEAD
     at = query_ptr + offset[:, None] + column[None, :]
     for i in gl.static_range(4):
-        part = gl.load(at + (W * _HALF + i * 64), mask=wanted[:, None], other=0.0)
+        part = gl.load(at + (W * HALF + i * 64), mask=wanted[:, None], other=0.0)
         q_boxes.index(W * 4 + i).store(part)
     if W == 0:
-        q_rope.index(0).store(gl.load(at + 2 * _HALF, mask=wanted[:, None], other=0.0))
+        q_rope.index(0).store(gl.load(at + 2 * HALF, mask=wanted[:, None], other=0.0))
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(loaded, count=1)
     mbarrier.wait(loaded, phase)
-
-
-@gluon.jit
-def _store_part(
-    states_ptr, sums_ptr, slot, m, l, o, zero, W: gl.constexpr, USED: gl.constexpr
-):  # fmt: skip
-    """The state of a part of a row, for
-    :func:`attn.kernels.latent.hopper_wide.fold.fold_cuts_kernel`: the warp group's columns of the
-    output, and from one of them maximum and sum.
-    """
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, o.type.layout)) + zero
-    column = gl.arange(0, _HALF, layout=gl.SliceLayout(0, o.type.layout))
-    mine = row < USED
-    if W == 0:
-        sums = sums_ptr + wide(slot) * (2 * USED)
-        gl.store(sums + row, m, mask=mine)
-        gl.store(sums + USED + row, l, mask=mine)
-    cells = row[:, None] * (2 * _HALF) + (W * _HALF + column)[None, :]
-    gl.store(states_ptr + wide(slot) * (USED * 2 * _HALF) + cells, o, mask=mine[:, None])
 
 
 @gluon.jit
@@ -273,7 +241,7 @@ def consume_latents(
 ):  # fmt: skip
     """All parts that the program takes, in warp group W's columns."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     USED: gl.constexpr = TILE_HEADS * QUERY_TOKENS
     WRITES_LSE: gl.constexpr = LSE and W == 0
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -299,7 +267,7 @@ def consume_latents(
         all_high = gl.minimum(first + 1, kv_len)
         m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         l = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
-        o = gl.zeros([64, _HALF], gl.float32, OUTPUT)
+        o = gl.zeros([64, HALF], gl.float32, OUTPUT)
         if high > begin:
             _load_queries(
                 query_ptr, gl.load(fields + 1), gl.load(fields + 2), in_group, q_boxes, q_rope,
@@ -362,10 +330,10 @@ def consume_latents(
             head = in_group + place % TILE_HEADS
             wanted = (place < count * TILE_HEADS) & (head < GROUP)
             at = (token + place // TILE_HEADS).to(gl.int64) * OUT_TOKEN + head * OUT_HEAD
-            store_side_by_side(out, at, wanted, W * _HALF, out_ptr)
+            store_side_by_side(out, at, wanted, W * HALF, out_ptr)
         else:
             # Of a row that goes on behind the program, and of one that another began.
             slot = 2 * gl.program_id(0) + (begin == 0).to(gl.int32)
-            _store_part(states_ptr, sums_ptr, slot, most, sums, o, opaque_zero(), W, USED)
+            store_part(states_ptr, sums_ptr, slot, most, sums, o, opaque_zero(), W, USED)
         begin = 0
         fields = rows_ptr + wide(((r + 1) // HEAD_LOOPS) * FIELDS)

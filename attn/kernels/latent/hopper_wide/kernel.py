@@ -18,16 +18,14 @@ anything; as values they are overwritten with zeros, since zero times NaN is NaN
 
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from attn.kernels.lang.compat import wait_for_kernels_before
+from attn.kernels.lang.constants import LOG2E
 from attn.kernels.latent.hopper_wide.consumer import consume_latents
 from attn.kernels.latent.hopper_wide.producer import produce_latents
-
-_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @gluon.jit(
@@ -81,7 +79,7 @@ def hopper_mla_kernel(
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     RUNS: gl.constexpr = 64 // RUN
-    factor = scale * _LOG2E
+    factor = scale * LOG2E
     # Registers of warp group 1 and of the producer: the rest is warp group 0's. Triton 3.9 keeps
     # more in warp group 1 where EARLY does not bind it.
     SECOND: gl.constexpr = 224 if EARLY else 248

@@ -13,8 +13,7 @@ from attn.kernels.latent.hopper_wide.kernel import hopper_mla_kernel
 from builders.latent.choice import latent_kernel_of
 from builders.launch.launcher import Launch, Launcher
 from builders.splitkv.record import PLAN_POINTERS, SplitPlan, area_of
-from builders.splitkv.tiles import power_of_two
-from specs.base import cdiv
+from specs.base import cdiv, power_of_two
 from specs.devices import DeviceKind
 from specs.engine import DecodeKernel
 

@@ -1,4 +1,4 @@
-"""The parts of rows that a program of latent attention takes."""
+"""The parts of rows that a program of latent attention takes, and how their states are stored."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attn.kernels.dense.hopper_prefill.scheduler import wide
+
 BLOCK = tl.constexpr(64)
 """Keys of a block, two of which are a tile; rows of a tile too."""
+HALF = tl.constexpr(256)
+"""Columns of the output that a warp group has."""
 
 
 @gluon.jit
@@ -23,3 +27,22 @@ def cut_at(r, mine, fields, begin):
     seen = gl.minimum(first + gl.load(fields + 2), kv_len)
     high = gl.minimum(end, (seen + 2 * BLOCK - 1) // (2 * BLOCK))
     return end, gl.load(fields), kv_len, first, high
+
+
+@gluon.jit
+def store_part(
+    states_ptr, sums_ptr, slot, m, l, o, zero, W: gl.constexpr, USED: gl.constexpr
+):  # fmt: skip
+    """The state of a part of a row, for
+    :func:`attn.kernels.latent.hopper_wide.fold.fold_cuts_kernel`: the warp group's columns of the
+    output, and from one of them maximum and sum.
+    """
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, o.type.layout)) + zero
+    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, o.type.layout))
+    mine = row < USED
+    if W == 0:
+        sums = sums_ptr + wide(slot) * (2 * USED)
+        gl.store(sums + row, m, mask=mine)
+        gl.store(sums + USED + row, l, mask=mine)
+    cells = row[:, None] * (2 * HALF) + (W * HALF + column)[None, :]
+    gl.store(states_ptr + wide(slot) * (USED * 2 * HALF) + cells, o, mask=mine[:, None])

@@ -23,8 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.dense.query_rows import write_rows
 from attn.kernels.lang.compat import reinterpret, thread_barrier
+from attn.kernels.lang.constants import LOG2E
 from attn.kernels.lang.opaque import opaque_zero
-from attn.kernels.latent.hopper_wide.consumer import _base
+from attn.kernels.lang.wgmma import base_of
 from attn.kernels.sparse.hopper_narrow.operands import (
     key_operand,
     key_words,
@@ -39,7 +40,6 @@ from attn.kernels.sparse.hopper_narrow.scores import count_keys, group_scores
 from attn.kernels.sparse.hopper_narrow.shrink import shrunk
 from attn.kernels.sparse.hopper_wide.parts import exp2, units_at
 
-_LOG2E = tl.constexpr(1.4426950408889634)
 STATE_ROWS = tl.constexpr(16)
 """Heads that a part's state has room for."""
 NATIVE, RAW, SCALED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -146,7 +146,7 @@ def _count(s, m, l):
     """Fold a tile's scores into maxima and sums of weights, by thread: no other has to be asked."""
     TILE: gl.constexpr = s.shape[1]
     new = gl.maximum(m, gl.convert_layout(_of_thread(s), m.type.layout))
-    base = _base(new)
+    base = base_of(new)
     x = gl.reshape(s, [16, TILE // 32, 16, 2])
     over = gl.convert_layout(base, gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout)))
     weights = exp2(x - over[:, None, :][:, :, :, None])
@@ -178,7 +178,7 @@ def _attend(s, top, o, nope, scores, logs, KIND: gl.constexpr, DTYPE: gl.constex
         new = gl.where(new > top + _SLACK, new, top)
     else:
         new = gl.maximum(top, new)
-    base = _base(new)
+    base = base_of(new)
     o = shrunk(o, exp2(top - base))
     weights = exp2(seen - base[:, None, :])
     NARROW: gl.constexpr = gl.float16 if E4M3 else DTYPE
@@ -251,7 +251,7 @@ def consume_narrow(
         KEY: gl.constexpr = gl.SliceLayout(1 if E4M3 else 0, PRODUCT)
         mine = ids_ptr + token.to(gl.int64) * wide(ids_row)
         present = entries(mine, low + W * TILE, high, TILE, KEY)
-        logits_scale = scale * factor * _LOG2E
+        logits_scale = scale * factor * LOG2E
         mbarrier.wait(q_full, 0)
         if not E4M3:
             q0 = q.index(0).load(gl.DotOperandLayout(0, PRODUCT, 2))
@@ -284,8 +284,8 @@ def consume_narrow(
         l = gl.permute(l, (1, 0))
     # Each row's over its threads, and values to the same base.
     most = gl.max(m, 1)
-    sums = gl.sum(l * exp2(m - _base(most)[:, None]), 1)
-    grow = exp2(top - _to(_base(most), gl.SliceLayout(0, gl.SliceLayout(1, WEIGHTS)))[None, :])
+    sums = gl.sum(l * exp2(m - base_of(most)[:, None]), 1)
+    grow = exp2(top - _to(base_of(most), gl.SliceLayout(0, gl.SliceLayout(1, WEIGHTS)))[None, :])
     o = o * _to(grow, gl.SliceLayout(1, SUMS))[:, None, :]
     if high > low:
         # Into the second warp group's last tile, or one that never was.
@@ -304,8 +304,8 @@ def consume_narrow(
             mbarrier.wait(done, 0)
             other = ends.index(0).load(most.type.layout)
             both = gl.maximum(most, other)
-            shrink = exp2(most - _base(both))
-            by = exp2(other - _base(both))
+            shrink = exp2(most - base_of(both))
+            by = exp2(other - base_of(both))
             sums = gl.fma(sums, shrink, ends.index(1).load(most.type.layout) * by)
             most = both
             ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, SUMS))

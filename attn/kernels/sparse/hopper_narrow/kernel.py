@@ -19,7 +19,6 @@ from attn.kernels.lang.compat import (
     let_kernels_behind_start,
     wait_for_kernels_before,
 )
-from attn.kernels.sparse.attend import _row_offsets
 from attn.kernels.sparse.hopper_narrow.consumer import (
     NATIVE,
     RAW,
@@ -29,6 +28,7 @@ from attn.kernels.sparse.hopper_narrow.consumer import (
 )
 from attn.kernels.sparse.hopper_narrow.operands import scores_memory, swizzled
 from attn.kernels.sparse.hopper_wide.parts import THREADS, UNIT
+from attn.kernels.sparse.listed_rows import row_offsets
 
 
 @gluon.jit
@@ -74,10 +74,10 @@ def _copy_rows(
         # Asked for two tiles ahead: loads stand in line behind copies.
         next_ids = entries(mine, first + 2 * TILE, high, TILE, ROW)
         next_tail = entries(mine, first + 2 * TILE, high, TILE, TAIL_ROW)
-        offset = _row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (UNIT // 4)
+        offset = row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (UNIT // 4)
         at = latent_ptr + offset[:, None] + column[None, :]
         there = (ids >= 0)[:, None] & (column >= 0)[None, :]
-        offset = _row_offsets(tail_ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (UNIT // 4)
+        offset = row_offsets(tail_ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (UNIT // 4)
         tail_at = latent_ptr + (offset + (WORDS - SKIP))[:, None] + tail_column[None, :]
         tail_there = (tail_ids >= 0)[:, None] & (tail_column >= SKIP)[None, :]
         # A fresh barrier lets parity 1 pass at once.

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attn.kernels.dense.hopper_prefill.vector_store import _TWO
+from attn.kernels.lang.packed import SPLIT_HALVES
 
 # Four e4m3 of one key in $8 and of the next one in $9, as pairs of these in fp16.
 _WOVEN = tl.constexpr(
@@ -149,7 +149,7 @@ def key_operand(words, DTYPE: gl.constexpr, OPERAND: gl.constexpr):
     KEYS: gl.constexpr = words.shape[0]
     N: gl.constexpr = words.shape[1]
     f0, f1 = gl.inline_asm_elementwise(
-        _TWO, "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+        SPLIT_HALVES, "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
     )
     x = gl.join(f0, f1).to(DTYPE, bitcast=True)
     x = gl.permute(gl.reshape(x, [KEYS, N // 16, 4, 2, 2, 2]), (1, 3, 4, 2, 5, 0))

@@ -11,11 +11,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from attn.kernels.dense.hopper_prefill.vector_store import _TWO
-from attn.kernels.latent.hopper_wide.consumer import _base
+from attn.kernels.lang.packed import SPLIT_E4M3, SPLIT_HALVES
+from attn.kernels.lang.wgmma import base_of
 from attn.kernels.sparse.hopper_narrow.operands import row_factors, row_words
 from attn.kernels.sparse.hopper_wide.parts import exp2, log2
-from attn.kernels.sparse.indexer.hopper_logits import _FOUR
 
 
 @gluon.jit
@@ -27,7 +26,7 @@ def _row_operand(words, E4M3: gl.constexpr, DTYPE: gl.constexpr, OPERAND: gl.con
     N: gl.constexpr = words.shape[1]
     if E4M3:
         f0, f1, f2, f3 = gl.inline_asm_elementwise(
-            _FOUR, "=h,=h,=h,=h,r", [words],
+            SPLIT_E4M3, "=h,=h,=h,=h,r", [words],
             dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=1,
         )  # fmt: skip
         x = gl.join(gl.join(f0, f1), gl.join(f2, f3))
@@ -35,7 +34,7 @@ def _row_operand(words, E4M3: gl.constexpr, DTYPE: gl.constexpr, OPERAND: gl.con
         x = gl.reshape(x, [KEYS, N * 4])
     else:
         f0, f1 = gl.inline_asm_elementwise(
-            _TWO, "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+            SPLIT_HALVES, "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
         )
         x = gl.join(f0, f1).to(DTYPE, bitcast=True)
         x = gl.permute(gl.reshape(x, [KEYS, N // 16, 4, 2, 2, 2]), (0, 1, 3, 4, 2, 5))
@@ -131,7 +130,7 @@ def count_keys(s, m, l):
     own = gl.reshape(gl.max(x, 1), [32, ROWS])
     own = gl.convert_layout(own, m.type.layout, assert_trivial=True)
     new = gl.maximum(m, own)
-    base = _base(new)
+    base = base_of(new)
     over = gl.convert_layout(
         gl.reshape(base, [4, 8, ROWS]), gl.SliceLayout(1, x.type.layout), assert_trivial=True
     )

@@ -22,7 +22,8 @@ from attn.kernels.dense.hopper_prefill.vector_store import side_by_side, store_s
 from attn.kernels.dense.query_rows import with_sinks, write_lse
 from attn.kernels.lang.compat import reinterpret, thread_barrier
 from attn.kernels.lang.opaque import opaque_zero
-from attn.kernels.latent.hopper_wide.consumer import _base, _shrunk, _store_part
+from attn.kernels.lang.wgmma import base_of, scaled_rows
+from attn.kernels.latent.hopper_wide.parts import store_part
 from attn.kernels.sparse.hopper_wide.finish import finish_shared
 from attn.kernels.sparse.hopper_wide.parts import BLOCK, HALF, work_at, works_of
 
@@ -98,8 +99,8 @@ def _take_second(
     """Warp group 0: takes maximum and weights, and asks for these times the second block."""
     mbarrier.wait(ready.index(1), turn & 1)
     top = m_second.load(gl.SliceLayout(1, SCORES))
-    shrink = gl.exp2(m - _base(top))
-    o = _shrunk(o, shrink)
+    shrink = gl.exp2(m - base_of(top))
+    o = scaled_rows(o, shrink)
     return top, _times(l, shrink), warpgroup_mma(p.index(z), left.index(z + 1), o, is_async=True)
 
 
@@ -128,12 +129,12 @@ def _first_block(
     s = _all_scores(s, gap, z, phase, q, right, full, 0, WHOLE, 1)
     # In units of log 2 and rounded once: differences of maxima are then exact where it counts.
     top = gl.maximum(m, gl.max(s, 1) * factor)
-    base = _base(top)
+    base = base_of(top)
     weights = gl.exp2(s * factor - base[:, None])
     narrow = weights.to(DTYPE)
     _publish(narrow, top, is_last, p.index(0), m_first, ready, empty, q_empty, 0)
     shrink = gl.exp2(m - base)
-    o = _shrunk(o, shrink)
+    o = scaled_rows(o, shrink)
     l = _times(l, shrink) + sum_of_own(weights)
     operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, OUTPUT, 2))
     o = warpgroup_mma(operand, left.index(z), o, is_async=True)
@@ -150,8 +151,8 @@ def _take_first(
     """Warp group 1: takes maximum and weights, and asks for these times the first block."""
     mbarrier.wait(ready.index(0), turn & 1)
     top = m_first.load(gl.SliceLayout(1, SCORES))
-    shrink = gl.exp2(m - _base(top))
-    o = _shrunk(o, shrink)
+    shrink = gl.exp2(m - base_of(top))
+    o = scaled_rows(o, shrink)
     return top, shrink, warpgroup_mma(p.index(z), right.index(z), o, is_async=True)
 
 
@@ -181,7 +182,7 @@ def _second_block(
     if not EARLY:
         first, shrink, o = _take_first(z, turn, m, o, p, m_first, right, ready, SCORES)
     top = gl.maximum(first, own)
-    base = _base(top)
+    base = base_of(top)
     # Under the product, unless EARLY.
     weights = gl.exp2(s * factor - base[:, None])
     again = gl.exp2(first - base)
@@ -193,7 +194,7 @@ def _second_block(
     _publish(narrow, top, is_last, p.index(0), m_second, ready, empty, q_empty, 1)
     if not EARLY:
         mbarrier.arrive(empty.index(4), count=1)
-    o = _shrunk(o, again)
+    o = scaled_rows(o, again)
     operand = gl.convert_layout(narrow, gl.DotOperandLayout(0, OUTPUT, 2))
     o = warpgroup_mma(operand, right.index(z + 1), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])
@@ -285,7 +286,7 @@ def consume_listed(
         if PARTS > 1:
             if high > low:
                 slot = (token * HEAD_TILES + head_tile) * PARTS + part
-                _store_part(states_ptr, sums_ptr, slot, most, sums, o, opaque_zero(), W, BLOCK)
+                store_part(states_ptr, sums_ptr, slot, most, sums, o, opaque_zero(), W, BLOCK)
         elif writes:
             place = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT)) + opaque_zero()
             head = head_tile * BLOCK + place

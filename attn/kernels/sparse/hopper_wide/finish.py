@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from attn.kernels.lang.compat import thread_barrier
 from attn.kernels.lang.opaque import opaque_zero
-from attn.kernels.latent.hopper_wide.consumer import _base
+from attn.kernels.lang.wgmma import base_of
 from attn.kernels.sparse.hopper_wide.parts import BLOCK, HALF
 
 # Products with a rounding of their own are not contracted.
@@ -75,7 +75,7 @@ def finish_shared(slot, is_later, m, l, o, states_ptr, sums_ptr, counters_ptr, W
         m_other = gl.load(maxima, cache_modifier=".cg")
         l_other = gl.load(sums, cache_modifier=".cg")
         top = gl.maximum(m, m_other)
-        base = _base(top)
+        base = base_of(top)
         own = gl.exp2(m - base)
         others = gl.exp2(m_other - base)
         m = top

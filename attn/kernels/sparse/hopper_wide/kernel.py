@@ -11,17 +11,15 @@ stores.
 
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from attn.kernels.lang.constants import LOG2E
 from attn.kernels.sparse.hopper_wide.consumer import consume_listed
 from attn.kernels.sparse.hopper_wide.parts import THREADS
 from attn.kernels.sparse.hopper_wide.producer import produce_listed
 from attn.kernels.sparse.hopper_wide.widen import STORED_BLOCKS
-
-_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @gluon.jit(
@@ -139,13 +137,13 @@ def hopper_sparse_kernel(
             (consume_listed, (q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, gaps, p,
                 m_first, m_second, sums_of, full, empty, ready, q_full.index(0), q_empty.index(0),
                 out_ptr, lse_ptr, sinks_ptr, lens_ptr, states_ptr, sums_ptr, counters_ptr,
-                scale * _LOG2E, topk, total, 0, HEADS, HEAD_TILES, SEGMENT, PARTS, DTYPE,
+                scale * LOG2E, topk, total, 0, HEADS, HEAD_TILES, SEGMENT, PARTS, DTYPE,
                 OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, BALANCED, EARLY, SCALED, SINKS,
                 LSE)),
             (consume_listed, (q_boxes, q_rope, left_boxes, right_boxes, rope_boxes, gaps, p,
                 m_first, m_second, sums_of, full, empty, ready, q_full.index(0), q_empty.index(0),
                 out_ptr, lse_ptr, sinks_ptr, lens_ptr, states_ptr, sums_ptr, counters_ptr,
-                scale * _LOG2E, topk, total, 1, HEADS, HEAD_TILES, SEGMENT, PARTS, DTYPE,
+                scale * LOG2E, topk, total, 1, HEADS, HEAD_TILES, SEGMENT, PARTS, DTYPE,
                 OUT_TOKEN, OUT_HEAD, LSE_TOKEN, HAS_LENS, BALANCED, EARLY, SCALED, SINKS,
                 LSE)),
             (produce_listed, (query_ptr, rotary_ptr, latent_ptr, ids_ptr, lens_ptr, q_boxes, q_rope,

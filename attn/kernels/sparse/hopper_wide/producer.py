@@ -12,7 +12,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.lang.compat import arrive_behind_gathers, async_gather, reinterpret
-from attn.kernels.sparse.attend import _row_offsets
 from attn.kernels.sparse.hopper_wide.parts import (
     BLOCK,
     HALF,
@@ -23,6 +22,7 @@ from attn.kernels.sparse.hopper_wide.parts import (
     works_of,
 )
 from attn.kernels.sparse.hopper_wide.widen import begin_rows, widen_rows
+from attn.kernels.sparse.listed_rows import row_offsets
 
 
 @gluon.jit
@@ -88,7 +88,7 @@ def _copy_rows(
     for tile in range(low, high):
         for b in gl.static_range(2):
             ids = ahead
-            offset = _row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE)
+            offset = row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE)
             rows = latent_ptr + offset * (UNIT // 2)
             _gather_rope(ids, rows, turn, gaps, full, empty, rope, ROPE_AT, b, LAYOUT)
             # Behind a wait, and ahead of most copies: a use of the list before stands behind all

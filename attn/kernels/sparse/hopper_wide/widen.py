@@ -13,8 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from attn.kernels.lang.compat import async_copy, async_gather, reinterpret, thread_barrier
-from attn.kernels.sparse.attend import _TO_BF16, _row_offsets
 from attn.kernels.sparse.hopper_wide.parts import HALF, UNIT, listed
+from attn.kernels.sparse.listed_rows import E4M3_TO_BF16, row_offsets
 
 STORED_BLOCKS = tl.constexpr(3)
 """Blocks that are held as they are stored: one that is widened, two that are under way."""
@@ -22,7 +22,7 @@ _AHEAD = tl.constexpr(STORED_BLOCKS.value - 1)
 _COPY = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 _COPIED = gl.constexpr(gl.SliceLayout(1, _COPY.value))
 # Two factors of four elements of one block are the same.
-_SCALED = tl.constexpr(_TO_BF16.value.replace("$4", "$3"))
+_SCALED = tl.constexpr(E4M3_TO_BF16.value.replace("$4", "$3"))
 _PAIR = tl.constexpr("cvt.rn.bf16x2.f32 $0, $1, $1;")
 
 
@@ -139,7 +139,7 @@ def begin_rows(
     for i in gl.static_range(_AHEAD):
         place = (count + i) % STORED_BLOCKS
         ids = (ids0, ids1)[i]
-        rows = words_ptr + _row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (UNIT // 4)
+        rows = words_ptr + row_offsets(ids, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (UNIT // 4)
         _copy_words(ids, rows, stored[0].index(place), 0, _COPY)
         _copy_rest(ids, rows, stored, place, ROPE_AT, SCALES_AT, _COPY)
     return ids0, ids1, ids2, ids3, ids4
@@ -169,7 +169,7 @@ def widen_rows(
         for b in gl.static_range(2):
             first = tile * (2 * KEYS) + b * KEYS
             place = (count + _AHEAD) % STORED_BLOCKS
-            rows = words_ptr + _row_offsets(ids2, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (UNIT // 4)
+            rows = words_ptr + row_offsets(ids2, BLOCK_UNITS, ROW_UNITS, BLOCK_SIZE) * (UNIT // 4)
             _copy_words(ids2, rows, stored[0].index(place), 0, _COPY)
             f0, f1, f2, f3 = _load_scales(
                 stored[3].index(count % STORED_BLOCKS), gl.SliceLayout(1, WORDS)

@@ -17,12 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attn.kernels.lang.compat import thread_barrier
-
-# Four bytes of e4m3 as four numbers of fp16.
-_FOUR = gl.constexpr(
-    "{ .reg .b16 x, y; .reg .b32 a, b; mov.b32 {x, y}, $4; cvt.rn.f16x2.e4m3x2 a, x;"
-    " cvt.rn.f16x2.e4m3x2 b, y; mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; }"
-)
+from attn.kernels.lang.packed import SPLIT_E4M3
 
 
 @gluon.constexpr_function
@@ -47,7 +42,7 @@ def _as_operand(words, ROWS: gl.constexpr, MOVES_ROWS: gl.constexpr):
     32 h + 8 w + g is row 16 w + 8 h + g of the product.
     """
     f0, f1, f2, f3 = gl.inline_asm_elementwise(
-        _FOUR, "=h,=h,=h,=h,r", [words],
+        SPLIT_E4M3, "=h,=h,=h,=h,r", [words],
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=1,
     )  # fmt: skip
     x = gl.join(gl.join(f0, f1), gl.join(f2, f3))

@@ -1,4 +1,7 @@
-"""What TRITON_ATTN's kernels take of head sizes, types and block sizes."""
+"""Head sizes, types and block sizes that the library's own kernels over keys and values take.
+
+Attention and cache writes have the same limits, so that a cache that is written is also read.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,8 @@
+"""Numbers that the kernels of every family use."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+"""log2(e): a natural exponent times it is an exponent of 2, which GPUs compute."""
