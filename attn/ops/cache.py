@@ -101,18 +101,21 @@ def rope_and_write_kv(
         reference.write_kv(key, value, views, slot_mapping, k_scale, v_scale, cache_dtype)
         return
     from attn.kernels.cache.write import rope_and_write_kv_call
+    from builders.launch.launcher import launch
 
-    rope_and_write_kv_call(
-        query,
-        key,
-        value,
-        positions,
-        cos_sin_cache,
-        is_neox,
-        views,
-        slot_mapping,
-        k_scale,
-        v_scale,
-        cache_dtype,
-        hardware_e4m3=converts_float8(key.device),
-    ).launch()
+    launch(
+        rope_and_write_kv_call(
+            query,
+            key,
+            value,
+            positions,
+            cos_sin_cache,
+            is_neox,
+            views,
+            slot_mapping,
+            k_scale,
+            v_scale,
+            cache_dtype,
+            hardware_e4m3=converts_float8(key.device),
+        )
+    )

@@ -28,8 +28,9 @@ def clear_rows(out: torch.Tensor, lse: torch.Tensor, flags: torch.Tensor) -> Non
         lse[: len(flags)].masked_fill_(flags[:, None], float("-inf"))
         return
     from attn.kernels.cache.clear import clear_call
+    from builders.launch.launcher import launch
 
-    clear_call(out, lse, flags).launch()
+    launch(clear_call(out, lse, flags))
 
 
 def clear_tails(

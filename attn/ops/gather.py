@@ -43,9 +43,10 @@ def pack_query(
         return
     if has_kernel(nope):
         from attn.kernels.latent.gather import pack_query_call
+        from builders.launch.launcher import launch
 
         hardware = converts_float8(nope.device)
-        pack_query_call(nope, rope, index, scale, out, hardware_e4m3=hardware).launch()
+        launch(pack_query_call(nope, rope, index, scale, out, hardware_e4m3=hardware))
         return
     rows = torch.cat([nope, rope], -1)
     if nope.dtype == torch.float8_e4m3fn:
@@ -83,8 +84,9 @@ def unpack_state(
         return
     if has_kernel(padded):
         from attn.kernels.latent.gather import unpack_state_call
+        from builders.launch.launcher import launch
 
-        unpack_state_call(padded, padded_lse, index, flags, scale, out, lse).launch()
+        launch(unpack_state_call(padded, padded_lse, index, flags, scale, out, lse))
         return
     gone = index < 0 if flags is None else (index < 0) | flags
     rows = index.clamp(min=0).long()

@@ -41,9 +41,10 @@ def write_index_keys(k_index: torch.Tensor, kv_cache: torch.Tensor, slots: torch
         reference.write_index_keys(k_index, kv_cache, slots.long())
         return
     from attn.kernels.sparse.indexer.launch import write_keys_call
+    from builders.launch.launcher import launch
 
     hardware = converts_float8(k_index.device)
-    write_keys_call(k_index, kv_cache, slots.contiguous(), hardware_e4m3=hardware).launch()
+    launch(write_keys_call(k_index, kv_cache, slots.contiguous(), hardware_e4m3=hardware))
 
 
 def gather_index_keys(
@@ -75,8 +76,9 @@ def gather_index_keys(
         reference.gather_index_keys(kv_cache, slots, data, scale)
         return
     from attn.kernels.sparse.indexer.launch import gather_keys_call
+    from builders.launch.launcher import launch
 
-    gather_keys_call(kv_cache, slots.contiguous(), data, scale).launch()
+    launch(gather_keys_call(kv_cache, slots.contiguous(), data, scale))
 
 
 def paged_index_logits(
@@ -114,12 +116,15 @@ def paged_index_logits(
         )
         return
     from attn.kernels.sparse.indexer.launch import paged_logits_call
+    from builders.launch.launcher import launch
 
-    paged_logits_call(
-        *(q_index, weights, kv_cache, block_table, requests, kv_lens, logits),
-        tile or _tile_for(q_index),
-        hardware_e4m3=converts_float8(q_index.device),
-    ).launch()
+    launch(
+        paged_logits_call(
+            *(q_index, weights, kv_cache, block_table, requests, kv_lens, logits),
+            tile or _tile_for(q_index),
+            hardware_e4m3=converts_float8(q_index.device),
+        )
+    )
 
 
 def index_launches(
@@ -186,12 +191,15 @@ def ragged_index_logits(
         reference.ragged_index_logits(q_index, weights, data, scale, starts, ends, logits)
         return
     from attn.kernels.sparse.indexer.launch import ragged_logits_call
+    from builders.launch.launcher import launch
 
-    ragged_logits_call(
-        *(q_index, weights, data, scale, starts, ends, logits),
-        tile or IndexTile(),
-        hardware_e4m3=converts_float8(q_index.device),
-    ).launch()
+    launch(
+        ragged_logits_call(
+            *(q_index, weights, data, scale, starts, ends, logits),
+            tile or IndexTile(),
+            hardware_e4m3=converts_float8(q_index.device),
+        )
+    )
 
 
 def select_topk(
@@ -244,8 +252,9 @@ def select_topk(
         reference.select_topk(*given)
         return
     from attn.kernels.sparse.indexer.launch import select_topk_call
+    from builders.launch.launcher import launch
 
-    select_topk_call(*given, tile or IndexTile()).launch()
+    launch(select_topk_call(*given, tile or IndexTile()))
 
 
 def _check_pages(kv_cache: torch.Tensor, width: int) -> None:

@@ -272,15 +272,18 @@ def _launch(
     snap_scales: bool,
 ) -> None:
     from attn.kernels.latent.convert import latent_convert_call
+    from builders.launch.launcher import launch
 
-    latent_convert_call(
-        fields,
-        to_fields,
-        formats,
-        from_slots,
-        to_slots,
-        k_scale,
-        num_rows,
-        snap_scales=snap_scales,
-        hardware_e4m3=converts_float8(k_scale.device),
-    ).launch()
+    launch(
+        latent_convert_call(
+            fields,
+            to_fields,
+            formats,
+            from_slots,
+            to_slots,
+            k_scale,
+            num_rows,
+            snap_scales=snap_scales,
+            hardware_e4m3=converts_float8(k_scale.device),
+        )
+    )

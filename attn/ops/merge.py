@@ -45,16 +45,19 @@ def merge_states(
             output_lse[:count] = lse.float()
         return
     from attn.kernels.cache.merge import merge_call
+    from builders.launch.launcher import launch
 
-    merge_call(
-        outs,
-        lses,
-        output,
-        output_lse=output_lse,
-        output_scale=output_scale,
-        num_tokens=count,
-        hardware_e4m3=converts_float8(outs.device),
-    ).launch()
+    launch(
+        merge_call(
+            outs,
+            lses,
+            output,
+            output_lse=output_lse,
+            output_scale=output_scale,
+            num_tokens=count,
+            hardware_e4m3=converts_float8(outs.device),
+        )
+    )
 
 
 def _check(

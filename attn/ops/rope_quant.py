@@ -65,10 +65,11 @@ def rope_quantize(
     outputs = q_out, k_out, cache, slot_mapping
     if has_kernel(q_nope):
         from attn.kernels.latent.rope_quant import rope_quantize_call
+        from builders.launch.launcher import launch
 
         hardware = converts_float8(q_nope.device)
         scales = q_scale, k_scale
-        rope_quantize_call(*given, scales, *outputs, hardware_e4m3=hardware).launch()
+        launch(rope_quantize_call(*given, scales, *outputs, hardware_e4m3=hardware))
         return
     inside = (positions >= 0) & (positions < len(cos_sin_cache))
 

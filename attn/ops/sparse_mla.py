@@ -94,6 +94,7 @@ def sparse_mla(
     if tile.hopper is not None and twin is not None:
         # Gluon only where it is used.
         from attn.kernels.sparse.hopper_launch import is_aligned
+        from builders.launch.launcher import launch
 
         tile = tile if is_aligned(query, rotary, kv_cache) else twin
     heads, rank = query.shape[1:]
@@ -117,4 +118,4 @@ def sparse_mla(
     )
     hardware = converts_float8(query.device)
     for call in sparse_calls(layer, tile, tensors, hardware_e4m3=hardware):
-        call.launch()
+        launch(call)

@@ -53,11 +53,14 @@ def transform_topk(
         return
     if has_kernel(out):
         from attn.kernels.sparse.topk_transform import topk_transform_call
+        from builders.launch.launcher import launch
 
-        topk_transform_call(
-            *(ids, visible_lens, reqs, kind.value, out),
-            *(block_table, block_size, offsets, slots, counts),
-        ).launch()
+        launch(
+            topk_transform_call(
+                *(ids, visible_lens, reqs, kind.value, out),
+                *(block_table, block_size, offsets, slots, counts),
+            )
+        )
         return
     reference.transform_topk(
         *(ids, visible_lens, reqs, kind, out),

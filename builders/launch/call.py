@@ -76,19 +76,6 @@ class KernelCall:
     few_registers: bool = False
     """Instructions are ordered for few registers where that helps: see :func:`is_by_ptxas_13`."""
 
-    def launch(self) -> None:
-        """Enqueue it on the current stream; an empty grid is nothing to do."""
-        if 0 in self.grid:
-            return
-        calls = collected.get()
-        if calls is not None:
-            calls.append(self)
-            return
-        # Not earlier: builders are importable without Triton.
-        from builders.launch.launcher import launch_call
-
-        launch_call(self)
-
     def launch_through_triton(self) -> Any:
         """Enqueue it by Triton's own launcher.
 

@@ -129,8 +129,9 @@ class Launcher:
         """
         if 0 in grid:
             return
-        if collected.get() is not None:
-            self.call(grid, values).launch()
+        calls = collected.get()
+        if calls is not None:
+            calls.append(self.call(grid, values))
             return
         if self._compiled and not self.kernel.pre_run_hooks and not is_watched():
             for compiled in self._compiled:
@@ -205,17 +206,24 @@ def launcher_of(kernel: Any, **fixed: Any) -> Launcher:
 
 
 _launchers: dict[tuple[Any, ...], Launcher] = {}
-"""Launchers of :func:`launch_call`."""
+"""Launchers of :func:`launch`."""
 
 
-def launch_call(call: KernelCall) -> None:
-    """Enqueue a launch that brings no launcher: by one that is kept for launches like it.
+def launch(call: KernelCall) -> None:
+    """Enqueue a launch that brings no launcher, by one that is kept for launches like it.
 
-    Tensors, descriptors and integers vary, but for constexprs; whatever else is shared.
+    Tensors, descriptors and integers vary from launch to launch, but for constexprs; launches that
+    differ in anything else have launchers of their own.
 
     Args:
-        call: a launch whose grid is not empty.
+        call: the launch; an empty grid is nothing to do.
     """
+    if 0 in call.grid:
+        return
+    calls = collected.get()
+    if calls is not None:
+        calls.append(call)
+        return
     kernel = call.kernel
     if not isinstance(kernel, JITFunction):
         call.launch_through_triton()

@@ -18,6 +18,7 @@ from attn.reference import cache as reference
 from attn.reference.rope import apply_rope
 from attn.testing.batches import POISON_BYTE, is_poison
 from attn.testing.stored_rows import half_ulp
+from builders.launch.launcher import launch
 from specs.dtypes import CacheDType, DType
 from specs.layouts import DenseKVLayout, KVOrder, KVPacking, KVViews
 
@@ -121,16 +122,18 @@ def check_write(
     k_scale, v_scale = layer_scales or scales(shape.heads)
     expected = expected_bytes(shape, key, value, slots.clamp(min=-1), k_scale, v_scale)
     buffer = shape.buffer().to(DEVICE)
-    cache_write.write_kv_call(
-        on_device(key),
-        on_device(value),
-        shape.views(buffer),
-        on_device(slots),
-        on_device(k_scale),
-        on_device(v_scale),
-        shape.cache_dtype,
-        hardware_e4m3=HARDWARE,
-    ).launch()
+    launch(
+        cache_write.write_kv_call(
+            on_device(key),
+            on_device(value),
+            shape.views(buffer),
+            on_device(slots),
+            on_device(k_scale),
+            on_device(v_scale),
+            shape.cache_dtype,
+            hardware_e4m3=HARDWARE,
+        )
+    )
     assert torch.equal(buffer.cpu(), expected)
     return buffer.cpu()
 
@@ -243,7 +246,7 @@ def test_a_nan_stays_one(cache_dtype: CacheDType) -> None:
     buffer = shape.buffer().to(DEVICE)
     views = shape.views(buffer)
     arguments = (key, value, views, torch.tensor(SLOTS), *scales(3), cache_dtype)
-    cache_write.write_kv_call(*map(on_device, arguments), hardware_e4m3=HARDWARE).launch()
+    launch(cache_write.write_kv_call(*map(on_device, arguments), hardware_e4m3=HARDWARE))
     table = torch.arange(N, dtype=torch.int32)
     layer_scales = tuple(map(on_device, scales(3)))
     real = reference.read_kv(views, table, 0, N * P, layer_scales, cache_dtype, torch.float32)
@@ -289,19 +292,21 @@ def check_rope(
     query, key = fused[:, :4], fused[:, 4 : 4 + shape.heads]
     value = shape.rows(2, shape.size_v or shape.size)
     buffer = shape.buffer().to(DEVICE)
-    cache_write.rope_and_write_kv_call(
-        query,
-        key,
-        on_device(value),
-        torch.tensor(positions, dtype=torch.int64, device=DEVICE),
-        on_device(table),
-        is_neox,
-        shape.views(buffer),
-        torch.tensor(slots, dtype=torch.int64, device=DEVICE),
-        *map(on_device, scales(shape.heads)),
-        shape.cache_dtype,
-        hardware_e4m3=HARDWARE,
-    ).launch()
+    launch(
+        cache_write.rope_and_write_kv_call(
+            query,
+            key,
+            on_device(value),
+            torch.tensor(positions, dtype=torch.int64, device=DEVICE),
+            on_device(table),
+            is_neox,
+            shape.views(buffer),
+            torch.tensor(slots, dtype=torch.int64, device=DEVICE),
+            *map(on_device, scales(shape.heads)),
+            shape.cache_dtype,
+            hardware_e4m3=HARDWARE,
+        )
+    )
     turned = before.clone()
     where = torch.tensor(positions, dtype=torch.int64)[:num_turned]
     heads = 4 + shape.heads
@@ -402,9 +407,11 @@ def test_query_and_key_may_have_different_lengths() -> None:
     got = [around[:4], key.to(DEVICE)]
     arguments = (*got, value, positions, cos_sin(32), True)
     rest = (shape.views(shape.buffer().to(DEVICE)), slots, *scales(3), CacheDType.AUTO)
-    cache_write.rope_and_write_kv_call(
-        *map(on_device, (*arguments, *rest)), hardware_e4m3=HARDWARE
-    ).launch()
+    launch(
+        cache_write.rope_and_write_kv_call(
+            *map(on_device, (*arguments, *rest)), hardware_e4m3=HARDWARE
+        )
+    )
     assert torch.equal(around[4:].cpu(), longer[4:])
     for x, expected in zip(got, turned, strict=True):
         error = (x.cpu() - expected).abs().double()

@@ -11,6 +11,7 @@ from torch import Tensor
 from attn.ops import rope_quant
 from attn.ops.rope_quant import rope_quantize
 from builders.launch.call import collected_calls
+from builders.launch.launcher import launch
 
 E4M3 = torch.float8_e4m3fn
 T, H, RANK, ROPE, P = 5, 3, 96, 32, 16
@@ -126,7 +127,7 @@ def test_rows_go_straight_to_their_slots() -> None:
         )  # fmt: skip
     assert len(calls) <= 1
     if calls:
-        calls[0].launch()
+        launch(calls[0])
     rows = k_out.view(torch.uint8)
     for token, slot in ((0, 17), (2, 63), (3, 32)):
         before[slot // P, slot % P, : RANK + ROPE] = rows[token]

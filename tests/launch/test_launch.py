@@ -27,7 +27,7 @@ from builders.launch.call import (
     compile_calls,
     is_by_ptxas_13,
 )
-from builders.launch.launcher import Launcher
+from builders.launch.launcher import Launcher, launch
 from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig
 from specs.kv_cache import FullAttentionSpec
@@ -74,11 +74,11 @@ def test_launches_are_collected_where_that_is_asked_for() -> None:
     kernel = Recorder(["a"])
     call = KernelCall(kernel, (1,), {"a": 1})
     with collected_calls() as calls:
-        call.launch()
-        KernelCall(kernel, (0,), {"a": 1}).launch()
+        launch(call)
+        launch(KernelCall(kernel, (0,), {"a": 1}))
     assert calls == [call]
     assert kernel.calls == []
-    call.launch()
+    launch(call)
     assert len(kernel.calls) == 1
 
 
@@ -121,7 +121,7 @@ def test_a_compile_that_fails_is_not_passed_over(monkeypatch: pytest.MonkeyPatch
 
 def test_a_record_launches_by_name() -> None:
     kernel = Recorder(["a", "b"])
-    KernelCall(kernel, (2, 3), {"b": 1, "a": 2}, 8, 4, 128).launch()
+    launch(KernelCall(kernel, (2, 3), {"b": 1, "a": 2}, 8, 4, 128))
     options = {"num_warps": 8, "num_stages": 4, "maxnreg": 128, "enable_fp_fusion": True}
     assert kernel.calls == [((2, 3), (), {"a": 2, "b": 1, **options})]
 
@@ -160,7 +160,7 @@ def test_tritons_version_says_which_ptxas_it_takes(
 
 def test_an_empty_grid_launches_nothing() -> None:
     kernel = Recorder(["a"])
-    KernelCall(kernel, (0,), {"a": 1}).launch()
+    launch(KernelCall(kernel, (0,), {"a": 1}))
     Launcher(kernel, {}, ["a"]).bind((3, 0), {"a": 1}).launch()
     assert kernel.calls == []
 

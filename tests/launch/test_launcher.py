@@ -40,7 +40,7 @@ from builders.launch import compiled as compiled_launch
 from builders.launch import launcher as launch_module
 from builders.launch.call import KernelCall, collected_calls
 from builders.launch.compiled import is_known_triton
-from builders.launch.launcher import MOST_SPECIALISED, Launcher, launcher_of
+from builders.launch.launcher import MOST_SPECIALISED, Launcher, launch, launcher_of
 from builders.launch.pointers import Pointers
 from builders.launch.variants import Variants
 from builders.splitkv import planner as split_kv
@@ -659,7 +659,7 @@ def test_a_call_is_launched_by_what_is_kept_for_calls_like_it(gpu: Driver) -> No
         ({}, True),
     ):
         call = call_with(kernel, **change)
-        call.launch()
+        launch(call)
         assert gpu.was_past_triton == is_known, change
         launched = gpu.launched()
         call.launch_through_triton()
@@ -669,13 +669,13 @@ def test_a_call_is_launched_by_what_is_kept_for_calls_like_it(gpu: Driver) -> No
 
 def test_options_and_equal_numbers_of_other_types_are_compiled_apart(gpu: Driver) -> None:
     kernel = kernel_of(gpu)
-    call_with(kernel, TILE=1).launch()
+    launch(call_with(kernel, TILE=1))
     for other in (
         call_with(kernel, TILE=True),
         replace(call_with(kernel, TILE=1), num_warps=8),
         replace(call_with(kernel, TILE=1), waits=True),
     ):
-        other.launch()
+        launch(other)
         assert not gpu.was_past_triton
     assert len(launch_module._launchers) == 4
 
@@ -684,7 +684,7 @@ def test_only_so_many_launchers_are_kept(gpu: Driver, monkeypatch: pytest.Monkey
     monkeypatch.setattr(launch_module, "MOST_LAUNCHERS", 3)
     kernel = kernel_of(gpu)
     for tile in range(2, 12):
-        call_with(kernel, TILE=tile).launch()
+        launch(call_with(kernel, TILE=tile))
         assert len(launch_module._launchers) <= 3
 
 
@@ -697,7 +697,7 @@ def test_what_is_no_kernel_of_triton_launches_itself() -> None:
         def __getitem__(self, grid: Any) -> Any:
             return lambda **given: calls.append((grid, given["a"]))
 
-    KernelCall(Interpreted(), (3,), {"a": 1}).launch()
+    launch(KernelCall(Interpreted(), (3,), {"a": 1}))
     assert calls == [((3,), 1)]
 
 

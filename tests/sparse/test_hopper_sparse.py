@@ -22,6 +22,7 @@ from attn.kernels.sparse.hopper_wide.kernel import hopper_sparse_kernel
 from attn.kernels.sparse.launcher import sparse_calls
 from attn.kernels.sparse.layer import SparseLayer, SparseTensors
 from builders.launch.call import KernelCall
+from builders.launch.launcher import launch
 from builders.sparse.hopper_tiles import (
     hopper_misfit,
     hopper_sparse_tile,
@@ -203,7 +204,7 @@ def launched(
         counters=torch.zeros(tile.counters, dtype=torch.int32),
     )
     for call in sparse_calls(layer, tile, tensors, hardware_e4m3=True):
-        call.launch()
+        launch(call)
     assert tensors.counters is not None
     assert not tensors.counters.any()
     return out, lse

@@ -187,13 +187,14 @@ class LatentImpl(MLAAttentionImpl):
     def _expand(self, latent: torch.Tensor, rope: torch.Tensor, into: KVViews, **rows: Any) -> None:
         """Keys ``[S, H, P + r]`` and values ``[S, H, V]`` of latent rows."""
         from attn.kernels.latent.expand import expand_call
+        from builders.launch.launcher import launch
 
         hardware = converts_float8(latent.device)
         keys, values = into.key.flatten(0, -3), into.value.flatten(0, -3)
         call = expand_call(
             latent, rope, self.W_UK, self.W_UV, keys, values, hardware_e4m3=hardware, **rows
         )
-        call.launch()
+        launch(call)
 
     def _workspace(self, like: torch.Tensor, *rows: int) -> KVViews:
         """Room for expanded keys and values."""

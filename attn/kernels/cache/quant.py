@@ -8,6 +8,7 @@ import triton.language as tl
 
 from attn.kernels.lang.numerics import divide, encode_e4m3, to_float32
 from builders.launch.call import KernelCall
+from builders.launch.launcher import launch
 
 TILE = 1024
 
@@ -70,4 +71,4 @@ def quantize_rows(
         "TILE": TILE,
         "HARDWARE_E4M3": hardware_e4m3,
     }
-    KernelCall(quantize_rows_kernel, (tokens, triton.cdiv(width, TILE)), arguments).launch()
+    launch(KernelCall(quantize_rows_kernel, (tokens, triton.cdiv(width, TILE)), arguments))
