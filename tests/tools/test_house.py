@@ -169,11 +169,20 @@ def test_wide_functions_are_the_hosts():
     assert house.wide_functions([source]).found == ["attn/a.py:3 wide: 9"]
 
 
+STEP = """
+import json
+from dataclasses import asdict
+from tests.tools import house
+
+print(json.dumps([asdict(count) for count in house.decode_step()]))
+"""
+
+
 def run(*arguments: str) -> str:
     # Kernels are compiled there, not interpreted: it is the step of a GPU that is traced.
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.tools.house", *arguments],
+        [sys.executable, *arguments],
         cwd=house.ROOT,
         env=environment,
         capture_output=True,
@@ -185,8 +194,8 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-def test_the_command_traces_a_decode_step():
-    counts = {count["name"]: count for count in json.loads(run("--json"))}
+def test_a_decode_step_is_traced():
+    counts = {count["name"]: count for count in json.loads(run("-c", STEP))}
     files = [text.split(": ")[0] for text in counts["step modules"]["found"]]
     assert counts["step modules"]["value"] == len(set(files)) == len(files)
     expected = {
@@ -212,7 +221,7 @@ def test_another_checkout_is_counted_by_its_files_alone(tmp_path: Path):
     for name in house.PACKAGES:
         (tmp_path / name).mkdir()
     (tmp_path / "builders" / "fast_launch.py").write_text("a = 1\n")
-    lines = run("--root", str(tmp_path)).splitlines()
+    lines = run("-m", "tests.tools.house", "--root", str(tmp_path)).splitlines()
     assert [line.split()[0] for line in lines] == [
         "widest",
         "signature",
@@ -224,3 +233,7 @@ def test_another_checkout_is_counted_by_its_files_alone(tmp_path: Path):
         "circles",
     ]
     assert next(line for line in lines if line.startswith("launch")).split()[1] == "1"
+    found = json.loads(run("-m", "tests.tools.house", "--json", "--root", str(tmp_path)))
+    assert found[5]["found"] == ["builders/fast_launch.py: 1"]
+    shown = run("-m", "tests.tools.house", "--show", "launch", "--root", str(tmp_path))
+    assert shown == "builders/fast_launch.py: 1\n"
