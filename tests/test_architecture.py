@@ -47,12 +47,13 @@ AT_MODULE_LEVEL = {"specs": {"pydantic"}, "builders": {"torch"}}
 # Device code of builders, and what launches it: builders, impls and backends import these modules
 # inside a function, so that builders are importable with torch alone.
 KERNELS_OF_BUILDERS = re.compile(
-    r"builders\.\w+\.device(\..+)?|builders\.launch\.(launcher|prepared)"
+    r"builders\.\w+\.device(\..+)?|builders\.launch\.(launcher|compiled)"
 )
 
 TOP_LEVEL_FOLDERS = {".ci", "attn", "builders", "docs", "specs", "tests"}
 TOP_LEVEL_FILES = {
     ".gitignore",
+    "CHANGELOG.md",
     "LICENSE",
     "Makefile",
     "README.md",
@@ -373,6 +374,51 @@ def test_the_code_checks_know_right_from_wrong() -> None:
     assert aliasable_enums(enums) == ["B"]
     idle = "assert torch.allclose(a, b)\ntorch.allclose(a, b)\nif torch.equal(a, b): pass\n"
     assert idle_comparisons(idle) == [2]
+
+
+# -- Launching.
+
+# What of Triton's launcher only builders/launch may use.
+OF_TRITONS_LAUNCHER = {"knobs", "CompiledKernel", "driver"}
+
+
+def uses_of_tritons_launcher(source: str) -> list[int]:
+    """Lines that import or read what Triton launches with."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "triton":
+            used = {*(node.module or "").split("."), *(alias.name for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+            used = {part for name in names if name[0] == "triton" for part in name}
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("triton."):
+            used = {*ast.unparse(node).split(".")}
+        else:
+            continue
+        if used & OF_TRITONS_LAUNCHER:
+            found.append(node.lineno)
+    return found
+
+
+@pytest.mark.parametrize(
+    "module", [name for name in SHIPPED if not name.startswith("builders.launch")]
+)
+def test_only_builders_launch_knows_how_triton_launches(module: str) -> None:
+    assert uses_of_tritons_launcher(SHIPPED[module].read_text(encoding="utf-8")) == []
+
+
+def test_the_launching_check_knows_right_from_wrong() -> None:
+    wrong = (
+        "from triton import knobs\n"
+        "from triton.runtime import driver\n"
+        "import triton.backends.nvidia.driver\n"
+        "from triton.compiler import CompiledKernel\n"
+        "triton.runtime.driver.active\n"
+    )
+    assert {*uses_of_tritons_launcher(wrong)} == {1, 2, 3, 4, 5}
+    right = "import triton\nimport triton.language as tl\ntriton.cdiv(1, 2)\ndriver.active\n"
+    assert uses_of_tritons_launcher(right) == []
+    assert uses_of_tritons_launcher(SHIPPED["builders.launch.compiled"].read_text()) != []
 
 
 # -- Folder.

@@ -62,8 +62,8 @@ def test_the_feature_table_is_what_backends_declare():
 
 def test_every_path_that_readme_names_exists():
     for path in re.findall(r"`((?:attn|builders|specs)/[\w/.<>]*)`", README):
-        example = path.replace("<family>", "dense").replace("<stem>", "torch_ref")
-        assert (ROOT / example).exists(), path
+        path = path.replace("<stem>", "torch_ref").replace("<family>", "dense")
+        assert (ROOT / path).exists(), path
 
 
 # -- The tables of kernels and of builders.

@@ -39,9 +39,9 @@ def write_kv(
     if not has_kernel(key):
         reference.write_kv(*arguments)
         return
-    from attn.kernels.cache.write import write_again
+    from attn.kernels.cache.write import write_kv_launch
 
-    write_again(*arguments, hardware_e4m3=converts_float8(key.device)).launch()
+    write_kv_launch(*arguments, hardware_e4m3=converts_float8(key.device)).launch()
 
 
 def write_stored_rows(

@@ -170,13 +170,13 @@ def launch_widened_pages(
     max_num_seqs: int,
 ) -> None:
     """:func:`write_widened_pages` by one kernel."""
-    from builders.launch.launcher import repeated_launch
+    from builders.launch.launcher import launcher_of
     from builders.pages.device import widened_pages_kernel
 
     reqs, width = pages.table.shape
     if reqs == 0:
         return
-    launch = repeated_launch(
+    launch = launcher_of(
         widened_pages_kernel,
         PAGE_SIZE=PAGE,
         WINDOW=window is not None,

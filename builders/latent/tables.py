@@ -96,14 +96,12 @@ def launch_latent_table(
     fill: int = SEQ_LEN_FILL,
 ) -> None:
     """:func:`write_latent_table` by one kernel."""
-    from builders.launch.launcher import repeated_launch
+    from builders.launch.launcher import launcher_of
     from builders.pages.device import latent_table_kernel
 
     reqs, width = pages.shape
     stride = block_table.stride(0)
-    launch = repeated_launch(
-        latent_table_kernel, table_stride=stride, PAGE_SIZE=page_size, BURST=BURST
-    )
+    launch = launcher_of(latent_table_kernel, table_stride=stride, PAGE_SIZE=page_size, BURST=BURST)
     launch(
         (reqs, width // BURST),
         block_table,

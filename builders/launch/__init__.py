@@ -1,1 +1,9 @@
-"""Launching Triton kernels: a launch as data, and launches that are prepared once."""
+"""Launching Triton kernels: the one door to the GPU.
+
+:mod:`builders.launch.call` holds a launch as data (``KernelCall``), to be made, listed or compiled
+ahead. :mod:`builders.launch.launcher` makes launches: a ``Launcher`` keeps the kernel that Triton
+compiled and calls it again with other addresses. :mod:`builders.launch.compiled` is the only module
+that knows Triton's launcher from inside.
+
+Import the modules by name: builders stay importable without Triton.
+"""

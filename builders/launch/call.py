@@ -75,23 +75,26 @@ class KernelCall:
     """The kernel waits for those before it by itself, and may start while they end."""
     few_registers: bool = False
     """Instructions are ordered for few registers where that helps: see :func:`is_by_ptxas_13`."""
-    in_order: bool = False
-    """Arguments stand in the kernel's own order: they are passed by position, which is cheaper."""
 
-    def launch(self) -> Any:
-        """Enqueue it on the current stream; an empty grid is nothing to do.
-
-        Returns:
-            What Triton gives for a launch: the compiled kernel on a GPU; None without a launch.
-        """
+    def launch(self) -> None:
+        """Enqueue it on the current stream; an empty grid is nothing to do."""
         if 0 in self.grid:
-            return None
+            return
         calls = collected.get()
         if calls is not None:
             calls.append(self)
-            return None
-        if self.in_order:
-            return self.kernel[self.grid](*self.arguments.values(), **self.options)
+            return
+        # Not earlier: builders are importable without Triton.
+        from builders.launch.launcher import launch_call
+
+        launch_call(self)
+
+    def launch_through_triton(self) -> Any:
+        """Enqueue it by Triton's own launcher.
+
+        Returns:
+            What Triton gives for a launch: the compiled kernel on a GPU.
+        """
         return self.kernel[self.grid](**self.arguments, **self.options)
 
     @property

@@ -1,26 +1,14 @@
-"""Launching again what Triton has launched before, without what it does for every launch.
+"""Launches of one kernel that share most arguments, without what Triton does for every launch.
 
 At each launch Triton binds all arguments, specialises the kernel on them, makes a key of both,
 looks the compiled kernel up, encodes every tensor descriptor and asks the driver about every
-pointer: tens of microseconds on the host. Here the compiled kernel that a launch through Triton
-gave is kept, with the arguments of the C function at the bottom of its launcher. A launch whose
-arguments Triton would specialise alike calls that function with its own in their places: pointers
-as addresses, descriptors as they were encoded before.
+pointer: tens of microseconds on the host. A :class:`Launcher` keeps the compiled kernel that a
+launch through Triton gave, and calls the C function at the bottom of Triton's launcher with other
+addresses and numbers in their places (:mod:`builders.launch.compiled`).
 
-Two launches of one form are specialised alike if each argument that varies has the same type: a
-tensor the same dtype, and the same alignment to 16 bytes where the kernel does not waive that; an
-integer the same width, and the same value where the kernel does not waive specialising on it; a
-descriptor the same dtype, box and layout. The tests ask Triton whether that is so.
-
-Whoever compares what its tensors are anyway keeps a :class:`Repeat` of a launch: its arguments, in
-which a few addresses and numbers are exchanged.
-
-Where the driver confirms the parameters, it is called in place of that function:
-:mod:`builders.launch.driver`.
-
-What is used of Triton 3.6 to 3.9 is looked up when a launch is learnt from, and nothing is learnt
-where it looks different. Launches stay Triton's where someone watches them (hooks, profilers,
-``TRITON_DEBUG``), on other devices than the one learnt on, on AMD and under the interpreter.
+Launches go through Triton where Triton would compile another kernel, where someone watches launches
+(hooks, profilers, ``TRITON_DEBUG``), on another device than the kernel was compiled on, on AMD,
+under the interpreter, by a version of Triton that is not known here, and with ``ATTN_RELAUNCH=0``.
 Capturing a CUDA graph needs nothing of its own: a captured launch copies its parameters.
 """
 
@@ -29,7 +17,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import chain
 from typing import Any
 
 import torch
@@ -38,243 +25,235 @@ from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
 from builders.launch.call import KernelCall, collected
-from builders.launch.driver import driver_launches
-from builders.launch.prepared import ALIGNMENT, TENSORS, Prepared, UnknownError, picker
+from builders.launch.compiled import CompiledLaunch, UnknownError, is_known_triton, picker
 
-MOST_PREPARED = 8
-"""Specialisations of a form that are kept; launches like others stay Triton's."""
-MOST_SHARED = 256
-"""Kernels with fixed arguments that stand ready: an engine has one or two of each, by the strides
-of its tables."""
+MOST_SPECIALISED = 8
+"""Compiled kernels that a launcher keeps; launches that need others go through Triton."""
+MOST_LAUNCHERS = 1024
+"""Launchers that are kept for launches that bring no launcher of their own."""
 _KNOBS = ("launch_enter_hook", "launch_exit_hook", "debug", "add_stages_inspection_hook")
-"""Of Triton's runtime: by these, someone watches launches or has kernels compiled otherwise."""
+"""Knobs of Triton's runtime by which someone watches launches or has kernels compiled otherwise."""
+_BY_VALUE = (float, bool, type(None), str)
+"""Types of arguments that launches share, beside constexprs."""
 
 
-def relaunches() -> bool:
-    """Launches go past Triton where they can, unless ``ATTN_RELAUNCH=0``."""
+def keeps_compiled() -> bool:
+    """Launches reuse compiled kernels past Triton, unless ``ATTN_RELAUNCH=0``."""
     return os.environ.get("ATTN_RELAUNCH") != "0"
 
 
-class Relauncher:
-    """Launches of one kernel that differ in few arguments, past Triton once it made one like it."""
-
-    def __init__(self, kernel: Any, varying: Sequence[str]) -> None:
-        """
-        Args:
-            kernel: the ``triton.jit`` function; of anything else nothing is learnt.
-            varying: names of the arguments that differ from launch to launch, in their order.
-        """
-        self._kernel = kernel
-        self._varying = tuple(varying)
-        self._prepared: list[Prepared] = []
-        knows_knobs = all(hasattr(knobs.runtime, name) for name in _KNOBS)
-        self._learns = relaunches() and isinstance(kernel, JITFunction) and knows_knobs
-
-    def launch(self, grid: tuple[int, ...], values: Sequence[Any]) -> bool:
-        """Enqueue on the current stream; False, and nothing is done, where that is Triton's to do.
-
-        Args:
-            grid: programs, none of them 0.
-            values: of the arguments that vary, in the order of their names.
-        """
-        if not self._prepared or self._kernel.pre_run_hooks or _is_watched():
-            return False
-        for prepared in self._prepared:
-            words = prepared.words_of(values)
-            if words is not None:
-                x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-                prepared.launch(x, y, z, words)
-                return True
-        return False
-
-    def repeat(self, values: Sequence[Any], names: Sequence[str]) -> Repeat | None:
-        """A launch like one that was made, for others with new values of some names.
-
-        Args:
-            values: as :meth:`launch` takes them.
-            names: what is given at every launch; those of no argument that varies, and of those
-                that are None here, are passed over.
-
-        Returns:
-            None where :meth:`launch` leaves it to Triton, or where the kernel is specialised on a
-            value of those names by more than a repeat compares.
-        """
-        for prepared in self._prepared:
-            words = prepared.words_of(values)
-            if words is not None:
-                try:
-                    return Repeat(self._kernel, prepared, words, values, names)
-                except UnknownError:
-                    return None
-        return None
-
-    def learn(self, compiled: object, values: Sequence[Any], arguments: Mapping[str, Any]) -> None:
-        """Keep what a launch through Triton gave, for launches that are specialised alike.
-
-        Args:
-            compiled: what the launch returned.
-            values: as :meth:`launch` takes them.
-            arguments: every argument of it, by name and in the kernel's order.
-        """
-        if not self._learns or not isinstance(compiled, CompiledKernel) or _is_watched():
-            return
-        try:
-            varying = dict(zip(self._varying, values, strict=True))
-            self._prepared.append(Prepared(self._kernel, varying, compiled, arguments))
-        except (LookupError, AttributeError, StopIteration, TypeError, ValueError, UnknownError):
-            # Triton as it is not known here, and will not be at the next launch.
-            self._learns = False
-        if len(self._prepared) == MOST_PREPARED:
-            self._learns = False
-
-
-class Repeat:
-    """A launch that was made, for those that differ from it in some addresses and numbers alone.
-
-    Types and devices are the caller's to compare; what else Triton specialises on is seen to here.
-    """
+class Launcher:
+    """A kernel with the arguments that its launches share; the others are given at each launch."""
 
     def __init__(
         self,
         kernel: Any,
-        prepared: Prepared,
-        words: list[Any],
-        values: Sequence[Any],
-        names: Sequence[str],
+        fixed: Mapping[str, Any],
+        varying: Sequence[str] | None = None,
+        *,
+        groups: Mapping[str, tuple[str, ...]] | None = None,
+        num_warps: int = 4,
+        num_stages: int = 2,
+        max_registers: int | None = None,
+        waits: bool = False,
+        few_registers: bool = False,
     ) -> None:
         """
         Args:
-            kernel: the ``triton.jit`` function.
-            prepared: what it was compiled to.
-            words: arguments of its C function.
-            values: those that they were made of.
-            names: as of :meth:`Relauncher.repeat`.
+            kernel: the ``triton.jit`` or ``gluon.jit`` function.
+            fixed: arguments that every launch shares, by name; no tensor, whose address is not
+                kept.
+            varying: names of the arguments that each launch is given; None for all that are not
+                fixed.
+            groups: names among these that stand for several arguments of the kernel, which follow
+                one another and are given as one :class:`~builders.launch.pointers.Pointers`.
+            num_warps: as in :class:`~builders.launch.call.KernelCall`, like all that follow.
+            num_stages: see there.
+            max_registers: see there.
+            waits: see there.
+            few_registers: see there.
 
         Raises:
-            UnknownError: the kernel is specialised on the value of one of them.
+            TypeError: ``fixed`` and ``varying`` do not add up to the kernel's arguments, or a
+                tensor is fixed.
         """
-        self._kernel = kernel
-        self._prepared = prepared
-        self._words = words
-        self._places: list[tuple[int, Any]] = []
-        self._aligned: list[int] = []
-        self._numbers: list[int] = []
-        single: list[int] = []
-        lists: list[int] = []
-        parts: list[list[int]] = [[]]
-        for index, name in enumerate(names):
-            at = prepared.places.get(name)
-            if at is None or values[at[0]] is None:
-                continue
-            value, waives = values[at[0]], prepared.waived[name]
-            if type(value) in TENSORS and not waives:
-                self._aligned.append(index)
-                if value.data_ptr() % ALIGNMENT:
-                    raise UnknownError
-            elif type(value) is int:
-                self._numbers.append(index)
-                if not waives or value >> 31:
-                    raise UnknownError
-            self._places.append((index, at[1]))
-            if isinstance(at[1], slice):
-                lists.append(index)
-                parts.append([*range(len(words))[at[1]]])
-            else:
-                single.append(index)
-                parts[0].append(at[1])
-        self._single, self._lists = picker(single), picker(lists)
-        self._direct = driver_launches(prepared.direct, words, parts)
-
-    def encoded(self, name: str, descriptor: Any) -> list[Any] | None:
-        """What stands for a descriptor among what is given; None for one of another kind."""
-        return self._prepared.encoders[name].words_of(descriptor)
-
-    def launch(self, programs: int, given: tuple[tuple[Any, ...], ...]) -> bool:
-        """Enqueue on the current stream; False, and nothing is done, where that is Triton's to do.
-
-        Args:
-            programs: of a grid of one dimension, not 0.
-            given: in turn a value of each name: a tensor's address, an integer, the addresses of a
-                :class:`Pointers`, an encoded descriptor. Tuples that come back cost nothing.
-        """
-        prepared = self._prepared
-        if self._kernel.pre_run_hooks or _is_watched() or not prepared.is_current():
-            return False
-        direct = None if self._direct is None else self._direct.own
-        if direct is None or direct.written != given:
-            values = (*chain.from_iterable(given),)
-            if not self._is_alike(values):
-                return False
-            if direct is not None:
-                parts = (self._single(values), *self._lists(values))
-                if not direct.write(parts, given):
-                    direct = None
-        if direct is not None and direct.launch(programs, prepared.stream()):
-            return True
-        words, values = self._words.copy(), (*chain.from_iterable(given),)
-        for index, place in self._places:
-            words[place] = values[index]
-        prepared.call(programs, 1, 1, words)
-        return True
-
-    def _is_alike(self, values: tuple[Any, ...]) -> bool:
-        """Triton would not specialise anew."""
-        addresses = numbers = 0
-        for index in self._aligned:
-            addresses |= values[index]
-        for index in self._numbers:
-            numbers |= values[index]
-        return not (addresses % ALIGNMENT or numbers >> 31)
-
-
-class RepeatedLaunch:
-    """Launches of one kernel that differ in few arguments: the others stand ready, in its order."""
-
-    def __init__(
-        self, kernel: Any, fixed: Mapping[str, Any], num_warps: int = 4, waits: bool = False
-    ) -> None:
-        """
-        Args:
-            kernel: the ``triton.jit`` function.
-            fixed: arguments that every launch shares, no tensor among them; the others vary.
-            num_warps: as in :class:`builders.launch.call.KernelCall`.
-            waits: likewise.
-
-        Raises:
-            TypeError: a tensor is to be shared; its address is not kept.
-        """
+        self._groups = groups or {}
+        given = [name for name in kernel.arg_names if name not in fixed]
+        wanted = [*given] if varying is None else [*varying]
+        first = {name: self._groups.get(name, (name,))[0] for name in wanted}
+        named = {*fixed, *(one for name in wanted for one in self._groups.get(name, (name,)))}
+        arguments = set(kernel.arg_names)
+        if named != arguments:
+            raise TypeError(
+                f"fixed and varying must name the kernel's arguments; missing "
+                f"{sorted(arguments - named)}, unknown {sorted(named - arguments)}"
+            )
         for name, value in fixed.items():
             if isinstance(value, torch.Tensor):
                 raise TypeError(f"{name} must vary, for it is a tensor")
-        self._kernel = kernel
-        self._options = (num_warps, waits)
-        self._arguments = {name: fixed.get(name) for name in kernel.arg_names}
-        self._varying = tuple(name for name in kernel.arg_names if name not in fixed)
-        self._relauncher = Relauncher(kernel, self._varying)
+        places = {name: place for place, name in enumerate(kernel.arg_names)}
+        self.kernel = kernel
+        self.arguments: dict[str, Any] = {name: fixed.get(name) for name in kernel.arg_names}
+        """Every argument in the kernel's order; None for those that vary."""
+        self.varying = tuple(sorted(wanted, key=lambda name: places[first[name]]))
+        """Names of what varies, in the kernel's order."""
+        self._options: dict[str, Any] = {
+            "num_warps": num_warps,
+            "num_stages": num_stages,
+            "max_registers": max_registers,
+            "waits": waits,
+            "few_registers": few_registers,
+        }
+        self._pick = picker(self.varying)
+        self._compiled: list[CompiledLaunch] = []
+        has_knobs = all(hasattr(knobs.runtime, name) for name in _KNOBS)
+        self._learns = (
+            keeps_compiled() and isinstance(kernel, JITFunction) and has_knobs and is_known_triton()
+        )
 
-    def __call__(self, grid: tuple[int, ...], *values: Any) -> None:
-        """Enqueue on the current stream, past Triton where it made a launch like this before.
+    def bind(self, grid: tuple[int, ...], varying: Mapping[str, Any]) -> Launch:
+        """One launch, not made yet.
 
         Args:
-            grid: programs, none of them 0.
+            grid: programs in up to three dimensions.
+            varying: a value for each name that varies; other names are passed over.
+        """
+        return Launch(self, grid, self._pick(varying))
+
+    def __call__(self, grid: tuple[int, ...], *values: Any) -> None:
+        """Enqueue a launch on the current stream; an empty grid is nothing to do.
+
+        Args:
+            grid: programs in up to three dimensions.
             values: of the arguments that vary, in the kernel's order.
         """
-        if collected.get() is None and self._relauncher.launch(grid, values):
+        if 0 in grid:
             return
-        arguments = self._arguments | dict(zip(self._varying, values, strict=True))
-        num_warps, waits = self._options
-        call = KernelCall(self._kernel, grid, arguments, num_warps, waits=waits, in_order=True)
-        self._relauncher.learn(call.launch(), values, arguments)
+        if collected.get() is not None:
+            self.call(grid, values).launch()
+            return
+        if self._compiled and not self.kernel.pre_run_hooks and not is_watched():
+            for compiled in self._compiled:
+                words = compiled.words_of(values)
+                if words is not None:
+                    compiled.launch(grid, words)
+                    return
+        call = self.call(grid, values)
+        self._learn(call.launch_through_triton(), values, call.arguments)
+
+    def call(self, grid: tuple[int, ...], values: Sequence[Any]) -> KernelCall:
+        """A launch as data, with every argument by name.
+
+        Args:
+            grid: programs.
+            values: of the arguments that vary, in the kernel's order.
+        """
+        varying: dict[str, Any] = {}
+        for name, value in zip(self.varying, values, strict=True):
+            members = self._groups.get(name)
+            if members is None:
+                varying[name] = value
+            else:
+                varying |= zip(members, value.tensors, strict=True)
+        return KernelCall(self.kernel, grid, self.arguments | varying, **self._options)
+
+    def _learn(self, compiled: object, values: Sequence[Any], arguments: Mapping[str, Any]) -> None:
+        """Keep the compiled kernel that a launch through Triton gave."""
+        if not self._learns or not isinstance(compiled, CompiledKernel) or is_watched():
+            return
+        varying = dict(zip(self.varying, values, strict=True))
+        try:
+            kept = CompiledLaunch(self.kernel, varying, self._groups, compiled, arguments)
+            self._compiled.append(kept)
+        except (LookupError, AttributeError, StopIteration, TypeError, ValueError, UnknownError):
+            # Triton's launcher is not as it is known here, and will not be at the next launch.
+            self._learns = False
+        if len(self._compiled) == MOST_SPECIALISED:
+            self._learns = False
 
 
-@lru_cache(maxsize=MOST_SHARED)
-def repeated_launch(kernel: Any, **fixed: Any) -> RepeatedLaunch:
-    """Launches of a kernel with the same fixed arguments: always the same ones."""
-    return RepeatedLaunch(kernel, fixed)
+class Launch:
+    """One launch of a :class:`Launcher`, made anew at every forward: little more than a grid."""
+
+    __slots__ = ("_grid", "_values", "launcher")
+
+    def __init__(self, launcher: Launcher, grid: tuple[int, ...], values: tuple[Any, ...]) -> None:
+        """
+        Args:
+            launcher: what is launched.
+            grid: programs.
+            values: of the arguments that vary, in the kernel's order.
+        """
+        self.launcher = launcher
+        self._grid = grid
+        self._values = values
+
+    def launch(self) -> None:
+        """Enqueue it on the current stream."""
+        self.launcher(self._grid, *self._values)
+
+    @property
+    def call(self) -> KernelCall:
+        """The launch as data."""
+        return self.launcher.call(self._grid, self._values)
 
 
-def _is_watched() -> bool:
-    """A knob is set."""
+@lru_cache(maxsize=MOST_LAUNCHERS)
+def launcher_of(kernel: Any, **fixed: Any) -> Launcher:
+    """The launcher of a kernel with these fixed arguments: always the same one."""
+    return Launcher(kernel, fixed)
+
+
+_launchers: dict[tuple[Any, ...], Launcher] = {}
+"""Launchers of :func:`launch_call`."""
+
+
+def launch_call(call: KernelCall) -> None:
+    """Enqueue a launch that brings no launcher: by one that is kept for launches like it.
+
+    Tensors, descriptors and integers vary, but for constexprs; whatever else is shared.
+
+    Args:
+        call: a launch whose grid is not empty.
+    """
+    kernel = call.kernel
+    if not isinstance(kernel, JITFunction):
+        call.launch_through_triton()
+        return
+    arguments = call.arguments
+    key: list[Any] = [kernel, *call.options.items()]
+    values = []
+    for param in kernel.params:
+        value = arguments[param.name]
+        if param.is_constexpr or isinstance(value, _BY_VALUE):
+            # 1, 1.0 and True are equal, and are compiled apart.
+            key.append((type(value), value))
+        else:
+            key.append(None)
+            values.append(value)
+    launcher = _launchers.get((*key,))
+    if launcher is None:
+        if len(_launchers) >= MOST_LAUNCHERS:
+            _launchers.clear()
+        fixed = {
+            param.name: arguments[param.name]
+            for param, entry in zip(kernel.params, key[1 + len(call.options) :], strict=True)
+            if entry is not None
+        }
+        launcher = _launchers[(*key,)] = Launcher(
+            kernel,
+            fixed,
+            num_warps=call.num_warps,
+            num_stages=call.num_stages,
+            max_registers=call.max_registers,
+            waits=call.waits,
+            few_registers=call.few_registers,
+        )
+    launcher(call.grid, *values)
+
+
+def is_watched() -> bool:
+    """A knob of Triton's runtime is set."""
     runtime: Any = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     is_changed = runtime.debug or runtime.add_stages_inspection_hook

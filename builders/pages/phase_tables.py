@@ -106,7 +106,7 @@ def launch_tables(
     step: StepRows, decode: PhaseTable | None, prefill: PhaseTable | None, window: int | None
 ) -> None:
     """:func:`write_tables` by one kernel."""
-    from builders.launch.launcher import repeated_launch
+    from builders.launch.launcher import launcher_of
     from builders.pages.device import phase_tables_kernel
 
     # Where a phase has no request, nothing is written there.
@@ -118,7 +118,7 @@ def launch_tables(
     if reqs == 0:
         return
     stride, has_window = table.stride(0), window is not None
-    launch = repeated_launch(
+    launch = launcher_of(
         phase_tables_kernel,
         table_stride=stride,
         PAGE_SIZE=first.page_size,

@@ -113,14 +113,14 @@ def launch_page_table(
     added: int = 0,
 ) -> None:
     """:func:`write_page_table` by one kernel."""
-    from builders.launch.launcher import repeated_launch
+    from builders.launch.launcher import launcher_of
     from builders.pages.device import page_table_kernel
 
     reqs, width = table.pages.shape
     if reqs == 0:
         table.kv_starts.zero_()
         return
-    launch = repeated_launch(
+    launch = launcher_of(
         page_table_kernel,
         table_stride=block_table.stride(0),
         PAGES_PER_BLOCK=block_size // page_size,
@@ -235,13 +235,13 @@ def launch_page_list(
     query_start_loc: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:func:`list_pages` by one kernel."""
-    from builders.launch.launcher import repeated_launch
+    from builders.launch.launcher import launcher_of
     from builders.pages.device import page_list_kernel
 
     reqs, width = block_table.shape
     indices = torch.empty(reqs * width, dtype=torch.int32, device=block_table.device)
     if reqs and width:
-        launch = repeated_launch(
+        launch = launcher_of(
             page_list_kernel,
             table_stride=block_table.stride(0),
             PAGE_SIZE=page_size,

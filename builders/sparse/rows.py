@@ -65,11 +65,11 @@ def launch_rows(
     max_num_seqs: int,
 ) -> None:
     """:func:`expand_rows` by one kernel."""
-    from builders.launch.launcher import repeated_launch
+    from builders.launch.launcher import launcher_of
     from builders.pages.device import sparse_rows_kernel
 
     count = len(rows.reqs)
-    launch = repeated_launch(sparse_rows_kernel, STEPS=max_num_seqs.bit_length(), TILE=_TILE)
+    launch = launcher_of(sparse_rows_kernel, STEPS=max_num_seqs.bit_length(), TILE=_TILE)
     launch(
         (cdiv(count, _TILE),),
         query_start_loc,
@@ -140,10 +140,10 @@ def launch_context(
     max_num_seqs: int,
 ) -> None:
     """:func:`list_context` by one kernel."""
-    from builders.launch.launcher import repeated_launch
+    from builders.launch.launcher import launcher_of
     from builders.pages.device import context_slots_kernel
 
-    launch = repeated_launch(
+    launch = launcher_of(
         context_slots_kernel,
         table_stride=block_table.stride(0),
         PAGE_SIZE=page_size,

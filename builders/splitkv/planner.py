@@ -252,7 +252,7 @@ class SplitPlanner:
 
     def _launches_of(self, reqs: int, visible: VisibleKeys, is_causal: bool) -> Callable[..., None]:
         """Launches of the plan's kernel that differ in tensors and the number of requests."""
-        from builders.launch.launcher import RepeatedLaunch
+        from builders.launch.launcher import Launcher
         from builders.splitkv.device.plan import plan_kernel
 
         steps, starts = reqs.bit_length() - 1, self.groups + 1
@@ -301,7 +301,7 @@ class SplitPlanner:
             "ROW_COST": self.row_cost,
             "WAITS": self.starts_ahead,
         }
-        return RepeatedLaunch(plan_kernel, fixed, warps, self.starts_ahead)
+        return Launcher(plan_kernel, fixed, num_warps=warps, waits=self.starts_ahead)
 
     def _fill_on_host(
         self,

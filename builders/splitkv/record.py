@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 
+from builders.launch.pointers import Pointers
 from builders.pages.paging import Stripe
 from builders.splitkv.tiles import (
     HopperDecodeTile,
@@ -40,6 +41,17 @@ of segments, bundles of the tokens' keys. Rows of the same tokens follow one ano
 SHARE_FIELDS = 4 + ROW_FIELDS
 """int32 per group of programs: row x head loop and segment where it starts, the same of the next
 group, and a copy of that row, so that a program begins with one load and not with two in turn."""
+
+PLAN_POINTERS = (
+    "rows_ptr",
+    "total_ptr",
+    "starts_ptr",
+    "shares_ptr",
+    "counters_ptr",
+    "states_ptr",
+    "sums_ptr",
+)
+"""A kernel's arguments for the tensors of a :class:`SplitPlan`, in their order."""
 
 
 @dataclass(frozen=True)
@@ -75,35 +87,8 @@ class VisibleKeys:
 EVERY_KEY = VisibleKeys()
 
 
-class Copied:
-    """What copies of a record have: its fields, and nothing that was read of them."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The tensors of a copy may lie elsewhere."""
-        return {item.name: vars(self)[item.name] for item in fields(cast(Any, self))}
-
-
-class Pointers:
-    """Tensors that the launches of all layers of a step share, read once for them all."""
-
-    def __init__(self, *tensors: torch.Tensor) -> None:
-        """
-        Args:
-            tensors: none of which moves.
-        """
-        self.tensors = tensors
-        self.addresses = [tensor.data_ptr() for tensor in tensors]
-        self.given = (self.addresses,)
-        """As launches that are made again take them."""
-        self.kinds = tuple(
-            (tensor.dtype, tensor.is_cuda, address % 16 == 0)
-            for tensor, address in zip(tensors, self.addresses, strict=True)
-        )
-        """All that a kernel may be compiled for: type, place and alignment."""
-
-
 @dataclass(frozen=True)
-class SplitPlan(Copied):
+class SplitPlan:
     """The step's plan for the split-KV kernel: views of the builder's buffers, and static numbers.
 
     Scratch holds, per program, states of one bundle's segments (of all that a row can touch where
@@ -150,7 +135,7 @@ class SplitPlan(Copied):
 
     @cached_property
     def static(self) -> tuple[Any, ...]:
-        """What a kernel is compiled for, or refused: the tiles, the numbers and the flags."""
+        """Everything of it that a kernel is compiled for: the tiles, the numbers and the flags."""
         return (
             self.tile,
             self.hopper,
@@ -163,11 +148,6 @@ class SplitPlan(Copied):
             self.is_free,
             self.waits,
         )
-
-    @cached_property
-    def likeness(self) -> tuple[Any, ...]:
-        """All of it that a launch depends on, but addresses."""
-        return self.static, self.pointers.kinds
 
     @cached_property
     def pointers(self) -> Pointers:
@@ -208,7 +188,7 @@ class WidenedKeys:
 
 
 @dataclass(frozen=True)
-class HopperPlan(Copied):
+class HopperPlan:
     """The step's plan for the prefill kernel on Hopper, in layers whose tiles have those tokens."""
 
     query_tile: int
@@ -226,22 +206,9 @@ class HopperPlan(Copied):
     widened: WidenedKeys | None = None
     """Where keys and values of a quantised cache are put first; None where tiles convert theirs."""
 
-    @cached_property
-    def likeness(self) -> tuple[Any, ...]:
-        """All of it that a launch over the cache itself depends on, but addresses and programs."""
-        tensors = self.tile_starts, self.num_tiles, self.counter
-        kinds = tuple((tensor.dtype, tensor.device) for tensor in tensors)
-        return self.query_tile, self.is_required, self.widened is None, kinds
-
-    @cached_property
-    def given(self) -> tuple[int, ...]:
-        """What launches that are made again are given of it: its tensors' addresses, programs."""
-        tensors = self.tile_starts, self.num_tiles, self.counter
-        return (*(tensor.data_ptr() for tensor in tensors), self.programs)
-
 
 @dataclass(frozen=True)
-class PrefillPlan(Copied):
+class PrefillPlan:
     """The step's plan for the prefill kernel."""
 
     tile: PrefillTile
@@ -253,13 +220,6 @@ class PrefillPlan(Copied):
     """The same for the kernel that takes its place in every layer that it serves, which only a
     launcher knows: a layer's ALiBi or the type of its output is not the builder's to see. Both are
     planned by one launch. None where there is none."""
-
-    @cached_property
-    def likeness(self) -> tuple[Any, ...]:
-        """All of it that launches over the cache itself depend on, but addresses and programs."""
-        starts = self.tile_starts
-        of_hopper = None if self.hopper is None else self.hopper.likeness
-        return self.tile, starts.dtype, starts.device, of_hopper
 
 
 def longest_short_query(num_kv_heads: int, tile: SplitTile, max_query_len: int) -> int:

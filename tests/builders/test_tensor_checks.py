@@ -709,13 +709,12 @@ def test_a_step_of_another_block_size_does_not_slip_through_a_repeated_forward()
     triple = DENSE["TRITON_ATTN"]
     trial = triple.trial()
     trial.write()
-    record, given = trial.build(trial.builder()), forward_of(trial)
+    given = forward_of(trial)
     for _ in range(3):
         trial.impl.forward(**given)
     again = trial.build(trial.builder())
-    assert again.read.likeness == record.read.likeness
+    trial.impl.forward(**given | {"attn_metadata": again})
     again.block_size = 32
-    assert again.read.likeness != record.read.likeness
     with pytest.raises(ValueError, match="kv_cache must have blocks of 32"):
         trial.impl.forward(**given | {"attn_metadata": again})
 

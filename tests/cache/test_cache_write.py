@@ -602,35 +602,35 @@ def test_operations_mean_the_same_with_kernels_and_without(
 
 def test_kernels_serve_every_type_but_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = []
-    made = cache_write.write_again
+    made = cache_write.write_kv_launch
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         launched.append(made(*args, **kwargs))
         return launched[-1]
 
-    monkeypatch.setattr(cache_write, "write_again", noted)
+    monkeypatch.setattr(cache_write, "write_kv_launch", noted)
     for dtype in (torch.bfloat16, torch.float64):
         operate(Shape(dtype=dtype), monkeypatch, has_kernel=None)
     assert len(launched) == 1
 
 
-def test_writes_alike_share_a_form_and_all_others_are_checked_anew(
+def test_writes_alike_share_a_launcher_and_all_others_are_checked_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cache_write, "_forms", {})
+    monkeypatch.setattr(cache_write, "_launchers", {})
     arguments = write_arguments(Shape(tokens=5))
-    made = cache_write.write_again(**arguments, hardware_e4m3=False).record
+    made = cache_write.write_kv_launch(**arguments, hardware_e4m3=False).call
     wanted = cache_write.write_kv_call(**arguments, hardware_e4m3=False)
     assert made.grid == wanted.grid
     for name, value in wanted.arguments.items():
         given = made.arguments[name]
         same = given is value or (isinstance(value, torch.Tensor) and torch.equal(given, value))
         assert same or given == value, name
-    (form,) = cache_write._forms.values()
+    (launcher,) = cache_write._launchers.values()
     fewer = arguments | {name: arguments[name][:-1] for name in ("key", "value", "slot_mapping")}
-    again = cache_write.write_again(**fewer, hardware_e4m3=False)
-    assert again._form is form
-    assert again.record.arguments["num_slots"] == len(fewer["slot_mapping"])
+    again = cache_write.write_kv_launch(**fewer, hardware_e4m3=False)
+    assert again.launcher is launcher
+    assert again.call.arguments["num_slots"] == len(fewer["slot_mapping"])
     key, slots = arguments["key"], arguments["slot_mapping"]
     for changes, said in (
         ({"key": key[:-1], "value": arguments["value"][:-1]}, "at most key's"),
@@ -639,7 +639,10 @@ def test_writes_alike_share_a_form_and_all_others_are_checked_anew(
         ({"key": key.double(), "value": arguments["value"].double()}, "key must be float16"),
     ):
         with pytest.raises((ValueError, NotImplementedError), match=said):
-            cache_write.write_again(**(arguments | changes), hardware_e4m3=False)
+            cache_write.write_kv_launch(**(arguments | changes), hardware_e4m3=False)
     # One row has no stride to a next one that it could be misaligned by.
     one = {name: arguments[name][:1] for name in ("key", "value", "slot_mapping")}
-    assert cache_write.write_again(**(arguments | one), hardware_e4m3=False)._form is not form
+    assert (
+        cache_write.write_kv_launch(**(arguments | one), hardware_e4m3=False).launcher
+        is not launcher
+    )

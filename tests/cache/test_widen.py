@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from attn.kernels.cache.widen import widen_form
+from attn.kernels.cache.widen import widen_launcher
 from attn.kernels.lang.stored import E4M3, E5M2, PLAIN
 from builders.dense import widened
 from builders.dense.widened import write_widened_pages
@@ -80,7 +80,7 @@ def test_every_live_row_is_widened_exactly(
     )
     _write_pages(starts, lens, pages, window)
     words = views.key.view(torch.int16), views.value.view(torch.int16)
-    form = widen_form(words, pages, KINDS[cache], PLAIN)
+    launcher = widen_launcher(words, pages, KINDS[cache], PLAIN)
     varying = {
         "key_ptr": words[0],
         "value_ptr": words[1],
@@ -92,7 +92,7 @@ def test_every_live_row_is_widened_exactly(
         "seq_lens_ptr": lens,
         "table_row": table.stride(0),
     }
-    form.call((7, HEADS), varying).launch()
+    launcher.bind((7, HEADS), varying).launch()
     _check(wide, views, table, lens, starts_of_keys, pages, block_size)
 
 

@@ -623,8 +623,7 @@ def attention_calls(
     output = torch.zeros(tokens, heads, layer.v_size, dtype=output_dtype or dtype)
     if query is None:
         query = torch.zeros(tokens, heads, size, dtype=dtype)
-    calls: list[KernelCall] = []
-    with mock.patch.object(KernelCall, "launch", lambda call: calls.append(call)):
+    with collected_calls() as calls:
         layer.impl().forward(
             layer.scales(),
             query,

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import builders.dense.triton_attn
-from attn.kernels.dense.hopper_prefill.launch import Descriptors, tile_of
+from attn.kernels.dense.hopper_launch import Descriptors
+from attn.kernels.dense.hopper_prefill.launch import tile_of
 from attn.kernels.dense.tensors import DenseLayer, DenseTensors
 from builders.batch import CommonAttentionMetadata
 from builders.dense import choice as hopper_dense

@@ -439,13 +439,13 @@ def test_a_warm_up_is_for_the_outputs_that_it_is_given() -> None:
 
 def test_serving_after_a_warm_up_meets_no_new_variant(monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[KernelCall] = []
-    launch = KernelCall.launch
+    launch = KernelCall.launch_through_triton
 
     def noted(call: KernelCall) -> None:
         launches.append(call)
         launch(call)
 
-    monkeypatch.setattr(KernelCall, "launch", noted)
+    monkeypatch.setattr(KernelCall, "launch_through_triton", noted)
     impl, builder, _ = warmed_up(FullAttentionSpec(**SPEC), with_lse=True, shared_prefix=True)
     known = {variant_of(call) for call in launches}
     launches.clear()

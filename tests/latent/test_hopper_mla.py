@@ -12,7 +12,7 @@ import torch
 import builders.latent.choice
 import builders.latent.triton_mla
 from attn.backends.triton_mla import TritonMLABackend
-from attn.kernels.dense.hopper_prefill import launch as hopper_launch
+from attn.kernels.dense import hopper_launch
 from attn.kernels.latent.hopper_narrow.kernel import hopper_mla_narrow_kernel
 from attn.kernels.latent.hopper_wide.kernel import hopper_mla_kernel
 from attn.testing import trials
@@ -157,7 +157,7 @@ def instead() -> dict[str, Any]:
 def launched(monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any]) -> list[KernelCall]:
     """Launches of the kernel, each run by numpy, its programs in another order every time."""
     calls: list[KernelCall] = []
-    translation, launch = gluon_in_numpy.Translation(**instead), KernelCall.launch
+    translation, launch = gluon_in_numpy.Translation(**instead), KernelCall.launch_through_triton
 
     def run(call: KernelCall) -> None:
         if call.kernel not in (hopper_mla_kernel, hopper_mla_narrow_kernel):
@@ -168,7 +168,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, instead: dict[str, Any]) -> list[K
         random.Random(len(calls)).shuffle(programs)
         gluon_in_numpy.run(call, programs, translation)
 
-    monkeypatch.setattr(KernelCall, "launch", run)
+    monkeypatch.setattr(KernelCall, "launch_through_triton", run)
     monkeypatch.setattr(hopper_launch, "_describe", lambda rows, box: rows)
     monkeypatch.setattr(trials.Trial, "decode_kernel", DecodeKernel.HOPPER)
     return calls

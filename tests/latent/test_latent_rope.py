@@ -227,13 +227,13 @@ def test_it_is_one_launch(cache_dtype: CacheDType, monkeypatch: pytest.MonkeyPat
     if backend not in BACKENDS:
         pytest.skip("its kernels do not run here")
     launches: list[KernelCall] = []
-    launch = KernelCall.launch
+    launch = KernelCall.launch_through_triton
 
     def noted(call: KernelCall) -> None:
         launches.append(call)
         launch(call)
 
-    monkeypatch.setattr(KernelCall, "launch", noted)
+    monkeypatch.setattr(KernelCall, "launch_through_triton", noted)
     step = step_of(torch.float16, cache_dtype, device_of(backend))
     update(backend, step, table_of(torch.float32), True, cache_dtype)
     assert len(launches) == 1

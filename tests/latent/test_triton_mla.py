@@ -183,13 +183,13 @@ def test_serving_after_a_warm_up_meets_no_new_variant(
     monkeypatch: pytest.MonkeyPatch, cache_dtype: CacheDType
 ) -> None:
     launches: list[KernelCall] = []
-    launch = KernelCall.launch
+    launch = KernelCall.launch_through_triton
 
     def noted(call: KernelCall) -> None:
         launches.append(call)
         launch(call)
 
-    monkeypatch.setattr(KernelCall, "launch", noted)
+    monkeypatch.setattr(KernelCall, "launch_through_triton", noted)
     trial = trial_of(cache_dtype=cache_dtype)
     cache = trial.cache()
     cache.view(torch.uint8).fill_(0x3C)
@@ -303,13 +303,13 @@ def test_the_impl_refuses_widths_that_no_kernel_takes(sizes: dict[str, int], pro
 
 @pytest.fixture
 def no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = KernelCall.launch
+    made = KernelCall.launch_through_triton
 
     def launch(call: KernelCall) -> None:
         assert call.kernel is plan_kernel, f"{call.kernel} was launched"
         made(call)
 
-    monkeypatch.setattr(KernelCall, "launch", launch)
+    monkeypatch.setattr(KernelCall, "launch_through_triton", launch)
 
 
 @pytest.mark.parametrize(

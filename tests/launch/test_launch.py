@@ -17,7 +17,6 @@ from attn.impls.dense.triton_attn import TritonAttentionImpl
 from attn.kernels.dense import launcher as dense
 from attn.kernels.dense.launcher import DenseLauncher, prefill_call, split_call
 from attn.kernels.dense.tensors import DenseLayer, DenseTensors
-from attn.kernels.launch import KernelForm
 from builders.batch import CommonAttentionMetadata
 from builders.dense.record import TritonAttentionMetadata
 from builders.dense.triton_attn import TritonAttentionMetadataBuilder
@@ -28,6 +27,7 @@ from builders.launch.call import (
     compile_calls,
     is_by_ptxas_13,
 )
+from builders.launch.launcher import Launcher
 from specs.dtypes import CacheDType, DType
 from specs.engine import EngineConfig
 from specs.kv_cache import FullAttentionSpec
@@ -126,15 +126,16 @@ def test_a_record_launches_by_name() -> None:
     assert kernel.calls == [((2, 3), (), {"a": 2, "b": 1, **options})]
 
 
-def test_a_form_launches_by_position_in_the_kernels_order() -> None:
+def test_a_launcher_gives_every_argument_in_the_kernels_order() -> None:
     kernel = Recorder(["a", "b", "c", "d"])
-    form = KernelForm(kernel, {"d": 4, "b": 2}, {"c", "a"}, 8, 4)
-    call = form.call((5,), {"c": 3, "a": 1, "of another": 5})
-    assert dict(call.record.arguments) == {"a": 1, "b": 2, "c": 3, "d": 4}
-    call.launch()
-    form.call((6,), {"a": None, "c": 30}).launch()
+    launcher = Launcher(kernel, {"d": 4, "b": 2}, ["c", "a"], num_warps=8, num_stages=4)
+    launch = launcher.bind((5,), {"c": 3, "a": 1, "of another": 5})
+    assert [*launch.call.arguments.items()] == [("a", 1), ("b", 2), ("c", 3), ("d", 4)]
+    launch.launch()
+    launcher.bind((6,), {"a": None, "c": 30}).launch()
     options = {"num_warps": 8, "num_stages": 4, "enable_fp_fusion": True}
-    assert kernel.calls == [((5,), (1, 2, 3, 4), options), ((6,), (None, 2, 30, 4), options)]
+    first, second = {"a": 1, "b": 2, "c": 3, "d": 4}, {"a": None, "b": 2, "c": 30, "d": 4}
+    assert kernel.calls == [((5,), (), first | options), ((6,), (), second | options)]
 
 
 @pytest.mark.parametrize("by_13", [False, True])
@@ -142,8 +143,8 @@ def test_instructions_are_ordered_for_few_registers_where_that_helps(
     by_13: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_calls, "is_by_ptxas_13", lambda: by_13)
-    form = KernelForm(Recorder(["a"]), {}, {"a"}, few_registers=True)
-    assert ("sched4reg" in form.call((1,), {"a": 1}).record.options) == by_13
+    launcher = Launcher(Recorder(["a"]), {}, ["a"], few_registers=True)
+    assert ("sched4reg" in launcher.call((1,), [1]).options) == by_13
     assert "sched4reg" not in KernelCall(Recorder(["a"]), (1,), {"a": 1}).options
 
 
@@ -160,7 +161,7 @@ def test_tritons_version_says_which_ptxas_it_takes(
 def test_an_empty_grid_launches_nothing() -> None:
     kernel = Recorder(["a"])
     KernelCall(kernel, (0,), {"a": 1}).launch()
-    KernelForm(kernel, {}, {"a"}).call((3, 0), {"a": 1}).launch()
+    Launcher(kernel, {}, ["a"]).bind((3, 0), {"a": 1}).launch()
     assert kernel.calls == []
 
 
@@ -168,9 +169,9 @@ def test_an_empty_grid_launches_nothing() -> None:
     ("varying", "problem"),
     [({"a"}, r"missing \['b'\], unknown \[\]"), ({"a", "b", "x"}, r"unknown \['x'\]")],
 )
-def test_a_form_names_every_argument_of_its_kernel(varying: set[str], problem: str) -> None:
+def test_a_launcher_names_every_argument_of_its_kernel(varying: set[str], problem: str) -> None:
     with pytest.raises(TypeError, match=problem):
-        KernelForm(Recorder(["a", "b", "c"]), {"c": 1}, varying)
+        Launcher(Recorder(["a", "b", "c"]), {"c": 1}, sorted(varying))
 
 
 # -- Launches of dense attention.
@@ -220,8 +221,8 @@ class Bench:
         self.impl.forward(self.layer, rows, None, None, self.cache, record, output, **options)
 
     @property
-    def forms(self) -> int:
-        """Forms prepared so far."""
+    def variants(self) -> int:
+        """Variants prepared so far."""
         return sum(
             len(launcher._splits) + len(launcher._tiled)
             for launcher in self.impl._launchers.values()
@@ -255,21 +256,21 @@ def test_records_hold_every_argument_by_name() -> None:
 def test_lengths_prepare_nothing_anew(kernels: list[Recorder]) -> None:
     bench = Bench()
     bench.forward(bench.record(1, 30), 31)
-    assert bench.forms == 2
+    assert bench.variants == 2
     for lens in ((1,), (1, 2, 3), (50,), (20, 1, 40), (64, 64)):
         bench.forward(bench.record(*lens), sum(lens))
         bench.forward(bench.record(*lens), sum(lens) + 5)
-    assert bench.forms == 2
+    assert bench.variants == 2
     # Steps of long rows alone have none for it.
     assert len(kernels[0].calls) == 7
     # Latent prefill has a cache of its own, of as many pages as a step needs.
     bench.cache = bench.spec.layout().allocate(2 * BLOCKS)
     bench.forward(bench.record(1, 30), 31)
-    assert bench.forms == 2
+    assert bench.variants == 2
 
 
 @pytest.mark.parametrize("cache_dtype", [CacheDType.AUTO, CacheDType.FP8])
-def test_what_a_form_depends_on_prepares_another(
+def test_what_a_variant_depends_on_prepares_another(
     kernels: list[Recorder], cache_dtype: CacheDType
 ) -> None:
     bench, layer = Bench(cache_dtype), Bench(cache_dtype).impl
@@ -304,7 +305,7 @@ def test_what_a_form_depends_on_prepares_another(
     assert len(launcher._splits) == len(variants) + len(steps)
 
 
-def test_a_form_is_what_is_prepared_from_scratch(kernels: list[Recorder]) -> None:
+def test_a_variant_is_what_is_prepared_from_scratch(kernels: list[Recorder]) -> None:
     bench = Bench()
     launcher = DenseLauncher(LAYER)
     launcher.attend(bench.record(1, 30), bench.tensors(31))
@@ -347,11 +348,9 @@ def test_a_forward_makes_views_and_fills_in_few_arguments(
         bench.impl.forward(*arguments, output_lse=lse)
     assert set(seen.names) <= {"view", "detach"}
     assert len(seen.names) <= 10
-    form = bench.impl._launchers[False]._splits.latest
-    assert form is not None
-    launched = kernels[0].calls[-1][1]
-    prepared = list(form.arguments.values())
-    filled = sum(new is not old for new, old in zip(launched, prepared, strict=True))
+    (launcher,) = bench.impl._launchers[False]._splits._known.values()
+    launched = kernels[0].calls[-1][2]
+    filled = sum(launched[name] is not old for name, old in launcher.arguments.items())
     assert filled <= 25
 
 
@@ -363,13 +362,12 @@ def test_views_of_a_cache_are_made_once_and_let_go_with_it(
     record = bench.record(1)
     bench.forward(record, 1)
     bench.forward(record, 1)
-    (_, first, _), (_, second, _) = kernels[0].calls
-    at = kernels[0].arg_names.index("key_ptr")
-    assert first[at] is second[at]
+    (_, _, first), (_, _, second) = kernels[0].calls
+    assert first["key_ptr"] is second["key_ptr"]
     other = torch.empty_like(bench.cache)
     bench.cache = other
     bench.forward(record, 1)
-    assert kernels[0].calls[-1][1][at].data_ptr() == other.data_ptr()
+    assert kernels[0].calls[-1][2]["key_ptr"].data_ptr() == other.data_ptr()
     kernels[0].calls.clear()
     viewed: Any = bench.impl._viewed
     del first, second, other

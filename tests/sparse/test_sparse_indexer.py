@@ -57,13 +57,13 @@ def test_a_warm_up_meets_every_variant_and_leaves_the_cache_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     launches: list[KernelCall] = []
-    launch = KernelCall.launch
+    launch = KernelCall.launch_through_triton
 
     def noted(call: KernelCall) -> None:
         launches.append(call)
         launch(call)
 
-    monkeypatch.setattr(KernelCall, "launch", noted)
+    monkeypatch.setattr(KernelCall, "launch_through_triton", noted)
     layer = SparseLayer(BF16, sizes=SMALL)
     kept = layer.index_cache.clone()
     step = layer.step(STEPS["mixed"][0])

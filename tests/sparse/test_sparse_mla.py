@@ -380,13 +380,13 @@ def test_serving_after_a_warm_up_meets_no_new_variant(
     layout: LatentFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches: list[KernelCall] = []
-    launch = KernelCall.launch
+    launch = KernelCall.launch_through_triton
 
     def noted(call: KernelCall) -> None:
         launches.append(call)
         launch(call)
 
-    monkeypatch.setattr(KernelCall, "launch", noted)
+    monkeypatch.setattr(KernelCall, "launch_through_triton", noted)
     step, scales = Step("mixed", layout), scales_of()
     builder = works(step, K.TRITON_SPARSE, K.TRITON_SPARSE)
     impl_of(layout, step.lists).warm_up(scales, step.cache, builder, torch.bfloat16)

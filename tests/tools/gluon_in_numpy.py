@@ -19,7 +19,7 @@ import pytest
 import torch
 from triton.language.core import constexpr
 
-from attn.kernels.dense.hopper_prefill import launch as hopper_launch
+from attn.kernels.dense import hopper_launch
 from attn.kernels.dense.hopper_prefill import vector_store as quads
 from builders.launch.call import KernelCall
 
@@ -563,7 +563,7 @@ def take_over(
         The launches, as they come.
     """
     calls: list[KernelCall] = []
-    launch = KernelCall.launch
+    launch = KernelCall.launch_through_triton
 
     def launched(call: KernelCall) -> None:
         if call.kernel is not kernel:
@@ -574,7 +574,7 @@ def take_over(
         random.Random(len(calls)).shuffle(programs)
         run(call, programs, translation)
 
-    monkeypatch.setattr(KernelCall, "launch", launched)
+    monkeypatch.setattr(KernelCall, "launch_through_triton", launched)
     monkeypatch.setattr(hopper_launch, "_describe", _described)
     return calls
 

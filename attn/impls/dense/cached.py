@@ -103,17 +103,12 @@ class ViewedCache:
         self.views: KVViews | None = views
         self.made: Any = None
         """What a forward made of them, to keep with them."""
-        self.again: dict[bool, Any] = {}
-        """Likewise: what launches a forward again, of steps with prefills and of others."""
-        self.tries = 0
-        """Times that such was to be made."""
         self.model_dtype = model_dtype
         self.address = kv_cache.data_ptr()
         self.kv_cache = weakref.ref(kv_cache, self._forget)
 
     def _forget(self, _: object) -> None:
         self.views = self.made = None
-        self.again.clear()
 
 
 def detached(views: KVViews) -> KVViews:

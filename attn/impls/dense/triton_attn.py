@@ -9,7 +9,7 @@ import torch
 
 from attn.impls.base import AttentionLayer
 from attn.impls.dense.base import given_rows
-from attn.impls.dense.cached import CachedImpl, ViewedCache
+from attn.impls.dense.cached import CachedImpl
 from attn.impls.warm import run_compiled
 from attn.ops.merge import merge_states
 from builders.checks.debug import debug_read, debug_slots
@@ -20,17 +20,12 @@ from specs.dtypes import KVQuantMode
 from specs.layouts import KVViews
 
 if TYPE_CHECKING:
-    from attn.kernels.dense.again import Launched
     from attn.kernels.dense.launcher import DenseLauncher
     from attn.kernels.dense.tensors import DenseTensors
     from builders.dense.record import TritonAttentionMetadata
     from builders.dense.shared_prefix import SharedPrefix
     from builders.dense.triton_attn import TritonAttentionMetadataBuilder
     from builders.pages.paging import Stripe
-
-MOST_TRIES = 16
-"""Times that a layer makes what launches its forwards again: steps may differ in turn for ever."""
-_NONE: tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]] = ((), (None,) * 6)
 
 
 class TritonAttentionImpl(CachedImpl):
@@ -95,26 +90,11 @@ class TritonAttentionImpl(CachedImpl):
             raise NotImplementedError("output_block_scale is not supported")
         if attn_metadata is None:
             return output.zero_()
-        # In few calls: each layer of each step comes by.
-        viewed = self._viewed
-        is_usual = output_lse is None and output_scale is None
-        if (
-            is_usual
-            and viewed is not None
-            and viewed.kv_cache() is kv_cache
-            and viewed.address == kv_cache.data_ptr()
-        ):
-            again = viewed.again.get(attn_metadata.prefill is not None)
-            if again is not None:
-                others, rest = self._others(layer, query, attn_metadata.stripe)
-                if again(attn_metadata.read, query, output, others, rest):
-                    return output
         viewed = None
         if self._is_cached:
             if self._debugs:
                 _debug_read(attn_metadata, kv_cache, self.attn_type)
             keys = self._views(kv_cache, query.dtype)
-            # A forward that is launched again has the cache and a step like those compared here.
             attn_metadata.check_cache(keys.key.shape[1], keys.key.dtype)
             viewed = self._viewed
         else:
@@ -147,30 +127,11 @@ class TritonAttentionImpl(CachedImpl):
         shared = attn_metadata.shared
         if shared is not None and self._is_plainly_causal:
             _attend_shared(launcher, shared, tensors)
-            launched = None
         else:
-            launched = launcher.attend(attn_metadata, tensors)
+            launcher.attend(attn_metadata, tensors)
         if viewed is not None:
             viewed.made = tensors.rows
-            if launched is not None and is_usual and not self._debugs:
-                self._keep(viewed, attn_metadata, layer, query, output, launched)
         return output
-
-    def _others(
-        self, layer: AttentionLayer, query: torch.Tensor, stripe: Stripe | None
-    ) -> tuple[tuple[torch.Tensor, ...], tuple[int | None, ...]]:
-        """What a forward is given beside query, output and cache, each tensor once, and the
-        addresses of all that it may be given.
-        """
-        if not self._is_scaled and self.sinks is None and self.alibi_slopes is None:
-            return _NONE
-        sinks, slopes = self._constants(query.device, stripe)
-        scales = scales_of(layer) if self._is_scaled else (None, None)
-        every = (sinks, slopes, None, None, *scales)
-        return (
-            (*{id(tensor): tensor for tensor in every if tensor is not None}.values(),),
-            tuple(None if tensor is None else tensor.data_ptr() for tensor in every),
-        )
 
     def _check_clamp(self, step: TritonAttentionMetadata) -> None:
         """Check that ranges which end with the layer's window end with that of R-SWA too: a kernel
@@ -185,30 +146,6 @@ class TritonAttentionImpl(CachedImpl):
                 f"mm_prefix_clamp_sliding_window with sliding_window ({window}) does not go "
                 f"together with another rswa_window ({rswa_window})"
             )
-
-    def _keep(
-        self,
-        viewed: ViewedCache,
-        step: TritonAttentionMetadata,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        output: torch.Tensor,
-        launched: Launched,
-    ) -> None:
-        """Forwards like this one are launched again by what launched it."""
-        from attn.kernels.dense.again import ForwardAgain, alike
-
-        alone = step.read.alone
-        if alone is None:
-            return
-        viewed.tries += 1
-        if viewed.tries > MOST_TRIES:
-            viewed.again.clear()
-            return
-        others, rest = self._others(layer, query, step.stripe)
-        is_alike = alike((query, output, *others))
-        if is_alike is not None:
-            viewed.again[alone.is_prefill] = ForwardAgain(alone, launched, is_alike, others, rest)
 
     def warm_up(
         self,

@@ -9,9 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from attn.kernels.launch import FormCall, KernelForm
 from builders.launch.call import KernelCall
-from builders.launch.launcher import MOST_SHARED
+from builders.launch.launcher import MOST_LAUNCHERS, Launch, Launcher
 from specs.sentinels import NULL_BLOCK_ID
 
 _TILE = 1024
@@ -90,26 +89,26 @@ def clear_tails_kernel(
 
 def clear_tails_call(
     key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor, kv_lens: torch.Tensor
-) -> FormCall:
+) -> Launch:
     """The launch of :func:`attn.ops.clear.clear_tails`, with its arguments."""
     # Zeros are zeros: of words, whatever the elements are.
     words = key.view(torch.int16), value.view(torch.int16)
     shape = words[0].shape
     strides = words[0].stride()[:3], words[1].stride()[:3]
-    form = _tails_form(shape[1], shape[3], strides, pages.stride(0))
+    launcher = _tails_launcher(shape[1], shape[3], strides, pages.stride(0))
     varying = {
         "key_ptr": words[0],
         "value_ptr": words[1],
         "pages_ptr": pages,
         "kv_lens_ptr": kv_lens,
     }
-    return form.call((kv_lens.shape[0], shape[2]), varying)
+    return launcher.bind((kv_lens.shape[0], shape[2]), varying)
 
 
-@lru_cache(maxsize=MOST_SHARED)
-def _tails_form(
+@lru_cache(maxsize=MOST_LAUNCHERS)
+def _tails_launcher(
     page_size: int, size: int, strides: tuple[tuple[int, ...], tuple[int, ...]], page_row: int
-) -> KernelForm:
+) -> Launcher:
     """Every layer of every step launches it: over caches and tables that are laid out alike."""
     fixed: dict[str, Any] = {
         "page_row": page_row,
@@ -122,7 +121,7 @@ def _tails_form(
         axes = zip(("block", "token", "head"), own, strict=True)
         fixed |= {f"{name}_{axis}": stride for axis, stride in axes}
     varying = ("key_ptr", "value_ptr", "pages_ptr", "kv_lens_ptr")
-    return KernelForm(clear_tails_kernel, fixed, varying)
+    return Launcher(clear_tails_kernel, fixed, varying)
 
 
 def clear_call(out: torch.Tensor, lse: torch.Tensor, flags: torch.Tensor) -> KernelCall:

@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from attn.kernels.lang.memory import alignment
 from attn.kernels.lang.numerics import divide, encode_e4m3, round_to, to_float32
-from attn.kernels.launch import alignment
 from builders.launch.call import KernelCall
 
 NUM_WARPS: Final = 4

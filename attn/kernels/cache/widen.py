@@ -13,7 +13,7 @@ import triton.language as tl
 
 from attn.kernels.lang.numerics import round_to, to_float32
 from attn.kernels.lang.stored import plane_of
-from attn.kernels.launch import KernelForm
+from builders.launch.launcher import Launcher
 from builders.splitkv.tiles import power_of_two
 
 if TYPE_CHECKING:
@@ -128,7 +128,9 @@ _VARYING = (
 )
 
 
-def widen_form(words: tuple[Any, Any], widened: WidenedKeys, kind: int, decode: int) -> KernelForm:
+def widen_launcher(
+    words: tuple[Any, Any], widened: WidenedKeys, kind: int, decode: int
+) -> Launcher:
     """What the launches of a layer share.
 
     Args:
@@ -155,4 +157,4 @@ def widen_form(words: tuple[Any, Any], widened: WidenedKeys, kind: int, decode: 
     for name, rows in (("k", key), ("v", value)):
         axes = zip(("block", "token", "head"), rows.stride()[:3], strict=True)
         fixed |= {f"{name}_{axis}": stride for axis, stride in axes}
-    return KernelForm(widen_kernel, fixed, _VARYING)
+    return Launcher(widen_kernel, fixed, _VARYING)

@@ -10,10 +10,11 @@ import torch
 import triton
 
 from attn.kernels.cache.write_kernel import write_kv_kernel
-from attn.kernels.launch import FormCall, KernelForm, alignment, as_bytes
+from attn.kernels.lang.memory import alignment, as_bytes
 from builders.checks.tensors import check_counts, check_kv_scale, check_rotated, check_written
 from builders.dense.limits import HEAD_SIZES, MODEL_DTYPES
 from builders.launch.call import KernelCall
+from builders.launch.launcher import Launch, Launcher
 from specs.dtypes import CacheDType
 from specs.layouts import KVViews
 
@@ -54,11 +55,11 @@ _VARYING: Final = (
     *("key", "value", "key_cache", "value_cache", "key_scales", "value_scales"),
     *("slot_mapping", "k_scale", "v_scale", "num_slots", "num_tokens"),
 )
-_forms: dict[tuple[Any, ...], KernelForm] = {}
-"""Of all layers: those of a model write alike."""
+_launchers: dict[tuple[Any, ...], Launcher] = {}
+"""Shared by all layers: those of a model write alike."""
 
 
-def write_again(
+def write_kv_launch(
     key: torch.Tensor,
     value: torch.Tensor,
     views: KVViews,
@@ -68,7 +69,7 @@ def write_again(
     cache_dtype: CacheDType,
     *,
     hardware_e4m3: bool,
-) -> FormCall:
+) -> Launch:
     """:func:`write_kv_call`, where a launch like one before costs little.
 
     What does not depend on the number of tokens is checked, and made, once for launches alike.
@@ -83,23 +84,25 @@ def write_again(
         cache_dtype: as there.
         hardware_e4m3: as there.
     """
-    likeness = (
+    variant = (
         cache_dtype,
         hardware_e4m3,
-        *(_likeness(x) for x in (key, value)),
-        *(None if x is None else (_likeness(x), x.shape[0]) for x in views),
+        *(_variant_of(x) for x in (key, value)),
+        *(None if x is None else (_variant_of(x), x.shape[0]) for x in views),
         *((x.dtype, x.shape, x.stride()) for x in (k_scale, v_scale)),
         (slot_mapping.dtype, slot_mapping.dim(), slot_mapping.stride()[-1:]),
     )
-    form = _forms.get(likeness)
-    if form is None:
+    launcher = _launchers.get(variant)
+    if launcher is None:
         arguments = (key, value, views, slot_mapping, k_scale, v_scale, cache_dtype)
         made = dict(write_kv_call(*arguments, hardware_e4m3=hardware_e4m3).arguments)
         fixed = {name: x for name, x in made.items() if name not in _VARYING}
-        form = _forms[likeness] = KernelForm(write_kv_kernel, fixed, _VARYING, NUM_WARPS)
-    count, rows = len(slot_mapping), cast("int", form.arguments["ROWS"])
+        launcher = _launchers[variant] = Launcher(
+            write_kv_kernel, fixed, _VARYING, num_warps=NUM_WARPS
+        )
+    count, rows = len(slot_mapping), cast("int", launcher.arguments["ROWS"])
     check_counts(key, value, count)
-    is_scaled = form.arguments["FORMAT"] in ("e4m3", "e5m2")
+    is_scaled = launcher.arguments["FORMAT"] in ("e4m3", "e5m2")
     varying = {
         "key": key,
         "value": value,
@@ -113,10 +116,10 @@ def write_again(
         "num_slots": count,
         "num_tokens": count,
     }
-    return form.call((_cdiv(count * key.shape[1], rows),), varying)
+    return launcher.bind((_cdiv(count * key.shape[1], rows),), varying)
 
 
-def _likeness(x: torch.Tensor) -> tuple[Any, ...]:
+def _variant_of(x: torch.Tensor) -> tuple[Any, ...]:
     """All of a tensor that launches depend on, but its first extent.
 
     Rows of one are aligned as the first is, whatever the stride to a second.

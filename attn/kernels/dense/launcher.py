@@ -12,18 +12,17 @@ from attn.kernels.dense.checks import check_call, check_heads
 from attn.kernels.dense.constants import prefill_constants, shared_constants, split_constants
 from attn.kernels.dense.decode import decode_kernel
 from attn.kernels.dense.prefill import prefill_kernel
-from attn.kernels.dense.tensors import DenseLayer, DenseTensors, KeyRows, address, stored_as
+from attn.kernels.dense.tensors import DenseLayer, DenseTensors, KeyRows, stored_as
 from attn.kernels.lang.numerics import INTERPRETED
 from attn.kernels.lang.stored import PLAIN, PTX, PTX_SM89
-from attn.kernels.launch import FormCall, Forms, KernelForm, Repeats
 from builders.checks.tensors import check_lengths
 from builders.dense.record import TritonAttentionMetadata
 from builders.launch.call import KernelCall
-from builders.launch.launcher import Repeat
-from builders.splitkv.record import HopperPlan, PrefillPlan, SplitPlan
+from builders.launch.launcher import Launch, Launcher
+from builders.launch.variants import Variants
+from builders.splitkv.record import PLAN_POINTERS, HopperPlan, PrefillPlan, SplitPlan
 
 if TYPE_CHECKING:
-    from attn.kernels.dense.again import Launched, PrefillAgain
     from attn.kernels.dense.hopper_decode.launch import HopperDecodeLauncher
     from attn.kernels.dense.hopper_prefill.launch import HopperLauncher
     from attn.kernels.dense.hopper_prefill.widened import WidenedLauncher
@@ -39,10 +38,12 @@ def decode_form(device: torch.device) -> tuple[int, bool]:
 
 
 class DenseLauncher:
-    """The launches of one layer. What a launch shares with those before it is prepared once.
+    """The launches of one layer.
 
-    A *form* is a launch without its tensors. It depends on the layer, on dtypes, strides and
-    alignment of the tensors, on which of them there are, and on static numbers of the plan.
+    A *variant* is a launch without its tensors: a kernel and the arguments that all launches like
+    it share. It depends on the layer, on dtypes, strides and alignment of the tensors, on which of
+    them there are, and on static numbers of the plan. It is made, and the tensors are checked, once
+    for all launches like it; no length is part of what it depends on.
     """
 
     tensors = DenseTensors
@@ -55,167 +56,151 @@ class DenseLauncher:
         """
         self.layer = layer
         self._stored = stored_as(layer.cache_dtype)
-        self._splits, self._tiled = Forms(), Forms()
-        self._split_repeats: Repeats[Repeat] = Repeats()
-        self._prefill_repeats: Repeats[PrefillAgain] = Repeats()
+        self._splits: Variants[Launcher] = Variants()
+        self._tiled: Variants[Launcher] = Variants()
         self._hopper: HopperLauncher | None = None
         self._widened: WidenedLauncher | None = None
         self._hopper_decode: HopperDecodeLauncher | None = None
 
-    def attend(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> Launched | None:
+    def attend(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> None:
         """Enqueue the step's launches.
 
         Args:
             step: the builder's record.
             tensors: of this forward.
 
-        Returns:
-            What made the only launch, where that was made before.
-
         Raises:
             ValueError: tensors that do not fit the layer.
         """
-        split, prefill = step.split, step.prefill
-        if split is None and prefill is None:
-            return None
-        again: Repeat | None = None
-        attends: PrefillAgain | None = None
-        rows, read = tensors.rows, step.read
-        # Rows that are made for one forward do not come back.
-        repeats = rows is not None and read.is_plain
-        likeness, given = self._read(step, tensors)
-        place = () if rows is None else rows.place
-        if split is not None:
-            of_split = (likeness, place, split.likeness)
-            again = self._split_repeats.of(of_split) if repeats else None
-            programs = split.groups * split.heads
-            if again is None or not again.launch(programs, (*given, split.pointers.given)):
-                call = self._split(step, tensors, self._varying(step, tensors), likeness)
-                call.launch()
-                again = None
-                if repeats:
-                    self._split_repeats.keep(of_split, call.repeat((*_GIVEN, "plan")))
-        if prefill is not None:
-            of_prefill = (likeness, place, prefill.likeness, read.likeness_of_prefill)
-            attends = self._prefill_repeats.of(of_prefill) if repeats else None
-            if attends is None or not attends.launch(prefill, tensors.query, given, read.lengths):
-                calls = self._prefills(step, tensors, self._varying(step, tensors), likeness)
-                for call in calls:
-                    call.launch()
-                attends = None
-                if repeats and len(calls) == 1:
-                    self._prefill_repeats.keep(of_prefill, _repeated_prefill(calls[0]))
-        return again if prefill is None else attends if split is None else None
+        if step.split is None and step.prefill is None:
+            return
+        variant = self._variant(step, tensors)
+        varying = self._varying(step, tensors)
+        if step.split is not None:
+            self._split(step.split, step, tensors, dict(varying), variant).launch()
+        if step.prefill is not None:
+            for launch in self._prefills(step.prefill, step, tensors, varying, variant):
+                launch.launch()
 
     def split(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> KernelCall:
-        """The launch that serves the step's rows with few query tokens."""
-        likeness, _ = self._read(step, tensors)
-        return self._split(step, tensors, self._varying(step, tensors), likeness).record
+        """The launch that serves the step's rows with few query tokens, as data."""
+        assert step.split is not None
+        variant = self._variant(step, tensors)
+        varying = self._varying(step, tensors)
+        return self._split(step.split, step, tensors, varying, variant).call
 
     def prefill(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> KernelCall:
-        """The launch that serves the step's rows with many query tokens, after that which widens
-        their keys, if any does.
+        """The launch that serves the step's rows with many query tokens, as data; not the launch
+        before it that dequantises their keys, if there is one.
         """
-        likeness, _ = self._read(step, tensors)
-        return self._prefills(step, tensors, self._varying(step, tensors), likeness)[-1].record
+        assert step.prefill is not None
+        variant = self._variant(step, tensors)
+        varying = self._varying(step, tensors)
+        return self._prefills(step.prefill, step, tensors, varying, variant)[-1].call
 
     def _split(
         self,
+        plan: SplitPlan,
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
         varying: dict[str, Any],
-        likeness: tuple[Any, ...],
-    ) -> FormCall:
-        plan = step.split
-        assert plan is not None
+        variant: tuple[Any, ...],
+    ) -> Launch:
+        """The launch for rows with few query tokens: of the Hopper kernel where that is planned and
+        serves the layer, else of the portable kernel.
+        """
         varying["plan"] = plan.pointers
         if plan.hopper is not None:
-            call = self._split_on_hopper(plan, step, tensors, varying, likeness)
-            if call is not None:
-                return call
-        tile = plan.tile
-        key = (plan.static, likeness)
-        if not self._splits.has(key):
+            on_hopper = self._split_on_hopper(plan, step, tensors, varying, variant)
+            if on_hopper is not None:
+                return on_hopper
+
+        def new_launcher() -> Launcher:
             fixed = self._fixed(step, tensors, varying)
             check_heads(self.layer, plan)
             fixed |= split_constants(plan, fixed["V_WIDTH"] * fixed["PLANES"])
-            launch = (tile.num_warps, tile.num_stages, tile.max_registers)
-            names = {"plan", *(varying.keys() & set(decode_kernel.arg_names))}
-            made = KernelForm(decode_kernel, fixed, names, *launch, waits=plan.waits)
-            self._splits.keep(key, made)
-        form = self._splits.latest
-        assert form is not None
-        return form.call((plan.groups * plan.heads,), varying)
+            tile, names = plan.tile, varying.keys() & set(decode_kernel.arg_names)
+            return Launcher(
+                decode_kernel,
+                fixed,
+                ["plan", *names],
+                groups={"plan": PLAN_POINTERS},
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+                max_registers=tile.max_registers,
+                waits=plan.waits,
+            )
 
-    def _prefill(
-        self,
-        step: TritonAttentionMetadata,
-        tensors: DenseTensors,
-        varying: dict[str, Any],
-        likeness: tuple[Any, ...],
-    ) -> FormCall:
-        plan = step.prefill
-        assert plan is not None
-        varying["tile_starts_ptr"] = plan.tile_starts
-        varying["query_start_ptr"] = step.query_start_loc
-        varying["seq_lens_ptr"] = step.seq_lens
-        varying["num_reqs"] = step.num_reqs
-        if plan.hopper is not None:
-            call = self._on_hopper(plan.hopper, step, tensors, varying, likeness)
-            if call is not None:
-                return call
-        varying["first_ptr"] = step.first_positions
-        key = (plan.tile, likeness)
-        if not self._tiled.has(key):
-            fixed = self._fixed(step, tensors, varying)
-            tile, own = prefill_constants(plan.tile, fixed)
-            fixed |= own
-            fixed["HEADS"] = self.layer.num_heads
-            launch = (tile.num_warps, tile.num_stages)
-            names = varying.keys() & set(prefill_kernel.arg_names)
-            self._tiled.keep(key, KernelForm(prefill_kernel, fixed, names, *launch))
-        form = self._tiled.latest
-        assert form is not None
-        return form.call((plan.programs,), varying)
+        launcher = self._splits.of((plan.static, variant), new_launcher)
+        return launcher.bind((plan.groups * plan.heads,), varying)
 
     def _prefills(
         self,
+        plan: PrefillPlan,
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
         varying: dict[str, Any],
-        likeness: tuple[Any, ...],
-    ) -> tuple[FormCall, ...]:
-        """The launches that serve rows with many query tokens: over keys widened first, or one."""
-        plan = step.prefill
-        if plan is not None and plan.hopper is not None and plan.hopper.widened is not None:
+        variant: tuple[Any, ...],
+    ) -> tuple[Launch, ...]:
+        """The launches for rows with many query tokens, in their order: one, or two where the keys
+        of a quantised cache are dequantised first.
+        """
+        hopper = plan.hopper
+        if hopper is not None and hopper.widened is not None:
             if self._widened is None:
                 from attn.kernels.dense.hopper_prefill.widened import WidenedLauncher
 
                 self._widened = WidenedLauncher(self.layer, self._stored.kind)
-            calls = self._widened.calls(plan.hopper, step, tensors, varying, likeness)
-            if calls is not None:
-                return calls
-        return (self._prefill(step, tensors, varying, likeness),)
+            launches = self._widened.launches(hopper, step, tensors, varying, variant)
+            if launches is not None:
+                return launches
+        varying["tile_starts_ptr"] = plan.tile_starts
+        varying["query_start_ptr"] = step.query_start_loc
+        varying["seq_lens_ptr"] = step.seq_lens
+        varying["num_reqs"] = step.num_reqs
+        if hopper is not None:
+            on_hopper = self._prefill_on_hopper(hopper, step, tensors, varying, variant)
+            if on_hopper is not None:
+                return (on_hopper,)
+        varying["first_ptr"] = step.first_positions
 
-    def _on_hopper(
+        def new_launcher() -> Launcher:
+            fixed = self._fixed(step, tensors, varying)
+            tile, own = prefill_constants(plan.tile, fixed)
+            fixed |= own
+            fixed["HEADS"] = self.layer.num_heads
+            return Launcher(
+                prefill_kernel,
+                fixed,
+                [*(varying.keys() & set(prefill_kernel.arg_names))],
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+            )
+
+        launcher = self._tiled.of((plan.tile, variant), new_launcher)
+        return (launcher.bind((plan.programs,), varying),)
+
+    def _prefill_on_hopper(
         self,
         plan: HopperPlan,
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
         varying: dict[str, Any],
-        likeness: tuple[Any, ...],
-    ) -> FormCall | None:
-        """The launch of the kernel for Hopper; None where it leaves the layer to the plain one."""
+        variant: tuple[Any, ...],
+    ) -> Launch | None:
+        """The launch of the Hopper kernel; None where the portable kernel serves the layer."""
         if self._hopper is None:
             from attn.kernels.dense.hopper_prefill.launch import HopperLauncher
 
             self._hopper = HopperLauncher(self.layer)
-        # The rest of what its descriptors need aligned is part of the likeness.
-        key = (likeness, tensors.query.data_ptr() % 16, step.first_positions is None)
-        if not self._hopper.knows(plan, key):
+
+        def check() -> dict[str, Any]:
             check_call(self.layer, step, tensors)
-            self._hopper.prepare(plan, step, tensors, {}, key)
-        return self._hopper.call(plan, tensors, varying)
+            return {}
+
+        # The variant holds all other addresses that descriptors need aligned.
+        key = (variant, tensors.query.data_ptr() % 16, step.first_positions is None)
+        return self._hopper.bind(plan, step, tensors, varying, key, check)
 
     def _split_on_hopper(
         self,
@@ -223,28 +208,24 @@ class DenseLauncher:
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
         varying: dict[str, Any],
-        likeness: tuple[Any, ...],
-    ) -> FormCall | None:
-        """The launch of the kernel for Hopper; None where it leaves the layer to the plain one."""
+        variant: tuple[Any, ...],
+    ) -> Launch | None:
+        """The launch of the Hopper kernel; None where the portable kernel serves the layer."""
         if self._hopper_decode is None:
             from attn.kernels.dense.hopper_decode.launch import HopperDecodeLauncher
 
             self._hopper_decode = HopperDecodeLauncher(self.layer)
-        if not self._hopper_decode.knows(plan, likeness):
+
+        def check() -> dict[str, Any]:
             check_call(self.layer, step, tensors)
             check_heads(self.layer, plan)
-            constants = split_constants(plan, self.layer.head_size)
-            self._hopper_decode.prepare(plan, step, tensors, constants, likeness)
-        return self._hopper_decode.call(plan, tensors, varying)
+            return split_constants(plan, self.layer.head_size)
 
-    def _read(
-        self, step: TritonAttentionMetadata, tensors: DenseTensors
-    ) -> tuple[tuple[Any, ...], tuple[tuple[Any, ...], ...]]:
-        """What is read of a step and its tensors, once for all its launches.
+        return self._hopper_decode.bind(plan, step, tensors, varying, variant, check)
 
-        Returns:
-            The likeness: everything that a form depends on, no length among it, and the types and
-            places of the tensors; and in turn the values of :data:`_GIVEN`.
+    def _variant(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> tuple[Any, ...]:
+        """Everything but the plans that a variant depends on; no length and no address is part of
+        it. The numbers of rows are checked on the way.
         """
         rows = tensors.rows
         if rows is None:
@@ -252,7 +233,6 @@ class DenseLauncher:
         query, output, lse, scale = tensors.query, tensors.output, tensors.lse, tensors.output_scale
         k_scale, v_scale = tensors.k_scale, tensors.v_scale
         sinks, slopes = tensors.sinks, tensors.alibi_slopes
-        read = step.read
         try:
             # A slice of a shape costs more than all of it.
             tokens, heads, size = query.shape
@@ -263,33 +243,39 @@ class DenseLauncher:
         least = tensors.num_tokens
         if tokens < least or out_tokens < least or lse is not None:
             check_lengths(least, query, output, lse)
-        likeness_of_rest, rest = _NOTHING
+        rest: tuple[Any, ...] = ()
         if not (lse is scale is k_scale is v_scale is sinks is slopes is None):
-            likeness_of_rest = (
-                None if lse is None else (lse.dtype, lse.is_cuda, lse.shape[1:], lse.stride()),
+            rest = (
+                None if lse is None else (lse.dtype, lse.shape[1:], lse.stride()),
                 *map(_kind, (scale, k_scale, v_scale, sinks, slopes)),
             )
-            rest = (*map(address, (sinks, slopes, lse, scale, k_scale, v_scale)),)
+        causal, table = step.causal, step.block_table
         # In one piece: each layer of each step comes by.
-        likeness = (
+        return (
             query.dtype,
             query.device,
             heads,
             size,
             query.stride(),
             output.dtype,
-            output.is_cuda,
             out_heads,
             out_size,
             output.stride(),
-            rows.likeness,
-            likeness_of_rest,
-            read.likeness,
+            rows.variant,
+            rest,
+            table.dtype,
+            # The tensors of a variant are checked for it once.
+            table.stride()[1],
+            causal if isinstance(causal, bool) else None,
+            step.mm_ranges is not None,
+            step.rswa_window if step.rswa_prefix_lens is not None else None,
+            step.stripe,
+            step.block_size,
+            step.cache_dtype,
         )
-        return likeness, ((query.data_ptr(), tokens, output.data_ptr()), read.table, rest)
 
     def _varying(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> dict[str, Any]:
-        """Arguments of both kernels that differ from call to call."""
+        """Arguments of all kernels that differ from launch to launch."""
         rows = tensors.rows
         assert rows is not None
         keys, output, ranges = tensors.keys, tensors.output, step.mm_ranges
@@ -322,7 +308,7 @@ class DenseLauncher:
     def _fixed(
         self, step: TritonAttentionMetadata, tensors: DenseTensors, varying: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Arguments of both kernels that a form holds; the tensors are checked on the way."""
+        """Arguments of both portable kernels that a launcher keeps; the tensors are checked."""
         check_call(self.layer, step, tensors)
         form = decode_form(tensors.query.device)
         return shared_constants(self.layer, self._stored, step, tensors, varying, form)
@@ -342,58 +328,6 @@ def prefill_call(
     return DenseLauncher(layer).prefill(step, tensors)
 
 
-_GIVEN = (
-    "query_ptr",
-    "tokens",
-    "out_ptr",
-    "table_row",
-    "table_ptr",
-    "sinks_ptr",
-    "slopes_ptr",
-    "lse_ptr",
-    "output_scale_ptr",
-    "k_scale_ptr",
-    "v_scale_ptr",
-)
-"""What launches are given that are made again."""
-_LENGTHS = ("query_start_ptr", "seq_lens_ptr", "num_reqs")
-"""Likewise, of prefills."""
-_NOTHING: tuple[tuple[Any, ...], tuple[int | None, ...]] = ((), (None,) * 6)
-"""What is read of tensors that a forward mostly has none of."""
-
-
-class _PlainPrefill:
-    """Launches of the plain prefill kernel made again."""
-
-    def __init__(self, repeat: Repeat) -> None:
-        """
-        Args:
-            repeat: of :data:`_GIVEN`, the plan's tiles and the lengths.
-        """
-        self._repeat = repeat
-
-    def launch(
-        self,
-        plan: PrefillPlan,
-        query: torch.Tensor,
-        given: tuple[tuple[Any, ...], ...],
-        lengths: tuple[Any, ...],
-    ) -> bool:
-        """See :class:`attn.kernels.dense.hopper_prefill.launch.RepeatedPrefill`."""
-        starts = (plan.tile_starts.data_ptr(),)
-        return self._repeat.launch(plan.programs, (*given, lengths, starts))
-
-
-def _repeated_prefill(call: FormCall) -> PrefillAgain | None:
-    """For prefills like one that was launched."""
-    if call.form.kernel is not prefill_kernel:
-        from attn.kernels.dense.hopper_prefill.launch import repeated_prefill
-
-        return repeated_prefill(call, (*_GIVEN, *_LENGTHS))
-    repeat = call.repeat((*_GIVEN, *_LENGTHS, "tile_starts_ptr"))
-    return None if repeat is None else _PlainPrefill(repeat)
-
-
 def _kind(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
-    """Of one that is read by a pointer alone."""
-    return None if tensor is None else (tensor.dtype, tensor.is_cuda, tensor.numel())
+    """What a variant depends on of a tensor that is read by its address alone."""
+    return None if tensor is None else (tensor.dtype, tensor.numel())

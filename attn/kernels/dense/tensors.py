@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -57,7 +58,7 @@ class DenseTensors:
 
 
 class KeyRows:
-    """Keys and values as kernels read them, and what a form depends on of them."""
+    """Keys and values as kernels read them, and what a kernel's variant depends on of them."""
 
     def __init__(self, keys: KVViews, stored: Stored) -> None:
         """
@@ -67,9 +68,9 @@ class KeyRows:
         """
         key, value, inline = keys.key, keys.value, keys.key_scale
         self.words = stored.words(key), stored.words(value)
-        self.place = key.data_ptr(), value.data_ptr(), len(key), *map(address, keys[2:])
-        """All that a launch depends on beside the likeness."""
-        self.likeness = (
+        self.described: dict[tuple[str, tuple[int, ...]], Any] = {}
+        """Descriptors of them for TMA, by the argument's name and the box."""
+        self.variant = (
             key.dtype,
             value.dtype,
             key.shape[1:],
@@ -79,6 +80,7 @@ class KeyRows:
             (key.data_ptr() | value.data_ptr()) % 64,
             None if inline is None else inline.stride(),
         )
+        """All of them that a kernel's variant depends on; no address and no number of pages."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,3 @@ def stored_as(cache_dtype: CacheDType) -> Stored:
     return Stored(
         E4M3 if cache_dtype.is_quantized else NATIVE, 2 if cache_dtype.is_quantized else 1, False
     )
-
-
-def address(tensor: torch.Tensor | None) -> int | None:
-    """Where a tensor begins; None for None."""
-    return None if tensor is None else tensor.data_ptr()

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from attn.kernels.cache.write_kernel import row_pointers
+from attn.kernels.lang.memory import alignment, as_bytes
 from attn.kernels.lang.numerics import (
     block_scale,
     decode_e4m3_float32,
@@ -19,7 +20,6 @@ from attn.kernels.lang.numerics import (
     saturate_to,
     to_float32,
 )
-from attn.kernels.launch import alignment, as_bytes
 from builders.launch.call import KernelCall
 from specs.rows import LATENT_BLOCK, LatentFormat
 

@@ -15,17 +15,12 @@ from attn.kernels.dense.tensors import DenseLayer, DenseTensors
 from attn.kernels.lang.numerics import INTERPRETED
 from attn.kernels.lang.stored import E4M3, NATIVE
 from attn.kernels.latent.decode import mla_decode_kernel
-from attn.kernels.launch import FormCall, Forms, KernelForm
 from builders.dense.record import TritonAttentionMetadata
 from builders.launch.call import KernelCall
-from builders.splitkv.record import (
-    SPARE_STATES,
-    SplitPlan,
-    latent_states,
-)
-from builders.splitkv.tiles import (
-    power_of_two,
-)
+from builders.launch.launcher import Launch, Launcher
+from builders.launch.variants import Variants
+from builders.splitkv.record import PLAN_POINTERS, SPARE_STATES, SplitPlan, latent_states
+from builders.splitkv.tiles import power_of_two
 from specs.dtypes import CacheDType
 from specs.layouts import KVViews
 
@@ -71,9 +66,8 @@ class LatentTensors:
 
 
 class LatentLauncher:
-    """The decode launches of one layer. What a launch shares with those before it is prepared once.
-
-    A form is a launch without its tensors; no length is part of what it depends on.
+    """The decode launches of one layer. What launches of a variant share is prepared once: see
+    :class:`attn.kernels.dense.launcher.DenseLauncher`.
     """
 
     def __init__(self, layer: LatentLayer) -> None:
@@ -82,7 +76,7 @@ class LatentLauncher:
             layer: what never changes.
         """
         self.layer = layer
-        self._forms = Forms()
+        self._variants: Variants[Launcher] = Variants()
         self._hopper: HopperLatentLauncher | None = None
 
     def attend(self, step: TritonAttentionMetadata, tensors: LatentTensors) -> None:
@@ -95,20 +89,22 @@ class LatentLauncher:
         Raises:
             ValueError: tensors that do not fit the layer, or a plan that is for another one.
         """
-        for call in self._calls(step, tensors):
-            call.launch()
+        for launch in self._launches(step, tensors):
+            launch.launch()
 
     def calls(
         self, step: TritonAttentionMetadata, tensors: LatentTensors
     ) -> tuple[KernelCall, ...]:
         """The launches for the step's decode rows; errors as in :meth:`attend`."""
-        return tuple(call.record for call in self._calls(step, tensors))
+        return tuple(launch.call for launch in self._launches(step, tensors))
 
-    def _calls(self, step: TritonAttentionMetadata, tensors: LatentTensors) -> tuple[FormCall, ...]:
+    def _launches(
+        self, step: TritonAttentionMetadata, tensors: LatentTensors
+    ) -> tuple[Launch, ...]:
         plan = step.split
         assert plan is not None
         if plan.hopper is not None:
-            return self._calls_on_hopper(plan, step, tensors)
+            return self._on_hopper(plan, step, tensors)
         latent, rope = self._words(tensors.latent), self._words(tensors.rope)
         varying = _varying(plan, step, tensors) | {
             "query_ptr": tensors.query,
@@ -117,27 +113,34 @@ class LatentLauncher:
             "rope_ptr": rope,
             "scale_ptr": tensors.k_scale,
         }
-        key = (plan.static, _likeness(tensors))
-        if not self._forms.has(key):
+
+        def new_launcher() -> Launcher:
             _check(self.layer, plan, step, tensors)
             fixed = self._fixed(tensors, latent, rope) | _plan_constants(plan)
-            tile = plan.tile
-            launch = (tile.num_warps, tile.num_stages, tile.max_registers)
             fixed["FINISH_WIDTH"] = min(
                 fixed["WIDTH"] * fixed["PLANES"], FINISH_CELLS // fixed["FINISH_ROWS"]
             )
-            self._forms.keep(key, KernelForm(mla_decode_kernel, fixed, varying, *launch))
-        form = self._forms.latest
-        assert form is not None
-        return (form.call((plan.groups * plan.heads,), varying),)
+            tile = plan.tile
+            return Launcher(
+                mla_decode_kernel,
+                fixed,
+                [*varying],
+                groups={"plan": PLAN_POINTERS},
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+                max_registers=tile.max_registers,
+            )
+
+        launcher = self._variants.of((plan.static, _variant(tensors)), new_launcher)
+        return (launcher.bind((plan.groups * plan.heads,), varying),)
 
     def _words(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of the cache as what kernels load."""
         return rows.view(torch.int16) if self.layer.cache_dtype.is_quantized else rows
 
-    def _calls_on_hopper(
+    def _on_hopper(
         self, plan: SplitPlan, step: TritonAttentionMetadata, tensors: LatentTensors
-    ) -> tuple[FormCall, ...]:
+    ) -> tuple[Launch, ...]:
         """The launches of the kernel for Hopper, to which queries and rows are whole: one KV head
         whose key is the row, and whose value is a part of it.
         """
@@ -160,14 +163,11 @@ class LatentLauncher:
         keys = KVViews(rows, rows[..., : layer.rank])
         query = whole_query(tensors.query, tensors.rotary)
         key = (
-            *_likeness(tensors),
+            *_variant(tensors),
             query.stride(),
             (query.data_ptr() | tensors.output.data_ptr()) % 16,
         )
         given = DenseTensors(query, keys, tensors.output, scale, scale, lse=tensors.lse)
-        if not self._hopper.knows(plan, key):
-            _check(layer, plan, step, tensors)
-            self._hopper.prepare(plan, step, given, _plan_constants(plan), key)
         varying = _varying(plan, step, tensors) | {
             "query_ptr": query,
             "key_ptr": self._words(keys.key),
@@ -175,7 +175,12 @@ class LatentLauncher:
             "k_scale_ptr": scale,
             "v_scale_ptr": scale,
         }
-        return self._hopper.calls(plan, given, varying)
+
+        def check() -> dict[str, Any]:
+            _check(layer, plan, step, tensors)
+            return _plan_constants(plan)
+
+        return self._hopper.launches(plan, step, given, varying, key, check)
 
     def _fixed(
         self, tensors: LatentTensors, latent: torch.Tensor, rope: torch.Tensor
@@ -271,8 +276,8 @@ def _plan_constants(plan: SplitPlan) -> dict[str, Any]:
     }
 
 
-def _likeness(tensors: LatentTensors) -> tuple[Any, ...]:
-    """Everything about the tensors that a form depends on."""
+def _variant(tensors: LatentTensors) -> tuple[Any, ...]:
+    """Everything about the tensors that a launcher depends on."""
     query, rotary, latent, rope = tensors.query, tensors.rotary, tensors.latent, tensors.rope
     output, lse = tensors.output, tensors.lse
     return (

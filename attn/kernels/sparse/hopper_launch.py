@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attn.kernels.launch import alignment
+from attn.kernels.lang.memory import alignment
 from attn.kernels.sparse.hopper_narrow.consumer import NATIVE, RAW, SCALED
 from attn.kernels.sparse.hopper_narrow.kernel import hopper_narrow_sparse_kernel
 from attn.kernels.sparse.hopper_wide.kernel import hopper_sparse_kernel

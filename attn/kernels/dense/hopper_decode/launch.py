@@ -6,14 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from attn.kernels.dense.hopper_decode.kernel import hopper_decode_kernel
-from attn.kernels.dense.hopper_prefill.launch import COLUMNS, HopperForms, asked, is_planned
-from attn.kernels.launch import KernelForm
-from builders.dense.choice import (
-    decode_kernel_of,
-)
-from builders.splitkv.record import (
-    SplitPlan,
-)
+from attn.kernels.dense.hopper_launch import COLUMNS, HopperVariants, asked, is_planned
+from builders.dense.choice import decode_kernel_of
+from builders.launch.launcher import Launcher
+from builders.splitkv.record import PLAN_POINTERS, SplitPlan
 from specs.devices import DeviceKind
 from specs.engine import DecodeKernel
 
@@ -45,7 +41,7 @@ def serves(
     return is_planned(tile, plan.hopper, plan.requires_hopper)
 
 
-class HopperDecodeLauncher(HopperForms[SplitPlan]):
+class HopperDecodeLauncher(HopperVariants[SplitPlan]):
     """The split-KV launches of one layer."""
 
     def _static(self, plan: SplitPlan) -> tuple[Any, ...]:
@@ -61,17 +57,17 @@ class HopperDecodeLauncher(HopperForms[SplitPlan]):
         assert plan.hopper is not None
         page = (1, plan.hopper.run, 1, COLUMNS)
         # As the words that the plain kernel reads.
-        varying["k_desc"] = self._descriptors.of("k", varying["key_ptr"], page)
-        varying["v_desc"] = self._descriptors.of("v", varying["value_ptr"], page)
+        varying["k_desc"] = self._described("k", varying["key_ptr"], page, tensors)
+        varying["v_desc"] = self._described("v", varying["value_ptr"], page, tensors)
         return plan.groups * plan.heads
 
-    def _new_form(
+    def _new_launcher(
         self,
         plan: SplitPlan,
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
         constants: Mapping[str, Any],
-    ) -> KernelForm | None:
+    ) -> Launcher | None:
         if not serves(self._layer, plan, step, tensors):
             return None
         layer, output, lse = self._layer, tensors.output, tensors.lse
@@ -108,7 +104,9 @@ class HopperDecodeLauncher(HopperForms[SplitPlan]):
             "CONSUMERS": plan.hopper.consumers,
             "FINISH_WIDTH": min(layer.head_size, FINISH_CELLS // constants["FINISH_ROWS"]),
         }
-        return KernelForm(hopper_decode_kernel, fixed, _VARYING, waits=True)
+        return Launcher(
+            hopper_decode_kernel, fixed, _VARYING, groups={"plan": PLAN_POINTERS}, waits=True
+        )
 
 
 _PLANNED = (

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from attn.kernels.cache.widen import widen_form
+from attn.kernels.cache.widen import widen_launcher
 from attn.kernels.dense.checks import check_call
 from attn.kernels.dense.hopper_prefill.launch import HopperLauncher
 from attn.kernels.dense.launcher import decode_form
 from attn.kernels.lang.stored import WIDENED
-from attn.kernels.launch import FormCall, Forms
+from builders.launch.launcher import Launch, Launcher
+from builders.launch.variants import Variants
 from specs.dtypes import CacheDType
 from specs.layouts import KVViews
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class WidenedLauncher:
-    """Both launches of one layer."""
+    """The two launches of one layer: the keys are widened, then attended."""
 
     def __init__(self, layer: DenseLayer, kind: int) -> None:
         """
@@ -34,16 +35,16 @@ class WidenedLauncher:
         # What the kernel reads is the workspace.
         self._layer = replace(layer, cache_dtype=CacheDType.AUTO)
         self._attending = HopperLauncher(self._layer, WIDENED)
-        self._widening = Forms()
+        self._widening: Variants[Launcher] = Variants()
 
-    def calls(
+    def launches(
         self,
         plan: HopperPlan,
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
         varying: Mapping[str, Any],
-        likeness: tuple[Any, ...],
-    ) -> tuple[FormCall, FormCall] | None:
+        variant: tuple[Any, ...],
+    ) -> tuple[Launch, Launch] | None:
         """The launch that widens, and the one that attends; None where tiles convert their own.
 
         Args:
@@ -51,7 +52,7 @@ class WidenedLauncher:
             step: the builder's record.
             tensors: of this forward.
             varying: arguments that differ from call to call, by the plain kernel's names.
-            likeness: everything else that a form depends on.
+            variant: everything else that a launcher depends on.
 
         Raises:
             ValueError: tensors that do not fit the layer.
@@ -60,25 +61,26 @@ class WidenedLauncher:
         assert widened is not None
         over = replace(tensors, keys=KVViews(widened.key, widened.value), rows=None)
         misaligned = tensors.query.data_ptr() % 16
-        key = (likeness, widened.key.shape[1:], misaligned, step.first_positions is None)
-        if not self._attending.knows(plan, key):
-            step_over = replace(step, block_table=widened.table)
-            check_call(self._layer, step_over, over)
-            self._attending.prepare(plan, step_over, over, {}, key)
+        key = (variant, widened.key.shape[1:], misaligned, step.first_positions is None)
         arguments = dict(varying)
         arguments["table_ptr"], arguments["table_row"] = widened.table, widened.table.stride()[0]
         arguments["query_start_ptr"] = step.query_start_loc
         arguments["seq_lens_ptr"] = step.seq_lens
         arguments["num_reqs"] = step.num_reqs
-        attends = self._attending.call(plan, over, arguments)
+        step_over = replace(step, block_table=widened.table)
+
+        def check() -> dict[str, Any]:
+            check_call(self._layer, step_over, over)
+            return {}
+
+        attends = self._attending.bind(plan, step_over, over, arguments, key, check)
         if attends is None:
             return None
-        if not self._widening.has(key):
-            words = varying["key_ptr"], varying["value_ptr"]
-            decode, _ = decode_form(tensors.query.device)
-            self._widening.keep(key, widen_form(words, widened, self._kind, decode))
-        form = self._widening.latest
-        assert form is not None
+        words = varying["key_ptr"], varying["value_ptr"]
+        decode, _ = decode_form(tensors.query.device)
+        launcher = self._widening.of(
+            key, lambda: widen_launcher(words, widened, self._kind, decode)
+        )
         grid = (widened.pages, self._layer.num_kv_heads)
         arguments = {
             **varying,
@@ -88,4 +90,4 @@ class WidenedLauncher:
             "total_ptr": widened.total,
             "seq_lens_ptr": step.seq_lens,
         }
-        return form.call(grid, arguments), attends
+        return launcher.bind(grid, arguments), attends

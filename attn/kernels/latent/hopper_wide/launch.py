@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from attn.kernels.dense.hopper_prefill.launch import COLUMNS, HopperForms, asked, is_planned
+from attn.kernels.dense.hopper_launch import COLUMNS, HopperVariants, asked, is_planned
 from attn.kernels.latent.hopper_narrow.kernel import hopper_mla_narrow_kernel
 from attn.kernels.latent.hopper_wide.fold import fold_cuts_kernel
 from attn.kernels.latent.hopper_wide.kernel import hopper_mla_kernel
-from attn.kernels.launch import FormCall, KernelForm
 from builders.latent.choice import latent_kernel_of
-from builders.splitkv.record import (
-    SplitPlan,
-    area_of,
-)
-from builders.splitkv.tiles import (
-    power_of_two,
-)
+from builders.launch.launcher import Launch, Launcher
+from builders.splitkv.record import PLAN_POINTERS, SplitPlan, area_of
+from builders.splitkv.tiles import power_of_two
 from specs.base import cdiv
 from specs.devices import DeviceKind
 from specs.engine import DecodeKernel
@@ -62,7 +57,7 @@ def check_serves(
             raise ValueError(f"decode_kernel 'hopper' does not serve latent layers with {name}")
 
 
-class HopperLatentLauncher(HopperForms[SplitPlan]):
+class HopperLatentLauncher(HopperVariants[SplitPlan]):
     """The decode launches of one latent layer; none is left to the plain kernel."""
 
     def __init__(self, layer: DenseLayer) -> None:
@@ -71,31 +66,41 @@ class HopperLatentLauncher(HopperForms[SplitPlan]):
             layer: what never changes.
         """
         super().__init__(layer)
-        self._folds: dict[KernelForm, KernelForm] = {}
+        self._folds: dict[Launcher, Launcher] = {}
 
-    def calls(
-        self, plan: SplitPlan, tensors: DenseTensors, varying: dict[str, Any]
-    ) -> tuple[FormCall, ...]:
-        """The launches of a step like the one that was last asked after, in their order.
+    def launches(
+        self,
+        plan: SplitPlan,
+        step: TritonAttentionMetadata,
+        tensors: DenseTensors,
+        varying: dict[str, Any],
+        key: tuple[Any, ...],
+        check: Callable[[], Mapping[str, Any]],
+    ) -> tuple[Launch, ...]:
+        """The launches of a step in their order: the kernel that attends, and the fold of its cuts
+        where rows are cut between any two tiles.
 
         Args:
-            plan: the builder's.
-            tensors: of this forward.
-            varying: as :meth:`HopperForms.call` takes it.
+            plan: the builder's, like all that follow: see :meth:`HopperVariants.bind`.
+            step: see there.
+            tensors: see there.
+            varying: see there.
+            key: see there.
+            check: see there.
+
+        Raises:
+            ValueError: the kernel does not serve the layer.
         """
-        call = self.call(plan, tensors, varying)
-        form = self._forms.latest
-        if call is None or form is None:
-            raise ValueError(
-                "the plan is for the kernel for Hopper, which does not serve the layer"
-            )
+        attends = self.bind(plan, step, tensors, varying, key, check)
+        if attends is None:
+            raise ValueError("the plan is for the Hopper kernel, which does not serve the layer")
         if not plan.is_free:
-            return (call,)
-        fold = self._folds.get(form)
+            return (attends,)
+        fold = self._folds.get(attends.launcher)
         if fold is None:
-            fold = self._folds[form] = _new_fold(plan, form, tensors)
+            fold = self._folds[attends.launcher] = _new_fold(plan, attends.launcher, tensors)
         slices = cdiv(plan.tile.tile_heads * plan.tile.query_tokens, SLICE)
-        return call, fold.call((plan.groups * plan.heads * slices,), varying)
+        return attends, fold.bind((plan.groups * plan.heads * slices,), varying)
 
     def _static(self, plan: SplitPlan) -> tuple[Any, ...]:
         return plan.static
@@ -120,13 +125,13 @@ class HopperLatentLauncher(HopperForms[SplitPlan]):
         varying["plan"] = plan.pointers
         return plan.groups * plan.heads
 
-    def _new_form(
+    def _new_launcher(
         self,
         plan: SplitPlan,
         step: TritonAttentionMetadata,
         tensors: DenseTensors,
         constants: Mapping[str, Any],
-    ) -> KernelForm | None:
+    ) -> Launcher | None:
         check_serves(self._layer, plan, step, tensors)
         output, lse, rows = tensors.output, tensors.lse, tensors.keys.key
         assert plan.hopper is not None
@@ -153,7 +158,9 @@ class HopperLatentLauncher(HopperForms[SplitPlan]):
                 "PREFETCH": plan.heads > 1 and rows.stride(1) == rows.shape[-1],
             }
             varying = (*_VARYING, "cache_ptr")
-            return KernelForm(hopper_mla_kernel, fixed, varying, num_warps=4, waits=True)
+            return Launcher(
+                hopper_mla_kernel, fixed, varying, groups=_PLAN, num_warps=4, waits=True
+            )
         fixed |= {name: constants[name] for name in _SEGMENTED} | {
             "AREA": area_of(plan.slots, plan.bundles, plan.head_loops),
             "STAGES": plan.hopper.num_stages,
@@ -161,22 +168,26 @@ class HopperLatentLauncher(HopperForms[SplitPlan]):
             "FINISH_WIDTH": min(_WIDTH, FINISH_CELLS // constants["FINISH_ROWS"]),
         }
         names = (*_VARYING, "k_scale_ptr", "rope_desc")
-        return KernelForm(hopper_mla_narrow_kernel, fixed, names, num_warps=8, waits=True)
+        return Launcher(
+            hopper_mla_narrow_kernel, fixed, names, groups=_PLAN, num_warps=8, waits=True
+        )
 
 
-def _new_fold(plan: SplitPlan, form: KernelForm, tensors: DenseTensors) -> KernelForm:
-    """What launches of the fold behind those of a form share."""
+def _new_fold(plan: SplitPlan, attends: Launcher, tensors: DenseTensors) -> Launcher:
+    """The fold behind launches of a kernel that attends."""
     shared = ("HEADS", "HEAD_LOOPS", "GROUP", "TILE_HEADS", "QUERY_TOKENS", *_OUTPUTS)
-    fixed = {name: form.arguments[name] for name in shared}
+    fixed = {name: attends.arguments[name] for name in shared}
     fixed |= {
         "groups": plan.groups,
         "GROUPS": power_of_two(plan.groups),
         "SLICE": SLICE,
         "WAITS": tensors.output.is_cuda,
     }
-    return KernelForm(fold_cuts_kernel, fixed, ("out_ptr", "lse_ptr", "plan"), waits=True)
+    names = ("out_ptr", "lse_ptr", "plan")
+    return Launcher(fold_cuts_kernel, fixed, names, groups=_PLAN, waits=True)
 
 
+_PLAN = {"plan": PLAN_POINTERS}
 _OUTPUTS = ("OUT_TOKEN", "OUT_HEAD", "LSE_TOKEN", "LSE")
 _PLANNED = ("HEADS", "HEAD_LOOPS", "TILE_HEADS", "QUERY_TOKENS")
 _SEGMENTED = ("groups", "SLOTS", "BUNDLES", "SEGMENT_UNIT", "KV_TILE", "FINISH_ROWS")

@@ -1,67 +1,92 @@
-"""A kernel that Triton compiled and launched, with the arguments of its C function.
+"""A kernel that Triton compiled and launched, and how its C function is called again.
 
-What is used of Triton 3.6 to 3.9 is looked up here; what looks different is left to Triton.
+This module is the only one that knows Triton's launcher from inside: the C function at its bottom,
+what that function is given before the kernel's arguments, and how tensor descriptors are encoded.
+Triton 3.6 to 3.9 are known. Whatever looks different is left to Triton.
+
+Two launches are specialised alike if each argument that varies has the same type: a tensor the same
+dtype, and the same alignment to 16 bytes where the kernel does not waive that; an integer the same
+width, and where the kernel does not waive it the same answers to whether it is 1 and whether it is
+a multiple of 16; a descriptor the same
+dtype, box and layout. The tests ask Triton whether that is so.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from operator import itemgetter
 from typing import Any, cast
 
 import torch
+import triton
 from triton.runtime import driver
 
-from builders.launch.driver import CONSTANT, driver_kernel, driver_launches
-from builders.splitkv.record import Pointers
+from builders.launch.pointers import Pointers
 
-GROUPS: Mapping[str, tuple[str, ...]] = {
-    "plan": (
-        "rows_ptr",
-        "total_ptr",
-        "starts_ptr",
-        "shares_ptr",
-        "counters_ptr",
-        "states_ptr",
-        "sums_ptr",
-    ),
-}
-"""Arguments that forms take as one :class:`Pointers`, by its name."""
+KNOWN_TRITON = ((3, 6), (3, 7), (3, 8), (3, 9))
+"""Versions whose launcher is known here."""
 ALIGNMENT = 16
 """Bytes, by which Triton specialises addresses."""
 TENSORS = (torch.Tensor, torch.nn.Parameter)
 _BASE = ("grid x", "grid y", "grid z", "stream")
 """What the C function is given first."""
+_logger = logging.getLogger(__name__)
+
+
+@cache
+def is_known_triton() -> bool:
+    """Whether compiled kernels of the installed Triton are launched past it; said once if not."""
+    version = triton.__version__
+    is_known = tuple(int(part) for part in version.split(".")[:2]) in KNOWN_TRITON
+    if not is_known:
+        known = ", ".join(".".join(map(str, one)) for one in KNOWN_TRITON)
+        _logger.warning(
+            "Triton %s launches every kernel itself, which costs the host tens of microseconds a "
+            "launch: kernels are launched past it by Triton %s",
+            version,
+            known,
+        )
+    return is_known
 
 
 class UnknownError(Exception):
     """A launch that is left to Triton."""
 
 
-class Prepared:
+class CompiledLaunch:
     """A compiled kernel on one device, and the arguments of its C function."""
 
     def __init__(
         self,
         kernel: Any,
         varying: Mapping[str, Any],
+        groups: Mapping[str, tuple[str, ...]],
         compiled: Any,
         arguments: Mapping[str, Any],
     ) -> None:
+        """
+        Args:
+            kernel: the ``triton.jit`` function.
+            varying: arguments that differ from launch to launch, by name, in the kernel's order.
+            groups: names among these that stand for several arguments.
+            compiled: what the launch through Triton returned.
+            arguments: every argument of that launch, by name and in the kernel's order.
+
+        Raises:
+            UnknownError: Triton's launcher, or an argument, is not as it is known here.
+        """
         self._compiled = compiled
         """Kept alive: its code is unloaded with it."""
         self._driver = driver.active
         self._device = self._driver.get_current_device()
         self._current_device = _device_getter(self._driver)
         self._call, self._base, self._is_nested = _bottom_of(compiled, [*arguments.values()])
-        self._words, places, self.encoders = self._expanded(arguments)
-        self.places: dict[str, tuple[int, int | slice]] = {}
-        """Of the arguments that vary: which of these it is, and where it is in the C function's."""
-        self.waived: dict[str, bool] = {}
-        """Of the same: nothing but their type makes a kernel of its own."""
+        self._words, places, encoders = self._expanded(arguments)
         self._types = [*map(type, varying.values())]
         self._groups: list[tuple[int, slice, tuple[Any, ...]]] = []
         self._descriptors: list[tuple[int, slice, _Encoder]] = []
@@ -70,37 +95,35 @@ class Prepared:
         tensors: list[int] = []
         aligned: list[int] = []
         integers: list[int] = []
-        exact: list[int] = []
+        specialised: list[int] = []
         params = {param.name: param for param in kernel.params}
         for index, (name, value) in enumerate(varying.items()):
-            members = [params[member] for member in GROUPS.get(name, (name,))]
+            members = [params[member] for member in groups.get(name, (name,))]
             if any(one.is_constexpr or one.is_const or one.annotation_type for one in members):
                 raise UnknownError
             param, place = members[0], places[members[0].name]
-            self.places[name] = index, place if name in self.encoders else place.start
-            self.waived[name] = param.do_not_specialize or (
-                param.do_not_specialize_on_alignment and type(value) in TENSORS
-            )
+            is_waived = param.do_not_specialize or param.do_not_specialize_on_alignment
             if type(value) is Pointers:
                 where = [places[member.name].start for member in members]
                 if where != [*range(where[0], where[0] + len(where))]:
                     raise UnknownError
-                self.places[name] = index, slice(where[0], where[-1] + 1)
                 self._groups.append((index, slice(where[0], where[-1] + 1), value.kinds))
             elif type(value) in TENSORS:
                 self._tensor_places.append(place.start)
                 tensors.append(index)
-                if not self.waived[name]:
+                if not is_waived:
                     aligned.append(len(tensors) - 1)
             elif type(value) is int:
                 self._integer_places.append((index, place.start))
-                (integers if param.do_not_specialize else exact).append(index)
-            elif name in self.encoders:
-                self._descriptors.append((index, place, self.encoders[name]))
+                integers.append(index)
+                if not param.do_not_specialize:
+                    specialised.append(index)
+            elif name in encoders:
+                self._descriptors.append((index, place, encoders[name]))
             elif value is not None:
                 raise UnknownError
         self._tensors, self._aligned = picker(tensors), picker(aligned)
-        self._integers, self._exact = picker(integers), picker(exact)
+        self._integers, self._specialised = picker(integers), picker(specialised)
         values = [*varying.values()]
         chosen = self._tensors(values)
         self._dtypes = [tensor.dtype for tensor in chosen]
@@ -108,19 +131,7 @@ class Prepared:
         addresses = [tensor.data_ptr() for tensor in chosen]
         self._remainders = [at % ALIGNMENT != 0 for at in self._aligned(addresses)]
         self._widths = [value >> 31 for value in self._integers(values)]
-        self._values = self._exact(values)
-        signature = compiled.src.signature
-        kinds = [(signature[name], place.stop - place.start) for name, place in places.items()]
-        self.direct = driver_kernel(compiled, self._base, kinds, self._words)
-        """None where only the C function launches it."""
-        single = [*self._tensor_places, *(place for _, place in self._integer_places)]
-        if self.direct is not None:
-            # A number that the kernel was compiled for is no parameter.
-            single = [place for place in single if self.direct.types[place] != CONSTANT]
-        grouped = [where for _, where, _ in (*self._groups, *self._descriptors)]
-        self._single, self._lists = picker(single), picker(grouped)
-        parts = [single, *(range(where.start, where.stop) for where in grouped)]
-        self._own = driver_launches(self.direct, self._words, parts)
+        self._marks = [*map(_mark, self._specialised(values))]
 
     def _expanded(
         self, arguments: Mapping[str, Any]
@@ -150,12 +161,15 @@ class Prepared:
             places[name] = slice(start, len(words))
         return words, places, encoders
 
-    def is_current(self) -> bool:
-        """Launches are made on its device."""
-        return driver.active is self._driver and self._current_device() == self._device
-
     def words_of(self, values: Sequence[Any]) -> list[Any] | None:
-        """The C function's arguments for these values; None where Triton would specialise anew."""
+        """The C function's arguments for these values of what varies.
+
+        Args:
+            values: in the kernel's order.
+
+        Returns:
+            None where Triton would compile another kernel, or another device is current.
+        """
         if [*map(type, values)] != self._types:
             return None
         tensors = self._tensors(values)
@@ -166,8 +180,9 @@ class Prepared:
             or [tensor.is_cuda for tensor in tensors] != self._on_gpu
             or [at % ALIGNMENT != 0 for at in self._aligned(addresses)] != self._remainders
             or [value >> 31 for value in self._integers(values)] != self._widths
-            or self._exact(values) != self._values
-            or not self.is_current()
+            or [*map(_mark, self._specialised(values))] != self._marks
+            or driver.active is not self._driver
+            or self._current_device() != self._device
         ):
             return None
         words = self._words.copy()
@@ -192,23 +207,24 @@ class Prepared:
         stream: int = self._driver.get_current_stream(self._device)
         return stream
 
-    def launch(self, x: int, y: int, z: int, words: list[Any]) -> None:
-        """Enqueue on the current stream, by the driver where it can."""
-        if self._own is not None:
-            direct = self._own.own
-            parts = (self._single(words), *self._lists(words))
-            if direct.written == parts or direct.write(parts, parts):
-                direct.reshape(y, z)
-                if direct.launch(x, self.stream()):
-                    return
-        self.call(x, y, z, words)
+    def launch(self, grid: tuple[int, ...], words: list[Any]) -> None:
+        """Enqueue on the current stream.
 
-    def call(self, x: int, y: int, z: int, words: list[Any]) -> None:
-        """Enqueue on the current stream, by the C function."""
+        Args:
+            grid: programs in up to three dimensions, none of them 0.
+            words: as :meth:`words_of` gives them.
+        """
+        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+        stream = self._driver.get_current_stream(self._device)
         if self._is_nested:
-            self._call(x, y, z, self.stream(), *self._base, words)
+            self._call(x, y, z, stream, *self._base, words)
         else:
-            self._call(x, y, z, self.stream(), *self._base, *words)
+            self._call(x, y, z, stream, *self._base, *words)
+
+
+def _mark(value: int) -> int:
+    """All that Triton specialises a kernel on of an integer, but its width."""
+    return 1 if value == 1 else value % ALIGNMENT and 2
 
 
 def _device_getter(active: Any) -> Callable[[], int]:

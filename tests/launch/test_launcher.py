@@ -6,12 +6,15 @@ are the compiler, whose kernels are numbers, and the driver.
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 import random
 import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -32,25 +35,19 @@ from attn.kernels.dense.hopper_prefill.kernel import hopper_prefill_kernel
 from attn.kernels.dense.prefill import prefill_kernel
 from attn.kernels.latent.decode import mla_decode_kernel
 from attn.kernels.latent.hopper_wide.kernel import hopper_mla_kernel
-from attn.kernels.launch import KernelForm
 from builders.buffers import GraphBuffers
-from builders.launch import driver as driver_launch
-from builders.launch import launcher as fast_launch
-from builders.launch import prepared as prepared_launch
-from builders.launch.call import collected_calls
-from builders.launch.launcher import (
-    MOST_PREPARED,
-    Relauncher,
-    Repeat,
-    RepeatedLaunch,
-    repeated_launch,
-)
-from builders.launch.prepared import GROUPS
+from builders.launch import compiled as compiled_launch
+from builders.launch import launcher as launch_module
+from builders.launch.call import KernelCall, collected_calls
+from builders.launch.compiled import is_known_triton
+from builders.launch.launcher import MOST_SPECIALISED, Launcher, launcher_of
+from builders.launch.pointers import Pointers
+from builders.launch.variants import Variants
 from builders.splitkv import planner as split_kv
 from builders.splitkv.device import plan as plan_kernels
 from builders.splitkv.device.plan import plan_kernel
 from builders.splitkv.planner import SplitPlanner
-from builders.splitkv.record import Pointers, SplitLimits
+from builders.splitkv.record import PLAN_POINTERS, SplitLimits
 from builders.splitkv.tiles import DenseShape
 from tests.tools.gpus import hopper
 
@@ -147,8 +144,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.delenv("ATTN_RELAUNCH", raising=False)
     driver = Driver()
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    # The kernels here are none of a real driver's.
-    monkeypatch.setattr(driver_launch, "driver_functions", lambda: None)
+    monkeypatch.setattr(launch_module, "_launchers", {})
     return driver
 
 
@@ -228,7 +224,7 @@ def tensor(dtype: torch.dtype = torch.float16, offset: int = 0) -> torch.Tensor:
 def arguments(**changes: Any) -> dict[str, Any]:
     given = {
         "desc": descriptor(torch.zeros(32, 64, dtype=torch.float16)),
-        "plan": Pointers(*(tensor(torch.int32) for _ in GROUPS["plan"])),
+        "plan": Pointers(*(tensor(torch.int32) for _ in PLAN_POINTERS)),
         "query_ptr": tensor(),
         "table_ptr": tensor(torch.int32),
         "sinks_ptr": None,
@@ -238,8 +234,8 @@ def arguments(**changes: Any) -> dict[str, Any]:
     return {**given, **changes}
 
 
-def new_form(driver: Driver) -> KernelForm:
-    return KernelForm(kernel_of(driver), FIXED, VARYING)
+def new_launcher(driver: Driver) -> Launcher:
+    return Launcher(kernel_of(driver), FIXED, VARYING, groups={"plan": PLAN_POINTERS})
 
 
 # -- The same as Triton.
@@ -248,7 +244,7 @@ def new_form(driver: Driver) -> KernelForm:
 @pytest.mark.parametrize("seed", range(4))
 def test_random_launches_have_tritons_kernel_and_arguments(gpu: Driver, seed: int) -> None:
     dice = random.Random(seed)
-    form, checked = new_form(gpu), new_form(gpu)
+    launcher, checked = new_launcher(gpu), new_launcher(gpu)
     rows = torch.zeros(32, 64, dtype=torch.float16)
     pools: dict[str, Callable[[], list[Any]]] = {
         "desc": lambda: [
@@ -275,13 +271,13 @@ def test_random_launches_have_tritons_kernel_and_arguments(gpu: Driver, seed: in
         name = dice.choice(VARYING)
         given[name] = dice.choice(pools[name]())
         known.append(given)
-        form.call((3, 2), given).launch()
+        launcher.bind((3, 2), given).launch()
         launched = gpu.launched()
         past += gpu.was_past_triton
-        record = checked.call((3, 2), given).record
-        record.launch()
+        record = checked.bind((3, 2), given).call
+        record.launch_through_triton()
         assert gpu.launched()[5:] == launched[5:]
-        kernels, keys, _, _, binder = form.kernel.device_caches[0]
+        kernels, keys, _, _, binder = launcher.kernel.device_caches[0]
         extra = {"debug": False, "instrumentation_mode": knobs.compilation.instrumentation_mode}
         if hasattr(knobs.compilation, "fpsan_homomorphic_casts"):
             extra["fpsan_homomorphic_casts"] = knobs.compilation.fpsan_homomorphic_casts
@@ -302,149 +298,90 @@ def test_random_launches_have_tritons_kernel_and_arguments(gpu: Driver, seed: in
         {"count": 2**31},
         {"size": 1},
         {"size": 17},
+        {"size": 2**31},
         {"desc": descriptor(torch.zeros(32, 64, dtype=torch.float16), (8, 64))},
-        {"plan": Pointers(*(tensor(torch.int32, 1) for _ in GROUPS["plan"]))},
+        {"plan": Pointers(*(tensor(torch.int32, 1) for _ in PLAN_POINTERS))},
     ],
     ids=lambda change: "".join(change),
 )
 def test_what_triton_specialises_on_is_compiled_anew_and_learnt(
     gpu: Driver, change: dict[str, Any]
 ) -> None:
-    form = new_form(gpu)
+    launcher = new_launcher(gpu)
     for given in (arguments(), arguments(**change)):
-        form.call((1,), given).launch()
+        launcher.bind((1,), given).launch()
         assert not gpu.was_past_triton
-        form.call((1,), given).launch()
+        launcher.bind((1,), given).launch()
         assert gpu.was_past_triton
     first, second, third, fourth = (words[4] for words in gpu.launches)
     assert first == second != third == fourth
 
 
 def test_what_it_does_not_specialise_on_is_not_compiled_anew(gpu: Driver) -> None:
-    form = new_form(gpu)
-    form.call((1,), arguments()).launch()
-    for change in ({"table_ptr": tensor(torch.int32, 1)}, {"count": 1}, {"count": 16}):
-        form.call((1,), arguments(**change)).launch()
+    launcher = new_launcher(gpu)
+    launcher.bind((1,), arguments()).launch()
+    for change in (
+        {"table_ptr": tensor(torch.int32, 1)},
+        {"count": 1},
+        {"count": 16},
+        {"size": 32},
+        {"size": 0},
+    ):
+        launcher.bind((1,), arguments(**change)).launch()
         assert gpu.was_past_triton
 
 
 def test_only_so_many_specialisations_are_kept(gpu: Driver) -> None:
-    form = new_form(gpu)
-    for size in range(3, 3 + 2 * MOST_PREPARED):
-        form.call((1,), arguments(size=size)).launch()
-    assert len(form.relauncher._prepared) == MOST_PREPARED
-    form.call((1,), arguments(size=3)).launch()
+    launcher = new_launcher(gpu)
+    # Integers that Triton specialises on, and dtypes that it compiles for.
+    sizes, dtypes = (1, 3, 16, 2**31), (torch.float16, torch.int32, torch.int64)
+    for size, dtype in itertools.product(sizes, dtypes):
+        launcher.bind((1,), arguments(size=size, query_ptr=tensor(dtype))).launch()
+    assert len(launcher._compiled) == MOST_SPECIALISED
+    launcher.bind((1,), arguments(size=1)).launch()
     assert gpu.was_past_triton
+    launcher.bind((1,), arguments(size=2**31, query_ptr=tensor(torch.int64))).launch()
+    assert not gpu.was_past_triton
 
 
 def test_every_launch_is_tritons_if_that_is_asked_for(
     gpu: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert new_form(gpu).relauncher._learns
+    assert new_launcher(gpu)._learns
     monkeypatch.setenv("ATTN_RELAUNCH", "0")
-    assert not new_form(gpu).relauncher._learns
+    assert not new_launcher(gpu)._learns
 
 
 def test_descriptors_are_encoded_once(gpu: Driver) -> None:
-    form, rows = new_form(gpu), torch.zeros(32, 64, dtype=torch.float16)
+    launcher, rows = new_launcher(gpu), torch.zeros(32, 64, dtype=torch.float16)
     desc = descriptor(rows)
-    form.call((1,), arguments(desc=desc)).launch()
+    launcher.bind((1,), arguments(desc=desc)).launch()
     gpu.encoded.clear()
     for _ in range(3):
-        form.call((1,), arguments(desc=desc)).launch()
+        launcher.bind((1,), arguments(desc=desc)).launch()
     assert gpu.encoded == []
     other = descriptor(rows[8:])
     for _ in range(3):
-        form.call((1,), arguments(desc=other)).launch()
+        launcher.bind((1,), arguments(desc=other)).launch()
     assert [address for address, *_ in gpu.encoded] == [rows[8:].data_ptr()]
     assert gpu.was_past_triton
 
 
 def test_no_tensor_is_kept_alive(gpu: Driver) -> None:
-    form, given = new_form(gpu), arguments()
-    form.call((1,), given).launch()
-    form.call((1,), given).launch()
+    launcher, given = new_launcher(gpu), arguments()
+    launcher.bind((1,), given).launch()
+    launcher.bind((1,), given).launch()
     kept = weakref.ref(given["query_ptr"]), weakref.ref(given["table_ptr"])
     gpu.launches.clear()
     del given
     assert [one() for one in kept] == [None, None]
 
 
-# -- Repeats.
-
-GIVEN = ("of another kernel", "query_ptr", "count", "sinks_ptr", "plan", "table_ptr", "desc")
-
-
-def repeated(gpu: Driver, **changes: Any) -> tuple[KernelForm, Repeat | None]:
-    form, given = new_form(gpu), arguments(**changes)
-    call = form.call((3,), given)
-    call.launch()
-    return form, call.repeat(GIVEN)
-
-
-def given_of(repeat: Repeat, values: dict[str, Any]) -> tuple[tuple[Any, ...], ...]:
-    plan, query, table = values["plan"], values["query_ptr"], values["table_ptr"]
-    described = repeat.encoded("desc", values["desc"])
-    addresses = query.data_ptr(), table.data_ptr()
-    rest = None, plan.addresses, addresses[1]
-    return (5, addresses[0], values["count"]), rest, (described,)
-
-
-def test_a_repeat_has_tritons_arguments(gpu: Driver) -> None:
-    form, repeat = repeated(gpu)
-    assert repeat is not None
-    rows = torch.zeros(32, 64, dtype=torch.float16)
-    for change in (
-        {},
-        {"query_ptr": tensor(offset=8)},
-        {"table_ptr": tensor(torch.int32, 1)},
-        {"count": 1},
-        {"count": 2**31 - 1},
-        {"desc": descriptor(rows[8:])},
-        {"plan": Pointers(*(tensor(torch.int32) for _ in GROUPS["plan"]))},
-    ):
-        values = arguments(**change)
-        assert repeat.launch(4, given_of(repeat, values))
-        assert gpu.was_past_triton
-        launched = gpu.launched()
-        form.call((4,), values).record.launch()
-        assert gpu.launched() == launched
-
-
-@pytest.mark.parametrize(
-    "change", [{"query_ptr": tensor(offset=1)}, {"count": 2**31}, {"count": -1}]
-)
-def test_a_repeat_leaves_what_is_specialised_otherwise(gpu: Driver, change: dict[str, Any]) -> None:
-    _, repeat = repeated(gpu)
-    assert repeat is not None
-    launches = len(gpu.launches)
-    assert not repeat.launch(4, given_of(repeat, arguments(**change)))
-    assert len(gpu.launches) == launches
-
-
-def test_what_a_repeat_does_not_compare_is_not_repeated(gpu: Driver) -> None:
-    form, given = new_form(gpu), arguments()
-    call = form.call((1,), given)
-    assert call.repeat(GIVEN) is None
-    call.launch()
-    assert call.repeat(("size",)) is None
-    for change in ({"query_ptr": tensor(offset=1)}, {"count": 2**31}):
-        assert repeated(gpu, **change)[1] is None
-
-
-def test_a_repeat_encodes_descriptors_of_its_kind(gpu: Driver) -> None:
-    _, repeat = repeated(gpu)
-    assert repeat is not None
-    rows = torch.zeros(32, 64, dtype=torch.float16)
-    assert repeat.encoded("desc", descriptor(rows)) is not None
-    assert repeat.encoded("desc", descriptor(rows, (8, 64))) is None
-
-
 # -- Triton's.
 
 
 @contextmanager
-def hook_in_chain(form: KernelForm, gpu: Driver) -> Iterator[None]:
+def hook_in_chain(launcher: Launcher, gpu: Driver) -> Iterator[None]:
     chain, hook = knobs.runtime.launch_enter_hook, lambda *_: None
     chain.add(hook)
     yield
@@ -452,7 +389,7 @@ def hook_in_chain(form: KernelForm, gpu: Driver) -> Iterator[None]:
 
 
 @contextmanager
-def hook_after(form: KernelForm, gpu: Driver) -> Iterator[None]:
+def hook_after(launcher: Launcher, gpu: Driver) -> Iterator[None]:
     chain, hook = knobs.runtime.launch_exit_hook, lambda *_: None
     chain.add(hook)
     yield
@@ -460,28 +397,28 @@ def hook_after(form: KernelForm, gpu: Driver) -> Iterator[None]:
 
 
 @contextmanager
-def single_hook(form: KernelForm, gpu: Driver) -> Iterator[None]:
+def single_hook(launcher: Launcher, gpu: Driver) -> Iterator[None]:
     with knobs.runtime.scope():
         cast(Any, knobs.runtime).launch_enter_hook = lambda *_: None
         yield
 
 
 @contextmanager
-def debugging(form: KernelForm, gpu: Driver) -> Iterator[None]:
+def debugging(launcher: Launcher, gpu: Driver) -> Iterator[None]:
     with knobs.runtime.scope():
         knobs.runtime.debug = True
         yield
 
 
 @contextmanager
-def hook_of_kernel(form: KernelForm, gpu: Driver) -> Iterator[None]:
-    form.kernel.add_pre_run_hook(lambda *_, **__: None)
+def hook_of_kernel(launcher: Launcher, gpu: Driver) -> Iterator[None]:
+    launcher.kernel.add_pre_run_hook(lambda *_, **__: None)
     yield
-    form.kernel.pre_run_hooks.clear()
+    launcher.kernel.pre_run_hooks.clear()
 
 
 @contextmanager
-def other_device(form: KernelForm, gpu: Driver) -> Iterator[None]:
+def other_device(launcher: Launcher, gpu: Driver) -> Iterator[None]:
     gpu.device = 1
     yield
     gpu.device = 0
@@ -494,16 +431,12 @@ def other_device(form: KernelForm, gpu: Driver) -> Iterator[None]:
 def test_launches_that_someone_watches_or_of_another_device_are_tritons(
     gpu: Driver, disturbed: Any
 ) -> None:
-    form, given = new_form(gpu), arguments()
-    call = form.call((1,), given)
-    call.launch()
-    repeat = call.repeat(GIVEN)
-    assert repeat is not None
-    with disturbed(form, gpu):
-        form.call((1,), given).launch()
+    launcher, given = new_launcher(gpu), arguments()
+    launcher.bind((1,), given).launch()
+    with disturbed(launcher, gpu):
+        launcher.bind((1,), given).launch()
         assert not gpu.was_past_triton
-        assert not repeat.launch(1, given_of(repeat, given))
-    form.call((1,), given).launch()
+    launcher.bind((1,), given).launch()
     assert gpu.was_past_triton
     assert gpu.launches[-1][3:5] == gpu.launches[0][3:5]
 
@@ -513,57 +446,53 @@ def test_torch_is_asked_for_the_device_without_what_it_does_besides(
 ) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
     usual = types.SimpleNamespace(get_current_device=torch.cuda.current_device)
-    assert prepared_launch._device_getter(usual)() == 3
+    assert compiled_launch._device_getter(usual)() == 3
     assert (
-        prepared_launch._device_getter(types.SimpleNamespace(get_current_device=lambda: 5))() == 5
+        compiled_launch._device_getter(types.SimpleNamespace(get_current_device=lambda: 5))() == 5
     )
 
 
 def test_a_device_is_learnt_on_its_own(gpu: Driver) -> None:
-    form, given = new_form(gpu), arguments()
+    launcher, given = new_launcher(gpu), arguments()
     for device in (0, 1, 0, 1):
         gpu.device = device
-        form.call((1,), given).launch()
+        launcher.bind((1,), given).launch()
         assert gpu.launches[-1][3] == STREAM + device
     assert gpu.was_past_triton
 
 
 def test_another_driver_is_tritons(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    form, given = new_form(gpu), arguments()
-    form.call((1,), given).launch()
-    repeat = form.call((1,), given).repeat(GIVEN)
-    assert repeat is not None
-    words = given_of(repeat, given)
+    launcher, given = new_launcher(gpu), arguments()
+    launcher.bind((1,), given).launch()
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
-    assert not repeat.launch(1, words)
-    form.call((1,), given).launch()
+    launcher.bind((1,), given).launch()
     assert not gpu.was_past_triton
 
 
 @pytest.mark.parametrize("size", ["global_scratch_size", "profile_scratch_size"])
 def test_a_kernel_with_scratch_memory_is_tritons(gpu: Driver, size: str) -> None:
-    form, given = new_form(gpu), arguments()
-    record = form.call((1,), given).record
-    compiled = record.launch()
+    launcher, given = new_launcher(gpu), arguments()
+    record = launcher.bind((1,), given).call
+    compiled = record.launch_through_triton()
     setattr(compiled.run, size, 8)
-    form.relauncher.learn(compiled, form._values(given), record.arguments)
-    assert form.relauncher._prepared == []
+    launcher._learn(compiled, launcher._pick(given), record.arguments)
+    assert launcher._compiled == []
 
 
 def test_a_launcher_that_does_something_else_is_tritons(gpu: Driver) -> None:
-    form, given = new_form(gpu), arguments()
-    record = form.call((1,), given).record
-    values = form._values(given)
+    launcher, given = new_launcher(gpu), arguments()
+    record = launcher.bind((1,), given).call
+    values = launcher._pick(given)
 
     def learns(change: Callable[[Any], None]) -> bool:
-        compiled = record.launch()
+        compiled = record.launch_through_triton()
         compiled = compiled_for(gpu, compiled.src.signature, 5)
         change(compiled)
-        relauncher = Relauncher(form.kernel, form.varying)
-        relauncher.learn(compiled, values, record.arguments)
-        return bool(relauncher._prepared)
+        fresh = Launcher(launcher.kernel, FIXED, VARYING, groups={"plan": PLAN_POINTERS})
+        fresh._learn(compiled, values, record.arguments)
+        return bool(fresh._compiled)
 
-    class Launcher(nvidia.CudaLauncher):
+    class OtherLauncher(nvidia.CudaLauncher):
         """Of another backend."""
 
     class CudaLauncher(nvidia.CudaLauncher):
@@ -581,57 +510,56 @@ def test_a_launcher_that_does_something_else_is_tritons(gpu: Driver) -> None:
             self.launch(*given[:5])
 
     assert learns(lambda compiled: None)
-    assert not learns(lambda compiled: setattr(compiled.run, "__class__", Launcher))
+    assert not learns(lambda compiled: setattr(compiled.run, "__class__", OtherLauncher))
     assert not learns(lambda compiled: setattr(compiled.run, "__class__", more))
     assert not learns(lambda compiled: setattr(compiled.run, "__class__", CudaLauncher))
     assert not learns(lambda compiled: setattr(compiled.run, "launch", lambda *_: None))
     assert not learns(lambda compiled: delattr(compiled.metadata, "tensordesc_meta"))
     assert not learns(lambda compiled: vars(compiled.src).clear())
-    relauncher = Relauncher(form.kernel, form.varying)
-    relauncher.learn(None, values, record.arguments)
-    relauncher.learn(object(), values, record.arguments)
-    assert relauncher._prepared == []
+    launcher._learn(None, values, record.arguments)
+    launcher._learn(object(), values, record.arguments)
+    assert launcher._compiled == []
 
 
 def test_arguments_of_other_types_are_tritons(gpu: Driver) -> None:
-    form = new_form(gpu)
+    launcher = new_launcher(gpu)
     for size in (True, 0.5):
         for _ in range(2):
-            form.call((1,), arguments(size=size)).launch()
+            launcher.bind((1,), arguments(size=size)).launch()
             assert not gpu.was_past_triton
 
 
 def test_collected_and_empty_launches_are_not_made(gpu: Driver) -> None:
-    form, given = new_form(gpu), arguments()
-    form.call((1,), given).launch()
+    launcher, given = new_launcher(gpu), arguments()
+    launcher.bind((1,), given).launch()
     with collected_calls() as calls:
-        form.call((2,), given).launch()
-    form.call((2, 0), given).launch()
+        launcher.bind((2,), given).launch()
+    launcher.bind((2, 0), given).launch()
     assert [call.grid for call in calls] == [(2,)]
     assert len(gpu.launches) == 1
 
 
 def test_a_group_stands_for_its_members(gpu: Driver) -> None:
     given = arguments()
-    record = new_form(gpu).call((1,), given).record
+    record = new_launcher(gpu).bind((1,), given).call
     assert list(record.arguments) == list(record.kernel.arg_names)
-    members = [record.arguments[name] for name in GROUPS["plan"]]
+    members = [record.arguments[name] for name in PLAN_POINTERS]
     assert all(one is other for one, other in zip(members, given["plan"].tensors, strict=True))
 
 
 def test_what_is_not_learnt_once_is_not_tried_again(
     gpu: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    form, given = new_form(gpu), arguments()
+    launcher, given = new_launcher(gpu), arguments()
     tried: list[Any] = []
 
     def bottom(*what: Any) -> Any:
         tried.append(what)
         raise AttributeError
 
-    monkeypatch.setattr(prepared_launch, "_bottom_of", bottom)
+    monkeypatch.setattr(compiled_launch, "_bottom_of", bottom)
     for _ in range(3):
-        form.call((1,), given).launch()
+        launcher.bind((1,), given).launch()
         assert not gpu.was_past_triton
     assert len(tried) == 1
 
@@ -639,26 +567,28 @@ def test_what_is_not_learnt_once_is_not_tried_again(
 def test_a_triton_without_its_knobs_is_not_learnt_from(
     gpu: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fast_launch, "_KNOBS", ("launch_enter_hook", "unheard_of"))
-    form, given = new_form(gpu), arguments()
+    monkeypatch.setattr(launch_module, "_KNOBS", ("launch_enter_hook", "unheard_of"))
+    launcher, given = new_launcher(gpu), arguments()
     for _ in range(2):
-        form.call((1,), given).launch()
+        launcher.bind((1,), given).launch()
         assert not gpu.was_past_triton
 
 
 def test_nothing_is_watched_as_a_rule() -> None:
-    assert not fast_launch._is_watched()
+    assert not launch_module.is_watched()
 
 
 # -- Launches of builders.
 
 
-def test_a_repeated_launch_goes_past_triton_with_the_same_arguments(gpu: Driver) -> None:
-    launch = RepeatedLaunch(kernel_of(gpu), FIXED)
+def test_a_launcher_called_by_position_goes_past_triton(
+    gpu: Driver,
+) -> None:
+    launch = Launcher(kernel_of(gpu), FIXED)
     given = arguments(table_ptr=tensor(torch.int32, 1))
     del given["plan"]
     given = (
-        {"desc": given.pop("desc")} | {name: tensor(torch.int32) for name in GROUPS["plan"]} | given
+        {"desc": given.pop("desc")} | {name: tensor(torch.int32) for name in PLAN_POINTERS} | given
     )
     sinks = {"sinks_ptr": tensor()}
     for change, is_known in (({}, False), ({"count": 21}, True), (sinks, False), (sinks, True)):
@@ -666,31 +596,31 @@ def test_a_repeated_launch_goes_past_triton_with_the_same_arguments(gpu: Driver)
         launch((3, 2), *given.values())
         assert gpu.was_past_triton == is_known
     past = gpu.launched()
-    RepeatedLaunch(kernel_of(gpu), FIXED)((3, 2), *given.values())
+    Launcher(kernel_of(gpu), FIXED)((3, 2), *given.values())
     assert gpu.launched()[5:] == past[5:]
 
 
-def test_a_repeated_launch_shares_no_tensors(gpu: Driver) -> None:
+def test_a_launcher_shares_no_tensors(gpu: Driver) -> None:
     with pytest.raises(TypeError, match="table_ptr must vary"):
-        RepeatedLaunch(kernel_of(gpu), FIXED | {"table_ptr": tensor(torch.int32)})
+        Launcher(kernel_of(gpu), FIXED | {"table_ptr": tensor(torch.int32)})
 
 
 def test_launches_with_the_same_fixed_arguments_are_the_same(gpu: Driver) -> None:
     kernel = kernel_of(gpu)
-    launch = repeated_launch(kernel, **FIXED)
-    assert repeated_launch(kernel, **FIXED) is launch
+    launch = launcher_of(kernel, **FIXED)
+    assert launcher_of(kernel, **FIXED) is launch
     name, value = next((name, value) for name, value in FIXED.items() if type(value) is int)
-    assert repeated_launch(kernel, **(FIXED | {name: value + 1})) is not launch
-    assert repeated_launch(kernel_of(gpu), **FIXED) is not launch
+    assert launcher_of(kernel, **(FIXED | {name: value + 1})) is not launch
+    assert launcher_of(kernel_of(gpu), **FIXED) is not launch
 
 
-def test_a_repeated_launch_that_is_collected_is_not_made(gpu: Driver) -> None:
+def test_a_launch_that_is_collected_is_not_made(gpu: Driver) -> None:
     given = arguments(count=20)
     del given["plan"]
     given = (
-        {"desc": given.pop("desc")} | {name: tensor(torch.int32) for name in GROUPS["plan"]} | given
+        {"desc": given.pop("desc")} | {name: tensor(torch.int32) for name in PLAN_POINTERS} | given
     )
-    launch = RepeatedLaunch(kernel_of(gpu), FIXED, num_warps=2, waits=True)
+    launch = Launcher(kernel_of(gpu), FIXED, num_warps=2, waits=True)
     for _ in range(2):
         with collected_calls() as calls:
             launch((3,), *given.values())
@@ -702,6 +632,120 @@ def test_a_repeated_launch_that_is_collected_is_not_made(gpu: Driver) -> None:
     with collected_calls() as calls:
         launch((3,), *given.values())
     assert (len(calls), len(gpu.launches)) == (1, 1)
+
+
+# -- Launches that bring no launcher.
+
+
+def call_with(kernel: Any, **changes: Any) -> KernelCall:
+    given = {**arguments(), **changes}
+    plan = given.pop("plan")
+    given |= dict(zip(PLAN_POINTERS, plan.tensors, strict=True))
+    return KernelCall(kernel, (2,), {**FIXED, **given})
+
+
+def test_a_call_is_launched_by_what_is_kept_for_calls_like_it(gpu: Driver) -> None:
+    kernel = kernel_of(gpu)
+    for change, is_known in (
+        ({}, False),
+        ({}, True),
+        ({"count": 3, "query_ptr": tensor(offset=8)}, True),
+        ({"size": 17}, False),
+        ({"size": 19}, True),
+        ({"sinks_ptr": tensor()}, False),
+        ({"TILE": 64}, False),
+        ({"TILE": 64}, True),
+        ({"scale": 0.25}, False),
+        ({}, True),
+    ):
+        call = call_with(kernel, **change)
+        call.launch()
+        assert gpu.was_past_triton == is_known, change
+        launched = gpu.launched()
+        call.launch_through_triton()
+        assert gpu.launched() == launched
+    assert len(launch_module._launchers) == 4
+
+
+def test_options_and_equal_numbers_of_other_types_are_compiled_apart(gpu: Driver) -> None:
+    kernel = kernel_of(gpu)
+    call_with(kernel, TILE=1).launch()
+    for other in (
+        call_with(kernel, TILE=True),
+        replace(call_with(kernel, TILE=1), num_warps=8),
+        replace(call_with(kernel, TILE=1), waits=True),
+    ):
+        other.launch()
+        assert not gpu.was_past_triton
+    assert len(launch_module._launchers) == 4
+
+
+def test_only_so_many_launchers_are_kept(gpu: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_module, "MOST_LAUNCHERS", 3)
+    kernel = kernel_of(gpu)
+    for tile in range(2, 12):
+        call_with(kernel, TILE=tile).launch()
+        assert len(launch_module._launchers) <= 3
+
+
+def test_what_is_no_kernel_of_triton_launches_itself() -> None:
+    calls: list[Any] = []
+
+    class Interpreted:
+        arg_names = ("a",)
+
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda **given: calls.append((grid, given["a"]))
+
+    KernelCall(Interpreted(), (3,), {"a": 1}).launch()
+    assert calls == [((3,), 1)]
+
+
+# -- Versions of Triton, and copies.
+
+
+@pytest.mark.parametrize(
+    ("version", "is_known"),
+    [("3.5.1", False), ("3.6.0", True), ("3.9.0+git1", True), ("3.10.0", False), ("4.0.0", False)],
+)
+def test_kernels_are_launched_past_known_versions_of_triton_only(
+    version: str,
+    is_known: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("triton.__version__", version)
+    is_known_triton.cache_clear()
+    try:
+        assert [is_known_triton() for _ in range(3)] == [is_known] * 3
+    finally:
+        is_known_triton.cache_clear()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (0 if is_known else 1)
+    assert is_known or f"Triton {version} launches every kernel itself" in said[0]
+
+
+def test_a_copy_of_pointers_reads_its_own_tensors() -> None:
+    pointers = Pointers(tensor(), tensor(torch.int32, 1))
+    for made in (copy.deepcopy(pointers), pickle.loads(pickle.dumps(pointers))):
+        assert made.addresses == [one.data_ptr() for one in made.tensors] != pointers.addresses
+    assert copy.copy(pointers).addresses == pointers.addresses
+
+
+def test_variants_are_made_once_each() -> None:
+    made: list[int] = []
+    variants: Variants[int] = Variants()
+
+    def make(number: int) -> int:
+        made.append(number)
+        return number
+
+    for key in (1, 1, 2, 1, 3, 2):
+        assert variants.of((key,), lambda key=key: make(key)) == key
+    assert made == [1, 2, 3]
+    with pytest.raises(ZeroDivisionError):
+        variants.of((4,), lambda: 1 // 0)
+    assert len(variants) == 3
 
 
 # -- The kernels of this library.
@@ -753,10 +797,10 @@ def test_lengths_specialise_no_kernel_and_groups_stand_together(kernel: Any) -> 
     params = {param.name: param for param in JITFunction(kernel.fn, **waived(kernel)).params}
     for name in {"table_row", "num_ranges", "num_reqs", "programs"} & params.keys():
         assert params[name].do_not_specialize, name
-    members = [name for name in params if name in GROUPS["plan"]]
+    members = [name for name in params if name in PLAN_POINTERS]
     if members:
         start = [*params].index(members[0])
-        assert (*params,)[start : start + len(members)] == GROUPS["plan"]
+        assert (*params,)[start : start + len(members)] == PLAN_POINTERS
 
 
 def waived(kernel: Any) -> dict[str, Any]:

@@ -1,0 +1,213 @@
+"""What launches of all Hopper kernels share: the question to the builder's choice, descriptors of
+tensors for TMA, and the variants of one kernel in one layer.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from attn.kernels.lang.memory import alignment
+from builders.dense.choice import LayerAsks
+from builders.launch.launcher import Launch, Launcher
+from builders.launch.variants import Variants
+from builders.splitkv.record import HopperPlan, SplitPlan
+from builders.splitkv.tiles import DenseShape, HopperDecodeTile
+from specs.dtypes import DType
+
+if TYPE_CHECKING:
+    from attn.kernels.dense.tensors import DenseLayer, DenseTensors
+    from builders.dense.record import TritonAttentionMetadata
+
+Plan = TypeVar("Plan", HopperPlan, SplitPlan)
+COLUMNS = 64
+"""Columns of a box: the 128 bytes of a swizzled row."""
+MOST_DESCRIPTORS = 64
+"""Kept for launches with tensors at the same addresses."""
+
+
+def asked(
+    layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors
+) -> tuple[DenseShape, int, LayerAsks]:
+    """What both kernels depend on: the layer's shape, tokens of a page, and what else is asked."""
+    query, key, value = tensors.query, tensors.keys.key, tensors.keys.value
+    shape = DenseShape(
+        layer.num_heads,
+        layer.num_kv_heads,
+        layer.head_size,
+        layer.head_size_v,
+        query.element_size(),
+        key.element_size() * 8 // layer.cache_dtype.packing,
+    )
+    asks = LayerAsks(
+        dcp=step.stripe is not None,
+        rswa=step.rswa_prefix_lens is not None,
+        alibi=tensors.alibi_slopes is not None,
+        positions=step.first_positions is not None and not _sees_all(layer, step),
+        scale=layer.scale,
+        query=DType.parse(query.dtype),
+        cache_dtype=layer.cache_dtype,
+        alignments=(("key", alignment(key)), ("value", alignment(value))),
+    )
+    return shape, key.shape[1] if key.dim() == 4 else 0, asks
+
+
+def _sees_all(layer: DenseLayer, step: TritonAttentionMetadata) -> bool:
+    """Every query sees every key, wherever it stands."""
+    is_local = layer.sliding_window is not None or layer.attention_chunk_size is not None
+    return not is_local and (step.causal is False or not layer.causal)
+
+
+def is_planned(
+    found: HopperDecodeTile | None, planned: HopperDecodeTile, is_required: bool
+) -> bool:
+    """The tile of a layer is that of the plan.
+
+    Raises:
+        ValueError: it is another one, and the kernel is asked for by name.
+    """
+    if found is not None and found != planned and is_required:
+        raise ValueError(
+            f"the builder's plan is for {planned}, the layer and its cache for {found}"
+        )
+    return found == planned
+
+
+class Descriptors:
+    """Descriptors of tensors that come back at the same addresses; they hold no tensor."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], TensorDescriptor] = {}
+        self._latest: dict[str, tuple[tuple[Any, ...], TensorDescriptor]] = {}
+
+    def of(self, name: str, rows: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
+        """A descriptor of rows in boxes of that shape, for the argument of that name."""
+        key = (rows.data_ptr(), rows.dtype, rows.shape, rows.stride(), box)
+        latest = self._latest.get(name)
+        # Comparing costs less than a hash.
+        if latest is not None and latest[0] == key:
+            return latest[1]
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= MOST_DESCRIPTORS:
+                self._known.clear()
+            found = self._known[key] = _describe(rows, box)
+        self._latest[name] = (key, found)
+        return found
+
+
+class HopperVariants(ABC, Generic[Plan]):
+    """The launches of one Hopper kernel in one layer."""
+
+    def __init__(self, layer: DenseLayer) -> None:
+        """
+        Args:
+            layer: what never changes.
+        """
+        self._layer = layer
+        self._variants: Variants[Launcher | None] = Variants()
+        self._descriptors = Descriptors()
+
+    def bind(
+        self,
+        plan: Plan,
+        step: TritonAttentionMetadata,
+        tensors: DenseTensors,
+        varying: dict[str, Any],
+        key: tuple[Any, ...],
+        check: Callable[[], Mapping[str, Any]],
+    ) -> Launch | None:
+        """The launch of a step; None where the portable kernel serves it.
+
+        Args:
+            plan: the builder's.
+            step: the builder's record.
+            tensors: of this forward.
+            varying: values of what differs from launch to launch, by the portable kernel's names;
+                this kernel's own are added.
+            key: everything beside the plan that the kernel's variant, or leaving the step to the
+                portable kernel, depends on.
+            check: called once for each variant. It checks the tensors, and gives what the portable
+                kernel is given of the plan.
+
+        Raises:
+            ValueError: the kernel does not serve this and is asked for by name; a plan for a layer
+                of another shape.
+        """
+        launcher = self._variants.of(
+            (self._static(plan), key), lambda: self._new_launcher(plan, step, tensors, check())
+        )
+        if launcher is None:
+            return None
+        programs = self._add_varying(plan, launcher.arguments, tensors, varying)
+        return launcher.bind((programs,), varying)
+
+    def _described(
+        self, name: str, rows: torch.Tensor, box: tuple[int, ...], tensors: DenseTensors
+    ) -> TensorDescriptor:
+        """The descriptor of keys or values, kept with what was made of them."""
+        kept = tensors.rows
+        if kept is None:
+            return self._descriptors.of(name, rows, box)
+        found = kept.described.get((name, box))
+        if found is None:
+            found = kept.described[name, box] = _describe(rows, box)
+        return found
+
+    @abstractmethod
+    def _static(self, plan: Plan) -> tuple[Any, ...]:
+        """All that a variant depends on in a plan."""
+
+    @abstractmethod
+    def _new_launcher(
+        self,
+        plan: Plan,
+        step: TritonAttentionMetadata,
+        tensors: DenseTensors,
+        constants: Mapping[str, Any],
+    ) -> Launcher | None:
+        """The kernel with what its launches share; None leaves them to the portable kernel."""
+
+    @abstractmethod
+    def _add_varying(
+        self,
+        plan: Plan,
+        fixed: Mapping[str, Any],
+        tensors: DenseTensors,
+        varying: dict[str, Any],
+    ) -> int:
+        """Add this kernel's own varying arguments; returns the number of its programs."""
+
+
+class _Address:
+    """What a descriptor reads of a tensor. The tensor itself would be kept alive by it."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        # Bytes are bytes to TMA.
+        self.dtype = torch.uint8 if rows.element_size() == 1 else rows.dtype
+        self._address = rows.data_ptr()
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def _describe(rows: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
+    """A descriptor whose boxes are swizzled as products want them; outside they are zeros.
+
+    Rows without pages are one page.
+    """
+    if rows.dim() < len(box):
+        rows = rows[None]
+    layout = _layout(box, rows.element_size())
+    return TensorDescriptor(_Address(rows), [*rows.shape], [*rows.stride()], [*box], layout)
+
+
+@cache
+def _layout(box: tuple[int, ...], itemsize: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(box[-1] * itemsize, 8 * itemsize, len(box))
