@@ -1,5 +1,6 @@
-"""What README says is run here, so that it stays true."""
+"""What README files say is run or looked up here, so that it stays true."""
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from attn.cli.app import app
 from attn.cli.explain import feature_table
+from tests.tools import house
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -62,3 +64,88 @@ def test_every_path_that_readme_names_exists():
     for path in re.findall(r"`((?:attn|builders|specs)/[\w/.<>]*)`", README):
         path = path.replace("<stem>", "torch_ref").replace("<family>", "dense")
         assert (ROOT / path).exists(), path
+
+
+# -- The tables of kernels and of builders.
+
+KERNELS = (ROOT / "attn/kernels/README.md").read_text()
+BUILDERS = (ROOT / "builders/README.md").read_text()
+CALLED_BY_CONSTEXPR = {"decode_e5m2_float32"}
+"""Device functions that no other one names, and that are no kernels: tables hold them."""
+LAUNCHED = {
+    name: path
+    for name, path in house.launched_kernels(house.modules_of(ROOT, "builders", "attn")).items()
+    if name not in CALLED_BY_CONSTEXPR
+}
+
+
+def table_under(text: str, first_column: str) -> list[list[str]]:
+    """The cells of the table of a page whose first column has that heading."""
+    lines = text[text.index(f"| {first_column} |") :].split("\n\n")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
+    assert {len(row) for row in rows} == {len(rows[0])}
+    return rows[2:]
+
+
+def quoted(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def names_in(path: str) -> set[str]:
+    """Functions and classes at the top of a file."""
+    tree = ast.parse((ROOT / path).read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
+def test_every_kernel_is_in_the_table_with_its_file():
+    rows = [(*quoted(row[0]), *quoted(row[1])) for row in table_under(KERNELS, "kernel")]
+    assert len(rows) == len(dict(rows))
+    assert dict(rows) == LAUNCHED
+
+
+@pytest.mark.parametrize("row", table_under(KERNELS, "kernel"), ids=lambda row: row[0].strip("`"))
+def test_a_kernels_twin_and_tests_exist(row):
+    _, _, _, gpus, _, twin, tests = row
+    assert gpus in ("all", "NVIDIA", "Hopper", "Hopper (plain Triton)")
+    twins = re.findall(r"`(\w+)` in `([\w/.]+)`", twin)
+    assert twins
+    for name, path in twins:
+        assert name in names_in(path)
+    (path,) = quoted(tests)
+    assert "def test_" in (ROOT / path).read_text()
+
+
+def test_every_builder_is_in_the_table_with_its_record():
+    rows = table_under(BUILDERS, "family")
+    paths = [quoted(row[1])[0] for row in rows]
+    modules = house.modules_of(ROOT, "builders")
+    builders = {
+        module.path
+        for module in modules
+        if any(name.endswith("MetadataBuilder") for name in names_in(module.path))
+    }
+    # The base class makes no record.
+    assert sorted(paths) == sorted(builders - {"builders/base.py"})
+    classes = {name for module in modules for name in names_in(module.path)}
+    for family, path, record, kernels in rows:
+        assert path == "`builders/mixed.py`" or f"/{family}/" in path
+        assert set(quoted(record)) <= classes
+        # The builder makes it: it says so where it says what it is.
+        assert f"MetadataBuilder[{quoted(record)[0]}]" in (ROOT / quoted(path)[0]).read_text()
+        assert set(quoted(kernels)) <= set(LAUNCHED)
+
+
+def test_every_folder_of_builders_is_in_the_table():
+    folders = {
+        path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("builders/*/__init__.py")
+    }
+    assert {quoted(row[0])[0] for row in table_under(BUILDERS, "folder")} == folders
+
+
+@pytest.mark.parametrize("page", ["attn/kernels/README.md", "builders/README.md"])
+def test_every_path_that_a_table_names_exists(page):
+    text = (ROOT / page).read_text()
+    for path in re.findall(r"`((?:attn|builders|specs|tests|docs)/[\w/.]*)`", text):
+        assert (ROOT / path).exists(), path
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (ROOT / page).parent.joinpath(link).exists(), link

@@ -18,7 +18,7 @@ import json
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from builders import page_kernels as kernels
+from builders.pages import device as kernels
 
 TARGETS = {targets}
 SIZES = {{"PAGE_SIZE": 16, "REQS": 256, "TILE": 256}}
