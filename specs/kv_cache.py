@@ -86,7 +86,7 @@ class _KVCacheSpec(Spec):
         return self.num_blocks_for(num_tokens, num_inflight_tokens) * self.page_size_bytes
 
     def copy_with_new_block_size(self, block_size: int) -> Self:
-        """This spec with blocks of another size.
+        """The spec with another block size.
 
         Raises:
             SpecError: a padded page cannot be cut into smaller blocks.
@@ -293,7 +293,7 @@ class _LatentSpec(_KVCacheSpec):
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def copy_with_new_block_size(self, block_size: int) -> Self:
-        """This spec with blocks of another size.
+        """The spec with another block size.
 
         Raises:
             SpecError: padding of the page, or of its parts, would end up between the blocks.

@@ -215,8 +215,7 @@ class LayerGeometry(Spec):
 
     @property
     def index_topk(self) -> int | None:
-        """Tokens that each query attends, from the layer's own list or another layer's; None when
-        the layer is not sparse."""
+        """Tokens that each query of a sparse layer attends, from its or another layer's list."""
         return self.shared_index_topk if self.indexer is None else self.indexer.index_topk
 
     @property
@@ -450,8 +449,7 @@ class ModelGeometry(Spec):
         return tuple((layer, tuple(equal)) for layer, equal in indices.items())
 
     def list_maker(self, index: int) -> int | None:
-        """Index of the layer that makes the list of layer ``index``; None where that layer does not
-        take another layer's list."""
+        """The layer that makes the list of layer ``index``; None unless another layer makes it."""
         if self.layers[index].shared_index_topk is None:
             return None
         return max(i for i in range(index) if self.layers[i].indexer is not None)

@@ -171,7 +171,7 @@ class KernelVariant(Spec):
     """The kernel rounds block scales to powers of two when it reads them."""
 
     def padded_heads(self, num_heads: int) -> int | None:
-        """Heads that the kernel computes for a layer of ``num_heads``; None if they are too many."""
+        """Heads that the kernel computes for a layer of ``num_heads``; None if that is too many."""
         if not self.head_counts:
             return num_heads
         return min((count for count in self.head_counts if count >= num_heads), default=None)
@@ -205,8 +205,7 @@ class SparseKernelRule(Spec):
 
     @model_validator(mode="after")
     def _conversions_exist(self) -> Self:
-        """Every format in ``prefill_converts`` and ``decode_converts`` has a conversion and is not
-        in ``reads``."""
+        """Every format to convert has a conversion and is not in ``reads``."""
         for source in (*self.prefill_converts, *self.decode_converts):
             if source in self.reads:
                 raise ValueError(f"{source.value} is read as it is by {self.kernel.value}")

@@ -197,8 +197,7 @@ class Mistral(Mixtral):
 
 
 class Qwen2(Dense):
-    """The window is off unless ``use_sliding_window`` is set; layers from ``max_window_layers`` on
-    then have it."""
+    """With ``use_sliding_window``, layers from ``max_window_layers`` on have the window."""
 
     num_key_value_heads: PositiveInt | None = 32
     sliding_window: NonNegativeInt | None = 4096

@@ -15,8 +15,7 @@ from specs.model import LayerGeometry, LayerKind
 
 
 class Qwen3Next(Plain):
-    """Gated attention every few layers, gated delta networks between; attention does not see the
-    gates."""
+    """Attention every few layers, gated delta networks between; output gates are not attention."""
 
     layer_kinds: ClassVar[Mapping[str, LayerKind]] = {FULL: LayerKind.FULL}
     other_types: ClassVar[tuple[str, ...]] = (LINEAR,)
