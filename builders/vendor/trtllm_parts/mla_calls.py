@@ -149,7 +149,7 @@ def load_latent_calls() -> LatentCalls:
     """The functions of the installed FlashInfer.
 
     Raises:
-        FlashInferUnavailableError: it is missing, of another version, or fails to import.
+        FlashInferUnavailableError: FlashInfer is missing, of another version, or fails to import.
     """
     version, (mla, prefill) = checked_modules("mla", "prefill")
     with complete(version):
