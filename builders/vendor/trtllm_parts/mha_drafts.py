@@ -1,4 +1,4 @@
-"""Draft steps of TRTLLM_MHA: all their records at once, before the first of them runs."""
+"""Draft steps of TRTLLM_MHA: all their records are made before the first step runs."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftBuffers:
-    """What one draft step keeps, at addresses that a graph may keep."""
+    """Tensors of one draft step, whose addresses a graph may keep."""
 
     phase: PhaseBuffers
-    """Of decodes, with a table of the step's own."""
+    """Buffers of the decode phase, with the step's own page table."""
     starts: torch.Tensor
-    """``[R + 1]`` int32: one token per request."""
+    """``[R + 1]`` int32 first query row of each request, which has one token."""
     seq_lens: torch.Tensor
-    """``[R]`` int32."""
+    """``[R]`` int32 KV lengths in this step."""
     slots: torch.Tensor
-    """``[R]`` int64."""
+    """``[R]`` int64 slot of each request's token."""
     keyless: torch.Tensor
-    """``[R, 1, 1]`` bool."""
+    """``[R, 1, 1]`` bool, True for padding, which has no keys."""
 
     @classmethod
     def of(cls, phase: PhaseBuffers) -> DraftBuffers:
-        """For as many requests as the phase's table has."""
+        """Make buffers for as many requests as the phase's page table has rows."""
         lens = phase.table.kv_lens
         reqs, device = len(lens), lens.device
         return cls(
@@ -48,7 +48,7 @@ class DraftBuffers:
 def build_draft_steps(
     builder: TrtllmMhaMetadataBuilder, batch: CommonAttentionMetadata, num_steps: int
 ) -> list[TrtllmMhaMetadata]:
-    """See :meth:`builders.vendor.trtllm_mha.TrtllmMhaMetadataBuilder.build_draft_steps`."""
+    """Records of consecutive draft steps: see ``TrtllmMhaMetadataBuilder.build_draft_steps``."""
     from builders.vendor.trtllm_mha import TrtllmMhaMetadata
 
     page, reqs = builder.kv_cache_spec.block_size, batch.num_reqs
