@@ -1,4 +1,4 @@
-"""What a layer asks of a backend, and what a backend declares that it can do."""
+"""The requirements of a layer, and the capabilities that a backend declares."""
 
 from __future__ import annotations
 
@@ -117,10 +117,10 @@ class ComputeCapabilityRange(Spec):
 
 
 class AttentionSelectorConfig(Spec):
-    """What one layer of a model asks of a backend.
+    """The requirements of one layer of a model, by which the selector chooses a backend.
 
-    The fields down to ``use_rswa`` are vLLM's (0.26 and 0.33), in vLLM's order; those after it are
-    ours, for features that vLLM's selection does not see.
+    The fields down to ``use_rswa`` are vLLM's (0.26 and 0.33), in vLLM's order. The fields after it
+    are for features that vLLM's selection does not see.
     """
 
     head_size: PositiveInt
@@ -132,11 +132,11 @@ class AttentionSelectorConfig(Spec):
     """Block size that the user asked for; None leaves it to the backend."""
     use_mla: StrictBool = False
     has_sink: StrictBool = False
-    """Per-head sink logits in the softmax denominator."""
+    """The layer has per-head sink logits in the softmax denominator."""
     use_sparse: StrictBool = False
-    """Top-k sparse MLA."""
+    """The layer is top-k sparse MLA."""
     use_mm_prefix: StrictBool = False
-    """Bidirectional ranges of multimodal tokens."""
+    """The layer has bidirectional ranges of multimodal tokens."""
     use_per_head_quant_scales: StrictBool = False
     attn_type: AttentionType = AttentionType.DECODER
     has_sliding_window: StrictBool = False
@@ -152,7 +152,7 @@ class AttentionSelectorConfig(Spec):
     use_alibi: StrictBool = False
     use_alibi_sqrt: StrictBool = False
     use_alibi_symmetric: StrictBool = False
-    """A bias of -slope * |key - query|, of encoders."""
+    """The layer has ALiBi with a bias of -slope * |key - query|, as encoders have."""
     use_chunked_local: StrictBool = False
     mla_kernel: MlaKernel = MlaKernel.AUTO
     """Kernel that a latent backend with several kernels shall use; the automatic selection of a
@@ -162,17 +162,18 @@ class AttentionSelectorConfig(Spec):
 
 
 class BackendCapabilities(Spec):
-    """Everything a backend declares; its ``supports_*`` methods only read this record."""
+    """The capabilities of a backend; its ``supports_*`` methods only read this record."""
 
     dtypes: tuple[DType, ...]
-    """Model dtypes."""
+    """Model dtypes that the backend serves."""
     kv_cache_dtypes: tuple[CacheDType, ...]
     block_sizes: tuple[PositiveInt | MultipleOf, ...]
     """Kernel block sizes; a manager block is supported when one of them divides it."""
     head_sizes: HeadSizes = HeadSizes()
     device_kinds: tuple[DeviceKind, ...]
     compute_capabilities: tuple[ComputeCapabilityRange, ...] = ()
-    """Narrows ``device_kinds``; empty means every capability of those kinds."""
+    """Compute capabilities that narrow ``device_kinds``; empty means all capabilities of the kinds.
+    """
     attn_types: tuple[AttentionType, ...] = (AttentionType.DECODER,)
     cudagraph_support: AttentionCGSupport = AttentionCGSupport.NEVER
     is_mla: StrictBool = False
@@ -199,7 +200,7 @@ class BackendCapabilities(Spec):
     kv_connector: StrictBool = True
     pcp: StrictBool = False
     dcp: StrictBool = False
-    """Decode context parallelism: needs LSE of decode rows."""
+    """The backend serves decode context parallelism, which needs the LSE of decode rows."""
     device_cpu_query_lens_mismatch: StrictBool = False
     """Results are right when device and host query lengths disagree: the backend decides nothing
     from host lengths where ``EngineConfig.exact_host_lengths`` is not set."""
@@ -208,9 +209,9 @@ class BackendCapabilities(Spec):
     needs_host_lengths: StrictBool = False
     """The backend plans on the host: its builder refuses engines whose host lengths are inexact."""
     lse: StrictBool = False
-    """Can return the log-sum-exp of every row."""
+    """The backend can return the log-sum-exp of every row."""
     output_quant: StrictBool = False
-    """Can write fp8 output with a static scale."""
+    """The backend can write fp8 output with a static scale."""
 
     @model_validator(mode="after")
     def _sparse_is_mla(self) -> Self:

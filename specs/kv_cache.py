@@ -252,7 +252,7 @@ class EncoderOnlyAttentionSpec(_DenseSpec):
     """Keys visible to each side, the token's own included; None means all."""
 
     def num_blocks_for(self, num_tokens: int, num_inflight_tokens: int = 0) -> int:
-        """Always 0."""
+        """Always 0, since nothing is cached."""
         return 0
 
 
@@ -379,7 +379,7 @@ class IndexerSpec(_KVCacheSpec):
         )
 
     def num_blocks_for(self, num_tokens: int, num_inflight_tokens: int = 0) -> int:
-        """Blocks for ``num_tokens``."""
+        """Blocks for ``num_tokens`` indexer keys."""
         return cdiv(num_tokens, self.block_size)
 
 

@@ -25,7 +25,7 @@ class RowField(Spec):
     offset: NonNegativeInt
     """Bytes from the start of the row."""
     count: PositiveInt
-    """Elements."""
+    """Number of elements."""
 
     @property
     def nbytes(self) -> int:

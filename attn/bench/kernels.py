@@ -1,15 +1,11 @@
 """``attn bench kernels``: time of a backend's forward on the dense cases, beside its peers.
 
-Other tables are chosen by ``--table``:
-
-- ``hopper`` adds ragged batches and fp8 caches, includes the plan that each kernel needs once per
-  step, and compares with the fastest of FlashAttention-3, cuDNN, FlashInfer and XQA;
-- ``mla`` compares absorbed decode over latent caches with FlashMLA, FlashInfer and vLLM's Triton
-  MLA;
-- ``flashinfer`` compares our dense backends over FlashInfer with the calls that they make;
-- ``trtllm_mla`` compares our latent backends over FlashInfer with the calls that they make;
-- ``sparse_mla`` compares latent attention over lists with FlashMLA, and measures a cache's
-  conversion and the indexer.
+``--table`` chooses another table. ``hopper`` adds ragged batches and fp8 caches, includes the plan
+that each kernel needs once per step, and compares with the fastest of FlashAttention-3, cuDNN,
+FlashInfer and XQA. ``mla`` compares absorbed decode over latent caches with FlashMLA, FlashInfer
+and vLLM's Triton MLA. ``flashinfer`` compares our dense backends over FlashInfer with the calls
+that they make, and ``trtllm_mla`` our latent ones. ``sparse_mla`` compares latent attention over
+lists with FlashMLA, and measures the conversion of a cache and the indexer.
 
 ``python -m attn.bench.kernels`` runs the same benchmark and needs nothing beyond the library.
 """

@@ -226,7 +226,7 @@ class _Grid:
 
     largest: float
     mantissa_bits: int | None = None
-    """None for integers."""
+    """Explicit bits of a float's mantissa; None for integers."""
     smallest_exponent: int = 0
 
     def round(self, x: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ def transform_topk(
     slots: torch.Tensor | None,
     counts: torch.Tensor | None,
 ) -> None:
-    """See :func:`attn.ops.topk_transform.transform_topk`."""
+    """Convert top-k lists in torch: see :func:`attn.ops.topk_transform.transform_topk`."""
     listed = (ids >= 0) & (ids < visible_lens[:, None])
     owner = reqs.long()
     if kind is IndexKind.RAGGED:

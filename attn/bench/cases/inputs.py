@@ -22,7 +22,7 @@ class Content:
 
     case: KernelCase
     query: torch.Tensor
-    """``[T, H, D]`` bf16."""
+    """``[T, H, D]`` bf16 queries of the new tokens."""
     key: torch.Tensor
     """``[N, P, Hk, D]`` contiguous, bf16 or e4m3 (scale 1); zero in slots without a token."""
     value: torch.Tensor

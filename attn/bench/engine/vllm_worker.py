@@ -46,7 +46,7 @@ class Kind(StrEnum):
 
 
 class Job(Spec):
-    """A process's job."""
+    """Settings of one worker process."""
 
     kind: Kind
     backend: str
@@ -60,7 +60,7 @@ class Job(Spec):
 
 
 class JobResult(Spec):
-    """A process's result."""
+    """Measurements of one worker process."""
 
     environment: EngineEnvironment
     start_up_s: float

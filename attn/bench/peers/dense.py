@@ -46,7 +46,7 @@ class KernelRun:
     call: Callable[[], object]
     """Runs one step and writes ``output``."""
     output: torch.Tensor
-    """``[T, H, Dv]`` bf16."""
+    """``[T, H, Dv]`` bf16 result of the latest step."""
     tolerance: float = TOLERANCE
     planned: Callable[[], object] | None = None
     """Makes the step's plan and runs the step; None for a kernel that needs no plan."""

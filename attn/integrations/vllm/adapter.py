@@ -313,10 +313,10 @@ def warm_up(builder: Any, layers: Sequence[Any], features: compat.Features) -> N
         rules = layer.impl.rules
         tensors = (rules.sinks is None, rules.alibi_slopes is None)
         plain_rules = dataclasses.replace(rules, sinks=None, alibi_slopes=None)
-        likeness = (layer.impl.kv_cache_dtype, plain_rules, tensors)
-        if likeness in warmed:
+        variant_key = (layer.impl.kv_cache_dtype, plain_rules, tensors)
+        if variant_key in warmed:
             continue
-        warmed.add(likeness)
+        warmed.add(variant_key)
         gathered = layer.impl.gathered
         quantises = features.output_quant and gathered is None
         for output_scale in (None, scale) if quantises else (None,):

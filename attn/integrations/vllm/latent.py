@@ -174,9 +174,9 @@ def warm_up(builder: Any, layers: Sequence[Any], quantises: bool) -> None:
     warmed = set()
     for layer in layers:
         impl = layer.impl
-        likeness = (impl.kv_cache_dtype, impl.qk_nope_head_dim, impl.v_head_dim)
-        if likeness in warmed:
+        variant_key = (impl.kv_cache_dtype, impl.qk_nope_head_dim, impl.v_head_dim)
+        if variant_key in warmed:
             continue
-        warmed.add(likeness)
+        warmed.add(variant_key)
         for output_scale in (None, scale) if quantises else (None,):
             impl.warm_up(layer, kv_cache, plain, spec.dtype.torch, output_scale=output_scale)

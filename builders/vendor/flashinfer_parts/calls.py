@@ -58,7 +58,7 @@ class LayerCall:
     """The layer's arguments of a direct call."""
 
     query: torch.Tensor
-    """``[T, H, D]``."""
+    """``[T, H, D]`` queries of the requests' new tokens."""
     key: torch.Tensor
     """``[N, P, Hk, D]``, any strides with dense rows."""
     value: torch.Tensor
