@@ -110,7 +110,7 @@ class DirectCalls:
 
     @property
     def prefills_fp8(self) -> bool:
-        """True where fmha_v2 takes e4m3; 0.6 may hang on Hopper."""
+        """True where fmha_v2 takes e4m3; that of 0.6 is known to hang on Hopper."""
         return self.is_recent
 
     def xqa(self, step: StepCall, call: LayerCall) -> None:
