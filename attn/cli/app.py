@@ -245,10 +245,7 @@ def run(
 
 
 def _exit_code(settings: RunSettings, passed: bool) -> int:
-    """Exit code of a finished run: 1 where a check failed.
-
-    For a run with a fault that no check saw, a message is printed.
-    """
+    """Exit code of a finished run: 1 where a check failed, 2 where no check saw a ``--corrupt``."""
     if settings.fault is not None and passed:
         print(
             f"error: no sampled row was long enough to show {settings.fault.value!r}; "
@@ -277,7 +274,7 @@ def _shown(settings: RunSettings) -> dict[str, object]:
 
 
 def _said(**options: object) -> dict[str, object]:
-    """The options that are not None."""
+    """The options that were given: those that are not None."""
     return {name: value for name, value in options.items() if value}
 
 
@@ -285,8 +282,8 @@ def _cache_dtype(name: str, layout: str | None, model: ModelGeometry) -> CacheDT
     """The KV cache dtype for ``--kv-cache-dtype`` and ``--kv-layout``.
 
     Raises:
-        ValueError: the layout is unknown, the model has no latent cache, or dtype and layout do not
-            go together.
+        ValueError: the layout is unknown, a layer is not latent, or dtype and layout do not go
+            together.
     """
     given = served_cache_dtype(name)
     if layout is None:

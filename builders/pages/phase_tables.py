@@ -75,7 +75,7 @@ class PhaseTable:
 def fill_tables(
     step: StepRows, decode: PhaseTable | None, prefill: PhaseTable | None, window: int | None
 ) -> None:
-    """Write a step's tables; nothing is read from the device.
+    """Write a step's tables; nothing is copied to the host.
 
     In the decode table, decodes with tokens come first, in their order, then padding, whatever its
     place in the batch. Pages wholly before the first key that a request's first query sees are left

@@ -76,7 +76,7 @@ class PageTableBuffers:
         self._buffers.declare("pages", (max_num_seqs, self._width), torch.int32)
 
     def fill(self, block_table: torch.Tensor, seq_lens: torch.Tensor, added: int = 0) -> PageTable:
-        """Write a step's tables; nothing is read from the device.
+        """Write a step's tables; nothing is copied to the host.
 
         Args:
             block_table: ``[R, max_blocks]`` int32, any row stride; entries past a row's last block
@@ -209,7 +209,7 @@ def list_pages(
     places: RequestPlaces | None = None,
     query_start_loc: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Pages of every request, one request after another; nothing is read from the device.
+    """Pages of every request, one request after another; nothing is copied to the host.
 
     Args:
         block_table: ``[R, max_blocks]`` int32, any row stride; entries past a row's last page may

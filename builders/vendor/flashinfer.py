@@ -212,7 +212,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> FlashInferMetadata:
-        """The step's record; nothing is read back from the device.
+        """The step's record; nothing is copied back to the host.
 
         Args:
             common_prefix_len: leading tokens that all requests share, in the same blocks. Every

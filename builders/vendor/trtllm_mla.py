@@ -179,7 +179,7 @@ class TrtllmMlaMetadataBuilder(AttentionMetadataBuilder[TrtllmMlaMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> TrtllmMlaMetadata:
-        """The step's record; nothing is read back from the device.
+        """The step's record; nothing is copied back to the host.
 
         Args:
             common_prefix_len: ignored, since every request reads its own pages.

@@ -93,7 +93,7 @@ def causal_mask(num_reqs: int, query_len: int) -> torch.Tensor:
 
 
 def ragged_mask(mask: torch.Tensor, query_starts: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Causal mask of requests with different numbers of tokens; nothing is read from the device.
+    """Causal mask of requests with different numbers of tokens; nothing is copied to the host.
 
     Args:
         mask: ``[Tq, words]`` uint16, the mask of one request with the most tokens.
