@@ -1,4 +1,4 @@
-"""Devices as data: this machine's, and those that are known by name."""
+"""Devices as data: this machine's device, and devices that are known by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors that callers can tell apart."""
+"""The library's error classes, and error messages for a command line."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Final
 
 _PACKAGES: Final = {"flashinfer": "flashinfer-python"}
-"""What installs a module whose package has another name."""
+"""Name of the package that installs a module, where it differs from the module's name."""
 
 
 class UnsupportedError(ValueError):
-    """No backend, or not the one asked for, can serve a configuration; ``reasons`` says why."""
+    """A named backend, or every backend, cannot serve a configuration; ``reasons`` says why."""
 
     def __init__(self, message: str, reasons: Sequence[str]) -> None:
         self.reasons: list[str] = list(reasons)
@@ -18,21 +18,21 @@ class UnsupportedError(ValueError):
 
 
 class UnknownBackendError(KeyError, ValueError):
-    """No backend has that name; the message lists the names there are."""
+    """No backend has the name that was given; the message lists the registered names."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class MissingDependencyError(ImportError):
-    """An optional module is needed; the message names it and what installs it."""
+    """An optional module is missing; the message names it and the package that installs it."""
 
     def __init__(self, module: str, needed_for: str, extra: str | None = None) -> None:
         """
         Args:
             module: top-level module that cannot be found.
-            needed_for: what needs it.
-            extra: the extra of this library that installs it; None where none does.
+            needed_for: the feature that needs the module.
+            extra: the extra of this library that installs the module; None where none does.
         """
         remedy = _remedy(module) if extra is None else f"pip install 'attn-backends[{extra}]'"
         super().__init__(f"{needed_for} needs {module}, which is not installed: {remedy}")
@@ -42,7 +42,7 @@ class MissingDependencyError(ImportError):
 
 
 def one_line(error: BaseException) -> str:
-    """An error for a command line: its message, several problems or reasons one behind another."""
+    """The message of an error on one line; several problems or reasons follow one another."""
     lines = [line.strip().removeprefix("- ") for line in str(error).splitlines()]
     if lines and lines[0].endswith(":"):
         return f"{lines[0]} {'; '.join(lines[1:])}"
@@ -50,7 +50,7 @@ def one_line(error: BaseException) -> str:
 
 
 def missing_reason(module: str) -> str:
-    """A reason against a backend: a module that it needs cannot be found."""
+    """The reason against a backend that needs a module which cannot be found."""
     return f"{module} is not installed: {_remedy(module)}"
 
 

@@ -1,4 +1,4 @@
-"""Which backends exist: rows of data, resolved when asked; listing them imports none."""
+"""The registry of backends: rows of data. A class is imported when it is asked for, not before."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ B = TypeVar("B", bound=type[AttentionBackend])
 
 @dataclass(frozen=True)
 class BackendRow:
-    """One backend: its name, where its class is, and what must be installed for it."""
+    """One backend: its name, the path of its class, and the modules that it needs."""
 
     name: str
     path: str = ""
-    """``package.module:Class`` (or with a dot before the class, as vLLM writes it); empty for a row
-    that names two others."""
+    """``package.module:Class``, or ``package.module.Class`` as vLLM writes it; empty for a mix of
+    two backends."""
     aliases: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
     """Top-level modules that must be importable."""
     prefill: str | None = None
-    """Backend of every row that is no decode, for a row that mixes two."""
+    """For a mix of two backends: name of the backend of every request that is not a decode."""
     decode: str | None = None
-    """Backend of the decodes, likewise."""
+    """For a mix of two backends: name of the backend of the decodes."""
 
 
 ROWS: tuple[BackendRow, ...] = (
@@ -77,11 +77,11 @@ ROWS: tuple[BackendRow, ...] = (
         aliases=("TORCH_REF_NSA", "TORCH_REF_DSA"),
     ),
 )
-"""The library's own backends. To add one: a row here, and the three files of its stem."""
+"""The library's own backends. A new backend needs a row here and the three files of its stem."""
 
 
 class RegisteredBackend:
-    """A name of the registry: equal to itself alone, like an enum member."""
+    """An entry of the registry, which is equal to itself alone, like an enum member."""
 
     def __init__(self, row: BackendRow) -> None:
         """
@@ -94,14 +94,14 @@ class RegisteredBackend:
 
     @property
     def name(self) -> str:
-        """Registry name."""
+        """Name of the backend in the registry."""
         return self.row.name
 
     def __repr__(self) -> str:
         return f"<AttentionBackendEnum.{self.name}: {self.get_path()!r}>"
 
     def get_path(self, include_classname: bool = True) -> str:
-        """Import path in force: the override, else the shipped one."""
+        """Import path in force: the override if there is one, else the shipped path."""
         path = self._override or self.row.path
         return path if include_classname else _split(path)[0]
 
@@ -110,7 +110,7 @@ class RegisteredBackend:
         return self._override is not None
 
     def clear_override(self) -> None:
-        """Back to the shipped class."""
+        """Go back to the shipped class."""
         self._override = None
 
     def override(self, path: str) -> None:
@@ -123,7 +123,7 @@ class RegisteredBackend:
         return self.is_overridden() or self.row not in ROWS
 
     def missing(self) -> list[str]:
-        """Modules that this backend needs and that cannot be found; [] when all are there."""
+        """Modules that this backend needs and that cannot be found; [] when all are found."""
         if self.is_overridden():
             return []
         required = list(self.row.requires)
@@ -140,8 +140,8 @@ class RegisteredBackend:
             MissingDependencyError: an optional package is not installed.
             ImportError: the module cannot be imported, or has no such class.
             TypeError: the path leads to something that is no ``AttentionBackend``.
-            ValueError: the class calls itself by another name; one that replaces the class of a
-                name that is there may.
+            ValueError: ``get_name`` of the class gives another name. A class that overrides a
+                shipped class may have a name of its own.
         """
         missing = self.missing()
         if missing:
@@ -156,7 +156,7 @@ class RegisteredBackend:
         return _checked(cls, self.get_path(), None if self.is_overridden() else self.name)
 
     def _mixed(self, prefill: str, decode: str) -> type[AttentionBackend]:
-        """The class of two others, made once for the classes that are in force."""
+        """The class that mixes two backends; made again only when one of the two was overridden."""
         from attn.backends.mixed import mix
 
         pair = tuple(AttentionBackendEnum[name].get_class() for name in (prefill, decode))
@@ -166,7 +166,7 @@ class RegisteredBackend:
 
 
 def _checked(cls: object, path: str, name: str | None) -> type[AttentionBackend]:
-    """The class, which is a backend and calls itself ``name``, where that is not None."""
+    """Check that ``cls`` is a backend, and that it calls itself ``name`` unless that is None."""
     if not (isinstance(cls, type) and issubclass(cls, AttentionBackend)):
         raise TypeError(f"{path} is no AttentionBackend, got {cls!r}")
     if name is not None and cls.get_name() != name:
@@ -188,10 +188,10 @@ def _split(path: str) -> tuple[str, str]:
 
 @dataclass
 class BackendRegistry:
-    """Backends by name, with the access of vLLM's ``AttentionBackendEnum``.
+    """Backends by name, accessed like vLLM's ``AttentionBackendEnum``.
 
-    ``registry.TORCH_REF``, ``registry["TORCH_REF"]``, iteration in order of registration. Names and
-    aliases are found in upper or lower case.
+    ``registry.TORCH_REF`` and ``registry["TORCH_REF"]`` give a backend; iteration goes in order of
+    registration. Names and aliases are found in upper or lower case.
     """
 
     _members: dict[str, RegisteredBackend] = field(default_factory=dict)
@@ -201,8 +201,8 @@ class BackendRegistry:
         """Register a new name.
 
         Raises:
-            ValueError: a name or alias that is taken or is no identifier; a row that names one
-                phase's backend alone, or one that is not there or is a mix itself.
+            ValueError: a name or alias is taken or is no identifier; or a mix lacks one of its two
+                backends, or names one that is not registered or is a mix itself.
         """
         names = (row.name, *row.aliases)
         for index, name in enumerate(names):
@@ -233,14 +233,14 @@ class BackendRegistry:
                 raise ValueError(f"{phase} must be no mix of two backends itself, got {name!r}")
 
     def remove(self, name: str) -> None:
-        """Take a name (and its aliases) out again."""
+        """Remove a backend and its aliases."""
         row = self[name].row
         del self._members[row.name]
         for alias in row.aliases:
             del self._aliases[alias]
 
     def __getitem__(self, name: str) -> RegisteredBackend:
-        """The member of that name or alias.
+        """The backend of that name or alias.
 
         Raises:
             UnknownBackendError: no such backend; the message lists the names.
@@ -273,27 +273,28 @@ class BackendRegistry:
 
 
 AttentionBackendEnum = BackendRegistry()
-"""The process's registry; named as in vLLM, because it is used in the same way."""
+"""The registry of this process; it has vLLM's name because it is used in the same way."""
 for _row in ROWS:
     AttentionBackendEnum.add(_row)
 
 
 def register_mix(name: str, *, prefill: str, decode: str) -> type[AttentionBackend]:
-    """Register a backend of two others: decodes by one, every other row by the other. It is used
-    when asked for by name, and never chosen automatically.
+    """Register a mix of two backends: one takes the decodes, the other every other request.
+
+    The mix is used when it is asked for by name, and never chosen automatically.
 
     Args:
         name: new registry name.
-        prefill: backend of every row that is no decode.
-        decode: backend of the decodes.
+        prefill: name of the backend of every request that is not a decode.
+        decode: name of the backend of the decodes.
 
     Returns:
-        Its class.
+        The backend class of the mix.
 
     Raises:
-        ValueError: a name that is taken, or backends that are not registered.
-        UnsupportedError: the two cannot share a KV cache; with every reason.
-        MissingDependencyError: one needs a package that is not installed.
+        ValueError: the name is taken, or a backend is not registered.
+        UnsupportedError: the two cannot share a KV cache; the error holds every reason.
+        MissingDependencyError: one of the two needs a package that is not installed.
     """
     member = AttentionBackendEnum.add(BackendRow(name, prefill=prefill, decode=decode))
     try:
@@ -308,13 +309,13 @@ def register_backend(
 ) -> Callable[[B], B]:
     """Register a third party's backend, or replace the class behind an existing name.
 
-    Called with ``class_path`` it registers at once; without, it is a class decorator. A new name is
-    used when asked for and never chosen automatically; a replaced one keeps its rank. A class of a
-    new name must call itself by that name: a decorated one is asked at once, one behind a path when
-    it is first needed.
+    With ``class_path`` the function registers at once; without it, it is a class decorator. A new
+    name is used when asked for and never chosen automatically; a replaced backend keeps its rank.
+    ``get_name`` of a class under a new name must return that name. A decorated class is checked at
+    once, a class behind a path when it is first needed.
 
     Args:
-        name: new or existing registry name (or alias of one).
+        name: new or existing registry name, or the alias of an existing one.
         class_path: ``package.module:Class``; None to decorate the class.
         requires: modules that must be importable, for a new name.
 
@@ -322,9 +323,9 @@ def register_backend(
         A decorator that returns its class unchanged.
 
     Raises:
-        ValueError: a path without module or class, a name that is no identifier, or a decorated
-            class of a new name whose ``get_name`` says another.
-        TypeError: something decorated that is no ``AttentionBackend``.
+        ValueError: the path lacks a module or class, the name is no identifier, or ``get_name`` of
+            a decorated class returns another than the new name.
+        TypeError: the decorated object is no ``AttentionBackend``.
     """
 
     def register(path: str) -> None:

@@ -1,4 +1,4 @@
-"""Which backend serves a layer: an explicit choice used or refused, else a walk down a table."""
+"""Selection of the backend for a layer: the named backend or an error, else the best-ranked one."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ PRIORITIES: Final[dict[DeviceKind, tuple[str, ...]]] = {
     DeviceKind.SM120: _GPU,
     DeviceKind.ROCM: _GPU,
 }
-"""Per kind of device, best first. The reference comes last: on a GPU it is too slow to serve, and
-is taken there only where a caller allows it."""
+"""Names of backends for each kind of device, best first. Reference backends come last. On a GPU
+they are too slow to serve and are chosen only where a caller allows it."""
 
 ONLY_ALLOWED: Final = "chosen on a GPU only by name or allow_reference=True"
 """Why a reference backend that could serve is not chosen."""
 
 
 def is_withheld(name: str, kind: DeviceKind) -> bool:
-    """A registry name of a reference backend, on a GPU: it is not chosen automatically."""
+    """True for a reference backend on a GPU, which is not chosen automatically."""
     return name in _REFERENCE and kind is not DeviceKind.CPU
 
 
 @unique
 class Verdict(StrEnum):
-    """What became of a candidate."""
+    """The selector's verdict on a candidate."""
 
     CHOSEN = "chosen"
     REFUSED = "refused"
-    """It cannot serve the layer, or cannot run here."""
+    """The backend cannot serve the layer, or cannot run here."""
     RANKED_LOWER = "ranked lower"
-    """It could serve, but a better-ranked one does."""
+    """The backend could serve, but a better-ranked backend does."""
     NOT_ASKED = "not asked for"
-    """It could serve, but another was asked for, or it is chosen only when a caller says so."""
+    """The backend could serve, but the caller named another, or did not allow this one."""
 
 
 class Candidate(Spec):
@@ -57,7 +57,7 @@ class Candidate(Spec):
     name: str
     verdict: Verdict
     reasons: tuple[str, ...]
-    """Why not; why, for the chosen one."""
+    """Why the backend was not chosen; for the chosen backend, why it was."""
 
 
 class SelectionReport(Spec):
@@ -68,11 +68,11 @@ class SelectionReport(Spec):
     asked_for: str | None
     """Backend asked for by name; None is the automatic choice."""
     allow_reference: bool = False
-    """On a GPU the automatic choice may come to a reference backend."""
+    """The automatic choice on a GPU may be a reference backend."""
     chosen: str | None
-    """Registry name; None when nothing serves the request."""
+    """Registry name of the chosen backend; None when no backend serves the request."""
     candidates: tuple[Candidate, ...]
-    """In order of rank, unranked ones last."""
+    """Every registered backend in order of rank; backends without a rank come last."""
 
     @property
     def reasons(self) -> list[str]:
@@ -85,7 +85,7 @@ class SelectionReport(Spec):
 
 
 def served_cache_dtypes() -> tuple[CacheDType, ...]:
-    """Every KV cache dtype that some backend declares which can be imported here."""
+    """KV cache dtypes that at least one backend declares, of those that can be imported here."""
     declared: set[CacheDType] = set()
     for member in AttentionBackendEnum:
         if not member.missing() and not member.is_third_party:
@@ -98,8 +98,8 @@ def refusals(
 ) -> list[str]:
     """Every reason why a registered backend cannot serve a layer on a device; [] when it can.
 
-    A broken optional dependency is a reason too, and so is whatever a third party's module raises;
-    any other error inside this library is not caught.
+    A broken optional dependency is a reason too, and so is any error that a third party's module
+    raises on import. Other errors inside this library are not caught.
     """
     missing = member.missing()
     if missing:
@@ -113,7 +113,7 @@ def refusals(
             raise
         return [f"cannot be imported: {type(error).__name__}: {error}"]
     reasons = []
-    # CUDA devices are judged by their capability.
+    # CUDA devices are judged by their compute capability, inside validate_configuration.
     if device.compute_capability is None and not backend.supports_device(device):
         kinds = ", ".join(kind.value for kind in backend.capabilities.device_kinds)
         reasons.append(f"device {device.kind.value}: {kinds}")
@@ -132,11 +132,12 @@ def explain(
     """The decision for a layer, with a verdict and a reason for every registered backend.
 
     Args:
-        request: what the layer asks.
-        device: any device, present or not, or the name of a known one; None is this machine's.
-        backend: registry name or alias asked for; None is the automatic choice.
-        allow_reference: on a GPU the automatic choice may come to a reference backend, in plain
-            torch, where no other serves. On a CPU it always may.
+        request: requirements of the layer.
+        device: any device, present or not, or the name of a known device; None means this
+            machine's.
+        backend: registry name or alias to use; None means the automatic choice.
+        allow_reference: on a GPU, a reference backend in plain torch may be chosen where no other
+            backend serves. On a CPU it may always be chosen.
 
     Raises:
         ValueError: ``backend`` is not registered, or no device is known as ``device``.
@@ -190,11 +191,12 @@ def _rank_reason(name: str, ranked: tuple[str, ...], device: Device) -> str:
 
 
 def chosen_backend(report: SelectionReport) -> type[AttentionBackend]:
-    """The class that a decision came to.
+    """The class of the chosen backend.
 
     Raises:
-        UnsupportedError: the one asked for, or every candidate, refuses; with all reasons.
-        MissingDependencyError: the one asked for needs a package that is not installed.
+        UnsupportedError: the backend asked for, or every candidate, was refused; the error holds
+            all reasons.
+        MissingDependencyError: the backend asked for needs a package that is not installed.
     """
     if report.chosen is not None:
         return AttentionBackendEnum[report.chosen].get_class()
@@ -223,8 +225,9 @@ def select(
     """The backend class for a layer: :func:`explain`, then :func:`chosen_backend`.
 
     Raises:
-        UnsupportedError: the one asked for, or every candidate, refuses; with all reasons.
-        MissingDependencyError: the one asked for needs a package that is not installed.
+        UnsupportedError: the backend asked for, or every candidate, was refused; the error holds
+            all reasons.
+        MissingDependencyError: the backend asked for needs a package that is not installed.
         ValueError: ``backend`` is not registered, or no device is known as ``device``.
     """
     return chosen_backend(explain(request, device, backend, allow_reference=allow_reference))
@@ -254,21 +257,21 @@ def get_attn_backend(
         head_size: query and key head size.
         dtype: model dtype, torch's or a name.
         kv_cache_dtype: a ``CacheDType`` string, or None for ``auto``.
-        use_mla: latent attention.
-        has_sink: per-head sink logits.
-        use_sparse: top-k sparse attention.
-        use_mm_prefix: bidirectional multimodal ranges.
-        use_per_head_quant_scales: K and V scales per head.
-        attn_type: an ``AttentionType`` string; None is decoder.
-        num_heads: accepted for vLLM's sake; no backend here depends on it.
-        has_sliding_window: sliding window.
-        backend: use this one or refuse; None is the automatic choice.
-        device: choose for this device, or for the known one of that name; None is this machine's.
+        use_mla: the layer has latent attention.
+        has_sink: the layer has per-head sink logits.
+        use_sparse: the layer has top-k sparse attention.
+        use_mm_prefix: the layer has bidirectional multimodal ranges.
+        use_per_head_quant_scales: the cache has K and V scales per head.
+        attn_type: an ``AttentionType`` string; None means decoder.
+        num_heads: accepted because vLLM passes it; no backend here depends on it.
+        has_sliding_window: the layer has a sliding window.
+        backend: name of the backend to use or refuse; None means the automatic choice.
+        device: the device, or the name of a known device; None means this machine's.
         allow_reference: on a GPU, a reference backend may be chosen where no other serves.
         features: any further field of ``AttentionSelectorConfig``.
 
     Raises:
-        UnsupportedError: nothing serves the layer; with all reasons.
+        UnsupportedError: no backend serves the layer; the error holds all reasons.
         MissingDependencyError: the backend asked for needs a package that is not installed.
         SpecError: an argument of the wrong value; the message names it.
         ValueError: ``backend`` is not registered, or no device is known as ``device``.

@@ -1,4 +1,4 @@
-"""What a layer asks of a backend, and what a backend declares that it can do."""
+"""The requirements of a layer, and the capabilities that a backend declares."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AttentionType(StrEnum):
 
 @unique
 class AttentionCGSupport(IntEnum):
-    """Which batches a captured CUDA graph can replay; a larger value covers the smaller."""
+    """Which batches a captured CUDA graph can replay; a larger value includes the smaller ones."""
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
@@ -46,23 +46,23 @@ class MlaKernel(StrEnum):
     """Which kernel of TRTLLM_MLA takes a step's rows."""
 
     AUTO = "auto"
-    """The vendor's, on the GPUs that it is made for."""
+    """The vendor's kernel, on the GPUs that it is made for."""
     TRITON = "triton"
-    """TRITON_MLA's, on every GPU, behind the same builder and metadata."""
+    """TRITON_MLA's kernel, on every GPU, behind the same builder and metadata."""
 
 
 @unique
 class RopeKernel(StrEnum):
-    """What rotates and quantises absorbed queries and latent rows of an fp8 cache."""
+    """Which kernel rotates and quantises absorbed queries and latent rows of an fp8 cache."""
 
     TRITON = "triton"
-    """The library's own: the cache's write is in its one launch."""
+    """The library's own kernel: one launch, which also writes the cache."""
     FLASHINFER = "flashinfer"
-    """FlashInfer's ``mla_rope_quantize_fp8``, and a launch behind it that writes the rows."""
+    """FlashInfer's ``mla_rope_quantize_fp8``, followed by a launch that writes the rows."""
 
 
 class MultipleOf(Spec):
-    """In a list of block sizes: any multiple of ``base``."""
+    """An entry of a list of block sizes that stands for every multiple of ``base``."""
 
     base: PositiveInt
 
@@ -74,7 +74,7 @@ class HeadSizes(Spec):
     """Head sizes that a backend takes: a list, or every multiple of a step inside a range."""
 
     values: tuple[PositiveInt, ...] = ()
-    """Exactly these; empty means the range below."""
+    """The head sizes, one by one; empty means the range that the fields below give."""
     multiple_of: PositiveInt = 1
     minimum: PositiveInt = 1
     maximum: PositiveInt | None = None
@@ -117,10 +117,10 @@ class ComputeCapabilityRange(Spec):
 
 
 class AttentionSelectorConfig(Spec):
-    """What one layer of a model asks of a backend.
+    """The requirements of one layer of a model, by which the selector chooses a backend.
 
-    The fields down to ``use_rswa`` are vLLM's (0.26 and 0.33), in vLLM's order; those after it are
-    ours, for features that vLLM's selection does not see.
+    The fields down to ``use_rswa`` are vLLM's (0.26 and 0.33), in vLLM's order. The fields after it
+    are for features that vLLM's selection does not see.
     """
 
     head_size: PositiveInt
@@ -132,11 +132,11 @@ class AttentionSelectorConfig(Spec):
     """Block size that the user asked for; None leaves it to the backend."""
     use_mla: StrictBool = False
     has_sink: StrictBool = False
-    """Per-head sink logits in the softmax denominator."""
+    """The layer has per-head sink logits in the softmax denominator."""
     use_sparse: StrictBool = False
-    """Top-k sparse MLA."""
+    """The layer is top-k sparse MLA."""
     use_mm_prefix: StrictBool = False
-    """Bidirectional ranges of multimodal tokens."""
+    """The layer has bidirectional ranges of multimodal tokens."""
     use_per_head_quant_scales: StrictBool = False
     attn_type: AttentionType = AttentionType.DECODER
     has_sliding_window: StrictBool = False
@@ -152,26 +152,28 @@ class AttentionSelectorConfig(Spec):
     use_alibi: StrictBool = False
     use_alibi_sqrt: StrictBool = False
     use_alibi_symmetric: StrictBool = False
-    """A bias of -slope * |key - query|, of encoders."""
+    """The layer has ALiBi with a bias of -slope * |key - query|, as encoders have."""
     use_chunked_local: StrictBool = False
     mla_kernel: MlaKernel = MlaKernel.AUTO
-    """Kernel asked for of a latent backend that has several; the automatic choice knows none."""
+    """Kernel that a latent backend with several kernels shall use; the automatic selection of a
+    backend does not set it."""
     head_size_v: PositiveInt | None = None
     """Value head size of a dense layer; None is ``head_size``."""
 
 
 class BackendCapabilities(Spec):
-    """Everything a backend declares; its ``supports_*`` methods only read this record."""
+    """The capabilities of a backend; its ``supports_*`` methods only read this record."""
 
     dtypes: tuple[DType, ...]
-    """Model dtypes."""
+    """Model dtypes that the backend serves."""
     kv_cache_dtypes: tuple[CacheDType, ...]
     block_sizes: tuple[PositiveInt | MultipleOf, ...]
     """Kernel block sizes; a manager block is supported when one of them divides it."""
     head_sizes: HeadSizes = HeadSizes()
     device_kinds: tuple[DeviceKind, ...]
     compute_capabilities: tuple[ComputeCapabilityRange, ...] = ()
-    """Narrows ``device_kinds``; empty means every capability of those kinds."""
+    """Compute capabilities that narrow ``device_kinds``; empty means all capabilities of the kinds.
+    """
     attn_types: tuple[AttentionType, ...] = (AttentionType.DECODER,)
     cudagraph_support: AttentionCGSupport = AttentionCGSupport.NEVER
     is_mla: StrictBool = False
@@ -190,26 +192,26 @@ class BackendCapabilities(Spec):
     per_head_quant_scales: StrictBool = False
     batch_invariance: StrictBool = False
     row_bits: StrictBool = False
-    """A request has the same bits alone as in a batch, but for rows that a record says are cut
-    freely. Kernels of others split rows by their batch."""
+    """A request's output has the same bits alone as in a batch, except in rows for which the step's
+    record says that their split depends on the batch. Without this flag every row's split may."""
     clears_tails: StrictBool = False
-    """``forward`` may zero the slots behind a request's last key, in the page of that key: a kernel
-    multiplies what they hold by a weight of zero, and they may hold NaN."""
+    """``forward`` may zero the slots behind a request's last key, in the page of that key: the
+    kernel multiplies their content by a weight of zero, which gives NaN where they hold NaN."""
     kv_connector: StrictBool = True
     pcp: StrictBool = False
     dcp: StrictBool = False
-    """Decode context parallelism: needs LSE of decode rows."""
+    """The backend serves decode context parallelism, which needs the LSE of decode rows."""
     device_cpu_query_lens_mismatch: StrictBool = False
-    """Right when device and host query lengths disagree: nothing is decided from host lengths
-    where ``EngineConfig.exact_host_lengths`` is not set."""
+    """Results are right when device and host query lengths disagree: the backend decides nothing
+    from host lengths where ``EngineConfig.exact_host_lengths`` is not set."""
     head_size_v: StrictBool = False
     """Values may have another head size than keys."""
     needs_host_lengths: StrictBool = False
-    """Plans on the host: its builder refuses engines whose host lengths are not exact."""
+    """The backend plans on the host: its builder refuses engines whose host lengths are inexact."""
     lse: StrictBool = False
-    """Can return the log-sum-exp of every row."""
+    """The backend can return the log-sum-exp of every row."""
     output_quant: StrictBool = False
-    """Can write fp8 output with a static scale."""
+    """The backend can write fp8 output with a static scale."""
 
     @model_validator(mode="after")
     def _sparse_is_mla(self) -> Self:
@@ -220,7 +222,7 @@ class BackendCapabilities(Spec):
 
     @model_validator(mode="after")
     def _lists_are_not_empty(self) -> Self:
-        """A backend serves at least one of each kind of thing."""
+        """Refuse a backend with an empty list: it would serve no layer at all."""
         for name in ("dtypes", "kv_cache_dtypes", "block_sizes", "device_kinds", "attn_types"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must not be empty")

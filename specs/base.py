@@ -24,18 +24,18 @@ class SpecError(ValueError):
     """A spec was given a bad value; the message names field, value and what is allowed."""
 
     cause: ValidationError | None = None
-    """Pydantic's error of a record that was made without :func:`parse_spec`. A caller that knows
-    where the values come from describes it anew."""
+    """Pydantic's error, where the record was made without :func:`parse_spec`. A caller that knows
+    where the values come from writes a new message from it (:func:`spec_errors`)."""
 
 
 class _SpecType(ModelMetaclass):
     """Makes records whose errors are ``SpecError``.
 
-    Fields that are records themselves are made by pydantic, which does not come by here, so that
-    the path to a field inside them is kept.
+    Pydantic makes a record inside a record without calling this class: the error then comes from
+    the outer record and keeps the path to the inner field.
     """
 
-    # Hidden from type checkers: they shall see the arguments of each record.
+    # Hidden from type checkers, so that they check each record's own arguments.
     if not TYPE_CHECKING:
 
         def __call__(self, *args: Any, **fields: Any) -> Any:
@@ -56,7 +56,7 @@ class Spec(BaseModel, metaclass=_SpecType):
         use_attribute_docstrings=True,
         validate_default=True,
         ser_json_inf_nan="strings",
-        # "model_" is a word of this field (model_dtype), not of pydantic here.
+        # Field names such as model_dtype begin with "model_", which pydantic reserves by default.
         protected_namespaces=(),
     )
 
@@ -69,19 +69,19 @@ class Spec(BaseModel, metaclass=_SpecType):
 
         @classmethod
         def model_validate(cls, *args: Any, **options: Any) -> Self:
-            """As pydantic's, with ``SpecError``."""
+            """Pydantic's ``model_validate``, raising ``SpecError``."""
             with _own_errors(cls):
                 return super().model_validate(*args, **options)
 
         @classmethod
         def model_validate_json(cls, *args: Any, **options: Any) -> Self:
-            """As pydantic's, with ``SpecError``."""
+            """Pydantic's ``model_validate_json``, raising ``SpecError``."""
             with _own_errors(cls):
                 return super().model_validate_json(*args, **options)
 
         @classmethod
         def model_validate_strings(cls, *args: Any, **options: Any) -> Self:
-            """As pydantic's, with ``SpecError``."""
+            """Pydantic's ``model_validate_strings``, raising ``SpecError``."""
             with _own_errors(cls):
                 return super().model_validate_strings(*args, **options)
 
@@ -128,7 +128,7 @@ def _own_errors(cls: type) -> Iterator[None]:
 
 @contextmanager
 def spec_errors(what: str) -> Iterator[None]:
-    """Start the lines of errors with ``what``: where the values of a record came from."""
+    """Start the lines of errors with ``what``, which names the source of a record's values."""
     try:
         yield
     except SpecError as error:

@@ -21,14 +21,14 @@ QUANTIZED: Final = "a quantised KV cache"
 
 
 def role(attn_type: AttentionType) -> str:
-    """What a layer's role is called among features."""
+    """The name that a layer's role has in a set of features."""
     return f"attention type {attn_type.value}"
 
 
 _ENCODERS = tuple(role(kind) for kind in AttentionType if not kind.is_cached)
 _CROSS = role(AttentionType.ENCODER_DECODER)
 _POSITIONS = (WINDOW, CHUNKS, ALIBI, ALIBI_SQRT, RANGES, RSWA)
-"""Features that compare positions of queries and keys otherwise than by order."""
+"""Features that need positions of queries and keys for more than the causal mask."""
 
 
 class Conflict(Spec):
@@ -56,9 +56,10 @@ CONFLICTS: Final[tuple[Conflict, ...]] = (
     *_pairs(_POSITIONS, [_CROSS], "decoder and encoder count positions of their own"),
     *_pairs([CHUNKS], [RSWA], "a prefix does not stay visible outside of its chunk"),
 )
-"""Every pair. A layer with three features is served where each two of them are."""
+"""Every pair of features that exclude each other. A layer with more features is refused only for a
+pair among them."""
 
 
 def among(features: Set[str]) -> list[Conflict]:
-    """The pairs of which both are among ``features``, in the order of :data:`CONFLICTS`."""
+    """The conflicts whose two features are both in ``features``, in order of :data:`CONFLICTS`."""
     return [pair for pair in CONFLICTS if {pair.first, pair.second} <= features]

@@ -1,4 +1,4 @@
-"""Devices as data: what selection needs to know, also of a device that is not present."""
+"""Devices as data: the facts that selection needs, for devices that are present and for others."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ class ComputeCapability(Spec):
 
 
 def _pair(value: object) -> tuple[int, int] | None:
-    """Major and minor of ours, or of vLLM's ``DeviceCapability``; None for anything else."""
+    """Major and minor of a ``ComputeCapability`` or of vLLM's ``DeviceCapability``, else None."""
     major, minor = getattr(value, "major", None), getattr(value, "minor", None)
     return (major, minor) if isinstance(major, int) and isinstance(minor, int) else None
 
 
 @unique
 class DeviceKind(StrEnum):
-    """Rows of the selector's priority table."""
+    """Kind of a device: the rows of the selector's priority table."""
 
     CPU = "cpu"
     SM80 = "sm80"
@@ -104,29 +104,29 @@ memory per thread block" in the table of technical specifications of the CUDA pr
 ROCM_SHARED_MEMORY: Final = 64 * _KIB
 """Bytes of local data share that a workgroup can have on CDNA 3."""
 RESERVED_SHARED_MEMORY: Final = 1 * _KIB
-"""Bytes that CUDA takes for itself beside each program: a multiprocessor has so many more than one
-program can have."""
+"""Bytes of shared memory that CUDA takes for itself beside each program. A multiprocessor has this
+much more shared memory than one program can have."""
 
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """What tiles and plans depend on, of a GPU that is present or not."""
+    """The facts about a GPU, present or not, that tiles and plans depend on."""
 
     kind: DeviceKind
     num_multiprocessors: int
     shared_memory: int
     """Bytes of shared memory that one program can have."""
     reserved_shared_memory: int = RESERVED_SHARED_MEMORY
-    """Bytes that are lost beside each program."""
+    """Bytes of shared memory that each program costs in addition to its own."""
 
     @classmethod
     def of(cls, capability: ComputeCapability | None, num_multiprocessors: int) -> Self:
-        """The facts of a compute capability; of ROCm where there is none.
+        """The facts about a GPU of this compute capability.
 
         Args:
-            capability: of an NVIDIA GPU. One below 8.0, which no backend serves, counts as 8.0's
-                kind.
-            num_multiprocessors: of the GPU.
+            capability: compute capability of an NVIDIA GPU, None for ROCm. A capability below 8.0,
+                which no backend serves, counts as of the kind of 8.0.
+            num_multiprocessors: multiprocessors of the GPU.
         """
         if capability is None:
             return cls(DeviceKind.ROCM, num_multiprocessors, ROCM_SHARED_MEMORY, 0)
@@ -135,14 +135,14 @@ class GpuFacts:
 
     @property
     def is_nvidia(self) -> bool:
-        """It is programmed by way of CUDA."""
+        """True for an NVIDIA GPU, False for ROCm."""
         return self.kind is not DeviceKind.ROCM
 
     def programs(self, needed: int) -> int:
         """Programs that fit on one multiprocessor at the same time, by their shared memory.
 
         Args:
-            needed: bytes of shared memory of each.
+            needed: bytes of shared memory of each program.
         """
         reserved = self.reserved_shared_memory
         return (self.shared_memory + reserved) // max(needed + reserved, 1)
@@ -179,10 +179,10 @@ class Device(Spec):
 
     @property
     def facts(self) -> GpuFacts:
-        """What tiles and plans depend on; of a GPU whose size is not known, one multiprocessor.
+        """The facts that tiles and plans depend on; one multiprocessor where the number is unknown.
 
         Raises:
-            ValueError: a CPU.
+            ValueError: the device is a CPU.
         """
         if self.kind is DeviceKind.CPU:
             raise ValueError(f"device {self.name!r} must be a GPU, got kind {self.kind.value}")
@@ -192,7 +192,8 @@ class Device(Spec):
 def shared_memory_of(capability: ComputeCapability) -> int:
     """Bytes of shared memory that a program can have.
 
-    A compute capability that the table does not know has the least of its major version, or of all.
+    For a compute capability that :data:`SHARED_MEMORY` lacks this is the smallest value of its
+    major version, and where that is missing too the smallest of all.
     """
     major = capability.major
     known = SHARED_MEMORY.get((major, capability.minor))

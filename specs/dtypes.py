@@ -92,7 +92,7 @@ _DTYPE_ALIASES: Final = {
 
 @unique
 class KVQuantMode(IntEnum):
-    """How a KV cache is quantised; numbers as vLLM's, every one of them its own."""
+    """How a KV cache is quantised; the values are vLLM's, and no two are equal."""
 
     NONE = 0
     FP8_PER_TENSOR = 1
@@ -179,7 +179,7 @@ class CacheDType(StrEnum):
 
     @property
     def quant_mode(self) -> KVQuantMode:
-        """How values are quantised in this cache."""
+        """The quantisation of this cache's values."""
         return _CACHE_FORMATS[self].quant_mode
 
     @property

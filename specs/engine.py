@@ -66,28 +66,30 @@ class PrefillKernel(StrEnum):
     """Which kernel of a dense backend takes the requests with many new tokens."""
 
     AUTO = "auto"
-    """The one for Hopper wherever it serves, layer by layer, else plain Triton."""
+    """The Hopper kernel for every layer that it serves, else the portable kernel."""
     TRITON = "triton"
-    """Plain Triton, everywhere."""
+    """The portable kernel, in Triton, on every GPU."""
     HOPPER = "hopper"
-    """The one for compute capability 9.0, in Gluon; a layer that it does not serve is refused.
-    Shared prefixes are the plain one's all the same."""
+    """The Hopper kernel, in Gluon, for compute capability 9.0; a layer that it does not serve is
+    refused. Attention over a shared prefix is the portable kernel's even so."""
 
 
 @unique
 class DecodeKernel(StrEnum):
-    """Which kernel of a backend takes the rows with few new tokens, dense or latent."""
+    """Which kernel of a dense or latent backend takes the requests with few new tokens."""
 
     AUTO = "auto"
-    """The one for Hopper where it serves and measured faster, group by group: keys of head sizes
-    128 and 256, but behind a window or in a chunk not where a tile has 17 to 32 query rows; and of
-    64, seen whole, where it has more than 32, as in verifies of many tokens. With batch invariance
-    those of 16 bits and head size 256 alone, seen whole. And for latent rows, but with batch
-    invariance those of more than 16 heads. Else plain Triton."""
+    """The Hopper kernel for every group of layers that it serves and where it measured faster, else
+    the portable kernel. Dense layers of head sizes 128 and 256 use it, except behind a window or in
+    a chunk where a tile has 17 to 32 query rows. Dense layers of head size 64 use it without window
+    and chunk where a tile has more than 32 query rows. With batch invariance the only dense layers
+    that use it have a 16-bit cache, head size 256 and neither window nor chunk. Latent layers use
+    it; with batch invariance only those with at most 16 query rows (heads x tokens), or e4m3."""
     TRITON = "triton"
-    """Plain Triton, everywhere."""
+    """The portable kernel, in Triton, on every GPU."""
     HOPPER = "hopper"
-    """The one for compute capability 9.0, in Gluon; a layer that it does not serve is refused."""
+    """The Hopper kernel, in Gluon, for compute capability 9.0; a layer that it does not serve is
+    refused."""
 
 
 class EngineConfig(Spec):
@@ -113,18 +115,19 @@ class EngineConfig(Spec):
     rswa_window: PositiveInt | None = None
     """Window of reference sliding-window attention (R-SWA): the prefix stays visible."""
     prefill_kernel: PrefillKernel = PrefillKernel.AUTO
-    """Which kernel takes the requests with many new tokens."""
+    """Kernel of a dense backend for the requests with many new tokens."""
     decode_kernel: DecodeKernel = DecodeKernel.AUTO
-    """Which kernel takes the rows with few new tokens."""
+    """Kernel of a dense or latent backend for the requests with few new tokens."""
     logits_soft_cap: PositiveFloat | None = None
-    """Soft cap of the group's layers, for builders whose plan depends on it; None is off."""
+    """Soft cap of the group's layers, for builders whose plan depends on it; None means no cap."""
     has_sinks: StrictBool = False
-    """The group's layers have sinks, for builders whose kernels have not every shape with them."""
+    """The group's layers have sinks, for builders whose kernels take sinks at some shapes only."""
     softmax_scale: PositiveFloat | None = None
-    """What the group's layers multiply q.k by, for builders whose plan holds it."""
+    """Factor that the group's layers multiply q.k by, for builders whose plan holds it."""
     exact_host_lengths: StrictBool = True
     """``query_start_loc_cpu`` and ``seq_lens_cpu_upper_bound`` of every batch equal the device's
-    lengths. Not so where they are optimistic: asynchronous speculation, static sinks."""
+    lengths. False where the host does not know them: with asynchronous speculation, and with static
+    sinks, which vLLM adds on the device."""
     index_topk: PositiveInt | None = None
     """Tokens that a sparse MLA layer attends."""
     mla_kernel: MlaKernel = MlaKernel.AUTO
@@ -132,20 +135,20 @@ class EngineConfig(Spec):
     sparse_prefill_kernel: SparseKernel = SparseKernel.TRITON_SPARSE
     """Which kernel of SPARSE_MLA takes the requests with many new tokens."""
     sparse_decode_kernel: SparseKernel = SparseKernel.TRITON_SPARSE
-    """Which kernel of SPARSE_MLA takes the rows with few new tokens."""
+    """Which kernel of SPARSE_MLA takes the requests with few new tokens."""
     skip_prefill: StrictBool = False
     """The layers are a draft model's that only decodes: builders make no room for prefill, and
     refuse it."""
     fp8_mla_prefill: StrictBool = False
-    """Prefill over an fp8 latent cache rounds queries, keys and values to e4m3 too, for kernels
-    that multiply it faster: TRTLLM_MLA's. It costs accuracy, so that it is to be asked for."""
+    """Prefill over an fp8 latent cache rounds queries, keys and values to e4m3 as well, which
+    TRTLLM_MLA's kernels multiply faster. It costs accuracy and is therefore off by default."""
     mla_workspace_bytes: PositiveInt | None = None
-    """Most bytes of cached context that an MLA step holds expanded, or converted for a sparse
-    kernel, at a time; None leaves the bound to the backend."""
+    """Most bytes of cached context that an MLA step holds at a time in expanded form, or converted
+    for a sparse kernel; None leaves the bound to the backend."""
 
     prefill_workspace_bytes: NonNegativeInt | None = None
-    """Most bytes of keys and values that prefills over a quantised cache hold widened at a time,
-    where a kernel has use for it; 0 for none, None leaves the bound to the backend."""
+    """Most bytes of dequantised keys and values that prefills over a quantised cache hold at a
+    time, for kernels that can read them; 0 for none, None leaves the bound to the backend."""
 
     @property
     def max_decode_query_len(self) -> int:

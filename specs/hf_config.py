@@ -20,7 +20,7 @@ from specs.names import find_name, near_miss
 
 _KNOWN: Final = sorted(FAMILIES)
 _TEXT_CONFIGS: Final = ("text_config", "llm_config", "language_config")
-"""Fields in which files of models with more than text keep their text model."""
+"""Fields that hold the text model's config in files of multimodal models."""
 
 
 def bundled_model_names() -> tuple[str, ...]:
@@ -84,7 +84,7 @@ def _from_json(text: str, name: str, where: str) -> ModelGeometry:
 def read_hf_config(config: Mapping[str, Any], name: str, where: str) -> ModelGeometry:
     """The geometry that a Hugging Face config describes.
 
-    A ``model_type`` that nobody knows is read by the names of its fields, and the geometry's
+    A ``model_type`` without a family here is read by the names of its fields, and the geometry's
     ``notes`` say so. Sizes that a file leaves out are transformers' defaults where transformers is
     installed; a note names them.
 
@@ -94,9 +94,9 @@ def read_hf_config(config: Mapping[str, Any], name: str, where: str) -> ModelGeo
         where: file, for error messages.
 
     Raises:
-        SpecError: no ``model_type``, one whose attention nothing here serves, a field that is
-            missing or wrong, or a field that changes attention and that the model's family does
-            not know.
+        SpecError: no ``model_type``; a ``model_type`` with attention that this library does not
+            have; a field that is missing or wrong; or a field that changes attention and that the
+            model's family does not know.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
@@ -162,9 +162,10 @@ def _attention_config(
 def _with_defaults(
     family: type[Family], body: Mapping[str, Any], model_type: str
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """A config with transformers' defaults of what it leaves out, and a word on each taken.
+    """A config completed with transformers' defaults, and ``"name value"`` for each one taken.
 
-    A known family has defaults of its own, and takes those of the sizes that it needs.
+    A known family has defaults of its own and takes only sizes that it requires. For an unknown
+    model type every field is completed.
     """
     known = model_type in FAMILIES
     prepared = family.prepared(body)
@@ -180,7 +181,7 @@ def _with_defaults(
     found = [next((name for name in names if name in defaults), None) for names in wanted]
     taken = {name: defaults[name] for name in found if name is not None}
     if not known:
-        # There null and nothing mean the same.
+        # For an unknown model type a field that is null means the same as a missing field.
         taken = {name: value for name, value in taken.items() if value is not None}
     return {**taken, **body}, [f"{name} {value!r}" for name, value in taken.items()]
 

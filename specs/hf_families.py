@@ -1,6 +1,6 @@
-"""Which reader each Hugging Face ``model_type`` has, and which types have none.
+"""The table of readers: one for each Hugging Face ``model_type``, and the types without one.
 
-Sizes must be given, but for families whose files hold only what differs from a default: the
+A file must give every size, except in families whose files omit default values: the
 ``text_config`` of Gemma 3, Gemma 4 and Llama 4. Fields that attention does not depend on are
 ignored.
 """
@@ -105,4 +105,4 @@ MISSING: Final[Mapping[str, str]] = {
     "step5": "attends pages of eight keys that their summaries pick",
     "diffllama": "subtracts a second softmax from the first",
 }
-"""Model types that are known and cannot be read: what their attention does that none here does."""
+"""Model types that cannot be read, each with the part of its attention that this library lacks."""

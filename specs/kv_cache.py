@@ -1,6 +1,7 @@
 """KV cache specs: what one layer stores, how many blocks a request needs, how many bytes.
 
-A union of leaf specs told apart by ``kind``; none inherits another's meaning.
+Each layer kind has a spec of its own; JSON tells them apart by ``kind``. A spec with a meaning of
+its own is never the base class of another one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from specs.rows import (
 
 
 class _KVCacheSpec(Spec):
-    """What every layer kind has."""
+    """Fields and methods that the specs of all layer kinds have."""
 
     is_mla: ClassVar[bool] = False
     block_size: PositiveInt
@@ -45,7 +46,7 @@ class _KVCacheSpec(Spec):
 
     @model_validator(mode="after")
     def _layout_exists(self) -> Self:
-        """Block size and padding suit the rows; a format nobody knows has no rows to check."""
+        """Block size and padding suit the rows; unknown row formats are not checked."""
         with spec_errors("layout"), suppress(NotImplementedError):
             self.layout()
         return self
@@ -57,7 +58,7 @@ class _KVCacheSpec(Spec):
 
     @property
     def kv_quant_mode(self) -> KVQuantMode:
-        """How the cache is quantised."""
+        """The quantisation of the cache."""
         return self.cache_dtype.quant_mode
 
     @property
@@ -81,11 +82,11 @@ class _KVCacheSpec(Spec):
         raise NotImplementedError
 
     def num_bytes_for(self, num_tokens: int, num_inflight_tokens: int = 0) -> int:
-        """Bytes of those blocks, for one layer."""
+        """Bytes of one layer's blocks that :meth:`num_blocks_for` counts."""
         return self.num_blocks_for(num_tokens, num_inflight_tokens) * self.page_size_bytes
 
     def copy_with_new_block_size(self, block_size: int) -> Self:
-        """The same layer cut into blocks of another size.
+        """The spec with another block size.
 
         Raises:
             SpecError: a padded page cannot be cut into smaller blocks.
@@ -98,7 +99,7 @@ class _KVCacheSpec(Spec):
         return self.replace(block_size=block_size)
 
     def _effective(self, name: str) -> object:
-        """A field's value, or what None stands for in it."""
+        """A field's value, with None replaced by the value that it stands for."""
         meant = {"head_size_v": "v_size", "format": "latent_format"}.get(name, name)
         return getattr(self, meant)
 
@@ -137,7 +138,7 @@ class _DenseSpec(_KVCacheSpec):
 
     @model_validator(mode="after")
     def _rows_exist(self) -> Self:
-        """The row format allows these head sizes; a format nobody knows has no rows to check."""
+        """The row format allows these head sizes; unknown row formats are not checked."""
         if self.cache_dtype is CacheDType.FP8_DS_MLA:
             raise ValueError("cache_dtype 'fp8_ds_mla' is for latent (MLA) layers")
         if self.cache_dtype.has_row_format:
@@ -167,7 +168,7 @@ class _DenseSpec(_KVCacheSpec):
 
 
 class FullAttentionSpec(_DenseSpec):
-    """Every token attends all before it; every token is kept."""
+    """Every token attends itself and all tokens before it; every token is kept."""
 
     kind: Literal["full_attention"] = "full_attention"
     dcp_sharded: bool = True
@@ -208,7 +209,7 @@ class ChunkedLocalAttentionSpec(_DenseSpec):
 
 
 class SinkFullAttentionSpec(_DenseSpec):
-    """Full attention over ``sink_len`` static tokens that all requests share, then their own."""
+    """Full attention over ``sink_len`` static tokens shared by all requests, then the request's."""
 
     kind: Literal["sink_full_attention"] = "sink_full_attention"
     sink_len: PositiveInt
@@ -248,10 +249,10 @@ class EncoderOnlyAttentionSpec(_DenseSpec):
 
     kind: Literal["encoder_only_attention"] = "encoder_only_attention"
     sliding_window: PositiveInt | None = None
-    """Keys visible to each side, itself included; None means all."""
+    """Keys visible to each side, the token's own included; None means all."""
 
     def num_blocks_for(self, num_tokens: int, num_inflight_tokens: int = 0) -> int:
-        """Always 0."""
+        """Always 0, since nothing is cached."""
         return 0
 
 
@@ -292,10 +293,10 @@ class _LatentSpec(_KVCacheSpec):
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def copy_with_new_block_size(self, block_size: int) -> Self:
-        """The same layer cut into blocks of another size.
+        """The spec with another block size.
 
         Raises:
-            SpecError: padding, of the page or of its parts, would come to lie between the blocks.
+            SpecError: padding of the page, or of its parts, would end up between the blocks.
         """
         copied = super().copy_with_new_block_size(block_size)
         if self.page_alignment is not None and (
@@ -378,7 +379,7 @@ class IndexerSpec(_KVCacheSpec):
         )
 
     def num_blocks_for(self, num_tokens: int, num_inflight_tokens: int = 0) -> int:
-        """Blocks for ``num_tokens``."""
+        """Blocks for ``num_tokens`` indexer keys."""
         return cdiv(num_tokens, self.block_size)
 
 
@@ -388,13 +389,13 @@ def latent_spec(
     dtype: DType = DType.BFLOAT16,
     topk: int | None = None,
 ) -> MLAAttentionSpec | IndexerSpec:
-    """The spec of a layer that keeps such rows, of DeepSeek's widths.
+    """The spec of a layer, or of an indexer, with rows of one format in DeepSeek's widths.
 
     Args:
-        latent: what its rows hold.
-        block_size: tokens per block; 64 for the indexer's.
-        dtype: of the model.
-        topk: tokens that a sparse layer attends; the indexer's cache has none.
+        latent: format of the rows.
+        block_size: tokens per block; must be 64 for ``INDEXER_FP8``.
+        dtype: model dtype.
+        topk: tokens that a sparse layer attends; ignored for an indexer's rows.
     """
     if latent is LatentFormat.INDEXER_FP8:
         return IndexerSpec(block_size=block_size, dtype=dtype)
@@ -438,4 +439,4 @@ AnyKVCacheSpec = (
 """Any layer's KV cache spec, for annotations and ``isinstance``."""
 
 KVCacheSpec = Annotated[AnyKVCacheSpec, Field(discriminator="kind")]
-"""The same as a pydantic field, told apart by ``kind`` in JSON."""
+""":data:`AnyKVCacheSpec` as a pydantic field: in JSON ``kind`` names the class."""

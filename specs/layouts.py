@@ -6,8 +6,8 @@ Logical shapes are fixed (``N`` blocks, ``P`` tokens per block, ``Hk`` KV heads)
 - split   ``[N, 2, P, Hk, width]`` (earlier vLLM; ours by default),
 - latent  ``[N, P, row]``.
 
-NHD or HND is a matter of strides alone. The width counts elements of the cache tensor and
-includes the bytes of inline scales.
+NHD and HND differ in strides alone. A width counts elements of the cache tensor and includes inline
+scales.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class KVViews(NamedTuple):
     key: torch.Tensor
     """``[N, P, Hk, head_size]`` in the stored type (int4: ``uint8``, half the width)."""
     value: torch.Tensor
-    """``[N, P, Hk, head_size_v]``, likewise."""
+    """``[N, P, Hk, head_size_v]`` in the stored type (int4: ``uint8``, half the width)."""
     key_scale: torch.Tensor | None = None
-    """``[N, P, Hk]`` fp32, inline scale per (token, head); None when there is none."""
+    """``[N, P, Hk]`` fp32, inline scale of each (token, head) key; None without inline scales."""
     value_scale: torch.Tensor | None = None
-    """``[N, P, Hk]`` fp32, likewise."""
+    """``[N, P, Hk]`` fp32, inline scale of each (token, head) value; None without inline scales."""
 
 
 def _strides(shape: tuple[int, ...], stride_order: tuple[int, ...]) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ def _strides(shape: tuple[int, ...], stride_order: tuple[int, ...]) -> tuple[int
 
 
 class _Layout(Spec):
-    """What every layout has: shape, order, strides and bytes for a number of blocks."""
+    """Base of the layouts: shape, order, strides and bytes for a number of blocks."""
 
     block_size: PositiveInt
     page_size_padded: PositiveInt | None = None
@@ -93,7 +93,8 @@ class _Layout(Spec):
     def stride_order(self, include_num_layers_dimension: bool = False) -> tuple[int, ...]:
         """Logical axes, outermost in memory first.
 
-        With the layer axis, that is logical axis 0 and every block holds all layers side by side.
+        With ``include_num_layers_dimension`` the layers are logical axis 0, and every block holds
+        all layers side by side.
         """
         order = self._stride_order()
         if not include_num_layers_dimension:
@@ -147,7 +148,7 @@ class _Layout(Spec):
             num_blocks: blocks to expose.
 
         Raises:
-            ValueError: the buffer is too small, or has gaps, so that its bytes have no one view.
+            ValueError: the buffer is too small or not contiguous.
         """
         import torch
 
@@ -168,9 +169,9 @@ class _Layout(Spec):
         """A cache tensor for ``num_blocks`` blocks.
 
         Args:
-            num_blocks: blocks.
-            device: where.
-            fill_byte: what every byte holds; 0xFF makes every float format NaN, for tests.
+            num_blocks: blocks of the cache.
+            device: device of the tensor.
+            fill_byte: value of every byte; 0xFF makes every float format NaN, for tests.
         """
         import torch
 
@@ -195,7 +196,7 @@ class DenseKVLayout(_Layout):
 
     @model_validator(mode="after")
     def _split_planes_are_equal(self) -> Self:
-        """K and V have one size when they share a shape."""
+        """K and V of the split packing have equal sizes, as they are planes of one tensor."""
         if self.packing is KVPacking.SPLIT and self.v_size != self.head_size:
             raise ValueError(
                 f"a split layout needs head_size_v equal to head_size ({self.head_size}), "
@@ -246,11 +247,11 @@ def split_kv_cache(kv_cache: torch.Tensor, row: RowFormat) -> KVViews:
     Args:
         kv_cache: ``[N, Hk, P, width]`` (packed) or ``[N, 2, P, Hk, width]`` (split), any strides
             with contiguous rows, in the storage type or already in the stored element's type.
-        row: what the rows hold, from :func:`specs.rows.dense_row_format`.
+        row: format of the rows, from :func:`specs.rows.dense_row_format`.
 
     Raises:
-        ValueError: a type that is neither, whose bits would mean other numbers; a shape that is
-            neither; a width that does not fit the row.
+        ValueError: another element type, with bits that would mean other numbers; a shape that is
+            neither packed nor split; a width that does not fit the row.
     """
     _check_stored(kv_cache, row["k"].dtype, row.name)
     if kv_cache.dim() == 5 and kv_cache.shape[1] == 2:
@@ -285,7 +286,7 @@ def split_kv_cache(kv_cache: torch.Tensor, row: RowFormat) -> KVViews:
 
 
 def _check_stored(kv_cache: torch.Tensor, element: DType, name: str) -> None:
-    """Elements are of the stored type, or bytes that may be viewed as it."""
+    """Refuse elements that are neither of the stored type nor bytes to be viewed as that type."""
     dtype = kv_cache.dtype
     is_bytes = dtype.itemsize == 1 and not dtype.is_floating_point
     if dtype != element.torch and not is_bytes:
@@ -317,7 +318,7 @@ class LatentKVLayout(_Layout):
 
     @model_validator(mode="after")
     def _one_way_to_pad(self) -> Self:
-        """Padding is said once, and keeps every field aligned."""
+        """Padding is given by one field at most, and keeps every field of the rows aligned."""
         if self.page_alignment is not None and self.page_size_padded is not None:
             raise ValueError("give page_alignment or page_size_padded, not both")
         if self.page_alignment is not None:
@@ -364,11 +365,11 @@ def latent_views(kv_cache: torch.Tensor, row: RowFormat) -> dict[str, torch.Tens
     Args:
         kv_cache: ``[N, P, row width]``, in bytes or in the type of the row's first field; planar
             formats need blocks that are dense inside.
-        row: what the rows hold, from :meth:`specs.rows.LatentFormat.row`.
+        row: format of the rows, from :meth:`specs.rows.LatentFormat.row`.
 
     Raises:
-        ValueError: a tensor that holds neither bytes nor elements of the first field's type, whose
-            bits would mean other numbers; a shape whose rows do not hold ``row.nbytes`` bytes.
+        ValueError: a tensor of neither bytes nor the first field's type, with bits that would mean
+            other numbers; a shape whose rows do not have ``row.nbytes`` bytes.
     """
     _check_stored(kv_cache, row.fields[0].dtype, row.name)
     size = kv_cache.element_size()

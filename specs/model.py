@@ -1,6 +1,6 @@
-"""Model geometry: what attention needs to know of a model, layer by layer.
+"""Model geometry: the facts about a model that attention needs, layer by layer.
 
-``specs.hf_config.load_model_geometry`` makes one from a bundled name or a ``config.json``.
+``specs.hf_config.load_model_geometry`` makes a geometry from a bundled name or a ``config.json``.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class LayerKind(StrEnum):
     """Which tokens a layer attends, and in what form it caches them."""
 
     FULL = "full_attention"
-    """All tokens up to itself."""
+    """All tokens up to the token itself."""
     SLIDING_WINDOW = "sliding_window"
-    """The last ``sliding_window`` tokens, itself included."""
+    """The last ``sliding_window`` tokens, the token itself included."""
     CHUNKED_LOCAL = "chunked_local_attention"
-    """The tokens of its own aligned chunk, up to itself."""
+    """The tokens of the token's own aligned chunk, up to the token itself."""
     MLA = "mla"
-    """All tokens up to itself, cached as one latent row shared by all heads."""
+    """All tokens up to the token itself, each cached as one latent row shared by all heads."""
     SPARSE_MLA = "sparse_mla"
     """The ``index_topk`` tokens that an indexer picks, cached as latent rows."""
     ENCODER_ONLY = "encoder_only"
@@ -66,7 +66,7 @@ class MLAGeometry(Spec):
 
     @property
     def qk_head_dim(self) -> int:
-        """Query and key head size before absorption (192 in DeepSeek-V3): sets the scale."""
+        """Query and key head size before absorption (192 in DeepSeek-V3); it sets the scale."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
@@ -76,7 +76,7 @@ class MLAGeometry(Spec):
 
 
 class IndexerGeometry(Spec):
-    """The small scorer of a sparse layer."""
+    """Sizes of a sparse layer's indexer, the small attention that scores tokens for the top-k."""
 
     index_topk: PositiveInt
     """Tokens that each query attends."""
@@ -113,7 +113,7 @@ class LayerGeometry(Spec):
     scale: PositiveFloat
     """Multiplies q.k before the softmax; the same number before and after MLA absorption."""
     sliding_window: PositiveInt | None = None
-    """Visible keys, itself included; of an encoder layer, to each side."""
+    """Visible keys, the token's own included; in an encoder layer, to each side."""
     attention_chunk_size: PositiveInt | None = None
     """Tokens of a chunk; chunks are aligned to position 0."""
     logits_soft_cap: PositiveFloat | None = None
@@ -121,17 +121,17 @@ class LayerGeometry(Spec):
     has_sinks: bool = False
     """One learned logit per head in the softmax denominator."""
     use_alibi: bool = False
-    """Linear bias per head (ALiBi) instead of rotary positions: slope * (key - query), of an
+    """Linear bias per head (ALiBi) instead of rotary positions: slope * (key - query), in an
     encoder layer -slope * |key - query|."""
     mla: MLAGeometry | None = None
     indexer: IndexerGeometry | None = None
     """The layer's own indexer; None for a sparse layer that takes another layer's list."""
     shared_index_topk: PositiveInt | None = None
-    """Length of the list that a sparse layer without an indexer attends: the one that the nearest
-    layer before it with an indexer made, for the same token. None for every other layer."""
+    """Length of the top-k list of a sparse layer without an indexer, which attends the list that
+    the nearest earlier layer with an indexer made. None for every other layer."""
     shares_kv: bool = False
-    """The layer stores nothing: it attends the cache of the nearest layer before it that stores and
-    is otherwise equal."""
+    """The layer stores nothing and attends the cache of an earlier layer: the nearest one that
+    stores and is otherwise equal."""
 
     @field_validator("num_kv_heads")
     @classmethod
@@ -177,7 +177,7 @@ class LayerGeometry(Spec):
     def _head_sizes_are_those_of_mla(
         cls, mla: MLAGeometry | None, info: ValidationInfo
     ) -> MLAGeometry | None:
-        """``head_size`` and ``head_size_v`` say what the latent sizes say."""
+        """``head_size`` and ``head_size_v`` agree with the latent sizes."""
         head_size = info.data.get("head_size")
         if mla is None or head_size is None:
             return mla
@@ -195,13 +195,13 @@ class LayerGeometry(Spec):
     def _indexer_fits_the_kind(
         cls, indexer: IndexerGeometry | None, info: ValidationInfo
     ) -> IndexerGeometry | None:
-        """No other layer than a sparse one has an indexer."""
+        """Only a sparse layer may have an indexer."""
         return _of_kinds(indexer, info, (), (LayerKind.SPARSE_MLA,))
 
     @field_validator("shared_index_topk")
     @classmethod
     def _sparse_layers_have_one_list(cls, topk: int | None, info: ValidationInfo) -> int | None:
-        """A sparse layer makes its list or takes another layer's; no other layer has one."""
+        """A sparse layer makes its top-k list or takes another layer's; other layers have none."""
         has_own = info.data.get("indexer") is not None
         if has_own and topk is not None:
             raise ValueError("only for a layer without an indexer")
@@ -215,12 +215,12 @@ class LayerGeometry(Spec):
 
     @property
     def index_topk(self) -> int | None:
-        """Tokens that each query of a sparse layer attends, whoever lists them."""
+        """Tokens that each query of a sparse layer attends, from its or another layer's list."""
         return self.shared_index_topk if self.indexer is None else self.indexer.index_topk
 
     @property
     def label(self) -> str:
-        """Kind and window, and what the layer takes from another: "sliding_window 1024"."""
+        """Kind, window and what the layer takes from another layer: "sliding_window 1024"."""
         window = "" if self.sliding_window is None else f" {self.sliding_window}"
         shared = " (shared list)" if self.shared_index_topk is not None else ""
         return f"{self.kind.value}{window}{shared}{' (shared cache)' if self.shares_kv else ''}"
@@ -262,7 +262,7 @@ class LayerGeometry(Spec):
         block_size: int | None = None,
         engine: EngineConfig | None = None,
     ) -> AttentionSelectorConfig:
-        """What this layer asks of a backend.
+        """The requirements of this layer, for the selector of a backend.
 
         Args:
             dtype: model (activation) dtype.
@@ -307,9 +307,10 @@ class LayerGeometry(Spec):
         kv_cache_dtype: CacheDType | str = CacheDType.AUTO,
         tensor_parallel_size: int = 1,
     ) -> AnyKVCacheSpec:
-        """What one rank stores for this layer; the indexer's own cache is not in it.
+        """The spec of one rank's cache for this layer; it does not cover the indexer's cache.
 
-        A layer that shares another layer's cache stores nothing, and this is what it reads.
+        A layer that shares another layer's cache stores nothing; its spec is that of the cache
+        which it reads.
 
         Args:
             block_size: tokens per block.
@@ -358,7 +359,7 @@ class OtherLayers(Spec):
     """Layers of one kind that are not attention."""
 
     name: Annotated[str, Field(min_length=1)]
-    """As the model's config calls them."""
+    """Name of these layers in the model's config."""
     indices: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)]
     """Their numbers among all layers of the model."""
 
@@ -381,7 +382,7 @@ class ModelGeometry(Spec):
     """Layers that are not attention (state-space models, linear attention): nothing here runs them.
     """
     notes: tuple[str, ...] = ()
-    """What whoever uses this geometry must be told: how it was read, what it does not say."""
+    """Notes for a user of this geometry: how it was read, and facts that its fields do not hold."""
 
     @field_validator("dtype")
     @classmethod
@@ -396,7 +397,7 @@ class ModelGeometry(Spec):
     def _shared_lists_have_a_maker(
         cls, layers: tuple[LayerGeometry, ...]
     ) -> tuple[LayerGeometry, ...]:
-        """Before a layer that takes a list is one that makes a list of that length."""
+        """A layer that takes a top-k list comes after a layer that makes one of that length."""
         made: int | None = None
         for index, layer in enumerate(layers):
             if layer.indexer is not None:
@@ -413,7 +414,7 @@ class ModelGeometry(Spec):
     def _shared_caches_have_a_writer(
         cls, layers: tuple[LayerGeometry, ...]
     ) -> tuple[LayerGeometry, ...]:
-        """Before a layer that shares a cache is an equal one that stores."""
+        """A layer that shares a cache comes after an otherwise equal layer that stores."""
         stored = set()
         for index, layer in enumerate(layers):
             writer = layer.replace(shares_kv=False)
@@ -448,7 +449,7 @@ class ModelGeometry(Spec):
         return tuple((layer, tuple(equal)) for layer, equal in indices.items())
 
     def list_maker(self, index: int) -> int | None:
-        """The layer whose list layer ``index`` attends; None unless it takes another layer's."""
+        """The layer that makes the list of layer ``index``; None unless another layer makes it."""
         if self.layers[index].shared_index_topk is None:
             return None
         return max(i for i in range(index) if self.layers[i].indexer is not None)
@@ -466,9 +467,9 @@ class ModelGeometry(Spec):
     def select_layers(self, count: int) -> Self:
         """A smaller model of ``count`` of these layers, in their order.
 
-        The first layer of each distinct geometry comes in first, so that every kind is there when
-        ``count`` allows; the rest are the earliest of the other layers. Layers that are not
-        attention are left out.
+        The first layer of each distinct geometry is selected first, so that the smaller model has
+        every kind when ``count`` allows; the earliest of the remaining layers follow. Layers that
+        are not attention are left out.
 
         Raises:
             SpecError: ``count`` below 1 or above ``num_layers``.

@@ -1,4 +1,4 @@
-"""Names that a user types: found in any case, and the near one told of a name that is not there."""
+"""Names that a user types: looked up in upper or lower case, and suggested where misspelt."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""How far positions of tokens go, and windows, chunks and ranges cut to that.
+"""The bound on token positions, and windows, chunks and ranges cut to it.
 
-Kernels add positions, windows and chunks in 32 bits, where a sum past 2^31 - 1 turns negative and a
-mask comes out wrong without a word. So positions end at :data:`MOST_POSITIONS`, which leaves a bit
-of head-room, and whatever a mask is made of is cut here, by the builder of a step and by the impl
-of a layer alike, before it reaches a kernel. No mask changes by that: where no position is beyond
-``MOST_POSITIONS - 1``, a window of ``MOST_POSITIONS`` keys sees what any larger one does.
+Kernels add positions, windows and chunks in 32 bits, where a sum past 2^31 - 1 turns negative and
+silently gives a wrong mask. Positions therefore end at :data:`MOST_POSITIONS`, which leaves one bit
+of head-room. The builder of a step and the impl of a layer cut windows, chunks and ranges with the
+functions of this module before a kernel gets them. Cutting changes no mask: as no position exceeds
+``MOST_POSITIONS - 1``, a window of ``MOST_POSITIONS`` keys sees as much as any larger window.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Annotated
 from pydantic import Field
 
 MOST_POSITIONS = 1 << 30
-"""Positions of a request: 0 to one less than this. The sum of a position and a window, each cut to
-it, is at most 2^31 - 1, their difference at least -2^31."""
+"""Number of positions of a request: they go from 0 to ``MOST_POSITIONS - 1``. The sum of a position
+and a cut window is at most 2^31 - 1, their difference at least -2^31."""
 
 TokenCount = Annotated[int, Field(gt=0, le=MOST_POSITIONS, strict=True)]
 """Tokens of a request, or of a step."""
@@ -40,12 +40,12 @@ def cut_window(window: int | None) -> int | None:
 def cut_chunks(size: int | None, lookback: int) -> tuple[int | None, int]:
     """Chunks that mask as those given do, and whose products fit 32 bits.
 
-    All positions lie in ``MOST_POSITIONS / size`` chunks, rounded up: so many before the own one
-    are all there are.
+    All positions lie in ``MOST_POSITIONS / size`` chunks, rounded up, so a lookback of that many
+    chunks sees all of them.
 
     Args:
         size: tokens of a chunk; None without chunks.
-        lookback: visible chunks before the own one.
+        lookback: visible chunks before the token's own chunk.
 
     Raises:
         ValueError: the size is not positive, or the lookback is negative.
@@ -61,9 +61,10 @@ def cut_chunks(size: int | None, lookback: int) -> tuple[int | None, int]:
 
 
 def cut_range(low: int, high: int) -> tuple[int, int]:
-    """The part of a range of positions that requests can have.
+    """The part of a range of positions that lies below :data:`MOST_POSITIONS`.
 
-    A range of one position, or of none, joins no two keys; it stays such a range.
+    A range of at most one position lets no two keys see each other; it stays a range of at most
+    one position.
 
     Args:
         low: first position.

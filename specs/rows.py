@@ -25,7 +25,7 @@ class RowField(Spec):
     offset: NonNegativeInt
     """Bytes from the start of the row."""
     count: PositiveInt
-    """Elements."""
+    """Number of elements."""
 
     @property
     def nbytes(self) -> int:
@@ -41,8 +41,8 @@ class RowField(Spec):
 class RowFormat(Spec):
     """The bytes of one cache row (one token, or one token of one KV head).
 
-    With ``planar`` a page holds every token's first field, then every token's second, and so on;
-    offsets then say where a field would stand in a page of one token.
+    With ``planar`` a page holds the first field of every token, then the second field of every
+    token, and so on; offsets are then those of a page with one token.
     """
 
     name: str
@@ -127,7 +127,7 @@ class LatentFormat(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> LatentFormat | None:
-        """Other engines' names, in any case."""
+        """Accept the names that other engines use, in upper or lower case."""
         if not isinstance(value, str):
             return None
         name = value.lower()
@@ -177,7 +177,7 @@ class LatentFormat(StrEnum):
 
 _LATENT_ALIASES: Final = {
     "bfloat16": LatentFormat.BF16.value,
-    # SGLang's name of FlashMLA's rows, and vLLM's.
+    # FlashMLA's rows have one name in SGLang and another in vLLM.
     "fp8_nope_with_block_scale_bf16_rope": LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE.value,
     "fp8_ds_mla": LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE.value,
 }
@@ -190,10 +190,10 @@ _CACHE_DTYPES: Final = {
 
 
 def cache_dtype_of(latent: LatentFormat) -> CacheDType:
-    """The ``kv_cache_dtype`` that stores such rows: what :func:`latent_format_of` reads back.
+    """The ``kv_cache_dtype`` for a row format: the inverse of :func:`latent_format_of`.
 
     Raises:
-        ValueError: rows that no attention reads.
+        ValueError: the indexer's rows, which attention does not read.
     """
     if latent not in _CACHE_DTYPES:
         raise ValueError(
@@ -219,7 +219,7 @@ def latent_format_of(cache_dtype: CacheDType) -> LatentFormat:
 
 
 def latent_element(cache_dtype: CacheDType, model_dtype: DType) -> DType:
-    """Type of the first field of a latent row: what its latent is stored in.
+    """Type that the latent of a row, its first field, is stored in.
 
     Raises:
         NotImplementedError: a string that means no latent format of this library.
@@ -232,7 +232,7 @@ def latent_element(cache_dtype: CacheDType, model_dtype: DType) -> DType:
 def dense_row_format(
     head_size: int, head_size_v: int, cache_dtype: CacheDType, model_dtype: DType
 ) -> RowFormat:
-    """One token of one KV head: K, then V, each followed by its fp32 scale when quantised so.
+    """Row of one token and KV head: K, then V, each followed by its fp32 scale if stored inline.
 
     Raises:
         ValueError: a head size that the packing or the scale's alignment does not allow.
@@ -252,8 +252,8 @@ def dense_row_format(
     return row_format(
         cache_dtype.value,
         ("k", element, head_size // packing),
-        # int4 pairs are symmetric with offset 8. vLLM's own int4 rows have as many bytes, but are
-        # rotated and keep a zero point in the scale: no cache can be shared between the two.
+        # int4 pairs are symmetric with offset 8. vLLM's int4 rows have as many bytes, but are
+        # rotated and keep a zero point in the scale, so that no cache can be shared with vLLM.
         ("k_scale", DType.FLOAT32, 1),
         ("v", element, head_size_v // packing),
         ("v_scale", DType.FLOAT32, 1),

@@ -1,7 +1,7 @@
 """Top-k sparse latent attention as data: forward modes, kernels, conversions of cached rows.
 
-Which kernel reads which rows, on which GPUs and how: the choices of a step follow from these
-records alone (``builders.sparse.choice``).
+The records say which kernel reads which rows, on which GPUs and how. ``builders.sparse.choice``
+chooses the kernels of a step from these records alone.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ _BF16 = LatentFormat.BF16
 _RAW = LatentFormat.FP8_NOPE_FP8_ROPE
 _SCALED = LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE
 STORED_FORMATS: Final = (_BF16, _RAW, _SCALED)
-"""Rows that sparse attention is asked to keep."""
+"""Row formats that a cache of sparse attention can have."""
 
 
 @unique
 class SparsePhase(StrEnum):
-    """What a kernel is called for."""
+    """The rows of a step that a kernel is called for."""
 
     PREFILL = "prefill"
     """Rows of requests with many new tokens."""
     DECODE = "decode"
-    """Rows of requests with one new token, or with as many as a verify has."""
+    """Rows of requests with one new token, or with the few of a verify."""
 
 
 @unique
 class ForwardMode(StrEnum):
-    """What a step computes."""
+    """Kind of a step, by its requests."""
 
     EXTEND = "extend"
-    """New tokens of prompts, behind cached ones or not."""
+    """New tokens of prompts, with or without cached tokens before them."""
     DECODE = "decode"
     """One token of each request."""
     MIXED = "mixed"
     """Decodes, and prompts behind them."""
     TARGET_VERIFY = "target_verify"
-    """Drafts of each request, verified at once."""
+    """Draft tokens of each request, verified together."""
     DRAFT_EXTEND = "draft_extend"
     """A draft model's first step: the tokens that a verify accepted."""
     IDLE = "idle"
-    """No rows: the step of a rank that only takes part in others' exchanges."""
+    """No rows: the rank only takes part in the other ranks' collective operations."""
 
     @property
     def phases(self) -> tuple[SparsePhase, ...]:
-        """Whose kernels have rows, in the order of the batch."""
+        """The phases that have rows, in the order of the batch."""
         if self is ForwardMode.EXTEND:
             return (SparsePhase.PREFILL,)
         if self is ForwardMode.MIXED:
@@ -63,13 +63,13 @@ class ForwardMode(StrEnum):
 
 @unique
 class IndexKind(StrEnum):
-    """What the entries of a row's top-k list count."""
+    """Meaning of the entries of a row's top-k list."""
 
     PAGED = "paged"
     """Physical slots of the cache, ``block * block_size + offset``."""
     RAGGED = "ragged"
-    """Rows of a compact buffer with the whole context of every request, one behind another: token
-    of the request plus the request's offset."""
+    """Rows of a compact buffer with the whole context of every request, one request behind another:
+    an entry is the token's index in the request plus the request's offset."""
     GATHERED = "gathered"
     """Rows of a compact buffer with one row for each entry of each list."""
 
@@ -79,15 +79,15 @@ class SparseKernel(StrEnum):
     """Kernels of sparse latent attention, chosen for each phase."""
 
     TRITON_SPARSE = "triton_sparse"
-    """The library's own: every GPU, any number of heads, all rows as they are."""
+    """The library's own kernel: every GPU, any number of heads, every row format unconverted."""
     FLASHMLA_SPARSE = "flashmla_sparse"
-    """FlashMLA's prefill over bf16 rows."""
+    """FlashMLA's prefill kernel over bf16 rows."""
     FLASHMLA_KV = "flashmla_kv"
-    """FlashMLA's over block-scaled rows, decode and prefill."""
+    """FlashMLA's kernel over block-scaled rows, for decode and prefill."""
     FLASHMLA_AUTO = "flashmla_auto"
-    """Of the two of FlashMLA's, the one that suits the rows and the step."""
+    """``flashmla_sparse`` or ``flashmla_kv``, whichever suits the rows and the step."""
     TRTLLM = "trtllm"
-    """trtllm-gen, of FlashInfer."""
+    """trtllm-gen, called through FlashInfer."""
     FLASHINFER_MLA = "flashinfer_mla"
     """FlashInfer's wrapper for latent rows, with pages of one token."""
     FA3 = "fa3"
@@ -99,14 +99,14 @@ class SparseKernel(StrEnum):
 
 @unique
 class Exactness(StrEnum):
-    """What a conversion of rows loses."""
+    """Precision that a conversion of rows loses."""
 
     COPY = "copy"
     """Nothing: the same bytes."""
     SCALED = "scaled"
     """Nothing where scales are powers of two; else an element is rounded at most once."""
     QUANTIZES = "quantizes"
-    """What writing such rows in the first place would have lost."""
+    """As much as writing the token to a cache of the target format would have lost."""
 
 
 class LatentConversion(Spec):
@@ -127,7 +127,7 @@ CONVERSIONS: Final = tuple(
         (_BF16, _SCALED, Exactness.QUANTIZES),
     )
 )
-"""Every conversion that there is."""
+"""Every conversion that the library has."""
 
 _REFUSED: Final = {
     (_SCALED, _RAW): (
@@ -159,53 +159,53 @@ def conversion_reason(source: LatentFormat, target: LatentFormat) -> str | None:
 
 
 class KernelVariant(Spec):
-    """A kernel on some GPUs."""
+    """How a kernel is called on some GPUs."""
 
     capabilities: ComputeCapabilityRange | None
-    """None is every device."""
+    """GPUs of this variant; None means every device."""
     head_counts: tuple[PositiveInt, ...] = ()
-    """Heads that it takes, others are padded up to one; empty for any number."""
+    """Numbers of heads that the kernel takes; others are padded up to the next. Empty: any."""
     topk_multiple: PositiveInt = 1
-    """Lists are padded with -1 to a multiple of this."""
+    """Lengths of top-k lists: lists are padded with -1 to a multiple of this."""
     rounds_scales: StrictBool = False
-    """Reads block scales as powers of two, whatever they are."""
+    """The kernel rounds block scales to powers of two when it reads them."""
 
     def padded_heads(self, num_heads: int) -> int | None:
-        """Heads that the kernel is given for a layer of ``num_heads``; None where too many."""
+        """Heads that the kernel computes for a layer of ``num_heads``; None if that is too many."""
         if not self.head_counts:
             return num_heads
         return min((count for count in self.head_counts if count >= num_heads), default=None)
 
 
 class SparseKernelRule(Spec):
-    """What a kernel takes, where it runs and where it comes from."""
+    """A kernel's inputs, the GPUs it runs on and the packages it comes from."""
 
     kernel: SparseKernel
     reads: tuple[LatentFormat, ...]
-    """Rows that it takes as they are cached."""
+    """Row formats that the kernel reads from the cache."""
     prefill_converts: tuple[LatentFormat, ...] = ()
-    """Rows that prefill converts for it, to the first of ``reads``."""
+    """Row formats that prefill converts for the kernel, to the first format of ``reads``."""
     decode_converts: tuple[LatentFormat, ...] = ()
-    """Likewise for decodes."""
+    """Row formats that decode converts for the kernel, to the first format of ``reads``."""
     query_dtypes: tuple[DType, ...] = (DType.BFLOAT16,)
-    """Model dtypes."""
+    """Model dtypes that the kernel takes."""
     fp8_query: StrictBool = False
-    """Over 576-byte rows the query is e4m3 too."""
+    """The kernel's query is e4m3 too where the rows are the 576-byte rows of e4m3."""
     dense_pages: StrictBool = False
-    """Takes the cache as one array of rows: blocks without padding."""
+    """The kernel takes the cache as one array of rows, so that blocks must not be padded."""
     skips_minus_one: StrictBool = True
-    """Entries of -1 are passed over wherever they stand; else a length says how many are read."""
+    """The kernel skips entries of -1 anywhere in a list; else a length says how many it reads."""
     block_sizes: tuple[PositiveInt, ...] = ()
-    """Tokens per block of the rows it reads; empty for any."""
+    """Tokens per block that the kernel takes; empty for any number."""
     modules: tuple[str, ...]
-    """Where it can be imported from; one is enough."""
+    """Modules that the kernel can be imported from; one of them is enough."""
     variants: tuple[KernelVariant, ...]
     instead: tuple[SparseKernel, ...] = ()
-    """Next of kin, nearest first; the library's own comes after them."""
+    """Kernels to suggest where this one does not serve, best first; the library's own follows."""
 
     @model_validator(mode="after")
     def _conversions_exist(self) -> Self:
-        """What is converted for it can be converted, and is not read as it is."""
+        """Every format to convert has a conversion and is not in ``reads``."""
         for source in (*self.prefill_converts, *self.decode_converts):
             if source in self.reads:
                 raise ValueError(f"{source.value} is read as it is by {self.kernel.value}")
@@ -215,12 +215,16 @@ class SparseKernelRule(Spec):
         return self
 
     def converts(self, phase: SparsePhase) -> tuple[LatentFormat, ...]:
-        """Rows that a phase converts for it."""
+        """Row formats that a phase converts for the kernel."""
         is_prefill = phase is SparsePhase.PREFILL
         return self.prefill_converts if is_prefill else self.decode_converts
 
     def variant_for(self, capability: ComputeCapability | None) -> KernelVariant | None:
-        """The variant of a GPU; None where it does not run. A capability of None is no GPU."""
+        """The variant for a GPU; None where the kernel does not run there.
+
+        Args:
+            capability: compute capability of the GPU; None for a device that has none.
+        """
         for variant in self.variants:
             served = variant.capabilities
             if served is None or (capability is not None and capability in served):
@@ -281,7 +285,7 @@ SPARSE_KERNELS: Final = (
         block_sizes=(64,),
         modules=("flashinfer",),
         variants=(
-            # Up to half a tile, or a whole one.
+            # The heads fill at most half of trtllm-gen's tile, or all of it.
             KernelVariant(capabilities=SM100, head_counts=(*range(1, 65), 128), topk_multiple=4),
         ),
         instead=(_K.FLASHINFER_MLA, _K.FLASHMLA_KV, _K.FLASHMLA_SPARSE),
@@ -305,12 +309,12 @@ SPARSE_KERNELS: Final = (
         instead=(_K.FLASHMLA_SPARSE, _K.FLASHMLA_KV),
     ),
 )
-"""Every kernel but ``flashmla_auto``, which stands for two of them."""
+"""The records of all kernels; ``flashmla_auto`` has none, as it stands for two kernels."""
 
 AUTO_KERNELS: Final = (_K.FLASHMLA_SPARSE, _K.FLASHMLA_KV)
-"""What ``flashmla_auto`` stands for."""
+"""The two kernels that ``flashmla_auto`` stands for."""
 MOST_HEADS: Final = 128
-"""Query heads of a layer on one rank."""
+"""Most query heads of a layer on one rank."""
 
 
 def rule_of(kernel: SparseKernel) -> SparseKernelRule:

@@ -1,4 +1,4 @@
-"""The backend part of a triple: what it can do, all static, all read from one declared record."""
+"""The backend part of a triple: static methods that tell its capabilities from one record."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class _ClassProperty:
-    """A read-only attribute computed from the class, as vLLM's class attributes are read."""
+    """A read-only attribute of a class, computed when read: vLLM reads class attributes."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -43,8 +43,8 @@ _NO_SYMMETRIC_ALIBI = "symmetric ALiBi (of encoders) not supported"
 class AttentionBackend(ABC):
     """Static capabilities of one triple, under vLLM v1's method names; never instantiated.
 
-    A subclass declares ``capabilities`` and the three names; it overrides a method only where data
-    cannot say it.
+    A subclass declares ``capabilities`` and defines ``get_name``, ``get_impl_cls`` and
+    ``get_builder_cls``. It overrides another method only where the record cannot express it.
     """
 
     capabilities: ClassVar[BackendCapabilities]
@@ -54,7 +54,7 @@ class AttentionBackend(ABC):
     @staticmethod
     @abstractmethod
     def get_name() -> str:
-        """Registry name."""
+        """Name of the backend in the registry."""
 
     @staticmethod
     @abstractmethod
@@ -68,24 +68,25 @@ class AttentionBackend(ABC):
 
     @_ClassProperty
     def supported_dtypes(cls: type[AttentionBackend]) -> list[torch.dtype]:  # noqa: N805
-        """Model dtypes, as torch's."""
+        """Model dtypes that the backend serves, as torch dtypes."""
         return [dtype.torch for dtype in cls.capabilities.dtypes]
 
     @_ClassProperty
     def supported_kv_cache_dtypes(cls: type[AttentionBackend]) -> list[str]:  # noqa: N805
-        """``kv_cache_dtype`` strings."""
+        """``kv_cache_dtype`` strings that the backend serves."""
         return [dtype.value for dtype in cls.capabilities.kv_cache_dtypes]
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
-        """Why this machine cannot run the backend although its packages are there; None when it
-        can. May import them: asked of a backend that nothing else speaks against.
+        """Why this machine cannot run the backend although its packages are found, else None.
+
+        The check may import the packages, which takes time: call it last, after every other check.
         """
         return None
 
     @classmethod
     def full_cls_name(cls) -> tuple[str, str]:
-        """Module and qualified name."""
+        """Module and qualified name of the class."""
         return cls.__module__, cls.__qualname__
 
     @classmethod
@@ -97,12 +98,12 @@ class AttentionBackend(ABC):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Head sizes when they are a list; empty when :meth:`supports_head_size` knows a rule."""
+        """Served head sizes, where they are a list; empty where a range and step define them."""
         return list(cls.capabilities.head_sizes.values)
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int = 16) -> int:
-        """The default when supported, else the smallest supported block size."""
+        """``default_block_size`` where it is supported, else the smallest supported block size."""
         if cls.supports_block_size(default_block_size):
             return default_block_size
         return min(_base(size) for size in cls.get_supported_kernel_block_sizes())
@@ -158,7 +159,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def _served_block_sizes(cls) -> str:
-        """Every kernel block size, in words, also where they are vLLM's objects."""
+        """Every kernel block size, in words; an adapter's sizes may be objects of vLLM's."""
         sizes = cls.get_supported_kernel_block_sizes()
         return _listed(
             size if isinstance(size, int) else MultipleOf(base=_base(size)) for size in sizes
@@ -168,39 +169,41 @@ class AttentionBackend(ABC):
 
     @classmethod
     def is_mla(cls) -> bool:
-        """Serves latent (MLA) layers, and only those."""
+        """True for a backend of latent (MLA) layers, which serves no other layers."""
         return cls.capabilities.is_mla
 
     @classmethod
     def is_sparse(cls) -> bool:
-        """Serves top-k sparse layers, and only those."""
+        """True for a backend of top-k sparse layers, which serves no other layers."""
         return cls.capabilities.is_sparse
 
     @classmethod
     def is_ssm(cls) -> bool:
-        """Never: state-space layers are not attention."""
+        """Always False: state-space layers are not attention."""
         return False
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Head size is declared, in a list or by a rule."""
+        """True for a declared head size."""
         listed = cls.get_supported_head_sizes()
         return head_size in (listed or cls.capabilities.head_sizes)
 
     @classmethod
     def supports_dtype(cls, dtype: torch.dtype | DType | str) -> bool:
-        """Model dtype is declared; one that this library has no name for is not."""
+        """True for a declared model dtype; False for a dtype that the library has no name for."""
         parsed = _parsed(DType.parse, dtype)
         return parsed is not None and parsed.torch in cls.supported_dtypes
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: CacheDType | str | None) -> bool:
-        """KV cache dtype is declared; None is ``auto``. Engines may know more than this library."""
+        """True for a declared KV cache dtype (None means ``auto``); False for unknown names, as
+        engines have formats that this library lacks.
+        """
         return _parsed(CacheDType.parse, kv_cache_dtype) in cls.supported_kv_cache_dtypes
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
-        """A declared kernel block size divides it; None leaves the choice to the backend."""
+        """True where a declared kernel block size divides ``block_size``, or where it is None."""
         if block_size is None:
             return True
         return block_size > 0 and any(
@@ -209,12 +212,14 @@ class AttentionBackend(ABC):
 
     @classmethod
     def supports_device(cls, device: Device) -> bool:
-        """Runs on this kind of device at all."""
+        """True where the backend runs on this kind of device."""
         return device.kind in cls.capabilities.device_kinds
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Runs on this compute capability; None (a device without one) is left to the kind."""
+        """True where the backend runs on this compute capability; None, of a device without one, is
+        judged by :meth:`supports_device`.
+        """
         if capability is None:
             return True
         cc = ComputeCapability.model_validate(capability)
@@ -225,102 +230,102 @@ class AttentionBackend(ABC):
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Layer role is declared."""
+        """True for a declared role of the layer (``AttentionType``)."""
         return _parsed(AttentionType, attn_type) in cls.capabilities.attn_types
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Per-head sink logits."""
+        """True where per-head sink logits are served."""
         return cls.capabilities.sink
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """Sliding window."""
+        """True where a sliding window is served."""
         return cls.capabilities.sliding_window
 
     @classmethod
     def supports_chunked_local(cls) -> bool:
-        """Chunked local attention as a mask of the kernel."""
+        """True where the kernel masks chunked local attention."""
         return cls.capabilities.chunked_local
 
     @classmethod
     def supports_logits_soft_cap(cls) -> bool:
-        """Soft cap (tanh) of the scores."""
+        """True where a soft cap (tanh) of the scores is served."""
         return cls.capabilities.logits_soft_cap
 
     @classmethod
     def supports_alibi(cls) -> bool:
-        """Linear position bias."""
+        """True where ALiBi, a linear position bias, is served."""
         return cls.capabilities.alibi
 
     @classmethod
     def supports_alibi_sqrt(cls) -> bool:
-        """Square-root position bias."""
+        """True where ALiBi with the square root of the distance is served."""
         return cls.capabilities.alibi_sqrt
 
     @classmethod
     def supports_alibi_symmetric(cls) -> bool:
-        """Linear bias by the distance of keys on both sides (encoders)."""
+        """True where ALiBi by the distance to keys on both sides (encoders) is served."""
         return cls.capabilities.alibi_symmetric
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """Bidirectional ranges of multimodal tokens."""
+        """True where bidirectional ranges of multimodal tokens are served."""
         return cls.capabilities.mm_prefix
 
     @classmethod
     def supports_rswa(cls) -> bool:
-        """Reference sliding window: a visible prefix beside the window."""
+        """True where R-SWA, a window with a prefix that stays visible, is served."""
         return cls.capabilities.rswa
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """Non-causal decoder attention."""
+        """True where non-causal decoder attention is served."""
         return cls.capabilities.non_causal
 
     @classmethod
     def supports_non_causal_dcp(cls) -> bool:
-        """Non-causal attention under decode context parallelism."""
+        """True where non-causal attention under decode context parallelism is served."""
         return cls.capabilities.non_causal_dcp
 
     @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
-        """One K and V scale per head."""
+        """True where K and V scales for each head are served."""
         return cls.capabilities.per_head_quant_scales
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """Same bits for a request in any batch and chunking."""
+        """True where a request has the same bits in any batch and chunking."""
         return cls.capabilities.batch_invariance
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        """KV transfer between engines."""
+        """True where KV transfer between engines is served."""
         return cls.capabilities.kv_connector
 
     @classmethod
     def supports_pcp(cls) -> bool:
-        """Prefill context parallelism."""
+        """True where prefill context parallelism is served."""
         return cls.capabilities.pcp
 
     @classmethod
     def supports_dcp(cls) -> bool:
-        """Decode context parallelism."""
+        """True where decode context parallelism is served."""
         return cls.capabilities.dcp
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Right when device and host query lengths disagree."""
+        """True where results are right although device and host query lengths disagree."""
         return cls.capabilities.device_cpu_query_lens_mismatch
 
     @classmethod
     def supports_mla_kernel(cls, mla_kernel: str) -> bool:
-        """The kernel that was asked for is its own choice; one that has several overrides it."""
+        """True for ``auto``; a backend with several kernels overrides this method."""
         return MlaKernel(mla_kernel) is MlaKernel.AUTO
 
     @classmethod
     def cudagraph_support(cls) -> AttentionCGSupport:
-        """Declared level; the builder's ``get_cudagraph_support`` may lower it."""
+        """The declared level; the builder's ``get_cudagraph_support`` may lower it."""
         return cls.capabilities.cudagraph_support
 
     @classmethod
@@ -336,15 +341,16 @@ class AttentionBackend(ABC):
         use_mm_prefix: bool,
         device_capability: Any,
     ) -> str | None:
-        """A reason why features that are supported singly do not go together; None when they do."""
+        """Why features that are each supported do not go together for a layer, else None."""
         return None
 
     @classmethod
     def for_phase(cls, phase: str) -> type[AttentionBackend] | None:
-        """The backend where another takes the rest of a step's rows; None where it cannot.
+        """The backend that takes one phase of a step in a mix of two; None where it cannot.
 
         Args:
-            phase: ``prefill`` (rows of any length), or ``decode`` (one token, or a verify's).
+            phase: ``prefill`` (requests of any query length), or ``decode`` (requests with one new
+                token, or those of a verify).
         """
         return None if cls.capabilities.is_mla else cls
 
@@ -355,25 +361,25 @@ class AttentionBackend(ABC):
         """Why the kernels cannot read a dense cache of such a layout; None where they can.
 
         Args:
-            packing: how K and V of a token lie.
-            is_padded: blocks are further apart than their content is long.
-            device_capability: of the GPU; None without one.
+            packing: whether K and V of a token share a row or lie in two planes.
+            is_padded: True where blocks have padding between them.
+            device_capability: compute capability of the GPU; None for a device without one.
         """
         return None
 
     @classmethod
     def device_notes(cls, device_capability: Any) -> list[str]:
-        """What the selector says of this backend on a GPU beside its verdict."""
+        """Lines about this backend on a GPU, which the selector adds to its verdict."""
         return []
 
     @classmethod
     def outside(cls, what: str, value: object, served: object) -> str:
-        """The reason against a value outside a limit; an engine's adapter may put it otherwise.
+        """The reason against a value outside a limit; an engine's adapter may word it differently.
 
         Args:
             what: ``head_size``, ``dtype``, ``kv_cache_dtype``, ``block_size``, ``compute
                 capability`` or ``attention type``.
-            value: what the layer asks, or the device has.
+            value: the layer's value, or the device's.
             served: every value that is served, in words.
         """
         return f"{what} {value}: {served}"
@@ -382,7 +388,7 @@ class AttentionBackend(ABC):
     def _layer_limits(
         cls, head_size: int, dtype: Any, kv_cache_dtype: Any, block_size: int | None
     ) -> list[tuple[bool, str]]:
-        """Whether each value of a layer is served, and the reason where it is not."""
+        """Pairs for the layer's values: whether the value is served, and the reason if not."""
         declared = cls.capabilities
         return [
             (
@@ -409,7 +415,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def _device_limits(cls, device_capability: Any, attn_type: Any) -> list[tuple[bool, str]]:
-        """As :meth:`_layer_limits`, of the device and the layer's role."""
+        """Pairs for device and role of the layer: whether each is served, and the reason if not."""
         declared = cls.capabilities
         return [
             (
@@ -462,13 +468,13 @@ class AttentionBackend(ABC):
     ) -> list[str]:
         """Every reason why this backend cannot serve a layer; [] when it can.
 
-        A value outside a limit is named with what is served (:meth:`outside`), a feature in vLLM's
-        words. vLLM calls it with the fields of its selector config and ``device_capability``; the
-        last seven arguments are ours.
+        The reason for a value outside a limit names the served values (:meth:`outside`); the reason
+        for a missing feature has vLLM's wording. vLLM passes the fields of its selector config and
+        ``device_capability``; it does not have the last seven arguments.
         """
         mla_reason = "MLA not supported" if use_mla else "non-MLA not supported"
         sparse_reason = "sparse not supported" if use_sparse else "non-sparse not supported"
-        # An MLA backend serves dense or sparse latent layers; sparseness means nothing elsewhere.
+        # MLA backends serve either dense or sparse latent layers, so that both flags must match.
         checks: list[tuple[bool, str]] = [
             *cls._layer_limits(head_size, dtype, kv_cache_dtype, block_size),
             (
@@ -545,12 +551,12 @@ class AttentionBackend(ABC):
     def _conflict_reasons(
         cls, asked: Mapping[str, bool], kv_cache_dtype: Any, attn_type: str
     ) -> list[str]:
-        """Features that the backend has singly and that do not go together.
+        """Why features that the backend has do not go together in one layer.
 
         Args:
             asked: whether the layer has each feature, by its name in :mod:`specs.conflicts`.
-            kv_cache_dtype: of the layer.
-            attn_type: of the layer.
+            kv_cache_dtype: KV cache dtype of the layer.
+            attn_type: role of the layer.
         """
         has = {
             conflicts.DCP: cls.supports_dcp,
@@ -579,7 +585,7 @@ class AttentionBackend(ABC):
         head_size_v: int | None,
         device_capability: Any,
     ) -> list[str]:
-        """Why values cannot have another head size than keys; None is that of keys."""
+        """Why values cannot have the head size ``head_size_v``; None means that of keys."""
         if head_size_v in (None, head_size):
             return []
         if not cls.capabilities.head_size_v:
@@ -592,7 +598,7 @@ class AttentionBackend(ABC):
 
 
 def _base(size: int | MultipleOf) -> int:
-    """The number that a block size must divide by; vLLM's ``MultipleOf`` has ``base`` too."""
+    """The number that must divide a block size; vLLM's ``MultipleOf`` has ``base`` too."""
     return size if isinstance(size, int) else int(size.base)
 
 
@@ -601,13 +607,13 @@ def _listed(values: Iterable[object]) -> str:
 
 
 def _named(parse: Callable[[Any], Any], value: Any) -> str:
-    """What ``value`` names, in this library's words where it has one for it."""
+    """The name of a value in messages: this library's name where it has one, else the value."""
     parsed = _parsed(parse, value)
     return str(value if parsed is None else parsed)
 
 
 def _parsed(parse: Callable[[Any], Any], value: Any) -> Any:
-    """What ``value`` names, or None for a name that this library does not have."""
+    """The parsed value, or None for a name that this library does not have."""
     try:
         return parse(value)
     except ValueError:

@@ -71,7 +71,7 @@ class FlashInferBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """Registry name."""
+        """Name of the backend in the registry."""
         return "FLASHINFER"
 
     @staticmethod

@@ -31,7 +31,7 @@ class FlashInferMlaBackend(AttentionBackend):
         dtypes=tuple(DType.parse(dtype) for dtype in MODEL_DTYPES),
         kv_cache_dtypes=CACHE_DTYPES,
         block_sizes=(MultipleOf(base=BLOCK_MULTIPLE),),
-        # Of a row: a latent and a rotary part.
+        # Sizes of a latent row: the latent part and the rotary part.
         head_sizes=HeadSizes(values=tuple(rank + ROPE_SIZE for rank in RANKS)),
         device_kinds=(
             DeviceKind.SM80,
@@ -64,7 +64,7 @@ class FlashInferMlaBackend(AttentionBackend):
         use_mm_prefix: bool,
         device_capability: Any,
     ) -> str | None:
-        """A 16-bit cache has the model's dtype; one of e4m3 has bf16 queries, on Hopper."""
+        """Refuse a 16-bit cache of another dtype than the model's; e4m3 needs bf16 and Hopper."""
         try:
             model, cache = DType.parse(dtype), CacheDType.parse(kv_cache_dtype)
         except ValueError:
@@ -88,7 +88,7 @@ class FlashInferMlaBackend(AttentionBackend):
 
     @classmethod
     def device_notes(cls, device_capability: Any) -> list[str]:
-        """Which kernel takes decodes there."""
+        """The kernel that decodes on this GPU."""
         if device_capability is None:
             return []
         kind = kind_of(ComputeCapability.model_validate(device_capability))
@@ -99,7 +99,7 @@ class FlashInferMlaBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """Registry name."""
+        """Name of the backend in the registry."""
         return "FLASHINFER_MLA"
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""A backend of two others, one for decodes and one for every other row, made when asked for."""
+"""A backend made of two others: one takes the decodes, the other takes every other request."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from specs.layouts import KVPacking
 PHASES = ("prefill", "decode")
 _EITHER = ("needs_host_lengths", "clears_tails")
 _NEITHER = ("device_cpu_query_lens_mismatch", "dcp", "pcp", "batch_invariance")
-"""The split is by the host's lengths, and a row's kernel follows from its batch."""
+"""Capabilities that no mix has: requests are split by the host's lengths, and the split, which
+decides a row's kernel, depends on the batch."""
 
 
 def mix(
     name: str, prefill: type[AttentionBackend], decode: type[AttentionBackend]
 ) -> type[AttentionBackend]:
-    """The backend ``name``, of the prefill phase of one backend and the decode phase of another.
+    """Make the backend ``name`` from the prefill phase of one backend and the decode of another.
 
     Raises:
-        UnsupportedError: the two cannot share a KV cache, or one has no such phase; with every
-            reason.
+        UnsupportedError: the two cannot share a KV cache, or one lacks its phase; the error holds
+            every reason.
     """
     own = [one.for_phase(phase) for phase, one in zip(PHASES, (prefill, decode), strict=True)]
     reasons = [
@@ -57,31 +58,31 @@ def mix(
     impl_cls: Any = type(f"{name}Impl", (MixedImpl,), impls)
 
     class Mixed(MixedBackend):
-        """See :class:`MixedBackend`."""
+        """The mix of the two backends that :func:`mix` was given."""
 
         capabilities = common
         members = (first, second)
 
         @staticmethod
         def get_name() -> str:
-            """Registry name."""
+            """Name of the backend in the registry."""
             return name
 
         @staticmethod
         def get_impl_cls() -> type[MixedImpl]:
-            """Both impls in one."""
+            """The impl that calls the impls of both backends."""
             return impl_cls  # type: ignore[no-any-return]
 
         @staticmethod
         def get_builder_cls() -> type[MixedMetadataBuilder]:
-            """Both builders in one."""
+            """The builder that calls the builders of both backends."""
             return builder_cls  # type: ignore[no-any-return]
 
     return Mixed
 
 
 class MixedBackend(AttentionBackend):
-    """What mixed backends share: a layer is served where both phases serve it."""
+    """Base of the mixed backends: a layer is served where the backends of both phases serve it."""
 
     members: tuple[type[AttentionBackend], type[AttentionBackend]]
 
@@ -93,7 +94,7 @@ class MixedBackend(AttentionBackend):
 
     @classmethod
     def supports_combination(cls, *args: Any, **kwargs: Any) -> str | None:
-        """The reasons of both, each with its phase."""
+        """The reasons of both backends, each with its phase."""
         found = [
             f"{phase} by {one.get_name()}: {reason}"
             for phase, one in zip(PHASES, cls.members, strict=True)
@@ -105,13 +106,13 @@ class MixedBackend(AttentionBackend):
     def layout_reason(
         cls, packing: KVPacking, is_padded: bool, device_capability: Any
     ) -> str | None:
-        """Both read the cache."""
+        """The reasons of both backends, since both read the cache."""
         found = (one.layout_reason(packing, is_padded, device_capability) for one in cls.members)
         return next((reason for reason in found if reason is not None), None)
 
     @classmethod
     def device_notes(cls, device_capability: Any) -> list[str]:
-        """Whose each phase is, and what the two say."""
+        """Which backend has each phase, and the notes of both."""
         notes = []
         for phase, one in zip(PHASES, cls.members, strict=True):
             notes.append(f"{phase} rows by {one.get_name()}")
@@ -120,7 +121,7 @@ class MixedBackend(AttentionBackend):
 
 
 def _disagreements(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> list[str]:
-    """Why the two cannot read one cache."""
+    """Why the two backends cannot read one cache."""
     names = f"{prefill.get_name()} and {decode.get_name()}"
     ours, theirs = prefill.capabilities, decode.capabilities
     if ours.is_mla or theirs.is_mla:
@@ -155,7 +156,7 @@ def _names(values: tuple[Any, ...]) -> list[str]:
 def _common(
     name: str, one: type[AttentionBackend], other: type[AttentionBackend]
 ) -> BackendCapabilities:
-    """What both declare."""
+    """The capabilities that both backends declare."""
     ours, theirs = one.capabilities, other.capabilities
     values: dict[str, Any] = {}
     for field, info in BackendCapabilities.model_fields.items():
@@ -185,7 +186,7 @@ def _common(
 
 
 def _blocks(one: type[AttentionBackend], other: type[AttentionBackend]) -> list[int | MultipleOf]:
-    """Kernel block sizes that both take: whole multiples of each other, or members of a list."""
+    """Kernel block sizes that both backends take."""
     found: list[int | MultipleOf] = []
     for first in one.capabilities.block_sizes:
         for second in other.capabilities.block_sizes:
@@ -214,7 +215,7 @@ def _heads(one: HeadSizes, other: HeadSizes) -> HeadSizes:
 def _ranges(
     one: tuple[ComputeCapabilityRange, ...], other: tuple[ComputeCapabilityRange, ...]
 ) -> tuple[ComputeCapabilityRange, ...]:
-    """Capabilities of both; none named means all."""
+    """Compute capabilities of both backends; an empty tuple means all."""
     if not one or not other:
         return one or other
     found = []

@@ -17,16 +17,16 @@ from specs.sparse_mla import STORED_FORMATS, SparseKernel, rule_of
 
 
 class SparseMLABackend(AttentionBackend):
-    """Every row attends what an indexer lists for it, prefill rows too; CUDA graphs of decodes.
+    """Every row, of prefill too, attends the tokens that an indexer lists; CUDA graphs of decodes.
 
-    The library's own kernel takes either phase on every GPU. Others are asked for by
-    ``EngineConfig.sparse_prefill_kernel`` and ``sparse_decode_kernel``, independently; a pair that
-    cannot work is refused by the builder, with every reason and the nearest choice that works.
+    The library's own kernel takes either phase on every GPU. ``EngineConfig.sparse_prefill_kernel``
+    and ``sparse_decode_kernel`` name other kernels, one for each phase. The builder refuses a pair
+    that cannot work, with every reason and the nearest choice that works.
     """
 
     capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(
         dtypes=rule_of(SparseKernel.TRITON_SPARSE).query_dtypes,
-        # Rows of 16 bits have the model's type, whatever they are called.
+        # "float16" and "bfloat16" are served where they name the model's dtype, as "auto" does.
         kv_cache_dtypes=(
             *(cache_dtype_of(latent) for latent in STORED_FORMATS),
             CacheDType.FLOAT16,
@@ -35,7 +35,7 @@ class SparseMLABackend(AttentionBackend):
         ),
         # Latent rows and the indexer's planar pages share block tables.
         block_sizes=(MultipleOf(base=INDEXER_PAGE),),
-        # Of a row: a latent and a rotary part.
+        # Sizes of a latent row: the latent part and the rotary part.
         head_sizes=HeadSizes(values=ROW_SIZES),
         device_kinds=(
             DeviceKind.SM80,
@@ -62,7 +62,9 @@ class SparseMLABackend(AttentionBackend):
         *args: object,
         **kwargs: object,
     ) -> str | None:
-        """A 16-bit cache has the model's dtype; block-scaled rows have whole blocks of latent."""
+        """Refuse a 16-bit cache of another dtype than the model's, and block-scaled rows with a
+        latent of less than a block.
+        """
         if not (cls.supports_dtype(dtype) and cls.supports_kv_cache_dtype(kv_cache_dtype)):
             return None
         cache = CacheDType.parse(kv_cache_dtype)
@@ -76,14 +78,14 @@ class SparseMLABackend(AttentionBackend):
 
     @classmethod
     def device_notes(cls, device_capability: Any) -> list[str]:
-        """Which kernels can be asked for there, and where they come from."""
+        """The kernels that can be asked for on this GPU, and the packages they come from."""
         if device_capability is None:
             return []
         return kernel_notes(ComputeCapability.model_validate(device_capability))
 
     @staticmethod
     def get_name() -> str:
-        """Registry name."""
+        """Name of the backend in the registry."""
         return "SPARSE_MLA"
 
     @staticmethod

@@ -58,7 +58,7 @@ class TorchRefBackend(AttentionBackend):
         *args: object,
         **kwargs: object,
     ) -> str | None:
-        """Per-(token, head) rows need head sizes that keep their inline scales aligned."""
+        """Refuse head sizes that leave the inline scales of per-(token, head) rows unaligned."""
         if not cls.supports_kv_cache_dtype(kv_cache_dtype):
             return None
         cache_dtype = CacheDType.parse(kv_cache_dtype)
@@ -72,7 +72,7 @@ class TorchRefBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """Registry name."""
+        """Name of the backend in the registry."""
         return "TORCH_REF"
 
     @staticmethod

@@ -47,7 +47,7 @@ class TorchRefMLABackend(AttentionBackend):
         *args: object,
         **kwargs: object,
     ) -> str | None:
-        """Block-scaled rows have whole blocks of latent, and keep their parts aligned."""
+        """Refuse block-scaled rows with a partial block of latent or with unaligned parts."""
         is_scaled = cls.supports_kv_cache_dtype(kv_cache_dtype) and (
             CacheDType.parse(kv_cache_dtype) is CacheDType.FP8_DS_MLA
         )
@@ -60,7 +60,7 @@ class TorchRefMLABackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """Registry name."""
+        """Name of the backend in the registry."""
         return "TORCH_REF_MLA"
 
     @staticmethod
@@ -86,7 +86,7 @@ class TorchRefSparseMLABackend(TorchRefMLABackend):
 
     @staticmethod
     def get_name() -> str:
-        """Registry name."""
+        """Name of the backend in the registry."""
         return "TORCH_REF_SPARSE_MLA"
 
     @staticmethod

@@ -60,7 +60,7 @@ class TritonAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """Registry name."""
+        """Name of the backend in the registry."""
         return "TRITON_ATTN"
 
     @staticmethod

@@ -16,9 +16,9 @@ from specs.dtypes import DType
 class TritonMLABackend(AttentionBackend):
     """Absorbed decode with split KV, chunked expanded prefill, CUDA graphs of decodes.
 
-    A decode or verify row has the same bits whatever else is in its batch: its keys are cut by
-    position alone, and states of the pieces are folded in their order. A prompt's rows depend on
-    how it was chunked, so that batch invariance as a whole is not declared.
+    A decode or verify row has the same bits whatever else is in its batch: its keys are split by
+    position alone, and the states of the pieces are folded in their order. The rows of a prompt
+    depend on its chunking, so that the backend does not declare batch invariance.
     """
 
     capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(
@@ -26,7 +26,7 @@ class TritonMLABackend(AttentionBackend):
         kv_cache_dtypes=CACHE_DTYPES,
         block_sizes=(MultipleOf(base=BLOCK_MULTIPLE),),
         head_sizes=HeadSizes(
-            # Of a row: a latent and a rotary part.
+            # Sizes of a latent row: the latent part and the rotary part.
             multiple_of=HEAD_SIZES.step,
             minimum=2 * HEAD_SIZES.start,
             maximum=2 * (HEAD_SIZES.stop - 1),
@@ -49,7 +49,7 @@ class TritonMLABackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """Registry name."""
+        """Name of the backend in the registry."""
         return "TRITON_MLA"
 
     @staticmethod

@@ -32,7 +32,9 @@ from specs.layouts import KVPacking
 
 @functools.cache
 def _calls_of(loader: Callable[[], DirectCalls]) -> DirectCalls | None:
-    """What is loaded; None where it cannot be, a reason of its own. A failed import takes long."""
+    """The loaded calls; None where they cannot be loaded, for which ``unavailable_reason`` has the
+    reason. Cached, because a failed import takes long.
+    """
     try:
         return loader()
     except compat.FlashInferUnavailableError:
@@ -40,10 +42,11 @@ def _calls_of(loader: Callable[[], DirectCalls]) -> DirectCalls | None:
 
 
 class TrtllmMhaBackend(AttentionBackend):
-    """Causal decoders, with a window or sinks; the host need not know the lengths of keys."""
+    """Causal decoders, with a window or sinks; the host need not know the KV lengths."""
 
     capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(
-        # fmha_v2 has no other; a row that mixes phases may.
+        # The prefill kernel fmha_v2 takes bf16 alone. A mix that uses only the decode phase may
+        # have fp16 too (see for_phase).
         dtypes=(DType.BFLOAT16,),
         kv_cache_dtypes=CACHE_DTYPES,
         block_sizes=PAGE_SIZES,
@@ -64,7 +67,7 @@ class TrtllmMhaBackend(AttentionBackend):
 
     @classmethod
     def for_phase(cls, phase: str) -> type[AttentionBackend] | None:
-        """With what the phase's kernels ask alone: XQA takes fp16, and any layout."""
+        """TRTLLM_MHA with the limits of one phase's kernels: XQA takes fp16, and any layout."""
         wanted = (Phase(phase),)
         builder_cls: Any = type(
             f"TrtllmMha{phase.title()}Builder", (TrtllmMhaMetadataBuilder,), {"phases": wanted}
@@ -78,7 +81,7 @@ class TrtllmMhaBackend(AttentionBackend):
         }
 
         class OfPhase(cls):  # type: ignore[valid-type, misc]
-            """One phase of TRTLLM_MHA."""
+            """TRTLLM_MHA limited to one phase."""
 
             capabilities = cls.capabilities.replace(
                 dtypes=tuple(DType.parse(dtype) for dtype in MODEL_DTYPES if dtype in served)
@@ -87,7 +90,7 @@ class TrtllmMhaBackend(AttentionBackend):
 
             @staticmethod
             def get_builder_cls() -> type[TrtllmMhaMetadataBuilder]:
-                """The builder of the phase."""
+                """The metadata builder of this phase."""
                 return builder_cls  # type: ignore[no-any-return]
 
         return OfPhase
@@ -105,7 +108,7 @@ class TrtllmMhaBackend(AttentionBackend):
         use_mm_prefix: bool,
         device_capability: Any,
     ) -> str | None:
-        """Each phase has a kernel for the layer on the GPU: its own head sizes and caches."""
+        """Refuse a layer for which a phase has no kernel on the GPU, by head size and cache."""
         try:
             model, cache = DType.parse(dtype), CacheDType.parse(kv_cache_dtype)
         except ValueError:
@@ -130,7 +133,7 @@ class TrtllmMhaBackend(AttentionBackend):
     def layout_reason(
         cls, packing: KVPacking, is_padded: bool, device_capability: Any
     ) -> str | None:
-        """A kernel that addresses pages by their shape takes dense split ones alone."""
+        """Refuse packed or padded pages for kernels that address pages by their shape alone."""
         if device_capability is None:
             return None
         capability = ComputeCapability.model_validate(device_capability)
@@ -147,14 +150,14 @@ class TrtllmMhaBackend(AttentionBackend):
 
     @classmethod
     def device_notes(cls, device_capability: Any) -> list[str]:
-        """Which kernel takes each phase there, and which do not."""
+        """The kernel that takes each phase on this GPU, and why others do not."""
         if device_capability is None:
             return []
         return phase_notes(ComputeCapability.model_validate(device_capability), cls.phases)
 
     @staticmethod
     def get_name() -> str:
-        """Registry name."""
+        """Name of the backend in the registry."""
         return "TRTLLM_MHA"
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""TRTLLM_MLA: latent attention by trtllm-gen; by TRITON_MLA's kernel only when asked."""
+"""TRTLLM_MLA: latent attention by trtllm-gen, or by TRITON_MLA's kernel where that is asked for."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from specs.dtypes import CacheDType, DType
 
 
 class TrtllmMlaBackend(AttentionBackend):
-    """Decode, verify, draft-extend and ragged prefill; the host need not know lengths of keys."""
+    """Decode, verify, draft-extend and ragged prefill; the host need not know the KV lengths."""
 
     capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(
         dtypes=tuple(DType.parse(dtype) for dtype in MODEL_DTYPES),
         kv_cache_dtypes=CACHE_DTYPES,
         block_sizes=PAGE_SIZES,
-        # Of a row: a latent and a rotary part.
+        # Sizes of a latent row: the latent part and the rotary part.
         head_sizes=HeadSizes(values=tuple(sum(sizes) for sizes in ROW_SIZES)),
         device_kinds=(DeviceKind.SM100,),
         compute_capabilities=(SM100,),
@@ -47,8 +47,9 @@ class TrtllmMlaBackend(AttentionBackend):
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
-        """Why FlashInfer cannot be imported, or cannot compile its kernels, on this machine; None
-        on a GPU where Triton's kernel alone can have been asked for.
+        """Why FlashInfer cannot be imported, or cannot compile its kernels, on this machine.
+
+        None on a GPU that trtllm-gen does not run on: only TRITON_MLA's kernel can serve there.
         """
         if not torch.cuda.is_available():
             return None
@@ -58,17 +59,17 @@ class TrtllmMlaBackend(AttentionBackend):
 
     @classmethod
     def with_kernel(cls, kernel: MlaKernel) -> type[TrtllmMlaBackend]:
-        """What the backend can do with a kernel that is asked for."""
+        """The backend class with the capabilities of the kernel that is asked for."""
         return _ByTriton if kernel is MlaKernel.TRITON else cls
 
     @classmethod
     def supports_mla_kernel(cls, mla_kernel: str) -> bool:
-        """Both of them."""
+        """Always True: the backend has the vendor's kernel and TRITON_MLA's."""
         return True
 
     @classmethod
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """See the base class: with the kernel that the request asks for."""
+        """Every reason why the kernel that the request asks for cannot serve a layer."""
         served = cls.with_kernel(MlaKernel(kwargs.get("mla_kernel", MlaKernel.AUTO)))
         validate = AttentionBackend.validate_configuration.__func__  # type: ignore[attr-defined]
         reasons: list[str] = validate(served, *args, **kwargs)
@@ -83,7 +84,7 @@ class TrtllmMlaBackend(AttentionBackend):
         *args: object,
         **kwargs: object,
     ) -> str | None:
-        """A 16-bit cache has the model's dtype."""
+        """Refuse a 16-bit cache of another dtype than the model's."""
         try:
             model, cache = DType.parse(dtype), CacheDType.parse(kv_cache_dtype)
         except ValueError:
@@ -93,12 +94,12 @@ class TrtllmMlaBackend(AttentionBackend):
 
     @classmethod
     def device_notes(cls, device_capability: Any) -> list[str]:
-        """Which kernel takes the rows."""
+        """The kernels that take decode and prefill."""
         return ['decode and prefill by trtllm-gen, or by triton with kernel "triton"']
 
     @staticmethod
     def get_name() -> str:
-        """Registry name."""
+        """Name of the backend in the registry."""
         return "TRTLLM_MLA"
 
     @staticmethod
@@ -113,7 +114,7 @@ class TrtllmMlaBackend(AttentionBackend):
 
 
 class _ByTriton(TrtllmMlaBackend):
-    """With TRITON_MLA's kernel: every GPU, and rows of any width that it takes."""
+    """TRTLLM_MLA with TRITON_MLA's kernel: every GPU, and every row width of that kernel."""
 
     capabilities = TrtllmMlaBackend.capabilities.replace(
         dtypes=tuple(DType.parse(dtype) for dtype in TRITON_MODEL_DTYPES),

@@ -14,11 +14,11 @@ from specs.engine import EngineConfig
 from specs.kv_cache import AnyKVCacheSpec, FullAttentionSpec, MLAAttentionSpec
 
 TARGET_MICROSECONDS = 50.0
-"""Per build of 256 decodes, beyond the tensor copies that are needed."""
+"""Target for a build of 256 decodes, without the tensor copies that every build needs."""
 
 
 def bench_build(num_reqs: int, repeats: int) -> Iterator[str]:
-    """One line per registered backend that can be imported here.
+    """Time builds of decodes and yield a line for each backend that can be imported here.
 
     Args:
         num_reqs: decodes in the batch.

@@ -1,6 +1,6 @@
-"""What the command lines of the benchmarks share: errors in one line, files tried before the work.
+"""Parts that the benchmarks' command lines share: one-line errors, checks of files before the work.
 
-Needs nothing beyond the library itself.
+The module needs nothing beyond the library itself.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import torch
 from attn.errors import MissingDependencyError, one_line
 
 USAGE_ERROR: Final = 2
-"""Exit code of a command that was asked for what it cannot do."""
+"""Exit code of a command that refuses its arguments."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what was wrong with a command line."""
+    """An argument parser that reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the line and leave."""
+        """Print the line and exit."""
         self.exit(USAGE_ERROR, f"error: {message}\n")
 
 
 USER_ERRORS: Final = (ValueError, MissingDependencyError, OSError)
-"""What a user of a command can cause."""
+"""Errors that a user of a command can cause."""
 
 
 def usage_error(error: Exception) -> int:
-    """Print the error's one line; the exit code."""
+    """Print an error in one line and return the exit code."""
     print(f"error: {one_line(error)}", file=sys.stderr)
     return USAGE_ERROR
 
@@ -40,24 +40,24 @@ def require_gpu(command: str) -> None:
     """Refuse to go on without a GPU.
 
     Args:
-        command: what needs it.
+        command: name of the command that needs a GPU, for the message.
 
     Raises:
-        ValueError: this machine has none.
+        ValueError: this machine has no GPU.
     """
     if not torch.cuda.is_available():
         raise ValueError(f"{command} needs a GPU, and this machine has none")
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Try a file that results are to be written to; an hour's work must not end at a bad path.
+    """Check before the work that results can be written to a file.
 
     Args:
-        option: what named it.
-        path: the file, which is left as it is; None is no file.
+        option: name of the option that gave the path, for the message.
+        path: the file, which stays unchanged; None for no file.
 
     Raises:
-        ValueError: it is a folder, lies in no folder, or cannot be written.
+        ValueError: the path is a folder, lies in no folder, or cannot be written.
     """
     if path is None:
         return

@@ -1,13 +1,13 @@
 """``attn bench kernels``: time of a backend's forward on the dense cases, beside its peers.
 
-``--table hopper`` adds ragged batches and fp8 caches, times what each kernel needs once per step
-too, and judges ours against the fastest of FlashAttention-3, cuDNN, FlashInfer and XQA. ``--table
-mla`` does so with absorbed decode over latent caches, FlashMLA, FlashInfer and vLLM's Triton MLA.
-``--table flashinfer`` is of our backends over FlashInfer, beside the calls that they make, and
-``--table trtllm_mla`` of those of latent attention. ``--table sparse_mla`` is of latent attention
-over lists beside FlashMLA, of a cache's conversion and of the indexer.
+``--table`` chooses another table. ``hopper`` adds ragged batches and fp8 caches, includes the plan
+that each kernel needs once per step, and compares with the fastest of FlashAttention-3, cuDNN,
+FlashInfer and XQA. ``mla`` compares absorbed decode over latent caches with FlashMLA, FlashInfer
+and vLLM's Triton MLA. ``flashinfer`` compares our dense backends over FlashInfer with the calls
+that they make, and ``trtllm_mla`` our latent ones. ``sparse_mla`` compares latent attention over
+lists with FlashMLA, and measures the conversion of a cache and the indexer.
 
-Also ``python -m attn.bench.kernels``, which needs nothing beyond the library itself.
+``python -m attn.bench.kernels`` runs the same benchmark and needs nothing beyond the library.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def bench_kernels(
     """Measure all cases.
 
     Args:
-        bench: what to measure.
+        bench: settings of the run.
         log: receives a line per kernel and case.
         on_result: receives the results so far, after each case.
     """
@@ -94,7 +94,7 @@ def _bench_lines(
     log: Log,
     on_result: Callable[[BenchResults], None] | None,
 ) -> BenchResults:
-    """A table whose lines compare ours with the calls that it makes."""
+    """Measure a table of lines, which compare our backends with the calls that they make."""
     rounds = Rounds(device, bench.rounds, bench.reps, bench.seed)
     lines_of = latent_lines if bench.table is BenchTable.TRTLLM_MLA else vendor_lines
     if bench.table is BenchTable.SPARSE_MLA:
@@ -116,7 +116,7 @@ def _bench_lines(
 def _bench_or_fail(
     bench: KernelBench, case: KernelCase, device: torch.device, log: Log
 ) -> CaseResult:
-    """The case's results; a case that fails as a whole is an entry with its reason."""
+    """Measure a case; where the whole case fails, its result holds the reason."""
     try:
         return bench_case(bench, case, device, log)
     except Exception as error:
@@ -127,7 +127,7 @@ def _bench_or_fail(
 
 
 def _still_works(device: torch.device, log: Log) -> bool:
-    """An illegal access stays with the process: nothing after it can be measured."""
+    """False after an illegal memory access, which leaves this process unable to use the GPU."""
     if device.type != "cuda":
         return True
     try:
@@ -152,18 +152,18 @@ def _result_line(result: CaseResult, others: Sequence[CaseResult]) -> str:
 
 
 def release_memory(device: torch.device) -> None:
-    """Give what the last case held back to the device."""
+    """Give memory that the last case held back to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def run_and_report(bench: KernelBench | None, report: Report, log: Log = print) -> bool:
-    """Measure and write, after every case so that an interrupted run keeps what it has.
+    """Measure, and write the results after every case, so that an interrupted run loses none.
 
     Args:
-        bench: what to measure; None only renders the earlier results.
-        report: where to.
+        bench: settings of the run; None only renders the earlier results.
+        report: files to write.
         log: receives lines of progress.
 
     Returns:
@@ -173,7 +173,7 @@ def run_and_report(bench: KernelBench | None, report: Report, log: Log = print) 
         whole = report.combined(None)
     else:
         if report.merge:
-            # Before the run: what cannot be merged should not cost the measurement.
+            # Merged before the run already, so that results that do not fit are refused early.
             report.combined(BenchResults(environment=environment_of(bench)))
         measured = bench_kernels(bench, log, lambda part: report.write(report.combined(part)))
         whole = report.combined(measured)
@@ -186,10 +186,10 @@ def run_and_report(bench: KernelBench | None, report: Report, log: Log = print) 
 
 
 def check_and_report(bench: KernelBench | None, report: Report, log: Log = print) -> bool:
-    """:func:`run_and_report` of a command line, after what would show only in the end.
+    """:func:`run_and_report` after checks of errors that would otherwise show after the run.
 
     Raises:
-        ValueError: a file that cannot be written, or something to measure without a GPU.
+        ValueError: a file cannot be written, or there is something to measure but no GPU.
     """
     report.check()
     if bench is not None:
@@ -220,7 +220,7 @@ HELP: Final = {
     "render": "Measure nothing, render the merged results.",
     "commit": f"Commit that is measured; default: ${COMMIT_VARIABLE}, then git.",
 }
-"""Of the options, for both command lines."""
+"""Help texts of the options, for ``attn bench kernels`` and ``python -m attn.bench.kernels``."""
 
 
 def make_bench(
@@ -234,10 +234,11 @@ def make_bench(
     table: str = BenchTable.DENSE,
     decode_kernel: str | None = None,
 ) -> KernelBench:
-    """The settings that a command line's options mean.
+    """The settings for a command line's options.
 
     Raises:
-        ValueError: an unknown backend, table, decode kernel, case or peer, or both peers and none.
+        ValueError: a backend, table, decode kernel, case or peer is unknown, or ``peer`` and
+            ``no_peers`` are both given.
     """
     if peer and no_peers:
         raise ValueError(f"give peers or --no-peers, not both; got {', '.join(peer)}")
@@ -258,7 +259,7 @@ def make_bench(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """``python -m attn.bench.kernels``; the exit code."""
+    """Run ``python -m attn.bench.kernels`` and return its exit code."""
     parser = Parser("python -m attn.bench.kernels", description=__doc__)
     parser.add_argument("--backend", help=HELP["backend"])
     parser.add_argument("--table", default=BenchTable.DENSE.value, help=HELP["table"])

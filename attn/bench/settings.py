@@ -1,4 +1,4 @@
-"""What a kernel benchmark is asked to measure, and where it does so."""
+"""Settings and environment of a kernel benchmark."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMIT_VARIABLE: Final = "ATTN_COMMIT"
 
 @dataclass(frozen=True)
 class KernelBench:
-    """What to measure."""
+    """Settings of a kernel benchmark."""
 
     backend: str = "TRITON_ATTN"
     cases: tuple[KernelCase, ...] = CASES
@@ -33,13 +33,13 @@ class KernelBench:
     reps: int = 20
     """Most calls per kernel and round."""
     commit: str | None = None
-    """Of the code that is measured; None asks the environment, then git."""
+    """Commit of the measured code; None asks the environment, then git."""
     seed: int = 0
     table: BenchTable = BenchTable.DENSE
     decode_kernel: DecodeKernel | None = None
-    """Of ours; None is the table's."""
+    """Our backend's ``decode_kernel`` setting; None means the table's."""
     also: tuple[str, ...] = ()
-    """Further backends, in a table of several."""
+    """Names of further backends of ours to measure."""
 
     def __post_init__(self) -> None:
         for name in ("rounds", "reps"):
@@ -49,17 +49,17 @@ class KernelBench:
             is_tiles = peer == TILES and self.table is BenchTable.SPARSE_MLA
             if peer not in ALL_PEERS and not is_tiles:
                 raise ValueError(f"peer must be one of {', '.join(ALL_PEERS)}, got {peer!r}")
-        # Under its own name, whatever case or alias it was asked for by.
+        # The backend may be given in lower case or by an alias; results hold its registry name.
         object.__setattr__(self, "backend", AttentionBackendEnum[self.backend].name)
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """All that are measured."""
+        """Names of all backends to measure."""
         return self.backend, *self.also
 
     @property
     def member(self) -> RegisteredBackend:
-        """The backend."""
+        """The registry's entry of the backend."""
         return AttentionBackendEnum[self.backend]
 
 
@@ -88,7 +88,7 @@ def _version(distribution: str) -> str:
 
 
 def _git_commit() -> str:
-    """Of this file's working tree, marked when it has changes; "unknown" without git."""
+    """Commit of this file's working tree, marked when it has changes; "unknown" without git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(

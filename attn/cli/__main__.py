@@ -1,4 +1,4 @@
-"""Entry point of the ``attn`` command; says what to install when the extra is missing."""
+"""Entry point of the ``attn`` command; it names the extra to install where that is missing."""
 
 from __future__ import annotations
 

@@ -47,12 +47,12 @@ from specs.sparse_mla import STORED_FORMATS, SparseKernel
 USAGE_ERROR: Final = 2
 INTERRUPTED: Final = 130
 
-# Typer may bring a click of its own: the base of all errors of its command lines.
+# The base class of command-line errors in Typer's click, which may not be the installed click.
 _UsageError: Final[Any] = typer.BadParameter.__base__
 
 
 class _Command(TyperGroup):
-    """Says in one line what was wrong with a command line, as the commands themselves do."""
+    """A group of commands that reports a usage error in one line, as the commands report theirs."""
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Run the command line."""
@@ -86,7 +86,7 @@ bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 CACHE_DTYPES: Final = served_cache_dtypes()
-"""What ``--kv-cache-dtype`` offers: a format that no backend serves would only be refused."""
+"""Formats that ``--kv-cache-dtype`` offers: those that at least one backend serves."""
 
 ModelOption = Annotated[
     str,
@@ -109,7 +109,10 @@ BlockSizeOption = Annotated[
 
 @contextmanager
 def _clear_errors() -> Iterator[None]:
-    """One clear line and exit code 2 for what a user can cause; ``ATTN_DEBUG=1`` shows where."""
+    """Turn errors that a user can cause into one line and exit code 2.
+
+    With ``ATTN_DEBUG=1`` they are raised, with a traceback.
+    """
     try:
         yield
     except (ValueError, NotImplementedError, MissingDependencyError, OSError) as error:
@@ -184,7 +187,7 @@ def run(
         if corrupt is not None and not check_rows:
             raise ValueError("--corrupt needs --check-rows above 0: nothing else sees the fault")
         if report is not None:
-            # Before the run: an hour's work must not end at a path that cannot be written.
+            # Made before the run, so that a path that cannot be written does not lose the results.
             report.mkdir(parents=True, exist_ok=True)
         geometry = load_model_geometry(model)
         for remark in remarks(geometry):
@@ -242,7 +245,7 @@ def run(
 
 
 def _exit_code(settings: RunSettings, passed: bool) -> int:
-    """Of a run that came to its end: 1 where a check failed; a fault that none saw is told."""
+    """Exit code of a finished run: 1 where a check failed, 2 where no check saw a ``--corrupt``."""
     if settings.fault is not None and passed:
         print(
             f"error: no sampled row was long enough to show {settings.fault.value!r}; "
@@ -254,7 +257,7 @@ def _exit_code(settings: RunSettings, passed: bool) -> int:
 
 
 def _shown(settings: RunSettings) -> dict[str, object]:
-    """What a report says of a run's settings."""
+    """The settings of a run, as its report shows them."""
     fault, kernel = settings.fault, settings.mla_kernel
     return {
         "kv_cache_dtype": settings.kv_cache_dtype.value,
@@ -271,15 +274,16 @@ def _shown(settings: RunSettings) -> dict[str, object]:
 
 
 def _said(**options: object) -> dict[str, object]:
-    """Options that were given."""
+    """The options that were given: those that are not None."""
     return {name: value for name, value in options.items() if value}
 
 
 def _cache_dtype(name: str, layout: str | None, model: ModelGeometry) -> CacheDType:
-    """The KV cache dtype, also where rows of a latent cache are named.
+    """The KV cache dtype for ``--kv-cache-dtype`` and ``--kv-layout``.
 
     Raises:
-        ValueError: rows that are none, that the model has no use for, or that the dtype is not of.
+        ValueError: the layout is unknown, a layer is not latent, or dtype and layout do not go
+            together.
     """
     given = served_cache_dtype(name)
     if layout is None:
@@ -303,7 +307,7 @@ def served_cache_dtype(name: str) -> CacheDType:
     """A KV cache dtype that some backend serves.
 
     Raises:
-        ValueError: a name that is none, or a format that no backend serves.
+        ValueError: the name is unknown, or no backend serves the format.
     """
     try:
         found = CacheDType.parse(name)
@@ -338,7 +342,7 @@ def _run_with_progress(replay: Replay, console: Console) -> None:
         task = progress.add_task("attention", total=total)
 
         def on_step(record: StepRecord) -> None:
-            # Recomputed tokens count again, so the bar's end moves with them.
+            # Tokens that are computed again count again, so they are added to the bar's total.
             redone = replay.scheduler.num_discarded_tokens
             progress.update(task, advance=record.tokens, total=total + redone)
 

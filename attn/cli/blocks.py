@@ -18,14 +18,14 @@ from specs.sentinels import NULL_BLOCK_ID
 
 
 class OutOfBlocksError(RuntimeError):
-    """A request needs more blocks than are free; nothing was allocated."""
+    """A request needs more blocks than are free; no block was allocated."""
 
 
 def first_visible_token(spec: AnyKVCacheSpec, position: int) -> int:
-    """First token that a query at ``position``, or any later one, can see.
+    """First token that a query at ``position``, or any later query, can see.
 
     Args:
-        spec: what the layers of the group store.
+        spec: spec of the group's cache.
         position: absolute position of the query, from 0.
     """
     if isinstance(spec, SlidingWindowSpec | SlidingWindowMLASpec):
@@ -37,10 +37,11 @@ def first_visible_token(spec: AnyKVCacheSpec, position: int) -> int:
 
 
 class BlockAllocator:
-    """Hands out the blocks of one KV cache group and keeps every request's block table."""
+    """Allocator of one KV cache group's blocks, with the block table of every request."""
 
     tables: dict[int, list[int]]
-    """Request id -> physical block of each logical block; null where nothing is visible."""
+    """For each request id the physical block of each logical block; the null block where a logical
+    block is out of sight."""
 
     def __init__(
         self, num_blocks: int, block_size: int, spec: AnyKVCacheSpec, *, seed: int = 0
@@ -50,12 +51,12 @@ class BlockAllocator:
             num_blocks: blocks of the cache tensor, reserved ones included. Block 0 is reserved;
                 so are the blocks of static sinks, which follow it.
             block_size: tokens per block; must be the spec's.
-            spec: what the layers of the group store.
-            seed: of the order in which blocks are handed out.
+            spec: spec of the group's cache.
+            seed: seed of the order in which blocks are allocated.
 
         Raises:
-            TypeError: a spec whose blocks do not follow a decoder's tokens.
-            ValueError: no block is left to hand out, or the block sizes differ.
+            TypeError: the blocks of this kind of spec do not follow a decoder's tokens.
+            ValueError: all blocks are reserved, or the block sizes differ.
         """
         if isinstance(spec, CrossAttentionSpec | EncoderOnlyAttentionSpec):
             raise TypeError(f"spec must describe decoder self-attention, got {spec.kind!r}")
@@ -79,17 +80,17 @@ class BlockAllocator:
         self.tables = {}
         self._free = list(range(reserved, num_blocks))
         self._random = Random(seed)
-        # Logical blocks at the front of a table that a trim has nulled already.
+        # Number of logical blocks at the front of each table that trim has replaced by null.
         self._num_trimmed: dict[int, int] = {}
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that nobody owns."""
+        """Number of blocks that no request owns."""
         return len(self._free)
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that requests own."""
+        """Number of blocks that requests own."""
         return self.capacity - len(self._free)
 
     def can_grow(self, request_id: int, num_tokens: int) -> bool:
@@ -97,7 +98,7 @@ class BlockAllocator:
         return self._num_missing(request_id, num_tokens) <= len(self._free)
 
     def grow(self, request_id: int, num_tokens: int) -> None:
-        """Extend the table of a request, new or known, so that it covers its first tokens.
+        """Extend the table of a request, new or known, to cover its first ``num_tokens`` tokens.
 
         Args:
             request_id: any integer that names the request.
@@ -116,7 +117,7 @@ class BlockAllocator:
         table.extend(self._take() for _ in range(missing))
 
     def trim(self, request_id: int, first_visible_token: int) -> None:
-        """Free the blocks wholly before a token; their table entries become the null block.
+        """Free the blocks that lie wholly before a token; their entries become the null block.
 
         Args:
             request_id: a request with a table.
@@ -138,7 +139,7 @@ class BlockAllocator:
         del self.tables[request_id]
 
     def min_blocks_for(self, num_tokens: int, num_inflight: int) -> int:
-        """Blocks with which a request that is alone can always be computed.
+        """Number of blocks that suffice to compute a request when no other request has blocks.
 
         Args:
             num_tokens: KV length of the request at its end.
@@ -159,7 +160,7 @@ class BlockAllocator:
         return table
 
     def _take(self) -> int:
-        # A random one, so that tables stay scattered however blocks come back.
+        # A random free block, so that tables stay scattered in whatever order blocks are freed.
         pick = self._random.randrange(len(self._free))
         self._free[pick], self._free[-1] = self._free[-1], self._free[pick]
         return self._free.pop()

@@ -1,7 +1,8 @@
 """Judging one token's attention in float64, on the unpaged tensors that the replay kept.
 
-Written from the definition and apart from ``attn.reference``, which it judges too. The budget is
-twice the error of the same maths in the model's precision over what the cache can hold.
+The module follows the definition of attention and shares no code with ``attn.reference``, which it
+judges too. The budget of an error is twice the error of the same formulas in the model's precision,
+over keys and values rounded as the cache rounds them.
 """
 
 from __future__ import annotations
@@ -15,40 +16,40 @@ from specs.dtypes import CacheDType, DType
 from specs.model import LayerGeometry
 
 Stored = Callable[[torch.Tensor], torch.Tensor]
-"""What a cache makes of keys or values: float32 of the same shape."""
+"""A function from keys or values to their values as read from the cache: float32, same shape."""
 
 
 @dataclass(frozen=True)
 class TokenCheck:
-    """One token of one layer: what it asked, what it may see, how the cache rounds."""
+    """One token of one layer: its query, its visible keys and values, and the cache's rounding."""
 
     query: torch.Tensor
     """``[H, D]`` in the model dtype."""
     key: torch.Tensor
     """``[S, Hk, D]`` of the visible positions, in the model dtype."""
     value: torch.Tensor
-    """``[S, Hk, Dv]``, likewise."""
+    """``[S, Hk, Dv]`` of the visible positions, in the model dtype."""
     distance: torch.Tensor
     """``[S]``: key position minus query position."""
     scale: float
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
-    """``[H]``."""
+    """``[H]`` sink logits; None without sinks."""
     alibi_slopes: torch.Tensor | None = None
-    """``[H]``."""
+    """``[H]`` slopes; None without ALiBi."""
     stored_key: torch.Tensor | None = None
-    """``key`` as it comes back from the cache, float32; None when nothing is lost."""
+    """``key`` as it is read from the cache, float32; None when the cache rounds nothing."""
     stored_value: torch.Tensor | None = None
     read_query: torch.Tensor | None = None
-    """``query`` as a kernel reads it that computes in fp8, float32, and rounds its weights too;
-    None where it does not."""
+    """``query`` as rounded by a kernel that computes in fp8, float32; such a kernel rounds weights
+    to fp8 too. None for a kernel that does not."""
     project: torch.Tensor | None = None
-    """``[Dv, H, V]``: latent outputs are projected to values (W_UV)."""
+    """``[Dv, H, V]`` projection of latent outputs to values (W_UV); None in dense layers."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Error of a checked token over its heads, and what is allowed."""
+    """Error of a checked token, and its budget."""
 
     error: float
     """Largest over heads of |actual - exact| / |exact| (L2); infinite for NaN."""
@@ -78,17 +79,18 @@ def judge(actual: torch.Tensor, check: TokenCheck) -> Verdict:
     """
     exact = _attend(check, torch.float64, low_precision=None)
     rounded = _attend(check, torch.float32, low_precision=actual.dtype)
-    # Half a unit in the last place of the output is lost whatever the kernel does.
+    # Storing the output rounds it by up to half a unit in the last place, in every kernel.
     band = torch.finfo(actual.dtype).eps / 2 + _score_rounding(check)
     return Verdict(_error(actual, exact), 2 * (_error(rounded, exact) + band))
 
 
 def _score_rounding(check: TokenCheck) -> float:
-    """What summing D products in float32, in an order of the kernel's choice, does to a weight.
+    """Relative error of a weight because its score sums D products in float32, in any order.
 
     A score is off by about ``sqrt(D) * u * sum(|q_i k_i|)``, u half of float32's epsilon (Higham
-    and Mary, 2019, "A new approach to probabilistic rounding error analysis"), and a weight is an
-    exponential of it. In 16 bits this is nothing, in 32 bits it is all there is.
+    and Mary, 2019, "A new approach to probabilistic rounding error analysis"), and a weight is the
+    exponential of a score. In a 16-bit model other errors are much larger; in a 32-bit model there
+    is no other.
     """
     num_kv_heads = check.key.shape[1]
     grouped = check.query.double().abs().view(num_kv_heads, -1, check.query.shape[-1])
@@ -107,7 +109,7 @@ def _error(actual: torch.Tensor, exact: torch.Tensor) -> float:
 def _attend(
     check: TokenCheck, dtype: torch.dtype, low_precision: torch.dtype | None
 ) -> torch.Tensor:
-    """Scores, softmax, weighted sum; with ``low_precision`` rounded where a kernel rounds."""
+    """Attention of one token; with ``low_precision``, rounded wherever a kernel rounds."""
 
     def rounded(x: torch.Tensor) -> torch.Tensor:
         return x if low_precision is None else x.to(low_precision).to(dtype)
@@ -134,7 +136,7 @@ def _attend(
     weights = torch.exp(scores - logits.amax(1, keepdim=True))
     total = torch.exp(logits - logits.amax(1, keepdim=True)).sum(1, keepdim=True)
     if is_fp8:
-        # The largest of them is the largest number of e4m3.
+        # Kernels scale weights so that a weight of 1 becomes the largest number of e4m3.
         weights = (_E4M3.round(weights.double() * _E4M3.largest) / _E4M3.largest).to(dtype)
     weights = rounded(weights)
     shares = weights.view(*grouped.shape[:2], -1)
@@ -147,13 +149,13 @@ def _attend(
 def better_than_listed(
     query: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, listed: torch.Tensor
 ) -> int | None:
-    """A position whose logit is above one that an indexer listed by more than rounding; or None.
+    """An unlisted position with a larger logit than a listed one, beyond rounding; None if none.
 
     Args:
-        query: ``[Hi, Di]`` of one token.
-        weights: ``[Hi]``.
-        keys: ``[S, Di]`` of the visible positions, as they came.
-        listed: positions.
+        query: ``[Hi, Di]`` indexer query of one token.
+        weights: ``[Hi]`` head weights.
+        keys: ``[S, Di]`` indexer keys of the visible positions, before quantisation.
+        listed: positions that the indexer listed.
     """
     left = torch.ones(len(keys), dtype=torch.bool, device=keys.device)
     left[listed] = False
@@ -161,7 +163,7 @@ def better_than_listed(
         return None
     query, weights, stored = query.double(), weights.double(), _index_rounding(keys)
     logits = (query @ stored.T).relu().T @ weights
-    # What sums in fp32 may be off by, in any order, with room.
+    # A generous bound on the error of the kernel's fp32 sums in any order.
     slack = _INDEX_SLACK * ((query.abs() @ stored.abs().T).T @ weights.abs()).max()
     best = torch.where(left, logits, float("-inf")).argmax()
     return int(best) if bool(logits[best] > logits[listed].min() + slack) else None
@@ -171,7 +173,7 @@ _INDEX_SLACK = 2.0**-18
 
 
 def _index_rounding(keys: torch.Tensor) -> torch.Tensor:
-    """What an indexer's cache makes of ``[S, Di]`` keys: float64."""
+    """``[S, Di]`` keys as read from the indexer's cache, in float64."""
     keys = keys.double()
     absmax = keys.abs().amax(-1, keepdim=True)
     step = torch.exp2(torch.ceil(torch.log2(absmax / _E4M3.largest)))
@@ -179,7 +181,7 @@ def _index_rounding(keys: torch.Tensor) -> torch.Tensor:
 
 
 def dense_cache_rounding(cache_dtype: CacheDType, scale: torch.Tensor) -> Stored | None:
-    """What a dense cache makes of ``[S, Hk, D]`` keys or values; None when it keeps them."""
+    """The rounding of ``[S, Hk, D]`` keys or values by a dense cache; None if it rounds nothing."""
     if cache_dtype is CacheDType.AUTO:
         return None
     if not cache_dtype.is_quantized:
@@ -197,14 +199,14 @@ def dense_cache_rounding(cache_dtype: CacheDType, scale: torch.Tensor) -> Stored
 
 
 def fp8_query(query: torch.Tensor, scale: float) -> torch.Tensor:
-    """What a kernel that computes in fp8 makes of a query: float32 of the same shape."""
+    """A query as rounded by a kernel that computes in fp8: float32 of the same shape."""
     return (_E4M3.round(query.double() / scale) * scale).float()
 
 
 def latent_cache_rounding(
     cache_dtype: CacheDType, scale: torch.Tensor, kv_lora_rank: int
 ) -> Stored | None:
-    """What a latent cache makes of ``[S, L + r]`` rows; None when it keeps them."""
+    """The rounding of ``[S, L + r]`` rows by a latent cache; None if it rounds nothing."""
     if cache_dtype is not CacheDType.FP8_DS_MLA:
         return dense_cache_rounding(cache_dtype, scale)
 
@@ -220,11 +222,11 @@ def latent_cache_rounding(
 
 @dataclass(frozen=True)
 class _Grid:
-    """The values a narrow type can hold, stated by its numbers and not by a cast."""
+    """The values of a narrow type, defined by its bits, so that a check does not rely on casts."""
 
     largest: float
     mantissa_bits: int | None = None
-    """None for integers."""
+    """Explicit bits of a float's mantissa; None for integers."""
     smallest_exponent: int = 0
 
     def round(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Deliberate faults, each one a bug that attention code has had; every check must see them.
+"""Deliberate faults, each a bug that attention code has had; the checks of a run must see them.
 
-A fault wraps any triple at its interface: constructor arguments, the batch before ``build``, the
-cache write, the query, the output. It therefore applies to every backend alike.
+A fault changes a triple at its interface: constructor arguments, the batch before ``build``, the
+cache write, the query or the output. It therefore works with every backend.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from specs.model import LayerGeometry, LayerKind
 
 @unique
 class Fault(StrEnum):
-    """What to break."""
+    """A fault to run with."""
 
     WINDOW_OFF_BY_ONE = "window-off-by-one"
-    """One key too many behind the sliding window."""
+    """The sliding window is a key too long in dense layers, a key too short in latent layers."""
     DROPPED_SINK = "dropped-sink"
     """The sink logit is left out of the softmax denominator."""
     WRONG_SOFT_CAP = "wrong-soft-cap"
@@ -31,7 +31,7 @@ class Fault(StrEnum):
     SHIFTED_ALIBI = "shifted-alibi"
     """Each head gets its neighbour's slope."""
     WRONG_CHUNK = "wrong-chunk"
-    """Chunks of chunked local attention twice as long."""
+    """Chunks of chunked local attention are twice as long."""
     WRONG_SCALE = "wrong-scale"
     """The softmax scale is 10 % too large."""
     WRONG_KV_SCALE = "wrong-kv-scale"
@@ -43,24 +43,24 @@ class Fault(StrEnum):
     SWAPPED_KV = "swapped-kv"
     """Keys are stored as values and values as keys."""
     PERMUTED_BLOCK_TABLE = "permuted-block-table"
-    """A request's first block is read in place of its last full one and the other way round."""
+    """A request's first and last block are exchanged in its block table."""
     UNMASKED_TAIL = "unmasked-tail"
     """One key past the sequence's end is read."""
     WRONG_GROUP = "wrong-group"
-    """Query heads are assigned to KV heads round-robin, not in runs."""
+    """Query heads are assigned to KV heads round-robin instead of in groups of neighbours."""
     ZEROS = "zeros"
     """The output is all zeros."""
     STALE_OUTPUT = "stale-output"
-    """The output of the call before is returned."""
+    """The output of the previous call is returned."""
 
 
 def applies_to(fault: Fault, layer: LayerGeometry, quantized: bool) -> bool:
-    """Whether a layer has what the fault breaks.
+    """True where a layer has the feature that the fault breaks.
 
     Args:
-        fault: what to break.
+        fault: the fault.
         layer: the layer's geometry.
-        quantized: its cache is quantised with a scale outside the rows.
+        quantized: the layer's cache is quantised with a scale outside the rows.
     """
     latent = layer.kind in (LayerKind.MLA, LayerKind.SPARSE_MLA)
     needs: dict[Fault, bool] = {
@@ -116,10 +116,10 @@ def _builder_methods(fault: Fault) -> dict[str, Callable[..., Any]]:
 def _permute_block_table(
     batch: CommonAttentionMetadata, block_size: int
 ) -> CommonAttentionMetadata:
-    """Rows with several blocks read their last block first.
+    """Exchange the first and the last block of every request.
 
-    A mere exchange of two fully visible blocks changes nothing, since attention does not depend on
-    the order of its keys; so the last block, which is partly filled or partly masked, takes part.
+    Attention does not depend on the order of its keys, so that exchanging two fully visible blocks
+    would change nothing. The last block is partly filled or partly masked.
     """
     table = batch.block_table_tensor.clone()
     last = ((batch.seq_lens.long() + block_size - 1) // block_size - 1).clamp(min=0)
@@ -131,7 +131,7 @@ def _permute_block_table(
 
 
 def _lengthen(batch: CommonAttentionMetadata, block_size: int) -> CommonAttentionMetadata:
-    """One key more for every row whose last block has room for it."""
+    """Lengthen every request by one key, where its last block has room for the key."""
     room = (batch.seq_lens > 0) & (batch.seq_lens % block_size != 0)
     lens = torch.where(room, batch.seq_lens + 1, batch.seq_lens)
     bound = batch.seq_lens_cpu_upper_bound
@@ -158,7 +158,7 @@ def _wrong_slots(fault: Fault, slots: torch.Tensor, num_slots: int) -> torch.Ten
 
 
 class _Faults:
-    """What the mixins share: the scale, and what happens to an output."""
+    """Base of the mixins: the fault, and faults of an output."""
 
     fault: Fault
     _last: torch.Tensor | None = None
@@ -233,7 +233,7 @@ class _MLAFaults(_Faults):
         if self.fault is Fault.WRONG_SCALE:
             values[2] *= 1.1
         elif self.fault is Fault.WINDOW_OFF_BY_ONE and values[5] is not None:
-            # More than a step is planned for would be refused.
+            # One key less, because a window longer than the planned one would be refused.
             values[5] -= 1
         super().__init__(*values, **kwargs)
 

@@ -38,7 +38,7 @@ _STYLES = {Verdict.CHOSEN: "bold green", Verdict.REFUSED: "red"}
 
 
 def print_backends(device: Device, console: Console) -> None:
-    """Every registered backend: whether this machine can run it, and what it declares."""
+    """Print every registered backend: whether this machine can run it, and its capabilities."""
     table = Table(title=f"Attention backends on {device.name}", title_justify="left")
     table.add_column("backend", no_wrap=True)
     for column in ("runs here", "serves", "KV cache dtypes", "head sizes"):
@@ -86,7 +86,7 @@ _FEATURES = {
 
 
 def feature_table() -> str:
-    """Backends by features as a Markdown table, from the declared capabilities."""
+    """A Markdown table of features for each backend, from the declared capabilities."""
     members = [member for member in AttentionBackendEnum if not member.missing()]
     declared = {member.name: member.get_class().capabilities for member in members}
     rows = [["", *declared], ["---"] * (len(declared) + 1)]
@@ -119,7 +119,7 @@ def _serves(is_mla: bool, is_sparse: bool) -> str:
 
 
 def remarks(model: ModelGeometry) -> list[str]:
-    """What to tell of a model besides its layers: its notes, and its layers without attention."""
+    """Remarks on a model: its notes, and its layers without attention."""
     return [
         *(f"note: {note}" for note in model.notes),
         *(
@@ -131,7 +131,7 @@ def remarks(model: ModelGeometry) -> list[str]:
 
 
 def _ranges(indices: Sequence[int]) -> str:
-    """``"0-2, 4"`` of rising numbers."""
+    """Ascending numbers as text with ranges, such as ``"0-2, 4"``."""
     runs: list[list[int]] = []
     for index in indices:
         if runs and runs[-1][-1] == index - 1:
@@ -152,17 +152,17 @@ def print_decisions(
     kernels: bool = False,
     allow_reference: bool = False,
 ) -> bool:
-    """The decision for each kind of layer of a model.
+    """Print the decision for each kind of layer of a model.
 
     Args:
-        model: geometry of its layers.
-        device: present or not.
-        kv_cache_dtype: of the cache.
-        block_size: tokens of a page; None leaves it open.
-        backend: the only one to consider; None considers all.
-        console: where tables go.
-        as_json: print data instead.
-        kernels: say too which kernels of the backend a layer gets.
+        model: the model's geometry.
+        device: the device, present or not.
+        kv_cache_dtype: KV cache dtype of the model.
+        block_size: tokens of a page; None leaves it to the backend.
+        backend: name of the backend to use; None means the automatic choice.
+        console: console for the tables.
+        as_json: print JSON instead of tables.
+        kernels: also print the kernels of the backend that a layer gets.
         allow_reference: on a GPU a reference backend may be chosen where no other serves.
 
     Returns:
@@ -178,7 +178,7 @@ def print_decisions(
         decisions.append((name, decision, named))
     served = all(decision.chosen is not None for _, decision, _ in decisions)
     for remark in remarks(model):
-        # JSON has standard output for itself.
+        # With --json, standard output must hold nothing but the JSON.
         print(remark, file=sys.stderr if as_json else console.file)
     if as_json:
         dumped = [
@@ -219,7 +219,7 @@ def _kernels(
     kv_cache_dtype: CacheDType,
     block_size: int | None,
 ) -> dict[str, str]:
-    """Kernels of TRITON_ATTN under ``auto``, by the rows that they take."""
+    """TRITON_ATTN's kernels under ``auto``, by the requests that they take."""
     element = kv_cache_dtype.element(model.dtype)
     shape = DenseShape(
         layer.num_heads,
@@ -243,7 +243,7 @@ def _kernels(
         return {"all rows": longer}
     decode, why = decode_kernel_of(shape, device.kind, pages, 1, asks, DecodeKernel.AUTO)
     tile = split_tile(shape, device.facts, 1) if decode is None else decode.split
-    # Without speculation.
+    # The longest decode query is 1, as without speculation.
     short = longest_short_query(shape.num_kv_heads, tile, 1)
     return {
         f"up to {short} new tokens": f"split KV, {_named(decode)}: {why}",
@@ -256,4 +256,4 @@ def _named(tile: HopperTile | HopperDecodeTile | None) -> str:
 
 
 DEFAULT_BLOCK_SIZE = 16
-"""Tokens of a page where none are named."""
+"""Tokens of a page where the user names no block size."""

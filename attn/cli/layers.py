@@ -1,4 +1,4 @@
-"""Layers of a replay: one backend triple each, its cache, its step, and what to check of it."""
+"""Layers of a replay: each has a backend's triple, a cache, inputs, and tokens to check."""
 
 from __future__ import annotations
 
@@ -31,38 +31,41 @@ from specs.model import LayerGeometry
 
 @dataclass
 class Row:
-    """One request's tokens in a step, as a layer sees them."""
+    """One request's new tokens in a step."""
 
     request_id: int
     tokens: slice
     positions: torch.Tensor
-    """``[T_row]`` int64."""
+    """``[T_row]`` int64 position of each new token."""
 
 
 @dataclass
 class StepInputs:
-    """One step's tensors of one layer."""
+    """The tensors of one layer in one step."""
 
     rows: Sequence[Row]
     query: torch.Tensor
-    """``[T, H, D]``."""
+    """``[T, H, D]`` queries of the new tokens."""
     tensors: list[LayerTensors] = field(default_factory=list)
-    """Per row."""
+    """Keys and values of each row's request."""
     read_query: torch.Tensor | None = None
-    """``[T, H, D]`` as kernels read it, where some compute in fp8."""
+    """``[T, H, D]`` queries as rounded by kernels that compute in fp8; None where the cache is not
+    per-tensor fp8."""
     index: tuple[torch.Tensor, torch.Tensor] | None = None
     """Indexer queries ``[T, Hi, Di]`` and head weights ``[T, Hi]`` of a sparse layer."""
     index_metadata: IndexerMetadata | None = None
     """The indexer's record of the step."""
 
     def new(self, side: str) -> torch.Tensor:
-        """``[T, ...]``: this step's part of every row's ``key``, ``value`` or ``index_key``."""
+        """``[T, ...]`` new rows of this step, from each request's ``key``, ``value`` or
+        ``index_key``.
+        """
         parts = zip(self.rows, self.tensors, strict=True)
         return torch.cat([getattr(tensors, side)[row.positions] for row, tensors in parts])
 
 
 class ReplayLayer(ABC):
-    """One attention layer: a triple's impl, a poisoned cache, and random inputs."""
+    """One attention layer: a triple's impl, a cache filled with NaN, and random inputs."""
 
     def __init__(
         self,
@@ -75,21 +78,21 @@ class ReplayLayer(ABC):
     ) -> None:
         """
         Args:
-            geometry: the layer.
-            index: its number in the model.
-            spec: what it stores.
-            backend: the triple.
-            num_blocks: blocks of its cache, the null block included.
-            source: of its tensors.
+            geometry: the layer's geometry.
+            index: number of the layer in the model.
+            spec: spec of the layer's cache.
+            backend: backend of the triple.
+            num_blocks: blocks of the cache, the null block included.
+            source: source of the layer's tensors.
         """
         self.geometry = geometry
         self.index = index
         self.spec = spec
         self.source = source
-        # Values up to 5 then use the range of e4m3 well.
+        # With these scales values up to 5 use most of e4m3's range.
         self.scales = LayerScales.of(k=0.02, v=0.015, device=source.device)
         self.kept: dict[int, LayerTensors] = {}
-        # Poisoned with NaN: a slot read before it is written shows.
+        # Filled with NaN, so that a read of a slot that was never written is seen.
         self.cache = backend.kv_cache_layout(spec).allocate(num_blocks, source.device, 0xFF)
         self.impl: Any = self._make_impl(backend)
 
@@ -99,11 +102,11 @@ class ReplayLayer(ABC):
 
     @abstractmethod
     def run(self, inputs: StepInputs, metadata: Any, output: torch.Tensor) -> None:
-        """Write the cache, then attend; this is what the replay times."""
+        """Write the cache, then attend; the replay times this method."""
 
     @abstractmethod
     def token_check(self, inputs: StepInputs, row: int, offset: int) -> TokenCheck:
-        """What is needed to judge token ``offset`` of a row."""
+        """The check of token ``offset`` of a row."""
 
     @property
     def output_size(self) -> int:
@@ -111,7 +114,7 @@ class ReplayLayer(ABC):
         return self.geometry.v_size
 
     def inputs(self, rows: Sequence[Row], lengths: Sequence[int], step: int) -> StepInputs:
-        """Make a step's tensors; those of a request are made at its first step and kept."""
+        """Make a step's tensors; a request's keys and values are made once and kept."""
         generator = self.source.generator(1, self.index, step)
         tensors, queries = [], []
         for row in rows:
@@ -161,7 +164,7 @@ class ReplayLayer(ABC):
 
 
 class DenseReplayLayer(ReplayLayer):
-    """MHA, GQA or MQA."""
+    """A layer of dense attention: MHA, GQA or MQA."""
 
     def _make_impl(self, backend: type[AttentionBackend]) -> Any:
         geometry = self.geometry
@@ -188,7 +191,7 @@ class DenseReplayLayer(ReplayLayer):
             inputs.read_query = self._read_query(inputs.query, metadata)
 
     def _read_query(self, query: torch.Tensor, metadata: Any) -> torch.Tensor:
-        """The query with the rows rounded that a kernel computes with in fp8; NaN elsewhere."""
+        """Queries rounded to fp8 for the tokens of kernels that compute in fp8; NaN for others."""
         read = torch.full(query.shape, float("nan"), device=query.device)
         for part in (getattr(metadata, "decode", None), getattr(metadata, "prefill", None)):
             rule = getattr(part, "rule", None)
@@ -227,14 +230,14 @@ class DenseReplayLayer(ReplayLayer):
 
 @dataclass
 class _UpProjection:
-    """Stands in for a model's ``kv_b_proj``."""
+    """A stand-in for a model's ``kv_b_proj``."""
 
     weight: torch.Tensor
-    """``[H * (P + V), L]``."""
+    """``[H * (P + V), L]`` up-projection of keys and values."""
 
 
 class LatentReplayLayer(ReplayLayer):
-    """Multi-head latent attention over all cached tokens."""
+    """A layer of multi-head latent attention over all cached tokens."""
 
     def _make_impl(self, backend: type[AttentionBackend]) -> Any:
         mla = self.geometry.mla
@@ -274,11 +277,11 @@ class LatentReplayLayer(ReplayLayer):
         mla_attention(self.impl, self.scales, *given)
 
     def _index(self, inputs: StepInputs) -> IndexInputs | None:
-        """What the layer's indexer is given, where it has one."""
+        """Inputs of the layer's indexer; None for a layer without one."""
         return None
 
     def token_check(self, inputs: StepInputs, row: int, offset: int) -> TokenCheck:
-        """The token in latent space: absorbed query, latent rows as keys and values."""
+        """The check of a token in latent space: absorbed query, latent rows as keys and values."""
         mla = self.geometry.mla
         assert mla is not None
         position = int(inputs.rows[row].positions[offset])
@@ -307,7 +310,7 @@ class LatentReplayLayer(ReplayLayer):
 
 
 class SparseReplayLayer(LatentReplayLayer):
-    """Top-k sparse latent attention with an indexer cache of its own."""
+    """A layer of top-k sparse latent attention with an indexer of its own."""
 
     def __init__(
         self,
@@ -318,7 +321,10 @@ class SparseReplayLayer(LatentReplayLayer):
         num_blocks: int,
         source: TensorSource,
     ) -> None:
-        """As every layer; the indexer's pages follow the latent cache's blocks."""
+        """Make the layer and the indexer's cache, which has the latent cache's blocks.
+
+        The arguments are those of :class:`ReplayLayer`.
+        """
         assert geometry.indexer is not None
         layout = index_spec(geometry, spec).layout()
         self.index_cache = layout.allocate(num_blocks, source.device, 0xFF)
@@ -371,7 +377,7 @@ class SparseReplayLayer(LatentReplayLayer):
 
 
 class SharedListReplayLayer(LatentReplayLayer):
-    """Top-k sparse latent attention over the lists of a layer before it; no indexer of its own."""
+    """A layer of top-k sparse latent attention over the lists that an earlier layer makes."""
 
     def __init__(
         self,
@@ -383,16 +389,16 @@ class SharedListReplayLayer(LatentReplayLayer):
         source: TensorSource,
         maker: ReplayLayer,
     ) -> None:
-        """A sparse layer without an indexer of its own.
+        """Make a sparse layer without an indexer of its own.
 
         Args:
-            geometry: the layer.
-            index: its number in the model.
-            spec: what it stores.
-            backend: the triple.
-            num_blocks: blocks of its cache, the null block included.
-            source: of its tensors.
-            maker: the layer whose lists it attends; its step must run first.
+            geometry: the layer's geometry.
+            index: number of the layer in the model.
+            spec: spec of the layer's cache.
+            backend: backend of the triple.
+            num_blocks: blocks of the cache, the null block included.
+            source: source of the layer's tensors.
+            maker: the layer that makes the lists; it must run first in every step.
         """
         assert isinstance(maker, SparseReplayLayer)
         self.indexer = maker.indexer
@@ -406,13 +412,13 @@ class SharedListReplayLayer(LatentReplayLayer):
 
 
 def _attended(indexer: SparseIndexer, inputs: StepInputs, row: int, offset: int) -> torch.Tensor:
-    """Positions that the step's lists name for token ``offset`` of a row."""
+    """Positions in the step's list for token ``offset`` of a row."""
     listed = indexer.topk_indices_buffer[inputs.rows[row].tokens][offset].long()
     return listed[listed >= 0]
 
 
 def index_spec(geometry: LayerGeometry, spec: AnyKVCacheSpec) -> IndexerSpec:
-    """What a sparse layer's indexer stores: its pages follow the latent cache's blocks."""
+    """The spec of a sparse layer's indexer cache, whose pages follow the latent cache's blocks."""
     assert geometry.indexer is not None
     return IndexerSpec(block_size=spec.block_size, index_head_dim=geometry.indexer.index_head_dim)
 
@@ -426,16 +432,16 @@ def make_layer(
     source: TensorSource,
     maker: ReplayLayer | None = None,
 ) -> ReplayLayer:
-    """The replay layer for a kind of attention.
+    """Make the replay layer for a kind of attention.
 
     Args:
-        geometry: the layer.
-        index: its number in the model.
-        spec: what it stores.
-        backend: the triple.
-        num_blocks: blocks of its cache, the null block included.
-        source: of its tensors.
-        maker: the layer whose lists a sparse layer without an indexer attends.
+        geometry: the layer's geometry.
+        index: number of the layer in the model.
+        spec: spec of the layer's cache.
+        backend: backend of the triple.
+        num_blocks: blocks of the cache, the null block included.
+        source: source of the layer's tensors.
+        maker: for a sparse layer without an indexer, the layer that makes its lists.
     """
     common = (geometry, index, spec, backend, num_blocks, source)
     if geometry.shared_index_topk is not None:

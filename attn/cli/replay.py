@@ -1,6 +1,7 @@
 """``attn run``: serve a trace's continuous batch through one backend triple per kind of layer.
 
-A replayer for attention alone, not an engine: tensors are random, arrival times are only an order.
+The replay runs attention alone and is no engine: tensors are random, and arrival times only give
+the order of requests.
 """
 
 from __future__ import annotations
@@ -46,44 +47,47 @@ from specs.sentinels import NULL_BLOCK_ID
 from specs.sparse_mla import SparseKernel
 
 SPARSE: Final = "SPARSE_MLA"
-"""Its kernels can be named, phase by phase."""
+"""Name of the backend whose kernels can be chosen for each phase."""
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What a replay does."""
+    """Settings of a replay."""
 
     model: ModelGeometry
-    """Only the layers to run, as one rank sees them."""
+    """Geometry of the layers to run, as one rank sees them."""
     device: Device
     backend: str | None = None
-    """Registry name to use for every layer; None is the automatic choice."""
+    """Registry name of the backend of every layer; None means the automatic choice."""
     kv_cache_dtype: CacheDType = CacheDType.AUTO
     block_size: int | None = None
-    """Tokens per block; None is the backend's preference."""
+    """Tokens per block; None means the backend's preferred size."""
     tensor_parallel_size: int = 1
-    """Ranks of which this is one."""
+    """Tensor-parallel ranks; the replay runs one of them."""
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 2048
     kv_memory_bytes: int | None = None
-    """KV cache of all layers; None is what ``max_num_seqs`` of the longest requests need."""
+    """Bytes of the KV cache of all layers; None means as many as the ``max_num_seqs`` longest
+    requests need."""
     check_rows: int = 4
-    """Tokens per step that are checked, in one layer of each group."""
+    """Number of tokens per step that are checked, in one layer of each group."""
     seed: int = 0
     fault: Fault | None = None
     mla_kernel: MlaKernel = MlaKernel.AUTO
     """Kernel of a latent backend that has several."""
     sparse_prefill_kernel: SparseKernel | None = None
-    """Kernel of SPARSE_MLA for rows of prompts; None is the library's own, whatever backend."""
+    """Kernel of SPARSE_MLA for rows of prompts; None means the library's own kernel, and leaves the
+    choice of the backend open."""
     sparse_decode_kernel: SparseKernel | None = None
-    """Likewise, for decodes."""
+    """Kernel of SPARSE_MLA for decodes; None means the library's own kernel, and leaves the choice
+    of the backend open."""
     num_speculative_tokens: int = 0
-    """Drafts that a decode verifies."""
+    """Draft tokens that a decode verifies."""
 
 
 @dataclass
 class _Group:
-    """Equal layers: one spec, one backend, one builder, one set of block tables."""
+    """A group of equal layers, which share a spec, a backend, a builder and block tables."""
 
     geometry: LayerGeometry
     indices: tuple[int, ...]
@@ -91,7 +95,7 @@ class _Group:
     backend: type[AttentionBackend]
     decision: SelectionReport
     num_blocks: int = 0
-    """The null block included."""
+    """Blocks of the group's caches, the null block included."""
 
     @property
     def block_bytes(self) -> int:
@@ -103,11 +107,11 @@ class _Group:
 
 
 def choose_groups(settings: RunSettings) -> list[_Group]:
-    """The backend and spec of every kind of layer.
+    """Choose the backend and spec of every kind of layer.
 
     Raises:
-        UnsupportedError: no backend, or not the one asked for, serves a kind of layer.
-        ValueError: a block size or fault that the model has no use for.
+        UnsupportedError: no backend, or not the backend asked for, serves a kind of layer.
+        ValueError: a block size or fault does not apply to the model.
     """
     model = settings.model
     if any(layer.kind is LayerKind.ENCODER_ONLY for layer in model.layers):
@@ -129,7 +133,8 @@ def choose_groups(settings: RunSettings) -> list[_Group]:
             model.dtype, settings.kv_cache_dtype, settings.block_size, engine
         )
         asked = _asked_for(settings, geometry)
-        # A replay that checks a model is worth running at reference speed too; it says so.
+        # Reference backends are allowed: checking a model is worth running at their speed too, and
+        # reference_notes tells the user.
         decision = explain(request, settings.device, asked, allow_reference=True)
         backend = chosen_backend(decision)
         block_size = settings.block_size or backend.get_preferred_block_size()
@@ -146,7 +151,7 @@ def choose_groups(settings: RunSettings) -> list[_Group]:
 
 
 def reference_notes(groups: Sequence[_Group], device: Device) -> list[str]:
-    """A line per kind of layer that gets a reference backend on a GPU without being asked."""
+    """A line for each kind of layer that gets a reference backend on a GPU by automatic choice."""
     return [
         f"{group.geometry.label}: no kernel for {device.name} serves these layers; "
         f"{group.decision.chosen} does, in plain torch"
@@ -156,7 +161,7 @@ def reference_notes(groups: Sequence[_Group], device: Device) -> list[str]:
 
 
 def _asked_for(settings: RunSettings, geometry: LayerGeometry) -> str | None:
-    """The backend by name: kernels of SPARSE_MLA ask for it too."""
+    """Name of the backend asked for, directly or by naming a kernel of SPARSE_MLA; None without."""
     kernels = {
         "prefill-kernel": settings.sparse_prefill_kernel,
         "decode-kernel": settings.sparse_decode_kernel,
@@ -189,10 +194,11 @@ def _spoil(groups: list[_Group], fault: Fault, model: str) -> None:
 def size_groups(
     groups: Sequence[_Group], settings: RunSettings, requests: Sequence[TraceRequest]
 ) -> None:
-    """Divide the KV budget over the groups by what requests need of each.
+    """Divide the KV budget over the groups in proportion to the blocks that requests need.
 
     Raises:
-        KVBudgetError: a budget that holds not one block of every group beside its null block.
+        KVBudgetError: the budget exceeds the free memory, or does not hold a block of every group
+            in addition to its null block.
     """
     inflight = settings.max_num_batched_tokens
     lengths = sorted((request.num_cached_tokens for request in requests), reverse=True)
@@ -227,13 +233,13 @@ def available_memory(device: Device) -> int:
 
 
 class Replay:
-    """A running replay: scheduler, groups, layers."""
+    """A replay with its scheduler, groups and layers."""
 
     def __init__(self, settings: RunSettings, requests: Sequence[TraceRequest]) -> None:
         """
         Args:
-            settings: what to do.
-            requests: in arrival order, none longer than the model allows.
+            settings: settings of the replay.
+            requests: requests in arrival order, none longer than the model allows.
 
         Raises:
             UnsupportedError: no backend serves a layer.
@@ -295,7 +301,7 @@ class Replay:
         self.interrupted = False
 
     def _make_layer(self, group: _Group, index: int) -> ReplayLayer:
-        """A layer of a group; the layers whose lists it may attend are of groups before it."""
+        """Make a layer of a group; earlier groups hold the layers that may make its lists."""
         made_by = self.settings.model.list_maker(index)
         made = {layer.index: layer for layers in self.layers for layer in layers}
         return make_layer(
@@ -304,7 +310,7 @@ class Replay:
         )
 
     def run(self, on_step: Callable[[StepRecord], None]) -> None:
-        """Serve every request; Ctrl-C stops after the last whole step."""
+        """Serve every request; Ctrl-C stops the replay after the last complete step."""
         try:
             while (plan := self.scheduler.schedule()) is not None:
                 record = self._step(plan)
@@ -333,7 +339,7 @@ class Replay:
             index_builder = self.index_builders[group]
             index = None if index_builder is None else index_builder.build(0, batch)
             build_seconds += self._clock() - begin
-            # One layer of each group is judged, another one every step.
+            # One layer of each group is judged per step; steps take turns over the layers.
             judged = len(self.steps) % len(self.layers[group])
             for number, layer in enumerate(self.layers[group]):
                 inputs = layer.inputs(rows, self.lengths, len(self.steps))
@@ -381,7 +387,7 @@ class Replay:
         ]
 
     def _batch(self, plan: StepPlan, group: int) -> CommonAttentionMetadata:
-        """The step as an engine's runner would hand it to a builder."""
+        """The step's batch, as an engine's runner passes it to a builder."""
         allocator, block_size = self.allocators[group], self.groups[group].spec.block_size
         tables = [allocator.tables[row.request_id] for row in plan.rows]
         width = max(len(table) for table in tables)
@@ -399,7 +405,7 @@ class Replay:
         return batch.replace(is_prefilling=prefilling)
 
     def _judge(self, layer: ReplayLayer, inputs: StepInputs, output: torch.Tensor) -> list[Verdict]:
-        """Verdicts on sampled tokens: at random, but one of the longest prefill if there is any."""
+        """Verdicts on random tokens; one of them is of the longest query if that is a prefill."""
         generator = torch.Generator().manual_seed(self.settings.seed * 7919 + len(self.steps))
         count = self.settings.check_rows
         picks = [
@@ -417,11 +423,11 @@ class Replay:
         return verdicts
 
     def report(self, settings: dict[str, Any], clipped: int) -> RunReport:
-        """What has happened so far.
+        """The report of the steps so far.
 
         Args:
-            settings: of the command line, as they were given.
-            clipped: requests that were cut to the model's longest sequence.
+            settings: settings of the command line, as they were given.
+            clipped: number of requests that were cut to the model's longest sequence.
         """
         return RunReport(
             model=self.settings.model.name,
@@ -470,7 +476,7 @@ def _versions() -> dict[str, str]:
 
 
 def _passed_over(decision: SelectionReport) -> list[str]:
-    """Reasons against each better-ranked backend; with an explicit choice, that it was one."""
+    """Reasons against each better-ranked backend; after an explicit choice a note of that."""
     lines = []
     for candidate in decision.candidates:
         if candidate.verdict is Choice.CHOSEN:

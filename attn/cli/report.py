@@ -1,4 +1,4 @@
-"""What a replay reports: one record per step, totals, a JSON file, a timeline and a summary."""
+"""Reports of a replay: a record per step, totals, a JSON file, a timeline and a summary."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Setting = bool | int | float | str | None
 """Value of one setting in a report."""
 
 _MAX_COLUMNS: Final = 600
-"""A timeline of more steps than this shows several in one column."""
-# Okabe and Ito's palette: told apart by colour-blind readers too.
+"""Most columns of a timeline; where there are more steps, a column shows several."""
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
 _DECODE, _PREFILL, _BUILD, _FORWARD, _ALERT = "#0072B2", "#E69F00", "#D55E00", "#56B4E9", "#B00020"
 _GROUPS: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 
@@ -42,9 +42,9 @@ class StepRecord(Spec):
     decode_tokens: NonNegativeInt
     prefill_tokens: NonNegativeInt
     build_seconds: NonNegativeFloat
-    """Metadata builders, all groups together."""
+    """Seconds of the metadata builders of all groups."""
     forward_seconds: NonNegativeFloat
-    """Cache writes and attention, all layers that the replay ran."""
+    """Seconds of cache writes and attention of all layers that the replay ran."""
     blocks_in_use: tuple[NonNegativeInt, ...]
     """Blocks owned in each KV cache group, in the order of ``RunReport.layer_groups``."""
     worst_error: float = 0.0
@@ -56,12 +56,12 @@ class StepRecord(Spec):
 
     @property
     def tokens(self) -> int:
-        """Tokens computed."""
+        """Tokens computed in the step."""
         return self.decode_tokens + self.prefill_tokens
 
     @property
     def seconds(self) -> float:
-        """Build and forward; scheduling and checks do not count."""
+        """Seconds of build and forward, without scheduling and checks."""
         return self.build_seconds + self.forward_seconds
 
 
@@ -71,55 +71,55 @@ class LayerGroupReport(Spec):
     name: str
     backend: str
     passed_over: tuple[str, ...] = ()
-    """Why each better-ranked backend was not taken."""
+    """Why each better-ranked backend was not chosen."""
     num_layers: PositiveInt = 1
-    """Layers that the replay ran."""
+    """Layers of the group that the replay ran."""
     num_heads: PositiveInt = 1
     """Query heads of the rank that was run."""
     num_kv_heads: PositiveInt = 1
-    """Its KV heads."""
+    """KV heads of the rank that was run."""
     kv_layout: str
     """The cache layout in words."""
     kv_bytes: NonNegativeInt
-    """Bytes of the group's KV cache, all its layers together."""
+    """Bytes of the KV cache of all layers of the group."""
     num_blocks: PositiveInt
     """Blocks that requests can own."""
 
 
 class Percentiles(Spec):
-    """Median and tail."""
+    """Median and tail of a step's seconds."""
 
     p50: float
     p99: float
 
 
 class RunTotals(Spec):
-    """What follows from the steps of a run."""
+    """Totals of a run, computed from its steps."""
 
     steps: int
     tokens: int
     decode_tokens: int
     prefill_tokens: int
     seconds: float
-    """Build and forward of all steps."""
+    """Seconds of build and forward of all steps."""
     tokens_per_second: float
-    """Over ``seconds``: attention alone, without scheduling and checks."""
+    """Tokens over ``seconds``: the speed of attention alone, without scheduling and checks."""
     step_ms: Percentiles
     build_ms: Percentiles
     forward_ms: Percentiles
     worst_error: float
     worst_error_ratio: float
     worst_step: int | None
-    """Step of ``worst_error_ratio``; None when nothing was checked."""
+    """Step of ``worst_error_ratio``; None when no row was checked."""
     checked_rows: int
     preemptions: int
     peak_blocks_in_use: tuple[int, ...]
     passed: bool
-    """At least one row was checked, and every one was within its budget."""
+    """True where at least one row was checked and every checked row was within its budget."""
 
 
 class RunReport(Spec):
-    """One replay, whole or interrupted."""
+    """Report of a replay, complete or interrupted."""
 
     model: str
     device: str
@@ -133,19 +133,19 @@ class RunReport(Spec):
     seed: int
     interrupted: bool = False
     versions: dict[str, str]
-    """Of this library, Python, torch and what the backends use."""
+    """Versions of this library, Python, torch and the packages that backends use."""
 
     @model_validator(mode="before")
     @classmethod
     def _totals_are_never_read(cls, data: Any) -> Any:
-        """A report read from JSON computes its totals again from its steps."""
+        """Drop totals that are read from JSON, which are computed from the steps."""
         if isinstance(data, dict):
             return {name: value for name, value in data.items() if name != "totals"}
         return data
 
     @model_validator(mode="after")
     def _steps_know_every_group(self) -> Self:
-        """Each step counts the blocks of each group."""
+        """Every step counts the blocks of every group."""
         groups = len(self.layer_groups)
         for record in self.steps:
             if len(record.blocks_in_use) != groups:
@@ -189,7 +189,7 @@ class RunReport(Spec):
 
     @property
     def passed(self) -> bool:
-        """At least one row was checked, and every one was within its budget."""
+        """True where at least one row was checked and every checked row was within its budget."""
         return self.totals.passed
 
 
@@ -197,7 +197,8 @@ def write_report(report: RunReport, directory: Path) -> tuple[Path, Path]:
     """Write ``report.json`` and ``timeline.png``, making the directory when it is missing.
 
     Returns:
-        The two paths. Without matplotlib there is an error, but the JSON file is written before.
+        The two paths. The JSON file is written first, even where matplotlib is missing and the
+        timeline raises an error.
     """
     directory.mkdir(parents=True, exist_ok=True)
     json_path, png_path = directory / "report.json", directory / "timeline.png"
@@ -266,13 +267,13 @@ def _group_table(report: RunReport) -> Table:
         heads = f"{group.num_heads}/{group.num_kv_heads}"
         cells = (group.name, group.backend, group.kv_layout, heads, str(group.num_layers))
         sizes = (f"{group.kv_bytes / 2**20:,.1f}", f"{group.num_blocks:,}", f"{peak:,}")
-        # Text, not str: rich would take the brackets of a shape for markup.
+        # Text instead of str, because rich takes the brackets of a shape for markup.
         table.add_row(*(Text(cell) for cell in (*cells, *sizes)))
     return table
 
 
 def _badness(error: float) -> float:
-    """Sort key under which NaN is the worst: ``max`` would skip or keep it depending on order."""
+    """Sort key that makes NaN the worst error; ``max`` alone may skip NaN, depending on order."""
     return math.inf if math.isnan(error) else error
 
 
@@ -285,7 +286,7 @@ def _percentiles(seconds: Iterable[float]) -> Percentiles:
 
 
 class _Columns:
-    """Steps as columns of a plot: one each, or several where there are too many to see."""
+    """Columns of a plot: a step each, or several steps where there are too many to see."""
 
     def __init__(self, steps: Sequence[StepRecord]) -> None:
         self.steps = steps
@@ -296,7 +297,7 @@ class _Columns:
         self.binned = len(steps) > count
 
     def mean(self, values: _Values) -> _Values:
-        """Mean of each column, so that stacked values still add up."""
+        """Mean of each column; means of stacked values still add up."""
         means: _Values = np.add.reduceat(values, self._starts) / self._widths
         return means
 
@@ -312,7 +313,7 @@ def _draw_timeline(report: RunReport, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingDependencyError("matplotlib", "the timeline", extra="cli") from None
-    # Not pyplot: it keeps figures alive and picks a backend from the environment.
+    # Figure instead of pyplot, which keeps figures alive and takes a backend from the environment.
     figure = Figure(figsize=(12, 9), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     summary = f"{report.totals.tokens:,} tokens in {report.totals.steps:,} step(s)"
@@ -351,9 +352,9 @@ _Area = tuple[str, str, "_Values"]
 
 
 def _draw_stack(panel: Any, columns: _Columns, bottom: _Area, top: _Area) -> None:
-    """Two filled areas, one on the other."""
+    """Draw two filled areas, one on top of the other."""
     low, both = columns.mean(bottom[2]), columns.mean(bottom[2] + top[2])
-    # stairs and not stackplot: one step is then a column, not a point without an area.
+    # stairs instead of stackplot, so that a single step is a column and not a point.
     panel.stairs(low, columns.edges, fill=True, color=bottom[1], label=bottom[0])
     panel.stairs(both, columns.edges, baseline=low, fill=True, color=top[1], label=top[0])
     if columns.binned:
@@ -366,7 +367,7 @@ def _draw_tokens(panel: Any, columns: _Columns) -> None:
     decode = np.array([float(record.decode_tokens) for record in columns.steps])
     prefill = np.array([float(record.prefill_tokens) for record in columns.steps])
     _draw_stack(panel, columns, ("decode", _DECODE, decode), ("prefill", _PREFILL, prefill))
-    # Linear, a batch of decodes would be a hairline beside a chunk of a prompt.
+    # On a linear scale a batch of decodes would be a hairline beside a chunk of a prompt.
     panel.set_yscale("function", functions=(lambda y: np.sqrt(np.maximum(y, 0)), np.square))
 
 
@@ -376,7 +377,7 @@ def _draw_times(panel: Any, columns: _Columns) -> None:
     _draw_stack(panel, columns, ("build", _BUILD, build), ("forward", _FORWARD, forward))
     times = build + forward
     slowest, usual = int(times.argmax()), np.sort(times)[int(0.98 * (len(times) - 1))]
-    # A first step that compiles kernels would flatten all the others.
+    # A first step that compiles kernels would flatten the rest of the plot.
     if times[slowest] > 3 * usual > 0:
         panel.set_ylim(0, 1.5 * usual)
         step = columns.steps[slowest].step
@@ -392,7 +393,7 @@ def _draw_blocks(panel: Any, columns: _Columns, groups: Sequence[LayerGroupRepor
         color = _GROUPS[index % len(_GROUPS)]
         line = {"baseline": None, "color": color, "lw": 1.4, "label": label}
         panel.stairs(columns.peak(used), columns.edges, **line)
-        # A limit far above would squeeze the lines to the bottom.
+        # The limit is drawn only where it is near; far above, it would flatten the lines.
         if 2 * used.max() >= group.num_blocks:
             panel.axhline(group.num_blocks, color=color, lw=0.8, ls="--")
     preempted = [record.step + 0.5 for record in columns.steps if record.num_preemptions]

@@ -1,9 +1,10 @@
-"""Continuous batching for the replayer: which tokens of which requests make up each step.
+"""Continuous batching for the replay: the choice of requests and tokens for each step.
 
-Oldest first: running requests get their tokens before new ones are admitted, and new ones are
-admitted in arrival order. Arrival times are only an order; nobody waits. When the KV cache is
-full, the most recently admitted request loses its blocks and computes all its tokens again later.
-The oldest running request is never the victim, so every step makes progress.
+The oldest requests come first: running requests get their tokens before new requests are admitted,
+and new requests are admitted in arrival order. Arrival times only give that order; the scheduler
+never waits for one. When the KV cache is full, the most recently admitted request loses its blocks
+and computes all its tokens again later. The oldest running request never loses its blocks, so every
+step makes progress.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from attn.cli.trace import TraceRequest
 
 
 class KVBudgetError(ValueError):
-    """The KV cache cannot hold one request, even alone."""
+    """The KV cache cannot hold a request, even when no other request has blocks."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class ScheduledRow:
     context_len: int
     """Tokens cached before this step."""
     is_prefilling: bool
-    """Computes tokens known beforehand: a prompt, or what a preemption threw away."""
+    """True for a request that computes known tokens: its prompt, or tokens lost by a preemption."""
 
     @property
     def seq_len(self) -> int:
@@ -46,7 +47,7 @@ class StepPlan:
     """One step's batch: decode rows, then at most one extend, then prefills without context."""
 
     rows: tuple[ScheduledRow, ...]
-    """In arrival order within each kind; never empty."""
+    """The batch's rows, in arrival order within each kind; never empty."""
     num_preemptions: int = 0
     """Requests that lost their blocks to make room for this step."""
 
@@ -62,12 +63,12 @@ class StepPlan:
 
     @property
     def num_decode_tokens(self) -> int:
-        """Tokens of the decode rows: one each, and its drafts."""
+        """Tokens of the decode rows, drafts included."""
         return sum(row.num_new_tokens for row in self.rows if not row.is_prefilling)
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens of the other rows."""
+        """Tokens of the rows of :attr:`num_prefills`."""
         return self.num_tokens - self.num_decode_tokens
 
     @cached_property
@@ -86,11 +87,11 @@ class _Request:
     known_tokens: int
     """Prompt and generated tokens so far; the last one generated is not in the cache yet."""
     prefill_tokens: int
-    """``known_tokens`` at admission: below this the request is prefilling."""
+    """``known_tokens`` at admission; with fewer computed tokens the request is prefilling."""
     num_computed: int = 0
 
     def row(self, budget: int, num_drafts: int = 0) -> ScheduledRow:
-        """The next tokens, at most ``budget``; behind a generated one, drafts."""
+        """The request's next tokens, at most ``budget``; drafts follow a generated token."""
         is_prefilling = self.num_computed < self.prefill_tokens
         wanted = self.known_tokens - self.num_computed
         if not is_prefilling:
@@ -103,15 +104,19 @@ class _Request:
         )
 
     def accept(self, num_new_tokens: int) -> int:
-        """How many tokens of a verify stay: the first one, and a number of its drafts that only
-        the request and its progress decide.
+        """Number of tokens of a verify that stay: the first one and some of its drafts.
+
+        The number depends only on the request and its progress, so that runs can be repeated.
         """
         mixed = zlib.crc32(f"{self.request_id} {self.num_computed}".encode())
         return 1 + mixed % num_new_tokens
 
 
 class Scheduler:
-    """Turns requests into steps; alternate :meth:`schedule` and :meth:`commit` until None."""
+    """Scheduler that turns requests into steps.
+
+    Call :meth:`schedule` and :meth:`commit` in turn until :meth:`schedule` returns None.
+    """
 
     def __init__(
         self,
@@ -123,16 +128,16 @@ class Scheduler:
     ) -> None:
         """
         Args:
-            requests: in arrival order; a request's id is its index.
-            allocators: one per KV cache group, unused; every request owns blocks in each.
+            requests: requests in arrival order; a request's id is its index.
+            allocators: an unused allocator for each KV cache group; a request owns blocks in each.
             max_num_seqs: most requests in a step.
             max_num_batched_tokens: most tokens in a step.
-            num_speculative_tokens: drafts that a decode verifies; some of them are refused, and
-                computed again.
+            num_speculative_tokens: drafts that a decode verifies; some are refused and computed
+                again.
 
         Raises:
-            KVBudgetError: a request that does not fit into the cache alone.
-            ValueError: a limit below 1, no allocator, or one in use.
+            KVBudgetError: a request does not fit into the cache, even alone.
+            ValueError: a limit is below 1, or there is no allocator, or one in use.
         """
         for name, limit in (
             ("max_num_seqs", max_num_seqs),
@@ -169,26 +174,26 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """Requests that hold blocks."""
+        """Number of requests that hold blocks."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Requests not yet admitted, or preempted."""
+        """Number of requests that are not admitted yet, or were preempted."""
         return len(self._waiting)
 
     @property
     def blocks_in_use(self) -> tuple[int, ...]:
-        """Blocks owned in each KV cache group; highest between ``schedule`` and ``commit``."""
+        """Blocks owned by requests in each KV cache group."""
         return tuple(allocator.used_blocks for allocator in self.allocators)
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step and allocate its blocks; None when every request is done.
 
         Raises:
-            KVBudgetError: a request that is alone cannot grow; the constructor checks for it, so
-                the KV cache spec counted too few blocks.
-            RuntimeError: the step before was not committed.
+            KVBudgetError: the only running request cannot grow. The constructor checks for this, so
+                the error means that the KV cache spec counted too few blocks.
+            RuntimeError: the previous step was not committed.
         """
         if self._pending is not None:
             raise RuntimeError("commit() the last plan before the next schedule()")
@@ -199,20 +204,20 @@ class Scheduler:
         rows += self._admit(self.max_num_batched_tokens - sum(r.num_new_tokens for r in rows))
         if not rows:
             raise self._cannot_fit(self._waiting[0].row(self.max_num_batched_tokens))
-        # Decode-first as it is: only the last running request can be inside its prompt, since
-        # nobody is admitted behind a prompt that took the rest of the token budget.
+        # The rows are decode-first without sorting: only the last running request can be inside
+        # its prompt, since a prompt that is cut takes the rest of the token budget.
         self._pending = StepPlan(tuple(rows), self.num_preemptions - before)
         return self._pending
 
     def commit(self, plan: StepPlan) -> None:
-        """Take the planned tokens as computed: finish requests, free blocks out of sight.
+        """Record the planned tokens as computed: finish requests, free blocks out of sight.
 
         Args:
-            plan: what :meth:`schedule` returned last. Blocks that this step could see, but no
-                later one can, are freed here: check its results before.
+            plan: the plan that :meth:`schedule` returned last. This frees blocks that the step saw
+                and no later step can see, so check the step's results before.
 
         Raises:
-            ValueError: another plan.
+            ValueError: ``plan`` is another plan.
         """
         if self._pending is None or plan is not self._pending:
             raise ValueError(
@@ -236,7 +241,7 @@ class Scheduler:
         self._running = [r for r in self._running if r.num_computed < r.total_tokens]
 
     def _kept_tokens(self, request: _Request, row: ScheduledRow | None) -> int:
-        """Of a row's tokens, those that need not be computed again."""
+        """Number of a row's tokens that need not be computed again."""
         if row is None:
             return 0
         if row.is_prefilling or row.num_new_tokens == 1:
@@ -246,10 +251,10 @@ class Scheduler:
         return kept
 
     def _schedule_running(self) -> list[ScheduledRow]:
-        """Rows of the running requests, preempting from the end of the list when blocks lack."""
+        """Rows of the running requests; where blocks run out, the latest ones are preempted."""
         rows: list[ScheduledRow] = []
         budget = self.max_num_batched_tokens
-        # The list shrinks from its end while it is walked; who has a row is never a victim.
+        # Preemption shortens the list from its end, never below the requests that have a row.
         while budget and len(rows) < len(self._running):
             request = self._running[len(rows)]
             row = request.row(budget, self.num_speculative_tokens)
@@ -279,9 +284,10 @@ class Scheduler:
         return rows
 
     def _has_room_for(self, request: _Request) -> bool:
-        """True when all known tokens fit: a prompt that fits in part would only be preempted.
+        """True when all known tokens of a request fit into free blocks.
 
-        Likewise a victim never comes back in the step that took its blocks.
+        A prompt that fits only in part would be preempted later. For the same reason a preempted
+        request does not come back in the step that took its blocks.
         """
         return all(
             allocator.min_blocks_for(request.known_tokens, self.max_num_batched_tokens)
@@ -290,7 +296,7 @@ class Scheduler:
         )
 
     def _grow(self, row: ScheduledRow) -> bool:
-        """Allocate a row's blocks in all groups, or in none."""
+        """Allocate a row's blocks in all groups, or in none if one lacks blocks."""
         if not all(a.can_grow(row.request_id, row.seq_len) for a in self.allocators):
             return False
         for allocator in self.allocators:
@@ -323,7 +329,7 @@ class Scheduler:
                 )
 
     def _cannot_fit(self, row: ScheduledRow) -> KVBudgetError:
-        """The error for a request that the check at construction let through."""
+        """The error for a request that does not fit although it passed the constructor's check."""
         held = [len(allocator.tables.get(row.request_id, ())) for allocator in self.allocators]
         free = [allocator.free_blocks for allocator in self.allocators]
         return KVBudgetError(

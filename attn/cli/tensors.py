@@ -1,9 +1,10 @@
-"""Random tensors of a replay: keys and values kept unpaged, queries that a fault cannot hide from.
+"""Random tensors of a replay: keys and values without pages, and queries that make faults visible.
 
-Over a long context random queries average thousands of values, and a lost or added key drowns.
-So each head of each token aims at one key, many of them at the edge of what it may see (itself, the
-first of its window, the one just outside, the next token): a key too many or too few then moves the
-result by far more than rounding does.
+Over a long context random queries average thousands of values, so that a missing or extra key
+changes the result by less than rounding. Therefore each head of each token aims at one key. Many
+aim at the edge of what the token sees: the token itself, the first key of its window, the key just
+outside of it, the next token. A missing or extra key there changes the result by far more than
+rounding.
 """
 
 from __future__ import annotations
@@ -15,31 +16,31 @@ import torch
 from specs.model import LayerGeometry
 
 PEAK = 6.0
-"""Logit of the aimed-at key above the others; exp(6) is 400 average keys."""
+"""Logit of the aimed-at key above that of an average key; exp(6) is about 400 average keys."""
 
 
 @dataclass(frozen=True)
 class LayerTensors:
-    """Keys and values of one request in one layer, for its whole length n, unpaged."""
+    """Keys and values of one request in one layer, for its whole length n, without pages."""
 
     key: torch.Tensor
     """``[n, Hk, D]``; for MLA the latent rows ``[n, 1, L + r]``."""
     value: torch.Tensor
     """``[n, Hk, Dv]``; for MLA the first L elements of ``key``."""
     index_key: torch.Tensor | None = None
-    """``[n, Di]`` of a sparse layer's indexer."""
+    """``[n, Di]`` keys of the indexer; None for a layer without one."""
 
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Makes tensors that depend on seed, layer and request or step alone."""
+    """Source of tensors that depend only on the seed, the layer and the request or step."""
 
     seed: int
     dtype: torch.dtype
     device: torch.device
 
     def generator(self, *path: int) -> torch.Generator:
-        """A generator of its own for each path of small integers."""
+        """A generator seeded by the source's seed and a path of small integers."""
         number = self.seed
         for part in path:
             number = (number * 1_000_003 + part + 1) % (1 << 62)
@@ -52,7 +53,7 @@ class TensorSource:
     def request(
         self, layer: LayerGeometry, layer_index: int, request: int, length: int
     ) -> LayerTensors:
-        """Keys and values of a request, the same ones whenever asked for."""
+        """Keys and values of a request, equal in every call."""
         generator = self.generator(0, layer_index, request)
         if layer.mla is not None:
             rows = self.normal(generator, length, 1, layer.mla.latent_size).to(self.dtype)
@@ -77,8 +78,8 @@ class TensorSource:
         Args:
             layer: the layer.
             tensors: the request's keys.
-            positions: ``[T]`` int64.
-            generator: of this step.
+            positions: ``[T]`` int64 positions of the new tokens.
+            generator: generator of this step.
 
         Returns:
             ``[T, H, D]`` (MLA: ``[T, H, P + r]``) in the model dtype.
@@ -86,7 +87,7 @@ class TensorSource:
         targets = self._targets(layer, len(tensors.key), positions, generator)
         query = 0.5 * self.normal(generator, len(positions), layer.num_heads, layer.head_size)
         if layer.mla is not None:
-            # The rotary part alone aims: the rest passes through the up-projections.
+            # Only the rotary part aims at a key: the rest passes through the up-projections.
             key, start = tensors.key[:, 0, layer.mla.kv_lora_rank :], layer.mla.qk_nope_head_dim
             aimed = key[targets].float()
         else:
@@ -102,7 +103,7 @@ class TensorSource:
         positions: torch.Tensor,
         generator: torch.Generator,
     ) -> torch.Tensor:
-        """``[T, H]`` key positions."""
+        """``[T, H]`` positions of the keys that heads aim at."""
         own = positions[:, None].expand(-1, layer.num_heads)
         span = layer.sliding_window or layer.attention_chunk_size or length
         edge = own - own % span if layer.attention_chunk_size is not None else own - span + 1

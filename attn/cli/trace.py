@@ -1,9 +1,10 @@
-"""Request traces to replay: read from a file, or drawn from a distribution.
+"""Request traces to replay, read from a file or drawn from a distribution.
 
 The file format is that of the public Azure LLM inference traces (2023 and 2024): a CSV of arrival
-time, prompt length and generated length. :func:`synthetic_trace` follows the shape of the Azure
-LLM inference trace 2023, conversation (https://github.com/Azure/AzurePublicDataset, CC-BY): the
-tables below are rounded quantiles of its three columns, drawn independently. No rows are copied.
+time, prompt length and generated length. :func:`synthetic_trace` draws from the distribution of the
+Azure LLM inference trace 2023, conversation (https://github.com/Azure/AzurePublicDataset, CC-BY).
+The tables below are rounded quantiles of its three columns, which are drawn independently. No rows
+are copied.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class TraceRequest:
 
     @property
     def num_cached_tokens(self) -> int:
-        """KV positions ever written: the last generated token is never fed back."""
+        """Number of KV positions ever written; the last generated token is never written."""
         return self.context_tokens + max(self.generated_tokens, 1) - 1
 
 

@@ -1,1 +1,1 @@
-"""Adapters to serving engines and model libraries; nothing else of this library knows them."""
+"""Adapters to serving engines and model libraries; no other package of this library knows them."""

@@ -1,4 +1,4 @@
-"""Dense cache writes, alone and behind RoPE: by kernels on a GPU, by the reference elsewhere."""
+"""Dense cache writes, with and without RoPE: by kernels on a GPU, by the reference elsewhere."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_kv(
         views: K and V of the cache.
         slot_mapping: ``[<= T]`` int64, ``block * P + offset``; -1 skips.
         k_scale: fp32 scalar or ``[Hk]``, for per-tensor fp8.
-        v_scale: likewise.
+        v_scale: fp32 scalar or ``[Hk]``, for per-tensor fp8.
         cache_dtype: how the cache is quantised.
 
     Raises:
@@ -47,14 +47,14 @@ def write_kv(
 def write_stored_rows(
     rows: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], slot_mapping: torch.Tensor
 ) -> None:
-    """Write latent rows that have the cache's 8-bit type already, as they are; one launch.
+    """Write latent rows that are in the cache's 8-bit type already, byte by byte; one launch.
 
     Args:
-        rows: ``[T, L + r]``, even widths, dense.
-        cache: ``[N, P, L]`` and ``[N, P, r]`` of the cache, in even strides.
+        rows: ``[T, L + r]``, dense; L and r are even.
+        cache: ``[N, P, L]`` and ``[N, P, r]`` views of the cache; strides are even.
         slot_mapping: ``[<= T]`` int64; -1 skips.
     """
-    # Two elements to a 16-bit number, which is copied by its bits.
+    # Two elements are viewed as one fp16 number, which the write kernel copies bit by bit.
     pairs = rows.view(torch.float16)[:, None]
     latent, rope = (part.view(torch.float16)[:, :, None] for part in cache)
     width = latent.shape[-1]
@@ -79,17 +79,18 @@ def rope_and_write_kv(
     """Rotate query and key in place, then write the rotated keys and the values; one launch.
 
     Args:
-        query: ``[T, H, D]``; rows past ``len(positions)`` are left as they are.
-        key: ``[T, Hk, D]``, likewise; a row with slot -1 is rotated, not written.
+        query: ``[T, H, D]``; rows past ``len(positions)`` stay unchanged.
+        key: ``[T, Hk, D]``; rows past ``len(positions)`` stay unchanged, and a row with slot -1 is
+            rotated but not written.
         value: ``[T, Hk, Dv]``.
         positions: ``[>= len(slot_mapping)]`` integer.
         cos_sin_cache: ``[max_position, rotary_dim]``: cosines, then sines.
         is_neox: the pair of element i is i + rotary_dim / 2 (True) or its neighbour (False).
-        views: as in :func:`write_kv`, and so are the other arguments.
-        slot_mapping: likewise.
-        k_scale: likewise.
-        v_scale: likewise.
-        cache_dtype: likewise.
+        views: K and V of the cache.
+        slot_mapping: ``[<= T]`` int64, ``block * P + offset``; -1 skips.
+        k_scale: fp32 scalar or ``[Hk]``, for per-tensor fp8.
+        v_scale: fp32 scalar or ``[Hk]``, for per-tensor fp8.
+        cache_dtype: how the cache is quantised.
 
     Raises:
         ValueError: tensors that do not fit together.

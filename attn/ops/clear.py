@@ -1,8 +1,8 @@
-"""What kernels read or leave where there is nothing, made neutral.
+"""Neutral values for rows without keys and for cache slots without tokens.
 
-Attention states of rows without keys: zero, and a log-sum-exp of -inf. Slots behind the last key of
-a request: zero, for kernels that multiply what they hold by a weight of zero, and zero times NaN is
-NaN.
+The attention state of a row without keys becomes zero, with a log-sum-exp of -inf. The slots behind
+a request's last key become zero for kernels that multiply their content by a weight of zero: a NaN
+there would reach the output, as zero times NaN is NaN.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from specs.sentinels import NULL_BLOCK_ID
 
 
 def clear_rows(out: torch.Tensor, lse: torch.Tensor, flags: torch.Tensor) -> None:
-    """Make rows neutral; one launch, which leaves all others alone.
+    """Set flagged rows to zero and their log-sum-exp to -inf; one launch.
 
     Args:
-        out: ``[T, H, D]``, dense, written.
-        lse: ``[T, H]`` fp32, dense, written.
-        flags: ``[<= T]`` bool: which; rows beyond are left alone.
+        out: ``[T, H, D]``, dense, written in flagged rows.
+        lse: ``[T, H]`` fp32, dense, written in flagged rows.
+        flags: ``[<= T]`` bool; rows past its end stay unchanged.
     """
     if len(flags) == 0:
         return
@@ -38,13 +38,14 @@ def clear_tails(
 ) -> None:
     """Zero the slots behind each request's last key, in the page of that key; one launch.
 
-    No token lives there: a request's last page is its own, and the next tokens are still to come.
+    Those slots hold no token: no other request shares a request's last page, and the request's next
+    tokens are not written yet.
 
     Args:
         key: ``[N, P, Hk, D]`` pages of 8-bit or 16-bit elements, the last axis dense, written.
-        value: ``[N, P, Hk, D]`` likewise.
-        pages: ``[R, max_pages]`` int32, the last axis dense; block 0 is left alone.
-        kv_lens: ``[R]`` int32, in tokens of those pages.
+        value: ``[N, P, Hk, D]`` pages of 8-bit or 16-bit elements, the last axis dense, written.
+        pages: ``[R, max_pages]`` int32, the last axis dense; block 0 stays unchanged.
+        kv_lens: ``[R]`` int32, tokens in the request's pages.
     """
     if len(kv_lens) == 0:
         return

@@ -1,4 +1,4 @@
-"""Where an operation runs: on kernels, or in the reference."""
+"""The decision whether an operation runs as a kernel or in the reference."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 
 def has_kernel(rows: torch.Tensor) -> bool:
-    """The rows are where kernels run, in a type they know; float64 is the reference's."""
+    """True where kernels can take these rows: on a GPU, or interpreted on a CPU; not float64."""
     return rows.dtype != torch.float64 and (rows.is_cuda or (rows.is_cpu and _interprets()))
 
 
 @cache
 def _interprets() -> bool:
-    """Kernels run on CPU tensors, in Triton's interpreter."""
+    """True where Triton's interpreter is on, which runs kernels on CPU tensors."""
     try:
         from attn.kernels.lang.numerics import INTERPRETED
     except ModuleNotFoundError as error:
@@ -26,7 +26,7 @@ def _interprets() -> bool:
 
 @cache
 def converts_float8(device: torch.device) -> bool:
-    """The GPU has instructions for e4m3; other GPUs and the interpreter take the integer form."""
+    """True where the GPU has instructions for e4m3; elsewhere kernels convert by integers."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)

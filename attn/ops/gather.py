@@ -1,4 +1,4 @@
-"""Queries to a kernel's padded rows, and states back to a batch's tokens; one launch each."""
+"""Copies of queries to a kernel's padded rows, and of its states back to the batch's tokens."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ def pack_query(
     scale: float,
     out: torch.Tensor,
 ) -> None:
-    """Row i of ``out`` is the query of token ``index[i]``, both parts side by side.
+    """Write to row i of ``out`` the query of token ``index[i]``, nope and rope side by side; one
+    launch.
 
     Args:
         nope: ``[T, H, L]``, any strides with dense rows.
-        rope: ``[T, H, r]``, likewise.
-        index: ``[S]`` int32 token of each row, -1 for a row of zeros; None for row i being token i.
-        scale: real = stored * scale, of an e4m3 ``out``, or of an e4m3 query; others are copied.
-        out: ``[S, H, L + r]`` in the query's type or e4m3, contiguous, written; values beyond
-            e4m3's range become its largest. Of an e4m3 query, in any 16- or 32-bit type.
+        rope: ``[T, H, r]``, any strides with dense rows.
+        index: ``[S]`` int32 token of each row, -1 for a row of zeros; None where row i is token i.
+        scale: real = stored * scale, for an e4m3 ``out`` or an e4m3 query; otherwise values are
+            copied and the scale is unused.
+        out: ``[S, H, L + r]``, contiguous, written. For a query in a model dtype it has that dtype
+            or e4m3, with values clamped to e4m3's range; for an e4m3 query any 16- or 32-bit type.
 
     Raises:
         ValueError: tensors that do not fit together.
@@ -68,14 +70,15 @@ def unpack_state(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """The state of token i is that of row ``index[i]``; rows that are not covered are neutral.
+    """Write to token i the state of row ``index[i]``, zero and -inf for tokens without keys; one
+    launch.
 
     Args:
         padded: ``[S, H, L]``, contiguous.
         padded_lse: ``[S, H]`` fp32, contiguous.
-        index: ``[T]`` int32 row of each token; -1 for a token without one.
-        flags: ``[T]`` bool: tokens without keys; None without such.
-        scale: multiplies the log-sum-exp: ln 2 for one in base 2.
+        index: ``[T]`` int32 row of each token; -1 for a token without a row.
+        flags: ``[T]`` bool, True for tokens without keys; None where every token has keys.
+        scale: multiplies the log-sum-exp: ln 2 where ``padded_lse`` is in base 2, else 1.
         out: ``[>= T, H, L]``, contiguous, written.
         lse: ``[>= T, H]`` fp32, contiguous, written.
     """

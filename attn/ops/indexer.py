@@ -19,7 +19,7 @@ _QUERIES: Final = (_E4M3, torch.float16, torch.bfloat16, torch.float32)
 
 
 def write_index_keys(k_index: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """Quantise keys and write them: e4m3, saturated, with one fp32 power of two for each.
+    """Quantise keys and write them: saturated e4m3, with one fp32 power-of-two scale per key.
 
     Args:
         k_index: ``[T, Di]``; rows past ``len(slots)`` are padding.
@@ -50,11 +50,11 @@ def write_index_keys(k_index: torch.Tensor, kv_cache: torch.Tensor, slots: torch
 def gather_index_keys(
     kv_cache: torch.Tensor, slots: torch.Tensor, data: torch.Tensor, scale: torch.Tensor
 ) -> None:
-    """Cached keys to compact rows, each with its scale, as they are stored.
+    """Copy cached keys and their scales to compact rows, as they are stored.
 
     Args:
         kv_cache: ``[N, 64, Di + 4]`` uint8, planar blocks.
-        slots: ``[S]`` int32, ``block * 64 + offset``; the row of -1 is not written.
+        slots: ``[S]`` int32, ``block * 64 + offset``; -1 leaves the row unwritten.
         data: ``[S, Di]`` e4m3, contiguous, written.
         scale: ``[S]`` fp32, contiguous, written.
 
@@ -97,10 +97,12 @@ def paged_index_logits(
         q_index: ``[T, Hi, Di]``, e4m3 (its scale is part of the weights) or a model dtype.
         weights: ``[T, Hi]`` fp32.
         kv_cache: ``[N, 64, Di + 4]`` uint8, planar blocks.
-        block_table: ``[R, blocks]`` int32; entries past a row's last key are not looked at.
-        requests: ``[T]`` int32, the table's row of each; None: row t of row t.
+        block_table: ``[R, blocks]`` int32; entries past a row's last key are not read.
+        requests: ``[T]`` int32 row of ``block_table`` for each query row; None where query row t
+            has table row t.
         kv_lens: ``[T]`` int32, keys that each row sees.
-        logits: ``[T, M]`` fp32, written below ``kv_lens``; M bounds these, as the table does.
+        logits: ``[T, M]`` fp32, written at the first ``kv_lens[t]`` columns of row t. Larger
+            lengths are cut to M and to the width of ``block_table``.
         tile: the launch record; None for the usual one.
 
     Raises:
@@ -130,12 +132,15 @@ def paged_index_logits(
 def index_launches(
     q_index: torch.Tensor, most_rows: int, most_blocks: int
 ) -> tuple[tuple[int, int], ...]:
-    """Rows and pages of launches of :func:`paged_index_logits` that together are compiled for all.
+    """Sizes, as (rows, blocks), of launches of :func:`paged_index_logits` for a warm-up.
+
+    Together with a launch of the smallest size they compile every variant of the Hopper kernel. The
+    portable kernel needs none.
 
     Args:
-        q_index: ``[1, Hi, Di]``, a query as there will be.
-        most_rows: of a launch.
-        most_blocks: of a row.
+        q_index: ``[1, Hi, Di]``, a query with the sizes and type of the layer's queries.
+        most_rows: most query rows of a launch.
+        most_blocks: most blocks of a request.
     """
     tile = _tile_for(q_index)
     if not tile.hopper_pages:
@@ -146,7 +151,7 @@ def index_launches(
 
 
 def _tile_for(q_index: torch.Tensor) -> IndexTile:
-    """The launch record of rows over pages."""
+    """The launch record of :func:`paged_index_logits` for these queries."""
     if not runs_gluon(q_index.device):
         return IndexTile()
     kind, dtype = device_facts(q_index.device).kind, DType.parse(q_index.dtype)
@@ -163,16 +168,19 @@ def ragged_index_logits(
     logits: torch.Tensor,
     tile: IndexTile | None = None,
 ) -> None:
-    """As :func:`paged_index_logits`, over compact keys: column i of row t is key ``starts[t] + i``.
+    """The logits of :func:`paged_index_logits` over compact keys instead of pages.
+
+    Column i of row t is the logit of key ``starts[t] + i``.
 
     Args:
         q_index: ``[T, Hi, Di]``.
         weights: ``[T, Hi]`` fp32.
         data: ``[S, Di]`` e4m3 keys.
-        scale: ``[S]`` fp32.
+        scale: ``[S]`` fp32 scale of each key.
         starts: ``[T]`` int32, first key of each row's request.
-        ends: ``[T]`` int32, past the last key that the row sees: causality is in it.
-        logits: ``[T, M]`` fp32 with M at least every ``ends - starts``; written below that.
+        ends: ``[T]`` int32, one past the last key that the row sees, which makes the mask causal.
+        logits: ``[T, M]`` fp32, written at the first ``ends[t] - starts[t]`` columns of row t; M is
+            at least the largest of these counts.
         tile: the launch record; None for the usual one.
 
     Raises:
@@ -214,20 +222,21 @@ def select_topk(
     offsets: torch.Tensor | None = None,
     tile: IndexTile | None = None,
 ) -> None:
-    """Positions of each row's largest logits, by rising position, then -1.
+    """Write the positions of each row's largest logits in ascending order, then -1.
 
-    Among equal logits the lower positions are taken; NaN is below all numbers. A row of no more
-    logits than entries lists all its positions.
+    Among equal logits the lower positions are taken; NaN counts as less than every number. A row
+    with at most ``topk`` logits lists all its positions.
 
     Args:
-        logits: ``[T, M]`` fp32, of which the first ``lens[t]`` are looked at.
-        lens: ``[T]`` int32.
+        logits: ``[T, M]`` fp32; the first ``lens[t]`` of row t are read.
+        lens: ``[T]`` int32, logits of each row.
         out: ``[T, topk]`` int32, written.
-        out_lens: ``[T]`` int32, written: entries that are not -1.
-        block_table: ``[R, blocks]`` int32: slots are written in place of positions; entries past a
-            row's last position are not looked at.
-        block_size: of it.
-        requests: ``[T]`` int32, the table's row of each; None: row t of row t.
+        out_lens: ``[T]`` int32, written: number of entries of each row that are not -1.
+        block_table: ``[R, blocks]`` int32; with it, slots are written instead of positions. Entries
+            past a row's last position are not read.
+        block_size: tokens per block of ``block_table``.
+        requests: ``[T]`` int32 row of ``block_table`` for each row of logits; None where row t of
+            logits has table row t.
         offsets: ``[T]`` int32, added to each row's positions.
         tile: the launch record; None for the usual one.
 

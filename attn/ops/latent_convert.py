@@ -1,7 +1,8 @@
-"""Latent rows: written block-scaled, gathered by slots, converted to what a kernel reads.
+"""Latent rows: written to a cache, gathered by slots, converted to a format that a kernel reads.
 
-By kernels on a GPU, by the reference elsewhere. No conversion rounds where scales are powers of
-two; what loses otherwise, or is not done at all, stands in ``specs.sparse_mla.CONVERSIONS``.
+Operations run as kernels on a GPU and in the reference elsewhere. ``specs.sparse_mla.CONVERSIONS``
+lists the conversions and what each loses: those from e4m3 rows are exact where scales are powers of
+two.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from specs.rows import LatentFormat, RowFormat
 from specs.sparse_mla import conversion_reason
 
 _CHUNK_ROWS = 65_536
-"""Rows that the reference converts at a time: it keeps several copies in fp32."""
+"""Rows that the reference converts at a time; this bounds the memory of its fp32 copies."""
 
 
 def write_latent_rows(
@@ -33,15 +34,15 @@ def write_latent_rows(
 ) -> None:
     """Write new latent rows into a cache of any attended format, in one launch.
 
-    Elements of e4m3 saturate. A block of 128 has the smallest power of two as its scale that brings
-    it into range; a block of zeros has 1.
+    Elements of e4m3 saturate. The scale of a block of 128 elements is the smallest power of two
+    that brings the block into e4m3's range, or 1 for a block of zeros.
 
     Args:
         kv_c: ``[T, L]``; rows past ``len(slot_mapping)`` are padding.
         k_pe: ``[T, r]``.
         kv_cache: ``[N, P, row]``.
         slot_mapping: ``[<= T]`` int64; -1 skips.
-        k_scale: fp32 scalar, of rows with one scale per tensor.
+        k_scale: fp32 scalar, used by rows with one scale per tensor.
         row: the cache's row format.
 
     Raises:
@@ -71,7 +72,8 @@ def write_latent_rows(
             f"kv_c and k_pe must have dense rows, one for each of {count} slots, got "
             f"{len(kv_c)} and {len(k_pe)} in strides {kv_c.stride()} and {k_pe.stride()}"
         )
-    # Blocks of one row: as one block, their number would be a constant of the kernel.
+    # Each row is a block of its own. As one block of all rows, the number of rows would be the
+    # block size, a constant that the kernel is compiled for.
     new = {"nope": kv_c[:, None], "rope": k_pe[:, None]}
     formats = LatentFormat.BF16, latent
     _launch(new, views, formats, None, slot_mapping, k_scale, count, snap_scales=False)
@@ -93,19 +95,19 @@ def rope_and_write_latent_rows(
 
     Args:
         q_pe: ``[T, H, r]``, dense rows.
-        kv_c: as in :func:`write_latent_rows`, and so are the last four.
+        kv_c: ``[T, L]``; rows past ``len(slot_mapping)`` are padding.
         k_pe: ``[T, r]``, dense rows.
         positions: ``[T]`` integer; a row whose position is outside the table is padding.
         cos_sin_cache: ``[max_position, r]``: cosines, then sines.
         is_neox: rotate halves (True) or interleaved pairs (False).
-        kv_cache: as above.
-        slot_mapping: likewise.
-        k_scale: likewise.
-        row: likewise.
+        kv_cache: ``[N, P, row]``.
+        slot_mapping: ``[<= T]`` int64; -1 skips.
+        k_scale: fp32 scalar, used by rows with one scale per tensor.
+        row: the cache's row format.
 
     Raises:
         ValueError: tensors that do not fit together.
-        NotImplementedError: rows with block scales, or of the indexer.
+        NotImplementedError: rows with block scales, or the indexer's rows.
     """
     latent = LatentFormat(row.name)
     if latent not in (LatentFormat.BF16, LatentFormat.FP8_NOPE_FP8_ROPE):
@@ -120,7 +122,7 @@ def rope_and_write_latent_rows(
 
 
 def _as_keys(views: dict[str, torch.Tensor]) -> KVViews:
-    """Rows as what is written: of the two parts, it is keys that RoPE rotates."""
+    """Views of rows for the dense write: the rotary part as keys, which RoPE rotates there."""
     return KVViews(views["rope"][:, :, None], views["nope"][:, :, None])
 
 
@@ -138,19 +140,19 @@ def convert_rows(
     k_scale: torch.Tensor,
     snap_scales: bool = False,
 ) -> None:
-    """Row i of ``out`` is the cached row at ``slots[i]``, in the target's format; one launch.
+    """Write to row i of ``out`` the cached row at ``slots[i]``, in the target's format; one launch.
 
-    Nothing but the rows of the list is read, each as often as it is listed. Equal formats copy.
+    Only listed rows are read, each as often as it is listed. Between equal formats rows are copied.
 
     Args:
         kv_cache: ``[N, P, row]``.
-        source: its row format.
+        source: row format of ``kv_cache``.
         slots: ``[S]`` int32 or int64, contiguous; -1 gives a row of zeros.
-        out: ``[>= S, row]`` of the target's rows, dense rows; those past S are not written.
-        target: its row format.
-        k_scale: fp32 scalar, of source rows with one scale per tensor.
-        snap_scales: block scales that are made from ``k_scale`` are powers of two, at the price of
-            one more rounding: for readers that take them for such.
+        out: ``[>= S, row]`` in the target's format, dense rows; rows past S are not written.
+        target: row format of ``out``.
+        k_scale: fp32 scalar, used by source rows with one scale per tensor.
+        snap_scales: round block scales that are made from ``k_scale`` to powers of two, for kernels
+            that read scales as powers of two; it costs elements one more rounding.
 
     Raises:
         ValueError: a conversion that is refused, with the reason; tensors that do not fit.
@@ -189,19 +191,20 @@ def convert_blocks(
     first_block: int = 0,
     snap_scales: bool = False,
 ) -> None:
-    """Block i of ``out`` is block ``first_block + i`` of the cache, in the target's format.
+    """Write to block i of ``out`` block ``first_block + i`` of the cache, in the target's format.
 
-    A whole cache in one launch; or, over an ``out`` of fewer blocks, in bounded memory, call by
-    call. Slots that were never written hold what their bytes happen to mean.
+    One launch converts a whole cache. With an ``out`` of fewer blocks, several calls convert it in
+    bounded memory. Slots without a token are converted too and have no meaning.
 
     Args:
         kv_cache: ``[N, P, row]``.
-        source: its row format.
-        out: ``[M, P, row]`` of the target's rows.
-        target: its row format.
-        k_scale: as in :func:`convert_rows`, and so is ``snap_scales``.
-        first_block: first of M blocks.
-        snap_scales: likewise.
+        source: row format of ``kv_cache``.
+        out: ``[M, P, row]`` in the target's format.
+        target: row format of ``out``.
+        k_scale: fp32 scalar, used by source rows with one scale per tensor.
+        first_block: first of the M blocks in ``kv_cache``.
+        snap_scales: round block scales that are made from ``k_scale`` to powers of two, for kernels
+            that read scales as powers of two; it costs elements one more rounding.
 
     Raises:
         ValueError: a conversion that is refused, with the reason; blocks of another size, or beyond

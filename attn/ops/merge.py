@@ -18,16 +18,17 @@ def merge_states(
     output_scale: torch.Tensor | None = None,
     num_tokens: int | None = None,
 ) -> None:
-    """Merge N states of every row into ``output``; only empty states give zero and ``-inf``.
+    """Merge N states of every row into ``output``: zero and ``-inf`` where all N are empty.
 
     Args:
-        outs: ``[N, T, H, Dv]``, last dimension contiguous; of an empty state anything, NaN too.
+        outs: ``[N, T, H, Dv]``, last dimension contiguous; an empty state may hold anything, even
+            NaN.
         lses: ``[N, T, H]`` fp32 natural log-sum-exps, ``-inf`` where a state is empty.
         output: ``[>= num_tokens, H, Dv]``, last dimension contiguous; float8_e4m3fn, saturated,
             with ``output_scale``.
         output_lse: ``[>= num_tokens, H]`` fp32 to receive the merged log-sum-exp, or None.
         output_scale: fp32 scalar; ``output`` then holds result / scale.
-        num_tokens: rows to merge, those beyond are not touched; None means T.
+        num_tokens: rows to merge; rows past them stay unchanged. None means T.
 
     Raises:
         ValueError: tensors that do not fit together.

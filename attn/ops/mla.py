@@ -25,22 +25,22 @@ def mla_attention(
     output: torch.Tensor,
     index: IndexInputs | None = None,
 ) -> torch.Tensor:
-    """Attention of a step whose latent rows are written already; decode rows come first.
+    """Attention of a step; its latent rows are in the cache already, and decode rows come first.
 
-    What vLLM's ``MLAAttention`` does around the same two methods.
+    vLLM's ``MLAAttention`` does the same around an impl's ``forward_mha`` and ``forward_mqa``.
 
     Args:
         impl: an MLA impl after ``process_weights_after_loading``.
-        layer: scales of the layer.
+        layer: the layer's scales.
         q: ``[T, H, P + r]``, nope then rope.
         kv_c_normed: ``[T, L]``.
         k_pe: ``[T, r]``.
         kv_cache: ``[N, block_size, row]``.
         attn_metadata: the record of the impl's builder; None is a profiling call.
         output: ``[T, H * V]``, written in place; rows past the batch's tokens are not touched.
-        index: what a sparse layer's own indexer is given, an
-        ``attn.impls.sparse.indexer.SparseIndexer``,
-            which then runs first; None where lists are written by others.
+        index: inputs of a sparse layer's own indexer
+            (``attn.impls.sparse.indexer.SparseIndexer``), which then runs first; None for a layer
+            without an indexer of its own.
 
     Returns:
         ``output``.

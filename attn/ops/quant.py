@@ -1,4 +1,4 @@
-"""Quantised queries: a saturating cast of what kernels read beside a quantised cache."""
+"""Quantisation of queries, for kernels that compute with a quantised cache and query."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attn.reference.quant import saturate
 
 
 def quantize_into(rows: torch.Tensor, scale: float, out: torch.Tensor) -> None:
-    """``rows / scale`` in e4m3; values beyond its range become its largest.
+    """Write ``rows / scale`` to ``out`` in e4m3, clamped to e4m3's range.
 
     Args:
         rows: ``[T, H, D]``, any strides with dense rows of D.

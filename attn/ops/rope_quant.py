@@ -1,4 +1,4 @@
-"""RoPE and e4m3 of absorbed queries and latent rows, with their cache write: one launch."""
+"""RoPE, quantisation to e4m3 and cache write of absorbed queries and latent rows: one launch."""
 
 from __future__ import annotations
 
@@ -29,24 +29,26 @@ def rope_quantize(
     cache: tuple[torch.Tensor, torch.Tensor] | None = None,
     slot_mapping: torch.Tensor | None = None,
 ) -> None:
-    """Rotate both rotary parts in fp32 and store all four parts in e4m3, rounded once; values
-    beyond its range become its largest. What FlashInfer's ``mla_rope_quantize_fp8`` does with the
-    reciprocals of the scales, and the write of the rows behind it.
+    """Rotate both rotary parts in fp32 and store queries and latent rows in e4m3.
+
+    Values are rounded once and clamped to e4m3's range. FlashInfer's ``mla_rope_quantize_fp8``,
+    which takes the reciprocals of the scales, computes the same; here the cache write of the rows
+    is part of the launch.
 
     Args:
-        q_nope: ``[T, H, L]``, absorbed; any strides with dense rows, as all four.
-        q_pe: ``[T, H, r]``, not rotated; it stays as it is.
-        kv_c: ``[T, L]``.
-        k_pe: ``[T, r]``, not rotated; it stays as it is.
+        q_nope: ``[T, H, L]``, absorbed; any strides with dense rows.
+        q_pe: ``[T, H, r]``, not rotated, not written; any strides with dense rows.
+        kv_c: ``[T, L]``; any strides with dense rows.
+        k_pe: ``[T, r]``, not rotated, not written; any strides with dense rows.
         positions: ``[T]`` integer; a row whose position is outside the table is not rotated.
         cos_sin_cache: ``[max_position, r]`` fp32: cosines, then sines.
         is_neox: the pair of element i is i + r / 2 (True) or its neighbour (False).
-        q_scale: fp32 scalar, device: real = stored * scale.
-        k_scale: likewise.
+        q_scale: fp32 scalar on the device: real = stored * scale.
+        k_scale: fp32 scalar on the device: real = stored * scale.
         q_out: ``[T, H, L + r]`` e4m3, contiguous, written.
         k_out: ``[T, L + r]`` e4m3, contiguous, written; or None.
-        cache: ``[N, P, L]`` and ``[N, P, r]`` e4m3 views of a paged cache, to write; or None.
-        slot_mapping: ``[<= T]`` int64 of that cache; -1 skips.
+        cache: ``[N, P, L]`` and ``[N, P, r]`` e4m3 views of a paged cache, written; or None.
+        slot_mapping: ``[<= T]`` int64 slots of ``cache``; -1 skips.
 
     Raises:
         ValueError: a piece is missing, or tensors do not fit together; the message names it.
@@ -108,27 +110,30 @@ def rope_quantize_by_flashinfer(
     cache: tuple[torch.Tensor, torch.Tensor] | None = None,
     slot_mapping: torch.Tensor | None = None,
 ) -> None:
-    """:func:`rope_quantize` by FlashInfer's function, and a write of its rows behind it. Bits are
-    the same but where fp32 is undecided between two neighbours.
+    """:func:`rope_quantize` by FlashInfer's function, followed by a cache write of the rows.
+
+    The bits equal those of :func:`rope_quantize`, except where fp32 arithmetic leaves a value
+    between two e4m3 neighbours and rounds it to either.
 
     Args:
-        q_nope: as there, fp16 or bf16, and so are all that are not named here.
-        q_pe: as there.
-        kv_c: as there.
-        k_pe: as there.
+        q_nope: ``[T, H, L]`` fp16 or bf16, absorbed.
+        q_pe: ``[T, H, r]`` fp16 or bf16, not rotated, not written.
+        kv_c: ``[T, L]`` fp16 or bf16.
+        k_pe: ``[T, r]`` fp16 or bf16, not rotated, not written.
         positions: ``[T]`` int32 or int64, each inside the table: FlashInfer does not check it.
-        cos_sin_cache: as there, contiguous.
-        is_neox: as there.
-        q_scale: number of the host.
-        k_scale: likewise.
-        q_out: as there.
-        k_out: as there; None takes memory of its own.
-        cache: as there.
-        slot_mapping: as there.
+        cos_sin_cache: ``[max_position, r]`` fp32, contiguous: cosines, then sines.
+        is_neox: the pair of element i is i + r / 2 (True) or its neighbour (False).
+        q_scale: number on the host: real = stored * scale.
+        k_scale: number on the host: real = stored * scale.
+        q_out: ``[T, H, L + r]`` e4m3, contiguous, written.
+        k_out: ``[T, L + r]`` e4m3, contiguous, written; None allocates it.
+        cache: ``[N, P, L]`` and ``[N, P, r]`` e4m3 views of a paged cache, written; or None.
+        slot_mapping: ``[<= T]`` int64 slots of ``cache``; -1 skips.
 
     Raises:
-        ValueError: as there, and what FlashInfer does not take.
-        FlashInferUnavailableError: FlashInfer cannot be used here; with the reason.
+        ValueError: a piece is missing, tensors do not fit together, or FlashInfer does not take
+            them.
+        FlashInferUnavailableError: FlashInfer cannot be used here; the message says why.
     """
     k_pe, cos_sin_cache = _present(k_pe, cos_sin_cache)
     _check(q_nope, q_pe, kv_c, k_pe, positions, cos_sin_cache)

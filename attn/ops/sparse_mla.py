@@ -19,14 +19,15 @@ def tile_for(
     layout: LatentFormat,
     batch_invariant: bool = False,
 ) -> SparseTile:
-    """The launch record for these rows on their device, for callers without a builder: chosen by
-    what a builder chooses by, :func:`builders.sparse.tiles.sparse_tile`.
+    """The launch record for these rows on their device, for callers without a builder.
+
+    Builders use the same function for the choice: :func:`builders.sparse.tiles.sparse_tile`.
 
     Args:
         query: ``[T, H, L]``.
         indices: ``[T, topk]``.
-        layout: of the cache.
-        batch_invariant: a row's bits depend on the row alone with any number of heads.
+        layout: row format of the cache.
+        batch_invariant: a row's bits shall depend on the row alone, with any number of heads.
     """
     gpu = device_facts(query.device)
     shape = SparseShape(
@@ -52,28 +53,27 @@ def sparse_mla(
     twin: SparseTile | None = None,
     workspace: SparseWorkspace | None = None,
 ) -> None:
-    """Each query row attends the cache's rows that it lists; one listed twice counts twice.
+    """Attention of each query row over the cache rows that it lists; a duplicate counts twice.
 
-    An entry of its own, without metadata; an impl passes its builder's tile and workspace.
+    The function needs no metadata; an impl passes its builder's tile and workspace.
 
     Args:
         query: ``[T, H, L]``, absorbed.
         rotary: ``[T, H, r]``.
         kv_cache: ``[N, P, row]`` of the layout; compact rows are one block ``[1, S, row]``.
-        indices: ``[T, topk]`` int32, ``block * P + offset``; -1 for none, anywhere.
-        topk_lens: ``[T]`` int32: entries of each list that count, others are not looked at; None
-            for all.
-        layout: of the cache's rows.
+        indices: ``[T, topk]`` int32, ``block * P + offset``; -1 for no row, at any place.
+        topk_lens: ``[T]`` int32, entries of each list to read; None reads all.
+        layout: row format of the cache.
         scale: multiplies q.k; positive.
         output: ``[T, H, L]`` in the query's type, written; zero for a row that lists nothing.
-        lse: ``[T, H]`` fp32, natural log, written; -inf for such a row.
+        lse: ``[T, H]`` fp32, natural log, written; -inf for a row that lists nothing.
         k_scale: fp32 scalar of ``FP8_NOPE_FP8_ROPE`` rows: real = stored * scale.
-        sinks: ``[H]`` logits that only the denominator has; the LSE has them too.
-        tile: of a builder's launch, or from :func:`tile_for` to measure others without a builder;
-            None makes it.
-        twin: the plain kernel's, in place of a tile of the one for Hopper that cannot copy these
-            tensors' rows.
-        workspace: of a builder's launch; None allocates it where the tile splits rows.
+        sinks: ``[H]`` logits added to the softmax denominator and to the LSE.
+        tile: the launch record from a builder or from :func:`tile_for`; None calls
+            :func:`tile_for`.
+        twin: the portable kernel's launch record, used where ``tile`` is for the Hopper kernel but
+            these tensors' rows are not aligned as its copies need.
+        workspace: scratch of a builder's launch; None allocates it where the tile splits rows.
 
     Raises:
         ValueError: tensors that do not fit together.
@@ -92,7 +92,7 @@ def sparse_mla(
 
     tile = tile or tile_for(query, indices, layout)
     if tile.hopper is not None and twin is not None:
-        # Gluon only where it is used.
+        # Imported late: the module needs Gluon, which other GPUs can do without.
         from attn.kernels.sparse.hopper_launch import is_aligned
         from builders.launch.launcher import launch
 

@@ -1,4 +1,4 @@
-"""Top-k lists of an indexer as an attention kernel reads them; one launch."""
+"""Conversion of an indexer's top-k lists to the entries that an attention kernel reads."""
 
 from __future__ import annotations
 
@@ -23,28 +23,30 @@ def transform_topk(
     slots: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
 ) -> None:
-    """Tokens of a row's request to what the kernel counts; -1 stays -1, duplicates stay.
+    """Convert positions in a row's request to the kernel's entries; one launch.
 
-    An id that a row does not see becomes -1: nothing is read for it, here or later.
+    -1 stays -1 and duplicates stay. A position that the row does not see becomes -1, so that
+    neither this launch nor the attention kernel reads anything for it.
 
     Args:
         ids: ``[T, topk]`` int32 positions in the row's request, -1 for none; dense rows.
         visible_lens: ``[T]`` int32 keys that each row sees.
-        reqs: ``[T]`` int32 request of each row, in ``block_table`` and ``offsets``.
-        kind: what entries become: slots of the cache; the id plus the request's offset; or places
-            in ``out``, one row of a compact buffer for each.
+        reqs: ``[T]`` int32 request of each row, an index into ``block_table`` and ``offsets``.
+        kind: the result: slots of the cache (``PAGED``); the position plus the request's offset
+            (``RAGGED``); or the entry's own index in ``out``, for a compact buffer with one row for
+            each entry (``GATHERED``).
         out: ``[T, width]`` int32, contiguous, written; -1 past ``topk``.
         block_table: ``[R, max_blocks]`` int32, for slots.
         block_size: tokens per block.
         offsets: ``[R]`` int32 first row of each request's context, for ``RAGGED``.
-        slots: ``[T, width]`` int32, contiguous, written for ``GATHERED``: what the rows of the
-            buffer are to be read from.
-        counts: ``[T]`` int32, written: the entries that are not -1, which then come first. None
-            leaves all entries where they stand.
+        slots: ``[T, width]`` int32, contiguous, written for ``GATHERED``: the cache slots that the
+            rows of the buffer are to be read from.
+        counts: ``[T]`` int32, written: the number of entries that are not -1, which are moved to
+            the front. With None every entry stays in its place.
 
     Raises:
-        ValueError: tensors that do not fit together, or the kind; when debugging, an id that a row
-            with keys does not see (lists of padding rows are stale).
+        ValueError: tensors do not fit together or do not fit the kind; in debug mode also a
+            position that a row with keys does not see (lists of padding rows may be stale).
     """
     _check(ids, visible_lens, reqs, kind, out, block_table, offsets, slots, counts)
     if debug_enabled():
@@ -116,7 +118,7 @@ def _check(
 
 
 def _check_ids(ids: torch.Tensor, visible_lens: torch.Tensor) -> None:
-    """Reads device values: for debugging."""
+    """Refuse positions that a row does not see; for debug mode, since it reads device values."""
     wrong = ((ids < -1) | (ids >= visible_lens[:, None])) & (visible_lens[:, None] > 0)
     if bool(wrong.any()):
         row, column = (int(index) for index in torch.nonzero(wrong)[0])

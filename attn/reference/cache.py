@@ -1,4 +1,4 @@
-"""Reading and writing the paged cache, for every layout: by slots in, by block table out."""
+"""Writing the paged cache by slots and reading it by block table, for every layout."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def scatter_rows(target: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) 
             f"rows of a token must have shape {tuple(target.shape[2:])} for this cache, "
             f"got {tuple(rows.shape[1:])}"
         )
-    # Either side may be padded: a graph's slots, or a padded batch's rows.
+    # Slots are padded under a CUDA graph, rows in a padded batch.
     slots = slots[: len(rows)]
     check_slots(slots, target.shape[1], target.shape[0])
     kept = slots >= 0
     slots, rows = slots[kept], rows[kept]
     if target.dtype.itemsize == 1 and target.dtype.is_floating_point:
-        # Indexed writes of 8-bit floats are not implemented on every device; bytes are.
+        # Not every device has indexed writes of 8-bit floats, but all have them of bytes.
         target, rows = target.view(torch.uint8), rows.contiguous().view(torch.uint8)
     target[slots // target.shape[1], slots % target.shape[1]] = rows
 
@@ -46,7 +46,7 @@ def scatter_rows(target: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) 
 def gather_rows(
     source: torch.Tensor, table_row: torch.Tensor, start: int, stop: int
 ) -> torch.Tensor:
-    """Rows of positions ``[start, stop)`` of one request; no other table entry is looked at.
+    """Rows of positions ``[start, stop)`` of one request; entries of other blocks are not read.
 
     Args:
         source: ``[N, P, ...]`` strided view of the cache.
@@ -77,7 +77,7 @@ def gather_rows(
 def gather_positions(
     source: torch.Tensor, table_row: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Rows ``[S, ...]`` at ``[S]`` positions of one request, in that order.
+    """Rows ``[S, ...]`` at ``[S]`` positions of one request, in the order of ``positions``.
 
     Raises:
         ValueError: a block id outside the cache.
@@ -88,7 +88,7 @@ def gather_positions(
 
 
 def _used_blocks(blocks: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """The ids as int64, checked: torch would take a negative one from the end of the cache."""
+    """Block ids as int64, checked: torch would count a negative id from the end of the cache."""
     outside = (blocks < 0) | (blocks >= num_blocks)
     if bool(outside.any()):
         raise ValueError(
@@ -98,7 +98,7 @@ def _used_blocks(blocks: torch.Tensor, num_blocks: int) -> torch.Tensor:
 
 
 def _take(source: torch.Tensor, index: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Advanced indexing that also works for 8-bit floats, by way of bytes."""
+    """Index rows of any type: 8-bit floats are indexed as bytes, as not every device has both."""
     if source.dtype.itemsize == 1 and source.dtype.is_floating_point:
         return source.view(torch.uint8)[index].view(source.dtype)
     return source[index]
@@ -121,7 +121,7 @@ def write_kv(
         views: K and V of the cache.
         slots: ``[<= T]`` int64, -1 skips.
         k_scale: fp32 scalar or ``[Hk]``, for per-tensor fp8.
-        v_scale: likewise.
+        v_scale: fp32 scalar or ``[Hk]``, for per-tensor fp8.
         cache_dtype: how the cache is quantised.
 
     Raises:

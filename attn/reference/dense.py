@@ -1,4 +1,4 @@
-"""Attention of one request and of a paged batch, with every masking rule of the library."""
+"""Attention of one request and of a batch, with every masking rule of the library."""
 
 from __future__ import annotations
 
@@ -11,44 +11,45 @@ from attn.reference.merge import merge_states
 from builders.checks.masks import refuse_masks
 
 SCORE_BYTES = 1 << 26
-"""Score tiles are cut along the queries to stay near this size."""
+"""Most bytes of scores at a time, roughly: queries are sliced to stay below this number."""
 
 
 @dataclass(frozen=True)
 class AttentionRules:
-    """What decides which keys a query sees and how scores become weights, for one request."""
+    """Rules for one request: which keys a query sees, and how scores become weights."""
 
     scale: float
     """Multiplies q.k."""
     causal: bool = True
-    """Key position at most the query's; otherwise every key of the request."""
+    """A query sees no key behind its own position; without it, every key of the request."""
     sliding_window: int | None = None
-    """Visible keys including the token itself; without ``causal`` as many to the right."""
+    """Visible keys, the token's own included; without ``causal``, that many to each side."""
     attention_chunk_size: int | None = None
-    """No keys before the query's own aligned chunk less ``chunk_lookback`` chunks, in place of the
-    window; only ``causal`` keeps later chunks out."""
+    """Tokens of an aligned chunk. A query sees no keys before its own chunk and ``chunk_lookback``
+    chunks before it. Chunks replace the window. Later chunks are hidden by ``causal`` alone."""
     chunk_lookback: int = 0
     logits_soft_cap: float | None = None
-    """c of ``c * tanh(score / c)``."""
+    """c in ``c * tanh(score / c)``; None means no cap."""
     alibi_slopes: torch.Tensor | None = None
-    """``[H]``: adds ``slope * (key position - query position)``."""
+    """``[H]`` slopes: scores get ``slope * (key position - query position)`` added."""
     use_alibi_sqrt: bool = False
-    """Adds ``-slope * sqrt(query position - key position)`` instead."""
+    """Add ``-slope * sqrt(query position - key position)`` instead of the linear bias."""
     sinks: torch.Tensor | None = None
-    """``[H]``: a logit in the softmax denominator (and in the LSE) of rows that have keys."""
+    """``[H]`` logits in the softmax denominator, and in the LSE, of rows that have keys."""
     mm_ranges: tuple[tuple[int, int], ...] = ()
-    """Inclusive position ranges attended in both directions, whatever the rules above say."""
+    """Inclusive ranges of positions inside which every query sees every key, whatever ``causal``,
+    window and chunks say."""
     mm_clamp_window: bool = False
-    """Inside a range, still no key further back than the window."""
+    """Hide keys before the window inside ``mm_ranges`` too."""
     rswa_prefix_len: int | None = None
-    """With ``rswa_window``: keys of this prefix stay visible beside the window."""
+    """Length of a prefix that stays visible in addition to the window ``rswa_window``."""
     rswa_window: int | None = None
 
     def __post_init__(self) -> None:
-        """Masks that mean nothing together are refused.
+        """Refuse masks that mean nothing together.
 
         Raises:
-            ValueError: they are; the message names both.
+            ValueError: two fields do not go together; the message names both.
         """
         chunk, window = self.attention_chunk_size, self.sliding_window
         if chunk is not None and window not in (None, chunk):
@@ -65,7 +66,7 @@ class AttentionRules:
 
     @property
     def is_plain_causal(self) -> bool:
-        """Every query sees all keys up to its own position, whatever those are."""
+        """True where every query sees all keys up to its own position."""
         limits = (self.sliding_window, self.attention_chunk_size, self.rswa_window)
         return self.causal and not self.mm_ranges and all(limit is None for limit in limits)
 
@@ -91,7 +92,7 @@ def visible_range(first: int, last: int, num_keys: int, rules: AttentionRules) -
 def visibility(
     queries: torch.Tensor, keys: torch.Tensor, rules: AttentionRules
 ) -> torch.Tensor | None:
-    """Which keys each query sees; None when it sees all.
+    """Mask of the keys that each query sees; None where every query sees all.
 
     Args:
         queries: ``[T, 1]`` positions.
@@ -159,7 +160,7 @@ def attend(
         return empty, query.new_full((num_tokens, num_heads), float("-inf"))
     seen = visibility(query_positions[:, None], key_positions[None, :], rules)
     if seen is not None:
-        # A key that no query sees may hold anything, NaN included: 0 * NaN would reach the sum.
+        # A key that no query sees may hold NaN, and 0 * NaN would reach the sum.
         unseen = ~seen.any(0)
         if bool(unseen.any()):
             key = key.masked_fill(unseen[:, None, None], 0)
@@ -221,11 +222,11 @@ def attend_request(
 
     Args:
         query: ``[T, H, D]``, float32 or float64.
-        read: gives keys and values of a range of positions; nothing else is read.
+        read: returns keys and values of a range of positions; called for visible ranges only.
         first_position: position of the first query.
         num_keys: KV length of the request.
         rules: the request's rules.
-        first_key: keys before this position are left out (a shared prefix handled apart).
+        first_key: keys before this position are left out (a shared prefix, attended separately).
 
     Returns:
         ``[T, H, Dv]`` and LSE ``[T, H]``.
@@ -250,16 +251,16 @@ def attend_request(
 
 @dataclass(frozen=True)
 class Request:
-    """One row of a batch, as the reference walks it."""
+    """One request of a batch."""
 
     start: int
-    """First token in the batch."""
+    """Index of the request's first token in the batch."""
     stop: int
-    """Token after the last."""
+    """Index after the request's last token in the batch."""
     num_keys: int
-    """KV length, this step's tokens included (cross attention: the encoder's)."""
+    """KV length, this step's tokens included; in cross attention the encoder's length."""
     first_position: int
-    """Position of the first token."""
+    """Position of the request's first token of this step."""
     rules: AttentionRules
     read: ReadKV
 
@@ -270,14 +271,15 @@ def attend_batch(
     write: Callable[[slice, torch.Tensor, torch.Tensor], None],
     common_prefix_len: int = 0,
 ) -> None:
-    """Attention of every request; with a shared prefix, that part once for all of them.
+    """Attention of every request; with a shared prefix, merged from the prefix and the rest.
 
     Args:
         query: ``[T, H, D]`` in any float type.
-        requests: the batch's rows that have tokens.
-        write: receives a slice of tokens, their output and LSE in the arithmetic's type.
-        common_prefix_len: leading positions whose keys are the same for all requests; used where
-            every query sees all of them (plain causal rules).
+        requests: the requests of the batch that have tokens.
+        write: receives a slice of tokens, their output and their LSE, in the type of the
+            arithmetic.
+        common_prefix_len: number of leading positions with the same keys in all requests; used
+            where every query sees all of them (plain causal rules).
     """
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     for request in requests:
@@ -294,7 +296,7 @@ def attend_batch(
             prefix if shared else 0,
         )
         if shared:
-            # The sink belongs to one of the two states only.
+            # Merging adds denominators, so that only one of the two states may hold the sinks.
             rules = replace(request.rules, causal=False, sinks=None)
             before = attend_request(part, request.read, request.first_position, prefix, rules)
             out, lse = merge_states([before, (out, lse)])

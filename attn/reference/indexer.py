@@ -28,11 +28,11 @@ def write_index_keys(k_index: torch.Tensor, kv_cache: torch.Tensor, slots: torch
 def gather_index_keys(
     kv_cache: torch.Tensor, slots: torch.Tensor, data: torch.Tensor, scale: torch.Tensor
 ) -> None:
-    """Keys as they are stored; arguments as in ``attn.ops.indexer``."""
+    """Copy cached keys and scales as stored: :func:`attn.ops.indexer.gather_index_keys`."""
     views = latent_views(kv_cache, LatentFormat.INDEXER_FP8.row(data.shape[1]))
     rows = torch.nonzero(slots >= 0).flatten()
     block, offset = slots[rows].long() // kv_cache.shape[1], slots[rows].long() % kv_cache.shape[1]
-    # Indexing knows no e4m3.
+    # Not every device has indexed writes of e4m3, but all have them of bytes.
     data.view(torch.uint8)[rows] = views["data"].view(torch.uint8)[block, offset]
     scale[rows] = views["scale"][block, offset, 0]
 
@@ -66,7 +66,7 @@ def index_logits(
 
 
 def causal_topk(logits: torch.Tensor, first_position: int, topk: int) -> torch.Tensor:
-    """The ``topk`` visible positions of largest logit for each query, ties to the lower position.
+    """The ``topk`` visible positions with each query's largest logits, ties to the lower position.
 
     Args:
         logits: ``[T, S]``.
@@ -98,7 +98,7 @@ def paged_index_logits(
     kv_lens: torch.Tensor,
     logits: torch.Tensor,
 ) -> None:
-    """Logits of each row over its request's keys; arguments as in ``attn.ops.indexer``."""
+    """Logits over paged keys: see :func:`attn.ops.indexer.paged_index_logits`."""
     dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
     most = min(logits.shape[1], block_table.shape[1] * kv_cache.shape[1])
     for token, (query, weight) in enumerate(zip(q_index, weights, strict=True)):
@@ -118,7 +118,7 @@ def ragged_index_logits(
     ends: torch.Tensor,
     logits: torch.Tensor,
 ) -> None:
-    """Logits of each row over its range of compact keys; arguments as in ``attn.ops.indexer``."""
+    """Logits over compact keys: see :func:`attn.ops.indexer.ragged_index_logits`."""
     dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
     for token, (query, weight) in enumerate(zip(q_index, weights, strict=True)):
         first, last = int(starts[token]), min(int(ends[token]), len(data))
@@ -139,14 +139,14 @@ def select_topk(
     requests: torch.Tensor | None,
     offsets: torch.Tensor | None,
 ) -> None:
-    """The largest logits of each row by rising position; arguments as in ``attn.ops.indexer``."""
+    """Positions of each row's largest logits: see :func:`attn.ops.indexer.select_topk`."""
     topk = out.shape[1]
     out.fill_(-1)
     for token, row in enumerate(logits):
         length = max(int(lens[token]), 0)
         seen = row[:length]
         seen = torch.where(seen.isnan(), torch.full_like(seen, float("-inf")), seen)
-        # NaN after all numbers, even -inf.
+        # NaN sorts behind all numbers, -inf included, as in the kernel.
         order = torch.sort(seen, descending=True, stable=True).indices
         order = torch.cat([order[~row[order].isnan()], order[row[order].isnan()]])
         listed = order[:topk].sort().values

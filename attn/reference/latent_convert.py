@@ -1,4 +1,4 @@
-"""Latent rows from one format and place to another, in plain torch."""
+"""Latent rows gathered by slots and converted between formats, in plain torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from specs.rows import LATENT_BLOCK, LatentFormat, RowFormat
 def gather_fields(
     fields: Mapping[str, torch.Tensor], slots: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Fields of the rows at ``[S]`` slots, ``[S, count]`` each; zeros, of scale 1, for -1.
+    """Fields ``[S, count]`` of the rows at ``[S]`` slots; slot -1 gives zeros, with scales of 1.
 
     Args:
-        fields: ``[N, P, count]`` each, by name.
-        slots: integer, any number of times each.
+        fields: name and ``[N, P, count]`` tensor of each field.
+        slots: ``[S]`` integer; a slot may be listed more than once.
     """
     block_size = fields["nope"].shape[1]
     there = slots >= 0
@@ -26,7 +26,7 @@ def gather_fields(
     gathered = {}
     for name, field in fields.items():
         is_float8 = field.dtype == torch.float8_e4m3fn
-        # Indexed reads of 8-bit floats are not implemented on every device; bytes are.
+        # Not every device has indexed reads of 8-bit floats, but all have them of bytes.
         plain = field.view(torch.uint8) if is_float8 else field
         if len(slots) == 0:
             rows = plain.new_empty((0, field.shape[2]))
@@ -44,15 +44,15 @@ def convert_fields(
     k_scale: torch.Tensor,
     snap_scales: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Fields of ``target`` rows, ``[S, count]`` each, made from those of ``source`` rows.
+    """Fields ``[S, count]`` of ``target`` rows, made from the fields of ``source`` rows.
 
     Args:
-        fields: ``[S, count]`` each, by name.
-        source: what they are.
-        target: what they become; for equal formats they stay as they are.
-        k_scale: fp32 scalar, of rows with one scale per tensor.
-        snap_scales: block scales made from ``k_scale`` are the power of two above it, and elements
-            are rounded again; else they are ``k_scale`` itself, and elements stay as they are.
+        fields: name and ``[S, count]`` tensor of each source field.
+        source: format of ``fields``.
+        target: format of the result; an equal format returns the fields unchanged.
+        k_scale: fp32 scalar, used by rows with one scale per tensor.
+        snap_scales: make block scales the next power of two not below ``k_scale``, which rounds
+            elements again; else block scales are ``k_scale``, and elements stay unchanged.
     """
     formats = LatentFormat(source.name), LatentFormat(target.name)
     if formats[0] is formats[1]:
@@ -79,7 +79,7 @@ def convert_fields(
 def _with_block_scales(
     nope: torch.Tensor, k_scale: torch.Tensor, snap_scales: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 ``[S, L]`` with one scale as e4m3 with ``[S, L // 128]`` scales."""
+    """Turn e4m3 ``[S, L]`` with one scale into e4m3 with ``[S, L // 128]`` block scales."""
     k_scale = k_scale.float().reshape(())
     scale = k_scale
     if snap_scales:

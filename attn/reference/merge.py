@@ -10,10 +10,11 @@ import torch
 def merge_states(
     states: Sequence[tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The state over the union of the keys: associative, commutative, exact for empty states.
+    """The state over the union of the keys; merging is associative and commutative.
 
     ``m = max(lse)``, ``w = exp(lse - m)``, ``out = sum(w * out) / sum(w)``,
-    ``lse = m + log(sum(w))``; where every part is empty (``-inf``), zero and ``-inf``.
+    ``lse = m + log(sum(w))``. An empty state (``lse`` of -inf) changes nothing. Where every state
+    is empty, the result is zero and -inf.
 
     Args:
         states: pairs of ``out [T, H, Dv]`` and natural ``lse [T, H]``.
@@ -25,7 +26,7 @@ def merge_states(
     weights = torch.exp(lses - base)
     total = weights.sum(0)
     empty = total == 0
-    # An empty state's output may be anything, so it is dropped and not multiplied by zero.
+    # An empty state's output may hold NaN, so it is dropped and not multiplied by zero.
     parts = torch.where(weights[..., None] > 0, weights[..., None] * outs, 0)
     out = parts.sum(0) / torch.where(empty, 1, total)[..., None]
     return out.to(outs.dtype), torch.where(empty, float("-inf"), base + torch.log(total))

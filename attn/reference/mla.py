@@ -1,8 +1,8 @@
 """Multi-head latent attention: absorption, absorbed decode, expanded prefill, top-k sparse.
 
 For head h, with latent c and rotary key p of a token: ``K = [c @ W_UK[:, h], p]`` and
-``V = c @ W_UV[:, h]``. Absorbed, the query moves into latent space (``q_nope @ W_UK[:, h].T``) and
-one latent row serves as key and value of all heads (DeepSeek-V2, section 2.1).
+``V = c @ W_UV[:, h]``. Absorption moves the query into latent space (``q_nope @ W_UK[:, h].T``), so
+that one latent row serves as key and value of all heads (DeepSeek-V2, section 2.1).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from attn.reference.dense import AttentionRules, attend
 
 ReadRows = Callable[[torch.Tensor], torch.Tensor]
-"""Latent rows ``[S, L + r]`` of a ``[S]`` tensor of positions of one request."""
+"""A function from ``[S]`` positions of one request to their latent rows ``[S, L + r]``."""
 
 
 def split_kv_b_proj(
@@ -36,12 +36,12 @@ def split_kv_b_proj(
 
 
 def absorb_query(q_nope: torch.Tensor, w_uk: torch.Tensor) -> torch.Tensor:
-    """``[T, H, P]`` queries in latent space, ``[T, H, L]``, in their own type."""
+    """Move queries ``[T, H, P]`` into latent space: ``[T, H, L]`` in the queries' type."""
     return torch.einsum("thp,lhp->thl", q_nope, w_uk.to(q_nope.dtype))
 
 
 def project_latent_output(latent: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
-    """``[T, H, L]`` latent outputs as values, ``[T, H, V]``."""
+    """Project latent outputs ``[T, H, L]`` to values ``[T, H, V]``."""
     return torch.einsum("thl,lhv->thv", latent, w_uv.to(latent.dtype))
 
 
@@ -66,7 +66,7 @@ def expand_latent(
 
 
 def read_as_mqa(rows: torch.Tensor, kv_lora_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Latent rows ``[S, L + r]`` as one KV head: key ``[S, 1, L + r]``, value ``[S, 1, L]``."""
+    """Views of latent rows ``[S, L + r]`` as key ``[S, 1, L + r]`` and value ``[S, 1, L]``."""
     return rows[:, None, :], rows[:, None, :kv_lora_rank]
 
 
@@ -78,15 +78,15 @@ def attend_topk(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each query attends exactly the positions listed for it; a duplicate counts twice.
+    """Attention of each query over the positions listed for it; a duplicate counts twice.
 
     Args:
         query: ``[T, H, L + r]`` absorbed, float32 or float64.
-        topk: ``[T, K]`` integer positions; negative entries are none.
-        read_rows: latent rows ``[S, L + r]`` of a ``[S]`` tensor of positions.
+        topk: ``[T, K]`` integer positions; negative entries are skipped.
+        read_rows: returns the latent rows ``[S, L + r]`` of ``[S]`` positions.
         kv_lora_rank: L.
         scale: multiplies q.k.
-        sinks: ``[H]`` logits that only the denominator has; the LSE has them too.
+        sinks: ``[H]`` logits added to the softmax denominator and to the LSE.
 
     Returns:
         ``[T, H, L]`` and LSE ``[T, H]``; zero and -inf for a query with an empty list.

@@ -17,7 +17,7 @@ def saturate(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     torch's own cast to e4m3 gives NaN beyond about 464.
     """
     limit = torch.finfo(dtype).max
-    # In float32, which holds every limit exactly: fp16 cannot hold that of bf16.
+    # float32 holds the largest value of every narrow type exactly; fp16 does not hold bf16's.
     wide = x if x.dtype == torch.float64 else x.float()
     return wide.clamp(-limit, limit).to(dtype)
 
@@ -34,14 +34,14 @@ def quantize_per_tensor(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 
 
 def per_head_scale(scale: torch.Tensor) -> torch.Tensor:
-    """A scalar or ``[Hk]`` scale, shaped to multiply ``[T, Hk, D]``."""
+    """Shape a scalar or ``[Hk]`` scale so that it multiplies ``[T, Hk, D]``."""
     return scale[:, None] if scale.dim() == 1 and scale.numel() > 1 else scale.reshape(())
 
 
 def quantize_per_token_head(
     x: torch.Tensor, cache_dtype: CacheDType
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One scale for each (token, head): absmax / largest stored value, at least 1e-6.
+    """Quantise with one scale for each (token, head): absmax / largest stored value, min. 1e-6.
 
     Args:
         x: ``[T, Hk, D]``.
@@ -56,7 +56,7 @@ def quantize_per_token_head(
         CacheDType.INT4_PER_TOKEN_HEAD: 7.0,
         CacheDType.FP8_PER_TOKEN_HEAD: torch.finfo(torch.float8_e4m3fn).max,
     }[cache_dtype]
-    # An infinite value would make its row's scale infinite and the row NaN.
+    # Clamped, because an infinite value would make its row's scale infinite and the row NaN.
     limit = torch.finfo(torch.float32).max
     x = x.float().clamp(-limit, limit)
     scale = (x.abs().amax(-1) / largest).clamp(min=1e-6)
@@ -95,19 +95,17 @@ def dequantize(
 
 
 def power_of_two_scale(absmax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Smallest power of two that brings ``absmax`` into the range of ``dtype``; 1 for zero, and
-    where it is infinite or no number.
+    """Smallest power of two that brings ``absmax`` into the range of ``dtype``, in fp32.
 
-    Powers of two make a later conversion to other formats exact; FlashMLA's SM90 kernel rounds
-    block scales to bf16, which leaves them unchanged too.
+    It is 1 where ``absmax`` is zero, infinite or NaN. Powers of two make a later conversion to
+    other formats exact, and FlashMLA's SM90 kernel, which rounds block scales to bf16, leaves them
+    unchanged.
     """
     return power_of_two_above(absmax.float() / torch.finfo(dtype).max)
 
 
 def power_of_two_above(x: torch.Tensor) -> torch.Tensor:
-    """fp32: the smallest power of two that is not below ``x``, but a subnormal one; 1 where ``x``
-    is 0, infinite or no number.
-    """
+    """Smallest normal fp32 power of two that is not below ``x``; 1 for 0, infinity and NaN."""
     mantissa, exponent = torch.frexp(x.float())
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(min=-126)
     power = torch.ldexp(torch.ones_like(mantissa), exponent)
@@ -115,12 +113,12 @@ def power_of_two_above(x: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(x: torch.Tensor) -> torch.Tensor:
-    """``[T, L]`` as ``[T, L // 128, 128]``; T may be 0."""
+    """View ``[T, L]`` as blocks ``[T, L // 128, 128]``; T may be 0."""
     return x.reshape(*x.shape[:-1], x.shape[-1] // LATENT_BLOCK, LATENT_BLOCK)
 
 
 def quantize_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 with one power-of-two scale per 128 elements.
+    """Quantise to e4m3 with one power-of-two scale per 128 elements.
 
     Args:
         x: ``[T, L]``, L a multiple of 128.

@@ -1,4 +1,4 @@
-"""Rotary position embedding, as fused with the KV cache write."""
+"""Rotary position embedding, the reference of the kernels that fuse it with a cache write."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def apply_rope(
 def rotate_in_place(
     rows: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, is_neox: bool
 ) -> None:
-    """:func:`apply_rope` on the rows that have a position in the table; the others are padding.
+    """Rotate rows in place with :func:`apply_rope`; rows without a position in the table stay.
 
     Args:
-        rows: ``[T, heads, D]``, in any strides; those past ``len(positions)`` are left as they are.
-        positions: ``[T']`` integer.
-        cos_sin_cache: as there.
-        is_neox: as there.
+        rows: ``[T, heads, D]``, any strides; rows past ``len(positions)`` stay unchanged.
+        positions: ``[T']`` integer; a row with a position outside the table is padding.
+        cos_sin_cache: ``[max_position, rotary_dim]``: ``rotary_dim / 2`` cosines, then sines.
+        is_neox: the pair of element i is i + rotary_dim / 2 (True) or its neighbour (False).
     """
     rows = rows[: len(positions)]
     positions = positions[: len(rows)]

@@ -27,11 +27,11 @@ def read_listed(
     Args:
         kv_cache: ``[N, P, row]`` of the layout.
         slots: ``block * P + offset``.
-        layout: of the rows.
+        layout: row format of the cache.
         rank: L.
         rope_size: r.
         k_scale: fp32 scalar of ``FP8_NOPE_FP8_ROPE`` rows.
-        model_dtype: what ``BF16`` rows are of.
+        model_dtype: element type of ``BF16`` rows.
         dtype: float32 or float64.
     """
     row = layout.row(rank, rope_size, DType.parse(model_dtype))
@@ -51,11 +51,13 @@ def sparse_mla(
     k_scale: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """State of each query row over the rows that it lists; arguments as in ``attn.ops.sparse_mla``.
+    """State of each query row over the cache rows that it lists.
+
+    The arguments are those of :func:`attn.ops.sparse_mla.sparse_mla`.
 
     Returns:
-        ``[T, H, L]`` and LSE ``[T, H]``, in float32 (float64 of a float64 query); zero and -inf for
-        a row that lists nothing.
+        ``[T, H, L]`` and LSE ``[T, H]``, in float32, or float64 for a float64 query; zero and -inf
+        for a row that lists nothing.
     """
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     rank, rope_size = query.shape[-1], rotary.shape[-1]

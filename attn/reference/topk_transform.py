@@ -1,4 +1,4 @@
-"""Top-k lists as a kernel reads them, in plain torch."""
+"""Conversion of top-k lists to the entries that an attention kernel reads, in plain torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def transform_topk(
     slots: torch.Tensor | None,
     counts: torch.Tensor | None,
 ) -> None:
-    """See :func:`attn.ops.topk_transform.transform_topk`."""
+    """Convert top-k lists in torch: see :func:`attn.ops.topk_transform.transform_topk`."""
     listed = (ids >= 0) & (ids < visible_lens[:, None])
     owner = reqs.long()
     if kind is IndexKind.RAGGED:
@@ -33,7 +33,7 @@ def transform_topk(
         entries = blocks * block_size + ids % block_size
     entries = torch.where(listed, entries, -1).to(torch.int32)
     if counts is not None:
-        # A stable sort keeps their order.
+        # A stable sort moves the listed entries to the front and keeps their order.
         order = torch.sort((~listed).to(torch.int8), dim=1, stable=True).indices
         entries, listed = entries.gather(1, order), listed.gather(1, order)
         counts.copy_(listed.sum(1))

@@ -1,3 +1,1 @@
-"""Checks of what a builder is given: limits of a step, masks, tensors, and what ``ATTN_DEBUG=1``
-adds.
-"""
+"""Checks of arguments: limits of a step, masks, tensors, and the checks of ``ATTN_DEBUG=1``."""

@@ -15,24 +15,24 @@ from specs.kv_cache import AnyKVCacheSpec, CrossAttentionSpec, EncoderOnlyAttent
 
 
 def debug_enabled() -> bool:
-    """The switch, read here and nowhere else."""
+    """True where ``ATTN_DEBUG`` is set to anything but 0; no other function reads it."""
     return os.environ.get("ATTN_DEBUG", "0") not in ("", "0")
 
 
 def debug_batch(
     batch: CommonAttentionMetadata, spec: AnyKVCacheSpec, limits: StepLimits | None = None
 ) -> None:
-    """At build: check a batch's invariants; nothing unless debugging.
+    """In debug mode, check a batch's invariants when a step is built.
 
     Args:
-        batch: the step's.
-        spec: the layers' cache.
-        limits: of the builder; None leaves them unchecked.
+        batch: the step's batch.
+        spec: spec of the layers' cache.
+        limits: limits of the builder; None leaves them unchecked.
 
     Raises:
-        TypeError: a tensor of the wrong dtype.
-        ValueError: any other broken invariant, naming field, expectation and value; a length of
-            the device beyond the limits.
+        TypeError: a tensor has the wrong dtype.
+        ValueError: another invariant is broken, or a length of the device exceeds a limit; the
+            message names field, expectation and value.
     """
     if not debug_enabled():
         return
@@ -51,15 +51,17 @@ def debug_batch(
 
 
 def debug_limits(seq_lens: torch.Tensor, limits: StepLimits) -> None:
-    """At build, and where a draft step moved the device's lengths: none exceeds what the builder's
-    plans and buffers are sized for; nothing unless debugging, or while a graph is captured.
+    """In debug mode, check lengths of the device against the limits of plans and buffers.
+
+    Builders call this when a step is built, and after a draft step moved the device's lengths.
+    While a graph is captured nothing is checked.
 
     Args:
         seq_lens: ``[R]`` int32, device.
-        limits: of the builder.
+        limits: limits of the builder.
 
     Raises:
-        ValueError: a length does; the message has both values.
+        ValueError: a length exceeds the limit; the message has both values.
     """
     if not debug_enabled() or len(seq_lens) == 0:
         return
@@ -77,24 +79,24 @@ def debug_limits(seq_lens: torch.Tensor, limits: StepLimits) -> None:
 def debug_read(
     block_table: torch.Tensor, seq_lens: torch.Tensor, num_blocks: int, block_size: int
 ) -> None:
-    """At forward: check a table against the cache it is used with; nothing unless debugging.
+    """In debug mode, check a block table against the cache when a forward reads it.
 
     Raises:
-        ValueError: a block id outside the cache, or a length beyond the table.
+        ValueError: a block id lies outside the cache, or a length exceeds the table.
     """
     if debug_enabled():
         check_block_table(block_table, seq_lens, block_size, num_blocks)
 
 
 def debug_slots(slot_mapping: torch.Tensor, num_tokens: int) -> None:
-    """At forward: every new token of a step has its slot; nothing unless debugging.
+    """In debug mode, check in a forward that every new token of the step has a slot.
 
     Args:
-        slot_mapping: ``[T]`` of a record.
-        num_tokens: of the step.
+        slot_mapping: ``[T]`` slots of a record.
+        num_tokens: tokens of the step.
 
     Raises:
-        ValueError: fewer slots than tokens.
+        ValueError: there are fewer slots than tokens.
     """
     if debug_enabled() and len(slot_mapping) < num_tokens:
         raise ValueError(

@@ -23,7 +23,7 @@ def refuse_dcp(config: EngineConfig, backend: str) -> None:
     """Refuse decode context parallelism (DCP).
 
     Raises:
-        ValueError: the engine has it.
+        ValueError: the engine uses DCP.
     """
     size = config.parallel.decode_context_parallel_size
     if size > 1:
@@ -31,12 +31,13 @@ def refuse_dcp(config: EngineConfig, backend: str) -> None:
 
 
 def check_dcp(spec: AnyKVCacheSpec, config: EngineConfig) -> None:
-    """Refuse a group whose keys ranks cannot share, where the engine shares them.
+    """Under DCP, refuse a group whose keys cannot be divided over ranks.
 
-    Encoders have no keys in a cache, and ``dcp_sharded=False`` says that every rank has them all.
+    Encoders cache no keys and are not refused. With ``dcp_sharded=False`` every rank has all keys,
+    so that R-SWA is not refused either.
 
     Raises:
-        ValueError: a spec of another kind than full attention, or R-SWA.
+        ValueError: the spec is not of full attention, or the engine has R-SWA.
     """
     size = config.parallel.decode_context_parallel_size
     if size == 1 or isinstance(spec, EncoderOnlyAttentionSpec):
@@ -53,10 +54,10 @@ def check_dcp(spec: AnyKVCacheSpec, config: EngineConfig) -> None:
 
 
 def check_rswa(spec: AnyKVCacheSpec, config: EngineConfig) -> None:
-    """Refuse R-SWA beside chunks.
+    """Refuse R-SWA together with chunks.
 
     Raises:
-        ValueError: a group of chunked layers of an engine with ``rswa_window``.
+        ValueError: the group has chunked layers and the engine an ``rswa_window``.
     """
     if config.rswa_window is not None and isinstance(spec, ChunkedLocalAttentionSpec):
         chunks = f"attention_chunk_size ({spec.attention_chunk_size})"
@@ -64,16 +65,16 @@ def check_rswa(spec: AnyKVCacheSpec, config: EngineConfig) -> None:
 
 
 def check_batch_masks(batch: CommonAttentionMetadata, config: EngineConfig, ranks: int) -> None:
-    """Refuse what a batch asks of masks beside the group's settings.
+    """Refuse masks of a batch that do not go together with the group's settings.
 
     Args:
-        batch: ours or vLLM's own object.
-        config: of the builder.
-        ranks: that share the group's keys; 1 where each has them all.
+        batch: our batch, or vLLM's own object.
+        config: the builder's settings.
+        ranks: number of ranks that share the group's keys; 1 where each rank has all keys.
 
     Raises:
-        ValueError: prefixes of R-SWA without its window, or masks of positions where ranks share
-            the keys.
+        ValueError: the batch has R-SWA prefixes but the engine no R-SWA window, or it has masks by
+            positions while ranks share the keys.
     """
     prefixes = batch.rswa_prefix_lens
     if prefixes is not None and config.rswa_window is None:
@@ -90,10 +91,10 @@ def check_batch_masks(batch: CommonAttentionMetadata, config: EngineConfig, rank
 
 
 def refuse_masks(causal: bool, chunk: int | None, rswa_window: int | None) -> None:
-    """Chunks and R-SWA are of causal attention, and of no layer both.
+    """Refuse chunks or R-SWA without causal attention, and both in one layer.
 
     Raises:
-        ValueError: they are asked for otherwise; the message names what does not go together.
+        ValueError: two masks do not go together; the message names them.
     """
     asked = {}
     if chunk is not None:

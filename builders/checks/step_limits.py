@@ -1,8 +1,8 @@
-"""What a builder's plans, tables and scratch are sized for, and a step's batch held against it.
+"""The limits that a builder's plans, tables and scratch are sized for, and checks of batches.
 
-Only host values are read here, so that nothing waits for the device. Lengths that are merely
+The checks read only host values, so that nothing waits for the device. Host lengths that are merely
 bounds are never refused: plans clamp them, and ``ATTN_DEBUG=1`` finds lengths of the device that
-really exceed a limit (:mod:`builders.checks.debug`).
+exceed a limit (:mod:`builders.checks.debug`).
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepLimits:
-    """The largest step of one builder."""
+    """The limits of a step of one builder."""
 
     max_num_seqs: int
     """Most requests of a step."""
     max_num_tokens: int
     """Most tokens of a step."""
     tokens_name: str
-    """Which setting of the engine ``max_num_tokens`` is, for messages."""
+    """Name of the engine's setting behind ``max_num_tokens``, for messages."""
     max_kv_len: int
     """Most keys of a request."""
     keys_name: str
-    """Which setting of the engine ``max_kv_len`` is, for messages."""
+    """Name of the engine's setting behind ``max_kv_len``, for messages."""
     column_tokens: int
-    """Tokens of a request that one column of the block table stands for, those of all ranks of
+    """Tokens of a request that one column of the block table stands for, counted over all ranks of
     decode context parallelism."""
     has_table: bool
     """The block table of a batch is checked too."""
     is_cross: bool
-    """Keys are an encoder's."""
+    """Keys are an encoder's (cross attention)."""
     is_exact: bool
     """``seq_lens_cpu_upper_bound`` of a batch equals the device's lengths."""
 
     @classmethod
     def of(cls, spec: AnyKVCacheSpec, config: EngineConfig) -> StepLimits:
-        """The limits that an engine's settings are.
+        """The limits that an engine's settings give.
 
         Args:
-            spec: the cache of the builder's group.
+            spec: spec of the group's cache.
             config: the engine's settings.
         """
         is_cross = isinstance(spec, CrossAttentionSpec)
@@ -72,7 +72,7 @@ class StepLimits:
         )
 
     def with_verifies(self, query_len: int) -> StepLimits:
-        """These limits, with room for a verify of every request where that is more tokens.
+        """The limits with ``max_num_tokens`` raised, if needed, to a verify of every request.
 
         Args:
             query_len: tokens of a verify.
@@ -85,20 +85,20 @@ class StepLimits:
         )
 
     def without_table(self) -> StepLimits:
-        """These limits for an engine whose block tables always hold its longest sequence."""
+        """The limits for an engine whose block tables always hold its longest sequence."""
         return replace(self, has_table=False)
 
     def check(self, batch: CommonAttentionMetadata, is_draft: bool = False) -> None:
-        """Refuse a batch that plans, tables and scratch are too small for.
+        """Refuse a batch for which plans, tables or scratch are too small.
 
         Args:
-            batch: the step's; ours or vLLM's own object.
-            is_draft: host lengths are those of a draft step, which are bounds at most.
+            batch: the step's batch, ours or vLLM's own object.
+            is_draft: the batch is a draft step's, whose host lengths are only bounds.
 
         Raises:
-            ValueError: too many requests or tokens, tensors of fewer requests, or, of lengths that
-                the host knows, a request that is longer than the limit or than its row of the
-                block table; with both values.
+            ValueError: there are too many requests or tokens, a tensor has too few requests, or, by
+                exact host lengths, a request exceeds the limit or its row of the block table. The
+                message has both values.
         """
         reqs = batch.num_reqs
         if reqs > self.max_num_seqs:
@@ -127,7 +127,7 @@ class StepLimits:
             self._check_seq_lens(batch, columns)
 
     def _check_seq_lens(self, batch: CommonAttentionMetadata, columns: int) -> None:
-        """The lengths of a batch whose bound exceeds a limit, as every graph's may."""
+        """Check each length of a batch whose ``max_seq_len`` exceeds a limit, as in every graph."""
         known = batch.seq_lens_cpu_upper_bound
         if known is not None:
             self._check_lens("seq_lens_cpu_upper_bound", known[: batch.num_reqs], columns)
@@ -135,8 +135,10 @@ class StepLimits:
             raise _beyond("max_seq_len", batch.max_seq_len, self.keys_name, self.max_kv_len)
 
     def _check_encoder_lens(self, batch: CommonAttentionMetadata, columns: int) -> None:
-        """Lengths of encoders, which no other bound of a batch says anything of. The host's are
-        exact whatever drafts do; vLLM's are 0 for requests whose keys earlier steps wrote.
+        """Check encoder lengths, which no other bound of a batch covers.
+
+        The host's encoder lengths are exact even with drafts. vLLM gives 0 for a request whose keys
+        an earlier step wrote.
         """
         known = batch.encoder_seq_lens_cpu
         if known is not None:
@@ -149,7 +151,7 @@ class StepLimits:
             )
 
     def _check_lens(self, name: str, lens: Any, columns: int) -> None:
-        """``[R]`` host lengths, of a tensor or an array."""
+        """Check ``[R]`` host lengths, a tensor or an array, against limit and block table."""
         if len(lens) == 0:
             return
         row = int(lens.argmax())
@@ -164,15 +166,15 @@ class StepLimits:
 
 
 def check_common_prefix(length: int, query_lens: np.ndarray, kv_lens: np.ndarray) -> None:
-    """Check that every request with new tokens has as many computed ones as the batch shares.
+    """Check that every request with new tokens has computed the whole common prefix.
 
     Args:
         length: tokens of the common prefix.
-        query_lens: ``[R]`` on the host.
-        kv_lens: ``[R]`` on the host, exact.
+        query_lens: ``[R]`` new tokens, on the host.
+        kv_lens: ``[R]`` exact KV lengths, on the host.
 
     Raises:
-        ValueError: a request has fewer; lengths of another number of requests.
+        ValueError: a request has computed fewer tokens, or the two arrays differ in length.
     """
     if len(kv_lens) != len(query_lens):
         raise ValueError(

@@ -1,6 +1,6 @@
-"""What callers of impls and operations can get wrong in their tensors, for kernels and reference.
+"""Checks of the tensors that callers pass to impls and operations, for kernels and reference.
 
-Shapes and types alone are compared: nothing here reads a device, and nothing is kept.
+The checks compare shapes and types alone: they read no device and keep nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REFERENCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class DenseSizes(Protocol):
-    """What of a dense layer its tensors must fit."""
+    """Sizes of a dense layer that its tensors must fit."""
 
     @property
     def num_heads(self) -> int:
@@ -38,7 +38,7 @@ class DenseSizes(Protocol):
 
     @property
     def cache_dtype(self) -> CacheDType:
-        """How the cache is stored."""
+        """KV cache dtype of the layer."""
 
 
 def check_dense(
@@ -53,21 +53,21 @@ def check_dense(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    """Tensors of a forward fit the layer.
+    """Check that the tensors of a forward fit the layer.
 
     Args:
-        layer: sizes and cache type.
+        layer: sizes and cache type of the layer.
         query: ``[T, H, D]``.
-        keys: of the cache, or an encoder's ``[T, Hk, D]`` rows.
+        keys: views of the cache, or an encoder's ``[T, Hk, D]`` rows.
         output: ``[T, H, Dv]``.
-        dtypes: of queries that are served.
-        output_scale: as of ``forward``.
-        lse: its ``output_lse``.
-        k_scale: of the layer, read for a cache with one scale per tensor or per head.
-        v_scale: likewise.
+        dtypes: types of queries that are served.
+        output_scale: the ``output_scale`` of ``forward``.
+        lse: the ``output_lse`` of ``forward``.
+        k_scale: K scale of the layer, checked for a cache with one scale per tensor or per head.
+        v_scale: V scale of the layer, checked for a cache with one scale per tensor or per head.
 
     Raises:
-        ValueError: what does not fit; the message names the argument and both values.
+        ValueError: a tensor does not fit; the message names the argument and both values.
     """
     if query.dtype not in dtypes:
         raise ValueError(f"query must be one of {_names(dtypes)}, got {query.dtype}")
@@ -100,16 +100,16 @@ def check_dense(
 def check_lengths(
     num_tokens: int, first: torch.Tensor, second: torch.Tensor, lse: torch.Tensor | None
 ) -> None:
-    """Every tensor has a row for each token of the step.
+    """Check that every tensor has a row for each token of the step.
 
     Args:
-        num_tokens: of the step.
-        first: query, or an encoder's key.
-        second: output, or its value.
+        num_tokens: tokens of the step.
+        first: the query, or an encoder's key.
+        second: the output, or an encoder's value.
         lse: ``[T, H]``, or None.
 
     Raises:
-        ValueError: one has fewer.
+        ValueError: a tensor has fewer rows.
     """
     if first.shape[0] < num_tokens or second.shape[0] < num_tokens:
         raise ValueError(
@@ -124,10 +124,10 @@ def check_lengths(
 
 
 def check_given(**tensors: torch.Tensor | None) -> None:
-    """Tensors that a call cannot do without are there, by the names of its arguments.
+    """Check that tensors, passed by the names of a call's arguments, are not None.
 
     Raises:
-        ValueError: one is None; the message names it.
+        ValueError: a tensor is None; the message names it.
     """
     for name, tensor in tensors.items():
         if tensor is None:
@@ -135,15 +135,16 @@ def check_given(**tensors: torch.Tensor | None) -> None:
 
 
 def check_rows(name: str, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Rows of any number, each of one shape and dense in its last dimension.
+    """Check the shape of rows, and that their last dimension is dense.
 
     Args:
-        name: of the argument.
+        name: name of the argument.
         rows: ``[T, *shape]``.
-        shape: of a row.
+        shape: shape of a row.
 
     Raises:
-        ValueError: they are not; the message names argument, shape and strides.
+        ValueError: the rows have another shape or are not dense; the message names argument, shape
+            and strides.
     """
     if rows.shape[1:] != shape:
         wanted = ", ".join(["*", *(str(size) for size in shape)])
@@ -155,15 +156,16 @@ def check_rows(name: str, rows: torch.Tensor, shape: tuple[int, ...]) -> None:
 
 
 def check_scale(name: str, scale: torch.Tensor | None, counts: tuple[int, ...]) -> None:
-    """A scale is there, in fp32, for a tensor or for each head.
+    """Check that a scale is given, in fp32, for the tensor or for each head.
 
     Args:
-        name: of the argument.
-        scale: to be checked.
-        counts: elements that it may have.
+        name: name of the argument.
+        scale: the scale to check.
+        counts: numbers of elements that the scale may have.
 
     Raises:
-        ValueError: it is not; the message names argument, shape and type.
+        ValueError: the scale is missing or does not fit; the message names argument, shape and
+            type.
     """
     if scale is None:
         raise ValueError(f"{name} is needed, got None")
@@ -192,13 +194,13 @@ def scales_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def k_scale_of(layer: Any) -> torch.Tensor:
-    """K scale of a layer, which a latent cache has alone.
+    """K scale of a layer; a latent cache has no other scale.
 
     Args:
         layer: an ``attn.impls.base.AttentionLayer``.
 
     Raises:
-        ValueError: the layer lacks it.
+        ValueError: the layer lacks its K scale.
     """
     try:
         scale: torch.Tensor = layer._k_scale
@@ -222,17 +224,17 @@ def check_written(
     slot_mapping: torch.Tensor,
     cache_dtype: CacheDType,
 ) -> None:
-    """Keys and values of a cache write fit the cache and each other.
+    """Check that the keys and values of a cache write fit the cache and each other.
 
     Args:
         key: ``[T, Hk, D]``.
         value: ``[T, Hk, Dv]``.
         views: K and V of the cache.
         slot_mapping: ``[<= T]`` int64.
-        cache_dtype: how the cache is stored.
+        cache_dtype: KV cache dtype.
 
     Raises:
-        ValueError: what does not fit; the message names the argument and both values.
+        ValueError: a tensor does not fit; the message names the argument and both values.
     """
     if key.dim() != 3:
         raise ValueError(f"key must be [T, Hk, D], got shape {tuple(key.shape)}")
@@ -267,11 +269,10 @@ def check_counts(key: torch.Tensor, value: torch.Tensor, num_slots: int) -> None
     Args:
         key: ``[T, Hk, D]``.
         value: ``[T, Hk, Dv]``.
-        num_slots: of its slot mapping.
+        num_slots: length of the slot mapping.
 
     Raises:
-        ValueError: a value of another number of tokens or heads than the key, or more slots than
-            tokens.
+        ValueError: keys and values differ in tokens or heads, or there are more slots than tokens.
     """
     if value.dim() != 3 or value.shape[:2] != key.shape[:2]:
         raise ValueError(
@@ -283,15 +284,15 @@ def check_counts(key: torch.Tensor, value: torch.Tensor, num_slots: int) -> None
 
 
 def check_kv_scale(name: str, scale: torch.Tensor, num_kv_heads: int) -> None:
-    """A scale of a cache write, for a tensor or for each KV head.
+    """Check a scale of a cache write, for the tensor or for each KV head.
 
     Args:
-        name: of the argument.
-        scale: fp32.
-        num_kv_heads: of the key.
+        name: name of the argument.
+        scale: fp32 scalar or ``[Hk]``.
+        num_kv_heads: KV heads of the key.
 
     Raises:
-        ValueError: another type or shape.
+        ValueError: the scale has another type or shape.
     """
     shape = tuple(scale.shape)
     if scale.dtype != torch.float32 or (scale.numel() != 1 and shape != (num_kv_heads,)):
@@ -309,18 +310,18 @@ def check_rotated(
     num_slots: int,
     dtypes: Sequence[torch.dtype],
 ) -> None:
-    """Queries, positions and table of a rotation fit the key.
+    """Check that queries, positions and table of a rotation fit the key.
 
     Args:
         query: ``[T, H, D]``.
         key: ``[T, Hk, D]``.
         positions: ``[>= num_slots]`` int64 or int32.
         cos_sin_cache: ``[max_position, rotary_dim]``.
-        num_slots: of the slot mapping.
-        dtypes: of tables that are served.
+        num_slots: length of the slot mapping.
+        dtypes: types of tables that are served.
 
     Raises:
-        ValueError: what does not fit; the message names the argument and both values.
+        ValueError: a tensor does not fit; the message names the argument and both values.
     """
     head_size = key.shape[2]
     if query.dim() != 3 or query.shape[2] != head_size or query.dtype != key.dtype:
@@ -358,7 +359,7 @@ def check_rotated(
 
 
 class LatentSizes(Protocol):
-    """What of a latent layer its tensors must fit."""
+    """Sizes of a latent layer that its tensors must fit."""
 
     @property
     def num_heads(self) -> int:
@@ -384,17 +385,17 @@ class LatentSizes(Protocol):
 def latent_query(
     layer: LatentSizes, q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both parts of an absorbed query, which fits the layer.
+    """Split an absorbed query into its two parts and check that they fit the layer.
 
     Args:
-        layer: sizes.
-        q: as of ``forward_mqa``.
+        layer: sizes of the layer.
+        q: the query of ``forward_mqa``: one tensor ``[T, H, L + r]``, or its two parts.
 
     Returns:
         ``[T, H, L]`` and ``[T, H, r]``.
 
     Raises:
-        ValueError: other shapes, or two types.
+        ValueError: the query has another shape, or its parts have two types.
     """
     heads, rank, rope = layer.num_heads, layer.kv_lora_rank, layer.qk_rope_head_dim
     if isinstance(q, tuple):
@@ -412,15 +413,15 @@ def latent_query(
 
 
 def check_count(name: str, rows: torch.Tensor, num_tokens: int) -> None:
-    """A tensor has a row for each token of the step.
+    """Check that a tensor has a row for each token of the step.
 
     Args:
-        name: of the argument.
+        name: name of the argument.
         rows: ``[T, ...]``.
-        num_tokens: of the step, or of one phase of it.
+        num_tokens: tokens of the step, or of one phase of it.
 
     Raises:
-        ValueError: it has fewer.
+        ValueError: the tensor has fewer rows.
     """
     if rows.shape[0] < num_tokens:
         raise ValueError(
@@ -436,17 +437,18 @@ def check_latent_rows(
     slot_mapping: torch.Tensor,
     k_scale: torch.Tensor,
 ) -> None:
-    """New latent rows fit the layer and their slots.
+    """Check that new latent rows fit the layer and their slots.
 
     Args:
-        layer: sizes.
+        layer: sizes of the layer.
         kv_c_normed: ``[T, L]``.
         k_pe: ``[T, 1, r]`` or ``[T, r]``.
         slot_mapping: ``[<= T]`` int64.
         k_scale: fp32 scalar.
 
     Raises:
-        ValueError: what does not fit, or is None; the message names the argument and both values.
+        ValueError: a tensor is None or does not fit; the message names the argument and both
+            values.
     """
     check_given(kv_c_normed=kv_c_normed, k_pe=k_pe, k_scale=k_scale)
     _check_latent(layer, kv_c_normed, k_pe)
@@ -473,19 +475,20 @@ def check_expanded(
     num_tokens: int,
     output_scale: torch.Tensor | None = None,
 ) -> None:
-    """Tensors of an expanded prefill fit the layer and the step's prefill rows.
+    """Check that the tensors of an expanded prefill fit the layer and the step's prefill rows.
 
     Args:
-        layer: sizes.
+        layer: sizes of the layer.
         q: ``[T, H, P + r]``.
         kv_c_normed: ``[T, L]``.
         k_pe: ``[T, 1, r]`` or ``[T, r]``.
         output: ``[T, H * V]`` or ``[T, H, V]``.
-        num_tokens: of these rows.
-        output_scale: as of ``forward_mha``.
+        num_tokens: tokens of the prefill rows.
+        output_scale: the ``output_scale`` of ``forward_mha``.
 
     Raises:
-        ValueError: what does not fit, or is None; the message names the argument and both values.
+        ValueError: a tensor is None or does not fit; the message names the argument and both
+            values.
     """
     check_given(kv_c_normed=kv_c_normed, k_pe=k_pe)
     shape = layer.num_heads, layer.qk_head_dim
@@ -508,16 +511,16 @@ def check_latent_output(
     output: torch.Tensor,
     output_scale: torch.Tensor | None = None,
 ) -> None:
-    """An output of a latent layer fits it.
+    """Check that the output of a latent layer has the layer's shape and type.
 
     Args:
-        layer: sizes.
-        query_dtype: of its queries.
+        layer: sizes of the layer.
+        query_dtype: type of the layer's queries.
         output: ``[T, H * V]`` or ``[T, H, V]``.
-        output_scale: of an fp8 output.
+        output_scale: scale of an fp8 output; None for another type.
 
     Raises:
-        ValueError: another shape or type.
+        ValueError: the output has another shape or type.
     """
     heads, size = layer.num_heads, layer.v_head_dim
     if output.shape[1:] not in ((heads * size,), (heads, size)):
@@ -540,7 +543,7 @@ def _check_latent(layer: LatentSizes, kv_c_normed: torch.Tensor, k_pe: torch.Ten
 def _check_output_type(
     query: torch.dtype, output: torch.Tensor, scale: torch.Tensor | None
 ) -> None:
-    # Scratch of a merge is fp32.
+    # fp32 is allowed for scratch that is merged later.
     allowed = {query, torch.float32} if scale is None else {torch.float8_e4m3fn}
     if output.dtype not in allowed:
         given = "without" if scale is None else "with"

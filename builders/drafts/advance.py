@@ -1,4 +1,4 @@
-"""Multi-step drafting: the batch of draft step n + 1 from that of step n."""
+"""Multi-step drafting: the batch of draft step n + 1, made from the batch of step n."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def advance(
     num_rejected_tokens: torch.Tensor | None = None,
     num_rejected_tokens_cpu: torch.Tensor | None = None,
 ) -> CommonAttentionMetadata:
-    """The next draft step: one new token per request, one token further; ``batch`` is not written.
+    """The batch of the next draft step, with one new token per request; ``batch`` is not written.
 
     Args:
         batch: any step's batch (the first draft step usually follows a verify or a prefill).
         block_size: tokens per block.
-        max_model_len: rows that would grow beyond it, or beyond their block table, become padding
-            rows, so no slot outside the table is ever computed.
-        num_rejected_tokens: ``[R]`` int32: drafts refused in the last step, subtracted from the
-            padded batch's lengths; None for none.
-        num_rejected_tokens_cpu: the same on the host, for a batch whose host lengths are the
-            device's: the result's are too. None leaves them a bound.
+        max_model_len: longest sequence. Rows that would grow beyond it, or beyond their block
+            table, become padding rows, so that no slot outside the table is ever computed.
+        num_rejected_tokens: ``[R]`` int32, device: drafts refused in the last step, subtracted from
+            the batch's lengths; None where none was refused.
+        num_rejected_tokens_cpu: ``num_rejected_tokens`` on the host. With it, exact host lengths of
+            ``batch`` stay exact; without it, the result's host lengths are bounds.
 
     Returns:
         A batch of R rows with one token each; padding rows (no token, or KV length 0) have KV
@@ -60,7 +60,8 @@ def advance(
         causal=True,
         positions=(seq_lens - 1).clamp(min=0).long(),
         seq_lens_cpu_upper_bound=bound,
-        # Per-rank lengths follow from the global ones; the caller's are of the step before.
+        # Dropped, because the batch's per-rank lengths are those of the previous step; they follow
+        # from the global lengths.
         dcp_local_seq_lens=None,
         dcp_local_seq_lens_cpu_upper_bound=None,
         logits_indices_padded=None,
@@ -72,9 +73,9 @@ def advance(
 
 
 def _lengthened(kept: torch.Tensor, has_tokens: torch.Tensor, room: int) -> torch.Tensor:
-    """``[R]`` int32: one token more, or 0 for padding and for rows without room.
+    """``[R]`` int32 lengths with one token more; 0 for padding and for rows without room.
 
-    An engine's padding rows have no tokens, but may have a KV length of 1.
+    Padding is told by ``has_tokens``: an engine's padding rows may have a KV length of 1.
     """
     fits = has_tokens & (kept > 0) & (kept < room)
     return torch.where(fits, kept + 1, 0).to(torch.int32)

@@ -18,9 +18,9 @@ M = TypeVar("M", bound=AttentionMetadata)
 class MultiStepDraft(Generic[M]):
     """The draft steps after one verify, for the builder of any triple: EAGLE with top-k 1.
 
-    Each step has one token per request, one further than the step before. Lengths, slots and
-    positions lie in tensors of this object, which :meth:`next` rewrites in place, so that all steps
-    with their forwards can be captured as one graph, behind :meth:`begin`:
+    Each step has one token per request, at the position after the previous step's token. Lengths,
+    slots and positions lie in tensors of this object, which :meth:`next` rewrites in place. All
+    steps and their forwards after :meth:`begin` can therefore be captured as one graph:
 
         record = draft.begin(batch, num_rejected_tokens)
         for step in range(draft.num_steps):
@@ -28,13 +28,14 @@ class MultiStepDraft(Generic[M]):
                 record = draft.next()
             forward(record)
 
-    A record is good until the next step. Of a builder that updates its records on the device
-    (``supports_draft_decode_metadata_update``) all steps share one; others build each anew.
+    A record is valid until the next step. With a builder that updates its records on the device
+    (``supports_draft_decode_metadata_update``) all steps share one record; other builders build one
+    for each step.
 
-    A builder that plans on the host (``plans_on_host``) has to know lengths there: the batch's must
-    be exact, and refused drafts be given on the host too. It plans between forwards, so that
-    its steps cannot be one graph; each forward may be one of its own, captured by
-    ``build_for_cudagraph_capture``.
+    A builder that plans on the host (``plans_on_host``) must know lengths on the host: the batch's
+    host lengths must be exact, and the numbers of refused drafts be given on the host too. It plans
+    between forwards, so that its steps cannot be one graph. Each forward may be a graph of its own,
+    captured with a record of ``build_for_cudagraph_capture``.
     """
 
     def __init__(
@@ -46,12 +47,12 @@ class MultiStepDraft(Generic[M]):
     ) -> None:
         """
         Args:
-            builder: of the draft model's layers.
+            builder: builder of the draft model's layers.
             num_steps: most steps of a draft.
-            topk: candidates that each step keeps.
+            topk: candidates that each step keeps; must be 1.
 
         Raises:
-            ValueError: ``num_steps`` below 1, or ``topk`` other than 1.
+            ValueError: ``num_steps`` is below 1, or ``topk`` is not 1.
         """
         if num_steps < 1:
             raise ValueError(f"num_steps must be at least 1, got {num_steps}")
@@ -76,10 +77,10 @@ class MultiStepDraft(Generic[M]):
 
     @property
     def batch(self) -> CommonAttentionMetadata:
-        """The current step's batch, over this object's tensors.
+        """The current step's batch; its tensors belong to this object.
 
         Raises:
-            ValueError: before :meth:`begin`.
+            ValueError: :meth:`begin` was not called.
         """
         if self._batch is None:
             raise ValueError("begin must be called before the first step")
@@ -91,19 +92,19 @@ class MultiStepDraft(Generic[M]):
         num_rejected_tokens: torch.Tensor | None = None,
         num_rejected_tokens_cpu: torch.Tensor | None = None,
     ) -> M:
-        """The first step's record.
+        """Start a draft and return the first step's record.
 
         Args:
-            batch: of the verify, or prefill, whose keys are all written. Its block table must stay
-                where it is while the steps are used.
-            num_rejected_tokens: ``[R]`` int32, device: drafts refused in it; None for none.
-            num_rejected_tokens_cpu: the same on the host, where it is known there: needed by a
-                builder that plans on the host, with ``seq_lens_cpu_upper_bound`` exact.
+            batch: batch of the verify or prefill before the draft; all its keys are written. Its
+                block table must keep its address while the steps are used.
+            num_rejected_tokens: ``[R]`` int32, device: drafts refused in ``batch``; None for none.
+            num_rejected_tokens_cpu: ``num_rejected_tokens`` on the host. A builder that plans on
+                the host needs it, and needs an exact ``seq_lens_cpu_upper_bound``.
 
         Raises:
-            ValueError: more requests than the engine's limit, or counts of the host that are not
-                of the batch's requests.
-            NotImplementedError: the builder cannot make draft steps; with the reason.
+            ValueError: the batch has more requests than the engine's limit, or the host's counts
+                are not those of the batch's requests.
+            NotImplementedError: the builder cannot make draft steps; the message says why.
         """
         is_exact = self.builder.plans_on_host
         if is_exact:
@@ -120,7 +121,7 @@ class MultiStepDraft(Generic[M]):
         rejected: torch.Tensor | None,
         counts: torch.Tensor | None,
     ) -> None:
-        """The host knows the lengths of every step."""
+        """Refuse a draft of which the host does not know the lengths of every step."""
         name = type(self.builder).__name__
         if batch.seq_lens_cpu_upper_bound is None:
             raise ValueError(
@@ -147,19 +148,21 @@ class MultiStepDraft(Generic[M]):
             )
 
     def _built(self) -> M:
-        """A record of the current step, made anew."""
+        """A new record of the current step."""
         if self._is_exact:
-            # An engine's own draft steps are refused: there the host is not told of them.
+            # Such a builder refuses build_for_drafting, which an engine calls without telling the
+            # host the lengths; here the host knows them.
             return self.builder.build(0, self.batch, fast_build=True)
         return self.builder.build_for_drafting(self.batch, self._step)
 
     def next(self) -> M:
-        """The next step's record; only work that a graph may hold, where the builder updates its
-        records on the device.
+        """Advance by one step and return its record.
+
+        A graph may capture this call where the builder updates its records on the device.
 
         Raises:
-            ValueError: before :meth:`begin`, or after the last step that was declared.
-            NotImplementedError: while capturing, of a builder that plans on the host.
+            ValueError: :meth:`begin` was not called, or the last of ``num_steps`` is done.
+            NotImplementedError: a graph is being captured and the builder plans on the host.
         """
         batch, record = self.batch, self._record
         if self._step + 1 >= self.num_steps:
@@ -188,7 +191,7 @@ class MultiStepDraft(Generic[M]):
         return advance(batch, self._block_size, self._max_model_len, rejected, counts)
 
     def _placed(self, batch: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        """The batch with its tensors in this object's; bounds that no step changes."""
+        """Copy the batch's tensors into this object's; bounds are those of every step."""
         names = ("query_start_loc", "seq_lens", "slot_mapping", "positions")
         placed = {
             name: self._buffers.write(name, tensor)

@@ -1,1 +1,1 @@
-"""Page tables, page lists and slots: torch twins and the kernels that write them."""
+"""Page tables, page lists and slots: kernels that write them, and their twins in torch."""

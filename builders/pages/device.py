@@ -1,4 +1,8 @@
-"""Triton kernels that write tables and lists of pages. Imported lazily; twins in torch."""
+"""Triton kernels that write tables and lists of pages.
+
+The module is imported where a kernel is launched, so that builders need no Triton. Each kernel has
+a twin in torch.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ def page_table_kernel(
     REQS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """See :func:`builders.pages.tables.write_page_table`; a program is a tile of one row."""
+    """Kernel for :func:`builders.pages.tables.write_page_table`; a program is a tile of a row."""
     req = tl.program_id(0).to(tl.int64)
     page = tl.program_id(1) * TILE + tl.arange(0, TILE)
     i = tl.arange(0, REQS)
@@ -57,9 +61,9 @@ def page_list_kernel(
     REQS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """See :func:`builders.pages.tables.list_pages`; a program is a tile of one row of the table.
+    """Kernel for :func:`builders.pages.tables.list_pages`; a program is a tile of a table row.
 
-    ``places_ptr`` is None where nothing is asked but the list.
+    ``places_ptr`` is None where only the list is wanted.
     """
     req = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -75,14 +79,16 @@ def page_list_kernel(
     count = tl.sum(tl.where(i == req, counts, 0), 0)
     listed = (column >= first) & (column < first + count)
     block = tl.load(block_table_ptr + req * table_stride + column, mask=listed, other=0)
-    # Columns that are not listed are zeros behind the last page, as many as this row has.
+    # Each unlisted column of this row writes a zero behind the last page of the list, at a place
+    # that no other column writes.
     behind = tl.sum(counts, 0) + req * table_width - before
     behind += tl.where(column < first, column, column - count)
     place = tl.where(listed, before + column - first, behind)
     tl.store(indices_ptr + place, block, mask=column < table_width)
     if places_ptr is not None:
         if tl.program_id(1) == 0:
-            # Requests behind the leading ones count anew, one place further on.
+            # Prefix sums of the requests behind the leading ones start again at 0. Their places are
+            # shifted by one, because the leading sums have one entry more than requests.
             is_behind = req >= num_leading
             shift = is_behind.to(tl.int32)
             start_of_part = tl.where(is_behind, num_leading, 0)
@@ -131,7 +137,7 @@ def phase_tables_kernel(
     REQS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """See :func:`builders.pages.phase_tables.fill_tables`; a program is a tile of one row."""
+    """Kernel for :func:`builders.pages.phase_tables.fill_tables`; a program is a tile of a row."""
     req = tl.program_id(0)
     page = tl.program_id(1) * TILE + tl.arange(0, TILE)
     i = tl.arange(0, REQS)
@@ -146,7 +152,7 @@ def phase_tables_kernel(
     kv_len = tl.sum(tl.where(is_own, kv_lens, 0), 0)
     count = tl.sum(tl.where(is_own, counts, 0), 0)
     first_page = tl.sum(tl.where(is_own, skipped, 0), 0)
-    # Decodes with tokens before those without.
+    # In the decode table, requests with tokens come before requests without.
     is_live = (i < num_decodes) & (counts > 0)
     before = tl.sum((is_live & (i < req)).to(tl.int32), 0)
     idle_place = tl.sum(is_live.to(tl.int32), 0) + req - before
@@ -191,7 +197,7 @@ def latent_table_kernel(
     PAGE_SIZE: tl.constexpr,
     BURST: tl.constexpr,
 ):
-    """See :func:`builders.latent.tables.write_latent_table`; a program is a burst of one row."""
+    """Kernel for :func:`builders.latent.tables.write_latent_table`; a program is a row's burst."""
     req = tl.program_id(0).to(tl.int64)
     page = tl.program_id(1) * BURST + tl.arange(0, BURST)
     seq_len = tl.load(seq_lens_ptr + req)
@@ -224,7 +230,7 @@ def widened_pages_kernel(
     REQS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """See :func:`builders.dense.widened.write_widened_pages`; a program is a tile of one row."""
+    """Kernel for :func:`builders.dense.widened.write_widened_pages`; a program is a row's tile."""
     req = tl.program_id(0)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     i = tl.arange(0, REQS)
@@ -252,7 +258,7 @@ def widened_pages_kernel(
 
 @triton.jit
 def _request_of(ends_ptr, place, num_reqs, STEPS: tl.constexpr):
-    """How many of the ascending ``ends`` are not above ``place``: the request that owns it."""
+    """Index of the request that owns ``place``: the number of ascending ``ends`` not above it."""
     low = place * 0
     high = low + num_reqs
     for _ in tl.static_range(STEPS):
@@ -269,7 +275,7 @@ def _request_of(ends_ptr, place, num_reqs, STEPS: tl.constexpr):
     do_not_specialize=["num_reqs", "first_token", "num_tokens", "topk"],
     do_not_specialize_on_alignment=[
         *("query_start_ptr", "seq_lens_ptr"),
-        # Of a phase that begins anywhere.
+        # These point to a phase's rows, which may begin at any row of a buffer.
         *("reqs_ptr", "visible_ptr", "topk_lens_ptr"),
     ],
 )
@@ -286,7 +292,7 @@ def sparse_rows_kernel(
     STEPS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """See :func:`builders.sparse.rows.expand_rows`; a program is a tile of the rows."""
+    """Kernel for :func:`builders.sparse.rows.expand_rows`; a program is a tile of the rows."""
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     token = first_token + row
     req = _request_of(query_start_ptr + 1, token, num_reqs, STEPS)
@@ -316,7 +322,7 @@ def context_slots_kernel(
     STEPS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """See :func:`builders.sparse.rows.list_context`; a program is a tile of the list."""
+    """Kernel for :func:`builders.sparse.rows.list_context`; a program is a tile of the list."""
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     req = _request_of(ends_ptr, row, num_reqs, STEPS)
     start = tl.load(ends_ptr + req - 1, mask=(req > 0) & (req < num_reqs), other=0)

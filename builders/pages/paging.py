@@ -1,4 +1,4 @@
-"""Block tables to slots and to CSR page lists: torch operations without a host sync."""
+"""Slots and CSR page lists from block tables: torch operations that do not wait for the device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def compute_slot_mapping(
         block_table: ``[R, max_blocks]`` int32.
         query_start_loc: ``[R + 1]`` int32.
         seq_lens: ``[R]`` int32, this step's tokens included.
-        num_tokens: tokens of the batch, padding included (a host bound).
+        num_tokens: tokens of the batch on the host, padding included.
         block_size: tokens per block.
 
     Returns:
@@ -38,7 +38,7 @@ def compute_slot_mapping(
     query_lens = query_start_loc[1:] - query_start_loc[:-1]
     context = seq_lens - query_lens
     positions = (context[rows] + tokens - query_start_loc[rows]).long()
-    # A token past the table's end has no slot; its column, clamped, would be another token's.
+    # A token past the table's end has no slot: its column, once clamped, is another token's.
     is_token &= (positions >= 0) & (positions < block_table.shape[1] * block_size)
     column = (positions // block_size).clamp(0, block_table.shape[1] - 1)
     slots = block_table[rows, column].long() * block_size + positions % block_size
@@ -62,7 +62,7 @@ def block_table_to_csr(
     block_size: int,
     skipped: torch.Tensor | None = None,
 ) -> PagedKV:
-    """Page lists of every request, in ``R * max_blocks`` entries so that no length is read.
+    """Page lists of every request, sized ``R * max_blocks`` so that the host reads no length.
 
     Args:
         block_table: ``[R, max_blocks]`` int32; entries past a row's last page may be anything.
@@ -73,7 +73,7 @@ def block_table_to_csr(
     """
     num_reqs, width = block_table.shape
     pages = torch.div(seq_lens + block_size - 1, block_size, rounding_mode="floor")
-    # A length beyond the table must not lead a reader past the end of the list.
+    # Clamped, so that a length beyond the table does not lead a reader past the end of the list.
     pages = pages.clamp(max=width)
     listed = pages if skipped is None else pages - skipped
     indptr = torch.zeros(num_reqs + 1, dtype=torch.int32, device=block_table.device)
@@ -84,7 +84,7 @@ def block_table_to_csr(
     if skipped is not None:
         used &= columns >= skipped[:, None]
         places = places - skipped[:, None]
-    # Unused entries all land in one cell past the end, which is cut off.
+    # All unused entries are written to one cell past the end, which is cut off.
     target = torch.where(used, places, num_reqs * width)
     indices = torch.zeros(num_reqs * width + 1, dtype=torch.int32, device=block_table.device)
     indices.scatter_(0, target.flatten().long(), block_table.flatten())
@@ -96,9 +96,10 @@ def block_table_to_csr(
 def split_blocks(
     block_table: torch.Tensor, manager_block_size: int, kernel_block_size: int
 ) -> torch.Tensor:
-    """A table over blocks of ``manager_block_size`` as one over smaller kernel blocks.
+    """Turn a table of blocks of ``manager_block_size`` tokens into a table of kernel blocks.
 
-    Physical block b of the manager is kernel blocks ``b * f`` to ``b * f + f - 1``.
+    With f kernel blocks in a block of the manager, its physical block b is the kernel blocks
+    ``b * f`` to ``b * f + f - 1``.
 
     Args:
         block_table: ``[R, max_blocks]`` int32.
@@ -126,7 +127,7 @@ def check_block_table(
     block_size: int,
     num_blocks: int | None = None,
 ) -> None:
-    """Every length fits its row and every used entry lies inside the cache; reads device values.
+    """Check that lengths fit their rows and that used entries lie in the cache; reads the device.
 
     Args:
         block_table: ``[R, max_blocks]`` int32; unused entries may be anything.
@@ -135,7 +136,7 @@ def check_block_table(
         num_blocks: blocks of the cache; None leaves the ids unchecked.
 
     Raises:
-        ValueError: naming row, column and value.
+        ValueError: a length or an entry does not; the message names row, column and value.
     """
     table, lens = block_table.cpu(), seq_lens.cpu().long()
     used = (lens + block_size - 1) // block_size
@@ -160,15 +161,15 @@ def check_block_table(
 def check_slots(
     slot_mapping: torch.Tensor, block_size: int | None = None, num_blocks: int | None = None
 ) -> None:
-    """Every slot is -1 or lies inside the cache; reads device values.
+    """Check that every slot is -1 or lies inside the cache; reads the device.
 
     Args:
         slot_mapping: ``[T]`` int64.
         block_size: tokens per block; with None only the sign is checked.
-        num_blocks: blocks of the cache; likewise.
+        num_blocks: blocks of the cache; with None only the sign is checked.
 
     Raises:
-        ValueError: naming token and value.
+        ValueError: a slot does not; the message names token and value.
     """
     slots = slot_mapping.cpu()
     if not len(slots):

@@ -1,7 +1,7 @@
-"""A step's page tables of two phases, decodes before prefills, written by one launch in place.
+"""A step's page tables of two phases, decodes and prefills, written in place by one launch.
 
-Which requests go to which is the host's to say (its query lengths are the device's); every length
-of keys, and what a window leaves of them, is read on the device.
+The host decides which requests are decodes, from query lengths that equal the device's. KV lengths,
+and the pages that a window hides, are read on the device.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ _TILE = 256
 
 @dataclass(frozen=True)
 class StepRows:
-    """The requests of a step. R requests."""
+    """The R requests of a step."""
 
     block_table: torch.Tensor
     """``[R, max_blocks]`` int32; entries past a row's last block may be anything."""
     seq_lens: torch.Tensor
     """``[R]`` int32, this step's tokens included; 0 for padding."""
     query_start_loc: torch.Tensor
-    """``[R + 1]`` int32."""
+    """``[R + 1]`` int32 first query row of each request."""
     num_decodes: int
-    """Leading requests of the decode table, padding among them included."""
+    """Number of leading requests in the decode table, padding among them included."""
     least_len: int
-    """Length of keys that a decode has at least, so that its queries have one each."""
+    """Least KV length that a decode is listed with, so that each of its queries has a key."""
 
 
 class PhaseTable:
-    """One phase's tables for its largest step: persistent, since a CUDA graph keeps addresses."""
+    """One phase's persistent tables, sized for its largest step; CUDA graphs keep addresses."""
 
     def __init__(
         self, max_num_seqs: int, max_kv_len: int, page_size: int, device: torch.device | str
@@ -46,7 +46,7 @@ class PhaseTable:
             device: where the tables live.
 
         Raises:
-            ValueError: a page size that the kernels do not take.
+            ValueError: the kernels do not take this page size.
         """
         if page_size not in PAGE_SIZES:
             sizes = ", ".join(map(str, PAGE_SIZES))
@@ -67,27 +67,28 @@ class PhaseTable:
 
     @property
     def width(self) -> int:
-        """Pages of a row."""
+        """Pages of a table row."""
         return self.pages.shape[1]
 
 
 def fill_tables(
     step: StepRows, decode: PhaseTable | None, prefill: PhaseTable | None, window: int | None
 ) -> None:
-    """Write a step's tables; nothing is read back.
+    """Write a step's tables; nothing is copied to the host.
 
-    Decodes with tokens come first, in their order, then padding, whatever its place in the batch.
-    Pages wholly before the first key that a request's first query sees are left out: an engine may
-    have given them to others. Masks stay as they are, since they count from a row's end.
+    In the decode table, decodes with tokens come first, in their order, then padding, whatever its
+    place in the batch. Pages wholly before the first key that a request's first query sees are left
+    out, because an engine may have given them to other requests. Masks stay right, because they
+    count from the end of a request.
 
     Args:
         step: the requests.
-        decode: of leading requests; None where there are none.
-        prefill: of the others; likewise.
-        window: visible keys, the token's own included; None is all.
+        decode: table of the leading requests; None where there are none.
+        prefill: table of the requests behind them; None where there are none.
+        window: visible keys, the token's own included; None means all.
 
     Raises:
-        ValueError: more requests than declared, or tensors of different numbers of requests.
+        ValueError: the step has more requests than declared, or tensors differ in their number.
     """
     table = decode or prefill
     assert table is not None
@@ -104,11 +105,11 @@ def fill_tables(
 def launch_tables(
     step: StepRows, decode: PhaseTable | None, prefill: PhaseTable | None, window: int | None
 ) -> None:
-    """:func:`write_tables` by one kernel."""
+    """Write a step's tables with one kernel; :func:`write_tables` is its twin."""
     from builders.launch.launcher import launcher_of
     from builders.pages.device import phase_tables_kernel
 
-    # Where a phase has no request, nothing is written there.
+    # A missing phase has no requests, so nothing is written to the table that stands in for it.
     first, second = decode or prefill, prefill or decode
     assert first is not None
     assert second is not None
@@ -151,7 +152,7 @@ def launch_tables(
 def write_tables(
     step: StepRows, decode: PhaseTable | None, prefill: PhaseTable | None, window: int | None
 ) -> None:
-    """:func:`fill_tables` in torch: the kernel's twin."""
+    """Write a step's tables in torch, as the twin of the kernel of :func:`launch_tables`."""
     decodes, reqs = step.num_decodes, len(step.seq_lens)
     counts, kv_lens = step.query_start_loc.diff(), step.seq_lens
     page_size = (decode or prefill).page_size  # type: ignore[union-attr]

@@ -1,7 +1,7 @@
-"""Page tables of kernels that take a whole table: contiguous, rewritten in place by one launch.
+"""Contiguous page tables, rewritten in place by one launch, and page lists, made by one launch.
 
-And lists of pages, for kernels that take those: one launch for what :mod:`builders.pages.paging`
-has in torch.
+Some vendor kernels take tables, others take lists. :mod:`builders.pages.paging` makes lists with
+several torch operations.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ class PageTable:
     """One step's pages, as views of persistent buffers."""
 
     pages: torch.Tensor
-    """``[R, width]`` int32, contiguous: physical page of each logical one, 0 past the last."""
+    """``[R, width]`` int32, contiguous: physical page of each logical page, 0 past the last."""
     kv_lens: torch.Tensor
     """``[R]`` int32: keys of each request; 0 for padding."""
     kv_starts: torch.Tensor
     """``[R + 1]`` int32: exclusive prefix sum of ``kv_lens``."""
     max_num_seqs: int
-    """Most requests of any step: what the kernel is compiled for."""
+    """Most requests of any step, which the kernel is compiled for."""
 
 
 class PageTableBuffers:
     """Buffers of the tables of one KV cache group, allocated once for the declared limits.
 
-    A CUDA graph keeps their addresses, and the launch that fills them may be a part of it: it takes
-    no number of the host that varies with lengths.
+    A CUDA graph keeps their addresses. The launch that fills them may be a part of a graph, because
+    no number that it takes from the host depends on lengths.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class PageTableBuffers:
             max_num_seqs: most requests of a step.
             max_model_len: most keys of a request.
             block_size: tokens of a block of the engine's table.
-            page_size: tokens of a page of the kernel's.
-            device: where the buffers live.
+            page_size: tokens of a page of the kernel that reads the tables.
+            device: device of the buffers.
 
         Raises:
-            ValueError: a page size that the kernels do not take or that does not divide the blocks.
+            ValueError: the kernels do not take the page size, or it does not divide the blocks.
         """
         if page_size not in PAGE_SIZES:
             sizes = ", ".join(map(str, PAGE_SIZES))
@@ -75,16 +75,17 @@ class PageTableBuffers:
         self._buffers.declare("pages", (max_num_seqs, self._width), torch.int32)
 
     def fill(self, block_table: torch.Tensor, seq_lens: torch.Tensor, added: int = 0) -> PageTable:
-        """Write a step's tables; nothing is read back.
+        """Write a step's tables; nothing is copied to the host.
 
         Args:
             block_table: ``[R, max_blocks]`` int32, any row stride; entries past a row's last block
                 may be anything.
             seq_lens: ``[R]`` int32, this step's tokens included; 0 for padding requests.
-            added: keys that every request but padding has beyond those: draft step i adds i + 1.
+            added: keys of every request, except padding, beyond ``seq_lens``; draft step i adds
+                i + 1.
 
         Raises:
-            ValueError: more requests than declared, or tensors of different numbers of requests.
+            ValueError: the step has more requests than declared, or tensors differ in their number.
         """
         reqs = len(seq_lens)
         if reqs > self._max_reqs or len(block_table) != reqs:
@@ -111,7 +112,7 @@ def launch_page_table(
     page_size: int,
     added: int = 0,
 ) -> None:
-    """:func:`write_page_table` by one kernel."""
+    """Write a page table with one kernel; :func:`write_page_table` is its twin."""
     from builders.launch.launcher import launcher_of
     from builders.pages.device import page_table_kernel
 
@@ -149,12 +150,12 @@ def write_page_table(
     page_size: int,
     added: int = 0,
 ) -> None:
-    """Fill ``table`` in torch: the kernel's twin.
+    """Write a page table in torch, as the twin of the kernel of :func:`launch_page_table`.
 
     Args:
         block_table: ``[R, max_blocks]`` int32.
         seq_lens: ``[R]`` int32.
-        table: written.
+        table: the table to write.
         block_size: tokens of a block, a multiple of ``page_size``.
         page_size: tokens of a page.
         added: keys beyond ``seq_lens`` of every request that has any.
@@ -172,15 +173,16 @@ def write_page_table(
 
 
 class RequestPlaces:
-    """Where the rows and pages of each request lie, on the device: of leading requests, and anew of
-    those behind them. Kernels write it, for one step after the other.
+    """Places of each request's rows and pages, on the device, rewritten by a kernel in every step.
+
+    The leading requests and the requests behind them have separate prefix sums, each from 0.
     """
 
     def __init__(self, out: torch.Tensor, num_leading: int) -> None:
         """
         Args:
-            out: ``[3 * R + 4]`` int32, to be written.
-            num_leading: requests that lead.
+            out: ``[3 * R + 4]`` int32 memory for all places.
+            num_leading: number L of leading requests.
         """
         reqs = (out.shape[0] - 4) // 3
         split = num_leading + 1, reqs + 1 - num_leading
@@ -192,7 +194,9 @@ class RequestPlaces:
         ``last_page_len`` ``[L]``: tokens in the last page, 0 without pages.
         """
         self.behind = parts[1], parts[3], parts[5]
-        """Likewise, of the ``R - L`` others."""
+        """``qo_indptr`` ``[R - L + 1]``, ``kv_indptr`` ``[R - L + 1]`` and ``last_page_len``
+        ``[R - L]`` of the requests behind the leading ones, with sums from 0.
+        """
 
 
 def list_pages(
@@ -204,20 +208,21 @@ def list_pages(
     places: RequestPlaces | None = None,
     query_start_loc: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Pages of every request, one request after the other; nothing is read back.
+    """Pages of every request, one request after another; nothing is copied to the host.
 
     Args:
         block_table: ``[R, max_blocks]`` int32, any row stride; entries past a row's last page may
             be anything.
         seq_lens: ``[R]`` int32.
         page_size: tokens per page, and per block.
-        skipped: ``[R]``: leading pages of each request that are left out, at most all of them.
-        max_num_seqs: most requests of any step: what the kernel is compiled for.
-        places: written too, by the same launch.
+        skipped: ``[R]``: leading pages of each request that are left out, at most all of them; None
+            leaves none out.
+        max_num_seqs: most requests of any step, which the kernel is compiled for.
+        places: places to write in the same launch; None writes none.
         query_start_loc: ``[R + 1]`` int32, first query row of each request, for ``places``.
 
     Returns:
-        ``[R * max_blocks]`` int32; 0 past the last page, since a kernel may look a page ahead.
+        ``[R * max_blocks]`` int32; 0 past the last page, since a kernel may read one page ahead.
     """
     list_them = launch_page_list if block_table.is_cuda else _list_in_torch
     given = block_table, seq_lens, page_size, skipped, max_num_seqs
@@ -233,7 +238,7 @@ def launch_page_list(
     places: RequestPlaces | None = None,
     query_start_loc: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """:func:`list_pages` by one kernel."""
+    """List pages with one kernel; the arguments are those of :func:`list_pages`."""
     from builders.launch.launcher import launcher_of
     from builders.pages.device import page_list_kernel
 

@@ -1,7 +1,8 @@
-"""Layers whose keys lie in a pool of their own: the engine's blocks and slots as that pool's.
+"""Translation of an engine's blocks and slots to those of a smaller pool for window layers.
 
-An engine that keeps less of window layers than of others gives one table for all, and says for each
-block of it which block of the smaller pool holds the same tokens.
+Some engines keep fewer tokens of window layers than of other layers. They give one block table for
+all layers, and a map from each of its blocks to the block of the smaller pool that holds the same
+tokens.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from specs.sentinels import NULL_BLOCK_ID, PAD_SLOT_ID
 
 
 def translate_blocks(block_table: torch.Tensor, block_map: torch.Tensor) -> torch.Tensor:
-    """A table over the pool's blocks.
+    """Translate a block table to the pool's blocks.
 
     Args:
         block_table: ``[R, max_blocks]`` int32; entries past a row's last block may be anything, and
             become any block of the pool.
-        block_map: ``[N]`` int32: the pool's block of each block; 0 where it has none (any more).
+        block_map: ``[N]`` int32: the pool's block for each block, 0 where there is none (any more).
 
     Returns:
         ``[R, max_blocks]`` int32.
@@ -28,11 +29,11 @@ def translate_blocks(block_table: torch.Tensor, block_map: torch.Tensor) -> torc
 def translate_slots(
     slot_mapping: torch.Tensor, block_map: torch.Tensor, block_size: int
 ) -> torch.Tensor:
-    """Slots of new tokens in the pool; -1 where a token has none, there or at all.
+    """Translate slots of new tokens to the pool; -1 for a token without a slot in the pool.
 
     Args:
-        slot_mapping: ``[T]`` int64.
-        block_map: as of :func:`translate_blocks`.
+        slot_mapping: ``[T]`` int64; -1 for a token without a slot.
+        block_map: ``[N]`` int32: the pool's block for each block, 0 where there is none (any more).
         block_size: tokens per block.
 
     Returns:

@@ -10,13 +10,13 @@ class Stripe:
     """The tokens that one rank keeps of every request under decode context parallelism (DCP)."""
 
     size: int
-    """Ranks."""
+    """Number of ranks."""
     rank: int
     interleave: int
-    """Consecutive tokens of a rank, before the next rank's turn; they stay in order there."""
+    """Consecutive tokens that a rank keeps before the next rank's turn, in their order."""
 
     def local_len(self, length: int) -> int:
-        """How many of a request's first ``length`` tokens are kept here."""
+        """Number of a request's first ``length`` tokens that this rank keeps."""
         turn = self.interleave * self.size
         rest = length % turn - self.rank * self.interleave
         return length // turn * self.interleave + min(max(rest, 0), self.interleave)

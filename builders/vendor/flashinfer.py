@@ -1,8 +1,8 @@
 """Metadata of FLASHINFER: a step planned on the host, from host lengths, for FlashInfer's wrappers.
 
-A plan holds what the kernels were told of the layer (window, soft cap, dtypes), so the record says
-it too, and an impl refuses a record that was planned for another layer. A record is good until its
-builder builds again: plans live in wrappers that the builder keeps.
+A plan depends on the layer's window, soft cap and dtypes. The record holds them too, so that an
+impl can refuse a record that was planned for another kind of layer. A record is valid until its
+builder builds again, because plans live in wrappers that the builder keeps.
 """
 
 from __future__ import annotations
@@ -50,41 +50,42 @@ if TYPE_CHECKING:
     import numpy as np
 
 WORKSPACE_BYTES = 384 << 20
-"""Scratch of a builder: partial states of rows that are cut, which FlashInfer bounds by the GPU."""
+"""Bytes of a builder's scratch for partial states of split rows; FlashInfer bounds their number by
+the size of the GPU."""
 
 
 @dataclass
 class PlannedRows:
-    """Consecutive rows of the query, and the wrapper that was planned for them."""
+    """Consecutive query rows, and the wrapper that was planned for them."""
 
     choice: KernelChoice
     first_token: int
     num_tokens: int
     indices: torch.Tensor
-    """``[>= pages]`` int32, device: as planned."""
+    """``[>= pages]`` int32, device: the pages that the plan reads."""
     wrapper: Any
 
 
 @dataclass
 class DecodeRows(PlannedRows):
-    """Requests of one token each."""
+    """Query rows of requests with one token each."""
 
 
 @dataclass
 class PrefillRows(PlannedRows):
-    """Requests of any length: prefills, extends, verifies, padding."""
+    """Query rows of requests of any length: prefills, extends, verifies, padding."""
 
 
 @dataclass
 class SharedPrefix:
-    """Cascade attention: the prefix as one request of all tokens, and each request's own keys."""
+    """Cascade attention: all tokens over the shared prefix, and each request over its own keys."""
 
     prefix: PrefillRows
     own: PrefillRows
     outputs: torch.Tensor
     """``[2, T, H, D]`` scratch in the model's dtype: prefix part, own part."""
     lses: torch.Tensor
-    """``[2, T, H]`` fp32 scratch, likewise."""
+    """``[2, T, H]`` fp32 scratch: LSE of the prefix part, then of the own part."""
 
 
 @dataclass
@@ -92,12 +93,12 @@ class FlashInferMetadata(AttentionMetadata):
     """A step of dense attention, planned for one kind of layer."""
 
     num_actual_tokens: int
-    """Query rows that requests own: padding is not among them, except in a CUDA graph."""
+    """Query rows of the step, without padding; in a CUDA graph of decodes padding counts too."""
     num_reqs: int
     query_start_loc: torch.Tensor
-    """``[R + 1]`` int32, device."""
+    """``[R + 1]`` int32, device: first query row of each request."""
     seq_lens: torch.Tensor
-    """``[R]`` int32, device."""
+    """``[R]`` int32, device: KV lengths, this step's tokens included."""
     block_table: torch.Tensor
     """``[R, max_blocks]`` int32, device."""
     lengths: HostLengths
@@ -106,29 +107,30 @@ class FlashInferMetadata(AttentionMetadata):
     decode: DecodeRows | None
     prefill: PrefillRows | None
     shared: SharedPrefix | None
-    """All rows, in place of both, where the batch has a common prefix."""
+    """Plans for all rows where the batch has a common prefix; ``decode`` and ``prefill`` are then
+    None."""
     keyless: torch.Tensor | None
-    """int64, device: query rows without any key, which the kernels leave undefined; None without
-    such rows."""
+    """int64, device: indices of query rows without any key, whose output the kernels leave
+    undefined; None without such rows."""
 
 
 @dataclass(slots=True)
 class _Listed:
-    """What of every request a plan lists."""
+    """The rows, keys and pages of every request that a step's plans list."""
 
     query_starts: np.ndarray
-    """``[R + 1]`` int32."""
+    """``[R + 1]`` int32, host: first query row of each request."""
     kv_lens: np.ndarray
-    """``[R]`` int32."""
+    """``[R]`` int32, host: listed keys of each request."""
     indices: torch.Tensor
-    """``[>= all pages]`` int32, device: one request's behind another's."""
+    """``[>= all pages]`` int32, device: pages of all requests, one request behind another."""
     places: RequestPlaces
-    """Of the same, on the device: decodes lead."""
+    """Rows and pages of each request, on the device; decodes are the leading requests."""
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """The wrapper of one captured size."""
+    """The wrapper of one captured number of requests and query length."""
 
     choice: KernelChoice
     query_len: int
@@ -137,7 +139,7 @@ class _Graph:
 
 
 class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
-    """Rows of one token to the decode wrapper, those behind them to the prefill wrapper."""
+    """Builder that gives leading requests of one token to the decode wrapper, others to prefill."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     plans_on_host = True
@@ -158,8 +160,8 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             device: where the records' tensors live.
 
         Raises:
-            ValueError: a spec or a setting that the wrappers do not serve, host lengths that are
-                not exact among them.
+            ValueError: the wrappers do not serve the spec or a setting, such as host lengths that
+                are not exact.
             FlashInferUnavailableError: FlashInfer cannot be used here.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -190,7 +192,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         self._is_pinned = self.device.type == "cuda"
         self.flashinfer = compat.load()
         self.shares_prefix = self.sizes.sliding_window is None
-        # Zeroed: the wrappers ask for it at first use, and leave it to later plans as it is.
+        # The wrappers need zeros at first use; later plans reuse the memory without clearing it.
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         self._buffers = GraphBuffers(self.device)
         most = vllm_config.max_num_seqs
@@ -210,18 +212,18 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> FlashInferMetadata:
-        """The step's record; nothing is read back from the device.
+        """The step's record; nothing is copied back to the host.
 
         Args:
-            common_prefix_len: leading tokens that all requests share, in the same blocks: at least
-                so many of each request's tokens come before its queries.
-            common_attn_metadata: the batch; its host lengths must be the device's.
-            fast_build: makes no difference.
+            common_prefix_len: leading tokens that all requests share, in the same blocks. Every
+                request has at least this many tokens before its queries.
+            common_attn_metadata: the batch; its host lengths must equal the device's.
+            fast_build: ignored.
 
         Raises:
-            ValueError: no host lengths, lengths that fit neither table nor limits, or a
-                ``common_prefix_len`` that is not a whole number of the table's blocks.
-            NotImplementedError: a batch that is not plainly causal.
+            ValueError: the batch has no host lengths, lengths exceed the table or a limit, or
+                ``common_prefix_len`` is not a whole number of blocks.
+            NotImplementedError: the batch's mask is not plainly causal.
         """
         batch = common_attn_metadata
         self.check_batch(common_prefix_len, batch, fast_build)
@@ -234,7 +236,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         lengths = host_lengths(batch, common_prefix_len, self.sizes.page_size)
         if debug_enabled():
             debug_lengths(batch, lengths)
-        # A slice of all of it costs as much as any.
+        # Sliced only where needed, since even a slice of the whole tensor costs host time.
         starts, lens = batch.query_start_loc, batch.seq_lens
         record = FlashInferMetadata(
             slot_mapping=batch.slot_mapping,
@@ -257,14 +259,16 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> FlashInferMetadata:
-        """The record to capture with: any batch of as many requests with so many tokens each, or
-        none, can be replayed after a build.
+        """The record to capture a graph with.
+
+        After a build, the graph can be replayed for any batch of the same number of requests, each
+        with the captured number of tokens or with none.
 
         Args:
-            common_attn_metadata: requests of one query length, without padding.
+            common_attn_metadata: a batch of requests of one query length, without padding.
 
         Raises:
-            ValueError: requests of several query lengths.
+            ValueError: the requests have several query lengths.
         """
         batch = common_attn_metadata
         lens = batch.query_start_loc_cpu[: batch.num_reqs + 1].diff().tolist()
@@ -276,17 +280,17 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         key = len(lens), lens[0]
         if key not in self._graphs:
             self._graphs[key] = self._new_graph(*key)
-        # By way of build, which a wrapper may have replaced.
+        # Calls self.build, since a wrapper around this builder may have replaced it.
         return self.build(0, batch)
 
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
     ) -> FlashInferMetadata:
-        """Refused.
+        """Refuse draft steps of an engine.
 
         Raises:
-            NotImplementedError: always; an engine's host does not know the lengths of draft steps.
-                Where it does, ``MultiStepDraft`` plans them by :meth:`build`.
+            NotImplementedError: always, as an engine's host does not know the lengths of draft
+                steps. Where the host knows them, ``MultiStepDraft`` plans them by :meth:`build`.
         """
         raise NotImplementedError(host_drafts_reason(NAME, draft_index))
 
@@ -298,7 +302,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     # -- plans
 
     def _plan(self, record: FlashInferMetadata) -> None:
-        """Put the step's plans into its record, which no one else has yet."""
+        """Make the step's plans and store them in a record that no caller has yet."""
         lengths = record.lengths
         num_tokens = lengths.num_tokens
         record.decode = record.prefill = record.shared = None
@@ -324,7 +328,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             record.prefill = self._prefill_rows(listed, decodes, "prefill")
 
     def _prefill_rows(self, listed: _Listed, first_req: int, role: str) -> PrefillRows:
-        """Requests of any length from one on, over the keys that are listed."""
+        """Plan the requests from ``first_req`` on, of any length, over their listed keys."""
         starts = listed.query_starts
         first, query_lens = int(starts[first_req]), starts[first_req + 1 :] - starts[first_req:-1]
         tokens, live = int(starts[-1]) - first, int((query_lens > 0).sum())
@@ -336,7 +340,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         return PrefillRows(choice, first, tokens, indices, wrapper)
 
     def _shared_prefix(self, record: FlashInferMetadata) -> SharedPrefix:
-        """Two plans over all tokens, and scratch for their states."""
+        """Plan all tokens over the prefix, then over each request's own keys; adds scratch."""
         lengths, sizes = record.lengths, self.sizes
         tokens, pages = record.num_actual_tokens, lengths.common_prefix_len // sizes.page_size
         ends = torch.tensor([0, tokens, lengths.common_prefix_len], dtype=torch.int32).numpy()
@@ -359,7 +363,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         )
 
     def _wrapper(self, role: str, choice: KernelChoice) -> Any:
-        """The wrapper of a role outside graphs, made once for each kernel."""
+        """The wrapper of a role outside graphs; each kernel's wrapper is made once."""
         key = role, choice.kernel, choice.use_tensor_cores
         if key not in self._wrappers:
             self._wrappers[key] = self._new_wrapper(role == "decode", choice, None)
@@ -376,8 +380,9 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     # -- CUDA graphs
 
     def _new_graph(self, num_reqs: int, query_len: int) -> _Graph:
-        """A wrapper over the builder's buffers, which the graphs of all sizes share: each is
-        planned anew before it is replayed.
+        """Make a graph's wrapper over the builder's buffers.
+
+        Graphs of all sizes share these buffers, since a graph is planned again before each replay.
         """
         config, buffers = self.vllm_config, self._buffers
         most = config.max_num_seqs
@@ -394,11 +399,11 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         return _Graph(choice, query_len, wrapper, reserved)
 
     def _graph_of(self, lengths: HostLengths) -> _Graph | None:
-        """The graph that may replay such a batch: requests of one length, then padding; None where
-        none was captured.
+        """The graph that an engine may replay for a batch, or None where none was captured.
 
-        A step of that shape that runs outside the graph can use its wrapper too, but a graph whose
-        wrapper was not planned would replay the step before.
+        Such a batch has requests of one length, then padding. The builder does not know whether the
+        step will run in the graph, and plans the graph's wrapper in either case: the wrapper also
+        serves outside the graph, but a graph without a new plan would replay the previous step.
         """
         if not self._graphs or lengths.common_prefix_len:
             return None
@@ -408,14 +413,14 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         if graph is None:
             return None
         live = int((query_lens == first).sum())
-        # Those of another length come last, and have no tokens.
+        # Requests of another length must be padding: last in the batch, without tokens.
         is_padded = not query_lens[live:].any()
         return graph if is_padded else None
 
     def _plan_graph(self, record: FlashInferMetadata, graph: _Graph) -> None:
         reqs, wrapper = record.num_reqs, graph.wrapper
         is_decode = graph.query_len == 1
-        # The wrapper of decodes has a row of every request, padding too.
+        # In a graph the decode wrapper has a row for every request, padding included.
         starts = self._one_each[: reqs + 1] if is_decode else record.query_start_loc
         listed = self._listed(record, reqs if is_decode else 0, starts)
         if is_decode:
@@ -433,7 +438,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     # -- page lists
 
     def _places(self, num_reqs: int, num_leading: int) -> RequestPlaces:
-        """In one buffer for steps of all sizes, graphs' too: each is written before it is read."""
+        """Views for one step's places; steps of all sizes share a buffer, written in every step."""
         key = num_reqs, num_leading
         if self._places_key != key:
             out = self._buffers.view("places", 3 * num_reqs + 4)
@@ -443,10 +448,10 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     def _listed(
         self, record: FlashInferMetadata, num_leading: int, query_start_loc: torch.Tensor
     ) -> _Listed:
-        """Keys and pages of every request, without the prefix that a cascade leaves out and without
-        the blocks before a window, which an engine may have given to others.
+        """List keys and pages of every request.
 
-        Both ends of a row move by as much, so masks stay as they are: they count from its end.
+        A shared prefix is left out, and so are blocks before a window, which an engine may have
+        given to other requests. Masks stay right, because they count from the end of a request.
         """
         lengths, size, window = record.lengths, self.sizes.page_size, self.sizes.sliding_window
         kv_lens, device_lens, table = lengths.kv_lens, record.seq_lens, record.block_table
@@ -468,10 +473,10 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
     def _csr(
         self, listed: _Listed, start: int, stop: int, wrapper: Any
     ) -> tuple[CsrOnHost, CsrOnDevice]:
-        """Lengths and pages of consecutive requests: the leading ones, or all others."""
+        """Lengths and pages of requests ``start`` to ``stop``: the leading ones, or the rest."""
         size, kv_lens, indices = self.sizes.page_size, listed.kv_lens, listed.indices
         starts = listed.query_starts[start : stop + 1]
-        # A later plan copies nothing from here.
+        # Only FlashInfer's own plan copies from this memory to the GPU; a replan copies nothing.
         is_pinned = self._is_pinned and not self.flashinfer.replans(wrapper)
         csr = csr_on_host(starts, kv_lens[start:stop], size, is_pinned)
         is_leading = stop == listed.places.num_leading

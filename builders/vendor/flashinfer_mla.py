@@ -1,7 +1,7 @@
-"""Metadata of FLASHINFER_MLA: absorbed decodes planned on the host for FlashInfer's wrapper, and
-expanded prefill in chunks as every latent backend plans it.
+"""Metadata of FLASHINFER_MLA: absorbed decodes planned on the host for FlashInfer's wrapper.
 
-A record is good until its builder builds again: plans live in wrappers that the builder keeps.
+Prefill is expanded in chunks, planned as in every latent backend. A record is valid until its
+builder builds again, because plans live in wrappers that the builder keeps.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ from specs.engine import EngineConfig
 from specs.kv_cache import AnyKVCacheSpec
 
 WORKSPACE_BYTES = 128 << 20
-"""Scratch of a builder: partial states of rows that are cut, which the plan bounds by the GPU."""
+"""Bytes of a builder's scratch for partial states of split rows; the plan bounds their number by
+the size of the GPU."""
 
 
 @dataclass
@@ -58,17 +59,17 @@ class PlannedLatentRows:
     flashinfer: FlashInferLatent
     wrapper: Any
     num_tokens: int
-    """Query rows of the plan, from the first on; in a graph those of padding too."""
+    """Query rows of the plan, from the step's first row on; in a graph padding counts too."""
     indices: torch.Tensor
-    """``[pages]`` int32, device: as planned."""
+    """``[pages]`` int32, device: the pages that the plan reads."""
     query: tuple[torch.Tensor, torch.Tensor] | None
-    """``[T, H', L]`` and ``[T, H', r]`` scratch where the kernel is told more heads than the layer
-    has; those beyond are zero."""
+    """``[T, H', L]`` and ``[T, H', r]`` scratch for a query that is padded to H' heads with zeros;
+    None where the kernel takes the layer's heads."""
 
 
 @dataclass
 class FlashInferMlaMetadata(LatentStep):
-    """A step, planned for one kind of layer."""
+    """A step of latent attention, planned for one kind of layer."""
 
     lengths: HostLengths
     sizes: LatentSizes
@@ -78,20 +79,20 @@ class FlashInferMlaMetadata(LatentStep):
 
 @dataclass(frozen=True)
 class _Listed:
-    """Decodes as a plan lists them: each has tokens, and keys for all of them."""
+    """Decodes as a plan lists them: each has tokens, and a key for each of its tokens."""
 
     query_starts: torch.Tensor
-    """``[R + 1]`` int32, host."""
+    """``[R + 1]`` int32, host: first query row of each request."""
     kv_lens: torch.Tensor
-    """``[R]`` int32, host."""
+    """``[R]`` int32, host: keys of each request."""
     seq_lens: torch.Tensor
-    """``[R]`` int32, device: the same."""
+    """``[R]`` int32, device: keys of each request, equal to ``kv_lens``."""
     block_table: torch.Tensor
-    """``[R, max_blocks]`` int32, device: page 0 for what stands for keys that are none."""
+    """``[R, max_blocks]`` int32, device; a request without keys is listed with keys of page 0."""
 
 
 class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadata]):
-    """Rows of up to a verify's tokens to the wrapper, those behind them to expanded prefill."""
+    """Builder that gives decodes and verifies to the wrapper, and expands prefills."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     plans_on_host = True
@@ -111,8 +112,8 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
             device: where the records' tensors live.
 
         Raises:
-            ValueError: a spec or a setting that the wrapper does not serve, host lengths that are
-                not exact among them; a bound of the workspace that is smaller than one chunk.
+            ValueError: the wrapper does not serve the spec or a setting, such as host lengths that
+                are not exact; or the bound of the workspace is smaller than one chunk.
             FlashInferUnavailableError: FlashInfer cannot be used here.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -165,16 +166,16 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> FlashInferMlaMetadata:
-        """The step's record; nothing is read back from the device.
+        """The step's record; nothing is copied back to the host.
 
         Args:
-            common_prefix_len: makes no difference: every request reads its own pages.
-            common_attn_metadata: the batch; its host lengths must be the device's.
-            fast_build: makes no difference.
+            common_prefix_len: ignored, since every request reads its own pages.
+            common_attn_metadata: the batch; its host lengths must equal the device's.
+            fast_build: ignored.
 
         Raises:
-            ValueError: no host lengths, or lengths that fit neither table nor limits.
-            NotImplementedError: a batch that is not plainly causal.
+            ValueError: the batch has no host lengths, or lengths exceed the table or a limit.
+            NotImplementedError: the batch's mask is not plainly causal.
         """
         batch = common_attn_metadata
         self.check_batch(common_prefix_len, batch, fast_build)
@@ -192,31 +193,33 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> FlashInferMlaMetadata:
-        """The record to capture with: any batch of as many requests with so many tokens each, or
-        none, can be replayed after a build.
+        """The record to capture a graph with.
+
+        After a build, the graph can be replayed for any batch of the same number of requests, each
+        with the captured number of tokens or with none.
 
         Args:
-            common_attn_metadata: requests of one query length; padding may follow.
+            common_attn_metadata: a batch of requests of one query length; padding may follow.
 
         Raises:
-            ValueError: requests of several query lengths.
+            ValueError: the requests have several query lengths.
         """
         batch = common_attn_metadata
         length = captured_query_len(batch)
         key = batch.num_reqs, length
         if length <= (self.reorder_batch_threshold or 1) and key not in self._graphs:
             self._graphs[key] = self._graph_wrapper(batch.num_reqs)
-        # By way of build, which a wrapper may have replaced.
+        # Calls self.build, since a wrapper around this builder may have replaced it.
         return self.build(0, batch)
 
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
     ) -> FlashInferMlaMetadata:
-        """Refused.
+        """Refuse draft steps of an engine.
 
         Raises:
-            NotImplementedError: always; an engine's host does not know the lengths of draft steps.
-                Where it does, ``MultiStepDraft`` plans them by :meth:`build`.
+            NotImplementedError: always, as an engine's host does not know the lengths of draft
+                steps. Where the host knows them, ``MultiStepDraft`` plans them by :meth:`build`.
         """
         raise NotImplementedError(host_drafts_reason(NAME, draft_index))
 
@@ -231,7 +234,7 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
     # -- plans
 
     def _plan_decodes(self, record: FlashInferMlaMetadata) -> None:
-        """Put the plan of the decodes into a record, which no one else has yet."""
+        """Make the plan of the decodes and store it in a record that no caller has yet."""
         record.decode = record.keyless = None
         reqs = record.num_decodes
         lengths = record.lengths
@@ -269,7 +272,7 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
             wrapper = self._wrapper = self._wrapper or self.flashinfer.wrapper(
                 self._workspace, self._choice.kernel.value
             )
-        # Of one token a mask hides nothing.
+        # With one token per request the causal mask hides nothing.
         causal = csr.max_query_len > 1
         self.flashinfer.plan(wrapper, csr, indices, sizes, causal=causal)
         query = None
@@ -286,8 +289,10 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
     def _live(
         self, record: FlashInferMlaMetadata, query_lens: torch.Tensor, has_keys: torch.Tensor
     ) -> _Listed | None:
-        """The requests that have tokens. The kernel's tile follows the average of their number,
-        which padding would bring below the heads of one token.
+        """List the requests that have tokens; None where there are none.
+
+        The kernel's tile follows the average number of tokens, which padding would bring below one
+        token.
         """
         rows: list[int] = torch.nonzero(query_lens).flatten().tolist()
         if not rows:
@@ -314,8 +319,10 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
     def _padded(
         self, record: FlashInferMlaMetadata, has_keys: torch.Tensor, length: int
     ) -> _Listed:
-        """Every request with ``length`` tokens: the grid that a graph holds follows their average.
-        Rows of padding read page 0, and are cleared.
+        """List every request, padding included, with ``length`` tokens.
+
+        The grid in a graph follows the average number of tokens, which must stay the same. Rows of
+        padding read page 0, and their output is cleared.
         """
         reqs = record.num_decodes
         starts = torch.arange(reqs + 1, dtype=torch.int32) * length
@@ -329,8 +336,9 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
     # -- CUDA graphs
 
     def _graph_wrapper(self, num_reqs: int) -> Any:
-        """A wrapper over the builder's buffers, which the graphs of all sizes share: each is
-        planned anew before it is replayed.
+        """Make a graph's wrapper over the builder's buffers.
+
+        Graphs of all sizes share these buffers, since a graph is planned again before each replay.
         """
         view = self.buffers.view
         width = cdiv(self.vllm_config.max_model_len, self.sizes.page_size)
@@ -343,8 +351,9 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
         return self.flashinfer.wrapper(self._workspace, self._choice.kernel.value, reserved)
 
     def _graph_of(self, query_lens: torch.Tensor) -> tuple[Any, int] | None:
-        """The wrapper and query length of the graph that may replay such a batch: requests of one
-        length, then padding; None where none was captured.
+        """Wrapper and query length of the graph that an engine may replay for a batch, or None.
+
+        Such a batch has requests of one length, then padding.
         """
         if not self._graphs or len(query_lens) == 0:
             return None
@@ -355,5 +364,5 @@ class FlashInferMlaMetadataBuilder(AttentionMetadataBuilder[FlashInferMlaMetadat
             if reqs == len(query_lens) and first in (0, length)
         ]
         live = int((query_lens == first).sum()) if first else 0
-        # Those of another length come last, and have no tokens.
+        # Requests of another length must be padding: last in the batch, without tokens.
         return None if query_lens[live:].any() or not found else found[0]

@@ -1,7 +1,8 @@
 """Metadata of TRTLLM_MHA: page tables and lengths for kernels that are called without a plan.
 
-Everything that varies with lengths is on the device, in buffers that a CUDA graph may keep. The
-host's query lengths alone split a step; its bounds of the lengths of keys decide nothing.
+Everything that depends on KV lengths is on the device, in buffers whose addresses a CUDA graph may
+keep. The host splits a step into decodes and prefills by its query lengths alone; its bounds of KV
+lengths decide nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
-    """Leading rows of one length to the decode kernel, those behind them to the prefill kernel."""
+    """Builder that gives leading short requests to the decode kernel, others to prefill."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     supports_draft_decode_metadata_update = True
@@ -60,8 +61,8 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
             device: where the records' tensors live.
 
         Raises:
-            ValueError: a spec, a setting or a device that the kernels do not serve; with every
-                reason.
+            ValueError: the kernels do not serve the spec, a setting or the device; the message
+                holds every reason.
             FlashInferUnavailableError: FlashInfer cannot be used here.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -99,7 +100,7 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         self._init_reorder_batch_threshold(self._threshold)
 
     def _decode_threshold(self, rule: KernelRule | None) -> int:
-        """Most tokens of a request that the decode kernel takes; 0 without one."""
+        """Most tokens of a request that the decode kernel takes; 0 without a decode kernel."""
         if rule is None:
             return 0
         most = self.vllm_config.max_decode_query_len
@@ -113,7 +114,7 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         return most if is_right else 1
 
     def _is_ragged(self, rule: KernelRule) -> bool:
-        """One call takes requests of different numbers of tokens."""
+        """True where one call takes requests with different numbers of tokens."""
         if rule.kernel is VendorKernel.XQA:
             return self._threshold > 1 and self.calls.verifies_ragged
         return rule.ragged
@@ -132,11 +133,11 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
             self._buffers.declare("ragged_mask", (tokens, words), torch.int32)
 
     def use_pool(self, block_map: torch.Tensor) -> None:
-        """Say that the group's layers have a pool of their own, before the first build.
+        """Tell the builder, before the first build, that the group's layers have their own pool.
 
         Args:
-            block_map: ``[N]`` int32, device: the pool's block of each block of the batches' tables,
-                0 where it has none. Each build reads it, so that blocks may move between steps.
+            block_map: ``[N]`` int32, device: for each block in the batches' tables the block of the
+                pool, 0 where there is none. Each build reads it, so blocks may move between steps.
         """
         tokens = self.vllm_config.max_num_batched_tokens
         self._buffers.declare("slots", (tokens,), torch.int64, fill=PAD_SLOT_ID)
@@ -148,16 +149,16 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> TrtllmMhaMetadata:
-        """The step's record; nothing is read back from the device.
+        """The step's record; nothing is copied back to the host.
 
         Args:
-            common_prefix_len: makes no difference: every request reads its own pages.
-            common_attn_metadata: the batch; its host query lengths must be the device's.
-            fast_build: makes no difference.
+            common_prefix_len: ignored, since every request reads its own pages.
+            common_attn_metadata: the batch; its host query lengths must equal the device's.
+            fast_build: ignored.
 
         Raises:
-            ValueError: a batch beyond the engine's limits.
-            NotImplementedError: a batch that is not plainly causal.
+            ValueError: the batch exceeds the engine's limits.
+            NotImplementedError: the batch's mask is not plainly causal.
         """
         batch = common_attn_metadata
         self.check_batch(common_prefix_len, batch, fast_build)
@@ -167,7 +168,7 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         if any((getattr(batch, "mm_req_doc_ranges", None) or {}).values()):
             raise NotImplementedError(f"{NAME} does not support mm_req_doc_ranges")
         reqs = batch.num_reqs
-        # An array: a tensor of a few hundred numbers costs an operation four times as much.
+        # As a numpy array: an operation on a few hundred numbers takes a tensor four times as long.
         starts = batch.query_start_loc_cpu.numpy()[: reqs + 1]
         query_lens = starts[1:] - starts[:-1]
         split = self.split(query_lens.tolist())
@@ -198,14 +199,17 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> TrtllmMhaMetadata:
-        """The record to capture with: any batch of as many requests with so many tokens each can be
-        replayed after a build; of decodes and verifies also with padding behind them.
+        """The record to capture a graph with.
+
+        After a build, the graph can be replayed for any batch of the same number of requests with
+        the captured number of tokens each. A graph of decodes or verifies can also be replayed for
+        fewer requests followed by padding.
 
         Args:
-            common_attn_metadata: requests of one query length, without padding.
+            common_attn_metadata: a batch of requests of one query length, without padding.
 
         Raises:
-            ValueError: requests of several query lengths.
+            ValueError: the requests have several query lengths.
         """
         batch = common_attn_metadata
         lens = batch.query_start_loc_cpu[: batch.num_reqs + 1].diff().tolist()
@@ -215,11 +219,11 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
                 f"of tokens, got {lens}"
             )
         self._captured = True
-        # By way of build, which a wrapper may have replaced.
+        # Calls self.build, since a wrapper around this builder may have replaced it.
         return self.build(0, batch)
 
     def update_draft_decode_metadata(self, metadata: TrtllmMhaMetadata) -> None:
-        """Write the tables anew from the record's lengths as they are now; safe to capture.
+        """Write the tables again from the current values of the record's lengths; safe to capture.
 
         Args:
             metadata: a record of this builder.
@@ -232,18 +236,18 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
     def build_draft_steps(
         self, common_attn_metadata: CommonAttentionMetadata, num_steps: int
     ) -> list[TrtllmMhaMetadata]:
-        """Records of consecutive draft steps, made before the first of them: step i has one token
-        per request, and i + 1 keys more than the batch.
+        """Records of consecutive draft steps, all made before the first of them runs.
 
-        Each step has tables of its own, at addresses that a graph may keep. A request that would
-        outgrow the model or its table becomes padding: no keys, slot -1.
+        Step i has one token per request, and i + 1 keys more than the batch. Each step has tables
+        of its own, at addresses that a graph may keep. A request that would outgrow the model or
+        its table becomes padding: no keys, slot -1.
 
         Args:
-            common_attn_metadata: the batch, whose keys are all written.
-            num_steps: of the draft model.
+            common_attn_metadata: the batch before the draft steps; all its keys are written.
+            num_steps: number of draft steps.
 
         Raises:
-            ValueError: a batch beyond the engine's limits.
+            ValueError: the batch exceeds the engine's limits.
         """
         self.check_batch(0, common_attn_metadata, fast_build=True)
         page, reqs = self.kv_cache_spec.block_size, common_attn_metadata.num_reqs
@@ -280,7 +284,7 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         return records
 
     def draft_buffers(self, step: int) -> DraftBuffers:
-        """Of one draft step; made when first asked for."""
+        """Buffers of one draft step; made when they are first asked for."""
         while len(self._drafts) <= step:
             decode = self._phases[Phase.DECODE]
             config, page = self.vllm_config, self.kv_cache_spec.block_size
@@ -289,13 +293,16 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         return self._drafts[step]
 
     def own_blocks(self, block_table: torch.Tensor) -> torch.Tensor:
-        """The batch's table, in blocks of the group's own pool where it has one."""
+        """A batch's block table, in blocks of the group's own pool where it has one."""
         return (
             block_table if self.block_map is None else translate_blocks(block_table, self.block_map)
         )
 
     def own_slots(self, slot_mapping: torch.Tensor) -> torch.Tensor:
-        """Likewise; in a buffer, since a graph writes the cache by it."""
+        """A batch's slots, in the group's own pool where it has one.
+
+        Translated slots are in a buffer, because a graph that writes the cache keeps its address.
+        """
         if self.block_map is None:
             return slot_mapping
         page = self.kv_cache_spec.block_size
@@ -311,13 +318,14 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
         """The leading requests that the decode kernel takes."""
         return split_step(query_lens, self._threshold, self._takes_ragged)
 
-    # -- what a call is given
+    # -- arguments of the calls
 
     def _fill(self, record: TrtllmMhaMetadata) -> None:
-        """Put the calls of the step into its record, which no one else has yet."""
+        """Store the arguments of the step's calls in a record that no caller has yet."""
         split = record.split
         record.decode = record.prefill = None
-        # A graph's replay without any token is one of decodes.
+        # A captured graph of decodes may be replayed for a step without tokens, so its tables are
+        # written.
         decode = prefill = None
         if split.num_decodes or (self._captured and split.num_tokens == 0):
             decode = self._phases.get(Phase.DECODE)
@@ -333,10 +341,10 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
     def fill(
         self, record: TrtllmMhaMetadata, decode: PhaseBuffers | None, prefill: PhaseBuffers | None
     ) -> None:
-        """Write the tables of the phases that a step has, by one launch, and their calls.
+        """Write the tables of a step's phases in one launch, and store their calls' arguments.
 
-        Padding behind the decodes is listed with them where there are no prefills: a graph's replay
-        may count it among them.
+        Where there are no prefills, padding behind the decodes is listed with the decodes, because
+        the replay of a graph may count it as decodes.
         """
         if decode is None and prefill is None:
             return
@@ -347,7 +355,7 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
             record.seq_lens,
             record.query_start_loc,
             num_decodes=listed if decode is not None else 0,
-            # A row without keys reads some of page 0, and its result is dropped.
+            # A row without keys reads keys of page 0 instead, and its output is cleared.
             least_len=1 if split.is_ragged else split.decode_query_len or max(self._threshold, 1),
         )
         own, others = (None if phase is None else phase.table for phase in (decode, prefill))
@@ -419,7 +427,7 @@ class TrtllmMhaMetadataBuilder(AttentionMetadataBuilder[TrtllmMhaMetadata]):
     # -- rows without keys
 
     def _may_lack_keys(self, batch: CommonAttentionMetadata, query_lens: np.ndarray) -> bool:
-        """A row may have tokens and no key: draft steps leave such padding."""
+        """True where a row may have tokens but no key, as padding left by draft steps has."""
         if self.vllm_config.speculative is not None:
             return True
         bound = getattr(batch, "seq_lens_cpu_upper_bound", None)

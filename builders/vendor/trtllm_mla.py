@@ -1,8 +1,9 @@
 """Metadata of TRTLLM_MLA: block tables, padded rows and expanded prefill, without a plan.
 
-Everything that varies with lengths is on the device, in buffers that a CUDA graph may keep. The
-host's query lengths alone split a step; its bounds of the lengths of keys decide nothing. The same
-record drives the vendor's kernels, or TRITON_MLA's decode kernel where that is asked for.
+Everything that depends on KV lengths is on the device, in buffers whose addresses a CUDA graph may
+keep. The host splits a step into decodes and prefills by its query lengths alone; its bounds of KV
+lengths decide nothing. The record serves the vendor's kernels, and TRITON_MLA's decode kernel where
+that is asked for.
 """
 
 from __future__ import annotations
@@ -37,70 +38,71 @@ from specs.engine import EngineConfig
 from specs.kv_cache import AnyKVCacheSpec
 
 WORKSPACE_BYTES = 128 << 20
-"""Scratch of one kernel of the vendor's: counters, then partial states."""
+"""Bytes of scratch of one of the vendor's kernels: counters, then partial states."""
 
 
 @dataclass
 class LatentRows:
-    """The decode rows of a step: one token each, a verify's, or a draft-extend's."""
+    """The decode rows of a step, from decodes, verifies or draft-extends."""
 
     calls: LatentCalls | None
-    """Of the vendor; None where TRITON_MLA's kernel takes them."""
+    """The vendor's functions; None where TRITON_MLA's kernel takes the rows."""
     planned: TritonAttentionMetadata | None
-    """For that one."""
+    """The record for TRITON_MLA's kernel; None where the vendor's kernel takes the rows."""
     num_reqs: int
     query_len: int
-    """Tokens of a row of the kernel's."""
+    """Query rows that the kernel has for each request, padding included."""
     num_tokens: int
-    """Query rows that the requests own, from the first on."""
+    """Tokens of the requests; they are the step's first query rows."""
     pages: torch.Tensor
     """``[R, width]`` int32, contiguous."""
     kv_lens: torch.Tensor
-    """``[R]`` int32."""
+    """``[R]`` int32 keys of each request."""
     max_kv_len: int
-    """Static bound of ``kv_lens``."""
+    """Bound of ``kv_lens``, equal in all steps."""
     workspace: torch.Tensor | None
-    """uint8, zeroed when made, of the decode kernel alone."""
+    """uint8 scratch of the decode kernel alone, zeroed when made."""
     counters: torch.Tensor | None
-    """uint8, likewise."""
+    """uint8 counters of the decode kernel alone, zeroed when made."""
     query: torch.Tensor
     """``[R * query_len, H, L + r]`` scratch in the kernel's type."""
     padded: torch.Tensor | None
-    """``[R * query_len]`` int32 token of each of the kernel's rows, -1 for padding in front of a
-    request's; None where every request has ``query_len`` tokens."""
+    """``[R * query_len]`` int32 token of each of the kernel's rows, -1 for padding, which precedes
+    a request's tokens; None where every request has ``query_len`` tokens."""
     unpadded: torch.Tensor | None
-    """``[num_tokens]`` int32 row of each token, likewise."""
+    """``[num_tokens]`` int32 kernel row of each token; None where every request has ``query_len``
+    tokens."""
 
 
 @dataclass
 class RaggedChunks:
-    """Prefill rows for the vendor's kernel, which wants keys one request behind another."""
+    """Prefill rows for the vendor's kernel, which reads keys of one request behind another."""
 
     calls: LatentCalls
     dtype: torch.dtype
-    """Of queries, keys and values as the kernel reads them: the model's, or e4m3."""
+    """Type in which the kernel reads queries, keys and values: the model's, or e4m3."""
     workspace: torch.Tensor
-    """uint8, zeroed when made, of the prefill kernel alone."""
+    """uint8 scratch of the prefill kernel alone, zeroed when made."""
     starts: torch.Tensor | None
     """``[chunks, R' + 1]`` int32: first key of each request in a chunk; None without context."""
     keyless: torch.Tensor | None
-    """``[chunks, T']`` bool: tokens whose request has no key in a chunk, which the kernel leaves
-    undefined; likewise."""
+    """``[chunks, T']`` bool: True for tokens of requests without a key in a chunk, whose output the
+    kernel leaves undefined; None without context."""
 
 
 @dataclass
 class TrtllmMlaMetadata(LatentStep):
-    """A step, whose rows the host's query lengths alone have split."""
+    """A step of latent attention, split into decodes and prefills by the host's query lengths."""
 
     query_lens: tuple[int, ...]
-    """Of the decodes, host."""
+    """Tokens of each decode, on the host."""
     decode: LatentRows | None
     ragged: RaggedChunks | None
-    """Beside ``prefill``, where the vendor's kernel takes it."""
+    """Further arguments for the vendor's prefill kernel; None where that kernel is not used."""
 
 
 class TrtllmMlaMetadataBuilder(AttentionMetadataBuilder[TrtllmMlaMetadata]):
-    """Rows of up to a verify's tokens to the decode kernel, those behind them to prefill."""
+    """Builder that gives decodes and verifies to the decode kernel, and expands prefills."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     supports_draft_decode_metadata_update = True
@@ -120,8 +122,8 @@ class TrtllmMlaMetadataBuilder(AttentionMetadataBuilder[TrtllmMlaMetadata]):
             device: where the records' tensors live.
 
         Raises:
-            ValueError: a spec, a setting or a device that the kernels do not serve, with every
-                reason; a bound of the workspace that is smaller than one chunk.
+            ValueError: the kernels do not serve the spec, a setting or the device, with every
+                reason; or the bound of the workspace is smaller than one chunk.
             FlashInferUnavailableError: the vendor's kernels are wanted and FlashInfer cannot be
                 used here.
         """
@@ -164,7 +166,7 @@ class TrtllmMlaMetadataBuilder(AttentionMetadataBuilder[TrtllmMlaMetadata]):
         self.workspace = self.counters = self.prefill_workspace = None
         if not self._is_gen:
             return
-        # Zeroed once, and never given to another kernel: each leaves its counters at zero.
+        # Zeroed once and used by this kernel alone, which leaves its counters at zero.
         self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         entries = max(rows * self.num_heads, MAX_MULTIPROCESSORS)
         self.counters = torch.zeros(cdiv(entries, 8) * 32, dtype=torch.uint8, device=device)
@@ -177,17 +179,17 @@ class TrtllmMlaMetadataBuilder(AttentionMetadataBuilder[TrtllmMlaMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> TrtllmMlaMetadata:
-        """The step's record; nothing is read back from the device.
+        """The step's record; nothing is copied back to the host.
 
         Args:
-            common_prefix_len: makes no difference: every request reads its own pages.
-            common_attn_metadata: the batch; its host query lengths must be the device's.
-            fast_build: makes no difference.
+            common_prefix_len: ignored, since every request reads its own pages.
+            common_attn_metadata: the batch; its host query lengths must equal the device's.
+            fast_build: ignored.
 
         Raises:
-            ValueError: a batch beyond the engine's limits, or prefill rows of layers that were
-                said to have none.
-            NotImplementedError: a batch that is not plainly causal.
+            ValueError: the batch exceeds the engine's limits, or has prefills although
+                ``skip_prefill`` is set.
+            NotImplementedError: the batch's mask is not plainly causal.
         """
         batch = common_attn_metadata
         self.check_batch(common_prefix_len, batch, fast_build)
@@ -209,33 +211,37 @@ class TrtllmMlaMetadataBuilder(AttentionMetadataBuilder[TrtllmMlaMetadata]):
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> TrtllmMlaMetadata:
-        """The record to capture with: any batch of as many requests with so many tokens each, or
-        none behind those, can be replayed after a build.
+        """The record to capture a graph with.
+
+        After a build, the graph can be replayed for any batch of the same number of requests, which
+        have the captured number of tokens or, at the end, none.
 
         Args:
-            common_attn_metadata: requests of one query length; padding may follow.
+            common_attn_metadata: a batch of requests of one query length; padding may follow.
 
         Raises:
-            ValueError: requests of several query lengths.
+            ValueError: the requests have several query lengths.
         """
         batch = common_attn_metadata
         captured_query_len(batch)
         self._has_padding = True
-        # By way of build, which a wrapper may have replaced.
+        # Calls self.build, since a wrapper around this builder may have replaced it.
         return self.build(0, batch)
 
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
     ) -> TrtllmMlaMetadata:
-        """See the base class: rows that outgrow the model become padding on the device alone."""
+        """The record of one draft step; requests that outgrow the model become padding, which only
+        the device knows.
+        """
         self._has_padding = True
         return self.build(0, common_attn_metadata, fast_build=True)
 
     def update_draft_decode_metadata(self, metadata: TrtllmMlaMetadata) -> None:
-        """Write tables and lengths anew from the record's own, as they are now; safe to capture.
+        """Write tables and lengths again from the record's current values; safe to capture.
 
         Args:
-            metadata: a record of this builder whose rows are all decodes.
+            metadata: a record of this builder in which every row is a decode.
         """
         debug_limits(metadata.seq_lens, self.step_limits)
         if metadata.keyless is not None:
@@ -253,11 +259,14 @@ class TrtllmMlaMetadataBuilder(AttentionMetadataBuilder[TrtllmMlaMetadata]):
     # -- decodes
 
     def _fill(self, record: TrtllmMlaMetadata) -> None:
-        """Put the decode rows into a record, which no one else has yet."""
+        """Store the decode rows in a record that no caller has yet."""
         record.decode = self._filled_rows(record)
 
     def _filled_rows(self, record: TrtllmMlaMetadata) -> LatentRows | None:
-        """Padding behind the decodes is written too: a graph's replay may count it among them."""
+        """Write the decode rows' tables; None where no decode has tokens.
+
+        Padding behind the decodes is written too, because a graph's replay may count it as decodes.
+        """
         lens, reqs = record.query_lens, record.num_decodes
         live = [row for row, length in enumerate(lens) if length]
         query_len = max(lens, default=0)
@@ -325,7 +334,7 @@ class TrtllmMlaMetadataBuilder(AttentionMetadataBuilder[TrtllmMlaMetadata]):
         )
 
     def _may_lack_keys(self, batch: CommonAttentionMetadata, record: TrtllmMlaMetadata) -> bool:
-        """A row may have no request, or one without keys: draft steps leave such padding."""
+        """True where a row may have no request or no key, as padding left by draft steps has."""
         if self._has_padding or self.vllm_config.speculative is not None:
             return True
         if sum(record.query_lens) < record.num_decode_tokens:
@@ -337,7 +346,7 @@ class TrtllmMlaMetadataBuilder(AttentionMetadataBuilder[TrtllmMlaMetadata]):
         return bool(((bound[: len(lens)] <= 0) & (lens > 0)).any())
 
     def _on_device(self, values: Sequence[int]) -> torch.Tensor:
-        """int64, without waiting for the device."""
+        """An int64 tensor on the device, made without waiting for the device."""
         host = torch.tensor(values, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         return host.to(self.device, non_blocking=True)
 

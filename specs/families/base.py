@@ -1,4 +1,4 @@
-"""What every model family has: its sizes, the type of each layer, its longest sequence."""
+"""The base of every model family: its sizes, the type of each layer, its longest sequence."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ LINEAR: Final = "linear_attention"
 
 _YARN: Final = ("yarn", "deepseek_yarn")
 _ALREADY_LONG: Final = ("default", "su", "longrope", "llama3", "deepseek_llama_scaling")
-"""Rotary kinds whose files give ``max_position_embeddings`` with the scaling in it."""
+"""Rotary kinds for which ``max_position_embeddings`` of a file includes the scaling."""
 
 
 def named(*names: str, default: Any = ...) -> Any:
-    """A field that configs of a family call by any of these names."""
+    """A field that the config files of a family may call by any of these names."""
     return Field(default, validation_alias=AliasChoices(*names))
 
 
@@ -52,7 +52,10 @@ class Rope(ConfigPart):
 
     @property
     def mscale(self) -> float:
-        """YaRN's factor on queries and on keys, where it covers all of their elements."""
+        """YaRN's factor on queries and on keys, where it applies to all of their elements; else 1.
+
+        With ``mscale_all_dim`` m and scaling ``factor`` f it is ``0.1 * m * ln(f) + 1``.
+        """
         factor = self.factor or 1.0
         if self.rope_type == "default" or not self.mscale_all_dim or factor <= 1:
             return 1.0
@@ -61,9 +64,9 @@ class Rope(ConfigPart):
     def longest(self, positions: int) -> int:
         """Tokens of the longest sequence of a model whose file says ``positions``.
 
-        YaRN reaches ``factor`` times the length that the model was trained with, and some files
-        give that product already, others the trained length. Other kinds of scaling multiply what
-        the file gives, but for those whose files give the product always (vLLM's rules).
+        YaRN reaches ``factor`` times the length that the model was trained with. Some files give
+        that product, others the trained length. For the kinds of ``_ALREADY_LONG`` files always
+        give the product; every other kind multiplies the file's number. These are vLLM's rules.
         """
         if self.factor is None or self.rope_type in _ALREADY_LONG:
             return positions
@@ -74,7 +77,7 @@ class Rope(ConfigPart):
 
 
 class Family(ConfigPart):
-    """What every family has. Names, defaults and meanings of fields are transformers'."""
+    """Base of the model families. Names, defaults and meanings of fields are transformers'."""
 
     default_dtype: ClassVar[DType] = DType.BFLOAT16
     layer_kinds: ClassVar[Mapping[str, LayerKind]]
@@ -82,14 +85,14 @@ class Family(ConfigPart):
     other_types: ClassVar[tuple[str, ...]] = ()
     """Entries of ``layer_types`` that are not attention."""
     not_read: ClassVar[tuple[str, ...]] = ()
-    """Fields with names of attention fields that files hold and that the models do not read."""
+    """Names of attention fields that files of this family hold although its models ignore them."""
     hidden_size: PositiveInt
     num_hidden_layers: PositiveInt
     num_attention_heads: PositiveInt
     max_position_embeddings: PositiveInt
     rope_scaling: Rope | None = None
     rope_parameters: Rope | None = None
-    """``rope_scaling`` of files that transformers 5 wrote."""
+    """Rotary scaling in files that transformers 5 wrote; older files call it ``rope_scaling``."""
     layer_types: list[str] | None = None
     """Type of each layer; None means the family's own pattern."""
 
@@ -111,7 +114,7 @@ class Family(ConfigPart):
     def _one_known_type_for_each_layer(
         cls, types: list[str] | None, info: ValidationInfo
     ) -> list[str] | None:
-        """As many entries as layers, each of a type that the family has."""
+        """The list has one entry for each layer, each of a type that the family has."""
         for index, entry in enumerate(types or ()):
             if entry not in cls.layer_kinds and entry not in cls.other_types:
                 allowed = ", ".join((*cls.layer_kinds, *cls.other_types))
@@ -133,7 +136,7 @@ class Family(ConfigPart):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the geometry must know and the geometry does not say."""
+        """Facts that a user of the geometry must know and that its fields do not hold."""
         return ()
 
     @abstractmethod

@@ -13,11 +13,11 @@ from typing import Any
 def declared_defaults(model_type: str) -> Mapping[str, Any]:
     """Fields that transformers' config class of a model type declares, with their defaults.
 
-    Only declarations are read: no config is made, no file is loaded, no remote code is run. What a
-    class works out from other fields is not among them.
+    Only declarations are read: no config is made, no file is loaded, no remote code is run. Values
+    that a class computes from other fields are therefore missing.
 
     Args:
-        model_type: as in ``config.json``; of a nested config, the inner one's.
+        model_type: as in ``config.json``; for a nested config the inner config's.
 
     Returns:
         Empty without transformers, or with one that does not know the model type.

@@ -21,7 +21,7 @@ from specs.model import LayerGeometry, LayerKind
 
 
 class _OneLayer(Spec):
-    """What one layer has in place of the model's own sizes (``per_layer_config``)."""
+    """Sizes that replace the model's own in one layer (``per_layer_config``)."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     num_attention_heads: PositiveInt | None = None
@@ -41,7 +41,7 @@ class _OneLayer(Spec):
 
 
 class Dense(Family):
-    """Layers are full or local, local meaning a window or a chunk."""
+    """Base of families with K and V per KV head: a layer is full or local (a window or a chunk)."""
 
     layer_kinds: ClassVar[Mapping[str, LayerKind]] = {
         FULL: LayerKind.FULL,
@@ -125,7 +125,7 @@ class Dense(Family):
 
 
 class Plain(Dense):
-    """Every layer is full, unless ``layer_types`` says otherwise: a window alone means nothing."""
+    """Every layer is full unless ``layer_types`` says otherwise, whatever ``sliding_window`` is."""
 
     def is_local(self, index: int) -> bool:
         return False
@@ -140,22 +140,22 @@ class Gemma(Plain):
 
 
 class Phi3(Dense):
-    """One window for all layers, where there is one."""
+    """Every layer has the window, where the file gives one."""
 
     @property
     def longest_sequence(self) -> int:
-        """As given: transformers reads every rotary scaling of these files as LongRoPE."""
+        """The file's own number: transformers reads each rotary scaling of Phi-3 as LongRoPE."""
         return self.max_position_embeddings
 
 
 class Mixtral(Dense):
-    """One window for all layers, where there is one."""
+    """Every layer has the window, where the file gives one."""
 
     num_key_value_heads: PositiveInt | None = 8
 
 
 class Mistral(Mixtral):
-    """One window for all layers, or a list of windows that repeats over them."""
+    """All layers have one window, or a list of windows repeats over the layers."""
 
     sliding_window: NonNegativeInt | None = 4096
     interleaved_sliding_window: list[NonNegativeInt | None] | None = None
@@ -163,7 +163,7 @@ class Mistral(Mixtral):
 
     @classmethod
     def prepared(cls, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Both fields may hold one window or a list of them."""
+        """Sort the two fields for windows: in files either may hold one window or a list."""
         window, several = body.get("sliding_window"), body.get("interleaved_sliding_window")
         if isinstance(several, int) and not isinstance(several, bool):
             window, several = several, None
@@ -197,7 +197,7 @@ class Mistral(Mixtral):
 
 
 class Qwen2(Dense):
-    """The window is off unless asked for, and then holds from ``max_window_layers`` on."""
+    """With ``use_sliding_window``, layers from ``max_window_layers`` on have the window."""
 
     num_key_value_heads: PositiveInt | None = 32
     sliding_window: NonNegativeInt | None = 4096
@@ -213,13 +213,13 @@ class Qwen2(Dense):
 
 
 class Qwen3(Qwen2):
-    """As Qwen 2, with heads of 128 elements unless the file says otherwise."""
+    """Qwen 3: Qwen 2's layers, with heads of 128 elements unless the file says otherwise."""
 
     head_dim: PositiveInt | None = 128
 
 
 class Qwen2Moe(Qwen2):
-    """The window, when asked for, holds in every other layer up to ``max_window_layers``."""
+    """The window, when asked for, is in every other layer up to ``max_window_layers``."""
 
     num_key_value_heads: PositiveInt | None = 16
 
@@ -228,7 +228,7 @@ class Qwen2Moe(Qwen2):
 
 
 class Qwen3Moe(Qwen2):
-    """The window, when asked for, holds in every layer."""
+    """The window, when asked for, is in every layer."""
 
     num_key_value_heads: PositiveInt | None = 4
 
@@ -298,7 +298,7 @@ class Gemma3(Gemma2):
 
     @property
     def longest_sequence(self) -> int:
-        """As given: files of this family have the rotary scaling in it."""
+        """The file's own number: in files of Gemma 3 it includes the rotary scaling."""
         return self.max_position_embeddings
 
     @property
@@ -319,8 +319,8 @@ class Gemma3(Gemma2):
 class Gemma4(Dense):
     """Full layers have heads of their own size and number; the last layers may share K and V.
 
-    ``attention_k_eq_v`` joins two projections of the full layers. Keys and values are normalised
-    apart and only keys are rotated, so both are cached.
+    With ``attention_k_eq_v`` the full layers have one projection for keys and values. The two are
+    normalised separately and only keys are rotated, so the cache holds both.
     """
 
     hidden_size: PositiveInt = 2304
@@ -334,11 +334,11 @@ class Gemma4(Dense):
     global_head_dim: PositiveInt | None = 512
     """Head size of full layers; None means ``head_dim``."""
     num_global_key_value_heads: PositiveInt | None = None
-    """KV heads of full layers whose K and V are one projection; None means as many as others."""
+    """KV heads of full layers whose K and V are one projection; None: as many as other layers."""
     num_kv_shared_layers: NonNegativeInt = 0
     """Last layers that attend the cache of the last layer of their type before them."""
     use_bidirectional_attention: Literal["vision"] | None = None
-    """Which tokens see those behind them too: tokens of images, where this says "vision"."""
+    """With "vision", tokens of an image see the later tokens of that image too."""
 
     @property
     def scale(self) -> float:
@@ -355,7 +355,7 @@ class Gemma4(Dense):
         return (index + 1) % 6 != 0
 
     def types(self) -> list[str]:
-        """As listed or by the pattern, but for the last layer, which sees everything."""
+        """``layer_types`` or the family's pattern, with the last layer always full."""
         return [*super().types()[:-1], FULL]
 
     def layer(self, layer_type: str) -> LayerGeometry:
@@ -375,7 +375,7 @@ class Gemma4(Dense):
 
 
 class Gemma4Unified(Gemma4):
-    """As Gemma 4, with images unless the file says otherwise."""
+    """Gemma 4 with images, unless the file says otherwise."""
 
     max_position_embeddings: PositiveInt = 262144
     sliding_window: NonNegativeInt | None = 1024
@@ -404,7 +404,7 @@ class MiMoV2(Dense):
     head_dim: PositiveInt | None = 192
     v_head_dim: PositiveInt | None = 128
     sliding_window: NonNegativeInt | None = 129
-    """Visible keys, itself included."""
+    """Visible keys, the token's own included."""
     sliding_window_size: NonNegativeInt | None = None
     """Visible keys before the token's own, in the files of the model's makers."""
     hybrid_layer_pattern: list[Literal[0, 1]] | None = None
@@ -422,7 +422,7 @@ class MiMoV2(Dense):
     def _one_flag_a_layer(
         cls, flags: list[Literal[0, 1]] | None, info: ValidationInfo
     ) -> list[Literal[0, 1]] | None:
-        """As many flags as layers."""
+        """The list has one flag for each layer."""
         entries_for_layers(flags, info)
         return flags
 
@@ -482,7 +482,7 @@ class Step3p5(Dense):
 
     @classmethod
     def prepared(cls, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """``layer_types`` of the makers' files go on over the draft layers."""
+        """Drop entries of ``layer_types`` for draft layers, which the makers' files list too."""
         types, drafts = body.get("layer_types"), body.get("num_nextn_predict_layers")
         layers = body.get("num_hidden_layers")
         if (

@@ -27,7 +27,8 @@ class Bert(Encoder):
     """BERT, and jina-v2 under its name."""
 
     position_embedding_type: Literal["absolute", "rope", "rotary", "alibi"] | None = "absolute"
-    """How positions enter: "alibi" (jina-v2) biases scores, others are outside attention."""
+    """How the model uses positions: "alibi" (jina-v2) biases scores, the others do not enter
+    attention."""
 
     @property
     def uses_alibi(self) -> bool:
@@ -35,7 +36,7 @@ class Bert(Encoder):
 
 
 class Roberta(Bert):
-    """Positions are counted from behind the padding's, so the first rows are never a token's."""
+    """Positions start behind the padding token's id, so the table's first rows serve no token."""
 
     pad_token_id: NonNegativeInt | None = 1
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 _OFF: Final[tuple[Any, ...]] = (None, False, 0, 0.0, "", [], {})
-"""Values by which a file says that it has no such thing."""
+"""Values by which a file says that the model does not have the feature."""
 
 ATTENTION_FIELDS: Final[tuple[str, ...]] = (
     # Which keys a token sees: windows, chunks, patterns of layers.
@@ -150,7 +150,7 @@ ATTENTION_FIELDS: Final[tuple[str, ...]] = (
     "ssm_state_size",
     "state_size",
 )
-"""A file that has one of these must be read by a family that knows what it means."""
+"""Fields that change attention: a file that sets one needs a family that knows the field."""
 
 _BY_LAYER_TYPES: Final = (
     "sliding_window_pattern",
@@ -159,7 +159,7 @@ _BY_LAYER_TYPES: Final = (
     "full_attention_interval",
     "global_attn_every_n_layers",
 )
-"""Older ways of saying what ``layer_types`` says: where both are given the list holds."""
+"""Fields that older files have in place of ``layer_types``; a file's ``layer_types`` wins."""
 
 _HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
     "is_causal": (True,),
@@ -173,13 +173,13 @@ _HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
         "rope_llama4",
     ),
 }
-"""Values besides those of ``_OFF`` that ask for nothing special."""
+"""Values in addition to ``_OFF`` with which a field leaves attention as it is."""
 
 _MEANT_WHEN_FALSE: Final = ("is_causal", "scale_attn_weights")
 
 
 def asks_for_something(name: str, value: Any) -> bool:
-    """Whether a field that changes attention has a value that does."""
+    """True where a field of :data:`ATTENTION_FIELDS` has a value that changes attention."""
     if name in _MEANT_WHEN_FALSE:
         return value is not None and value is not True
     is_off = any(value == off and type(value) is type(off) for off in _OFF)

@@ -15,7 +15,7 @@ from specs.model import LayerGeometry, LayerKind
 
 
 class Qwen3Next(Plain):
-    """Gated attention every few layers, gated delta networks between; gates are outside."""
+    """Attention every few layers, gated delta networks between; output gates are not attention."""
 
     layer_kinds: ClassVar[Mapping[str, LayerKind]] = {FULL: LayerKind.FULL}
     other_types: ClassVar[tuple[str, ...]] = (LINEAR,)
@@ -31,13 +31,13 @@ class Qwen3Next(Plain):
 
 
 class Qwen35(Qwen3Next):
-    """As Qwen3-Next, with KV heads of its own number."""
+    """Qwen 3.5: Qwen3-Next's layers with another default number of KV heads."""
 
     num_key_value_heads: PositiveInt | None = 4
 
 
 class Qwen35Moe(Qwen3Next):
-    """As Qwen3-Next; its files leave out the same fields."""
+    """Qwen 3.5 with experts: Qwen3-Next's layers and defaults."""
 
     num_key_value_heads: PositiveInt | None = 2
 
@@ -67,7 +67,7 @@ class NemotronH(Dense):
 
     @classmethod
     def prepared(cls, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Without a number of layers, as many as the list or the letters say."""
+        """Fill in a missing number of layers from the list of layers or the letters."""
         names = ("layers_block_type", "layer_types", "hybrid_override_pattern")
         listed = next((body[name] for name in names if body.get(name)), None)
         if "num_hidden_layers" not in body and isinstance(listed, list | str):
@@ -77,7 +77,7 @@ class NemotronH(Dense):
     @field_validator("hybrid_override_pattern")
     @classmethod
     def _letters_are_blocks(cls, letters: str | None, info: ValidationInfo) -> str | None:
-        """A known letter for each layer."""
+        """Every layer has a letter of :data:`_BLOCKS`."""
         for index, letter in enumerate(letters or ""):
             if letter not in _BLOCKS:
                 allowed = ", ".join(_BLOCKS)
@@ -88,7 +88,7 @@ class NemotronH(Dense):
     @field_validator("hybrid_override_pattern")
     @classmethod
     def _layers_are_listed(cls, letters: str | None, info: ValidationInfo) -> str | None:
-        """Letters or ``layers_block_type``."""
+        """The file gives the layers as letters or as ``layers_block_type``."""
         if letters is None and info.data.get("layer_types", ()) is None:
             raise ValueError("a file without layers_block_type needs it")
         return letters
@@ -104,7 +104,7 @@ class NemotronH(Dense):
 
 
 class _LinearAttention(ConfigPart):
-    """Which layers are which, counted from 1."""
+    """Numbers of the layers of each kind, counted from 1."""
 
     full_attn_layers: list[PositiveInt]
     kda_layers: list[PositiveInt]
@@ -113,8 +113,8 @@ class _LinearAttention(ConfigPart):
 class KimiLinear(Latent):
     """Latent attention every few layers, Kimi delta attention between.
 
-    Rotary columns may be left unrotated (``mla_use_nope``); they are cached and scored all the
-    same. Output gates are outside attention.
+    With ``mla_use_nope`` the rotary columns stay unrotated, but are cached and scored too. Output
+    gates are outside attention.
     """
 
     other_types: ClassVar[tuple[str, ...]] = (LINEAR,)
@@ -150,7 +150,7 @@ class _BlockAttention(ConfigPart):
     no_op: bool = False
     """True for a block without attention."""
     replace_with_linear: bool = False
-    """True for a matrix in place of attention."""
+    """True for a block with a linear layer in place of attention."""
     n_heads_in_group: PositiveInt | None = None
     """Query heads that share a KV head."""
     window_length: None = None
@@ -173,7 +173,7 @@ class NemotronNas(Plain):
     @field_validator("block_configs")
     @classmethod
     def _one_for_each_layer(cls, blocks: list[_Block], info: ValidationInfo) -> list[_Block]:
-        """As many blocks as layers, each with KV heads that divide the heads."""
+        """The list has one block for each layer, each with KV heads that divide the heads."""
         entries_for_layers(blocks, info)
         heads = info.data.get("num_attention_heads")
         for index, block in enumerate(blocks):

@@ -13,7 +13,7 @@ from specs.model import IndexerGeometry, LayerGeometry, LayerKind, MLAGeometry
 
 
 class Latent(Family):
-    """``num_key_value_heads`` of these configs says nothing about the cache."""
+    """Latent attention in every layer; ``num_key_value_heads`` says nothing about the cache."""
 
     layer_kinds: ClassVar[Mapping[str, LayerKind]] = {FULL: LayerKind.MLA}
     q_lora_rank: PositiveInt | None
@@ -45,7 +45,7 @@ class Latent(Family):
 
 
 class SparseLatent(Latent):
-    """Layers attend the tokens that an indexer lists: their own, or the last one before them."""
+    """Layers attend the tokens that their own indexer lists, or the nearest one before them."""
 
     layer_kinds: ClassVar[Mapping[str, LayerKind]] = {
         "indexed_attention": LayerKind.SPARSE_MLA,
@@ -55,9 +55,9 @@ class SparseLatent(Latent):
     index_n_heads: PositiveInt
     index_head_dim: PositiveInt
     indexer_types: list[Literal["full", "shared"]] | None = None
-    """"full" for a layer with an indexer; "shared" for a layer that takes the last one's list."""
+    """"full" for a layer with an indexer; "shared" for a layer that takes the latest list made."""
     index_topk_pattern: list[Literal["full", "shared"]] | None = None
-    """As ``indexer_types``; files spell it with a letter for each layer, "F" or "S"."""
+    """Another name of ``indexer_types``; files write a letter for each layer, "F" or "S"."""
     index_topk_freq: NonNegativeInt = 1
     """From layer ``index_skip_topk_offset - 1`` on, every so many layers have an indexer."""
     index_skip_topk_offset: NonNegativeInt = 2
@@ -65,7 +65,7 @@ class SparseLatent(Latent):
     @field_validator("index_topk_pattern", mode="before")
     @classmethod
     def _spelt_with_letters(cls, pattern: Any) -> Any:
-        """Letters as the words that they stand for; another letter stays what it is."""
+        """Replace the letters "F" and "S" by the words; a letter without a word stays."""
         if not isinstance(pattern, str):
             return pattern
         return [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
@@ -75,7 +75,7 @@ class SparseLatent(Latent):
     def _one_for_each_layer(
         cls, types: list[Literal["full", "shared"]] | None, info: ValidationInfo
     ) -> list[Literal["full", "shared"]] | None:
-        """As many entries as layers, and an indexer in the first layer."""
+        """The list has one entry for each layer, and the first layer has an indexer."""
         entries_for_layers(types, info)
         if types and types[0] != "full":
             raise ValueError("the first layer must be 'full': there is no list before it")

@@ -1,4 +1,4 @@
-"""Readers of model types that nobody knows: by the names of their fields, and by nothing else."""
+"""Readers of model types without a family of their own: they go by the names of fields alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOT_ATTENTION = (LINEAR, "mamba", "mamba2", "conv", "recurrent", "moe", "mlp")
 
 
 class UnknownDense(Dense):
-    """Full attention but where ``layer_types`` names windows, chunks or layers of other kinds."""
+    """Full attention, except where ``layer_types`` names windows, chunks or other kinds."""
 
     layer_kinds: ClassVar[Mapping[str, LayerKind]] = {
         FULL: LayerKind.FULL,
@@ -41,11 +41,11 @@ class UnknownDense(Dense):
     use_sliding_window: bool | None = None
     query_pre_attn_scalar: PositiveFloat | None = None
     attention_multiplier: PositiveFloat | None = None
-    """Multiplies scores, in place of what the head size says (Granite)."""
+    """Multiplies scores in place of ``head_size ** -0.5`` (Granite)."""
 
     @classmethod
     def prepared(cls, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Without the window of a file that says it has none."""
+        """Drop the window of a file that turns it off (``use_sliding_window`` is false)."""
         if body.get("use_sliding_window") is False:
             return {name: value for name, value in body.items() if name != "sliding_window"}
         return body
@@ -53,7 +53,7 @@ class UnknownDense(Dense):
     @field_validator("sliding_window", "attention_chunk_size")
     @classmethod
     def _layers_that_have_it_are_named(cls, size: int | None, info: ValidationInfo) -> int | None:
-        """A size alone does not say which layers have it."""
+        """Refuse a window or chunk size without ``layer_types``, which name the layers with it."""
         if size and info.data.get("layer_types", ()) is None:
             raise ValueError(
                 "layer_types must name the layers that have it, for a model_type that is not known"
@@ -75,7 +75,7 @@ class UnknownDense(Dense):
 
 
 def family_by_names(body: Mapping[str, Any]) -> type[Family]:
-    """The reader that a config's field names speak for."""
+    """The reader for a config, by the names of its fields."""
     if body.get("kv_lora_rank") is None:
         return UnknownDense
     return Latent if body.get("index_topk") is None else SparseLatent

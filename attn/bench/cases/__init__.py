@@ -1,1 +1,1 @@
-"""What is measured: layers, batches and their tensors."""
+"""Benchmark cases: layers, batches and their tensors."""

@@ -1,4 +1,4 @@
-"""What a case of the benchmarks is, with its target, and how one is made."""
+"""The record of a benchmark case with its target, and functions that make cases."""
 
 from __future__ import annotations
 
@@ -18,54 +18,55 @@ PEERS: Final = ("fa3", "flashinfer", "xqa", "vllm_triton")
 """Kernels of other projects that the dense table compares with."""
 
 MODEL_DTYPE: Final = DType.BFLOAT16
-"""Of query, output and an ``auto`` cache, in every case."""
+"""Type of query, output and an ``auto`` cache in every case."""
 
 
 @unique
 class CaseKind(StrEnum):
-    """What a step does; decides the metric."""
+    """Kind of a case's step, which decides the metric."""
 
     DECODE = "decode"
     VERIFY = "verify"
-    """Several new tokens per request, all of them drafts to be verified but the first."""
+    """Several new tokens per request: the first is known, the others are drafts to verify."""
     PREFILL = "prefill"
     MIXED = "mixed"
     """Decodes first, then extends."""
 
 
 class PeerBound(Spec):
-    """A bound on our time as a multiple of one peer's."""
+    """A bound on our time as a multiple of one peer's time."""
 
     peer: str
     max_ratio: float = Field(gt=0)
 
 
 class Target(Spec):
-    """What a case has to reach; all of it, and an empty one asks for nothing."""
+    """Bounds that a case has to meet, all of them; an empty target asks for nothing."""
 
     max_ratio_to_best: float | None = Field(default=None, gt=0)
-    """Our time over the best of ``against``."""
+    """Most of our time over the time of the fastest peer in ``against``."""
     max_planned_ratio_to_best: float | None = Field(default=None, gt=0)
-    """Likewise with what each does once per step before its first layer: plans, schedules."""
+    """Most of our time over the fastest peer's, both with the step's plan or schedule included."""
     against: tuple[str, ...] = PEERS
-    """Peers each of which the best is known only after."""
+    """Peers to compare with; all must be measured before a fastest one is known."""
     no_slower_than: str | None = None
-    """A case of the same run whose time of ours is the most that ours may take."""
+    """Name of a case of the same run; our time there, over ``min_speedup``, bounds our time here.
+    """
     min_speedup: float = Field(default=1.0, gt=0)
-    """That time over ours, at least."""
+    """Least of our time on the case ``no_slower_than`` over our time on this case."""
     max_host_us: float | None = Field(default=None, gt=0)
-    """Microseconds that one forward may take on the host."""
+    """Most microseconds of one forward on the host."""
     faster_than: tuple[str, ...] = ()
-    """Peers whose time must be above ours."""
+    """Peers that our kernel must be faster than."""
     max_ratios: tuple[PeerBound, ...] = ()
     min_rate: float | None = Field(default=None, gt=0)
-    """In the case's own unit, GB/s or TFLOP/s."""
+    """Least rate of our kernel, in the case's own unit, GB/s or TFLOP/s."""
     min_plain_rate: float | None = Field(default=None, gt=0)
-    """Likewise, of our kernel in plain Triton."""
+    """Least rate of our portable kernel, in the case's own unit, GB/s or TFLOP/s."""
 
 
 class KernelCase(Spec):
-    """One step of one layer. R requests; lengths in tokens."""
+    """One step of one layer with R requests; lengths are in tokens."""
 
     name: str
     kind: CaseKind
@@ -73,8 +74,9 @@ class KernelCase(Spec):
     num_kv_heads: PositiveInt
     head_size: PositiveInt
     rope_size: NonNegativeInt = 0
-    """Rotary part of a latent row, which is the key of all heads and, without it, their value, or
-    of each head's key, where rows are expanded; 0 for keys and values of one size."""
+    """Elements of the rotary part. In a latent case a row is the key of all heads, and the row
+    without its rotary part is their value. Where rows are expanded, every head's key has a rotary
+    part. 0 where keys and values have one size."""
     query_lens: tuple[PositiveInt, ...] = Field(min_length=1)
     """``[R]`` new tokens."""
     seq_lens: tuple[PositiveInt, ...] = Field(min_length=1)
@@ -84,20 +86,20 @@ class KernelCase(Spec):
     sliding_window: PositiveInt | None = None
     """Visible keys, the token itself included."""
     topk: NonNegativeInt = 0
-    """Keys that each new token lists; 0 is all that it sees."""
+    """Keys that each new token lists; 0 means that it attends all visible keys."""
     sinks: StrictBool = False
     """One sink logit per query head in the softmax denominator."""
     num_speculative_tokens: NonNegativeInt = 0
     """k drafts per request; a verify query has 1 + k tokens."""
     target: Target = Target()
     compare_free_partition: StrictBool = False
-    """Also time the kernel with a partition of the keys that looks at the whole batch."""
+    """Also time the kernel with a partition of the keys that depends on the whole batch."""
     compare_batch_invariant: StrictBool = False
-    """Also time ``EngineConfig.batch_invariant=True``."""
+    """Also time the kernel with ``EngineConfig.batch_invariant=True``."""
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> Self:
-        """One query and one KV length per request, of the lengths that the kind allows."""
+        """There is one query and one KV length per request, and the kind allows the lengths."""
         if len(self.query_lens) != len(self.seq_lens):
             raise ValueError(
                 f"query_lens and seq_lens must have one entry per request, got "
@@ -116,7 +118,7 @@ class KernelCase(Spec):
 
     @property
     def num_reqs(self) -> int:
-        """R."""
+        """R, requests of the step."""
         return len(self.query_lens)
 
     @property
@@ -126,7 +128,7 @@ class KernelCase(Spec):
 
     @property
     def scale(self) -> float:
-        """Of the scores."""
+        """Factor that q.k is multiplied by."""
         return float(self.head_size**-0.5)
 
     @property
@@ -136,44 +138,48 @@ class KernelCase(Spec):
 
     @property
     def is_bandwidth_bound(self) -> bool:
-        """Rated in GB/s, else in TFLOP/s."""
+        """True for a case that is rated in GB/s, False for one in TFLOP/s."""
         return self.kind in (CaseKind.DECODE, CaseKind.VERIFY)
 
     @property
     def is_latent(self) -> bool:
-        """Absorbed attention over a latent cache."""
+        """True for absorbed attention over a latent cache."""
         return self.rope_size > 0 and self.num_kv_heads == 1
 
     @property
     def is_expanded(self) -> bool:
-        """Latent attention over keys and values of every head, which lie as the queries do."""
+        """True for latent attention over expanded keys and values, which lie as queries do."""
         return self.rope_size > 0 and self.num_kv_heads > 1
 
     @property
     def head_size_v(self) -> int:
-        """Of values and output."""
+        """Head size of values and output."""
         return self.head_size - self.rope_size
 
     @property
     def latent_format(self) -> LatentFormat:
-        """Of a latent cache's rows."""
+        """Name of the row format of the latent cache."""
         return latent_format_of(self.kv_cache_dtype)
 
     @property
     def latent_row(self) -> RowFormat:
-        """Likewise."""
+        """Row format of the latent cache."""
         return self.latent_format.row(self.head_size_v, self.rope_size, MODEL_DTYPE)
 
     @property
     def unit(self) -> str:
-        """Of :meth:`rate`; many heads over one latent row are bound by their products."""
+        """Unit of :meth:`rate`. 64 or more query rows over a latent row are bound by products and
+        therefore rated in TFLOP/s.
+        """
         is_computed = self.is_latent and self.num_heads * max(self.query_lens) >= 64
         return "GB/s" if self.is_bandwidth_bound and not is_computed else "TF"
 
     @property
     def nbytes(self) -> int:
-        """Each live key and value once (what some new token sees), plus query and output; of lists
-        the rows that they name, for each token anew.
+        """Bytes that a step has to move.
+
+        Each key and value that some new token sees counts once, and query and output are added. In
+        a case with lists every listed row counts, as often as it is listed.
         """
         if self.topk:
             return self.num_tokens * self.topk * self.latent_row.nbytes
@@ -181,7 +187,7 @@ class KernelCase(Spec):
         for query_len, seq_len in zip(self.query_lens, self.seq_lens, strict=True):
             seen = seq_len if self.sliding_window is None else self.sliding_window + query_len - 1
             live += min(seq_len, seen)
-        # A latent row is read once for both.
+        # A latent row is read once, as key and as value.
         sides = self.head_size + (0 if self.is_latent else self.head_size_v)
         cached = live * self.num_kv_heads * sides * self.kv_itemsize
         rows = self.num_tokens * self.num_heads * (self.head_size + self.head_size_v)
@@ -189,7 +195,7 @@ class KernelCase(Spec):
 
     @property
     def flops(self) -> int:
-        """2 * (head size + that of values) per query head and visible (query, key) pair."""
+        """2 * (head size + value head size) per query head and visible (query, key) pair."""
         pairs = 0
         for query_len, seq_len in zip(self.query_lens, self.seq_lens, strict=True):
             if self.topk:
@@ -199,7 +205,7 @@ class KernelCase(Spec):
         return 2 * (self.head_size + self.head_size_v) * self.num_heads * pairs
 
     def rate(self, time_us: float) -> float:
-        """In the case's unit, at ``time_us`` microseconds."""
+        """Rate in the case's unit for a time of ``time_us`` microseconds."""
         if self.unit == "GB/s":
             return self.nbytes / time_us * 1e-3
         return self.flops / time_us * 1e-6
@@ -241,16 +247,17 @@ def _visible_pairs(query_len: int, seq_len: int, window: int | None) -> int:
 
 
 def zipf_lens(count: int, shortest: int, longest: int) -> tuple[int, ...]:
-    """``count`` lengths, log-uniform from ``shortest`` to ``longest``, always the same ones."""
+    """``count`` lengths, log-uniform from ``shortest`` to ``longest``, equal in every call."""
     draws = torch.rand(count, generator=torch.Generator().manual_seed(0)).tolist()
     return tuple(int(shortest * (longest / shortest) ** draw) for draw in draws)
 
 
 def mixed_lens(count: int, most_new: int) -> list[tuple[int, int, int]]:
-    """``count`` requests of 1 to ``most_new`` new tokens, log-uniform; half have a context.
+    """``count`` requests, as (1, new tokens, KV length), of which half have a context.
 
-    Drawn from equal parts of the range, one each, so that few requests span it too. Always the same
-    ones, as (1, new, KV length); contexts have 64 to 8191 tokens, log-uniform.
+    New tokens are log-uniform from 1 to ``most_new``: one request is drawn from each of ``count``
+    equal parts of the range, so that few requests span it too. Contexts are log-uniform from 64 to
+    8191 tokens. Every call gives the same requests.
     """
     generator = torch.Generator().manual_seed(0)
     places = torch.randperm(count, generator=generator) + torch.rand(count, generator=generator)
@@ -272,7 +279,11 @@ def make_case(
     requests: Sequence[tuple[int, int, int]],
     **fields: object,
 ) -> KernelCase:
-    """``heads`` is (query heads, KV heads, head size), ``requests`` (count, new, KV length)."""
+    """A case of any kind.
+
+    ``heads`` is (query heads, KV heads, head size); each of ``requests`` is (count, new tokens, KV
+    length).
+    """
     query_lens = [new for count, new, _ in requests for _ in range(count)]
     seq_lens = [length for count, _, length in requests for _ in range(count)]
     values = {
@@ -296,7 +307,7 @@ def make_decode(
     drafts: int = 0,
     **fields: object,
 ) -> KernelCase:
-    """A decode, or a verify of ``drafts``; ``requests`` is (count, KV length)."""
+    """A decode, or a verify of ``drafts`` drafts; each of ``requests`` is (count, KV length)."""
     return make_case(
         name,
         CaseKind.VERIFY if drafts else CaseKind.DECODE,
@@ -315,6 +326,6 @@ def make_prefill(
     min_rate: float | None = None,
     **fields: object,
 ) -> KernelCase:
-    """``requests`` is (count, new, KV length)."""
+    """A prefill; ``requests`` is (count, new tokens, KV length)."""
     target = Target(min_rate=min_rate)
     return make_case(name, CaseKind.PREFILL, heads, [requests], target=target, **fields)

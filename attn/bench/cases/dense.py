@@ -1,4 +1,4 @@
-"""The tables of the benchmarks, and the dense cases that kernels are timed on, as data."""
+"""The tables of the benchmarks and the dense cases, as data."""
 
 from __future__ import annotations
 
@@ -28,37 +28,39 @@ HOPPER_PEERS: Final = ("fa3", "cudnn", "flashinfer", "xqa")
 ALL_PEERS: Final = tuple(dict.fromkeys((*PEERS, *HOPPER_PEERS, *MLA_PEERS)))
 
 TILES: Final = "tiles"
-"""In place of a peer, of the table of sparse attention: other tiles of our own kernel."""
+"""A name that the sparse table takes in place of a peer: other tiles of our portable kernel."""
 
 MAX_FREE_PARTITION_RATIO: Final = 1.03
-"""Batch-invariant decode over the same kernel with a free partition, at most."""
+"""Most time of batch-invariant decode over that of the same kernel with a free partition."""
 MAX_SCRATCH_BYTES: Final = 64 << 20
-"""Of a builder for 256 sequences, 32 query heads, head size 128; must stay below."""
+"""Scratch of a builder for 256 sequences, 32 query heads, head size 128 must stay below this."""
 MAX_PLAN_US: Final = 4.0
-"""Of a plan on the device, of any case and of any of ``PLAN_SIZES`` decodes of one engine."""
+"""Most microseconds of a plan on the device, for each case and each number in ``PLAN_SIZES``."""
 PLAN_SIZES: Final = (1, 32, 64, 128, 256, 512, 1024)
+"""Numbers of decodes whose plans are timed with the builder of one engine."""
 
 
 @unique
 class BenchTable(StrEnum):
-    """Which cases are measured, against whom and how they are judged."""
+    """A table of the benchmarks: its cases, peers and targets."""
 
     DENSE = "dense"
-    """Forward of the plain kernels, against every peer."""
+    """Forward of the portable kernels, against every peer."""
     HOPPER = "hopper"
-    """Forward, and forward with the step's plan, against the fastest kernels for Hopper."""
+    """Forward, with and without the step's plan, against the fastest kernels for Hopper."""
     MLA = "mla"
-    """Absorbed decode over a latent cache, likewise."""
+    """Absorbed decode over a latent cache, with and without the step's plan, against peers."""
     FLASHINFER = "flashinfer"
-    """What our backends over FlashInfer's dense kernels add to its own calls."""
+    """Time that our backends over FlashInfer's dense kernels add to FlashInfer's own calls."""
     TRTLLM_MLA = "trtllm_mla"
-    """Likewise of its latent kernels, and rotation, e4m3 and cache write in one launch."""
+    """Time that our backends over FlashInfer's latent kernels add to FlashInfer's own calls, and
+    rotation, quantisation to e4m3 and cache write in one launch."""
     SPARSE_MLA = "sparse_mla"
-    """Latent attention over lists beside FlashMLA, a cache's conversion, the indexer."""
+    """Latent attention over lists against FlashMLA, conversion of a cache, the indexer."""
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """Kernels that it compares with."""
+        """Names of the peers that the table compares with."""
         named: dict[BenchTable, tuple[str, ...]] = {
             BenchTable.HOPPER: HOPPER_PEERS,
             BenchTable.MLA: MLA_PEERS,
@@ -70,22 +72,22 @@ class BenchTable(StrEnum):
 
     @property
     def has_lines(self) -> bool:
-        """It compares pairs of times, in place of kernels with peers."""
+        """True for a table of lines, each a pair of times, in place of kernels and peers."""
         return self in (BenchTable.FLASHINFER, BenchTable.TRTLLM_MLA, BenchTable.SPARSE_MLA)
 
     @property
     def times_plans(self) -> bool:
-        """What each kernel needs once per step is timed too, and counted."""
+        """True where each kernel is also timed with the plan that it needs once per step."""
         return self in (BenchTable.HOPPER, BenchTable.MLA)
 
     @property
     def bounds_plans(self) -> bool:
-        """Plans of ``PLAN_SIZES`` are timed, and judged."""
+        """True where plans of ``PLAN_SIZES`` decodes are timed and judged."""
         return self is BenchTable.HOPPER
 
     @property
     def backend(self) -> str:
-        """Ours, where none is named."""
+        """Our backend in this table, unless another is named."""
         named = {
             BenchTable.MLA: "TRITON_MLA",
             BenchTable.FLASHINFER: "FLASHINFER",
@@ -96,24 +98,24 @@ class BenchTable(StrEnum):
 
     @property
     def also(self) -> tuple[str, ...]:
-        """Further ones of ours, where none is named."""
+        """Further backends of ours in this table, unless one is named."""
         named = {BenchTable.FLASHINFER: "TRTLLM_MHA", BenchTable.TRTLLM_MLA: "TRTLLM_MLA"}
         return (named[self],) if self in named else ()
 
     @property
     def prefill_kernel(self) -> PrefillKernel:
-        """Of ours, what is measured."""
+        """The ``prefill_kernel`` setting of our backend in this table."""
         return PrefillKernel.AUTO if self.times_plans else PrefillKernel.TRITON
 
     @property
     def decode_kernel(self) -> DecodeKernel:
-        """Likewise."""
+        """The ``decode_kernel`` setting of our backend in this table."""
         takes_both = self.times_plans or self is BenchTable.SPARSE_MLA
         return DecodeKernel.AUTO if takes_both else DecodeKernel.TRITON
 
     @property
     def cases(self) -> tuple[KernelCase, ...]:
-        """In the order of the table."""
+        """The cases, in the order of the table."""
         named = {
             BenchTable.HOPPER: HOPPER_CASES,
             BenchTable.MLA: MLA_CASES,
@@ -183,14 +185,14 @@ def _for_hopper(case: KernelCase) -> KernelCase:
     if case.is_bandwidth_bound:
         target = Target(max_planned_ratio_to_best=1.0, against=HOPPER_PEERS)
     else:
-        # The row whose host cost is judged: one launch, whatever the lengths.
+        # The host's cost is judged on this case alone: it is one launch, whatever the lengths.
         host = HOST_TARGET_US if case.name == "pre_1x8k" else None
         target = Target(max_ratio_to_best=1.0, against=HOPPER_PEERS, max_host_us=host)
     return case.replace(target=target, compare_free_partition=False, compare_batch_invariant=False)
 
 
 def _fp8_twin(name: str, of: str) -> KernelCase:
-    """A case of the table over an fp8 cache, which is to be no slower."""
+    """The case ``of`` over an fp8 cache, with the target to be no slower than ``of``."""
     (twin,) = (case for case in CASES if case.name == of)
     target = Target(no_slower_than=of)
     changes = {"name": name, "target": target, "kv_cache_dtype": CacheDType.FP8_E4M3}
@@ -235,7 +237,7 @@ def select_cases(
 
     Args:
         patterns: shell patterns such as ``dec_*``.
-        cases: what to choose from.
+        cases: cases to choose from.
 
     Raises:
         ValueError: a pattern that matches no case; the message lists the names.

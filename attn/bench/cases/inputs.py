@@ -13,41 +13,41 @@ from specs.base import cdiv
 from specs.sentinels import NULL_BLOCK_ID
 
 SPARE_BLOCKS = 7
-"""Blocks of a cache that no request uses, beside block 0."""
+"""Number of unused blocks in a cache, in addition to block 0."""
 
 
 @dataclass(frozen=True)
 class Content:
-    """Queries, and the cache as peers take it. T new tokens, R requests, N blocks of P tokens."""
+    """Tensors of a case as peers take them: T new tokens, R requests, N blocks of P tokens."""
 
     case: KernelCase
     query: torch.Tensor
-    """``[T, H, D]`` bf16."""
+    """``[T, H, D]`` bf16 queries of the new tokens."""
     key: torch.Tensor
-    """``[N, P, Hk, D]`` contiguous, bf16 or e4m3 (scale 1); zero where no token lives."""
+    """``[N, P, Hk, D]`` contiguous, bf16 or e4m3 (scale 1); zero in slots without a token."""
     value: torch.Tensor
-    """``[N, P, Hk, Dv]`` likewise; of a latent case the first columns of ``key``."""
+    """``[N, P, Hk, Dv]``, bf16 or e4m3 (scale 1); in a latent case the first columns of ``key``."""
     block_table: torch.Tensor
-    """``[R, max_blocks]`` int32 contiguous, permuted; block 0 where nothing is used."""
+    """``[R, max_blocks]`` int32 contiguous, permuted; unused entries are block 0."""
     query_start_loc: torch.Tensor
-    """``[R + 1]`` int32."""
+    """``[R + 1]`` int32, first new token of each request."""
     seq_lens: torch.Tensor
-    """``[R]`` int32."""
+    """``[R]`` int32 KV lengths, the new tokens included."""
     slots: torch.Tensor
-    """``[sum of seq_lens]`` int64: where each cached token lies, request after request."""
+    """``[sum of seq_lens]`` int64 slot of each cached token, request after request."""
     sinks: torch.Tensor | None
     """``[H]`` fp32, exact in bf16; None without sinks."""
 
     @property
     def device(self) -> torch.device:
-        """Of every tensor."""
+        """Device of every tensor."""
         return self.query.device
 
     def rows(self, which: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """``[len(slots), Hk, D]`` bf16 rows of ``key`` or ``value``, the quantised ones exact."""
+        """``[len(slots), Hk, D]`` bf16 rows of ``key`` or ``value``; bf16 holds e4m3 exactly."""
         flat = which.flatten(0, 1)
         if flat.element_size() == 1:
-            # Indexed reads of 8-bit floats are not implemented on every device; bytes are.
+            # Not every device has indexed reads of 8-bit floats, but all have them of bytes.
             return flat.view(torch.uint8)[slots].view(flat.dtype).to(MODEL_DTYPE.torch)
         return flat[slots]
 
@@ -86,9 +86,9 @@ def make_content(case: KernelCase, device: torch.device, generator: torch.Genera
     """Normally distributed queries, keys and values over a permuted block table.
 
     Args:
-        case: the shape.
-        device: where.
-        generator: of the host; it decides the table and seeds the device's own.
+        case: the case.
+        device: device of the tensors.
+        generator: host generator; it draws the block table and seeds a generator of the device.
     """
     table, num_blocks = permuted_table(case, generator)
     seed = int(torch.randint(2**31, (), generator=generator))
@@ -127,17 +127,17 @@ def make_content(case: KernelCase, device: torch.device, generator: torch.Genera
 
 @dataclass(frozen=True)
 class Expected:
-    """Sampled rows of the result, in float64. S rows, 3 heads (fewer where there are fewer)."""
+    """S sampled tokens of the result in float64, at 3 heads (all where there are fewer)."""
 
     tokens: torch.Tensor
-    """``[S]`` int64."""
+    """``[S]`` int64 index of each sampled token."""
     heads: torch.Tensor
-    """``[3]`` int64."""
+    """``[3]`` int64 index of each sampled head."""
     rows: torch.Tensor
-    """``[S, 3, Dv]`` float64."""
+    """``[S, 3, Dv]`` float64 output."""
 
     def error_of(self, output: torch.Tensor) -> float:
-        """Largest relative norm of the error over the sampled rows; NaN where any row has one.
+        """Largest relative norm of the error over the sampled rows; NaN if a row holds NaN.
 
         Args:
             output: ``[T, H, Dv]``.
@@ -150,7 +150,7 @@ class Expected:
 
 
 def sampled_tokens(case: KernelCase) -> list[tuple[int, int]]:
-    """(request, new token of it) to check: ends and middle of the batch, of lengths, of queries."""
+    """(request, new token) pairs to check: first, middle and last of batch, lengths and queries."""
     by_length = sorted(range(case.num_reqs), key=lambda row: case.seq_lens[row])
     requests = {0, case.num_reqs // 2, case.num_reqs - 1, by_length[0], by_length[-1]}
     tokens = set()
@@ -161,7 +161,7 @@ def sampled_tokens(case: KernelCase) -> list[tuple[int, int]]:
 
 
 def expected_rows(content: Content) -> Expected:
-    """The sampled rows, computed one by one from the content."""
+    """The sampled rows of a case, computed one by one in float64."""
     case, device = content.case, content.device
     heads = sorted({0, case.num_heads // 2, case.num_heads - 1})
     starts = _exclusive_sums(case.query_lens)
@@ -184,7 +184,7 @@ def expected_rows(content: Content) -> Expected:
 def _row(
     content: Content, token: int, head: int, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
-    """``[D]`` float64 of one token and head, from its visible ``[n, Hk, D]`` keys and values."""
+    """``[Dv]`` float64 output of a token and head over ``[n, Hk, D]`` visible keys and values."""
     case = content.case
     kv_head = head // (case.num_heads // case.num_kv_heads)
     scores = key[:, kv_head].double() @ content.query[token, head].double() * case.scale

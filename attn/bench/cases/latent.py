@@ -1,4 +1,4 @@
-"""The cases of latent attention that kernels are timed on, over whole contexts and lists."""
+"""The benchmark cases of latent attention, over whole contexts and over top-k lists."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from attn.bench.cases.case import CaseKind, KernelCase, Target, make_case, make_
 from specs.dtypes import CacheDType
 
 MLA_PEERS: Final = ("flashmla", "flashinfer_mla", "vllm_triton_mla", "fa3")
-"""Kernels of other projects that the table of absorbed decode compares with; the last one where it
-is expanded."""
+"""Kernels of other projects that the latent table compares with. ``fa3`` serves the expanded case,
+the others serve absorbed decode."""
 
 
 def _latent(
@@ -21,7 +21,7 @@ def _latent(
     min_plain_rate: float | None = None,
     **fields: object,
 ) -> KernelCase:
-    """Absorbed decode or verify, rows of 512 + 64; ``requests`` are (count, KV length)."""
+    """Absorbed decode or verify over rows of 512 + 64; ``requests`` are (count, KV length)."""
     judged = Target(
         max_planned_ratio_to_best=1.0, against=MLA_PEERS[:-1], min_plain_rate=min_plain_rate
     )
@@ -58,10 +58,10 @@ MLA_CASES: Final[tuple[KernelCase, ...]] = (
         target=Target(max_ratio_to_best=1.0, against=("fa3",), min_plain_rate=380),
     ),
 )
-"""The cases of the table of latent attention; pages of 64 tokens are FlashMLA's only ones."""
+"""The cases of the latent table; pages have 64 tokens, the only size that FlashMLA takes."""
 
 ROPE_CASE: Final = "mla_rope_h128_t128"
-"""Rotated and written, not attended."""
+"""Name of a case whose tokens are rotated and written, but not attended."""
 LATENT_VENDOR_CASES: Final = (
     *(
         case.replace(target=Target())
@@ -74,14 +74,14 @@ LATENT_VENDOR_CASES: Final = (
 :mod:`attn.bench.results.tables.flashinfer_mla`."""
 
 CONVERSION_CASE: Final = "convert_576_656"
-"""A whole cache converted, not attended."""
+"""Name of a case that converts a whole cache and attends nothing."""
 INDEX_CASE: Final = "index_b64_32k"
-"""The indexer's logits."""
+"""Name of a case that computes the indexer's logits and attends nothing."""
 SPARSE_CONTEXT: Final = 32768
 
 
 def _sparse(name: str, heads: int, rows: int, cache: str, prefills: bool = False) -> KernelCase:
-    """Decodes of so many requests, or one request's new tokens; lists of 2048."""
+    """``rows`` decodes, or ``rows`` new tokens of one request, with lists of 2048 entries."""
     requests = [(1, rows, SPARSE_CONTEXT)] if prefills else [(rows, 1, SPARSE_CONTEXT)]
     kind = CaseKind.PREFILL if prefills else CaseKind.DECODE
     latent = {"rope_size": 64, "block_size": 64, "topk": 2048, "kv_cache_dtype": cache}

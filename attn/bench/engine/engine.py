@@ -1,4 +1,4 @@
-"""VLLM's engine on several backends: workloads, targets, results and their tables."""
+"""Records of a benchmark of vLLM's engine: workloads, targets, results, and tables of results."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from attn.bench.results.results import Check, Verdict
 from specs.base import PositiveInt, Spec
 
 OURS: Final = "CUSTOM"
-"""Our backend's name in vLLM."""
+"""Name of our backend in vLLM."""
 FLASH, TRITON = "FLASH_ATTN", "TRITON_ATTN"
 BACKENDS: Final = (FLASH, TRITON, OURS)
 PLUGIN: Final = "attn.integrations.vllm.plugin:register"
 MEMBERS: Final = "attn.integrations.vllm.members"
-"""Module of our impls in vLLM."""
+"""Module that holds our impls as vLLM knows them."""
 START_UP: Final = "start-up"
 LOAD_FORMAT: Final = "attn_random"
 
@@ -37,33 +37,33 @@ MODEL: Final[dict[str, Any]] = {
     "tie_word_embeddings": False,
     "dtype": "bfloat16",
 }
-"""``config.json`` of Llama-3.1-8B's shape."""
+"""A ``config.json`` with the sizes of Llama-3.1-8B."""
 LAYERS: Final = 32
 LOGPROB_LAYERS: Final = 4
 MAX_MODEL_LEN: Final = 16384
 
 ANSWER_LENS: Final = (5, 64, 300, 1000, 2000)
-"""Prompts whose log-probabilities are compared."""
+"""Lengths of the prompts whose log-probabilities are compared, in tokens."""
 ANSWER_TOKENS: Final = 32
 TOP_LOGPROBS: Final = 8
-"""Per generated position, beside the token taken."""
+"""Log-probabilities per generated position, in addition to that of the token taken."""
 
 Log = Callable[[str], None]
 
 
 class Workload(Spec):
-    """Requests that are given to the engine at once."""
+    """Requests that the engine gets together."""
 
     name: str
     num_prompts: PositiveInt
     prompt_len: PositiveInt
     output_len: PositiveInt
     rates_output: StrictBool = False
-    """Rated by generated tokens, else by the prompts'."""
+    """True where the rate counts generated tokens, False where it counts the prompts' tokens."""
 
     @property
     def tokens(self) -> int:
-        """That the rate counts."""
+        """Tokens that the rate counts."""
         return self.num_prompts * (self.output_len if self.rates_output else self.prompt_len)
 
     @property
@@ -81,10 +81,10 @@ WORKLOADS: Final = (
 
 
 class Target(Spec):
-    """A bound on ours as a multiple of another backend's: tokens/s at least, seconds at most."""
+    """A bound on our result as a multiple of another's: tokens/s at least, seconds at most."""
 
     what: str
-    """A workload, or ``START_UP``."""
+    """Name of a workload, or ``START_UP``."""
     against: str
     ratio: float = Field(gt=0)
 
@@ -103,7 +103,7 @@ TARGETS: Final = (
     Target(what="long", against=TRITON, ratio=1.9),
     Target(what=START_UP, against=TRITON, ratio=1.0),
 )
-"""What ours has to reach on the whole model."""
+"""Targets of our backend on the whole model."""
 
 
 # -- Results.
@@ -114,11 +114,11 @@ class Speed(Spec):
 
     workload: str
     seconds: tuple[float, ...] = Field(min_length=1)
-    """Of each round."""
+    """Seconds of each round."""
 
     @property
     def median(self) -> float:
-        """Seconds."""
+        """Median of the rounds, in seconds."""
         return statistics.median(self.seconds)
 
     @property
@@ -128,22 +128,22 @@ class Speed(Spec):
 
 
 class Answer(Spec):
-    """What the engine said to one prompt."""
+    """The engine's answer to one prompt."""
 
     prompt: tuple[float, ...]
     """Log-probability of each token of the prompt but the first."""
     tokens: tuple[int, ...]
-    """Greedy."""
+    """Generated tokens, by greedy sampling."""
     logprobs: tuple[dict[int, float], ...]
-    """Per generated token: log-probabilities of some tokens, the one taken among them."""
+    """For each generated token the log-probabilities of some tokens, including the token taken."""
 
 
 class BackendResult(Spec):
-    """All that was measured of a backend."""
+    """Results of one backend."""
 
     backend: str
     start_up_s: float | None = None
-    """The engine's constructor, with every cache empty."""
+    """Seconds of the engine's constructor with every compilation cache empty."""
     speeds: tuple[Speed, ...] = ()
     speed_error: str = ""
     """Why there are no speeds."""
@@ -152,12 +152,12 @@ class BackendResult(Spec):
     """Why there are no answers."""
 
     def speed(self, workload: str) -> Speed | None:
-        """Of a workload by name; None when it was not measured."""
+        """Speed of a workload by name; None when it was not measured."""
         return next((speed for speed in self.speeds if speed.workload == workload), None)
 
 
 class EngineEnvironment(Spec):
-    """Where and when."""
+    """Machine, versions and time of a run."""
 
     date: str = "unknown"
     device: str = "unknown"
@@ -168,7 +168,7 @@ class EngineEnvironment(Spec):
 
 
 class EngineResults(Spec):
-    """A whole run, or several that were put together."""
+    """Results of a run, or of several runs merged."""
 
     environment: EngineEnvironment = EngineEnvironment()
     layers: PositiveInt = LAYERS
@@ -182,10 +182,10 @@ class EngineResults(Spec):
         return next((result for result in self.backends if result.backend == backend), None)
 
     def merged(self, earlier: EngineResults) -> EngineResults:
-        """These results, and of ``earlier`` the backends that are not among them.
+        """Add the results of ``earlier`` for backends that have no result here.
 
         Raises:
-            ValueError: ``earlier`` is of other layers, workloads or versions, or another device.
+            ValueError: ``earlier`` has other layers, workloads, versions or another device.
         """
         for name in ("layers", "logprob_layers", "workloads"):
             if getattr(self, name) != getattr(earlier, name):
@@ -209,24 +209,25 @@ class EngineResults(Spec):
 
 
 class Difference(NamedTuple):
-    """Log-probabilities of two backends at the positions whose prefix both took."""
+    """Difference of two backends' log-probabilities at positions with equal tokens before them."""
 
     positions: int
     mean: float
-    """Of the absolute differences."""
+    """Mean of the absolute differences."""
     largest: float
     same_tokens: int
-    """Generated tokens before the two part."""
+    """Generated tokens that are equal before the first different one."""
     tokens: int
 
 
 def compare_answers(ours: Sequence[Answer], theirs: Sequence[Answer]) -> Difference:
-    """Where two backends were given the same prompts.
+    """Compare the log-probabilities of two backends on the same prompts.
 
-    A generated position counts while all tokens before it agree, with every token that both list.
+    A generated position counts while all tokens before it are equal. At a position every token that
+    both backends list is compared.
 
     Raises:
-        ValueError: other prompts, or no position at all.
+        ValueError: the prompts differ, or no position can be compared.
     """
     if [len(answer.prompt) for answer in ours] != [len(answer.prompt) for answer in theirs]:
         raise ValueError("answers must be to the same prompts, got prompts of different lengths")
@@ -249,10 +250,10 @@ def compare_answers(ours: Sequence[Answer], theirs: Sequence[Answer]) -> Differe
 
 
 def require_varied(outputs: Sequence[Sequence[int]]) -> None:
-    """A model whose output does not depend on its input measures nothing of attention.
+    """Refuse outputs that do not depend on the input, which say nothing about attention.
 
     Raises:
-        ValueError: all prompts got the same tokens, or most of them one token over and over.
+        ValueError: all prompts got the same tokens, or most outputs repeat one token.
     """
     if len(outputs) > 1 and len({tuple(tokens) for tokens in outputs}) == 1:
         raise ValueError(f"outputs must vary, got the same tokens for {len(outputs)} prompts")
@@ -279,7 +280,7 @@ def value_of(
 
 
 def check_of(results: EngineResults, target: Target) -> Check:
-    """A target judged. An engine of ours that failed meets none; a smaller model judges none."""
+    """Judge a target. Our engine meets none if it failed; with a smaller model none is judged."""
     ours = results.of(OURS)
     standard = {item.name: item for item in WORKLOADS}
     asked = {item.name: item for item in results.workloads}
@@ -316,13 +317,13 @@ _LOGPROBS = (
 
 
 def reference_of(results: EngineResults) -> BackendResult | None:
-    """What answers are compared with: FLASH_ATTN's, or of the first of vLLM's that has any."""
+    """Result to compare answers with: FLASH_ATTN's, else the first of vLLM's that has answers."""
     theirs = [item for item in results.backends if item.backend != OURS and item.answers]
     return next((item for item in theirs if item.backend == FLASH), theirs[0] if theirs else None)
 
 
 def render_markdown(results: EngineResults) -> str:
-    """The tables; depends on nothing but ``results``."""
+    """The markdown tables of a run, from ``results`` alone."""
     environment = results.environment
     versions = ", ".join(f"{name} {getattr(environment, name)}" for name in ("torch", "triton"))
     checks = [check_of(results, target) for target in TARGETS]

@@ -1,9 +1,9 @@
 """Tokens/s of vLLM's engine with our backend beside vLLM's own: ``python -m
 attn.bench.engine.vllm``.
 
-Needs vLLM and a GPU, no model and no network: the model is of Llama-3.1-8B's shape, its weights are
-drawn on the GPU. Every backend has two processes of its own, for speed and for log-probabilities,
-because vLLM selects its backends once per process.
+The benchmark needs vLLM and a GPU, but no model files and no network: the model has the sizes of
+Llama-3.1-8B, and its weights are drawn on the GPU. Each backend runs in two processes of its own,
+for speed and for log-probabilities, because vLLM selects its backend once per process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from specs.base import parse_spec
 
 @dataclass(frozen=True)
 class EngineBench:
-    """What to measure."""
+    """Settings of the engine benchmark."""
 
     backends: tuple[str, ...] = BACKENDS
     workloads: tuple[Workload, ...] = WORKLOADS
@@ -50,9 +50,9 @@ class EngineBench:
     logprob_layers: int = LOGPROB_LAYERS
     rounds: int = 3
     commit: str | None = None
-    """Of the code that is measured; None asks the environment, then git."""
+    """Commit of the measured code; None asks the environment, then git."""
     timeout_s: float = 1800
-    """Of one process."""
+    """Most seconds of one process."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "logprob_layers", "rounds"):
@@ -66,7 +66,7 @@ def select_workloads(names: Sequence[str]) -> tuple[Workload, ...]:
     """Workloads by name, in their order; no name means all.
 
     Raises:
-        ValueError: a name that is none of theirs.
+        ValueError: a name is no workload's.
     """
     known = [workload.name for workload in WORKLOADS]
     for name in names:
@@ -76,15 +76,15 @@ def select_workloads(names: Sequence[str]) -> tuple[Workload, ...]:
 
 
 def worker_environment(folder: Path, outer: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables of a process: the engine in it, and every compilation cache empty.
+    """Environment variables of a worker process, whose compilation caches are all empty.
 
     Args:
-        folder: new and empty.
-        outer: of this process.
+        folder: new and empty folder for the caches.
+        outer: environment variables of this process.
     """
     caches = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     return {
-        # All sampling is greedy: a sampler that has to be compiled first helps nobody.
+        # All sampling is greedy, so FlashInfer's sampler would only add its compile time.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "HF_HUB_OFFLINE": "1",
         **outer,
@@ -94,14 +94,14 @@ def worker_environment(folder: Path, outer: Mapping[str, str]) -> dict[str, str]
 
 
 def last_words(text: str) -> str:
-    """The last error that a process wrote, or its last line, for a table."""
+    """The last error in a process's output, else its last line, for a table."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors: list[str] = re.findall(r"\w*(?:Error|Exception): .*", "\n".join(lines))
     return ([*lines[-1:], *errors] or ["no output"])[-1][:300].replace("|", "/")
 
 
 def run_job(job: Job, timeout_s: float, log: Log) -> JobResult | str:
-    """Do a job in a process of its own; the reason when it fails."""
+    """Run a job in a process of its own; returns its result, or the reason of its failure."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         source, target = folder / "job.json", folder / "result.json"
@@ -133,7 +133,7 @@ def run_job(job: Job, timeout_s: float, log: Log) -> JobResult | str:
 
 
 def job_of(bench: EngineBench, backend: str, kind: Kind) -> Job:
-    """One process of a run."""
+    """The job of one process of a run."""
     layers = bench.layers if kind is Kind.SPEED else bench.logprob_layers
     return Job(
         kind=kind,
@@ -146,7 +146,7 @@ def job_of(bench: EngineBench, backend: str, kind: Kind) -> Job:
 
 
 def with_answers(result: BackendResult, found: JobResult | str, log: Log) -> BackendResult:
-    """A backend's result and what a process found of its answers."""
+    """Add a process's answers, or the reason of its failure, to a backend's result."""
     if isinstance(found, str):
         log(f"{result.backend}: no answers: {found}")
         return result.replace(answer_error=found)
@@ -156,7 +156,7 @@ def with_answers(result: BackendResult, found: JobResult | str, log: Log) -> Bac
 def with_speeds(
     result: BackendResult, found: JobResult | str, workloads: Sequence[Workload], log: Log
 ) -> BackendResult:
-    """A backend's result and what a process found of its speed."""
+    """Add a process's speeds, or the reason of its failure, to a backend's result."""
     if isinstance(found, str):
         log(f"  failed: {found}")
         return result.replace(speed_error=found)
@@ -173,10 +173,10 @@ def bench_engine(
 ) -> EngineResults:
     """Measure all backends: their answers side by side, then their speeds in turn.
 
-    In this order, so that the first to be timed does not read vLLM's files for the others.
+    Answers come first, so that vLLM's files are in the page cache before any backend is timed.
 
     Args:
-        bench: what to measure.
+        bench: settings of the run.
         log: receives lines of progress, and the output of a process that fails.
         on_result: receives the results so far, after the answers and after each process's speeds.
     """
@@ -215,21 +215,21 @@ def bench_engine(
 
 @dataclass(frozen=True)
 class Report:
-    """Where the results go, and which earlier ones to put with them."""
+    """Files that results are written to, and files with earlier results to merge."""
 
     out: Path | None = None
-    """Markdown; None prints it."""
+    """File for the markdown; None prints it."""
     json: Path | None = None
-    """Results as data."""
+    """File for the results as JSON; None writes none."""
     merge: tuple[Path, ...] = ()
-    """Earlier results; a backend measured now replaces theirs."""
+    """Files with earlier results; a backend measured now replaces its earlier result."""
 
     def check(self) -> None:
-        """Try the files before the work.
+        """Check all files before the work.
 
         Raises:
-            ValueError: one that cannot be written, or earlier results that cannot be read.
-            OSError: earlier results that are not there.
+            ValueError: a file cannot be written, or earlier results cannot be read.
+            OSError: a file with earlier results does not exist.
         """
         check_writable("--out", self.out)
         check_writable("--json", self.json)
@@ -237,10 +237,10 @@ class Report:
             load_results(path)
 
     def combined(self, results: EngineResults | None) -> EngineResults:
-        """New results, if any, over the earlier ones.
+        """Merge new results, if any, with the earlier ones.
 
         Raises:
-            ValueError: no results, or earlier ones that cannot be read or do not belong.
+            ValueError: there are no results, or earlier ones cannot be read or do not fit.
         """
         found = [load_results(path) for path in self.merge]
         found += [results] if results is not None else []
@@ -262,10 +262,10 @@ class Report:
 
 
 def load_results(path: Path) -> EngineResults:
-    """Results as :class:`Report` writes them.
+    """Read results from a JSON file that :class:`Report` wrote.
 
     Raises:
-        SpecError: not such a file; the message names field and value.
+        SpecError: the file holds no results; the message names field and value.
     """
     return parse_spec(EngineResults, path.read_text(encoding="utf-8"), str(path))
 
@@ -312,7 +312,7 @@ def require_engine() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """``python -m attn.bench.engine.vllm``; the exit code: 1 when something of ours failed."""
+    """Run ``python -m attn.bench.engine.vllm``; the exit code is 1 when our backend failed."""
     options = _parser().parse_args(arguments)
     if options.worker is not None:
         source, target = options.worker

@@ -1,4 +1,4 @@
-"""One engine of vLLM, in a process of its own: its weights, its prompts, and what is measured.
+"""Worker process of the engine benchmark: it starts one engine of vLLM and measures it.
 
 :mod:`attn.bench.engine.vllm` starts these processes.
 """
@@ -39,19 +39,19 @@ from specs.base import PositiveInt, Spec
 
 @unique
 class Kind(StrEnum):
-    """What a process measures."""
+    """Kind of a process: what it measures."""
 
     SPEED = "speed"
     ANSWERS = "answers"
 
 
 class Job(Spec):
-    """What a process is to do."""
+    """Settings of one worker process."""
 
     kind: Kind
     backend: str
     model: dict[str, Any]
-    """``config.json``."""
+    """Content of the model's ``config.json``."""
     workloads: tuple[Workload, ...] = WORKLOADS
     rounds: PositiveInt = 3
     max_model_len: PositiveInt = MAX_MODEL_LEN
@@ -60,7 +60,7 @@ class Job(Spec):
 
 
 class JobResult(Spec):
-    """What it found."""
+    """Measurements of one worker process."""
 
     environment: EngineEnvironment
     start_up_s: float
@@ -69,10 +69,11 @@ class JobResult(Spec):
 
 
 def draw_weights(model: torch.nn.Module) -> None:
-    """Random weights of a Llama, the same ones wherever and in whatever order they are drawn.
+    """Fill a Llama with random weights, each drawn from a seed that its name gives.
 
-    Scores spread over a few of a hundred keys, and logits far enough for tokens to differ: vLLM's
-    own dummy weights are so small that every position answers the same.
+    The weights are large enough that attention prefers a few of a hundred keys and that logits
+    differ between tokens. With vLLM's own dummy weights, which are very small, every position gives
+    the same answer.
     """
     gains = {"qkv_proj": 1.6, "lm_head": 3.0}
     with torch.no_grad():
@@ -89,7 +90,7 @@ def draw_weights(model: torch.nn.Module) -> None:
 
 
 def make_prompts(count: int, length: int, vocab: int, seed: int) -> list[dict[str, list[int]]]:
-    """``count`` prompts of ``length`` random tokens below ``vocab``, no two alike."""
+    """``count`` different prompts of ``length`` random tokens below ``vocab``."""
     generator = random.Random(seed)
     return [
         {"prompt_token_ids": [generator.randrange(vocab) for _ in range(length)]}
@@ -98,7 +99,7 @@ def make_prompts(count: int, length: int, vocab: int, seed: int) -> list[dict[st
 
 
 def _make_engine(job: Job, folder: Path, **options: Any) -> Any:
-    """``vllm.LLM``; its weights come from a loader that only this process knows."""
+    """Make a ``vllm.LLM`` whose weights come from a loader that this process registers."""
     vllm = import_module("vllm")
     loaders = import_module("vllm.model_executor.model_loader")
     base: Any = import_module("vllm.model_executor.model_loader.base_loader").BaseModelLoader
@@ -108,7 +109,7 @@ def _make_engine(job: Job, folder: Path, **options: Any) -> Any:
     }
     loaders.register_model_loader(LOAD_FORMAT)(type("RandomWeights", (base,), methods))
     if job.backend == OURS:
-        # Where this library is on the path but not installed, vLLM finds no entry point.
+        # Called here because vLLM finds no entry point where this library is not installed.
         resolve_name(PLUGIN)()
     (folder / "config.json").write_text(json.dumps(job.model), encoding="utf-8")
     llm = vllm.LLM(
@@ -154,7 +155,7 @@ def _speed(llm: Any, job: Job, workload: Workload) -> Speed:
 
 
 def _answers(llm: Any, job: Job) -> tuple[Answer, ...]:
-    """All prompts in one batch, so that their rows share steps."""
+    """Answers to all prompts, given in one batch so that prompts share steps."""
     prompts = [
         make_prompts(1, length, job.model["vocab_size"], seed=length)[0]
         for length in job.answer_lens
@@ -180,12 +181,12 @@ def perform(job: Job, folder: Path) -> JobResult:
     """Start an engine and measure it.
 
     Args:
-        job: what to measure.
-        folder: where the model's configuration may be written.
+        job: the process's job.
+        folder: folder for the model's configuration file.
     """
     import_module("vllm")
-    # A part of the memory: these processes run side by side, and log-probabilities of long prompts
-    # take some beside the cache.
+    # Processes for answers run side by side and share the GPU's memory, and log-probabilities of
+    # long prompts need memory in addition to the cache.
     options = {"gpu_memory_utilization": 0.25} if job.kind is Kind.ANSWERS else {}
     begin = time.perf_counter()
     llm = _make_engine(job, folder, **options)

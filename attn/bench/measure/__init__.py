@@ -1,1 +1,1 @@
-"""How a case is timed and judged."""
+"""Timing and judging of benchmark cases."""

@@ -1,4 +1,4 @@
-"""Whether a kernel computes the right thing: before it is timed, and after."""
+"""Checks that a kernel's result is right, before it is timed and after."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from attn.bench.results.results import Contender, Status
 
 
 def check_run(name: str, run: KernelRun, expected: Expected) -> Contender | float:
-    """Run once into an output of NaN: the error, or what is wrong with the kernel."""
+    """Run a kernel once into an output filled with NaN; returns its error, or why it failed."""
     run.output.fill_(float("nan"))
     try:
         run.call()
         error = expected.error_of(output_of(run))
     except Exception as problem:
-        # Where, but not the message: a compiler's has thousands of lines.
+        # Only the place of the error: a compiler's message can have thousands of lines.
         traceback.print_tb(problem.__traceback__, limit=-4)
         return Contender(name=name, status=Status.FAILED, reason=describe(problem))
     return judged(name, run, error)
 
 
 def output_of(run: KernelRun) -> torch.Tensor:
-    """What the last call computed."""
+    """The output of the last call."""
     if run.collect is not None:
         run.collect()
     return run.output
 
 
 def judged(name: str, run: KernelRun, error: float) -> Contender | float:
-    """The error, where the kernel's tolerance allows it."""
+    """The error if the kernel's tolerance allows it, else a result with the status ``WRONG``."""
     if error < run.tolerance:
         return error
     reason = f"error {error:.1e}, allowed {run.tolerance:g}"

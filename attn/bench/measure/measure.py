@@ -1,4 +1,4 @@
-"""One case of a kernel benchmark: every kernel is checked, then timed, then checked again."""
+"""Measurement of one case: every kernel is checked, then timed, then checked again."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _planned(name: str) -> str:
 
 
 def _calls_of(bench: KernelBench, runs: Mapping[str, KernelRun]) -> dict[str, Call]:
-    """What to time, each kernel's two kinds of calls one after the other."""
+    """Calls to time: each kernel's forward, followed by its forward with the plan if it has one."""
     calls: dict[str, Call] = {}
     for name, run in runs.items():
         calls[name] = run.call
@@ -118,7 +118,7 @@ def _calls_of(bench: KernelBench, runs: Mapping[str, KernelRun]) -> dict[str, Ca
 
 
 def _host_us(case: KernelCase, call: Call | None, device: torch.device) -> float | None:
-    """Of one of our calls on the host, where the case asks for it."""
+    """Microseconds of one of our calls on the host; None where the case does not ask for it."""
     if call is None or case.target.max_host_us is None:
         return None
     if device.type == "cuda":
@@ -159,7 +159,7 @@ def bench_case(bench: KernelBench, case: KernelCase, device: torch.device, log: 
     clock = make_clock(device, bench.reps)
     timings = time_interleaved(calls, clock, bench.rounds, bench.reps)
     for name, run in right.items():
-        # A kernel that is wrong now and then shows itself after many launches.
+        # Checked again after many launches, which may show an error that is not in every launch.
         errors = [expected.error_of(output_of(run))]
         if _planned(name) in calls:
             calls[_planned(name)]()
@@ -176,7 +176,7 @@ def bench_case(bench: KernelBench, case: KernelCase, device: torch.device, log: 
         plain=made.get(PLAIN),
         plan=plan_time(builder, layer) if builder and layer and decodes else None,
         host_us=_host_us(case, calls.get(OURS), device),
-        # A latent output is a tensor of each call's own.
+        # Not counted in latent cases, where every call allocates its output.
         allocations=(
             count_allocations(calls[OURS], device) if OURS in calls and not case.rope_size else None
         ),

@@ -1,4 +1,4 @@
-"""Our kernels on a case, through the interface that an engine uses and no other."""
+"""Our kernels on a case, called only through the interface that an engine uses."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from specs.layouts import KVViews
 MAX_MODEL_LEN: Final = 131072
 MAX_NUM_SEQS: Final = 256
 MAX_NUM_BATCHED_TOKENS: Final = 8192
-"""An engine's limits, for every case that does not exceed them."""
+"""Most tokens of a step of the engine, in every case that does not exceed them."""
 EXPANDED_RANK: Final = 512
-"""Of the latent that expanded rows stand for; it changes nothing."""
+"""Latent width of a case with expanded rows; the result does not depend on it."""
 NOPE_SIZE: Final = 128
-"""Of a latent layer's heads, as DeepSeek's are."""
+"""``qk_nope_head_dim`` of a latent layer, as in DeepSeek's models."""
 WRITE_CHUNK: Final = 65536
 """Tokens per cache write."""
 PLAN_LEN: Final = 8192
-"""Keys of requests whose plans alone are timed, on average."""
+"""Average number of keys of the requests in :func:`measure_plans`."""
 
 Builder = AttentionMetadataBuilder[Any]
 MakeBuilder = Callable[..., Builder]
@@ -52,7 +52,7 @@ def engine_config(
     decode_kernel: DecodeKernel = DecodeKernel.TRITON,
     mla_kernel: MlaKernel = MlaKernel.AUTO,
 ) -> EngineConfig:
-    """Limits of an engine that serves the case."""
+    """Settings of an engine that serves the case."""
     drafts = case.num_speculative_tokens
     return EngineConfig(
         max_model_len=max(MAX_MODEL_LEN, *case.seq_lens),
@@ -69,7 +69,7 @@ def engine_config(
 
 
 def kv_cache_spec(case: KernelCase) -> FullAttentionSpec | SlidingWindowSpec | MLAAttentionSpec:
-    """The layer's cache."""
+    """The spec of the cache of the case's layer."""
     if case.rope_size:
         return MLAAttentionSpec(
             block_size=case.block_size,
@@ -92,24 +92,24 @@ def kv_cache_spec(case: KernelCase) -> FullAttentionSpec | SlidingWindowSpec | M
 
 @dataclass(frozen=True)
 class OurLayer:
-    """A layer of ours with its cache written: one for all variants of a case."""
+    """A layer of ours with its cache written, which all variants of a case share."""
 
     content: Content
     impl: AttentionImpl | MLAAttentionImpl
     scales: LayerScales
     kv_cache: torch.Tensor
-    """As the backend lays it out; NaN where no token lives."""
+    """The cache in the backend's own layout; slots without a token hold NaN."""
     batch: CommonAttentionMetadata
-    """Over a block table of its own."""
+    """The step's batch; its block table is not the one that peers get."""
 
 
 def make_layer(member: RegisteredBackend, content: Content, generator: torch.Generator) -> OurLayer:
-    """A cache of the backend's own layout, written by its own cache write.
+    """A layer with a cache in the backend's own layout, written by the backend's own cache write.
 
     Args:
         member: the backend.
         content: the case's inputs.
-        generator: of the host; decides the block table.
+        generator: host generator that draws the block table.
     """
     case, device = content.case, content.device
     backend = member.get_class()
@@ -150,7 +150,7 @@ def make_layer(member: RegisteredBackend, content: Content, generator: torch.Gen
 def _latent_layer(
     member: RegisteredBackend, content: Content, generator: torch.Generator
 ) -> OurLayer:
-    """The same of a latent layer; its up-projections are those of no model, and not used."""
+    """:func:`make_layer` for a latent layer; its up-projections hold no values and are not used."""
     case, device, rank = content.case, content.device, _rank_of(content.case)
     impl = latent_impl(member, case)
     table, num_blocks = permuted_table(case, generator)
@@ -179,7 +179,7 @@ def latent_impl(member: RegisteredBackend, case: KernelCase, **options: Any) -> 
 
     Args:
         member: the backend.
-        case: with a rotary part.
+        case: a case with a rotary part.
         options: further keyword arguments of the impl.
     """
     rank, make = _rank_of(case), member.get_class().get_impl_cls()
@@ -219,10 +219,10 @@ def make_builder(
         member: the backend.
         layer: the case's layer.
         batch_invariant: the engine setting of that name.
-        free: the one that partitions keys with a view on the whole batch.
+        free: make the builder whose partition of the keys depends on the whole batch.
         prefill_kernel: the engine setting of that name.
-        decode_kernel: likewise.
-        mla_kernel: likewise.
+        decode_kernel: the engine setting of that name.
+        mla_kernel: the engine setting of that name.
     """
     case = layer.content.case
     make: MakeBuilder = member.get_class().get_builder_cls()
@@ -233,7 +233,7 @@ def make_builder(
 
 
 def free_partition_of(member: RegisteredBackend) -> MakeBuilder | None:
-    """What makes the free-partition builder, with a builder's arguments; None without one."""
+    """Constructor of the backend's free-partition builder; None where the backend has none."""
     make: MakeBuilder | None = getattr(
         member.get_class().get_builder_cls(), "for_free_partition", None
     )
@@ -241,7 +241,7 @@ def free_partition_of(member: RegisteredBackend) -> MakeBuilder | None:
 
 
 def our_run(layer: OurLayer, builder: Builder) -> KernelRun:
-    """One forward of a step that is planned here, once."""
+    """One forward of our layer; the step is planned here, once."""
     record = builder.build(0, layer.batch)
     if layer.content.case.is_expanded:
         return _expanded_run(layer, record)
@@ -249,7 +249,7 @@ def our_run(layer: OurLayer, builder: Builder) -> KernelRun:
         return _latent_run(layer, layer.impl, builder, record)
     query, output = layer.content.query, torch.empty_like(layer.content.query)
     forward = layer.impl.forward
-    # No call of ours around it: what the host spends is timed too.
+    # The timed call is the bound method itself, since a function around it would cost host time.
     given = (layer.scales, query, None, None, layer.kv_cache)
     return KernelRun(
         partial(forward, *given, record, output),
@@ -261,7 +261,7 @@ def our_run(layer: OurLayer, builder: Builder) -> KernelRun:
 def _latent_run(
     layer: OurLayer, impl: MLAAttentionImpl, builder: Builder, record: Any
 ) -> KernelRun:
-    """The same of a latent layer, whose output is a tensor of each call's own."""
+    """:func:`our_run` for a latent layer, where every call allocates its output."""
     content, rank = layer.content, layer.content.case.head_size_v
     query = (content.query[..., :rank], content.query[..., rank:])
     output = torch.empty_like(content.query[..., :rank], memory_format=torch.contiguous_format)
@@ -279,7 +279,7 @@ def _latent_run(
 
 
 def _expanded_run(layer: OurLayer, record: Any) -> KernelRun:
-    """Attention of new tokens only, over rows that were expanded before."""
+    """Attention of new tokens over rows that are expanded before the timed call."""
     content, impl, scale = layer.content, layer.impl, layer.scales._k_scale
     if not isinstance(impl, TritonMLAImpl):
         raise ValueError(f"impl must be TRITON_MLA's to take expanded rows, got {type(impl)}")
@@ -290,7 +290,7 @@ def _expanded_run(layer: OurLayer, record: Any) -> KernelRun:
 
 
 def _rank_of(case: KernelCase) -> int:
-    """Of the latent; expanded rows do not say what it was."""
+    """Latent width of a case; a case with expanded rows does not define it."""
     return case.head_size_v if case.is_latent else EXPANDED_RANK
 
 
@@ -312,7 +312,7 @@ def backend_refusals(
 
 
 def plan_time(builder: Builder, layer: OurLayer) -> PlanTime:
-    """What ``build`` costs, on the host and on the device."""
+    """Time of ``build`` on the host and on the device."""
     device = layer.content.device
 
     def call() -> None:
@@ -338,7 +338,7 @@ def measure_plans(
     prefill_kernel: PrefillKernel,
     decode_kernel: DecodeKernel,
 ) -> tuple[tuple[PlanOfSize, ...], str]:
-    """Plans of ``PLAN_SIZES`` decodes by the builder of one engine; or none and why."""
+    """Times of plans of ``PLAN_SIZES`` decodes by one builder; or none, and the reason."""
     reasons = backend_refusals(SCRATCH_CASE, member)
     if reasons:
         return (), "; ".join(reasons)
@@ -348,14 +348,14 @@ def measure_plans(
     ).replace(max_num_seqs=most)
     lens = {
         "even_us": [PLAN_LEN] * most,
-        # In no order: a number coprime to theirs steps through them.
+        # Shuffled: 389 is coprime to the number of requests, so its multiples visit all of them.
         "uneven_us": [1 + PLAN_LEN * 2 * (at * 389 % most) // most for at in range(most)],
     }
     plans = []
     try:
         make: MakeBuilder = member.get_class().get_builder_cls()
         builder = make(kv_cache_spec(SCRATCH_CASE), ["layers.0"], config, device)
-        # A plan does not ask which pages they are.
+        # The plan's time does not depend on which pages the table names, so all entries are 0.
         table = torch.zeros(most, PLAN_LEN * 2 // size, dtype=torch.int32, device=device)
         for num_reqs in PLAN_SIZES:
             times = {}
@@ -378,7 +378,7 @@ def measure_plans(
 def measure_scratch(
     member: RegisteredBackend, device: torch.device, seed: int
 ) -> tuple[int | None, str]:
-    """Device bytes of a builder, a step's record and a forward; or None and why."""
+    """Device bytes of a builder, a step's record and a forward; or None, and the reason."""
     if device.type != "cuda":
         return None, "needs a CUDA device"
     reasons = backend_refusals(SCRATCH_CASE, member)

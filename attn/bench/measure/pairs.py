@@ -1,4 +1,4 @@
-"""Lines of pairs of times: two calls on the same tensors, in turn, in one process."""
+"""Measurement of lines, which are pairs of times: two calls in turn, on the same tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Rounds:
-    """How often things are timed."""
+    """Settings of a measurement: device, seed, rounds and calls."""
 
     device: torch.device
     rounds: int
@@ -40,19 +40,19 @@ class Rounds:
 
 
 class BrokenError(Exception):
-    """Ours cannot be timed; the message says why."""
+    """Our call cannot be timed; the message says why."""
 
 
 def lines_or_reason(
     asked: Sequence[Line], reasons: Sequence[str], measure: Callable[[], Iterable[Line]], log: Log
 ) -> Iterator[Line]:
-    """What is measured; in its place what was asked for, with why it cannot be.
+    """Yield the measured lines or, where they cannot be measured, the asked lines with a reason.
 
     Args:
-        asked: without numbers.
+        asked: the lines without numbers.
         reasons: why the backend does not serve the case here.
-        measure: what gives the lines.
-        log: receives an error's place.
+        measure: yields the measured lines.
+        log: receives the place of an error.
     """
     if reasons:
         refused = {"is_broken": True, "is_refused": True, "reason": "; ".join(reasons)}
@@ -68,7 +68,7 @@ def lines_or_reason(
 
 
 def checked(run: KernelRun, expected: Expected) -> float:
-    """The error of a kernel that is right."""
+    """The error of a kernel, which must be within the kernel's tolerance."""
     found = check_run("ours", run, expected)
     if isinstance(found, Contender):
         raise BrokenError(f"{found.status.value}: {found.reason}")
@@ -78,9 +78,7 @@ def checked(run: KernelRun, expected: Expected) -> float:
 def timed(
     asked: Iterable[Line], calls: dict[str, Call], rounds: Rounds, error: float
 ) -> Iterator[Line]:
-    """The lines with times of ``ours`` and of what they compare with; without the other's where it
-    is not among the calls.
-    """
+    """Fill in the times of the call ``ours`` and of the call that a line compares with, if any."""
     device, turns, reps = rounds.device, rounds.rounds, rounds.reps
     for line in asked:
         times: dict[str, Timing] | None
@@ -104,11 +102,11 @@ def timed(
 
 
 def direct_call(record: Any, attend: Callable[[Any], object]) -> partial[object]:
-    """The call into FlashInfer of one forward, on the tensors that it prepared for it.
+    """The call that one forward makes into FlashInfer, with the arguments of that forward.
 
     Args:
-        record: a step of decodes.
-        attend: a forward over such a record.
+        record: the record of a step of decodes.
+        attend: runs a forward over a record.
     """
     found: list[partial[object]] = []
 
@@ -138,6 +136,6 @@ def direct_call(record: Any, attend: Callable[[Any], object]) -> partial[object]
 
 @dataclass(frozen=True)
 class _Wrapper:
-    """Stands for a wrapper of FlashInfer's."""
+    """A stand-in for a wrapper of FlashInfer's."""
 
     run: Any

@@ -1,4 +1,4 @@
-"""A step's rotation, rounding to e4m3 and cache write, and whether it is right in every element."""
+"""Inputs and a check of every element for rotation, rounding to e4m3 and cache write of a step."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ E4M3: Final = torch.float8_e4m3fn
 Q_SCALE, K_SCALE = 0.3, 0.2
 MAX_POSITION: Final = 4096
 UNWRITTEN: Final = 0x7F
-"""A NaN of e4m3."""
+"""Byte of a NaN in e4m3, which fills outputs before a call."""
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """One call's inputs and outputs, and what they are to be."""
+    """One call with its outputs, and the expected values of the outputs."""
 
     call: Callable[[], object]
     q_out: torch.Tensor
-    """``[T, H, L + r]`` e4m3."""
+    """``[T, H, L + r]`` e4m3 queries, written by the call."""
     kv_cache: torch.Tensor
-    """``[N, P, L + r]`` e4m3."""
+    """``[N, P, L + r]`` e4m3 cache, written by the call."""
     slots: torch.Tensor
-    """``[T]`` int64."""
+    """``[T]`` int64 slot of each token."""
     query: tuple[torch.Tensor, torch.Tensor]
-    """float64 queries over their scale, and the bound of fp32's error in them."""
+    """``[T, H, L + r]`` float64 queries divided by their scale, and a bound of fp32's error."""
     rows: tuple[torch.Tensor, torch.Tensor]
-    """Likewise of the latent rows, ``[T, L + r]``."""
+    """``[T, L + r]`` float64 latent rows divided by their scale, and a bound of fp32's error."""
 
     def error(self) -> float:
-        """The largest relative norm of a row's error in one call.
+        """Call once and return the largest relative norm of a row's error.
 
         Raises:
-            BrokenError: elements that are not the nearest, or rows that are written elsewhere.
+            BrokenError: an element is not the nearest in e4m3, or a row of another slot was
+                written.
         """
         self.q_out.view(torch.uint8).fill_(UNWRITTEN)
         self.kv_cache.view(torch.uint8).fill_(UNWRITTEN)
@@ -63,13 +64,11 @@ class Rotation:
 
 
 def misrounded(stored: torch.Tensor, real: torch.Tensor, band: torch.Tensor) -> int:
-    """Elements of an e4m3 tensor that are not the nearest to a float64 value, or to one within a
-    band of it.
-    """
+    """Number of e4m3 elements that are not the nearest to any value within ``band`` of ``real``."""
     limit = torch.finfo(E4M3).max
     wanted = real.clamp(-limit, limit)
     step = torch.exp2(wanted.abs().clamp(min=2**-6).log2().floor() - 3)
-    # NaN is near nothing.
+    # The comparison is False for NaN, which therefore counts as wrong.
     near = (stored.double() - wanted).abs() <= step / 2 + band
     return int((~near).sum())
 
@@ -77,15 +76,17 @@ def misrounded(stored: torch.Tensor, real: torch.Tensor, band: torch.Tensor) -> 
 def make_rotation(
     content: Content, kv_cache: torch.Tensor, slots: torch.Tensor, impl: Any, seed: int
 ) -> Rotation:
-    """A step of decodes: queries as an absorption leaves them, heads first, and rows as parts of
-    one projection.
+    """Make a step of decodes with the strides that tensors have in a model.
+
+    Absorbed queries have the heads as their first axis in memory, and the parts of a latent row are
+    views of one projection.
 
     Args:
-        content: of a latent case.
-        kv_cache: of the impl's layer.
-        slots: ``[T]`` int64, where the step's tokens go.
-        impl: with ``do_rope_quantize_and_kv_cache_update``.
-        seed: of the inputs.
+        content: content of a latent case.
+        kv_cache: cache of the impl's layer.
+        slots: ``[T]`` int64 slots of the step's tokens.
+        impl: an impl with ``do_rope_quantize_and_kv_cache_update``.
+        seed: seed of the inputs.
     """
     case, device = content.case, content.device
     tokens, heads, rank, rope = case.num_tokens, case.num_heads, case.head_size_v, case.rope_size
@@ -121,7 +122,10 @@ def make_rotation(
 def _expected(
     nope: torch.Tensor, rope: torch.Tensor, turned: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """float64 ``[T, heads, L + r]`` over the scale, neighbours rotated, and fp32's error in it."""
+    """Expected ``[T, heads, L + r]`` float64 values over the scale, and a bound of fp32's error.
+
+    Rotation pairs neighbouring elements.
+    """
     cos, sin = turned[:, None].chunk(2, -1)
     x, y = rope.double()[..., 0::2], rope.double()[..., 1::2]
     wide = nope.double()

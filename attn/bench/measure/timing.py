@@ -1,4 +1,4 @@
-"""Times of kernels: CUDA events around each call with a cold L2, or a CPU clock."""
+"""Clocks for kernels: CUDA events around each call with a cold L2, or a CPU clock."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import Any, Protocol
 import torch
 
 FLUSH_BYTES = 256 << 20
-"""Written before each timed call: several times the L2 cache of any GPU."""
+"""Bytes written before each timed call to flush the L2 cache: several times any GPU's L2."""
 ROUND_BUDGET_US = 200_000.0
-"""Time of one round of one kernel, beyond which it is called fewer times."""
+"""Most microseconds of one kernel in one round; a slow kernel is called fewer times."""
 MIN_REPS = 3
 LEAD_CYCLES_PER_SECOND = 2_000_000_000
-"""Of the wait that keeps the host ahead of the GPU: at least any GPU's clock."""
+"""Cycles per second of wait that keep the host ahead of the GPU: no GPU's clock is faster."""
 MAX_LEAD_SECONDS = 0.1
 GRAPH_CALLS = 20
-"""Of a captured graph: a step's graph is launched once for all of its layers."""
+"""Calls in a captured graph, as a step's graph is launched once for all of its layers."""
 
 Call = Callable[[], object]
 _cuda: Any = torch.cuda
-"""Some of its classes have no types."""
+"""``torch.cuda`` without types, which some of its classes lack."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Median over all calls of all rounds."""
+    """Median time over all calls of all rounds."""
 
     median_us: float
     spread: float
@@ -39,20 +39,20 @@ class Timing:
 
 
 class Clock(Protocol):
-    """Times calls on one kind of device."""
+    """A clock for calls on one kind of device."""
 
     def warm_up(self, call: Call) -> float:
-        """Run a few times; microseconds that one call takes, roughly."""
+        """Run a call a few times and return roughly its microseconds."""
 
     def measure(self, call: Call, reps: int) -> list[float]:
         """Microseconds of each of ``reps`` calls."""
 
 
 class CpuClock:
-    """Wall clock; no cache is flushed."""
+    """A wall clock that flushes no cache."""
 
     def warm_up(self, call: Call) -> float:
-        """One call."""
+        """Run one call and return its microseconds."""
         return self.measure(call, 1)[0]
 
     def measure(self, call: Call, reps: int) -> list[float]:
@@ -66,13 +66,13 @@ class CpuClock:
 
 
 class CudaClock:
-    """Events around each call, the L2 flushed before it, the host ahead of the GPU."""
+    """CUDA events around each call, with the L2 flushed before it and the host ahead of the GPU."""
 
     def __init__(self, device: torch.device, reps: int) -> None:
         """
         Args:
             device: the GPU.
-            reps: most calls per :meth:`measure`; their events are made here.
+            reps: most calls per :meth:`measure`; the constructor makes their events.
         """
         self.device = device
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
@@ -81,7 +81,7 @@ class CudaClock:
         self._host_seconds: dict[int, float] = {}
 
     def warm_up(self, call: Call) -> float:
-        """Three calls, then two timed ones."""
+        """Run three calls, then time two more and return their microseconds per call."""
         for _ in range(3):
             call()
         torch.cuda.synchronize(self.device)
@@ -96,7 +96,7 @@ class CudaClock:
         """Microseconds of each call. Nothing waits for the GPU until all are enqueued."""
         lead = min(MAX_LEAD_SECONDS, 1.5 * reps * self._host_seconds.get(id(call), 1e-3))
         torch.cuda.synchronize(self.device)
-        # Events must not see the GPU waiting for launches: let it sleep while calls queue up.
+        # The GPU sleeps while calls queue up, so that no event includes a wait for a launch.
         _cuda._sleep(int(lead * LEAD_CYCLES_PER_SECOND))
         self._enqueue(call, reps)
         torch.cuda.synchronize(self.device)
@@ -119,15 +119,16 @@ def make_clock(device: torch.device, reps: int) -> Clock:
 def time_interleaved(
     calls: Mapping[str, Call], clock: Clock, rounds: int, reps: int
 ) -> dict[str, Timing]:
-    """Each call's median time; in every round each is timed in turn, every other round backwards.
+    """Median time of each call; calls take turns in every round, backwards in every other round.
 
-    Clocks follow what ran just before: nobody is always behind the one that draws the most power.
+    A GPU's clock rate depends on the power drawn just before. Reversing the order keeps any call
+    from always following the one that draws the most power.
 
     Args:
-        calls: what to time, by name.
-        clock: of the device that they run on.
-        rounds: turns.
-        reps: calls per turn; long-running ones are called fewer times.
+        calls: the calls to time, by name.
+        clock: clock of the device that the calls run on.
+        rounds: number of rounds.
+        reps: calls per round; slow calls are made fewer times.
     """
     counts = {}
     for name, call in calls.items():
@@ -148,7 +149,7 @@ def _timing(turns: list[list[float]]) -> Timing:
 
 
 def count_allocations(call: Call, device: torch.device, repeats: int = 10) -> int | None:
-    """Blocks that the caching allocator handed out during ``repeats`` warm calls; None on a CPU."""
+    """Number of allocations of device memory during ``repeats`` warm calls; None on a CPU."""
     if device.type != "cuda":
         return None
     call()
@@ -160,7 +161,7 @@ def count_allocations(call: Call, device: torch.device, repeats: int = 10) -> in
 
 
 def host_time_us(call: Call, repeats: int = 50) -> float:
-    """Median microseconds that the host spends in a call; a GPU's work is not waited for."""
+    """Median microseconds that the host spends in a call, without waiting for a GPU's work."""
     call()
     return statistics.median(CpuClock().measure(call, repeats))
 
@@ -168,7 +169,7 @@ def host_time_us(call: Call, repeats: int = 50) -> float:
 def host_times_us(
     calls: Mapping[str, Call], device: torch.device, rounds: int, reps: int
 ) -> dict[str, Timing]:
-    """Time that the host spends in each call, in turn; a GPU is waited for before each turn."""
+    """Time that the host spends in each call; calls take turns, each with an idle GPU."""
 
     class Clock(CpuClock):
         def measure(self, call: Call, reps: int) -> list[float]:
@@ -181,9 +182,10 @@ def host_times_us(
 def eager_times_us(
     calls: Mapping[str, Call], device: torch.device, rounds: int, reps: int
 ) -> dict[str, Timing]:
-    """Time of each call among many of its own, in turn, from the end of a first one to that of the
-    last: the host's where that is longer than the GPU's, as of layers that are run one after the
-    other, none of which the GPU waits for alone.
+    """Time per call of many calls in a row, as of a model's layers; different calls take turns.
+
+    A turn is timed from the end of a first call to the end of the last. The result is the host's
+    time per call where that exceeds the GPU's.
     """
 
     class Clock(CpuClock):
@@ -212,7 +214,7 @@ def _wait(device: torch.device) -> None:
 
 
 def graph_time_us(call: Call, device: torch.device, rounds: int = 5) -> float | None:
-    """GPU time of a call's kernels, captured many times over in one CUDA graph.
+    """GPU time of a call's kernels in a CUDA graph that holds the call many times.
 
     Returns:
         Microseconds per call, median over ``rounds``; None on a CPU.
@@ -227,7 +229,7 @@ def graph_time_us(call: Call, device: torch.device, rounds: int = 5) -> float | 
 def graph_times_us(
     calls: Mapping[str, Call], device: torch.device, rounds: int
 ) -> dict[str, Timing] | None:
-    """:func:`graph_time_us` of several calls, whose replays take turns."""
+    """:func:`graph_time_us` of several calls; the replays of their graphs take turns."""
     if device.type != "cuda":
         return None
     graphs = {name: _captured(call, device) for name, call in calls.items()}
@@ -246,7 +248,7 @@ def _captured(call: Call, device: torch.device) -> Any:
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with warnings.catch_warnings():
-        # A call that launches nothing makes an empty graph, and torch warns of it.
+        # torch warns of an empty graph, which a call without launches makes.
         warnings.simplefilter("ignore")
         with torch.cuda.graph(graph):
             for _ in range(GRAPH_CALLS):
@@ -275,18 +277,18 @@ WAITS = (
     "cuStreamSynchronize",
     "cuEventSynchronize",
 )
-"""Calls of CUDA's runtime and driver that return when the GPU is done; names are whole."""
+"""Full names of functions of CUDA's runtime and driver that wait until the GPU is done."""
 _PROFILED = "attn.bench.profiled"
 
 
 def count_waits(call: Call, device: torch.device) -> int | None:
-    """Calls into CUDA that wait for the device, in one warm call, by torch's profiler.
+    """Number of calls into CUDA that wait for the device, in one warm call, by torch's profiler.
 
     Returns:
         None on a CPU.
 
     Raises:
-        RuntimeError: torch finds an operation that waits, or the profiler saw no launch.
+        RuntimeError: torch reports an operation that waits, or the profiler saw no launch.
     """
     if device.type != "cuda":
         return None
@@ -306,9 +308,9 @@ def count_waits(call: Call, device: torch.device) -> int | None:
 
 @contextmanager
 def waits_are_errors() -> Iterator[None]:
-    """What waits for a GPU raises ``RuntimeError``, as far as torch knows of it."""
+    """Make operations of torch that wait for a GPU raise ``RuntimeError``."""
     with warnings.catch_warnings():
-        # That it knows not of all.
+        # torch warns that its debug mode does not detect every wait.
         warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -318,8 +320,8 @@ def waits_are_errors() -> Iterator[None]:
 
 
 def waits_of(events: Sequence[Any]) -> int:
-    """Of the profiled range of a profiler's events, those that wait."""
-    # The range stands on the GPU's side too, later.
+    """Number of a profiler's events that wait, inside the profiled range."""
+    # The profiler lists the range for the GPU too, where it begins later; the host's is needed.
     ranges = [event.time_range for event in events if event.name == _PROFILED]
     own = min(ranges, key=lambda one: one.start)
     names = [event.name for event in events if own.start <= event.time_range.start <= own.end]

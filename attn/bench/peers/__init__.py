@@ -1,1 +1,1 @@
-"""What is measured beside ours: kernels of other projects."""
+"""Peers: kernels of other projects that ours are compared with."""

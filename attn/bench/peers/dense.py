@@ -1,4 +1,4 @@
-"""Other projects' kernels on a case: same keys and values, their own layout and calls.
+"""Other projects' kernels on a dense case: the same keys and values, in their own layouts.
 
 A peer is imported only when it is asked for, and plans its step outside the timed call.
 ``python -m attn.bench.peers.dense [CASE PATTERN ...]`` compiles FlashInfer's kernels ahead.
@@ -28,9 +28,9 @@ from builders.pages.paging import block_table_to_csr
 from specs.dtypes import CacheDType
 
 TOLERANCE: Final = 1e-2
-"""Relative norm of a row's error; bf16 kernels have 2e-3 to 4e-3."""
+"""Most relative norm of a row's error; bf16 kernels have 2e-3 to 4e-3."""
 FP8_QUERY_TOLERANCE: Final = 6e-2
-"""Likewise where the kernel computes with queries and weights in fp8."""
+"""Most relative norm of a row's error where the kernel has queries and weights in fp8."""
 
 FLASHINFER_WORKSPACE_BYTES: Final = 512 << 20
 VLLM_SEGMENTS: Final = 16
@@ -41,22 +41,22 @@ VLLM_MIN_GRID: Final = 128
 
 @dataclass(frozen=True)
 class KernelRun:
-    """A kernel that is ready to run, its plan made."""
+    """A kernel that is ready to run; its plan is made."""
 
     call: Callable[[], object]
-    """One step, into ``output``."""
+    """Runs one step and writes ``output``."""
     output: torch.Tensor
-    """``[T, H, D]`` bf16."""
+    """``[T, H, Dv]`` bf16 result of the latest step."""
     tolerance: float = TOLERANCE
     planned: Callable[[], object] | None = None
-    """The same step with what it needs once per step before it; None where that is nothing."""
+    """Makes the step's plan and runs the step; None for a kernel that needs no plan."""
     collect: Callable[[], object] | None = None
-    """Brings the last call's result into ``output`` where the kernel cannot write there itself."""
+    """Copies the last call's result to ``output``; None for a kernel that writes there itself."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A kernel that cannot run."""
+    """A kernel that cannot run, and the reason."""
 
     status: Status
     reason: str
@@ -65,12 +65,12 @@ class Refusal:
 def prepare_peer(
     name: str, content: Content, adapters: Mapping[str, tuple[str, Adapter]] | None = None
 ) -> KernelRun | Refusal:
-    """A peer on a case, planned; or why not.
+    """Prepare a peer on a case and make its plan; returns a refusal where it cannot run.
 
     Args:
         name: one of ``ALL_PEERS``.
         content: the case's inputs.
-        adapters: where to look it up; None is those of dense cases.
+        adapters: the adapters to look the name up in; None means those of dense cases.
 
     Raises:
         ValueError: no such peer.
@@ -88,7 +88,7 @@ def prepare_peer(
     try:
         return adapter(module, content)
     except Exception as error:
-        # Where, but not the message: a compiler's has thousands of lines.
+        # Only the place of the error: a compiler's message can have thousands of lines.
         traceback.print_tb(error.__traceback__, limit=-4)
         return Refusal(Status.FAILED, describe(error))
 
@@ -98,7 +98,7 @@ def _output(content: Content) -> torch.Tensor:
 
 
 def _window(content: Content) -> tuple[int, int]:
-    """Keys visible to the left of a token and to the right of it; -1 is all."""
+    """Keys visible to the left of a token and to the right of it; -1 means all."""
     window = content.case.sliding_window
     return (-1, -1) if window is None else (window - 1, 0)
 
@@ -108,13 +108,13 @@ def _bf16_sinks(content: Content) -> torch.Tensor | None:
 
 
 def _descale(content: Content) -> torch.Tensor:
-    """``[R, Hk]`` fp32 ones without memory of their own."""
+    """``[R, Hk]`` fp32 ones, a view of a single element."""
     one = torch.ones(1, dtype=torch.float32, device=content.device)
     return one.expand(content.case.num_reqs, content.case.num_kv_heads)
 
 
 def _fa3(module: Any, content: Content) -> KernelRun | Refusal:
-    """FlashAttention-3 as vLLM ships it; an fp8 cache takes an fp8 query there."""
+    """FlashAttention-3 as vLLM ships it; over an fp8 cache its query is fp8 too."""
     if not module.FA3_AVAILABLE:
         return Refusal(Status.UNAVAILABLE, "this vLLM has no FlashAttention-3 library")
     case, output = content.case, _output(content)
@@ -176,7 +176,7 @@ def _fa3(module: Any, content: Content) -> KernelRun | Refusal:
 
 
 def _vllm_triton(module: Any, content: Content) -> KernelRun | Refusal:
-    """The unified Triton kernel of vLLM with the split buffers that its builder makes."""
+    """VLLM's unified Triton kernel, with the split buffers that vLLM's builder makes."""
     case, device, output = content.case, content.device, _output(content)
     quantized = case.kv_cache_dtype.is_quantized
     query = content.query.to(content.key.dtype)
@@ -225,7 +225,7 @@ def _vllm_triton(module: Any, content: Content) -> KernelRun | Refusal:
 
 
 def _flashinfer(module: Any, content: Content) -> KernelRun | Refusal:
-    """FlashInfer's wrappers: decode and verify on fa2 (tensor cores), the rest on fa3."""
+    """FlashInfer's wrappers: fa2 (tensor cores) for decode and verify, fa3 for other steps."""
     case, device, output = content.case, content.device, _output(content)
     if case.sinks:
         return Refusal(Status.UNSUPPORTED, "these wrappers take no sinks")
@@ -268,17 +268,17 @@ def _flashinfer(module: Any, content: Content) -> KernelRun | Refusal:
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """On the host, so that a copy back to the device waits for nothing."""
+    """A copy in pinned host memory, from which a copy to the device does not block the host."""
     return tensor.cpu().pin_memory() if tensor.is_cuda else tensor
 
 
 def _xqa(module: Any, content: Content) -> KernelRun | Refusal:
-    """XQA of FlashInfer: decode and verify; an fp8 cache is computed with in fp8."""
+    """XQA of FlashInfer, for decode and verify; over an fp8 cache it computes in fp8."""
     case, device, output = content.case, content.device, _output(content)
     if not case.is_bandwidth_bound:
         return Refusal(Status.UNSUPPORTED, "decodes and verifies only")
     query_len = case.query_lens[0]
-    # Zeroed: the first bytes are semaphores, which the kernel leaves at zero again.
+    # Zeroed because the first bytes are semaphores; the kernel resets them to zero.
     workspace = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     seq_lens = content.seq_lens.view(torch.uint32)
     mask, out = None, output
@@ -321,9 +321,10 @@ def _causal_bits(num_reqs: int, query_len: int) -> torch.Tensor:
 
 
 def _cudnn(module: Any, content: Content) -> KernelRun | Refusal:
-    """CuDNN's attention: torch's over contiguous rows where that has the mask, else the paged one.
+    """CuDNN's attention: through torch where torch has the mask, else FlashInfer's paged call.
 
-    Torch's aligns causality with the first key, and takes one length for all requests.
+    Torch aligns the causal mask with the first key and takes one length for all requests, so it
+    serves prefills of equal lengths without context.
     """
     case = content.case
     if case.is_bandwidth_bound:
@@ -346,7 +347,7 @@ def _cudnn(module: Any, content: Content) -> KernelRun | Refusal:
     run = _cudnn_paged(paged, content)
     try:
         run.call()
-        # An error of the kernel itself shows here, and not in another's call.
+        # Waits, so that an error inside the kernel is raised here and not in another peer's call.
         torch.cuda.synchronize(content.device)
     except Exception as error:
         return Refusal(Status.UNSUPPORTED, f"the paged one: {describe(error)}")
@@ -382,7 +383,7 @@ def _cudnn_of_torch(module: Any, content: Content) -> KernelRun:
 def _cudnn_paged(module: Any, content: Content) -> KernelRun:
     case, device, output = content.case, content.device, _output(content)
     workspace = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    # Pages as it names their axes; they lie as they are.
+    # cuDNN names a page's axes [N, Hk, P, D]; the transposed views copy nothing.
     key, value = content.key.transpose(1, 2), content.value.transpose(1, 2)
     query_lens = torch.tensor(case.query_lens, dtype=torch.int32, device=device)
     offsets = content.query_start_loc * (case.num_heads * case.head_size)
@@ -421,11 +422,11 @@ _ADAPTERS: Final[dict[str, tuple[str, Adapter]]] = {
     "cudnn": ("torch.nn.attention", _cudnn),
     "vllm_triton": ("vllm.v1.attention.ops.triton_unified_attention", _vllm_triton),
 }
-"""Module to import, and what makes a run of it."""
+"""Module to import for each peer, and the function that prepares a run."""
 
 
 def compiled_cases() -> tuple[KernelCase, ...]:
-    """Cases of all tables, and the fp8 twins of those whose table makes them itself."""
+    """Cases of all tables, including the fp8 variants that a table makes itself."""
     tables = (table.cases for table in BenchTable)
     cases = {case.name: case for table in tables for case in table}
     for case in VENDOR_CASES:
@@ -435,7 +436,7 @@ def compiled_cases() -> tuple[KernelCase, ...]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """``python -m attn.bench.peers.dense``; the exit code: 1 when a kernel does not compile."""
+    """Run ``python -m attn.bench.peers.dense``; returns 1 when a kernel does not compile."""
     parser = Parser(
         "python -m attn.bench.peers.dense", description="Compile FlashInfer's kernels ahead."
     )

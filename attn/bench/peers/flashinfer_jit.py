@@ -1,6 +1,6 @@
-"""Compiling FlashInfer's kernels ahead, many modules at a time.
+"""Compile FlashInfer's kernels ahead, many modules at a time.
 
-Its calls compile at first use, one module after another, and the GPU waits.
+FlashInfer's calls compile at first use, one module after another, while the GPU is idle.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ from attn.bench.cases.latent import ROPE_CASE
 from attn.bench.results.reasons import describe
 
 FILES_AT_ONCE: Final = 4
-"""Per module, of five to ten, where ``MAX_JOBS`` does not say otherwise."""
+"""Files of a module that are compiled at once, unless ``MAX_JOBS`` is set; a module has 5 to 10."""
 FILE_BYTES: Final = 7 << 29
-"""Most memory that compiling one file takes: 3.5 GiB, for 5 s to 60 s."""
+"""Most bytes of memory that compiling one file takes (3.5 GiB)."""
 MEMORY_SHARE: Final = 0.8
-"""Of the machine's free memory that all compilers together may take."""
+"""Share of the machine's free memory that all compilers together may take."""
 
 Module = tuple[Any, ...]
-"""Python module and name of the function that makes a module, then the function's arguments."""
+"""Python module and name of the function that makes a kernel module, then its arguments."""
 
 PREFILL_MAKER: Final = ("flashinfer.jit", "gen_batch_prefill_module")
 FA2_MAKER: Final = ("flashinfer.jit.attention.modules", "_gen_batch_prefill_primary_module")
-"""Of 0.7.2; before, fa2's module is made like fa3's."""
+"""Maker of fa2's module in FlashInfer 0.7.2; earlier versions make it like fa3's module."""
 FA2_FILE: Final = ("jit", "attention", "modules.py")
 
 
 def free_memory() -> int:
-    """Bytes of this machine's memory that nothing uses."""
+    """Free bytes of this machine's memory."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def modules_at_once(files: int, memory: int, cores: int) -> int:
-    """Modules to compile side by side, so that their compilers fit into memory and cores.
+    """Number of modules to compile side by side, so that compilers fit into memory and cores.
 
     Args:
-        files: of a module that are compiled at once.
+        files: files of a module that are compiled at once.
         memory: free bytes.
-        cores: of the machine.
+        cores: cores of the machine.
     """
     compilers = min(int(memory * MEMORY_SHARE) // FILE_BYTES, cores)
     return max(compilers // files, 1)
 
 
 def compile_modules(modules: Iterable[Module], log: Callable[[str], None] = print) -> bool:
-    """Compile each module once, those that take longest first.
+    """Compile each module once, the slowest ones first.
 
     Args:
-        modules: to compile; repeated ones are compiled once.
+        modules: modules to compile; a repeated module is compiled once.
         log: receives a line per module.
 
     Returns:
-        False when a module does not compile; the others do all the same.
+        False when a module does not compile; the remaining modules are compiled even then.
     """
     started = time.perf_counter()
 
@@ -77,7 +77,7 @@ def compile_modules(modules: Iterable[Module], log: Callable[[str], None] = prin
 
     longest_first = sorted(dict.fromkeys(modules), key=lambda module: "fa3" not in module)
     made = [getattr(import_module(name), make)(*key) for name, make, *key in longest_first]
-    # By name: what is asked for differently may be the same.
+    # Keyed by name, because different arguments can mean the same kernel module.
     specs = {spec.name: spec for spec in made if not spec.is_aot}
     files = int(os.environ.setdefault("MAX_JOBS", str(FILES_AT_ONCE)))
     at_once = modules_at_once(files, free_memory(), os.cpu_count() or 1)
@@ -93,13 +93,13 @@ def prefill_module(
     has_window: bool,
     has_soft_cap: bool = False,
 ) -> Module:
-    """Of the paged prefill wrapper, and of the decode wrapper by tensor cores.
+    """The module of the paged prefill wrapper, and of the decode wrapper with tensor cores.
 
-    fa2 of 0.7.2 has kernels for keys and values of equal strides in one module and loads another at
-    the first call with others. The latter is never asked for: every layout of ours has K and V of
-    one width, in equal strides.
+    In 0.7.2 fa2's module serves keys and values of equal strides; unequal strides would load a
+    second module at the first call. That module is not compiled, since every layout of this library
+    has K and V of equal widths and strides.
     """
-    # No position encoding, no fp16 scores.
+    # 0: no position encoding. The last False: no fp16 scores.
     sizes = (head_size, head_size, 0, has_window, has_soft_cap, False)
     dtypes = (query, cached, query, torch.int32)
     maker = fa2_maker() if kernel == "fa2" else PREFILL_MAKER
@@ -108,9 +108,10 @@ def prefill_module(
 
 @cache
 def fa2_maker() -> tuple[str, str]:
-    """What makes the module that the installed version's wrappers load for fa2.
+    """Python module and function that make fa2's module in the installed version of FlashInfer.
 
-    Found in its file: importing it asks for a GPU in some versions.
+    The function looks into the text of FlashInfer's file, because importing it needs a GPU in some
+    versions.
     """
     package = PathFinder.find_spec("flashinfer")
     for folder in (package and package.submodule_search_locations) or ():
@@ -127,7 +128,7 @@ def decode_module(
     has_window: bool,
     has_soft_cap: bool = False,
 ) -> Module:
-    """Of the decode wrapper without tensor cores."""
+    """The module of the decode wrapper without tensor cores."""
     sizes = (head_size, head_size, 0, has_window, has_soft_cap)
     dtypes = (query, cached, query, torch.int32)
     return ("flashinfer.jit", "gen_batch_decode_module", *dtypes, *sizes)
@@ -143,7 +144,10 @@ def xqa_module(
     query_len: int = 1,
     is_ragged: bool = False,
 ) -> Module:
-    """Of XQA's decode, or verify of ``query_len`` tokens; ragged ones are of 0.7.2 and later."""
+    """The module of XQA's decode, or of its verify of ``query_len`` tokens.
+
+    Ragged verifies need FlashInfer 0.7.2 or later.
+    """
     sizes = (page_size, head_size, group, has_window)
     ragged = (True,) if is_ragged else ()
     make = ("flashinfer.jit.xqa", "gen_xqa_module")
@@ -151,7 +155,7 @@ def xqa_module(
 
 
 def fmha_v2_module(layout: str, query: torch.dtype, output: torch.dtype) -> Module:
-    """Of fmha_v2's prefill over paged keys.
+    """The module of fmha_v2's prefill over paged keys.
 
     Args:
         layout: ``NHD`` or ``HND``.
@@ -165,20 +169,20 @@ def fmha_v2_module(layout: str, query: torch.dtype, output: torch.dtype) -> Modu
 def latent_module(
     kernel: str, query: torch.dtype, cached: torch.dtype, rank: int, rope_size: int
 ) -> Module:
-    """Of the wrapper of absorbed latent attention."""
-    # No profiler.
+    """The module of the wrapper of absorbed latent attention."""
+    # The last False: no profiler.
     sizes = (query, torch.int32, rank, rope_size, False)
     return ("flashinfer.jit", "gen_batch_mla_module", kernel, query, cached, *sizes)
 
 
 ROPE_MODULE: Final[Module] = ("flashinfer.jit.rope", "gen_rope_module")
-"""Of ``mla_rope_quantize_fp8``, whatever the shapes."""
+"""The module of ``mla_rope_quantize_fp8``, which serves every shape."""
 
 
 def modules_of(case: KernelCase) -> Iterator[Module]:
-    """What FlashInfer compiles for a case of the benchmark: its wrappers, and XQA."""
+    """The modules that FlashInfer compiles for a case of the benchmark: its wrappers and XQA."""
     if case.topk:
-        # Beside FlashMLA alone.
+        # Sparse cases are compared with FlashMLA alone.
         return
     query, cached = MODEL_DTYPE.torch, case.kv_cache_dtype.element(MODEL_DTYPE).torch
     size, has_window = case.head_size, case.sliding_window is not None
@@ -199,14 +203,15 @@ def modules_of(case: KernelCase) -> Iterator[Module]:
 
 
 def wrapper_backend(case: KernelCase) -> str:
-    """fa2 packs the query heads of a KV head into one tile, which short queries need.
+    """The backend argument for FlashInfer's wrappers: fa2 or fa3.
 
-    It also takes a cache of another type than the query's, which fa3 does not.
+    fa2 packs the query heads of a KV head into one tile, which short queries need. It also takes a
+    cache of another type than the query's, which fa3 does not.
     """
     mixes = case.kv_cache_dtype.is_quantized
     return "fa2" if case.is_bandwidth_bound or mixes else "fa3"
 
 
 def compile_flashinfer(cases: Sequence[KernelCase], log: Callable[[str], None] = print) -> bool:
-    """:func:`compile_modules` of what FlashInfer needs for the cases."""
+    """Compile the modules that FlashInfer needs for the cases: see :func:`compile_modules`."""
     return compile_modules((module for case in cases for module in modules_of(case)), log)

@@ -1,4 +1,4 @@
-"""Other projects' kernels on a latent case: same rows, their own calls."""
+"""Other projects' kernels on a latent case, over the same rows."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from builders.pages.paging import block_table_to_csr
 from specs.base import cdiv
 
 FLASHMLA_BLOCK: Final = 64
-"""Tokens of a page, the only size that its dense kernel takes."""
+"""Tokens of a page: the only size that FlashMLA's dense kernel takes."""
 EXPANDED: Final = Refusal(Status.UNSUPPORTED, "latent rows only, not expanded ones")
 VLLM_MOST_SPLITS: Final = 32
-"""Of vLLM's Triton kernel, which takes 16 heads per program."""
+"""Most splits of a request's keys in vLLM's Triton kernel, which takes 16 heads per program."""
 
 
 def _output(content: Content) -> torch.Tensor:
-    """``[T, H, L]``."""
+    """An uninitialised output ``[T, H, L]``."""
     rows = content.query[..., : content.case.head_size_v]
     return torch.empty_like(rows, memory_format=torch.contiguous_format)
 
 
 def _flashmla(module: Any, content: Content) -> KernelRun | Refusal:
-    """FlashMLA's dense decode, as vLLM ships it; its schedule is made by the first call with it."""
+    """FlashMLA's dense decode as vLLM ships it; the first call with a schedule fills it in."""
     case = content.case
     if case.is_expanded:
         return EXPANDED
@@ -78,7 +78,7 @@ def _flashmla(module: Any, content: Content) -> KernelRun | Refusal:
 
 
 def _flashinfer_mla(module: Any, content: Content) -> KernelRun | Refusal:
-    """FlashInfer's paged MLA wrapper, on fa3."""
+    """FlashInfer's paged MLA wrapper with its fa3 kernel."""
     if content.case.is_expanded:
         return EXPANDED
     case, device, output = content.case, content.device, _output(content)
@@ -118,7 +118,7 @@ def _flashinfer_mla(module: Any, content: Content) -> KernelRun | Refusal:
 
 
 def _vllm_triton_mla(module: Any, content: Content) -> KernelRun | Refusal:
-    """The split decode of vLLM's TRITON_MLA, with splits enough to fill the device."""
+    """The split decode of vLLM's TRITON_MLA, with enough splits to fill the device."""
     case, device, output = content.case, content.device, _output(content)
     if case.is_expanded or max(case.query_lens) > 1:
         return Refusal(Status.UNSUPPORTED, "one new token per request only")
@@ -131,7 +131,7 @@ def _vllm_triton_mla(module: Any, content: Content) -> KernelRun | Refusal:
     one = torch.ones((), device=device)
     fwd = module.decode_attention_fwd
     known = inspect.signature(fwd).parameters
-    # What versions of it differ in.
+    # Arguments that not every version of vLLM has.
     given: dict[str, Any] = {"k_scale": one, "v_scale": one, "is_mla": True}
 
     def call() -> None:
@@ -145,7 +145,7 @@ def _vllm_triton_mla(module: Any, content: Content) -> KernelRun | Refusal:
 
 
 def _fa3_expanded(module: Any, content: Content) -> KernelRun | Refusal:
-    """FlashAttention-3 as vLLM ships it, over keys and values that lie as queries do."""
+    """FlashAttention-3 as vLLM ships it, over expanded keys and values, which are not paged."""
     case = content.case
     if not module.FA3_AVAILABLE:
         return Refusal(Status.UNAVAILABLE, "this vLLM has no FlashAttention-3 library")
@@ -173,10 +173,10 @@ def _fa3_expanded(module: Any, content: Content) -> KernelRun | Refusal:
 
 
 LATENT_ADAPTERS: Final[dict[str, tuple[str, Adapter]]] = {
-    # Not by way of vLLM's own operators, which ask for a second library, of its fp8 kernels.
+    # Imported directly: vLLM's own operators would also need FlashMLA's library of fp8 kernels.
     "flashmla": ("vllm.third_party.flashmla.flash_mla_interface", _flashmla),
     "flashinfer_mla": ("flashinfer.mla", _flashinfer_mla),
     "fa3": ("vllm.vllm_flash_attn", _fa3_expanded),
     "vllm_triton_mla": ("vllm.v1.attention.ops.triton_decode_attention", _vllm_triton_mla),
 }
-"""Module to import, and what makes a run of it."""
+"""Module to import for each peer, and the function that prepares a run."""

@@ -26,12 +26,13 @@ PREFIX: Final = "model.layers.0.self_attn.attn"
 def vllm_build(
     case: KernelCase, batch: CommonAttentionMetadata, uses_xqa: bool
 ) -> Callable[[], object] | Refusal:
-    """What builds a step's metadata in vLLM; or why that cannot be.
+    """A call that builds a step's metadata in vLLM, or a refusal with the reason.
 
     Args:
-        case: of decodes, over heads of Llama-3.1-8B.
-        batch: its batch.
-        uses_xqa: decodes by XQA, which plans nothing; else by the wrapper, which is planned.
+        case: a case of decodes with the heads of Llama-3.1-8B.
+        batch: batch of the case.
+        uses_xqa: True where vLLM decodes by XQA, which needs no plan; False where it decodes by
+            FlashInfer's wrapper, which needs one.
     """
     device = batch.seq_lens.device
     if device.type != "cuda":
@@ -52,19 +53,21 @@ def vllm_build(
 
 
 def _builder_of(case: KernelCase, batch: CommonAttentionMetadata, uses_xqa: bool) -> Any:
-    """The builder, which has built once: what it looks up then it keeps, and only there is a
-    configuration set.
+    """VLLM's builder after a first build, in which it looks up the configuration and keeps it.
+
+    Later builds do not need vLLM's current configuration, which is set in this function alone.
     """
     config_of: Any = import_module("vllm.config")
     layers: Any = import_module("vllm.model_executor.layers.attention")
     found: Any = import_module("vllm.v1.attention.backends.flashinfer")
     config = _config_of(config_of, case, uses_xqa)
-    # vLLM takes XQA to be there only where it reaches a server of kernels for other GPUs.
+    # Without the patch vLLM takes XQA for missing unless it can reach a server that hosts kernels
+    # for other GPUs.
     taken = mock.patch(
         "vllm.utils.flashinfer.supports_trtllm_attention",
         side_effect=lambda is_prefill=False: not is_prefill,
     )
-    # Layers are made in the default type, as vLLM's loader sets it.
+    # vLLM makes layers in torch's default dtype, which vLLM's loader sets to the model's.
     default = torch.get_default_dtype()
     torch.set_default_dtype(MODEL_DTYPE.torch)
     try:
@@ -87,7 +90,7 @@ def _builder_of(case: KernelCase, batch: CommonAttentionMetadata, uses_xqa: bool
 
 
 def _config_of(config_of: Any, case: KernelCase, uses_xqa: bool) -> Any:
-    """A configuration of the benchmark's model, with the limits that our builder has."""
+    """VLLM's configuration of the benchmark's model, with the limits that our builder gets."""
     limits = {
         "max_model_len": min(MAX_MODEL_LEN, MODEL["max_position_embeddings"]),
         "max_num_seqs": MAX_NUM_SEQS,
@@ -112,7 +115,7 @@ def _config_of(config_of: Any, case: KernelCase, uses_xqa: bool) -> Any:
 
 
 def _common_of(batch: CommonAttentionMetadata) -> Any:
-    """The batch as vLLM's runner hands it over: lengths are on the host too."""
+    """The batch as vLLM's runner passes it, with lengths on the host too."""
     made: Any = import_module("vllm.v1.attention.backend").CommonAttentionMetadata
     lens = batch.seq_lens_cpu_upper_bound
     return made(

@@ -1,1 +1,1 @@
-"""What was measured: lines, tables and reports."""
+"""Benchmark results: records, lines, tables and reports."""

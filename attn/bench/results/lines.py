@@ -1,4 +1,4 @@
-"""Lines of the tables of backends over FlashInfer: two times, and how far apart they may be."""
+"""Lines of tables that compare pairs of times: two times, and a bound on their difference."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from specs.base import NonNegativeInt, Spec
 
 @unique
 class Part(StrEnum):
-    """What is compared."""
+    """Subject of a comparison."""
 
     OVERHEAD = "overhead"
-    """A layer's forward with FlashInfer's own call on the same tensors."""
+    """A layer's forward against FlashInfer's own call on the same tensors."""
     WRITE = "write"
-    """Cache write and decode over fp8 with the same over bf16."""
+    """Cache write and decode over an fp8 cache against both over a bf16 cache."""
     BUILD = "build"
-    """A step's build with vLLM's FlashInfer builder."""
+    """A step's build against the build of vLLM's FlashInfer builder."""
     ROPE = "rope"
-    """Rotation, e4m3 and cache write in one launch, with FlashInfer's function and a write."""
+    """Rotation, e4m3 and cache write in one launch against FlashInfer's function and a write."""
     KERNEL = "kernel"
-    """One backend by another's kernel, with that backend."""
+    """One backend with another backend's kernel against that other backend."""
     LISTS = "lists"
-    """Latent attention over lists, with FlashMLA."""
+    """Latent attention over lists against FlashMLA."""
     STREAM = "stream"
-    """Operations that move bytes, against a rate."""
+    """An operation that moves bytes against a rate."""
 
 
 @unique
 class How(StrEnum):
-    """What a time is of."""
+    """The way in which a time is measured."""
 
     DEVICE = "device"
-    """The GPU alone, launches queued ahead of it, L2 emptied."""
+    """Time of the GPU alone, with launches queued ahead and an empty L2."""
     EAGER = "eager"
-    """Calls one after the other until the last is done, the host's time included."""
+    """Time per call of calls in a row until the last is done, the host's time included."""
     GRAPH = "graph"
-    """Replays of a CUDA graph."""
+    """Time per call in replays of a CUDA graph."""
     HOST = "host"
-    """The host alone; the GPU is not waited for."""
+    """Time of the host alone, without waiting for the GPU."""
 
 
 class Line(Spec):
@@ -54,7 +54,7 @@ class Line(Spec):
     backend: str
     how: How
     other: str
-    """With what it is compared."""
+    """Name of the call that our backend is compared with."""
     ours_us: float | None = Field(default=None, gt=0)
     other_us: float | None = Field(default=None, gt=0)
     spread: float | None = None
@@ -62,24 +62,25 @@ class Line(Spec):
     error: float | None = None
     """Largest relative norm of a sampled row's error."""
     max_ratio: float | None = Field(default=None, gt=0)
-    """Of ours to the other, at most."""
+    """Most of our time over the other's."""
     is_strict: StrictBool = False
-    """Below it, not at it."""
+    """Our time must be below the bound ``max_ratio``, not equal to it."""
     max_more_us: float | None = Field(default=None, ge=0)
-    """Of ours beyond the other, at most."""
+    """Most microseconds of our time beyond the other's."""
     max_us: float | None = Field(default=None, gt=0)
-    """Of ours, at most."""
+    """Most microseconds of our time."""
     amount: float | None = Field(default=None, gt=0)
-    """Operations or bytes of a call, in millions of ``unit`` times a second."""
+    """Operations or bytes of a call, in millions: divided by microseconds it is a rate in ``unit``.
+    """
     unit: str = ""
-    """Of the rate: TF or TB/s."""
+    """Unit of the rate: TF or TB/s."""
     min_rate: float | None = Field(default=None, gt=0)
-    """Of ours, at least."""
+    """Least rate of ours, in ``unit``."""
     waits: NonNegativeInt | None = None
-    """Calls that wait for the device, where that is asked; the target is none."""
+    """Number of calls in our code that wait for the device; None where it is not asked for."""
     asks_waits: StrictBool = False
     is_broken: StrictBool = False
-    """Ours was wrong, or failed, or was refused."""
+    """Our call was wrong, failed or was refused."""
     is_refused: StrictBool = False
     """The backend does not serve the case here."""
     reason: str = ""
@@ -87,26 +88,26 @@ class Line(Spec):
 
     @model_validator(mode="after")
     def _broken_without_time(self) -> Self:
-        """What is broken has no time."""
+        """A broken line has no time."""
         if self.is_broken and self.ours_us is not None:
             raise ValueError(f"ours_us must be None when broken, got {self.ours_us}")
         return self
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What it replaces in earlier results."""
+        """Identity of the line; it replaces an earlier result's line with the same key."""
         return self.part.value, self.case, self.backend, self.how.value, self.other
 
     @property
     def rate(self) -> float | None:
-        """Of ours."""
+        """Rate of our call, in ``unit``; None without an amount or a time."""
         if self.amount is None or self.ours_us is None:
             return None
         return self.amount / self.ours_us
 
     @property
     def target(self) -> str:
-        """In words; empty without one."""
+        """The target in words; empty for a line without a target."""
         parts = []
         if self.max_ratio is not None:
             parts.append(f"{'<' if self.is_strict else '<='} {self.max_ratio:g} x {self.other}")
@@ -122,7 +123,7 @@ class Line(Spec):
 
     @property
     def holds(self) -> bool | None:
-        """Whether the target is met; None where that was not measured, or nothing is asked."""
+        """Whether the target is met; None without a target or where it was not measured."""
         if not self.target:
             return None
         if self.is_broken:

@@ -1,4 +1,4 @@
-"""An error in the words of a table."""
+"""Descriptions of errors for tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 
 def describe(error: BaseException) -> str:
-    """Type and first line of an error, for a table, and a compiler's first complaint below it."""
+    """Type and first line of an error, and the first ``error:`` line of a compiler below it."""
     lines = str(error).strip().splitlines()
     if not lines:
         return type(error).__name__

@@ -120,7 +120,7 @@ _PARTS = {
 
 
 def render_markdown(results: BenchResults) -> str:
-    """The tables; depends on nothing but ``results``."""
+    """The markdown tables of a run, from ``results`` alone."""
     if results.environment.table.has_lines:
         return _render_lines(results)
     environment = results.environment
@@ -198,7 +198,7 @@ def _render_lines(results: BenchResults) -> str:
 def _line_table(lines: Sequence[Line]) -> str:
     header = ["backend", "case", "what", "time of", "ours, us", "beside", "its, us", "ours / its"]
     header += ["ours - its, us", "spread", "error", "waits", "target", "verdict"]
-    # Of tables without rates a column less.
+    # Tables without rates omit the column.
     has_rates = any(line.amount is not None for line in lines)
     header[5:5] = ["rate"] * has_rates
     rows = []
@@ -235,7 +235,7 @@ def _line_rate(line: Line) -> str:
 
 
 def line_text(line: Line) -> str:
-    """For a log."""
+    """A line of a table as text for a log."""
     check = line_check(line)
     times = [
         f"{name} {time:.1f} us"
@@ -324,7 +324,7 @@ def _case_table(cases: Sequence[CaseResult]) -> str:
 
 
 def _both_times(contender: Contender | None) -> str:
-    """Forward, and in brackets forward with the plan where there is one."""
+    """Time of forward and, in brackets, of forward with the plan where a kernel has one."""
     time = _time(contender)
     if contender is None or contender.planned_us is None:
         return time
@@ -357,7 +357,7 @@ def _planned_table(cases: Sequence[CaseResult], peers: Sequence[str]) -> str:
 
 
 def _host_lines(results: BenchResults) -> str:
-    """What one eager forward costs the host, a line per case that has a bound."""
+    """Host time of one eager forward: a line for each case that has a bound."""
     lines = []
     for result in results.cases:
         check = host_check(result)
@@ -371,7 +371,7 @@ def _host_lines(results: BenchResults) -> str:
 
 
 def _verdict_text(verdict: Verdict, checks: Sequence[Check]) -> str:
-    """The verdict; which bounds it is about where only some are."""
+    """The verdict, with the bounds that it concerns where it does not concern all."""
     about = [check.text for check in checks if check.verdict is verdict]
     if verdict is Verdict.MET or len(about) == len(checks):
         return verdict.value
@@ -463,7 +463,7 @@ def _memory_table(results: BenchResults) -> str:
 
 
 def _reasons(results: BenchResults) -> str:
-    """Each reason once, with the cases it holds for."""
+    """Every reason once, with the cases that it applies to."""
     found: dict[tuple[str, str], list[str]] = {}
     for result in results.cases:
         extra = (result.free_partition, result.batch_invariant, result.plain)

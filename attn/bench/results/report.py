@@ -1,4 +1,4 @@
-"""Where a kernel benchmark's results go, and how runs are put together."""
+"""Files of a kernel benchmark's results, and merging of several runs."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from specs.base import parse_spec
 
 @dataclass(frozen=True)
 class Report:
-    """Where the results go, and which earlier ones to put with them."""
+    """Files that results are written to, and files with earlier results to merge."""
 
     out: Path | None = None
-    """Markdown; None prints it."""
+    """File for the markdown; None prints it."""
     json: Path | None = None
-    """Results as data."""
+    """File for the results as JSON; None writes none."""
     merge: tuple[Path, ...] = ()
-    """Earlier results; a case measured now replaces theirs."""
+    """Files with earlier results; a case measured now replaces its earlier result."""
 
     def check(self) -> None:
-        """Try the files before the work.
+        """Check all files before the work.
 
         Raises:
-            ValueError: one that cannot be written, or earlier results that cannot be read.
-            OSError: earlier results that are not there.
+            ValueError: a file cannot be written, or earlier results cannot be read.
+            OSError: a file with earlier results does not exist.
         """
         check_writable("--out", self.out)
         check_writable("--json", self.json)
@@ -35,11 +35,10 @@ class Report:
             load_results(path)
 
     def combined(self, results: BenchResults | None) -> BenchResults:
-        """New results, if any, over the earlier ones.
+        """Merge new results, if any, with the earlier ones.
 
         Raises:
-            ValueError: earlier results that cannot be read, or of another backend, device or
-                table.
+            ValueError: earlier results cannot be read, or are of another backend, device or table.
         """
         found = [load_results(path) for path in self.merge] + ([results] if results else [])
         if not found:
@@ -61,9 +60,9 @@ class Report:
 
 
 def load_results(path: Path) -> BenchResults:
-    """Results as :class:`Report` writes them.
+    """Read results from a JSON file that :class:`Report` wrote.
 
     Raises:
-        SpecError: not such a file; the message names field and value.
+        SpecError: the file holds no results; the message names field and value.
     """
     return parse_spec(BenchResults, path.read_text(encoding="utf-8"), str(path))

@@ -1,4 +1,4 @@
-"""Results of the kernel benchmark: records, and targets judged."""
+"""Results of the kernel benchmark as records, and judging of their targets."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from specs.base import NonNegativeInt, PositiveInt, Spec
 
 @unique
 class Status(StrEnum):
-    """What became of a kernel on a case."""
+    """Outcome of a kernel on a case."""
 
     MEASURED = "measured"
     WRONG = "WRONG"
-    """Its result is off by more than its tolerance; it was not timed."""
+    """The kernel's error exceeds its tolerance, so it has no time."""
     FAILED = "failed"
-    """It raised an error."""
+    """The kernel raised an error."""
     UNSUPPORTED = "unsupported"
-    """It does not have this kind of case."""
+    """The kernel does not support this kind of case."""
     UNAVAILABLE = "unavailable"
-    """It is not installed, or cannot run here."""
+    """The kernel is not installed, or cannot run here."""
 
 
 @unique
 class Verdict(StrEnum):
-    """A target against what was measured."""
+    """Verdict on a target."""
 
     MET = "met"
     NOT_MET = "NOT met"
@@ -44,26 +44,27 @@ class Verdict(StrEnum):
 
 
 class Contender(Spec):
-    """One kernel on one case."""
+    """Result of one kernel on one case."""
 
     name: str
     status: Status
     time_us: float | None = None
-    """Median, microseconds; only when measured."""
+    """Median time in microseconds; None unless the kernel was measured."""
     planned_us: float | None = None
-    """Likewise with the step's plan before it, where it has one; only in tables that ask."""
+    """Median microseconds of the step's plan and the kernel together; None for a kernel without a
+    plan, and in tables that do not time plans."""
     spread: float | None = None
     """(largest - smallest) / median of the rounds' medians."""
     calls: NonNegativeInt = 0
-    """Timed calls."""
+    """Number of timed calls."""
     error: float | None = None
-    """Largest relative norm of a sampled row's error; None when it did not run."""
+    """Largest relative norm of a sampled row's error; None when the kernel did not run."""
     reason: str = ""
-    """Why it was not measured."""
+    """Why the kernel was not measured."""
 
     @model_validator(mode="after")
     def _time_when_measured(self) -> Self:
-        """A time comes with the status ``measured``, and with no other."""
+        """A kernel has a time if and only if its status is ``measured``."""
         if (self.status is Status.MEASURED) != (self.time_us is not None):
             raise ValueError(
                 f"time_us must be given when measured and only then, got {self.time_us} with "
@@ -74,7 +75,10 @@ class Contender(Spec):
         return self
 
     def cost(self, planned: bool = False) -> float | None:
-        """Its time; ``planned`` with the step's plan where it has one. None when not measured."""
+        """The kernel's time in microseconds; None when it was not measured.
+
+        With ``planned``, the time includes the step's plan where the kernel has one.
+        """
         return self.time_us if not planned or self.planned_us is None else self.planned_us
 
 
@@ -82,42 +86,42 @@ class PlanTime(Spec):
     """Cost of building a step's metadata, once per step."""
 
     host_us: float
-    """Median time of ``builder.build`` on the host."""
+    """Median microseconds of ``builder.build`` on the host."""
     gpu_us: float | None = None
-    """Its kernels in a CUDA graph; None where that cannot be measured."""
+    """Microseconds of its kernels in a CUDA graph; None where that cannot be measured."""
     reason: str = ""
     """Why ``gpu_us`` is None."""
 
 
 class PlanOfSize(Spec):
-    """A step's plan by the number of its decodes, all of one engine."""
+    """Times of a step's plan for a number of decodes, by the builder of one engine."""
 
     num_reqs: PositiveInt
     even_us: float
-    """The kernels of ``build`` in a CUDA graph, all requests as long."""
+    """Microseconds of the kernels of ``build`` in a CUDA graph; requests have equal lengths."""
     uneven_us: float
-    """Likewise, from one to many keys."""
+    """Microseconds of the kernels of ``build`` in a CUDA graph; lengths go from one key to many."""
 
 
 class CaseResult(Spec):
-    """All that was measured on a case."""
+    """Results of all kernels on a case."""
 
     case: KernelCase
     ours: Contender
     peers: tuple[Contender, ...] = ()
     free_partition: Contender | None = None
-    """The same kernel, with a partition of the keys that looks at the whole batch."""
+    """Our kernel with a partition of the keys that depends on the whole batch."""
     batch_invariant: Contender | None = None
-    """The same backend with ``EngineConfig.batch_invariant=True``."""
+    """Our backend with ``EngineConfig.batch_invariant=True``."""
     plain: Contender | None = None
-    """The same backend by its kernels in plain Triton."""
+    """Our backend with its portable kernels."""
     plan: PlanTime | None = None
     host_us: float | None = None
-    """Median time of one forward on the host; None where no target asks for it."""
+    """Median microseconds of one forward on the host; None where no target asks for it."""
     allocations: NonNegativeInt | None = None
-    """Of device memory, in ten calls of ``forward``; None where it cannot be counted."""
+    """Allocations of device memory in ten calls of ``forward``; None where they are not counted."""
     run: NonNegativeInt = 0
-    """Which of the runs that were put together; a target names cases of the same run."""
+    """Number of the run in merged results; a target compares with cases of the same run only."""
 
     def peer(self, name: str) -> Contender | None:
         """A peer's result by name; None when it was not asked for."""
@@ -129,13 +133,13 @@ class CaseResult(Spec):
         return self.best()
 
     def best(self, planned: bool = False) -> Contender | None:
-        """The fastest of the measured peers; ``planned`` counts what each plans per step."""
+        """The fastest of the measured peers; with ``planned``, times include the step's plan."""
         measured = [peer for peer in self.peers if peer.time_us is not None]
         return min(measured, key=lambda peer: peer.cost(planned) or 0.0, default=None)
 
 
 class Environment(Spec):
-    """Where, when and how the times were taken."""
+    """Machine, versions, time and settings of a run."""
 
     date: str
     device: str
@@ -151,27 +155,28 @@ class Environment(Spec):
 
 
 class BenchResults(Spec):
-    """A whole run, or several that were put together."""
+    """Results of a run, or of several runs merged."""
 
     environment: Environment
     cases: tuple[CaseResult, ...] = ()
     scratch_bytes: NonNegativeInt | None = None
-    """Device memory that a builder, a step and its forward take beyond inputs and output."""
+    """Bytes of device memory that a builder, a step and its forward take beyond inputs and output.
+    """
     scratch_reason: str = ""
     """Why ``scratch_bytes`` is None."""
     plans: tuple[PlanOfSize, ...] = ()
-    """In tables that bound them."""
+    """Times of plans, in tables that bound them."""
     plans_reason: str = ""
-    """Why there are none."""
+    """Why ``plans`` is empty in such a table."""
     lines: tuple[Line, ...] = ()
-    """Of a table of pairs of times, in place of cases."""
+    """Results of a table of lines, which has no cases."""
 
     def merged(self, earlier: BenchResults, order: Sequence[str]) -> BenchResults:
-        """These results, and of ``earlier`` the cases that are not among them.
+        """Add the results of ``earlier`` for cases and lines that have no result here.
 
         Args:
-            earlier: of the same backend and device.
-            order: names of all cases; the result follows it, unknown names last.
+            earlier: results of the same backend, device and table.
+            order: names of all cases; the merged results follow it, with unknown names last.
 
         Raises:
             ValueError: ``earlier`` is of another backend, device or table.
@@ -204,18 +209,19 @@ class BenchResults(Spec):
 
 
 class Check(NamedTuple):
-    """One bound, and whether it holds."""
+    """One bound in words, and the verdict on it."""
 
     text: str
     verdict: Verdict
 
 
 def checks_of(result: CaseResult, others: Iterable[CaseResult] = ()) -> list[Check]:
-    """Every bound of a case's target, judged.
+    """Judge every bound of a case's target.
 
     Args:
-        result: of the case.
-        others: all results, where a target can name another case; of other runs they do not count.
+        result: result of the case.
+        others: results of all cases, for a target that names another case; results of other runs
+            are ignored.
     """
     target, unit = result.case.target, result.case.unit
     checks = []
@@ -245,7 +251,7 @@ def checks_of(result: CaseResult, others: Iterable[CaseResult] = ()) -> list[Che
 
 
 def plain_check(result: CaseResult) -> Check | None:
-    """The kernel in plain Triton against the case's bound; None without one."""
+    """Judge the portable kernel's rate; None for a case without a bound."""
     bound, plain = result.case.target.min_plain_rate, result.plain
     if bound is None:
         return None
@@ -257,7 +263,7 @@ def plain_check(result: CaseResult) -> Check | None:
 
 
 def host_check(result: CaseResult) -> Check | None:
-    """One forward on the host against the case's bound; None without one."""
+    """Judge the host's time of one forward; None for a case without a bound."""
     bound = result.case.target.max_host_us
     if bound is None:
         return None
@@ -266,7 +272,7 @@ def host_check(result: CaseResult) -> Check | None:
 
 
 def verdict_of(checks: Iterable[Check]) -> Verdict | None:
-    """All of them together: met only when each is; None without any."""
+    """The verdict on several checks: met when each is met; None where there are none."""
     verdicts = {check.verdict for check in checks}
     for verdict in (Verdict.NOT_MET, Verdict.NOT_MEASURED, Verdict.MET):
         if verdict in verdicts:
@@ -275,7 +281,7 @@ def verdict_of(checks: Iterable[Check]) -> Verdict | None:
 
 
 def line_check(line: Line) -> Check | None:
-    """A line against its target; None without one."""
+    """Judge a line's target; None for a line without a target."""
     if not line.target:
         return None
     verdicts = {None: Verdict.NOT_MEASURED, True: Verdict.MET, False: Verdict.NOT_MET}
@@ -283,13 +289,13 @@ def line_check(line: Line) -> Check | None:
 
 
 def free_partition_check(result: CaseResult) -> Check:
-    """Our time over the free partition's."""
+    """Judge our time over that of the free partition."""
     text = f"<= {MAX_FREE_PARTITION_RATIO:.2f} x free"
     return Check(text, _against(result, result.free_partition, MAX_FREE_PARTITION_RATIO))
 
 
 def scratch_check(results: BenchResults) -> Check:
-    """The builder's scratch against its bound."""
+    """Judge the builder's scratch."""
     size = results.scratch_bytes
     verdict = Verdict.NOT_MEASURED
     if size is not None:
@@ -298,9 +304,7 @@ def scratch_check(results: BenchResults) -> Check:
 
 
 def plan_check(results: BenchResults) -> Check | None:
-    """The slowest plan, of any case and of any number of decodes; None in tables that do not bound
-    it.
-    """
+    """Judge the slowest plan of all cases and numbers of decodes; None in a table without bound."""
     if not results.environment.table.bounds_plans:
         return None
     times = [time for plan in results.plans for time in (plan.even_us, plan.uneven_us)]
@@ -315,7 +319,7 @@ def plan_check(results: BenchResults) -> Check | None:
 
 
 def allocation_check(results: BenchResults) -> Check:
-    """No forward of any case allocates; cases where it was not counted leave that open."""
+    """Judge that no forward allocates device memory; uncounted cases leave the verdict open."""
     counts = [result.allocations for result in results.cases]
     verdict = Verdict.MET
     if any(counts):
@@ -326,9 +330,10 @@ def allocation_check(results: BenchResults) -> Check:
 
 
 def _judge(ours: Contender, holds: bool | None) -> Verdict:
-    """``holds`` is None where a number is missing: ours counts against us, a peer's leaves it open.
+    """The verdict for our kernel, given whether a bound holds (None where a number is missing).
 
-    A kernel of ours that is wrong, fails or is refused never meets a target.
+    A kernel of ours that is wrong, fails or is refused never meets a target. A missing number of a
+    peer leaves the verdict open.
     """
     if ours.status is Status.UNAVAILABLE:
         return Verdict.NOT_MEASURED
@@ -346,10 +351,10 @@ def _against(
     strict: bool = False,
     planned: bool = False,
 ) -> Verdict:
-    """Our time against ``max_ratio`` times another's.
+    """Judge our time against ``max_ratio`` times another kernel's.
 
-    ``strict`` refuses equality; ``planned`` counts what each plans per step, and ours must have
-    been measured so.
+    With ``strict``, equal times do not meet the bound. With ``planned``, times include the step's
+    plan, and our time with the plan must have been measured.
     """
     holds = None
     ours = result.ours.planned_us if planned else result.ours.time_us
@@ -360,7 +365,10 @@ def _against(
 
 
 def _against_best(result: CaseResult, max_ratio: float, planned: bool = False) -> Verdict:
-    """Against the fastest peer: met only when each was measured or has no such kernel."""
+    """Judge our time against the fastest peer's.
+
+    The bound is met only if every peer was measured or has no kernel for the case.
+    """
     verdict = _against(result, result.best(planned), max_ratio, planned=planned)
     known = (Status.MEASURED, Status.UNSUPPORTED)
     results = [result.peer(name) for name in result.case.target.against]

@@ -1,8 +1,9 @@
 """One of our triples as three vLLM subclasses.
 
-Our classes have vLLM's methods already, so each subclass inherits from ours first and from vLLM's
-base second; what stands here is what differs: vLLM's own types, and objects of vLLM's that are
-translated on the way in. Wrapper factories of vLLM subclass builder and impl once more.
+Our classes have vLLM's methods already, so each subclass inherits from our class first and from
+vLLM's base class second. This module holds only the differences: results in vLLM's types, and
+arguments of vLLM's types that are translated to ours. Some wrapper factories of vLLM make further
+subclasses of the builder and the impl.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from specs.layouts import DenseKVLayout, KVPacking
 logger = init_logger("vllm.attn_backends")
 
 CASCADE_PREFIX = 256
-"""Shortest shared prefix, in tokens, that is worth a pass of its own."""
+"""Shortest shared prefix, in tokens, that is attended in a pass of its own."""
 CASCADE_REQS = 8
-"""Fewest requests that a pass of its own over their shared prefix is worth."""
+"""Fewest requests whose shared prefix is attended in a pass of its own."""
 
 
 class DenseBackend(CommonBackend):
-    """What a dense backend says to vLLM otherwise than to us."""
+    """Methods of a dense backend that differ for vLLM."""
 
     supports_kv_cache_update_bypass = True
 
@@ -54,10 +55,10 @@ class DenseBackend(CommonBackend):
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        """Packed: ``[N, Hk, P, K width + V width]`` in elements of the storage dtype.
+        """The packed shape ``[N, Hk, P, K width + V width]``, in elements of the storage dtype.
 
         Raises:
-            ValueError: a block size that no kernel takes.
+            ValueError: no kernel takes this block size.
         """
         cls.check_block_size(block_size)
         return DenseKVLayout(
@@ -72,12 +73,12 @@ class DenseBackend(CommonBackend):
     def get_kv_cache_stride_order(
         cls, include_num_layers_dimension: bool = False
     ) -> tuple[int, ...]:
-        """In the order that vLLM is set to, NHD or HND: kernels take both."""
+        """The stride order that vLLM is set to, NHD or HND; kernels take both."""
         return compat.packed_stride_order(include_num_layers_dimension)
 
     @classmethod
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """Every reason why not; the layout that vLLM's caches get here may be one."""
+        """Every reason against a layer, among them the packed layout of this adapter's caches."""
         base: Any = super()
         reasons: list[str] = base.validate_configuration(*args, **kwargs)
         ours: Any = cls
@@ -86,7 +87,7 @@ class DenseBackend(CommonBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """The spec with rows that hold their inline scales too; asked for by vLLM 0.33."""
+        """The spec with room for inline scales in every row; vLLM 0.33 calls this."""
         if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_per_token_head:
             return spec
         ours = translate.kv_cache_spec(spec)
@@ -94,18 +95,18 @@ class DenseBackend(CommonBackend):
 
 
 class DenseImpl:
-    """What a dense impl says to vLLM otherwise than to us."""
+    """Methods of a dense impl that differ for vLLM."""
 
     ours: type[AttentionImpl]
     kv_cache_dtype: str
     dcp_world_size: int
 
     def __init__(self, num_heads: int, *args: Any, **extras: Any) -> None:
-        """VLLM's ten arguments by position, and extras.
+        """Take vLLM's ten arguments by position, and further arguments by name.
 
         Raises:
-            ValueError: decode context parallelism with a mask that does not go together with it,
-                or with several KV heads per rank; or whatever our impl refuses.
+            ValueError: decode context parallelism with a mask that excludes it or with several KV
+                heads per rank; or an argument that our impl refuses.
         """
         base: Any = super()
         base.__init__(num_heads, *args, **extras)
@@ -116,12 +117,12 @@ class DenseImpl:
         self._check_dcp()
         ranks, sinks = self.dcp_world_size, extras.get("sinks")
         if sinks is not None:
-            # Of the heads of all ranks; not known before every rank has loaded its own.
+            # NaN stands for the sinks of all ranks' heads until every rank has loaded its weights.
             extras = {**extras, "sinks": sinks.new_full((num_heads * ranks,), math.nan)}
         self.gathered = self.ours(num_heads * ranks, *args, **extras)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """As our impl's. Under DCP each rank then has the sinks of the heads of all."""
+        """Process our impl's weights; under DCP, also gather the sinks of all ranks' heads."""
         base: Any = super()
         base.process_weights_after_loading(act_dtype)
         mine: Any = self
@@ -129,7 +130,7 @@ class DenseImpl:
         if gathered is None:
             return
         if own is not None:
-            # In place: a graph that was captured before a reload reads the same tensor.
+            # Copied in place: a graph captured before a reload of weights reads the same tensor.
             gathered.sinks.copy_(compat.dcp_group().all_gather(own.detach().contiguous(), dim=0))
         gathered.process_weights_after_loading(act_dtype)
 
@@ -155,7 +156,7 @@ class DenseImpl:
 
     @property
     def kv_quant_mode(self) -> Any:
-        """How the cache is quantised, as vLLM names it."""
+        """The cache's quantisation, as a member of vLLM's enumeration."""
         return get_kv_quant_mode(self.kv_cache_dtype)
 
     def forward(
@@ -170,10 +171,10 @@ class DenseImpl:
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As our impl's. Under DCP every rank attends with the heads of all over its own tokens.
+        """Our impl's forward; under DCP a rank attends with all ranks' heads over its own tokens.
 
         Raises:
-            NotImplementedError: a fused output quantisation under DCP.
+            NotImplementedError: fused output quantisation is asked for under DCP.
         """
         if self.gathered is None or attn_metadata is None:
             base: Any = super()
@@ -193,13 +194,13 @@ class DenseImpl:
         return output
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Not under DCP: what is quantised there is not what a kernel writes."""
+        """False under DCP, where the output to quantise comes from the merge, not from a kernel."""
         base: Any = super()
         return self.gathered is None and bool(base.fused_output_quant_supported(quant_key))
 
 
 class DenseBuilder:
-    """A builder made from vLLM's objects. Batches are taken as they are: ours have their fields."""
+    """A builder made from vLLM's objects. It takes vLLM's batches, which have the same fields."""
 
     shares_prefix: bool
     label: str
@@ -245,7 +246,8 @@ class DenseBuilder:
         config = config.replace(has_sinks=any(one is not None for one in sinks))
         ours: Any = super()
         ours.__init__(spec, layer_names, config, device)
-        # Those of vLLM hold its longest sequence; dummy batches before a capture can be longer.
+        # vLLM's block tables are as wide as its longest sequence needs, but dummy batches before a
+        # capture have longer lengths, so the table's width is not checked.
         self.step_limits = self.step_limits.without_table()
         logger.info("%s", served_line(self.label, spec, heads, layer_names))
         if device.type == "cuda":
@@ -253,9 +255,9 @@ class DenseBuilder:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        """Which batches a captured graph can replay, as vLLM names it.
+        """Which batches a captured graph can replay, as a member of vLLM's enumeration.
 
-        Graphs are captured without multimodal ranges, so prompts that have some need eager steps.
+        Graphs are captured without multimodal ranges, so prompts with such ranges run eagerly.
         """
         ours: Any = super()
         level = ours.get_cudagraph_support(vllm_config, kv_cache_spec)
@@ -275,14 +277,14 @@ class DenseBuilder:
         num_sms: int,
         dcp_world_size: int,
     ) -> bool:
-        """A shared prefix is worth a pass of its own; asked for by vLLM 0.26 only."""
+        """True where a shared prefix gets a pass of its own; only vLLM 0.26 calls this."""
         masks = use_alibi or use_sliding_window or use_local_attention
         enough = common_prefix_len >= CASCADE_PREFIX and len(query_lens) >= CASCADE_REQS
         return self.shares_prefix and enough and not masks and dcp_world_size == 1
 
 
 class _Unwrapped:
-    """Our builder's own methods, whatever a wrapper factory has put over them."""
+    """Our builder's own methods, without the overrides of vLLM's wrapper factories."""
 
     def __init__(self, builder: Any) -> None:
         ours: Any = super(DenseBuilder, builder)
@@ -292,14 +294,14 @@ class _Unwrapped:
 
 
 def warm_up(builder: Any, layers: Sequence[Any], features: compat.Features) -> None:
-    """Compile what the layers' steps launch, on a cache of two blocks laid out like the engine's.
+    """Compile the kernels of the layers' steps, on a cache of two blocks with the engine's layout.
 
-    vLLM's profiling run comes without metadata and so compiles nothing.
+    vLLM's profiling run has no metadata and therefore compiles nothing.
 
     Args:
-        builder: of the layers' group.
-        layers: vLLM's modules.
-        features: what their steps can ask for.
+        builder: builder of the layers' group.
+        layers: vLLM's modules of the layers.
+        features: features that the layers' steps can ask for.
     """
     plain, spec = _Unwrapped(builder), builder.kv_cache_spec
     if plain.warm_up_batches is None:
@@ -311,10 +313,10 @@ def warm_up(builder: Any, layers: Sequence[Any], features: compat.Features) -> N
         rules = layer.impl.rules
         tensors = (rules.sinks is None, rules.alibi_slopes is None)
         plain_rules = dataclasses.replace(rules, sinks=None, alibi_slopes=None)
-        likeness = (layer.impl.kv_cache_dtype, plain_rules, tensors)
-        if likeness in warmed:
+        variant_key = (layer.impl.kv_cache_dtype, plain_rules, tensors)
+        if variant_key in warmed:
             continue
-        warmed.add(likeness)
+        warmed.add(variant_key)
         gathered = layer.impl.gathered
         quantises = features.output_quant and gathered is None
         for output_scale in (None, scale) if quantises else (None,):
@@ -333,13 +335,13 @@ def warm_up(builder: Any, layers: Sequence[Any], features: compat.Features) -> N
 
 @functools.cache
 def adapted(backend: type[AttentionBackend], member: str, module: str, name: str) -> type[Any]:
-    """The vLLM backend class of one of our backends.
+    """Make the vLLM backend class of one of our backends.
 
     Args:
-        backend: ours.
-        member: the name that vLLM is to know it by.
-        module: where the class is an attribute.
-        name: of the attribute.
+        backend: our backend class.
+        member: the name in vLLM's registry.
+        module: name of the module that has the class as an attribute.
+        name: name of that attribute.
 
     Raises:
         ValueError: a backend of sparse layers; there is no adapter for it yet.

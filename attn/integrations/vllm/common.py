@@ -1,4 +1,4 @@
-"""What dense and latent triples say to vLLM alike."""
+"""The parts of the vLLM adapter that dense and latent triples share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specs.kv_cache import AnyKVCacheSpec
 
 
 class CommonBackend:
-    """What any backend says to vLLM otherwise than to us."""
+    """Methods of every backend that differ for vLLM."""
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
@@ -23,7 +23,7 @@ class CommonBackend:
         """Refuse a block size that no kernel takes.
 
         Raises:
-            ValueError: it is one.
+            ValueError: no kernel takes this block size.
         """
         if not cls.supports_block_size(block_size):  # type: ignore[attr-defined]
             sizes = cls.get_supported_kernel_block_sizes()
@@ -31,13 +31,13 @@ class CommonBackend:
 
     @classmethod
     def outside(cls, what: str, value: object, served: object) -> str:
-        """The reason against a value outside a limit, in vLLM's words, with what is served."""
+        """The reason against a value outside a limit, in vLLM's words plus the served values."""
         words = f"{what} {value}" if what == "attention type" else what
         return _Reason(f"{words} not supported", f" (got {value}, served: {served})")
 
     @classmethod
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """Every reason why not, those of the plugin's settings included."""
+        """Every reason against a layer, including reasons from the plugin's settings."""
         ours: Any = super()
         reasons: list[str] = ours.validate_configuration(*args, **kwargs)
         reasons += settings.kernel_reasons(kwargs.get("device_capability"))
@@ -45,17 +45,17 @@ class CommonBackend:
             reasons.append(
                 "asynchronous scheduling of drafts not supported (plans are made on the host)"
             )
-        # Asked last, as it may import packages.
+        # Checked last, because the check may import packages.
         unavailable = None if reasons else ours.unavailable_reason()
         return reasons if unavailable is None else [unavailable]
 
 
 class _Reason(str):
-    """A reason that says more than vLLM's words, and equals them.
+    """A reason with details behind vLLM's words, which compares equal to those words alone.
 
-    vLLM compares: where the block size alone speaks against a better-ranked backend it warns that
-    ``--block-size`` precluded it, and on ROCm a layer that the KV cache dtype alone speaks against
-    gets another backend.
+    vLLM compares reasons with its own words. Where the block size is the only reason against a
+    better-ranked backend, vLLM warns that ``--block-size`` precluded it. On ROCm, where the KV
+    cache dtype is the only reason against a layer, vLLM takes another backend.
     """
 
     words: str
@@ -75,7 +75,7 @@ class _Reason(str):
 
 
 def served_line(label: str, spec: AnyKVCacheSpec, heads: int, layer_names: Sequence[str]) -> str:
-    """The line at start-up that says what a group of layers got."""
+    """The log line at start-up that tells the backend and the cache of a group of layers."""
     mask = {
         "sliding_window": getattr(spec, "sliding_window", None),
         "chunk": getattr(spec, "attention_chunk_size", None),

@@ -1,4 +1,4 @@
-"""What differs between vLLM 0.26 and 0.33; the rest of the plugin does not ask for versions."""
+"""The differences between vLLM 0.26 and 0.33; no other module of the plugin depends on versions."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import vllm.v1.attention.backend as vllm_backend
 from vllm.v1.attention.backend import AttentionBackend
 
 BACKENDS_SHAPE_CACHES: bool = hasattr(AttentionBackend, "get_kv_cache_shape")
-"""0.26: the backend gives the cache's shape and stride order. 0.33: the engine does."""
+"""True in vLLM 0.26, where the backend gives the cache's shape and stride order; False in 0.33,
+where the engine does."""
 
 
 def packed_stride_order(include_num_layers_dimension: bool) -> tuple[int, ...]:
     """Logical axes of a packed cache, outermost in memory first, in the layout that vLLM is set to.
 
     Args:
-        include_num_layers_dimension: logical axis 0 is the layer's; with HND the layers of a head
+        include_num_layers_dimension: logical axis 0 counts layers; with HND the layers of a head
             lie side by side, as KV connectors expect.
     """
     from vllm.v1.attention.backends.utils import get_kv_cache_layout
@@ -29,25 +30,25 @@ def packed_stride_order(include_num_layers_dimension: bool) -> tuple[int, ...]:
 
 
 def block_size_of(size: Any) -> Any:
-    """A kernel block size in vLLM's terms, which has a ``MultipleOf`` of its own."""
+    """A kernel block size for vLLM: our ``MultipleOf`` becomes vLLM's."""
     return size if isinstance(size, int) else vllm_backend.MultipleOf(size.base)
 
 
 def cudagraph_support(level: int) -> Any:
-    """The level of the same number in vLLM's enumeration."""
+    """The member of vLLM's enumeration of CUDA-graph support with this number."""
     return vllm_backend.AttentionCGSupport(level)
 
 
 def merge_ranks(output: torch.Tensor, lse: torch.Tensor, group: Any) -> torch.Tensor:
-    """A rank's heads of the attention that all DCP ranks computed over their own keys.
+    """Merge the outputs of all DCP ranks and return the heads of this rank.
 
     Args:
-        output: ``[T, H * ranks, D]``, of every rank's heads over this rank's keys.
+        output: ``[T, H * ranks, D]``, attention of every rank's heads over this rank's keys.
         lse: ``[T, H * ranks]`` fp32, natural logarithm.
         group: vLLM's group of ranks.
 
     Returns:
-        ``[T, H, D]``.
+        ``[T, H, D]``, attention of this rank's heads over the keys of all ranks.
     """
     if BACKENDS_SHAPE_CACHES:
         from vllm.v1.attention.ops.common import cp_lse_ag_out_rs
@@ -58,7 +59,7 @@ def merge_ranks(output: torch.Tensor, lse: torch.Tensor, group: Any) -> torch.Te
 
 
 def quantised_up_projections() -> list[str]:
-    """Settings in force, if any, by which vLLM's MLA layers keep quantised up-projections."""
+    """Names of the vLLM variables in force that make MLA layers keep quantised up-projections."""
     from vllm._aiter_ops import rocm_aiter_ops
 
     asked = {
@@ -69,14 +70,14 @@ def quantised_up_projections() -> list[str]:
 
 
 def dcp_group() -> Any:
-    """Ranks that share the tokens of a request."""
+    """VLLM's group of the ranks that share the tokens of a request (DCP)."""
     from vllm.distributed.parallel_state import get_dcp_group
 
     return get_dcp_group()
 
 
 def rswa_window(vllm_config: Any, spec: Any) -> int | None:
-    """Window of reference sliding-window attention: the spec's, else the model's."""
+    """Window of reference sliding-window attention (R-SWA), from the spec, else from the model."""
     window = getattr(spec, "rswa_window", None)
     if window is None:
         window = getattr(vllm_config.model_config, "rswa_window", None)
@@ -84,7 +85,7 @@ def rswa_window(vllm_config: Any, spec: Any) -> int | None:
 
 
 def is_optimistic(vllm_config: Any) -> bool:
-    """Rejected drafts are known to the device alone: the host's lengths are upper bounds."""
+    """True where only the device knows rejected drafts, so that host lengths are upper bounds."""
     speculative = vllm_config.speculative_config
     trims = getattr(vllm_config.scheduler_config, "async_scheduling", False) or getattr(
         speculative, "enable_adaptive_verification", False
@@ -93,9 +94,7 @@ def is_optimistic(vllm_config: Any) -> bool:
 
 
 def has_inexact_lengths() -> bool:
-    """Whether the host of the engine that is being made runs ahead of the lengths; False without an
-    engine.
-    """
+    """:func:`is_optimistic` of the engine that is being made; False where there is none."""
     from vllm.config import get_current_vllm_config_or_none
 
     vllm_config = get_current_vllm_config_or_none()
@@ -109,7 +108,7 @@ def index_topk(vllm_config: Any) -> int | None:
 
 
 def spec_fields(spec: Any) -> dict[str, Any]:
-    """Fields of a KV cache spec that one version has and the other lacks, with their defaults."""
+    """Fields of a KV cache spec that only one version has; the defaults in the other version."""
     return {
         "head_size_v": getattr(spec, "head_size_v", None),
         "page_size_padded": getattr(spec, "page_size_padded", None),
@@ -120,7 +119,7 @@ def spec_fields(spec: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Features:
-    """What the steps of a group of layers can ask of kernels, as far as the configuration says."""
+    """Features that steps of a group of layers can ask of kernels, as the configuration tells."""
 
     non_causal: bool
     mm_ranges: bool
@@ -130,7 +129,7 @@ class Features:
 
 
 def features_of(vllm_config: Any, spec: Any) -> Features:
-    """Features of a group with a spec of vLLM's; 0.33 has no shared prefixes."""
+    """Features of a group of layers with a spec of vLLM's; 0.33 has no shared prefixes."""
     model = vllm_config.model_config
     passes = vllm_config.compilation_config.pass_config
     return Features(

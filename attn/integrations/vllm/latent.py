@@ -1,7 +1,7 @@
 """Our latent (MLA) triples as vLLM subclasses.
 
-vLLM's layer absorbs queries and projects outputs itself; ours gets latent queries, attends, and
-expands what prefill needs, by the up-projections that vLLM's layer keeps for its own use.
+vLLM's layer absorbs queries and projects outputs. Our impl gets latent queries and attends. For
+prefill it expands latent rows with the up-projections that vLLM's layer keeps for its own use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = init_logger("vllm.attn_backends")
 
 
 class LatentBackend(CommonBackend):
-    """What a latent backend says to vLLM otherwise than to us."""
+    """Methods of a latent backend that differ for vLLM."""
 
     @classmethod
     def get_kv_cache_shape(
@@ -31,17 +31,17 @@ class LatentBackend(CommonBackend):
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        """``[N, P, L + r]`` in elements of the storage dtype.
+        """The shape ``[N, P, L + r]``, in elements of the storage dtype.
 
         Raises:
-            ValueError: a block size that no kernel takes.
+            ValueError: no kernel takes this block size.
         """
         cls.check_block_size(block_size)
         return num_blocks, block_size, head_size
 
     @classmethod
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """Every reason why not; vLLM's own way to keep the up-projections may be one."""
+        """Every reason against a layer, among them up-projections that vLLM keeps quantised."""
         reasons = super().validate_configuration(*args, **kwargs)
         variables = compat.quantised_up_projections()
         if variables:
@@ -52,33 +52,33 @@ class LatentBackend(CommonBackend):
     def get_kv_cache_stride_order(
         cls, include_num_layers_dimension: bool = False
     ) -> tuple[int, ...]:
-        """As the axes stand: rows of all heads have one layout, and no layers between them."""
+        """The logical order: latent rows have no head axis, and layers are not interleaved."""
         return tuple(range(3 + include_num_layers_dimension))
 
 
 class LatentImpl:
-    """What a latent impl says to vLLM otherwise than to us.
+    """Methods of a latent impl that differ for vLLM.
 
-    vLLM's layer splits ``kv_b_proj`` and dequantises it, whatever its quantisation, when weights
-    are loaded and again when they are reloaded. Prefill reads the same two tensors as decode, each
-    time anew: there is no copy that a reload could leave behind.
+    vLLM's layer splits and dequantises ``kv_b_proj`` when weights are loaded, and again when they
+    are reloaded. The impl fetches the two resulting tensors from the layer at every use and keeps
+    no copy, which would be stale after a reload.
     """
 
     vllm_layer: Any = None
-    """The ``MLAAttention`` that the impl is in; None until there is a builder."""
+    """The ``MLAAttention`` that owns the impl; None until a builder sets it."""
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Nothing: ``kv_b_proj`` may be packed, and vLLM's layer has it split afterwards."""
+        """Do nothing: ``kv_b_proj`` may be packed here, and vLLM's layer splits it afterwards."""
 
     @property
     def W_UK(self) -> torch.Tensor:  # noqa: N802
-        """``[L, H, P]``, of the weights that vLLM loaded last."""
+        """``[L, H, P]`` up-projection of keys, from the weights that vLLM loaded last."""
         up_k: torch.Tensor = self._layer().W_UK_T
         return up_k.permute(2, 0, 1)
 
     @property
     def W_UV(self) -> torch.Tensor:  # noqa: N802
-        """``[L, H, V]``, of the weights that vLLM loaded last."""
+        """``[L, H, V]`` up-projection of values, from the weights that vLLM loaded last."""
         up_v: torch.Tensor = self._layer().W_UV
         return up_v.transpose(0, 1)
 
@@ -89,7 +89,7 @@ class LatentImpl:
 
 
 class LatentBuilder:
-    """A builder made from vLLM's objects. Batches are taken as they are: ours have their fields."""
+    """A builder made from vLLM's objects. It takes vLLM's batches, which have the same fields."""
 
     label: str
     """Our name and vLLM's, for the log."""
@@ -105,7 +105,7 @@ class LatentBuilder:
         """
         Args:
             kv_cache_spec: vLLM's, cut to the kernel's block size.
-            layer_names: layers of the group, whose weights are loaded.
+            layer_names: layers of the group; their weights are loaded.
             vllm_config: vLLM's.
             device: where the records' tensors live.
 
@@ -129,7 +129,8 @@ class LatentBuilder:
             config = config.replace(softmax_scale=scales.pop())
         ours: Any = super()
         ours.__init__(spec, layer_names, config, device)
-        # Those of vLLM hold its longest sequence; dummy batches before a capture can be longer.
+        # vLLM's block tables are as wide as its longest sequence needs, but dummy batches before a
+        # capture have longer lengths, so the table's width is not checked.
         self.step_limits = self.step_limits.without_table()
         for layer in layers:
             layer.impl.vllm_layer = layer
@@ -140,14 +141,14 @@ class LatentBuilder:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        """Which batches a captured graph can replay, as vLLM names it."""
+        """Which batches a captured graph can replay, as a member of vLLM's enumeration."""
         ours: Any = super()
         level = ours.get_cudagraph_support(vllm_config, kv_cache_spec)
         return compat.cudagraph_support(level.value)
 
 
 class _Unwrapped:
-    """Our builder's own methods, whatever a wrapper factory has put over them."""
+    """Our builder's own methods, without the overrides of vLLM's wrapper factories."""
 
     def __init__(self, builder: Any) -> None:
         ours: Any = super(LatentBuilder, builder)
@@ -156,13 +157,13 @@ class _Unwrapped:
 
 
 def warm_up(builder: Any, layers: Sequence[Any], quantises: bool) -> None:
-    """Compile what the layers' steps launch, on a cache of two blocks laid out like the engine's.
+    """Compile the kernels of the layers' steps, on a cache of two blocks with the engine's layout.
 
-    vLLM's profiling run comes without metadata and so compiles nothing.
+    vLLM's profiling run has no metadata and therefore compiles nothing.
 
     Args:
-        builder: of the layers' group.
-        layers: vLLM's modules, whose weights are loaded.
+        builder: builder of the layers' group.
+        layers: vLLM's modules of the layers; their weights are loaded.
         quantises: a compiler pass may fuse the output's fp8 quantisation.
     """
     plain, spec = _Unwrapped(builder), builder.kv_cache_spec
@@ -173,9 +174,9 @@ def warm_up(builder: Any, layers: Sequence[Any], quantises: bool) -> None:
     warmed = set()
     for layer in layers:
         impl = layer.impl
-        likeness = (impl.kv_cache_dtype, impl.qk_nope_head_dim, impl.v_head_dim)
-        if likeness in warmed:
+        variant_key = (impl.kv_cache_dtype, impl.qk_nope_head_dim, impl.v_head_dim)
+        if variant_key in warmed:
             continue
-        warmed.add(likeness)
+        warmed.add(variant_key)
         for output_scale in (None, scale) if quantises else (None,):
             impl.warm_up(layer, kv_cache, plain, spec.dtype.torch, output_scale=output_scale)

@@ -1,7 +1,8 @@
-"""Import paths of the adapted classes: what vLLM's registry holds and its workers import.
+"""The adapted classes as module attributes: vLLM's registry holds their import paths.
 
-``TRITON_ATTN`` here is our triple of that name under vLLM's name; ``CUSTOM_TRITON_ATTN`` is the
-same triple as vLLM's ``CUSTOM``. Classes are made when first asked for.
+``members.TRITON_ATTN`` adapts our TRITON_ATTN for vLLM's registry name ``TRITON_ATTN``, and
+``members.CUSTOM_TRITON_ATTN`` adapts it for the name ``CUSTOM``. A class is made when it is first
+asked for.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def path_of(member: str, backend: str) -> str:
     """Import path of one of our backends as a member of vLLM's registry.
 
     Args:
-        member: vLLM's name: ``CUSTOM``, or the backend's own.
+        member: the name in vLLM's registry: ``CUSTOM``, or the name of the backend itself.
         backend: our registry name.
     """
     return f"{__name__}.{backend if member == backend else _PREFIX + backend}"

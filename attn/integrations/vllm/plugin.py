@@ -11,23 +11,24 @@ from attn.integrations.vllm.settings import BACKEND_VARIABLE, OVERRIDE_VARIABLE
 
 FIRST: Final = (0, 26)
 LAST: Final = (0, 33)
-"""Versions of vLLM that the plugin is tested with, and those between."""
+"""First and last version of vLLM that the plugin serves; it is tested with both."""
 
 logger = logging.getLogger("vllm.attn_backends")
 
 _registered: dict[str, str] = {}
-"""Import paths of ours, by the member of vLLM's registry that they stand for."""
+"""The import path that the plugin registered for each name in vLLM's registry."""
 
 
 def register() -> None:
     """Register ``CUSTOM`` and the overrides; vLLM calls it in every process, once or more often.
 
-    Imports no kernel and touches no device. In a vLLM that it does not know it registers nothing,
-    and a ``CUSTOM`` of another plugin it leaves alone; the log says so.
+    The function imports no kernel and touches no device. In a version of vLLM that the plugin does
+    not serve it registers nothing, and it never replaces a ``CUSTOM`` of another plugin; the log
+    says so.
 
     Raises:
-        ValueError: a variable names a backend or kernel that this library, or a member that vLLM,
-            does not have; or a variable with our prefix is none of ours.
+        ValueError: a variable names a backend or kernel that this library lacks, or a name that
+            vLLM's registry lacks; or a variable with our prefix is unknown.
     """
     import vllm
 
@@ -43,13 +44,13 @@ def register() -> None:
 
 
 def is_served(version: str) -> bool:
-    """The plugin knows this version of vLLM."""
+    """True for a version of vLLM that the plugin serves."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return found is not None and FIRST <= (int(found[1]), int(found[2])) <= LAST
 
 
 def _wanted() -> tuple[str, dict[str, str]]:
-    """Our name of what ``CUSTOM`` is to be; and import paths by the member of vLLM's registry."""
+    """Our backend for ``CUSTOM``, and the import path to register for each name of vLLM's."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from attn.integrations.vllm.members import CUSTOM, path_of
@@ -65,7 +66,7 @@ def _wanted() -> tuple[str, dict[str, str]]:
 
 
 def _put(custom: str, wanted: dict[str, str]) -> None:
-    """Bring vLLM's registry in line with what is wanted, and say what became of it."""
+    """Register the wanted import paths in vLLM's registry, and log the result."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from attn.integrations.vllm.members import CUSTOM
@@ -101,7 +102,7 @@ def _put(custom: str, wanted: dict[str, str]) -> None:
 
 
 def _of_others(member: Any) -> str | None:
-    """Import path of a member of vLLM's registry that another plugin replaced."""
+    """Import path of a backend in vLLM's registry if another plugin replaced it, else None."""
     from attn.integrations.vllm import members
 
     if not member.is_overridden() or member.get_path(include_classname=False) == members.__name__:
@@ -110,7 +111,7 @@ def _of_others(member: Any) -> str | None:
 
 
 def _known(name: str, variable: str) -> str:
-    """A registry name of ours."""
+    """Our registry's spelling of ``name``; an error names the variable."""
     from attn.registry import AttentionBackendEnum
 
     if name not in AttentionBackendEnum:
@@ -124,7 +125,7 @@ def _known(name: str, variable: str) -> str:
 
 
 def _dense(name: str, variable: str) -> str:
-    """A registry name of ours that serves dense layers."""
+    """Our registry's spelling of ``name``, which must be a backend of dense layers."""
     from attn.registry import AttentionBackendEnum
 
     member: Any = AttentionBackendEnum[_known(name, variable)]
@@ -144,12 +145,12 @@ def _best() -> str:
 
     kind = DeviceKind.ROCM
     if not current_platform.is_rocm():
-        # A GPU that nothing here serves must not keep vLLM from starting: CUSTOM refuses it.
+        # A GPU that no backend serves must not keep vLLM from starting: CUSTOM refuses it later.
         kind = device_kind(current_platform.get_device_capability()) or DeviceKind.CPU
     ranked = [name for name in PRIORITIES[kind] if not is_withheld(name, kind)]
     for name in ranked:
         member = AttentionBackendEnum[name]
         if not member.missing() and not member.get_class().is_mla():
             return name
-    # Packages are missing: CUSTOM says so where it is asked for, and vLLM starts without it.
+    # Every backend lacks packages. CUSTOM reports that where it is asked for; without it vLLM runs.
     return ranked[0]

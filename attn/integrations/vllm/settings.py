@@ -1,4 +1,4 @@
-"""What the environment says to the plugin: every variable is read and checked here alone."""
+"""The plugin's environment variables: no other module reads or checks them."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from specs.engine import DecodeKernel, PrefillKernel
 
 PREFIX: Final = "ATTN_VLLM_"
 BACKEND_VARIABLE: Final = "ATTN_VLLM_BACKEND"
-"""Our backend that ``--attention-backend CUSTOM`` stands for; unset is the best of the device."""
+"""Our backend for ``--attention-backend CUSTOM``; unset means the best one for the device."""
 OVERRIDE_VARIABLE: Final = "ATTN_VLLM_OVERRIDE"
-"""Members of vLLM's registry, separated by commas, that ours of the same name replace."""
+"""Names in vLLM's registry, separated by commas, that our backends of the same name replace."""
 PREFILL_VARIABLE: Final = "ATTN_VLLM_PREFILL_KERNEL"
-"""Names the kernel of requests with many new tokens: ``auto``, ``triton`` or ``hopper``."""
+"""Kernel of requests with many new tokens: ``auto``, ``triton`` or ``hopper``."""
 DECODE_VARIABLE: Final = "ATTN_VLLM_DECODE_KERNEL"
-"""Names the kernel of the other requests, in the same words."""
+"""Kernel of requests with few new tokens: ``auto``, ``triton`` or ``hopper``."""
 VARIABLES: Final = (BACKEND_VARIABLE, OVERRIDE_VARIABLE, PREFILL_VARIABLE, DECODE_VARIABLE)
 
 RAY_VARIABLE: Final = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
-"""vLLM's list of variables, beyond those of its own prefix, that its Ray workers get."""
+"""vLLM's list of further variables for its Ray workers, which get all that start with ``VLLM_``."""
 
 _Kernel = TypeVar("_Kernel", PrefillKernel, DecodeKernel)
 
 
 def check() -> None:
-    """Check every variable that needs no registry.
+    """Check the variables whose values name no backend.
 
     Raises:
-        ValueError: a variable with our prefix that is none of ours, or a kernel that there is not.
+        ValueError: a variable with our prefix is unknown, or a kernel's name is.
     """
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and name not in VARIABLES:
@@ -38,12 +38,12 @@ def check() -> None:
 
 
 def backend() -> str | None:
-    """What ``CUSTOM`` is to be; None leaves it to the device."""
+    """Name of our backend for ``CUSTOM``; None means the best one for the device."""
     return os.environ.get(BACKEND_VARIABLE) or None
 
 
 def overrides() -> list[str]:
-    """Members of vLLM's registry that are to be ours."""
+    """Names in vLLM's registry that our backends shall replace."""
     names = os.environ.get(OVERRIDE_VARIABLE, "").split(",")
     return [name.strip() for name in names if name.strip()]
 
@@ -52,16 +52,16 @@ def prefill_kernel() -> PrefillKernel:
     """Kernel of requests with many new tokens.
 
     Raises:
-        ValueError: the variable names none.
+        ValueError: the variable's value is no kernel's name.
     """
     return _named(PREFILL_VARIABLE, PrefillKernel.AUTO)
 
 
 def decode_kernel() -> DecodeKernel:
-    """Kernel of the other requests.
+    """Kernel of requests with few new tokens.
 
     Raises:
-        ValueError: the variable names none.
+        ValueError: the variable's value is no kernel's name.
     """
     return _named(DECODE_VARIABLE, DecodeKernel.AUTO)
 
@@ -74,10 +74,10 @@ def _named(variable: str, default: _Kernel) -> _Kernel:
 
 
 def kernel_reasons(capability: Any) -> list[str]:
-    """Why a device cannot have the kernels that the environment names.
+    """Why a device cannot run the kernels that the environment names.
 
     Args:
-        capability: vLLM's compute capability of the device; None without one.
+        capability: vLLM's compute capability of the device; None for a device without one.
     """
     named = {PREFILL_VARIABLE: prefill_kernel(), DECODE_VARIABLE: decode_kernel()}
     if capability is None or capability.major == 9:
@@ -91,8 +91,9 @@ def kernel_reasons(capability: Any) -> list[str]:
 
 
 def pass_on() -> None:
-    """Have vLLM's Ray workers get our variables: they get what starts with ``VLLM_``, and what this
-    list names. A worker without them would choose other kernels than its peers.
+    """Add our variables to the list of variables that vLLM passes on to its Ray workers.
+
+    A worker without them would choose other kernels than its peers.
     """
     listed = [name for name in os.environ.get(RAY_VARIABLE, "").split(",") if name.strip()]
     missing = [name for name in VARIABLES if name in os.environ and name not in listed]

@@ -1,4 +1,4 @@
-"""vLLM's configuration, KV cache specs and devices in our terms, field by field."""
+"""Translation of vLLM's configuration, KV cache specs and devices to ours, field by field."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _QUANT_MODES = {
 
 
 def device_kind(capability: Any) -> DeviceKind | None:
-    """Kind of the device with a compute capability of vLLM's; None is a CPU's.
+    """Kind of the device with vLLM's compute capability ``capability``, which is None for a CPU.
 
     Returns:
         None for a capability that no kind has.
@@ -45,15 +45,15 @@ def device_kind(capability: Any) -> DeviceKind | None:
 
 
 def cache_dtype(spec: Any, cache_config_dtype: str, model_dtype: torch.dtype) -> CacheDType:
-    """How the cache of one layer is stored.
+    """The ``kv_cache_dtype`` of one layer's cache.
 
-    A spec names its quantisation, but not which fp8 type; a layer that is exempt from quantisation
-    says so by having none.
+    A spec of vLLM's names its quantisation mode, but not which fp8 type; that comes from the
+    engine. A layer that is exempt from the engine's quantisation has a spec without quantisation.
 
     Args:
         spec: vLLM's spec.
         cache_config_dtype: ``kv_cache_dtype`` of the engine.
-        model_dtype: of the model.
+        model_dtype: model dtype.
 
     Raises:
         ValueError: a format that this library does not have.
@@ -82,11 +82,11 @@ def kv_cache_spec(
     """Our spec of the same cache, with pages of the same bytes.
 
     Args:
-        spec: an attention spec of vLLM's; of R-SWA only the window is left out, which is the
-            engine configuration's.
+        spec: an attention spec of vLLM's. The window of R-SWA is left out: it is part of
+            :func:`engine_config`.
         cache_config_dtype: ``kv_cache_dtype`` of the engine.
-        model_dtype: of the model; None where only the bytes of rows matter.
-        qk_rope_head_dim: of MLA layers, whose specs give latent and rope in one number.
+        model_dtype: model dtype; None where only the bytes of rows matter.
+        qk_rope_head_dim: rotary width of MLA layers; specs give latent and rope in one number.
 
     Raises:
         ValueError: a kind of spec or a format that this library does not have.
@@ -106,7 +106,7 @@ def kv_cache_spec(
 
 
 def _kind_of(spec: Any, qk_rope_head_dim: int) -> tuple[Any, dict[str, Any]]:
-    """Our class for a spec, and the fields that not every class has."""
+    """Our class for a spec of vLLM's, and the fields that only this class has."""
     extra = compat.spec_fields(spec)
     if isinstance(spec, vllm_specs.MLAAttentionSpec | vllm_specs.SlidingWindowMLASpec):
         own: dict[str, Any] = {
@@ -119,7 +119,7 @@ def _kind_of(spec: Any, qk_rope_head_dim: int) -> tuple[Any, dict[str, Any]]:
     own = {"num_kv_heads": spec.num_kv_heads, "head_size": spec.head_size}
     if extra["head_size_v"] != spec.head_size:
         own["head_size_v"] = extra["head_size_v"]
-    # Subclasses come before their bases.
+    # Subclasses are tested before their base classes.
     if isinstance(spec, vllm_specs.SinkFullAttentionSpec):
         return SinkFullAttentionSpec, {**own, "sink_len": spec.sink_len}
     if isinstance(spec, vllm_specs.FullAttentionSpec):
@@ -137,15 +137,15 @@ def _kind_of(spec: Any, qk_rope_head_dim: int) -> tuple[Any, dict[str, Any]]:
 
 
 def planned_spec(spec: AnyKVCacheSpec, rules: Sequence[AttentionRules]) -> AnyKVCacheSpec:
-    """The spec to plan a group's steps with: what its layers see, where they agree.
+    """The spec to plan a group's steps with: the mask of its layers, where they agree on one.
 
-    vLLM's chunked local layers come as batches of whole chunks, so they plan as full attention.
-    Layers with a window in a cache that keeps every token, and chunks that are spelled as windows,
-    plan by what the layers say.
+    vLLM splits the requests of chunked local layers into one request for each chunk, so these
+    layers plan as full attention. The layers' own masks count for windows over a cache that keeps
+    every token, and for chunks that vLLM states as windows.
 
     Args:
-        spec: the group's cache.
-        rules: masks of the group's layers; none are known when it is empty.
+        spec: spec of the group's cache.
+        rules: masks of the group's layers; empty where none is known.
     """
     fields: dict[str, Any] = {
         name: getattr(spec, name)
@@ -177,28 +177,28 @@ def engine_config(
     """The settings that a builder needs.
 
     Args:
-        vllm_config: vLLM's.
-        spec: vLLM's spec of the builder's group: sinks lengthen every sequence, chunked local
-            layers see one request as several.
+        vllm_config: vLLM's configuration.
+        spec: vLLM's spec of the builder's group. Static sinks lengthen every sequence, and chunked
+            local layers get one request as several.
         num_heads: query heads of this rank.
-        dcp_size: ranks that share a request's tokens; a replicated draft has one.
-        dcp_rank: this one among them.
+        dcp_size: ranks that share a request's tokens; 1 for a draft model that is replicated.
+        dcp_rank: index of this rank among them.
     """
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
     captured = vllm_config.compilation_config.cudagraph_capture_sizes or ()
     max_tokens = max(scheduler.max_num_batched_tokens, *captured, 1)
-    # A graph's padding can exceed the scheduler's limit.
+    # A captured batch is padded, which can exceed the scheduler's limit of requests.
     max_reqs = max(scheduler.max_num_seqs, *captured, 1)
-    # So can the lengths of the dummy batches before a capture.
+    # The dummy batches before a capture can be longer than the model's longest sequence.
     max_len = max(model.max_model_len, *captured, 1)
     if isinstance(spec, vllm_specs.SinkFullAttentionSpec):
         max_len += spec.sink_len
     if isinstance(spec, vllm_specs.ChunkedLocalAttentionSpec):
-        # Every request can start and end within a chunk.
+        # Each chunk of a request counts as a request; the first and the last may be partial.
         max_reqs = 2 * max_reqs + cdiv(max_tokens, spec.attention_chunk_size)
     drafts = None if speculative is None else speculative.num_speculative_tokens
-    # Sinks are added on the device.
+    # vLLM adds static sinks to the lengths on the device, so the host's lengths lack them.
     is_exact = not compat.is_optimistic(vllm_config) and not isinstance(
         spec, vllm_specs.SinkFullAttentionSpec
     )
@@ -207,7 +207,7 @@ def engine_config(
         max_encoder_len=_encoder_len(vllm_config, spec),
         max_num_seqs=max_reqs,
         max_num_batched_tokens=max_tokens,
-        # Each rank attends with the heads of all, over its own tokens.
+        # Under DCP each rank attends with the query heads of all ranks over its own tokens.
         num_heads=num_heads * dcp_size,
         cudagraph_capture_sizes=tuple(captured),
         parallel=ParallelConfig(
@@ -233,8 +233,10 @@ def engine_config(
 
 
 def _encoder_len(vllm_config: Any, spec: Any) -> int | None:
-    """The longest input of an encoder: as many tokens as vLLM has blocks for, or captures graphs
-    with; None of layers without an encoder.
+    """Longest input of an encoder, in tokens; None for layers that are not cross attention.
+
+    It is the largest of the scheduler's limit on encoder inputs, the model's
+    ``max_source_positions`` and its ``max_model_len``.
     """
     if not isinstance(spec, vllm_specs.CrossAttentionSpec):
         return None
@@ -244,30 +246,30 @@ def _encoder_len(vllm_config: Any, spec: Any) -> int | None:
 
 
 def batch_invariant() -> bool:
-    """The engine is to give the same bits whatever shares a batch."""
+    """True where vLLM is set to give a request the same bits in any batch."""
     from vllm import envs
 
     return bool(envs.VLLM_BATCH_INVARIANT)
 
 
 def layers_of(vllm_config: Any, layer_names: Iterable[str]) -> list[Any]:
-    """Layer modules of those names; names that vLLM does not know are left out."""
+    """The modules of the layers ``layer_names``; names that vLLM does not know are left out."""
     context = vllm_config.compilation_config.static_forward_context
     return [context[name] for name in layer_names if name in context]
 
 
 def dcp_ranks(layers: Sequence[Any]) -> tuple[int, int]:
-    """Ranks that share the layers' tokens, and this one among them; 1 and 0 without layers."""
+    """Ranks that share the layers' tokens, and the index of this rank; (1, 0) without layers."""
     for layer in layers:
         return int(layer.impl.dcp_world_size), int(layer.impl.dcp_rank)
     return 1, 0
 
 
 def query_heads(vllm_config: Any, layers: Sequence[Any]) -> int:
-    """Query heads of this rank, which the layers of a group must agree on.
+    """Query heads of this rank, which must be equal in all layers of a group.
 
     Raises:
-        ValueError: they do not.
+        ValueError: layers have different numbers of query heads.
     """
     counts = {layer.num_heads for layer in layers}
     if len(counts) > 1:

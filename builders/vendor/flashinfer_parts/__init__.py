@@ -1,1 +1,1 @@
-"""What the builders of FLASHINFER and FLASHINFER_MLA consist of."""
+"""Parts of the builders of FLASHINFER and FLASHINFER_MLA."""

@@ -1,6 +1,7 @@
-"""FlashInfer's functions that need no plan, called in one way whatever version is installed.
+"""FlashInfer's functions that need no plan, with one interface for every installed version.
 
-0.7 counts a row's finished parts outside the workspace and masks what 0.6 gets wrong.
+0.7 differs from 0.6 in two ways: its counters lie outside of the workspace, and its masks are right
+in shapes where those of 0.6 are wrong.
 """
 
 from __future__ import annotations
@@ -13,55 +14,55 @@ from typing import Any
 import torch
 
 RECENT = (0, 7, 0)
-"""Versions from here on have the newer direct calls."""
+"""First version with the newer direct calls."""
 KV_LAYOUT = "NHD"
-"""Axes of a page as FlashInfer is told them; where heads lie first, strides say so."""
+"""Order of a page's axes that FlashInfer is given; strides tell it where heads come first."""
 
 
 @cache
 def numbers_of(version: str) -> tuple[int, ...]:
-    """The three numbers of a version; none of one that has no such form."""
+    """The three numbers of a version; empty for a version of another form."""
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     return tuple(int(number) for number in numbers.groups()) if numbers else ()
 
 
 @dataclass
 class StepCall:
-    """What a direct call over consecutive requests is given of the step, whatever the layer."""
+    """The step's arguments of a direct call over consecutive requests, equal for all layers."""
 
     pages: torch.Tensor
-    """``[R, width]`` int32, contiguous: the first page holds the first key of ``kv_lens``."""
+    """``[R, width]`` int32, contiguous; a request's first page holds its first listed key."""
     kv_lens: torch.Tensor
-    """``[R]`` int32, of XQA uint32, which reads it so: keys that the table lists, the call's own
-    tokens included."""
+    """``[R]`` int32, or uint32 for XQA: listed keys of each request, the call's own tokens
+    included."""
     max_kv_len: int
-    """Bound of ``kv_lens`` that no step changes: kernels choose their tiles by it."""
+    """Bound of ``kv_lens``, equal in all steps, because kernels choose their tiles by it."""
     max_query_len: int
-    """Tokens of every request, or the most of one; XQA has a kernel for each of its verifies."""
+    """Tokens of every request, or of the longest one; XQA compiles a kernel for each number."""
     workspace: torch.Tensor
-    """uint8, zeroed when made, of this kernel and phase alone."""
+    """uint8 scratch of this kernel and phase alone, zeroed when made."""
     counters: torch.Tensor
-    """uint8, zeroed when made, likewise."""
+    """uint8 counters of this kernel and phase alone, zeroed when made."""
     mask: torch.Tensor | None
-    """``[R, Tq, words]`` uint16, or ``[T, words]`` with ``query_starts``: bits of the call's own
-    keys that a row sees, see :func:`builders.vendor.trtllm_parts.mha_split.causal_mask`; XQA's
-    verify."""
+    """``[R, Tq, words]`` uint16, or ``[T, words]`` with ``query_starts``, for XQA's verify: bits of
+    the call's own tokens that a row sees
+    (:func:`builders.vendor.trtllm_parts.mha_split.causal_mask`)."""
     query_starts: torch.Tensor | None
-    """``[R + 1]`` int32, from 0; None of decodes that have ``max_query_len`` tokens each."""
+    """``[R + 1]`` int32, from 0; None for decodes with ``max_query_len`` tokens each."""
     kv_starts: torch.Tensor | None
-    """``[R + 1]`` int32, from 0; of prefills alone."""
+    """``[R + 1]`` int32, from 0; None for decodes."""
 
 
 @dataclass(slots=True)
 class LayerCall:
-    """What it is given of the layer."""
+    """The layer's arguments of a direct call."""
 
     query: torch.Tensor
-    """``[T, H, D]``."""
+    """``[T, H, D]`` queries of the requests' new tokens."""
     key: torch.Tensor
     """``[N, P, Hk, D]``, any strides with dense rows."""
     value: torch.Tensor
-    """Likewise, in the strides of ``key``."""
+    """``[N, P, Hk, D]``, in the strides of ``key``."""
     output: torch.Tensor
     """``[T, H, D]``, written."""
     qk_scale: float
@@ -71,50 +72,50 @@ class LayerCall:
     window_left: int
     """Visible keys before the token's own; -1 without a window."""
     sinks: torch.Tensor | None
-    """``[H]`` fp32."""
+    """``[H]`` fp32 sink logits; None without sinks."""
     lse: torch.Tensor | None
-    """``[T, H]`` fp32, written in log2, sinks aside."""
+    """``[T, H]`` fp32, written in base 2, without the sinks."""
 
 
 @dataclass(frozen=True)
 class DirectCalls:
-    """The functions of the installed version that need no plan, called in one way."""
+    """The functions of the installed version that need no plan, with one interface."""
 
     version: str
     decode_function: Any
     context_function: Any
     fmha_v2_function: Any
     ragged_xqa_function: Any = None
-    """Decode by XQA that is told each request's number of tokens; None before 0.7.2."""
+    """XQA's decode function for requests with different numbers of tokens; None before 0.7.2."""
 
     @property
     def is_recent(self) -> bool:
-        """0.7 or later."""
+        """True for version 0.7 or later."""
         return numbers_of(self.version) >= RECENT
 
     @property
     def verifies_windows(self) -> bool:
-        """XQA places the window of each row of a verify; before, of the last one alone."""
+        """True where XQA masks every row's window in a verify; 0.6 masks the last row's alone."""
         return self.is_recent
 
     @property
     def verifies_fp8(self) -> bool:
-        """XQA over fp8 masks the rows of a verify right on Hopper; before, not in every shape."""
+        """True where XQA over fp8 masks verifies right on Hopper; 0.6 does not in some shapes."""
         return self.is_recent
 
     @property
     def verifies_ragged(self) -> bool:
-        """XQA takes requests of different numbers of tokens in one call."""
+        """True where XQA takes requests with different numbers of tokens in one call."""
         return self.ragged_xqa_function is not None
 
     @property
     def prefills_fp8(self) -> bool:
-        """fmha_v2 takes e4m3; before, it was known to hang on Hopper."""
+        """True where fmha_v2 takes e4m3; that of 0.6 is known to hang on Hopper."""
         return self.is_recent
 
     def xqa(self, step: StepCall, call: LayerCall) -> None:
-        """Decode or verify by XQA, which wants a dense query."""
-        # In one piece: at batch 1 the host's time is all that a layer waits for.
+        """Decode or verify by XQA; the query must be dense."""
+        # Arguments are written out: at batch 1 a layer waits for the host, and helpers cost time.
         self.decode_function(
             call.query,
             (call.key, call.value),
@@ -134,7 +135,7 @@ class DirectCalls:
         )
 
     def ragged_xqa(self, step: StepCall, call: LayerCall) -> None:
-        """Verify by XQA where requests have different numbers of tokens; a dense query too."""
+        """Verify by XQA with different numbers of tokens per request; the query must be dense."""
         self.ragged_xqa_function(
             *_cached(step, call),
             **_common(call),
@@ -159,7 +160,7 @@ class DirectCalls:
         )
 
     def gen_prefill(self, step: StepCall, call: LayerCall) -> None:
-        """Prefills by trtllm-gen."""
+        """Prefill by trtllm-gen."""
         self.context_function(
             *_cached(step, call)[:-1],
             step.max_query_len,
@@ -178,13 +179,13 @@ class DirectCalls:
         )
 
     def fmha_v2(self, step: StepCall, call: LayerCall) -> None:
-        """Prefills by fmha_v2.
+        """Prefill by fmha_v2.
 
         Raises:
             ValueError: K and V of a block do not lie side by side without gaps.
         """
         stacked, layout = stacked_pages(call.key, call.value)
-        # By name: a window of the own key alone would be taken for none.
+        # The mask is named, because fmha_v2 would take a window of a single key for no window.
         mask = "causal" if call.window_left < 0 else "sliding_window"
         self.fmha_v2_function(
             (call.query, stacked),
@@ -206,18 +207,20 @@ class DirectCalls:
         )
 
     def _counters(self, step: StepCall) -> dict[str, torch.Tensor]:
-        """0.6 keeps them in the workspace's head; 0.7 would allocate them in each call."""
+        """The counter argument of 0.7, which else allocates counters in every call; none for 0.6,
+        which has counters at the start of the workspace.
+        """
         return {"multi_ctas_kv_counter_buffer": step.counters} if self.is_recent else {}
 
 
 def _cached(step: StepCall, call: LayerCall) -> tuple[Any, ...]:
-    """What calls are given by position."""
+    """Positional arguments of the direct calls."""
     cache = call.key, call.value
     return call.query, cache, step.workspace, step.pages, step.kv_lens, step.max_kv_len
 
 
 def _common(call: LayerCall) -> dict[str, Any]:
-    """What decodes are given by name."""
+    """Keyword arguments of the decode calls."""
     return {
         "bmm1_scale": call.qk_scale,
         "bmm2_scale": call.v_scale,
@@ -229,9 +232,10 @@ def _common(call: LayerCall) -> dict[str, Any]:
 
 
 def canonical_strides(pages: torch.Tensor) -> torch.Tensor:
-    """The same pages, with the strides that a dense tensor has where an axis has one entry.
+    """View pages with the strides of a dense tensor on axes that have one entry.
 
-    Descriptors of the hardware refuse what torch may keep there, since it never uses it.
+    torch may keep any stride on such an axis, as it never uses it, but hardware tensor descriptors
+    refuse some.
 
     Args:
         pages: ``[N, P, Hk, D]``.
@@ -252,13 +256,13 @@ def stacked_pages(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor,
 
     Args:
         key: ``[N, P, Hk, D]``.
-        value: likewise.
+        value: ``[N, P, Hk, D]``.
 
     Returns:
         ``[N, 2, P, Hk, D]`` or ``[N, 2, Hk, P, D]``, contiguous.
 
     Raises:
-        ValueError: blocks that are not ``2 * P * Hk * D`` elements, first all of K, then all of V.
+        ValueError: a block is not ``2 * P * Hk * D`` dense elements, first all of K, then all of V.
     """
     blocks, size, heads, width = key.shape
     plane = size * heads * width
@@ -287,7 +291,7 @@ def _used_strides(pages: torch.Tensor) -> tuple[int, ...]:
 
 
 def _dense(inner: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of ``[N, *inner]``."""
+    """Strides of a dense tensor ``[N, *inner]``."""
     strides = [1]
     for extent in reversed(inner):
         strides.append(strides[-1] * extent)

@@ -1,4 +1,4 @@
-"""What FLASHINFER serves, and which kernel of FlashInfer takes what, with reasons."""
+"""Limits of FLASHINFER, and the choice of FlashInfer's kernels, with reasons."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specs.kv_cache import FullAttentionSpec, SlidingWindowSpec
 
 NAME = "FLASHINFER"
 HEAD_SIZES = (64, 128, 256)
-"""Of keys and of values alike."""
+"""Head sizes that FLASHINFER serves; keys and values must have the same size."""
 BLOCK_MULTIPLE = 16
 MODEL_DTYPES = (torch.float16, torch.bfloat16)
 CACHE_DTYPES = (
@@ -28,15 +28,15 @@ CACHE_DTYPES = (
     CacheDType.FP8_E5M2,
 )
 FA3_MIN_QUERY_LEN = 16
-"""Average of new tokens from which fa3 takes a step's prefills. fa2 packs the query heads of a KV
-head into its tile, which shorter rows need."""
+"""Least average of new tokens per request with which fa3 takes a step's prefills. With fewer, fa2
+fills its tiles better, as it packs the query heads of a KV head into one tile."""
 TENSOR_CORE_GROUP = 4
-"""Query heads per KV head from which decodes are products of matrices."""
+"""Least number of query heads per KV head with which decodes use tensor cores."""
 
 
 @unique
 class WrapperKernel(StrEnum):
-    """FlashInfer's name of a kernel family."""
+    """A kernel family of FlashInfer's wrappers, by FlashInfer's name."""
 
     FA2 = "fa2"
     FA3 = "fa3"
@@ -44,7 +44,7 @@ class WrapperKernel(StrEnum):
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """Which kernel a plan is for, and why."""
+    """The kernel that a plan is for, and the reason."""
 
     kernel: WrapperKernel
     use_tensor_cores: bool
@@ -52,8 +52,10 @@ class KernelChoice:
 
     @property
     def rounds_sums(self) -> bool:
-        """Weights are summed as rounded to the model's type, which they are multiplied in. Outputs
-        lose nothing by it; the LSE is off by up to that type's rounding, 2^-9 of bf16.
+        """True where the kernel sums weights after rounding them to the model's type.
+
+        Outputs lose nothing by it, because the products use the same rounded weights. The LSE is
+        off by up to that type's rounding, which is 2^-9 for bf16.
         """
         return self.kernel is WrapperKernel.FA2 and self.use_tensor_cores
 
@@ -61,13 +63,13 @@ class KernelChoice:
 def prefill_kernel_of(
     shape: DenseShape, kind: DeviceKind, num_tokens: int, num_reqs: int
 ) -> KernelChoice:
-    """The kernel of rows of any length.
+    """The kernel for requests of any length.
 
-    FlashInfer's own choice is by dtype alone, and slower on Hopper for short rows.
+    FlashInfer's own choice depends on dtypes alone and is slower on Hopper for short requests.
 
     Args:
-        shape: the layer's.
-        kind: of the GPU.
+        shape: the layer.
+        kind: kind of the GPU.
         num_tokens: query rows of the plan.
         num_reqs: requests with query rows.
     """
@@ -87,7 +89,7 @@ def prefill_kernel_of(
 
 
 def decode_kernel_of(shape: DenseShape) -> KernelChoice:
-    """The kernel of rows of one token."""
+    """The kernel for requests of one token."""
     quantized = shape.stored_bits != shape.itemsize * 8
     if quantized or shape.group >= TENSOR_CORE_GROUP:
         what = "a quantised cache" if quantized else f"{shape.group} query heads per KV head"
@@ -98,7 +100,11 @@ def decode_kernel_of(shape: DenseShape) -> KernelChoice:
 
 
 def check_support(spec: Any, config: EngineConfig) -> int:
-    """The number of query heads, with everything that a spec can ask of the wrappers checked."""
+    """Check that the wrappers serve a spec and an engine's settings; returns the query heads.
+
+    Raises:
+        ValueError: the wrappers do not serve the spec or a setting; the message names it.
+    """
     if not isinstance(spec, FullAttentionSpec | SlidingWindowSpec):
         raise ValueError(
             f"kv_cache_spec must be of full or sliding-window attention for {NAME}, got "
@@ -134,10 +140,10 @@ def check_support(spec: Any, config: EngineConfig) -> int:
 
 
 def check_head_sizes(head_size: int, head_size_v: int) -> None:
-    """Keys and values are of one size that the wrappers take.
+    """Refuse head sizes that the wrappers do not take.
 
     Raises:
-        ValueError: they are not.
+        ValueError: keys and values differ in size, or the size is not served.
     """
     if head_size not in HEAD_SIZES:
         sizes = ", ".join(map(str, HEAD_SIZES))
@@ -149,7 +155,11 @@ def check_head_sizes(head_size: int, head_size_v: int) -> None:
 
 
 def check_dtypes(model: torch.dtype | None, cache: CacheDType) -> None:
-    """Model and KV cache dtype go together; None for a model dtype that is not known yet.
+    """Refuse a model and KV cache dtype that do not go together.
+
+    Args:
+        model: model dtype; None where it is not known yet.
+        cache: KV cache dtype.
 
     Raises:
         ValueError: one is not served, or a 16-bit cache is not of the model's type.

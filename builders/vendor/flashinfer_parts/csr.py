@@ -13,59 +13,60 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class CsrOnHost:
-    """Lengths of consecutive requests as ``plan`` reads them: all int32, on the host."""
+    """Lengths of consecutive requests in the form that ``plan`` reads: int32, on the host."""
 
     qo_indptr: torch.Tensor
-    """``[R + 1]``: rows of the query."""
+    """``[R + 1]``: first query row of each request, from 0."""
     kv_indptr: torch.Tensor
-    """``[R + 1]``: pages."""
+    """``[R + 1]``: first page of each request in the page list, from 0."""
     last_page_len: torch.Tensor
     """``[R]``: tokens in the last page; 0 without pages."""
     kv_lens: torch.Tensor
     """``[R]``: tokens in all pages."""
     num_tokens: int
-    """Rows of the query."""
+    """Query rows of all requests."""
     num_pages: int
 
     @property
     def query_lens(self) -> np.ndarray:
-        """``[R]``."""
+        """``[R]`` query rows of each request."""
         starts = self.qo_indptr.numpy()
         lens: np.ndarray = starts[1:] - starts[:-1]
         return lens
 
     @property
     def max_query_len(self) -> int:
-        """0 without requests."""
+        """Most query rows of a request; 0 without requests."""
         lens = self.query_lens
         return int(lens.max()) if lens.size else 0
 
     @property
     def max_kv_len(self) -> int:
-        """0 without requests."""
+        """Most keys of a request; 0 without requests."""
         lens = self.kv_lens.numpy()
         return int(lens.max()) if lens.size else 0
 
 
 @dataclass(frozen=True, slots=True)
 class CsrOnDevice:
-    """Consecutive requests as kernels read them: int32, on the device. A CUDA graph keeps their
-    addresses.
+    """Consecutive requests in the form that kernels read: int32, on the device.
+
+    A CUDA graph keeps the addresses of these tensors.
     """
 
     qo_indptr: torch.Tensor
-    """``[R + 1]``, from 0."""
+    """``[R + 1]``: first query row of each request, from 0."""
     kv_indptr: torch.Tensor
-    """``[R + 1]``, from 0."""
+    """``[R + 1]``: first page of each request in ``kv_indices``, from 0."""
     last_page_len: torch.Tensor
-    """``[R]``."""
+    """``[R]``: tokens in the last page of each request."""
     kv_indices: torch.Tensor
-    """``[>= pages]``; of a graph, as many as any of its steps may have."""
+    """``[>= pages]``: pages of all requests; for a graph, with room for its largest step."""
 
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """What ``plan`` asks about a layer."""
+    """The facts about a layer that ``plan`` needs."""
 
     num_heads: int
     num_kv_heads: int

@@ -1,10 +1,9 @@
-"""FlashInfer as it is installed: whether it can be used, and what its versions call differently.
+"""The installed FlashInfer: whether it can be used, and its wrappers with one interface.
 
-Nothing else in the library imports FlashInfer's attention. 0.6.14 to 0.7 are known. Of wrappers,
-0.7 takes the options of a decode plan by keyword alone, and a trap of both is that the two wrappers
-name graph buffers differently. The direct calls are in
-:mod:`builders.vendor.flashinfer_parts.calls`, whose names are this module's too. A test binds every
-call to both versions.
+No other module of the library imports FlashInfer's attention. Versions 0.6.14 to 0.7 are known. 0.7
+takes the options of a decode plan by keyword alone. In both, the two wrappers have different names
+for graph buffers. The direct calls are in :mod:`builders.vendor.flashinfer_parts.calls`; this
+module exports them too. A test binds every call to both versions.
 """
 
 from __future__ import annotations
@@ -39,21 +38,21 @@ from builders.vendor.flashinfer_parts.replan import can_replan, replan
 OLDEST = (0, 6, 14)
 BEFORE = (0, 8, 0)
 DEFAULT_CUDA = Path("/usr/local/cuda")
-"""Where a CUDA toolkit is looked for that no variable names."""
+"""Folder of the CUDA toolkit where no environment variable names one."""
 LSE_UNIT = math.log(2)
-"""The wrappers return log2 of the sum; times this it is the natural logarithm."""
+"""Factor from the wrappers' log-sum-exp, which is in base 2, to the natural logarithm."""
 
 
 class FlashInferUnavailableError(ImportError):
-    """FlashInfer is not there or cannot be used; the message says what to install or choose."""
+    """FlashInfer is missing or cannot be used; the message says what to install or choose."""
 
 
 @dataclass(frozen=True)
 class FlashInfer:
-    """The wrappers of the installed version, called in one way.
+    """The wrappers of the installed version, with one interface for all versions.
 
-    Plans leave the softmax scale at 1: layers of a group may differ in it, so that ``run`` gets it,
-    as ``q_scale``.
+    Plans have a softmax scale of 1, because layers of a group may differ in it. ``run`` gets the
+    scale as ``q_scale``.
     """
 
     version: str
@@ -63,12 +62,12 @@ class FlashInfer:
     def prefill(
         self, workspace: torch.Tensor, kernel: str, buffers: CsrOnDevice | None = None
     ) -> Any:
-        """A wrapper for rows of any length; with ``buffers`` for one CUDA graph.
+        """Make a wrapper for requests of any length.
 
         Args:
             workspace: uint8, zeroed, device.
             kernel: ``fa2`` or ``fa3``.
-            buffers: of the graph's number of requests; None outside graphs.
+            buffers: for a CUDA graph, buffers for its number of requests; None outside graphs.
         """
         given: dict[str, Any] = {}
         if buffers is not None:
@@ -88,13 +87,13 @@ class FlashInfer:
         use_tensor_cores: bool,
         buffers: CsrOnDevice | None = None,
     ) -> Any:
-        """A wrapper for rows of one token; arguments as of :meth:`prefill`.
+        """Make a wrapper for requests of one token.
 
         Args:
             workspace: uint8, zeroed, device.
             kernel: ``fa2``.
-            use_tensor_cores: by the kernel of prefills, which packs query heads into a tile.
-            buffers: of the graph's number of requests; None outside graphs.
+            use_tensor_cores: decode with the prefill kernel, which packs query heads into a tile.
+            buffers: for a CUDA graph, buffers for its number of requests; None outside graphs.
         """
         given: dict[str, Any] = {}
         if buffers is not None:
@@ -109,9 +108,7 @@ class FlashInfer:
         )
 
     def replans(self, wrapper: Any) -> bool:
-        """A wrapper's next plan goes past FlashInfer's own Python, if it is said where on the
-        device its arrays are.
-        """
+        """True where a wrapper's next plan can bypass FlashInfer's Python, given device arrays."""
         return can_replan(numbers_of(self.version), wrapper)
 
     def plan_prefill(
@@ -124,21 +121,19 @@ class FlashInfer:
         causal: bool = True,
         on_device: CsrOnDevice | None = None,
     ) -> None:
-        """Plan rows of any length; the device is not waited for.
+        """Plan requests of any length, without waiting for the device.
 
-        A wrapper serves one layer's sizes.
-
-        ``uniform_q_len`` of 0.7.2 is left alone: it is dropped for a batch with padding requests,
-        and the tile of a captured kernel with it.
+        A wrapper serves one layer's sizes. ``uniform_q_len`` of 0.7.2 is not used: FlashInfer drops
+        it for a batch with padding requests, and with it the tile of a captured kernel.
 
         Args:
-            wrapper: of :meth:`prefill`.
-            csr: lengths.
+            wrapper: a wrapper made by :meth:`prefill`.
+            csr: lengths of the requests.
             indices: ``[>= csr.num_pages]`` int32 pages, device.
-            sizes: the layer.
-            causal: bottom-right aligned; else every key is seen.
-            on_device: what ``csr`` and ``indices`` say, where :meth:`replans`; of a graph, the
-                tensors that it was made with.
+            sizes: the layer's sizes.
+            causal: causal mask, aligned at the bottom right; else every key is seen.
+            on_device: ``csr`` and ``indices`` on the device, used where :meth:`replans` is True;
+                for a graph, the tensors that its wrapper was made with.
         """
         if on_device is not None and self._replan(wrapper, csr, on_device, sizes, causal):
             return
@@ -151,7 +146,7 @@ class FlashInfer:
             *_counts(sizes),
             causal=causal,
             seq_lens=csr.kv_lens,
-            # A loop over tensor elements is spared.
+            # Spares FlashInfer a loop over the elements of a tensor.
             max_token_per_sequence=csr.max_query_len,
             **_options(sizes),
         )
@@ -166,7 +161,16 @@ class FlashInfer:
         *,
         on_device: CsrOnDevice | None = None,
     ) -> None:
-        """Plan rows of one token; arguments as of :meth:`plan_prefill`."""
+        """Plan requests of one token, without waiting for the device.
+
+        Args:
+            wrapper: a wrapper made by :meth:`decode`.
+            csr: lengths of the requests.
+            indices: ``[>= csr.num_pages]`` int32 pages, device.
+            sizes: the layer's sizes.
+            on_device: ``csr`` and ``indices`` on the device, used where :meth:`replans` is True;
+                for a graph, the tensors that its wrapper was made with.
+        """
         if on_device is not None and self._replan(wrapper, csr, on_device, sizes, causal=False):
             return
         PLAN_MEMORY.provide(wrapper)
@@ -183,7 +187,7 @@ class FlashInfer:
     def _replan(
         self, wrapper: Any, csr: CsrOnHost, on_device: CsrOnDevice, sizes: LayerSizes, causal: bool
     ) -> bool:
-        """False where nothing is done."""
+        """Plan without FlashInfer's own Python; returns False where that is impossible."""
         version = numbers_of(self.version)
         if not can_replan(version, wrapper):
             return False
@@ -201,7 +205,7 @@ def _options(sizes: LayerSizes) -> dict[str, Any]:
     window = sizes.sliding_window
     return {
         "sm_scale": 1.0,
-        # Keys before the token's own.
+        # FlashInfer counts the keys before the token's own.
         "window_left": -1 if window is None else window - 1,
         "logits_soft_cap": sizes.logits_soft_cap,
         "q_data_type": sizes.query_dtype,
@@ -215,7 +219,7 @@ def load() -> FlashInfer:
     """The wrappers of the installed FlashInfer.
 
     Raises:
-        FlashInferUnavailableError: it is missing, of another version, or fails to import.
+        FlashInferUnavailableError: FlashInfer is missing, of another version, or fails to import.
     """
     version, (prefill, decode) = checked_modules("prefill", "decode")
     with complete(version):
@@ -228,7 +232,11 @@ def load() -> FlashInfer:
 
 @cache
 def load_calls() -> DirectCalls:
-    """The direct calls of the installed FlashInfer; errors as of :func:`load`."""
+    """The direct calls of the installed FlashInfer.
+
+    Raises:
+        FlashInferUnavailableError: FlashInfer is missing, of another version, or fails to import.
+    """
     version, (prefill, decode) = checked_modules("prefill", "decode")
     with complete(version):
         xqa = decode.xqa_batch_decode_with_kv_cache
@@ -246,14 +254,14 @@ def checked_modules(*names: str) -> tuple[str, list[Any]]:
     """Version and modules of the installed FlashInfer.
 
     Args:
-        names: of modules inside it.
+        names: names of modules inside FlashInfer.
 
     Raises:
-        FlashInferUnavailableError: it is missing, of another version, or fails to import.
+        FlashInferUnavailableError: FlashInfer is missing, of another version, or fails to import.
     """
     try:
         with warnings.catch_warnings():
-            # Importing it warns of packages that nothing here needs.
+            # On import FlashInfer warns of missing packages that this library does not need.
             warnings.simplefilter("ignore")
             version = str(importlib.import_module("flashinfer").__version__)
             modules = [importlib.import_module(f"flashinfer.{name}") for name in names]
@@ -264,7 +272,7 @@ def checked_modules(*names: str) -> tuple[str, list[Any]]:
             ) from error
         raise FlashInferUnavailableError(f"flashinfer cannot be imported: {error}") from error
     except Exception as error:
-        # Whatever a broken installation raises: some versions ask for a GPU's properties.
+        # A broken installation may raise anything; some versions ask for a GPU's properties.
         kind = type(error).__name__
         raise FlashInferUnavailableError(
             f"flashinfer cannot be imported: {kind}: {error}"
@@ -277,7 +285,7 @@ def checked_modules(*names: str) -> tuple[str, list[Any]]:
 
 @contextmanager
 def complete(version: str) -> Iterator[None]:
-    """What a module lacks makes FlashInfer unavailable."""
+    """Turn an ``AttributeError`` for a missing function into ``FlashInferUnavailableError``."""
     try:
         yield
     except AttributeError as error:
@@ -285,10 +293,10 @@ def complete(version: str) -> Iterator[None]:
 
 
 def version_reason(version: str) -> str | None:
-    """Why a version is not used; None for one that is.
+    """Why a version of FlashInfer is not used; None for a version that is used.
 
     Args:
-        version: as FlashInfer says it, ``0.7.2.post1`` say.
+        version: FlashInfer's version, for example ``0.7.2.post1``.
     """
     if OLDEST <= numbers_of(version) < BEFORE:
         return None

@@ -19,30 +19,30 @@ if TYPE_CHECKING:
 
 @dataclass
 class HostLengths:
-    """A step's lengths on the host, exact.
+    """A step's exact lengths on the host.
 
-    Arrays of numpy, which FlashInfer needs anyway: a tensor of a few hundred numbers costs an
-    operation four times as much.
+    They are numpy arrays, since an operation on a few hundred numbers takes a quarter of the time
+    that it takes on a tensor. FlashInfer needs numpy anyway.
     """
 
     query_start_loc: np.ndarray
-    """``[R + 1]`` int32."""
+    """``[R + 1]`` int32 first query row of each request."""
     kv_lens: np.ndarray
-    """``[R]`` int32."""
+    """``[R]`` int32 keys of each request, this step's tokens included."""
     query_lens: np.ndarray
-    """``[R]`` int32."""
+    """``[R]`` int32 query rows of each request."""
     common_prefix_len: int
     lacks_keys: bool
-    """A request has tokens and no key."""
+    """True where a request has tokens but no key."""
 
     @property
     def num_tokens(self) -> int:
-        """Query rows that requests own."""
+        """Query rows of all requests."""
         return int(self.query_start_loc[-1])
 
     @property
     def num_decodes(self) -> int:
-        """Leading requests of one token: padding among them ends them too."""
+        """Number of requests with one token before the first request with another number."""
         others = self.query_lens != 1
         first = int(others.argmax()) if others.size else 0
         return first if others.size and others[first] else others.size
@@ -54,14 +54,14 @@ def host_lengths(
     """Copies of the batch's host lengths, checked against each other and the table.
 
     Args:
-        batch: ours or vLLM's own object.
+        batch: our batch, or vLLM's own object.
         common_prefix_len: leading tokens that all requests share, or 0.
         page_size: tokens per block.
-        name: of the backend, for messages.
+        name: name of the backend, for messages.
 
     Raises:
-        ValueError: there are none, or they do not fit; the message names the argument and both
-            values.
+        ValueError: the batch has no host lengths, or they do not fit; the message names the
+            argument and both values.
     """
     bound, reqs = batch.seq_lens_cpu_upper_bound, batch.num_reqs
     if bound is None:
@@ -85,7 +85,7 @@ def host_lengths(
 
 
 def _check_short(lengths: HostLengths, short: np.ndarray) -> None:
-    """Requests with fewer keys than tokens have no key at all."""
+    """Refuse a request with fewer keys than tokens, unless it has no key at all."""
     wrong = (short & (lengths.kv_lens > 0)).nonzero()[0]
     if wrong.size:
         row = int(wrong[0])
@@ -96,7 +96,7 @@ def _check_short(lengths: HostLengths, short: np.ndarray) -> None:
 
 
 def _check_extents(lengths: HostLengths, width: int, size: int) -> None:
-    """The longest request fits its row of the table, the common prefix every request."""
+    """Check that the longest request fits its table row, and that requests hold the prefix."""
     longest = int(lengths.kv_lens.max()) if lengths.kv_lens.size else 0
     if longest > width * size:
         raise ValueError(
@@ -115,14 +115,14 @@ def _check_extents(lengths: HostLengths, width: int, size: int) -> None:
 def csr_on_host(
     query_starts: np.ndarray, kv_lens: np.ndarray, page_size: int, is_pinned: bool
 ) -> CsrOnHost:
-    """Lengths of consecutive requests as FlashInfer's plans read them.
+    """Lengths of consecutive requests in the form that FlashInfer's plans read.
 
     Args:
         query_starts: ``[R + 1]`` int32 first query row of each request.
-        kv_lens: ``[R]`` int32 keys.
+        kv_lens: ``[R]`` int32 keys of each request.
         page_size: tokens per block.
-        is_pinned: in memory that copies to a GPU need not wait for. Torch gives it to others only
-            when the copies out of it are done.
+        is_pinned: allocate pinned memory, so that copies to a GPU do not block the host. torch
+            reuses such memory only after the copies from it are done.
     """
     reqs = kv_lens.size
     joined = torch.empty(4 * reqs + 2, dtype=torch.int32, pin_memory=is_pinned)
@@ -155,7 +155,7 @@ def num_pages(kv_lens: np.ndarray, page_size: int) -> int:
 
 
 def keyless_tokens(lengths: HostLengths, device: torch.device) -> torch.Tensor | None:
-    """int64 query rows of requests without a key, on the device; None where every row has one."""
+    """int64 indices of query rows without a key, on the device; None where every row has one."""
     if not lengths.lacks_keys:
         return None
     rows = ((lengths.kv_lens == 0) & (lengths.query_lens > 0)).nonzero()[0].tolist()
@@ -171,8 +171,9 @@ def skipped_pages(kv_lens: Any, starts: Any, window: int, page_size: int) -> Any
     """``[R]`` int32 whole pages before the first key that a request's first query sees.
 
     Args:
-        kv_lens: ``[R]`` int32; a tensor, or an array of the host.
-        starts: ``[R + 1]`` int32, likewise: first query row of each request.
+        kv_lens: ``[R]`` int32 keys of each request; a tensor, or an array on the host.
+        starts: ``[R + 1]`` int32 first query row of each request; a tensor, or an array on the
+            host.
         window: visible keys, the token's own included.
         page_size: tokens per block.
     """
@@ -181,7 +182,7 @@ def skipped_pages(kv_lens: Any, starts: Any, window: int, page_size: int) -> Any
 
 
 def host_drafts_reason(name: str, draft_index: int) -> str:
-    """Why a draft step is not planned from a batch alone."""
+    """Why the host cannot plan a draft step from a batch."""
     return (
         f"{name} cannot plan draft step {draft_index}: its host lengths are not exact, since "
         "rejected drafts are known to the device alone; MultiStepDraft plans it where the host is "
@@ -190,7 +191,7 @@ def host_drafts_reason(name: str, draft_index: int) -> str:
 
 
 def debug_lengths(batch: CommonAttentionMetadata, lengths: HostLengths, name: str = NAME) -> None:
-    """What the host believes is what the device has; reads device values."""
+    """Refuse host lengths that differ from the device's; for debug mode, as it reads the device."""
     for field, host, device in (
         ("query_start_loc_cpu", lengths.query_start_loc, batch.query_start_loc),
         ("seq_lens_cpu_upper_bound", lengths.kv_lens, batch.seq_lens),

@@ -1,7 +1,7 @@
-"""FlashInfer's wrapper of absorbed latent attention, called in one way whatever the version.
+"""FlashInfer's wrapper of absorbed latent attention, with one interface for all versions.
 
-0.6 takes flat metadata, and the base of the log-sum-exp when it runs; 0.7 wants one object of
-metadata, and to be told of layouts and of the log-sum-exp when it plans.
+0.6 takes metadata as separate arguments, and the base of the log-sum-exp in ``run``. 0.7 takes one
+metadata object, and layouts and the base of the log-sum-exp in ``plan``.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from builders.vendor.flashinfer_parts.pinned import PLAN_MEMORY
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """What ``plan`` asks about a latent layer."""
+    """The facts about a latent layer that ``plan`` needs."""
 
     num_heads: int
-    """That the kernel is told; more than the layer has where those do not fill its tiles."""
+    """Heads that the kernel is given: the layer's, padded to a power of two."""
     rank: int
     rope_size: int
     page_size: int
     scale: float
-    """Multiplies q.k; a plan holds it."""
+    """Multiplies q.k; a part of the plan."""
     query_dtype: torch.dtype
     kv_dtype: torch.dtype
 
     @property
     def is_fp8(self) -> bool:
-        """Rows are e4m3, with a scale per tensor."""
+        """True for rows of e4m3 with one scale per tensor."""
         return self.kv_dtype == torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
 class LatentCsrBuffers:
-    """Reserved device tensors, int32, whose addresses a CUDA graph keeps."""
+    """Device tensors of a CUDA graph's wrapper, int32; the graph keeps their addresses."""
 
     qo_indptr: torch.Tensor
-    """``[R + 1]``."""
+    """``[R + 1]``: first query row of each request."""
     kv_indptr: torch.Tensor
-    """``[R + 1]``."""
+    """``[R + 1]``: first page of each request in ``kv_indices``."""
     kv_indices: torch.Tensor
-    """``[most pages]``."""
+    """``[most pages]``: pages of all requests."""
     kv_lens: torch.Tensor
-    """``[R]``."""
+    """``[R]``: keys of each request."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,17 @@ class LatentCall:
     q_nope: torch.Tensor
     """``[T, H, L]``, any strides with dense rows."""
     q_pe: torch.Tensor
-    """``[T, H, r]``, likewise."""
+    """``[T, H, r]``, any strides with dense rows."""
     latent: torch.Tensor
-    """``[N, P, L]``, likewise."""
+    """``[N, P, L]``, any strides with dense rows."""
     rope: torch.Tensor
-    """``[N, P, r]``, likewise."""
+    """``[N, P, r]``, any strides with dense rows."""
     output: torch.Tensor
     """``[T, H, L]``, dense, written."""
     lse: torch.Tensor
     """``[T, H]`` fp32, dense, written: natural logarithm."""
     scale: float | None
-    """Of both parts of an e4m3 row; None of others."""
+    """Scale of both parts of an e4m3 row: real = stored * scale; None for other rows."""
 
 
 @dataclass(frozen=True)
@@ -79,22 +79,22 @@ class FlashInferLatent:
     version: str
     wrapper_cls: Any
     metadata_cls: Any
-    """0.7's object of metadata; None before."""
+    """Class of 0.7's metadata object; None before 0.7."""
 
     @property
     def is_recent(self) -> bool:
-        """0.7 or later."""
+        """True for version 0.7 or later."""
         return numbers_of(self.version) >= RECENT
 
     def wrapper(
         self, workspace: torch.Tensor, kernel: str, buffers: LatentCsrBuffers | None = None
     ) -> Any:
-        """A wrapper for rows of any length; with ``buffers`` for one CUDA graph.
+        """Make a wrapper for requests of any length.
 
         Args:
             workspace: uint8, device.
             kernel: ``fa2`` or ``fa3``.
-            buffers: of the graph's number of requests; None outside graphs.
+            buffers: for a CUDA graph, buffers for its number of requests; None outside graphs.
         """
         given: dict[str, Any] = {}
         if buffers is not None:
@@ -116,14 +116,14 @@ class FlashInferLatent:
         *,
         causal: bool,
     ) -> None:
-        """Plan rows; the device is not waited for.
+        """Plan requests without waiting for the device.
 
         Args:
-            wrapper: of :meth:`wrapper`.
-            csr: lengths, each at least 1.
+            wrapper: a wrapper made by :meth:`wrapper`.
+            csr: lengths of the requests, each at least 1.
             indices: ``[csr.num_pages]`` int32 pages, device.
-            sizes: the layer.
-            causal: bottom-right aligned; else every key is seen.
+            sizes: the layer's sizes.
+            causal: causal mask, aligned at the bottom right; else every key is seen.
         """
         given: dict[str, Any] = {
             "qo_indptr": csr.qo_indptr,
@@ -156,8 +156,8 @@ class FlashInferLatent:
         """Attend the planned rows.
 
         Args:
-            wrapper: as it was planned last.
-            call: tensors of the planned types.
+            wrapper: a planned wrapper; its latest plan is run.
+            call: tensors of the types that were planned.
         """
         given: dict[str, Any]
         if self.is_recent:
@@ -181,7 +181,7 @@ def load_latent() -> FlashInferLatent:
     """The wrapper of the installed FlashInfer.
 
     Raises:
-        FlashInferUnavailableError: it is missing, of another version, or fails to import.
+        FlashInferUnavailableError: FlashInfer is missing, of another version, or fails to import.
     """
     version, (mla,) = checked_modules("mla")
     with complete(version):

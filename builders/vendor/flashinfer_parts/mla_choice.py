@@ -1,4 +1,4 @@
-"""What FLASHINFER_MLA serves, and which kernel of FlashInfer takes it, with reasons."""
+"""Limits of FLASHINFER_MLA, and the choice of FlashInfer's kernel, with reasons."""
 
 from __future__ import annotations
 
@@ -27,45 +27,46 @@ CACHE_DTYPES = (
     CacheDType.FP8_E4M3,
 )
 FP8_RANK = 512
-"""Of the rows of e4m3 that the kernel for Hopper takes."""
+"""Latent width of the e4m3 rows that FlashInfer's Hopper kernel takes."""
 MOST_HEADS = 128
-"""Rows of the kernels' largest tile: a token's heads may not lie in two of them."""
+"""Rows of the kernels' largest tile, which must hold all heads of a token."""
 MOST_WORK = 16384
-"""Tiles of a plan, pieces of cut rows included; 0.6 does not check it."""
+"""Most tiles of a plan, pieces of split rows included; 0.6 does not check the limit."""
 CUT_WORK = 512
-"""Of these, pieces that are cut for balance: at most a few for each multiprocessor."""
+"""Part of ``MOST_WORK`` that is kept for pieces of rows that a plan splits for balance; a plan
+makes at most a few for each multiprocessor."""
 
 
 @dataclass(frozen=True)
 class LatentKernelChoice:
-    """Which kernel a plan is for, and why."""
+    """The kernel that a plan is for, and the reason."""
 
     kernel: WrapperKernel
     reason: str
 
 
 def latent_wrapper_kernel(kind: DeviceKind) -> LatentKernelChoice:
-    """The kernel of a GPU."""
+    """The kernel for a kind of GPU."""
     if kind is DeviceKind.SM90:
         return LatentKernelChoice(WrapperKernel.FA3, "fa3 is made for sm90")
     return LatentKernelChoice(WrapperKernel.FA2, f"fa3 needs sm90, the device is {kind.value}")
 
 
 def padded_heads(num_heads: int) -> int:
-    """Heads that the kernel is told: a power of two.
+    """Heads that the kernel is given: the next power of two.
 
-    Tiles are of 64 or 128 rows of tokens and heads. Where a token's heads lie in two of them, the
-    kernels hide the first one's last key if it begins a tile of keys; 0.7 refuses such plans, 0.6
-    gives wrong values.
+    Tiles have 64 or 128 rows (tokens x heads). Where a token's heads lie in two tiles, the kernels
+    hide the last key of the first tile, if that key is the first of a tile of keys. 0.7 refuses
+    such plans; 0.6 gives wrong values.
     """
     return power_of_two(num_heads)
 
 
 def check_support(spec: Any, config: EngineConfig, kind: DeviceKind) -> int:
-    """The number of query heads, with everything that a spec can ask of the wrapper checked.
+    """Check that the wrapper serves a spec and an engine's settings; returns the query heads.
 
     Raises:
-        ValueError: a spec or setting that the wrapper does not serve; the message names it.
+        ValueError: the wrapper does not serve the spec or a setting; the message names it.
     """
     if not isinstance(spec, MLAAttentionSpec):
         raise ValueError(
@@ -118,10 +119,10 @@ def check_support(spec: Any, config: EngineConfig, kind: DeviceKind) -> int:
 
 
 def check_rows(rank: int, rope_size: int, cache: CacheDType) -> None:
-    """The wrapper takes rows of these widths in such a cache.
+    """Refuse row widths that the wrapper does not take in a cache of this type.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the wrapper does not take them.
     """
     if cache not in CACHE_DTYPES:
         names = ", ".join(dtype.value for dtype in CACHE_DTYPES)
@@ -140,10 +141,10 @@ def check_rows(rank: int, rope_size: int, cache: CacheDType) -> None:
 
 
 def check_model_dtype(model: torch.dtype, cache: CacheDType) -> None:
-    """Model and KV cache dtype go together.
+    """Refuse a model and KV cache dtype that do not go together.
 
     Raises:
-        ValueError: they do not.
+        ValueError: they do not go together; the message says why.
     """
     reason = dtypes_reason(model, cache)
     if reason is not None:

@@ -1,9 +1,9 @@
-"""Pinned memory of FlashInfer's plans, kept as it is until the GPU has it.
+"""Pinned memory of FlashInfer's plans, kept unchanged until the GPU has copied it.
 
-A wrapper's plan writes its lists into pinned memory of the wrapper and queues a copy of them. The
-next plan writes into the same memory, so that a host which runs ahead of the GPU, as engines do
-that schedule asynchronously, would change the lists of the step before under its copy: wrong keys
-at best, an illegal address at worst.
+A wrapper's plan writes its lists into the wrapper's pinned memory and queues a copy to the GPU. The
+next plan writes into the same memory. A host that runs ahead of the GPU, as in engines that
+schedule asynchronously, would overwrite the previous step's lists before they are copied. Kernels
+would then read wrong keys or illegal addresses.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from typing import Any
 import torch
 
 MEMORY = "_pin_memory_int_workspace_buffer"
-"""A wrapper's attribute: uint8, pinned. 0.7 has it of MLA from the first plan on, a new one each
-time, which torch would give to others as soon as the wrapper forgets it."""
+"""Name of a wrapper's attribute that holds the pinned uint8 memory. In 0.7 the MLA wrapper
+allocates it anew in each plan, and torch may reuse the old one as soon as the wrapper drops it."""
 
 
 class PlanMemory:
-    """The pinned memory that copies are queued of; threads may share it."""
+    """Pinned memories with queued copies; the object may be used from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # With an event behind each copy.
+        # Each memory has an event that is recorded after its copy.
         self._queued: deque[tuple[torch.Tensor, Any]] = deque()
 
     def __len__(self) -> int:
-        """Plans whose copies were queued when one was looked for last."""
+        """Number of memories whose copy was still queued at the last call of :meth:`provide`."""
         return len(self._queued)
 
     def provide(self, wrapper: Any) -> None:
-        """Give a wrapper, before it is planned, memory that no queued copy reads."""
+        """Before a plan, give the wrapper a memory that no queued copy reads."""
         with self._lock:
             self._forget()
             own = getattr(wrapper, MEMORY, None)
             if own is not None and any(own is queued for queued, _ in self._queued):
-                # Torch gives pinned memory that nothing holds any more before it asks for new.
+                # torch reuses pinned memory that was released, so this seldom allocates.
                 pinned = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_pinned())
                 setattr(wrapper, MEMORY, pinned)
 
     def hold(self, wrapper: Any) -> None:
-        """Keep what the plan just made is copied from, until the GPU is that far."""
+        """After a plan, keep the wrapper's memory until the GPU has made the plan's copy."""
         own = getattr(wrapper, MEMORY, None)
         if own is None or wrapper.device.type != "cuda":
             return
@@ -57,4 +57,4 @@ class PlanMemory:
 
 
 PLAN_MEMORY = PlanMemory()
-"""Of all wrappers."""
+"""The memories of all wrappers of this process."""

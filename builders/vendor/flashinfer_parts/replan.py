@@ -1,10 +1,10 @@
-"""The next plan of a wrapper that FlashInfer has planned once.
+"""Replan: a faster plan for a wrapper that FlashInfer has planned once.
 
-FlashInfer's own ``plan`` looks its module up anew, copies each array to the GPU by itself and, in
-0.6, finds the longest request by a loop over elements of a tensor. The planning proper is one call
-of the module. Here it is made with the arguments that ``plan`` makes, over arrays that the GPU has
-already; of what ``plan`` leaves in a wrapper, all that differs between two batches of one layer is
-written. A test compares both, attribute by attribute.
+FlashInfer's own ``plan`` looks up its module in every call, copies each array to the GPU separately
+and, in 0.6, finds the longest request by a loop over elements of a tensor. The actual planning is
+one call of the module. :func:`replan` makes that call with the arguments that ``plan`` passes, over
+arrays that are on the GPU already. It also writes every attribute of the wrapper in which two
+batches of one layer differ. A test compares both, attribute by attribute.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ FA2_ENDS: dict[tuple[int, ...], tuple[int, ...]] = {
     (0, 6, 14): (-1, False, 0),
     (0, 7, 2): (-1, False, 0, 0),
 }
-"""By version, the last arguments of fa2's planning: pages of a cut that is fixed (none), whether
-rows stay whole, CTAs of another kernel beside, and tokens of every request (not said)."""
+"""The last arguments of fa2's planning, for each version. They mean: a fixed split size (-1: none),
+whether splitting is off, CTAs of a kernel that runs beside, and the query length of every request
+(0: not given)."""
 
 
 def can_replan(version: tuple[int, ...], wrapper: Any) -> bool:
-    """A wrapper has a plan, of a version whose planning is known.
+    """True for a wrapper with a plan, in a version whose planning call is known.
 
     Args:
-        version: of FlashInfer.
-        wrapper: of prefills, or of decodes.
+        version: FlashInfer's version.
+        wrapper: a prefill or decode wrapper.
     """
     is_planned = getattr(wrapper, "_plan_info", None) is not None
-    # The kernel of decodes without tensor cores plans otherwise.
+    # The decode kernel without tensor cores has another planning call.
     return version in FA2_ENDS and is_planned and getattr(wrapper, "use_tensor_cores", True)
 
 
@@ -42,18 +43,18 @@ def replan(
     *,
     causal: bool,
 ) -> None:
-    """Plan another batch for the layer that a wrapper was planned for; nothing is waited for.
+    """Plan another batch for the layer that a wrapper was planned for, without waiting for the GPU.
 
     Args:
-        version: of FlashInfer.
-        wrapper: that :func:`can_replan`.
-        csr: lengths.
-        on_device: the same; of a graph, its own tensors.
-        sizes: the layer.
-        causal: as in the first plan; decodes of one token are not.
+        version: FlashInfer's version.
+        wrapper: a wrapper for which :func:`can_replan` is True.
+        csr: lengths of the requests, on the host.
+        on_device: lengths and pages on the device; for a graph, its wrapper's own tensors.
+        sizes: the layer's sizes.
+        causal: the mask of the first plan; False for decodes of one token.
 
     Raises:
-        ValueError: more rows than a graph's first plan had.
+        ValueError: the batch has more rows than a graph's first plan.
     """
     reqs, is_graph = csr.kv_lens.shape[0], wrapper.is_cuda_graph_enabled
     rows = getattr(wrapper, "_max_total_num_rows", None) or csr.num_tokens

@@ -1,7 +1,7 @@
-"""FlashInfer's rotation and quantisation of latent queries and keys, called in one way.
+"""FlashInfer's rotation and quantisation of latent queries and keys, with one interface.
 
-Its kernel reads the rotary table at whatever position it is given, multiplies by reciprocals of
-scales, and leaves the write of the rows to its caller.
+FlashInfer's kernel does not check that positions are inside the rotary table, multiplies by
+reciprocals of scales, and does not write rows to the cache.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 from builders.vendor.flashinfer_parts.install import checked_modules, complete
 
 HALF_MULTIPLE = 16
-"""Elements that one thread of its kernel rotates: half a rotary part is a multiple of them."""
+"""Half a rotary part must be a multiple of this number of elements, which one thread rotates."""
 MODEL_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class RopeQuantizeCall:
-    """Absorbed queries and latent rows of T tokens; inputs have dense rows, of any strides."""
+    """Arguments for T tokens; the four inputs are fp16 or bf16, with dense rows in any strides."""
 
     q_nope: torch.Tensor
-    """``[T, H, L]``, fp16 or bf16, and so are the other three."""
+    """``[T, H, L]``, absorbed."""
     q_pe: torch.Tensor
     """``[T, H, r]``, not rotated."""
     kv_c: torch.Tensor
@@ -38,9 +38,9 @@ class RopeQuantizeCall:
     is_neox: bool
     """The pair of element i is i + r / 2 (True) or its neighbour (False)."""
     q_scale: float
-    """real = stored * scale."""
+    """Scale of ``q_out``: real = stored * scale."""
     k_scale: float
-    """Likewise."""
+    """Scale of ``k_out``: real = stored * scale."""
     q_out: torch.Tensor
     """``[T, H, L + r]`` e4m3, written."""
     k_out: torch.Tensor
@@ -55,10 +55,10 @@ class FlashInferRope:
     function: Any
 
     def run(self, call: RopeQuantizeCall) -> None:
-        """One launch.
+        """Rotate, quantise and write the two outputs, in one launch.
 
         Raises:
-            ValueError: a type or a width that its kernel does not take.
+            ValueError: a type or width that FlashInfer's kernel does not take.
         """
         rank, rope = call.q_nope.shape[-1], call.q_pe.shape[-1]
         if call.q_nope.dtype not in MODEL_DTYPES:
@@ -97,7 +97,7 @@ def load_rope() -> FlashInferRope:
     """The function of the installed FlashInfer.
 
     Raises:
-        FlashInferUnavailableError: it is missing, of another version, or fails to import.
+        FlashInferUnavailableError: FlashInfer is missing, of another version, or fails to import.
     """
     version, (rope,) = checked_modules("rope")
     with complete(version):

@@ -1,1 +1,1 @@
-"""What the builders of TRTLLM_MHA and TRTLLM_MLA consist of."""
+"""Parts of the builders of TRTLLM_MHA and TRTLLM_MLA."""

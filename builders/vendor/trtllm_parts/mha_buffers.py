@@ -15,14 +15,14 @@ from specs.base import cdiv
 from specs.sentinels import PAD_SLOT_ID
 
 WORKSPACE_BYTES = 136 << 20
-"""Scratch of one kernel family in one phase: 8 MiB of semaphores or counters, then partial states.
-"""
+"""Bytes of scratch of one kernel family in one phase: 8 MiB of semaphores or counters, then partial
+states."""
 MAX_MULTIPROCESSORS = 256
-"""Of any GPU that trtllm-gen runs on: it has a counter for each."""
+"""Most multiprocessors of a GPU that trtllm-gen runs on, which has a counter for each."""
 
 
 class PhaseBuffers:
-    """What the calls of one phase keep from step to step."""
+    """Buffers of one phase's calls, kept from step to step."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class PhaseBuffers:
             self.query_name = "dense_query"
 
     def with_table(self, table: PhaseTable) -> PhaseBuffers:
-        """The same calls with a table of their own: draft steps are there at once."""
+        """A copy with another page table: the tables of several draft steps exist at once."""
         own = copy.copy(self)
         own.table = table
         return own
@@ -71,22 +71,22 @@ class PhaseBuffers:
 
 @dataclass(frozen=True)
 class DraftBuffers:
-    """What one draft step keeps, at addresses that a graph may keep."""
+    """Tensors of one draft step, whose addresses a graph may keep."""
 
     phase: PhaseBuffers
-    """Of decodes, with a table of the step's own."""
+    """Buffers of the decode phase, with the step's own page table."""
     starts: torch.Tensor
-    """``[R + 1]`` int32: one token per request."""
+    """``[R + 1]`` int32 first query row of each request, which has one token."""
     seq_lens: torch.Tensor
-    """``[R]`` int32."""
+    """``[R]`` int32 KV lengths in this step."""
     slots: torch.Tensor
-    """``[R]`` int64."""
+    """``[R]`` int64 slot of each request's token."""
     keyless: torch.Tensor
-    """``[R, 1, 1]`` bool."""
+    """``[R, 1, 1]`` bool, True for padding, which has no keys."""
 
     @classmethod
     def of(cls, phase: PhaseBuffers) -> DraftBuffers:
-        """For as many requests as the phase's table has."""
+        """Make buffers for as many requests as the phase's page table has rows."""
         lens = phase.table.kv_lens
         reqs, device = len(lens), lens.device
         return cls(

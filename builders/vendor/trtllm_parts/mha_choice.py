@@ -1,4 +1,4 @@
-"""What TRTLLM_MHA serves: which kernel takes which phase on which GPU, with reasons."""
+"""Limits of TRTLLM_MHA: the kernel of each phase on each GPU, with reasons."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specs.kv_cache import FullAttentionSpec, SlidingWindowSpec
 
 NAME = "TRTLLM_MHA"
 XQA_ROWS = 32
-"""Rows of one of its programs that are not of the kernel for fp8 on Hopper."""
+"""Query rows of a program of XQA's kernels, except of its Hopper kernel for fp8."""
 MODEL_DTYPES = (torch.bfloat16, torch.float16)
 CACHE_DTYPES = (
     CacheDType.AUTO,
@@ -29,24 +29,24 @@ CACHE_DTYPES = (
     CacheDType.FP8_E4M3,
 )
 HEAD_SIZES = HeadSizes(multiple_of=16, minimum=16, maximum=256)
-"""That some kernel takes; each has its own."""
+"""Head sizes that at least one kernel takes; each kernel has its own list."""
 UNGROUPED_PAGES = 64
-"""Largest page of trtllm-gen without several query heads per KV head."""
+"""Most tokens of a page that trtllm-gen takes with one query head per KV head."""
 
 
 @unique
 class Phase(StrEnum):
-    """What a kernel is called for."""
+    """The requests of a step that a kernel is called for."""
 
     PREFILL = "prefill"
-    """Requests of any number of new tokens."""
+    """Requests with any number of new tokens."""
     DECODE = "decode"
-    """Requests of one new token, or of as many as a verify has."""
+    """Requests with one new token, or with the few of a verify."""
 
 
 @unique
 class VendorKernel(StrEnum):
-    """FlashInfer's name of a kernel family."""
+    """A kernel family of FlashInfer's direct calls, by FlashInfer's name."""
 
     XQA = "xqa"
     TRTLLM_GEN = "trtllm-gen"
@@ -55,7 +55,7 @@ class VendorKernel(StrEnum):
 
 @dataclass(frozen=True)
 class KernelRule:
-    """One family of kernels in one phase on some GPUs, and what it takes there."""
+    """The limits of one kernel family in one phase on some GPUs."""
 
     kernel: VendorKernel
     phase: Phase
@@ -63,17 +63,19 @@ class KernelRule:
     head_sizes: HeadSizes
     model_dtypes: tuple[torch.dtype, ...]
     takes_fp8: bool
-    """A cache of e4m3."""
+    """The kernel takes a cache of e4m3."""
     query_is_fp8: bool
-    """Over such a cache the query is e4m3 too; else it keeps the model's type."""
+    """The kernel takes an e4m3 query over an e4m3 cache, not one in the model's type."""
     computes_fp8: bool
-    """Over such a cache products are of e4m3: the kernel rounds weights to it, and a query that is
-    given in the model's type."""
+    """The kernel multiplies e4m3 over an e4m3 cache: it rounds weights, and a query that it is
+    given in the model's type, to e4m3."""
     gives_lse: bool
+    """The kernel returns the log-sum-exp."""
     dense_pages: bool
-    """Addresses pages by shapes: K and V of a block lie side by side, without gaps."""
+    """The kernel addresses pages by shape, so K and V of a block must lie side by side, without
+    gaps."""
     query_is_dense: bool
-    """Takes no strides of the query."""
+    """The kernel takes no strides of the query, which must be dense."""
     ragged: bool
     """Requests of one call may have different numbers of tokens."""
 
@@ -113,7 +115,7 @@ def _fmha_v2(
         phase=Phase.PREFILL,
         capabilities=capabilities,
         head_sizes=HeadSizes(values=head_sizes),
-        # Its sums of fp16 products are fp16.
+        # fp16 is left out because the kernel sums products of fp16 in fp16.
         model_dtypes=_BF16,
         takes_fp8=takes_fp8,
         query_is_fp8=True,
@@ -143,7 +145,8 @@ def _trtllm_gen(phase: Phase) -> KernelRule:
 
 
 RULES: tuple[KernelRule, ...] = (
-    # Its kernel for Hopper; verifies may be another's, which computes in the model's type.
+    # XQA's Hopper kernel computes in fp8. Verifies may run on another of XQA's kernels, which
+    # computes in the model's type.
     _xqa(SM90, computes_fp8=True),
     _xqa(SM120, computes_fp8=False),
     _trtllm_gen(Phase.DECODE),
@@ -151,7 +154,7 @@ RULES: tuple[KernelRule, ...] = (
     _fmha_v2(SM120, (64, 128, 256), takes_fp8=False),
     _trtllm_gen(Phase.PREFILL),
 )
-"""At most one per phase and GPU."""
+"""The kernels, at most one for each phase and GPU."""
 CAPABILITIES = (SM90, SM100, SM120)
 
 
@@ -177,7 +180,7 @@ def missing_reason(phase: Phase, capability: ComputeCapability | None) -> str:
 def phase_notes(
     capability: ComputeCapability, phases: tuple[Phase, ...] = tuple(Phase)
 ) -> list[str]:
-    """Which kernel takes each phase on a GPU, and why the others of the phase do not."""
+    """Lines that tell the kernel of each phase on a GPU, and why other kernels do not take it."""
     notes = []
     for phase in phases:
         rule = rule_of(phase, capability)
@@ -209,7 +212,7 @@ def phase_reasons(
     model: torch.dtype,
     cache: CacheDType,
 ) -> Iterator[str]:
-    """Every reason why a phase of such a layer cannot run on a GPU."""
+    """Every reason why a phase of a layer cannot run on a GPU."""
     rule = rule_of(phase, capability)
     if rule is None:
         yield missing_reason(phase, capability)
@@ -225,15 +228,16 @@ def phase_reasons(
 
 
 def most_tokens_with_sinks(group: int, most: int) -> int:
-    """Most tokens of a request that XQA decodes right in layers with sinks, up to ``most``.
+    """Most tokens of a request, up to ``most``, that XQA decodes right in layers with sinks.
 
-    Its programs have :data:`XQA_ROWS` rows, a token's query heads one after another, and look a
-    row's sink up by its place in the program: past the first program that is the row's head only
-    where programs are of whole tokens (``addAttentionSinksSpecDec`` of 0.6.14 and 0.7.2).
+    A program has :data:`XQA_ROWS` rows, which are the query heads of one token after another. XQA
+    finds a row's sink by the row's place in its program. In every program but the first this is the
+    sink of the row's head only where a program holds whole tokens (``addAttentionSinksSpecDec`` in
+    0.6.14 and 0.7.2).
 
     Args:
         group: query heads of a KV head.
-        most: that an engine's decodes have.
+        most: most tokens of an engine's decodes.
     """
     return most if XQA_ROWS % group == 0 else min(most, max(XQA_ROWS // group, 1))
 
@@ -242,8 +246,8 @@ def stride_reason(rule: KernelRule | None, spec: Any) -> str | None:
     """Why the decode kernel cannot find the pages of a cache; None where it can.
 
     Args:
-        rule: of the phase; None without one.
-        spec: the group's.
+        rule: the decode kernel; None without one.
+        spec: spec of the group's cache.
     """
     row = spec.head_size * spec.cache_dtype.element(spec.dtype).itemsize
     if rule is None or rule.kernel is not VendorKernel.XQA or spec.page_size_bytes % row == 0:
@@ -260,7 +264,7 @@ def version_reason(
     cache: CacheDType,
     calls: DirectCalls,
 ) -> str | None:
-    """Why the phases' kernels of this FlashInfer do not serve such a cache; None where they do."""
+    """Why this FlashInfer's kernels for the phases do not serve a cache; None where they do."""
     rule = rule_of(Phase.PREFILL, capability) if Phase.PREFILL in phases else None
     if rule is None or rule.kernel is not VendorKernel.FMHA_V2 or calls.prefills_fp8:
         return None
@@ -291,10 +295,10 @@ def capability_of(device: torch.device) -> ComputeCapability | None:
 def check_support(
     spec: Any, config: EngineConfig, capability: ComputeCapability | None, phases: tuple[Phase, ...]
 ) -> int:
-    """The number of query heads, with everything that a spec can ask of the kernels checked.
+    """Check that the kernels serve a spec and an engine's settings; returns the query heads.
 
     Raises:
-        ValueError: a spec or setting that the phases' kernels do not serve; with every reason.
+        ValueError: the phases' kernels do not serve the spec or a setting; with every reason.
     """
     if not isinstance(spec, FullAttentionSpec | SlidingWindowSpec):
         raise ValueError(
@@ -342,7 +346,7 @@ def layer_reasons(
     capability: ComputeCapability | None,
     phases: tuple[Phase, ...],
 ) -> list[str]:
-    """Every reason against a layer that does not depend on its pages."""
+    """Every reason against a layer, apart from reasons against its pages."""
     reasons = []
     if head_size not in HEAD_SIZES:
         reasons.append(f"head_size must be one of {HEAD_SIZES}, got {head_size}")
@@ -373,8 +377,8 @@ def page_reasons(
     Args:
         page_size: tokens of a block.
         group: query heads per KV head.
-        capability: of the GPU.
-        phases: that are wanted.
+        capability: compute capability of the GPU.
+        phases: phases that are wanted.
     """
     if page_size not in PAGE_SIZES:
         sizes = ", ".join(map(str, PAGE_SIZES))

@@ -15,26 +15,27 @@ from builders.vendor.trtllm_parts.mha_split import StepSplit
 
 @dataclass
 class CalledRows(StepCall):
-    """Consecutive rows of the query, and what their one call is given."""
+    """Consecutive query rows, with the arguments of the one call that takes them."""
 
     rule: KernelRule
     calls: DirectCalls
     attend: Callable[[DirectCalls, StepCall, LayerCall], None]
-    """The one of ``calls`` that takes these rows."""
+    """The method of :class:`DirectCalls` that takes these rows."""
     first_token: int
     num_tokens: int
     query: torch.Tensor | None
-    """``[T, H, D]`` scratch where the kernel wants the query in another type, or dense."""
+    """``[T, H, D]`` scratch for a kernel that needs the query in another type or dense, else None.
+    """
 
 
 @dataclass
 class DecodeRows(CalledRows):
-    """Requests of one or a few tokens each."""
+    """Query rows of requests with one or a few tokens each."""
 
 
 @dataclass
 class PrefillRows(CalledRows):
-    """Requests of any length: prefills, extends, padding."""
+    """Query rows of requests of any length: prefills, extends, padding."""
 
 
 @dataclass
@@ -44,16 +45,16 @@ class TrtllmMhaMetadata(AttentionMetadata):
     num_actual_tokens: int
     num_reqs: int
     query_start_loc: torch.Tensor
-    """``[R + 1]`` int32, device."""
+    """``[R + 1]`` int32, device: first query row of each request."""
     seq_lens: torch.Tensor
-    """``[R]`` int32, device."""
+    """``[R]`` int32, device: KV lengths, this step's tokens included."""
     block_table: torch.Tensor
     """``[R, max_blocks]`` int32, device."""
     sliding_window: int | None
-    """Window that the page tables were cut to; None where they list every key."""
+    """Window that the page tables are cut to; None where they list every key."""
     split: StepSplit
     decode: DecodeRows | None
     prefill: PrefillRows | None
     keyless: torch.Tensor | None
-    """``[T, 1, 1]`` bool, device: rows without any key, which kernels leave undefined; None where
-    there cannot be such rows."""
+    """``[T, 1, 1]`` bool, device: True for rows without any key, whose output kernels leave
+    undefined; None where there cannot be such rows."""

@@ -1,4 +1,4 @@
-"""Which requests of a step TRTLLM_MHA's decode kernel takes, and what their rows see of another."""
+"""The split of a step into TRTLLM_MHA's decodes and prefills, and the masks of XQA's verifies."""
 
 from __future__ import annotations
 
@@ -14,36 +14,39 @@ MASK_BITS = 16
 
 @dataclass(frozen=True)
 class StepSplit:
-    """How the requests of a step go to the two phases, from the host's query lengths."""
+    """A step's split into decodes and prefills, from the host's query lengths."""
 
     num_decodes: int
-    """Leading requests that the decode kernel takes, without empty ones."""
+    """Requests with tokens that the decode kernel takes."""
     num_listed: int
-    """Requests up to the last decode, empty ones among them."""
+    """Leading requests up to the last decode, requests without tokens included."""
     num_decode_tokens: int
     decode_query_len: int
-    """Tokens of every decode, or their bound where they are ragged; 0 without decodes."""
+    """Tokens of every decode, or a bound where they are ragged; 0 without decodes."""
     is_ragged: bool
-    """Each decode says how many tokens it has: they differ, or have a number of their own."""
+    """The kernel needs each decode's number of tokens, because the numbers differ or are neither 1
+    nor the threshold."""
     num_tokens: int
     max_prefill_len: int
-    """Most tokens of a request behind the decodes; 0 where none has any."""
+    """Most tokens of a request behind the decodes; 0 where no such request has tokens."""
 
 
 def split_step(query_lens: Sequence[int], threshold: int, takes_ragged: bool) -> StepSplit:
-    """Leading requests that the decode kernel takes in one call.
+    """Find the leading requests that the decode kernel takes in one call.
+
+    A decode kernel without ``takes_ragged`` gets only requests of one token, or only whole
+    verifies. Thereby the kernel of a request, and with it the type of its query, hardly depends on
+    the batch. With ``takes_ragged``, equal lengths other than 1 and the threshold count as ragged
+    too, so that no kernel is compiled for each length.
 
     Args:
         query_lens: tokens of each request.
         threshold: most tokens of a decode; 0 leaves every request to the prefill kernel.
-        takes_ragged: the kernel takes requests of different numbers of tokens. Another takes rows
-            of one token, or whole verifies: which kernel a request goes to, and the type of its
-            query with it, then hardly depends on the batch. Other lengths are ragged even where
-            they are all the same, so that no kernel is compiled for each of them.
+        takes_ragged: the decode kernel takes requests with different numbers of tokens.
     """
     reqs, first = len(query_lens), query_lens[0] if query_lens else 0
     if 0 < first <= threshold and first in (1, threshold) and query_lens.count(first) == reqs:
-        # Every request is a decode, as in most steps: no loop over them.
+        # In most steps every request is a decode; this spares the loop over requests.
         return StepSplit(reqs, reqs, reqs * first, first, False, reqs * first, 0)
     listed = 0
     own: list[int] = []
@@ -68,15 +71,14 @@ def split_step(query_lens: Sequence[int], threshold: int, takes_ragged: bool) ->
 
 
 def causal_mask(num_reqs: int, query_len: int) -> torch.Tensor:
-    """Which of a verify's own tokens each of its rows sees, as XQA reads it: bit j of row i is set
-    for j <= i.
+    """Causal mask of a verify's own tokens in XQA's form: bit j of row i is set for j <= i.
 
     Args:
-        num_reqs: requests.
-        query_len: tokens of each.
+        num_reqs: number of requests.
+        query_len: tokens of each request.
 
     Returns:
-        ``[num_reqs, query_len, words]`` uint16, an even number of words a row.
+        ``[num_reqs, query_len, words]`` uint16, with an even number of words per row.
     """
     words = cdiv(query_len, 2 * MASK_BITS) * 2
     full = (1 << MASK_BITS) - 1
@@ -91,15 +93,15 @@ def causal_mask(num_reqs: int, query_len: int) -> torch.Tensor:
 
 
 def ragged_mask(mask: torch.Tensor, query_starts: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """The causal mask of requests of different numbers of tokens; nothing is read back.
+    """Causal mask of requests with different numbers of tokens; nothing is copied to the host.
 
     Args:
-        mask: ``[Tq, words]`` uint16, of one request of the most tokens.
+        mask: ``[Tq, words]`` uint16, the mask of one request with the most tokens.
         query_starts: ``[R + 1]`` int32, from 0.
         num_tokens: tokens of all requests.
 
     Returns:
-        ``[num_tokens, words / 2]`` int32, the same bits: 16 bits are not indexed everywhere.
+        ``[num_tokens, words / 2]`` int32 with the same bits, as not every device can index uint16.
     """
     places = torch.arange(num_tokens, dtype=torch.int32, device=query_starts.device)
     request = torch.searchsorted(query_starts[1:], places, right=True)

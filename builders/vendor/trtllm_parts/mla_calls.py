@@ -1,4 +1,4 @@
-"""FlashInfer's direct calls of latent attention, made in one way whatever the version."""
+"""FlashInfer's direct calls of latent attention, with one interface for every version."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from builders.vendor.flashinfer_parts.calls import RECENT, numbers_of
 from builders.vendor.flashinfer_parts.install import checked_modules, complete
 
 NO_BLOCK_SCALE = -1.0
-"""Of an output in fp4, which none is here."""
+"""Scale argument for an output that is not fp4; this library has no fp4 outputs."""
 
 
 @dataclass(frozen=True)
 class LatentDecodeCall:
-    """Absorbed rows of one query length over a latent cache."""
+    """Arguments for absorbed rows of one query length over a latent cache."""
 
     query: torch.Tensor
     """``[R, Tq, H, L + r]`` in the cache's type, contiguous."""
@@ -32,46 +32,46 @@ class LatentDecodeCall:
     kv_lens: torch.Tensor
     """``[R]`` int32, the rows' own tokens included."""
     max_kv_len: int
-    """Bound of ``kv_lens`` that no step changes: kernels choose their tiles by it."""
+    """Bound of ``kv_lens``, equal in all steps, because kernels choose their tiles by it."""
     workspace: torch.Tensor
-    """uint8, zeroed when made, of this kernel alone."""
+    """uint8 scratch of this kernel alone, zeroed when made."""
     counters: torch.Tensor
-    """uint8, zeroed when made, likewise."""
+    """uint8 counters of this kernel alone, zeroed when made."""
     nope_size: int
-    """Of a head's query before absorption."""
+    """``qk_nope_head_dim`` of a head's query before absorption."""
     rank: int
     qk_scale: float | torch.Tensor
     """Multiplies the products of stored queries and keys; a number, or an fp32 scalar."""
     v_scale: float | torch.Tensor
-    """Multiplies the sums of stored latents, likewise."""
+    """Multiplies the sums of stored latents; a number, or an fp32 scalar."""
     topk: int = 0
-    """Of lists in place of pages, ``[R, Tq, topk]`` int32 slots; 0 for pages."""
+    """Length of top-k lists where ``pages`` holds ``[R, Tq, topk]`` int32 slots; 0 for pages."""
 
 
 @dataclass(frozen=True)
 class RaggedCall:
-    """Expanded rows of consecutive requests."""
+    """Arguments for expanded rows of consecutive requests."""
 
     query: torch.Tensor
-    """``[T, H, D]``, of a 16-bit type or e4m3, and so are keys and values."""
+    """``[T, H, D]``, 16-bit or e4m3."""
     key: torch.Tensor
-    """``[S, H, D]``."""
+    """``[S, H, D]`` in the query's type."""
     value: torch.Tensor
-    """``[S, H, Dv]``."""
+    """``[S, H, Dv]`` in the query's type."""
     output: torch.Tensor
     """``[T, H, Dv]`` of the model's type, written."""
     lse: torch.Tensor | None
-    """``[T, H]`` fp32, written in base 2."""
+    """``[T, H]`` fp32, written in base 2; None where it is not needed."""
     query_starts: torch.Tensor
-    """``[R + 1]`` int32."""
+    """``[R + 1]`` int32 first query row of each request."""
     kv_starts: torch.Tensor
-    """``[R + 1]`` int32."""
+    """``[R + 1]`` int32 first key of each request."""
     kv_lens: torch.Tensor
-    """``[R]`` int32."""
+    """``[R]`` int32 keys of each request."""
     max_query_len: int
     max_kv_len: int
     workspace: torch.Tensor
-    """uint8, zeroed when made, of this kernel alone."""
+    """uint8 scratch of this kernel alone, zeroed when made."""
     qk_scale: float
     """Multiplies the products of stored queries and keys."""
     v_scale: float
@@ -81,7 +81,7 @@ class RaggedCall:
 
 @dataclass(frozen=True)
 class LatentCalls:
-    """The functions of the installed version."""
+    """The functions of the installed version for latent attention."""
 
     version: str
     decode_function: Any
@@ -89,14 +89,14 @@ class LatentCalls:
 
     @property
     def is_recent(self) -> bool:
-        """0.7 or later."""
+        """True for version 0.7 or later."""
         return numbers_of(self.version) >= RECENT
 
     def decode(self, call: LatentDecodeCall) -> None:
         """Decode, verify or draft-extend by trtllm-gen."""
         given: dict[str, Any] = {}
         if self.is_recent:
-            # 0.6 keeps its counters in the workspace's head.
+            # 0.6 has no such argument: its counters are at the start of the workspace.
             given["multi_ctas_kv_counter_buffer"] = call.counters
         if call.topk:
             given["sparse_mla_top_k"] = call.topk
@@ -149,7 +149,7 @@ def load_latent_calls() -> LatentCalls:
     """The functions of the installed FlashInfer.
 
     Raises:
-        FlashInferUnavailableError: it is missing, of another version, or fails to import.
+        FlashInferUnavailableError: FlashInfer is missing, of another version, or fails to import.
     """
     version, (mla, prefill) = checked_modules("mla", "prefill")
     with complete(version):

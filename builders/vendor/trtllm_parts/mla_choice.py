@@ -1,4 +1,4 @@
-"""What TRTLLM_MLA serves, with which kernel on which GPU, with reasons."""
+"""Limits of TRTLLM_MLA's kernels on each GPU, with reasons."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from specs.kv_cache import MLAAttentionSpec
 NAME = "TRTLLM_MLA"
 PAGE_SIZES = (32, 64)
 ROW_SIZES = ((512, 64), (256, 64))
-"""Latent and rotary parts of a row."""
+"""Widths of a row's latent and rotary parts that the vendor's decode kernel takes."""
 EXPANDED_SIZES = ((192, 128), (128, 128), (256, 256))
-"""Expanded keys and values of the vendor's prefill."""
+"""Head sizes of expanded keys and values that the vendor's prefill kernel takes."""
 MODEL_DTYPES = (torch.bfloat16,)
 CACHE_DTYPES = (CacheDType.AUTO, CacheDType.BFLOAT16, CacheDType.FP8, CacheDType.FP8_E4M3)
 TRITON_MODEL_DTYPES = (torch.bfloat16, torch.float16)
 TRITON_CACHE_DTYPES = (*CACHE_DTYPES, CacheDType.FLOAT16)
 MOST_HEADS = 128
 FULL_TILE, HALF_TILE = 128, 64
-"""Heads that the vendor's kernel takes: up to half a tile, or a whole one."""
+"""Heads that the vendor's kernel takes: at most half a tile (64), or a whole tile (128)."""
 
 
 def model_dtypes_of(kernel: MlaKernel) -> tuple[torch.dtype, ...]:
@@ -51,7 +51,7 @@ def capability_reason(kernel: MlaKernel, capability: ComputeCapability | None) -
 
 
 def heads_reason(kernel: MlaKernel, heads: int) -> str | None:
-    """Why a kernel does not take so many query heads; None where it does."""
+    """Why a kernel does not take this number of query heads; None where it does."""
     if kernel is MlaKernel.TRITON or heads <= HALF_TILE or heads == FULL_TILE:
         return None
     return (
@@ -61,10 +61,10 @@ def heads_reason(kernel: MlaKernel, heads: int) -> str | None:
 
 
 def check_support(spec: Any, config: EngineConfig, capability: ComputeCapability | None) -> int:
-    """The number of query heads, with everything that a spec can ask of the kernel checked.
+    """Check that the kernel serves a spec and an engine's settings; returns the query heads.
 
     Raises:
-        ValueError: a spec, a setting or a device that the kernel does not serve; with every reason.
+        ValueError: the kernel does not serve the spec, a setting or the GPU; with every reason.
     """
     if not isinstance(spec, MLAAttentionSpec):
         raise ValueError(
@@ -100,7 +100,7 @@ def check_support(spec: Any, config: EngineConfig, capability: ComputeCapability
 
 
 def fp8_prefill_reasons(config: EngineConfig, cache: CacheDType) -> list[str]:
-    """Why prefill in e4m3, where it is asked for, is not served."""
+    """Every reason why prefill in e4m3 is not served; [] where it is, or is not asked for."""
     if not config.fp8_mla_prefill:
         return []
     reasons = []

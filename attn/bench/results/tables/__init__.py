@@ -1,1 +1,1 @@
-"""The tables of each family."""
+"""Measurement of the tables of lines, a module for each table."""

@@ -1,8 +1,8 @@
-"""``attn bench kernels --table flashinfer``: what our backends add to FlashInfer's own calls.
+"""``attn bench kernels --table flashinfer``: time that our backends add to FlashInfer's own calls.
 
-Every pair of times is taken in turn, in one process, on the same tensors: a layer's ``forward``
-beside the call into FlashInfer that it makes, cache write and decode over fp8 beside bf16, and
-``build`` beside vLLM's builder.
+The two calls of a pair are timed in turn, in one process, on the same tensors. The pairs are: a
+layer's ``forward`` and the call that it makes into FlashInfer; cache write and decode over fp8 and
+over bf16; our ``build`` and that of vLLM's builder.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from builders.batch import CommonAttentionMetadata
 from specs.dtypes import CacheDType
 
 MAX_OVERHEAD: Final = 1.02
-"""Of a forward over FlashInfer's own call where the batch is large."""
+"""Most time of a forward over FlashInfer's own call, for a large batch."""
 MAX_MORE_US: Final = 5.0
-"""Of a forward beyond it where the batch is one request, per layer."""
+"""Most microseconds of a forward beyond FlashInfer's own call, for a batch of one request."""
 MAX_BUILD_RATIO: Final = 0.5
-"""Of ``build`` over vLLM's."""
+"""Most time of our ``build`` over that of vLLM's builder."""
 DIRECT: Final = "direct call"
 BF16: Final = "bf16"
 NATIVE, XQA = "vLLM, planned decode", "vLLM, XQA decode"
@@ -53,7 +53,7 @@ NATIVE, XQA = "vLLM, planned decode", "vLLM, XQA decode"
 def vendor_lines(
     case: KernelCase, backends: tuple[str, ...], rounds: Rounds, log: Log
 ) -> Iterator[Line]:
-    """What is asked of each backend on a case; what fails is a line with its reason."""
+    """Measure the lines of each backend on a case; a line that fails holds its reason."""
     measure = _MEASURES.get(case.name, _overheads)
     for name in backends:
         member = AttentionBackendEnum[name]
@@ -104,8 +104,10 @@ def _overheads(member: RegisteredBackend, case: KernelCase, rounds: Rounds) -> I
 
 
 def decode_record(member: RegisteredBackend, layer: OurLayer) -> Any:
-    """The step's record, by the builder of decodes alone where the backend has one: prefills over
-    fp8 are not of every version.
+    """The record of the case's step of decodes.
+
+    It comes from the builder of the decode phase where the backend has one, because not every
+    version of FlashInfer has prefill over fp8.
     """
     backend = member.get_class()
     make: Any = (backend.for_phase("decode") or backend).get_builder_cls()
@@ -156,7 +158,7 @@ def written_step(member: RegisteredBackend, layer: OurLayer) -> KernelRun:
 
     Args:
         member: the backend.
-        layer: with its cache written, the new tokens' rows too: those are written once more.
+        layer: a layer with its cache written; the step writes the new tokens' rows once more.
     """
     content, slots = layer.content, layer.batch.slot_mapping
     ends = torch.tensor(content.case.seq_lens).cumsum(0) - 1
@@ -211,4 +213,4 @@ _MEASURES: Final[dict[str, Callable[..., Iterator[Line]]]] = {
     "dec_b32_4k": _writes,
     "dec_b256_4k": _builds,
 }
-"""Of cases that are not of overheads."""
+"""Functions for cases that measure something other than the overhead of a forward."""

@@ -1,9 +1,8 @@
-"""``attn bench kernels --table trtllm_mla``: what our backends over FlashInfer's latent kernels add
-to its own calls.
+"""``attn bench kernels --table trtllm_mla``: time that our latent backends add to FlashInfer's.
 
-A layer's ``forward_mqa`` beside the wrapper's ``run`` that it calls; rotation, e4m3 and cache write
-in one launch beside FlashInfer's function and a write; and, for information, TRTLLM_MLA by
-TRITON_MLA's kernel beside TRITON_MLA.
+The pairs of times are: a layer's ``forward_mqa`` and the wrapper's ``run`` that it calls; rotation,
+e4m3 and cache write in one launch, and FlashInfer's function followed by a write; and, without a
+target, TRTLLM_MLA with TRITON_MLA's kernel and TRITON_MLA itself.
 """
 
 from __future__ import annotations
@@ -41,18 +40,18 @@ PLAIN: Final = "TRITON_MLA"
 DIRECT: Final = "direct call"
 VENDOR_ROPE: Final = "FlashInfer's, then a write"
 MAX_OVERHEAD: Final = 1.02
-"""Of a forward over the wrapper's ``run``."""
+"""Most time of a forward over the wrapper's ``run``."""
 MAX_ROPE_US: Final = 6.0
-"""Of 128 tokens of 128 heads, rotated, rounded and written, graph-replayed."""
+"""Most microseconds to rotate, round and write 128 tokens of 128 heads, in a graph's replay."""
 MAX_ROPE_RATIO: Final = 0.5
-"""Of that over FlashInfer's function and a write."""
+"""Most time of our one launch over FlashInfer's function and a write."""
 HOWS: Final = (How.DEVICE, How.EAGER, How.GRAPH)
 
 
 def latent_lines(
     case: KernelCase, backends: tuple[str, ...], rounds: Rounds, log: Log
 ) -> Iterator[Line]:
-    """What is asked of each backend on a case; what fails is a line with its reason."""
+    """Measure the lines of each backend on a case; a line that fails holds its reason."""
     for name in backends:
         asked = _asked(name, case)
         if not asked:
@@ -65,7 +64,7 @@ def latent_lines(
 
 
 def _kernel_of(name: str) -> MlaKernel:
-    """On every GPU the same one."""
+    """The kernel setting for a backend's name, the same on every GPU."""
     return MlaKernel.TRITON if name == BY_OTHER else MlaKernel.AUTO
 
 
@@ -108,7 +107,7 @@ def _overheads(member: RegisteredBackend, case: KernelCase, rounds: Rounds) -> I
     layer, expected = _layer_of(member, case, rounds)
     builder = make_builder(member, layer)
     ours = our_run(layer, builder)
-    # The same wrapper, planned for the same step.
+    # Both calls use one wrapper, planned for one step.
     record, impl = builder.build(0, layer.batch), layer.impl
     rank = case.head_size_v
     query = layer.content.query[..., :rank], layer.content.query[..., rank:]
@@ -123,7 +122,7 @@ def _overheads(member: RegisteredBackend, case: KernelCase, rounds: Rounds) -> I
     checked(theirs, expected)
     calls: dict[str, Call] = {"ours": ours.call, DIRECT: call}
     yield from timed(_asked(member.name, case), calls, rounds, error)
-    # A kernel that is wrong now and then shows itself after many launches.
+    # Checked again after many launches, which may show an error that is not in every launch.
     checked(ours, expected)
     checked(theirs, expected)
 
@@ -160,7 +159,7 @@ def _rotations(member: RegisteredBackend, case: KernelCase, rounds: Rounds) -> I
         except FlashInferUnavailableError as error:
             reason = str(error)
             continue
-        # Of each a cache, so that neither finds what the other wrote.
+        # Each call has a cache of its own, so that neither finds rows that the other wrote.
         cache = layer.kv_cache.clone()
         steps[name] = make_rotation(layer.content, cache, slots, impl, rounds.seed)
     errors = {name: step.error() for name, step in steps.items()}

@@ -1,8 +1,8 @@
-"""``attn bench kernels --table sparse_mla``: latent attention over lists, beside FlashMLA.
+"""``attn bench kernels --table sparse_mla``: latent attention over lists, compared with FlashMLA.
 
-Ours reads what the cache holds, with as many heads as there are; FlashMLA's kernels have at least
-64, and fewer are padded before they are timed. A cache's conversion and the indexer's logits stand
-against the rate at which they move bytes.
+Our kernel takes any number of heads. FlashMLA's kernels take at least 64; fewer heads are padded
+outside the timed call. The conversion of a cache and the indexer's logits are rated by the bytes
+that they move per second.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ FLASHMLA: Final = "flashmla"
 ALONE: Final = "nothing"
 RAW, BLOCK_SCALED = LatentFormat.FP8_NOPE_FP8_ROPE, LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE
 JUDGED: Final = 3
-"""Rows that are compared with float64."""
+"""Number of rows that are compared with float64."""
 K_SCALE: Final = 0.5
 MIN_PADDED_SPEEDUP: Final = {"max_ratio": 0.5}
-"""Over FlashMLA where it has to pad heads."""
+"""Target against FlashMLA where FlashMLA has to pad heads."""
 TARGETS: Final[dict[tuple[str, How], dict[str, float]]] = {
     ("dec_656_h128_b128", How.DEVICE): {"min_rate": 250.0},
     ("dec_656_h16_b1", How.GRAPH): {"max_us": 12.0},
@@ -63,12 +63,11 @@ HOPPER_TARGETS: Final[dict[tuple[str, How], dict[str, float]]] = {
     ("pre_bf16_h128_4k", How.DEVICE): {"max_ratio": 1.0},
     ("pre_bf16_h16_4k", How.DEVICE): MIN_PADDED_SPEEDUP,
 }
-"""Of the kernel for Hopper."""
+"""Targets of the Hopper kernel."""
 HOWS: Final = (How.DEVICE, How.GRAPH)
 WHOLE_LIST: Final = {"segment": 1 << 16, "span": 1}
-"""One state for a whole list, in half the registers: its bits are not those of a list that is split
-for few rows.
-"""
+"""Change of a tile that keeps one state for a whole list and needs half the registers. Its bits
+differ from those of a list that is split because there are few rows."""
 FEW: Final[dict[str, dict[str, Any]]] = {
     "32 keys": {"kv_tile": 32},
     "ids by the compiler": {"kv_tile": 64, "carries_ids": False, "holds_next": False},
@@ -76,18 +75,18 @@ FEW: Final[dict[str, dict[str, Any]]] = {
     "split": {"span": 1},
     "segments of 512": {"segment": 512},
     "one state": WHOLE_LIST,
-    # Two programs on a multiprocessor.
+    # 128 registers let two programs share a multiprocessor.
     "one state, 128 registers": {**WHOLE_LIST, "num_stages": 2, "max_registers": 128},
     "one state, 32 keys": {**WHOLE_LIST, "kv_tile": 32},
     "one state, 32 keys, 4 warps": {**WHOLE_LIST, "kv_tile": 32, "num_warps": 4},
     "32 keys, 4 warps, 2 stages": {"kv_tile": 32, "num_warps": 4, "num_stages": 2},
 }
-"""Changes of a tile that folds heads into rows."""
+"""Alternatives to a tile that folds heads into rows: changed fields, by name."""
 MANY: Final[dict[str, dict[str, Any]]] = {
     "32 keys": {"kv_tile": 32},
     "32 keys, 3 stages": {"kv_tile": 32, "num_stages": 3},
 }
-"""Of others."""
+"""Alternatives to a tile that does not fold heads into rows: changed fields, by name."""
 
 
 def sparse_lines(
@@ -99,15 +98,16 @@ def sparse_lines(
     kernel: DecodeKernel = DecodeKernel.AUTO,
     peers: tuple[str, ...] = (FLASHMLA,),
 ) -> Iterator[Line]:
-    """What is asked of a case; what fails is a line with its reason.
+    """Measure the lines of a case; a line that fails holds its reason.
 
     Args:
-        case: of :data:`attn.bench.cases.latent.SPARSE_CASES`.
-        backends: ours, for the lines' names.
-        rounds: how often things are timed.
-        log: receives an error's place.
-        kernel: of ours; both where they serve, unless one is asked for by name.
-        peers: FlashMLA, and ``tiles`` for other tiles of ours.
+        case: one of :data:`attn.bench.cases.latent.SPARSE_CASES`.
+        backends: names of our backends, for the lines.
+        rounds: settings of the measurement.
+        log: receives the place of an error.
+        kernel: our kernel; ``auto`` measures both the portable and the Hopper kernel where they
+            serve.
+        peers: ``flashmla``, and ``tiles`` for other tiles of our portable kernel.
     """
     (name,) = backends
     measure = {CONVERSION_CASE: _conversions, INDEX_CASE: _logits}.get(case.name)
@@ -173,11 +173,11 @@ class SparseContent:
 
     case: KernelCase
     cache: torch.Tensor
-    """``[N, P, row]`` bytes."""
+    """``[N, P, row]`` bytes of cached rows."""
     query: torch.Tensor
-    """``[T, H, L + r]``."""
+    """``[T, H, L + r]`` absorbed queries."""
     indices: torch.Tensor
-    """``[T, topk]`` int32 slots, none twice."""
+    """``[T, topk]`` int32 slots without duplicates in a row."""
     k_scale: torch.Tensor
 
     @cached_property
@@ -186,7 +186,7 @@ class SparseContent:
         case, device = self.case, self.query.device
         rank, rows = case.head_size_v, range(min(JUDGED, len(self.query)))
         heads = sorted({0, case.num_heads // 2, case.num_heads - 1})
-        # A reference in float64 must not take the cache's rows for float64 too.
+        # The arithmetic is float64, but BF16 rows of the cache must be read in the model's dtype.
         read = partial(
             reference.read_listed,
             layout=case.latent_format,
@@ -206,11 +206,11 @@ class SparseContent:
 
 
 def filled_cache(row: RowFormat, blocks: int, rounds: Rounds, scales: bool) -> torch.Tensor:
-    """``[N, 64, row]`` bytes of normal values; of scales, powers of two, or ones."""
+    """``[N, 64, row]`` bytes of normally distributed rows; scales are powers of two, or all 1."""
     generator = torch.Generator(rounds.device).manual_seed(rounds.seed)
     cache = torch.empty(blocks, INDEXER_PAGE, row.nbytes, dtype=torch.uint8, device=rounds.device)
     for name, view in latent_views(cache, row).items():
-        # In parts: what is drawn is fp32.
+        # Filled in parts, because the random values are drawn in fp32.
         for start in range(0, len(view), 4096):
             part = view[start : start + 4096]
             values = torch.randn(*part.shape, device=rounds.device, generator=generator)
@@ -221,7 +221,7 @@ def filled_cache(row: RowFormat, blocks: int, rounds: Rounds, scales: bool) -> t
 
 
 def make_sparse_content(case: KernelCase, rounds: Rounds) -> SparseContent:
-    """Random tensors of a case: every request has its own cache."""
+    """Random tensors of a case; requests share no cached rows."""
     device, pages = rounds.device, cdiv(case.seq_lens[0], INDEXER_PAGE)
     generator = torch.Generator(device).manual_seed(rounds.seed + 1)
     cache = filled_cache(case.latent_row, case.num_reqs * pages, rounds, scales=True)
@@ -243,7 +243,7 @@ def _usual_tile(content: SparseContent) -> SparseTile:
 
 
 def _hopper_tile(content: SparseContent, kernel: DecodeKernel) -> tuple[SparseTile | None, str]:
-    """That of the kernel for Hopper; or None, and why it does not take the rows."""
+    """The Hopper kernel's tile; or None, and why that kernel does not take the rows."""
     case, device = content.case, content.query.device
     if not runs_gluon(device):
         return None, f"kernels in Gluon do not run on {device.type}"
@@ -263,7 +263,7 @@ def _hopper_tile(content: SparseContent, kernel: DecodeKernel) -> tuple[SparseTi
 
 
 def alternatives(content: SparseContent) -> Mapping[str, SparseTile]:
-    """Other tiles of the plain kernel for a case, by name."""
+    """Other tiles of the portable kernel for a case, by name."""
     usual, found = _usual_tile(content), {}
     for name, changes in (FEW if usual.folds else MANY).items():
         changed = replace(usual, **changes)
@@ -273,7 +273,7 @@ def alternatives(content: SparseContent) -> Mapping[str, SparseTile]:
 
 
 def ours(content: SparseContent, tile: SparseTile | None = None) -> KernelRun:
-    """The plain kernel, with everything prepared."""
+    """A run of our kernel with a tile, which is the portable kernel's unless one is given."""
     case, query, rank = content.case, content.query, content.case.head_size_v
     chosen = tile or _usual_tile(content)
     out = query.new_empty((*query.shape[:2], rank))
@@ -294,7 +294,7 @@ def ours(content: SparseContent, tile: SparseTile | None = None) -> KernelRun:
 
 
 def flashmla(content: SparseContent) -> KernelRun | str:
-    """FlashMLA's call with its queries padded; or why there is none."""
+    """A run of FlashMLA on padded queries, or why FlashMLA cannot be called."""
     case, query = content.case, content.query
     layout, heads = case.latent_format, 64 if case.num_heads <= 64 else 128
     kernel = SparseKernel.FLASHMLA_KV
@@ -315,7 +315,7 @@ def flashmla(content: SparseContent) -> KernelRun | str:
         rows = content.cache.view(query.dtype).view(-1, 1, case.head_size)
         found[:] = functions.prefill(padded, rows, content.indices[:, None], case.scale)[:1]
 
-    # Decodes as requests, prefills as rows of one: what suits each.
+    # Decodes are passed as requests of one token, a prefill as one request with many tokens.
     axis = 0 if case.num_reqs == 1 and case.num_tokens > 1 else 1
     schedule = functions.new_schedule()
 
@@ -342,7 +342,7 @@ def _attended(
     rounds: Rounds,
     own: Callable[[SparseContent], KernelRun],
 ) -> Iterator[Line]:
-    """Ours, beside FlashMLA where that is asked for and there."""
+    """Time our kernel, and FlashMLA where it is asked for and can be called."""
     runs = {"ours": own(content)}
     if asked[0].other == FLASHMLA:
         peer = flashmla(content)
@@ -354,12 +354,12 @@ def _attended(
     if FLASHMLA in runs:
         found = check_run(FLASHMLA, runs[FLASHMLA], content.expected)
         if isinstance(found, Contender):
-            # Ours is timed without it.
+            # Our kernel is timed even without FlashMLA.
             asked = [line.replace(reason=f"{FLASHMLA}: {found.reason}") for line in asked]
             del runs[FLASHMLA]
     calls: dict[str, Call] = {name: run.call for name, run in runs.items()}
     yield from timed(asked, calls, rounds, error)
-    # A kernel that is wrong now and then shows itself after many launches.
+    # Checked again after many launches, which may show an error that is not in every launch.
     for run in runs.values():
         checked(run, content.expected)
 
@@ -381,7 +381,7 @@ def _converted_bytes(case: KernelCase) -> float:
 
 
 def _conversions(case: KernelCase, asked: list[Line], rounds: Rounds) -> Iterator[Line]:
-    """A whole cache of 576-byte rows to one of 656-byte rows."""
+    """Time the conversion of a whole cache of 576-byte rows to 656-byte rows."""
     source, target = (_rows_of(layout, case) for layout in (RAW, BLOCK_SCALED))
     blocks = _tokens(case) // INDEXER_PAGE
     cache = filled_cache(source, blocks, rounds, scales=False)
@@ -409,7 +409,7 @@ def _conversions(case: KernelCase, asked: list[Line], rounds: Rounds) -> Iterato
         result.copy_(read(out, slots, layout=BLOCK_SCALED)[:, None])
 
     places = torch.arange(len(slots), device=some.device), torch.zeros_like(some[:1])
-    # The scale is a power of two: exact.
+    # The conversion is exact, as the scale is a power of two.
     run = KernelRun(call, result, tolerance=1e-30, collect=collect)
     yield from _streamed(run, Expected(*places, real), asked, rounds)
 
@@ -422,7 +422,7 @@ INDEX_SIZE: Final = 128
 
 
 def _logits(case: KernelCase, asked: list[Line], rounds: Rounds) -> Iterator[Line]:
-    """Logits of one row per request over the indexer's whole cache."""
+    """Time the logits of one row per request over the indexer's whole cache."""
     device, rows, length = rounds.device, case.num_reqs, case.seq_lens[0]
     generator = torch.Generator(device).manual_seed(rounds.seed)
     blocks = _tokens(case) // INDEXER_PAGE
