@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Python compiles what is imported, which is far less than what is installed.
 INSTALL := pip install -q --no-compile
+# It keeps what it compiled, also where the environment says not to: tests start many processes, and
+# each would spend seconds on compiling torch's modules, inside vLLM on vLLM's.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Passed on to `attn run`: make run TRACE=trace.csv MODEL=qwen3-8b ARGS="--kv-cache-dtype fp8"
 RUN_ARGS := $(if $(TRACE),--trace $(TRACE)) $(if $(MODEL),--model $(MODEL)) \
