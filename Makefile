@@ -13,12 +13,13 @@ unexport PYTHONDONTWRITEBYTECODE
 RUN_ARGS := $(if $(TRACE),--trace $(TRACE)) $(if $(MODEL),--model $(MODEL)) \
 	--report $(or $(REPORT),report) $(ARGS)
 
-.PHONY: run test test-compile test-vllm environments lint clean
+.PHONY: run test test-compile test-vllm install environments lint clean
 
 run: $(INSTALLED)
 	$(BIN)/attn run $(RUN_ARGS)
 
-# In the order of their names: files of few tests would come last, and the longest runs alone then.
+# In the order of tests/tools/weights.py. xdist's own starts files of few tests last, among them the
+# longest, which would run alone then.
 test: lint
 	$(BIN)/pytest -q -n auto --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
@@ -30,12 +31,17 @@ test-compile: $(INSTALLED)
 # folder of its own, and without its own pins: it is imported there, not served from.
 VLLMS := 0.26.0 0.33.0
 VLLM_VENV := .venv-vllm
-VLLM_PYTEST := -q -p no:cacheprovider -n 2 --dist loadfile -o filterwarnings=default
+VLLM_TESTS := $(VLLMS:%=test-vllm-%)
+.PHONY: $(VLLM_TESTS)
 
-test-vllm: $(VLLMS:%=$(VLLM_VENV)/%/.installed)
-	set -e; for version in $(VLLMS); do PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/$$version \
-	  $(VLLM_VENV)/bin/python -m pytest $(VLLM_PYTEST) tests/vllm $(PYTEST_ARGS); \
-	done
+# One process for each version: importing vLLM takes long. With -j, side by side.
+test-vllm: $(VLLM_TESTS)
+
+$(VLLM_TESTS): test-vllm-%: $(VLLM_VENV)/%/.installed
+	PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/$* $(VLLM_VENV)/bin/python -m pytest -q -p no:cacheprovider \
+	  -o filterwarnings=default tests/vllm $(PYTEST_ARGS)
+
+install: $(INSTALLED)
 
 # All that is installed; with -j, side by side.
 environments: $(INSTALLED) $(VLLMS:%=$(VLLM_VENV)/%/.installed)
