@@ -31,15 +31,12 @@ test-compile: $(INSTALLED)
 # folder of its own, and without its own pins: it is imported there, not served from.
 VLLMS := 0.26.0 0.33.0
 VLLM_VENV := .venv-vllm
-VLLM_TESTS := $(VLLMS:%=test-vllm-%)
-.PHONY: $(VLLM_TESTS)
+VLLM_PYTEST := -q -p no:cacheprovider -n 2 --dist loadfile -o filterwarnings=default
 
-# One process for each version: importing vLLM takes long. With -j, side by side.
-test-vllm: $(VLLM_TESTS)
-
-$(VLLM_TESTS): test-vllm-%: $(VLLM_VENV)/%/.installed
-	PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/$* $(VLLM_VENV)/bin/python -m pytest -q -p no:cacheprovider \
-	  -o filterwarnings=default tests/vllm $(PYTEST_ARGS)
+test-vllm: $(VLLMS:%=$(VLLM_VENV)/%/.installed)
+	set -e; for version in $(VLLMS); do PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/$$version \
+	  $(VLLM_VENV)/bin/python -m pytest $(VLLM_PYTEST) tests/vllm $(PYTEST_ARGS); \
+	done
 
 install: $(INSTALLED)
 
