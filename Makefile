@@ -5,17 +5,21 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Python compiles what is imported, which is far less than what is installed.
 INSTALL := pip install -q --no-compile
+# It keeps what it compiled, also where the environment says not to: tests start many processes, and
+# each would spend seconds on compiling torch's modules, inside vLLM on vLLM's.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Passed on to `attn run`: make run TRACE=trace.csv MODEL=qwen3-8b ARGS="--kv-cache-dtype fp8"
 RUN_ARGS := $(if $(TRACE),--trace $(TRACE)) $(if $(MODEL),--model $(MODEL)) \
 	--report $(or $(REPORT),report) $(ARGS)
 
-.PHONY: run test test-compile test-vllm environments lint clean
+.PHONY: run test test-compile test-vllm install environments lint clean
 
 run: $(INSTALLED)
 	$(BIN)/attn run $(RUN_ARGS)
 
-# In the order of their names: files of few tests would come last, and the longest runs alone then.
+# In the order of tests/tools/weights.py. xdist's own starts files of few tests last, among them the
+# longest, which would run alone then.
 test: lint
 	$(BIN)/pytest -q -n auto --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
@@ -33,6 +37,8 @@ test-vllm: $(VLLMS:%=$(VLLM_VENV)/%/.installed)
 	set -e; for version in $(VLLMS); do PYTHONPATH=$(CURDIR)/$(VLLM_VENV)/$$version \
 	  $(VLLM_VENV)/bin/python -m pytest $(VLLM_PYTEST) tests/vllm $(PYTEST_ARGS); \
 	done
+
+install: $(INSTALLED)
 
 # All that is installed; with -j, side by side.
 environments: $(INSTALLED) $(VLLMS:%=$(VLLM_VENV)/%/.installed)

@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
-from tests.tools import interpreter
+from tests.tools import interpreter, weights
 
 if not torch.cuda.is_available():
     # Triton reads it when it is first imported: kernels then run on CPU tensors.
@@ -21,6 +21,11 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)
 if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.make_quick()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The heaviest files come first; tests of a file stay in their order."""
+    items.sort(key=lambda item: weights.place_of(item.nodeid.partition("::")[0]))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from attn.registry import ROWS, AttentionBackendEnum, BackendRow
+from tests.tools.weights import HEAVIEST
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("specs", "builders", "attn", "tests")
@@ -628,6 +629,10 @@ def test_the_launching_check_knows_right_from_wrong() -> None:
 
 
 # -- Folder.
+
+
+def test_the_test_files_that_are_started_first_are_there() -> None:
+    assert [name for name in HEAVIEST if not (ROOT / name).is_file()] == []
 
 
 def top_level_names() -> set[str]:

@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -344,23 +344,23 @@ def _first_line(error: BaseException) -> str:
 ByTarget = dict[int, dict[str, Facts]]
 """Facts by name of the variant, for each target."""
 
+PROCESSES: Final = ((90,), (80, 86, 100, 120))
+"""Targets of the processes that compile for tests side by side; both take about as long."""
 
-def facts_of(
-    targets: Sequence[int],
-    *,
-    tested_only: bool,
-    cache: Path,
-    triton: Path | None = None,
-    of: str = "triton_attn",
-) -> ByTarget:
-    """Compile in a new process.
+
+def printed_by(
+    module: str, arguments: Iterable[object], cache: Path, triton: Path | None = None
+) -> Any:
+    """Run a module of this folder in a new process that compiles kernels.
 
     Args:
-        targets: compute capabilities.
-        tested_only: only what ``make test`` compiles for each.
+        module: its name in this folder.
+        arguments: of its command.
         cache: Triton's cache.
         triton: folder to take Triton from; None takes what is installed.
-        of: which of :data:`SETS`.
+
+    Returns:
+        The JSON in the last line that it prints.
 
     Raises:
         RuntimeError: the process failed; its last words are in the message.
@@ -372,19 +372,61 @@ def facts_of(
         "TRITON_CACHE_DIR": str(cache),
         "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path is not None),
     }
-    command = [sys.executable, "-m", "tests.compile.compile_matrix"]
-    command += ["--set", of, "--target", *map(str, targets)]
-    command += ["--tested-only"] if tested_only else []
+    command = [sys.executable, "-m", f"tests.compile.{module}", *map(str, arguments)]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
-    found = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def facts_printed_by(
+    module: str, arguments: Iterable[object], cache: Path, triton: Path | None = None
+) -> ByTarget:
+    """:func:`printed_by` a module that prints facts by name for each target."""
+    found = printed_by(module, arguments, cache, triton)
     return {
         int(target): {name: Facts(**facts) for name, facts in by_name.items()}
         for target, by_name in found.items()
     }
+
+
+def side_by_side(compiled: Callable[[Sequence[int], Path], ByTarget], folder: Path) -> ByTarget:
+    """Compile for every target, in as many processes as :data:`PROCESSES` has.
+
+    Args:
+        compiled: given targets and Triton's cache, starts one process and returns its facts.
+        folder: for the caches.
+    """
+    caches = [folder / "-".join(map(str, targets)) for targets in PROCESSES]
+    with ThreadPoolExecutor(len(PROCESSES)) as pool:
+        parts = pool.map(compiled, PROCESSES, caches)
+        return {target: facts for part in parts for target, facts in part.items()}
+
+
+def facts_of(
+    targets: Sequence[int],
+    *,
+    tested_only: bool,
+    cache: Path,
+    triton: Path | None = None,
+    of: Sequence[str] = ("triton_attn",),
+) -> ByTarget:
+    """Compile variants in a new process.
+
+    Args:
+        targets: compute capabilities.
+        tested_only: only what ``make test`` compiles for each.
+        cache: Triton's cache.
+        triton: folder to take Triton from; None takes what is installed.
+        of: names in :data:`SETS`.
+
+    Raises:
+        RuntimeError: the process failed; its last words are in the message.
+    """
+    given = ["--set", *of, "--target", *targets, *(["--tested-only"] if tested_only else [])]
+    return facts_printed_by("compile_matrix", given, cache, triton)
 
 
 def install(version: str, folder: Path) -> Path | None:
@@ -412,7 +454,7 @@ def compile_all(of: str, folder: Path, processes: int) -> Results:
         with tempfile.TemporaryDirectory() as cache:
             version, target = key
             found = facts_of(
-                [target], tested_only=False, cache=Path(cache), triton=folders[version], of=of
+                [target], tested_only=False, cache=Path(cache), triton=folders[version], of=[of]
             )
             return found[target]
 
@@ -450,8 +492,8 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     given = parser.parse_args()
     if given.target is not None:
-        (name,) = given.set
-        compiler, variants = Compiler(), SETS[name].variants
+        compiler = Compiler()
+        variants = [variant for name in given.set for variant in SETS[name].variants]
         found = {
             target: compiler.compile(
                 target, [v for v in variants if not given.tested_only or target in v.tested]

@@ -1,9 +1,11 @@
 """Launches that the bundled models' layers make on the GPUs that ``attn explain`` knows.
 
-    python -m tests.compile.model_calls --major 8
+    python -m tests.compile.model_calls --major 8 12
 
-prints what those on GPUs of one major compute capability take of shared memory, as JSON. Launches
-of one size are compiled once, and only until their shared memory is allocated.
+prints what those on GPUs of some major compute capabilities take of shared memory, as JSON.
+Launches of one size are compiled once, and only until their shared memory is allocated. Sizes that
+the tests of ``tests/compile`` and ``tests/dense/test_hopper.py`` compile to machine code, and
+compare with the same limit, are left to them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from typing import Any, Final
 from unittest import mock
 
 import builders.dense.triton_attn
-from attn.selector import explain
+from attn.registry import AttentionBackendEnum
+from attn.selector import refusals
 from builders.dense.choice import LayerAsks
 from builders.latent.choice import latent_kernel_of
 from builders.launch.call import KernelCall
@@ -33,9 +36,10 @@ from specs.hf_config import bundled_model_names, load_model_geometry
 from specs.model import LayerGeometry, LayerKind
 from specs.rows import latent_format_of
 from tests.compile import sparse_variants
-from tests.compile.compile_matrix import _Device
+from tests.compile.compile_matrix import SETS, _Device, limit_of
 from tests.compile.variants import (
     DEVICES,
+    TARGETS,
     Kernel,
     Layer,
     Variant,
@@ -89,7 +93,9 @@ class Compiled:
     capabilities: tuple[int, ...]
     """Compute capabilities of these devices."""
     shared: int = 0
-    """Bytes of shared memory."""
+    """Bytes of shared memory; 0 where others compile it."""
+    elsewhere: str = ""
+    """A launch of this size that another test compiles, by name; empty where there is none."""
     error: str = ""
     """Why it did not compile."""
 
@@ -104,16 +110,18 @@ def size_of(call: KernelCall) -> Size:
     names = ("latent_ptr", "k_desc", "key_ptr", "query_ptr", "out_ptr")
     attended = next(call.arguments[name] for name in names if call.arguments.get(name) is not None)
     dtype = getattr(attended, "dtype", None)
-    # Of the flags, how a cache's bytes are converted counts: not every GPU has instructions.
-    flags = {"HARDWARE_E4M3"} if dtype is not None and not dtype.is_floating_point else set()
+    # How a cache's bytes are converted counts where there are such: not every GPU has instructions.
+    converts = dtype is not None and not dtype.is_floating_point
+    flags, ignored = ({"HARDWARE_E4M3"}, set()) if converts else (set(), {"DECODE"})
     return Size(
         call.kernel.__name__,
-        tuple(sorted(call.options.items())),
+        # The assembler limits registers, when shared memory is allocated.
+        tuple(sorted((name, x) for name, x in call.options.items() if name != "maxnreg")),
         tuple(
             sorted(
                 (name, str(value))
                 for name, value in constants.items()
-                if not isinstance(value, bool) or name in flags
+                if name in flags or not (isinstance(value, bool) or name in ignored)
             )
         ),
         str(attended.layout if dtype is None else dtype),
@@ -219,7 +227,7 @@ def model_calls(major: int) -> Iterator[tuple[str, int, KernelCall]]:
     for ((layer, dtype), names), target, cache in product(layers.items(), targets, CACHES):
         request, device = layer.selector_config(dtype, cache), DEVICES[target]
         for backend, calls in CALLS_OF.items():
-            if explain(request, device, backend).chosen is not None:
+            if not refusals(AttentionBackendEnum[backend], request, device):
                 for call in calls(layer, dtype, cache, target):
                     yield f"{', '.join(names)} on {device.name}, {cache.value}", target, call
 
@@ -256,8 +264,17 @@ def shared_memory(call: KernelCall, target: int) -> int:
     return shared
 
 
+def tested_calls(target: int) -> Iterator[tuple[str, KernelCall]]:
+    """Launches that other tests compile for a target and hold to its limit of shared memory."""
+    for one in SETS.values():
+        for variant in one.variants:
+            if target in variant.tested:
+                yield variant.name, call_of(variant, target)
+    yield from sparse_variants.tested(target).items()
+
+
 def compiled(major: int) -> list[Compiled]:
-    """One compile for each size of a launch."""
+    """One compile for each size of a launch that no other test compiles."""
     import triton
 
     calls: dict[Size, KernelCall] = {}
@@ -267,11 +284,26 @@ def compiled(major: int) -> list[Compiled]:
         users.setdefault(size, []).append((of, target))
         if size not in calls or features_of(call) > features_of(calls[size]):
             calls[size] = call
+    kernels = {size.kernel for size in calls}
+    tested: dict[Size, list[tuple[int, int, str]]] = {}
+    for target in (target for target in TARGETS if target // 10 == major):
+        for name, call in tested_calls(target):
+            if call.kernel.__name__ in kernels:
+                facts = limit_of(target), features_of(call), f"{name} sm_{target}"
+                tested.setdefault(size_of(call), []).append(facts)
     found = []
     for size, call in calls.items():
         names, targets = (tuple(dict.fromkeys(part)) for part in zip(*users[size], strict=True))
+        one, room = Compiled(size.kernel, names, targets), min(map(limit_of, targets))
+        others = [
+            name
+            for limit, features, name in tested.get(size, [])
+            if limit <= room and features >= features_of(call)
+        ]
+        if others:
+            found.append(replace(one, elsewhere=others[0]))
+            continue
         triton.runtime.driver.set_active(_Device(min(targets)))
-        one = Compiled(size.kernel, names, targets)
         try:
             found.append(replace(one, shared=shared_memory(call, min(targets))))
         except Exception as error:
@@ -282,8 +314,9 @@ def compiled(major: int) -> list[Compiled]:
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--major", type=int, required=True, choices=MAJORS)
-    print(json.dumps([asdict(one) for one in compiled(parser.parse_args().major)]))
+    parser.add_argument("--major", type=int, nargs="+", required=True, choices=MAJORS)
+    majors = parser.parse_args().major
+    print(json.dumps({major: compiled(major) for major in majors}, default=asdict))
     return 0
 
 

@@ -1,14 +1,21 @@
 """Launches of the small kernels of a step, by name, for GPUs that are not there.
 
-They write page tables, gather and clear rows, quantise queries and expand latent rows. Nothing
-runs: launches are made on CPU tensors and collected.
+    python -m tests.compile.step_variants --target 90 120
+
+compiles them and prints what each compile gave, as JSON. The kernels write page tables, gather and
+clear rows, quantise queries and expand latent rows. Nothing runs: launches are made on CPU tensors
+and collected.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import count
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -24,16 +31,26 @@ from builders.launch.call import KernelCall, collected_calls
 from builders.pages.phase_tables import PhaseTable, StepRows, launch_tables
 from builders.pages.tables import PageTable, RequestPlaces, launch_page_list, launch_page_table
 from builders.sparse.rows import RowLengths, launch_context, launch_rows
+from tests.compile.compile_matrix import Compiler
+from tests.compile.variants import TARGETS
+
+MOST_REQUESTS: Final = 256
+"""Requests of a step, at most, of an engine whose launches are tested."""
 
 _TOKENS, _HEADS, _RANK, _ROPE = 4, 128, 512, 64
 _E4M3 = torch.float8_e4m3fn
 
 
-def step_calls(target: int) -> dict[str, KernelCall]:
-    """Launches by name: the kernel's, and a number where it is launched several times."""
+def step_calls(target: int, max_num_seqs: int = 8) -> dict[str, KernelCall]:
+    """Launches by name: the kernel's, and the number of the launch among those of this kernel.
+
+    Args:
+        target: compute capability.
+        max_num_seqs: requests that the engine may have in a step.
+    """
     numbers: dict[str, Iterator[int]] = {}
     found = {}
-    for call in (*_row_calls(target >= 89), *_page_calls()):
+    for call in (*_row_calls(target >= 89), *_page_calls(max_num_seqs)):
         name = call.kernel.__name__
         found[f"{name} {next(numbers.setdefault(name, count(1)))}"] = call
     return found
@@ -92,9 +109,9 @@ def _row_calls(hardware: bool) -> Iterator[KernelCall]:
     )
 
 
-def _page_calls() -> list[KernelCall]:
+def _page_calls(most: int) -> list[KernelCall]:
     """Kernels that write page tables and what goes with them, of two requests."""
-    reqs, columns, most = 2, 4, 8
+    reqs, columns = 2, 4
 
     def integers(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32)
@@ -107,7 +124,8 @@ def _page_calls() -> list[KernelCall]:
             launch_page_table(table, lens, pages, 64, page_size)
         launch_page_list(table, lens, 16, None, most)
         places = RequestPlaces(integers(3 * reqs + 4), 1)
-        launch_page_list(table, lens, 16, lens, most, places, starts)
+        for skipped in (lens, None):
+            launch_page_list(table, lens, 16, skipped, most, places, starts)
         for window in (None, 128):
             step = StepRows(table, lens, starts, 1, 2)
             launch_tables(step, decode, prefill, window)
@@ -120,3 +138,20 @@ def _page_calls() -> list[KernelCall]:
         launch_rows(starts, lens, 0, 2048, rows, most)
         launch_context(table, lens, integers(64), 64, most)
     return calls
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--target", type=int, nargs="+", required=True, choices=TARGETS)
+    compiler, targets = Compiler(), parser.parse_args().target
+    found = {
+        target: compiler.compile_calls(target, step_calls(target, MOST_REQUESTS))
+        for target in targets
+    }
+    print(json.dumps(found, default=asdict))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,7 +6,6 @@ The full matrix, by several versions of Triton, is ``make test-compile``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -15,6 +14,7 @@ import pytest
 
 from specs.dtypes import DType
 from tests.compile.compile_matrix import (
+    PROCESSES,
     ByTarget,
     Facts,
     facts_of,
@@ -23,13 +23,12 @@ from tests.compile.compile_matrix import (
     misses_of,
     packed_additions,
     read_log,
+    side_by_side,
     table_of,
 )
 from tests.compile.variants import MLA_VARIANTS, TARGETS, VARIANTS, Kernel, Layer, Variant
 
 MOST_COMPILES: Final = 56
-PROCESSES: Final = ((90,), (80, 86, 100, 120))
-"""Targets of each, for about the same time."""
 EVERY: Final = (*VARIANTS, *MLA_VARIANTS)
 TESTED: Final = [(variant, target) for variant in EVERY for target in variant.tested]
 LOG: Final = """\
@@ -42,21 +41,13 @@ ptxas info    : Used 255 registers, used 1 barriers, 32 bytes cumulative stack s
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> ByTarget:
-    """What ``make test`` compiles, by two processes at a time."""
+    """What ``make test`` compiles."""
 
-    # Made one after another: pytest links to the latest, which two threads undo for each other.
-    first, *caches = [tmp_path_factory.mktemp("triton") for _ in range(1 + len(PROCESSES))]
-
-    def by_process(targets: Sequence[int], cache: Path, of: str = "triton_attn") -> ByTarget:
+    def compiled_for(targets: Sequence[int], cache: Path) -> ByTarget:
+        of = ["triton_attn", "triton_mla"]
         return facts_of(targets, tested_only=True, cache=cache, of=of)
 
-    with ThreadPoolExecutor(len(PROCESSES)) as pool:
-        latent = pool.submit(by_process, [*TARGETS], first, "triton_mla")
-        parts = list(pool.map(by_process, PROCESSES, caches))
-    found = {target: facts for part in parts for target, facts in part.items()}
-    for target, facts in latent.result().items():
-        found[target] |= facts
-    return found
+    return side_by_side(compiled_for, tmp_path_factory.mktemp("triton"))
 
 
 def test_variants_are_named_and_few_enough_for_every_run() -> None:

@@ -5,46 +5,39 @@ Shared memory is a property of the compute capability: GPUs of one kind differ i
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from itertools import chain
 
 import pytest
 
 from specs.devices import KNOWN_DEVICES
 from specs.hf_config import bundled_model_names
+from tests.compile.compile_matrix import printed_by
 from tests.compile.model_calls import MAJORS, Compiled
 from tests.compile.variants import DEVICES
 
-ROOT = Path(__file__).resolve().parents[2]
 CAPABILITIES = sorted(DEVICES)
-
-
-def compiled_for(major: int, cache: Path) -> list[Compiled]:
-    """In a process of its own, without the interpreter."""
-    environment = os.environ | {
-        "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(cache),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    command = [sys.executable, "-m", "tests.compile.model_calls", "--major", str(major)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [Compiled(**one) for one in json.loads(done.stdout.splitlines()[-1])]
+PROCESSES = ((8,), (9, 10, 12))
+"""Major compute capabilities of the processes that compile side by side."""
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Compiled]]:
     """By major compute capability."""
-    # Made one after another: pytest links to the latest, which two threads undo for each other.
-    caches = [tmp_path_factory.mktemp("triton") for _ in MAJORS]
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(MAJORS, pool.map(compiled_for, MAJORS, caches), strict=True))
+    folder = tmp_path_factory.mktemp("triton")
+
+    def compiled_for(majors: tuple[int, ...]) -> dict[int, list[Compiled]]:
+        cache = folder / "-".join(map(str, majors))
+        found = printed_by("model_calls", ["--major", *majors], cache)
+        return {int(major): [Compiled(**one) for one in all_] for major, all_ in found.items()}
+
+    with ThreadPoolExecutor(len(PROCESSES)) as pool:
+        parts = pool.map(compiled_for, PROCESSES)
+        return {major: one for part in parts for major, one in part.items()}
+
+
+def test_every_major_capability_is_compiled_for() -> None:
+    assert tuple(chain(*PROCESSES)) == MAJORS
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

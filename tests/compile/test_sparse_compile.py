@@ -2,49 +2,28 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.compile.compile_matrix import Facts, limit_of
-
-ROOT = Path(__file__).resolve().parents[2]
-TARGETS = (90, 80, 86, 100, 120)
-
-
-def facts_on(target: int, cache: Path) -> dict[str, Facts]:
-    """In a process of its own, without the interpreter."""
-    environment = os.environ | {
-        "TRITON_INTERPRET": "0",
-        "TRITON_DUMP_PTXAS_LOG": "1",
-        "TRITON_CACHE_DIR": str(cache),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    command = [sys.executable, "-m", "tests.compile.sparse_variants"]
-    done = subprocess.run(
-        [*command, "--target", str(target), "--set", "tested"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    return {name: Facts(**facts) for name, facts in found.items()}
+from tests.compile.compile_matrix import (
+    ByTarget,
+    Facts,
+    facts_printed_by,
+    limit_of,
+    side_by_side,
+)
+from tests.compile.variants import TARGETS
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Facts]]:
-    # Made one after another: pytest links to the latest, which two threads undo for each other.
-    caches = [tmp_path_factory.mktemp("triton") for _ in TARGETS]
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(TARGETS, pool.map(facts_on, TARGETS, caches), strict=True))
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> ByTarget:
+    def compiled_for(targets: Sequence[int], cache: Path) -> ByTarget:
+        given = ["--set", "tested", "--target", *targets]
+        return facts_printed_by("sparse_variants", given, cache)
+
+    return side_by_side(compiled_for, tmp_path_factory.mktemp("triton"))
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -46,7 +46,7 @@ TESTED = [variant for variant in HOPPER_VARIANTS if variant.tested]
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> ByTarget:
     cache = tmp_path_factory.mktemp("triton")
-    return facts_of([90], tested_only=True, cache=cache, of="hopper")
+    return facts_of([90], tested_only=True, cache=cache, of=["hopper"])
 
 
 @pytest.mark.parametrize("variant", TESTED, ids=lambda variant: variant.name)

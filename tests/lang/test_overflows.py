@@ -13,8 +13,8 @@ pytestmark = pytest.mark.skipif(not interprets(), reason="needs Triton's interpr
 
 
 @triton.jit
-def _compute(x_ptr, out_ptr, y, KIND: tl.constexpr):
-    x = tl.load(x_ptr + tl.arange(0, 2))
+def _compute(x_ptr, out_ptr, y, KIND: tl.constexpr, SIZE: tl.constexpr = 2):
+    x = tl.load(x_ptr + tl.arange(0, SIZE))
     if KIND == "add":
         x = x + y
     elif KIND == "sub":
@@ -23,9 +23,10 @@ def _compute(x_ptr, out_ptr, y, KIND: tl.constexpr):
         x = x * y
     else:
         x = (x.to(tl.int64) * y).to(tl.int32)
-    tl.store(out_ptr + tl.arange(0, 2), x)
+    tl.store(out_ptr + tl.arange(0, SIZE), x)
 
 
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
     ("kind", "x", "y"),
     [
@@ -38,13 +39,15 @@ def _compute(x_ptr, out_ptr, y, KIND: tl.constexpr):
     ],
 )
 def test_a_result_that_does_not_fit_is_an_error_and_its_neighbour_is_none(
-    kind: str, x: int, y: int
+    kind: str, x: int, y: int, size: int
 ) -> None:
-    given, out = torch.tensor([1, x], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    """Single numbers are looked at in another way than several."""
+    given = torch.tensor([1, x], dtype=torch.int32)[-size:]
+    out = torch.zeros_like(given)
     with pytest.raises(Exception, match=f"{kind} of int32: results are"):
-        _compute[(1,)](given, out, y, kind)
-    given[1] = x // 2 if kind != "mul" else x // 4
-    _compute[(1,)](given, out, y, kind)
+        _compute[(1,)](given, out, y, kind, size)
+    given[-1] = x // 2 if kind != "mul" else x // 4
+    _compute[(1,)](given, out, y, kind, size)
     wanted = {"add": given + y, "sub": given - y, "mul": given * y}[kind]
     assert torch.equal(out, wanted)
 

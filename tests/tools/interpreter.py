@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import math
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -245,6 +246,7 @@ def _look_for_overflows_quickly(interpreter: Any) -> None:
     """
     semantic = type(interpreter.interpreter_semantic)
     operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+    of_numbers = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
     limits = {kind: (np.iinfo(kind).min, np.iinfo(kind).max) for kind in map(np.dtype, _NARROW)}
     least, most = np.minimum.reduce, np.maximum.reduce
 
@@ -253,6 +255,11 @@ def _look_for_overflows_quickly(interpreter: Any) -> None:
         bounds = limits.get(left.dtype)
         if bounds is None or not self.builder.options.sanitize_overflow:
             return
+        if left.size == right.size == 1:
+            # Python computes single numbers ten times faster than numpy.
+            exact_number = of_numbers[binary_op.__name__](left.item(), right.item())
+            if bounds[0] <= exact_number <= bounds[1]:
+                return
         exact = operations[binary_op.__name__](left, right, dtype=np.int64).reshape(-1)
         if least(exact) < bounds[0] or most(exact) > bounds[1]:
             raise OverflowError(
