@@ -12,11 +12,11 @@ from builders.checks.tensors import check_dense
 from builders.splitkv.record import (
     SplitPlan,
 )
+from specs.conflicts import ALIBI, CHUNKS, DCP, RANGES, RSWA, WINDOW
 
 if TYPE_CHECKING:
     from attn.kernels.dense.tensors import DenseLayer, DenseTensors
-    from specs.conflicts import ALIBI, CHUNKS, DCP, RANGES, RSWA, WINDOW
-from builders.dense.record import TritonAttentionMetadata
+    from builders.dense.record import TritonAttentionMetadata
 
 
 def check_call(layer: DenseLayer, step: TritonAttentionMetadata, tensors: DenseTensors) -> None:
