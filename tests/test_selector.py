@@ -226,8 +226,10 @@ class Stingy(_Fake):
     )
 
     @classmethod
-    def supports_combination(cls, head_size: int, *args: Any, **kwargs: Any) -> str | None:
-        return "a reason of supports_combination" if head_size == 128 else None
+    def combination_reason(
+        cls, config: AttentionSelectorConfig, device_capability: Any
+    ) -> str | None:
+        return "a reason of supports_combination" if config.head_size == 128 else None
 
 
 class StingyMLA(_Fake):
