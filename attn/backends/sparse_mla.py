@@ -26,9 +26,9 @@ from specs.sparse_mla import STORED_FORMATS, SparseKernel, rule_of
 class SparseMLABackend(AttentionBackend):
     """Every row attends what an indexer lists for it, prefill rows too; CUDA graphs of decodes.
 
-    The library's own kernel takes either phase on every GPU. Others are asked for by
-    ``EngineConfig.sparse_prefill_kernel`` and ``sparse_decode_kernel``, independently; a pair that
-    cannot work is refused by the builder, with every reason and the nearest choice that works.
+    The library's own kernel takes either phase on every GPU. ``EngineConfig.kernels.sparse``
+    asks for others, phase by phase; a pair that cannot work is refused by the builder, with every
+    reason and the nearest choice that works.
     """
 
     capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(

@@ -61,37 +61,40 @@ class StepInputs:
         return torch.cat([getattr(tensors, side)[row.positions] for row, tensors in parts])
 
 
+@dataclass(frozen=True)
+class LayerSetup:
+    """What a replay layer is made of."""
+
+    geometry: LayerGeometry
+    index: int
+    """Its number in the model."""
+    spec: AnyKVCacheSpec
+    """What it stores."""
+    backend: type[AttentionBackend]
+    """Whose impl it has."""
+    num_blocks: int
+    """Blocks of its cache, the null block included."""
+    source: TensorSource
+    """Where its tensors come from."""
+
+
 class ReplayLayer(ABC):
     """One attention layer: a triple's impl, a poisoned cache, and random inputs."""
 
-    def __init__(
-        self,
-        geometry: LayerGeometry,
-        index: int,
-        spec: AnyKVCacheSpec,
-        backend: type[AttentionBackend],
-        num_blocks: int,
-        source: TensorSource,
-    ) -> None:
-        """
-        Args:
-            geometry: the layer.
-            index: its number in the model.
-            spec: what it stores.
-            backend: the triple.
-            num_blocks: blocks of its cache, the null block included.
-            source: of its tensors.
-        """
-        self.geometry = geometry
-        self.index = index
-        self.spec = spec
-        self.source = source
+    def __init__(self, setup: LayerSetup) -> None:
+        """Allocate the cache and make the impl."""
+        self.geometry = setup.geometry
+        self.index = setup.index
+        self.spec = setup.spec
+        self.source = setup.source
+        device = setup.source.device
         # Values up to 5 then use the range of e4m3 well.
-        self.scales = LayerScales.of(k=0.02, v=0.015, device=source.device)
+        self.scales = LayerScales.of(k=0.02, v=0.015, device=device)
         self.kept: dict[int, LayerTensors] = {}
         # Poisoned with NaN: a slot read before it is written shows.
-        self.cache = backend.kv_cache_layout(spec).allocate(num_blocks, source.device, 0xFF)
-        self.impl: Any = self._make_impl(backend)
+        layout = setup.backend.kv_cache_layout(setup.spec)
+        self.cache = layout.allocate(setup.num_blocks, device, 0xFF)
+        self.impl: Any = self._make_impl(setup.backend)
 
     @abstractmethod
     def _make_impl(self, backend: type[AttentionBackend]) -> Any:
@@ -309,22 +312,15 @@ class LatentReplayLayer(ReplayLayer):
 class SparseReplayLayer(LatentReplayLayer):
     """Top-k sparse latent attention with an indexer cache of its own."""
 
-    def __init__(
-        self,
-        geometry: LayerGeometry,
-        index: int,
-        spec: AnyKVCacheSpec,
-        backend: type[AttentionBackend],
-        num_blocks: int,
-        source: TensorSource,
-    ) -> None:
-        """As every layer; the indexer's pages follow the latent cache's blocks."""
-        assert geometry.indexer is not None
-        layout = index_spec(geometry, spec).layout()
-        self.index_cache = layout.allocate(num_blocks, source.device, 0xFF)
-        lists = torch.empty((0, geometry.indexer.index_topk), dtype=torch.int32)
-        self.indexer = SparseIndexer(lists.to(source.device))
-        super().__init__(geometry, index, spec, backend, num_blocks, source)
+    def __init__(self, setup: LayerSetup) -> None:
+        """Allocate the indexer's pages too, which follow the latent cache's blocks."""
+        indexer, device = setup.geometry.indexer, setup.source.device
+        assert indexer is not None
+        layout = index_spec(setup.geometry, setup.spec).layout()
+        self.index_cache = layout.allocate(setup.num_blocks, device, 0xFF)
+        lists = torch.empty((0, indexer.index_topk), dtype=torch.int32)
+        self.indexer = SparseIndexer(lists.to(device))
+        super().__init__(setup)
 
     def _make_indexer(self) -> Any:
         return self.indexer
@@ -373,30 +369,15 @@ class SparseReplayLayer(LatentReplayLayer):
 class SharedListReplayLayer(LatentReplayLayer):
     """Top-k sparse latent attention over the lists of a layer before it; no indexer of its own."""
 
-    def __init__(
-        self,
-        geometry: LayerGeometry,
-        index: int,
-        spec: AnyKVCacheSpec,
-        backend: type[AttentionBackend],
-        num_blocks: int,
-        source: TensorSource,
-        maker: ReplayLayer,
-    ) -> None:
-        """A sparse layer without an indexer of its own.
-
+    def __init__(self, setup: LayerSetup, maker: ReplayLayer) -> None:
+        """
         Args:
-            geometry: the layer.
-            index: its number in the model.
-            spec: what it stores.
-            backend: the triple.
-            num_blocks: blocks of its cache, the null block included.
-            source: of its tensors.
+            setup: what it is made of.
             maker: the layer whose lists it attends; its step must run first.
         """
         assert isinstance(maker, SparseReplayLayer)
         self.indexer = maker.indexer
-        super().__init__(geometry, index, spec, backend, num_blocks, source)
+        super().__init__(setup)
 
     def _make_indexer(self) -> Any:
         return self.indexer
@@ -417,30 +398,17 @@ def index_spec(geometry: LayerGeometry, spec: AnyKVCacheSpec) -> IndexerSpec:
     return IndexerSpec(block_size=spec.block_size, index_head_dim=geometry.indexer.index_head_dim)
 
 
-def make_layer(
-    geometry: LayerGeometry,
-    index: int,
-    spec: AnyKVCacheSpec,
-    backend: type[AttentionBackend],
-    num_blocks: int,
-    source: TensorSource,
-    maker: ReplayLayer | None = None,
-) -> ReplayLayer:
+def make_layer(setup: LayerSetup, maker: ReplayLayer | None = None) -> ReplayLayer:
     """The replay layer for a kind of attention.
 
     Args:
-        geometry: the layer.
-        index: its number in the model.
-        spec: what it stores.
-        backend: the triple.
-        num_blocks: blocks of its cache, the null block included.
-        source: of its tensors.
+        setup: what it is made of.
         maker: the layer whose lists a sparse layer without an indexer attends.
     """
-    common = (geometry, index, spec, backend, num_blocks, source)
+    geometry = setup.geometry
     if geometry.shared_index_topk is not None:
         assert maker is not None
-        return SharedListReplayLayer(*common, maker)
+        return SharedListReplayLayer(setup, maker)
     if geometry.indexer is not None:
-        return SparseReplayLayer(*common)
-    return DenseReplayLayer(*common) if geometry.mla is None else LatentReplayLayer(*common)
+        return SparseReplayLayer(setup)
+    return DenseReplayLayer(setup) if geometry.mla is None else LatentReplayLayer(setup)

@@ -23,7 +23,7 @@ from attn.testing.stored_rows import Pages, Stored
 from builders.batch import CommonAttentionMetadata
 from specs.attention import AttentionType, MlaKernel
 from specs.dtypes import CacheDType
-from specs.engine import DecodeKernel, EngineConfig, PrefillKernel, SpeculativeConfig
+from specs.engine import DecodeKernel, EngineConfig, Kernels, PrefillKernel, SpeculativeConfig
 from specs.kv_cache import (
     AnyKVCacheSpec,
     ChunkedLocalAttentionSpec,
@@ -131,9 +131,7 @@ class Trial(ABC):
             max_num_batched_tokens=max(tokens, 1),
             num_heads=num_heads,
             speculative=speculative,
-            prefill_kernel=self.prefill_kernel,
-            decode_kernel=self.decode_kernel,
-            mla_kernel=self.mla_kernel,
+            kernels=Kernels.own(self.prefill_kernel, self.decode_kernel, self.mla_kernel),
             fp8_mla_prefill=self.fp8_mla_prefill,
             **settings,
         )

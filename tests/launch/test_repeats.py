@@ -32,7 +32,7 @@ from builders.dense.triton_attn import TritonAttentionMetadataBuilder
 from builders.launch import launcher as fast_launch
 from builders.launch.call import collected_calls
 from specs.dtypes import CacheDType, DType
-from specs.engine import EngineConfig
+from specs.engine import EngineConfig, Kernels
 from specs.kv_cache import FullAttentionSpec
 from tests.launch.test_fast_launch import Driver, compiled_for, gpu, hook_in_chain, waived
 
@@ -92,8 +92,7 @@ class Bench:
             max_num_seqs=4,
             max_num_batched_tokens=256,
             num_heads=HEADS,
-            prefill_kernel=cast(Any, prefill),
-            decode_kernel=cast(Any, decode),
+            kernels=Kernels.own(cast(Any, prefill), cast(Any, decode)),
         )
         self.builder = TritonAttentionMetadataBuilder(self.spec, ["layer.0"], config, "cpu")
         self.cache = self.spec.layout().allocate(BLOCKS)

@@ -16,6 +16,8 @@ from attn.kernels.dense.hopper_prefill.kernel import hopper_prefill_kernel
 from attn.kernels.lang.stored import E4M3, E5M2, NATIVE
 from attn.kernels.launch import FormCall, Forms, KernelForm, alignment
 from builders.dense.choice import (
+    DENSE_OPTION,
+    LATENT_OPTION,
     LayerAsks,
     prefill_kernel_of,
 )
@@ -63,7 +65,10 @@ def tile_of(
         alignments=(("query", alignment(tensors.query)), *asks.alignments),
     )
     wanted = PrefillKernel.HOPPER if plan.is_required else PrefillKernel.AUTO
-    tile, _ = prefill_kernel_of(shape, DeviceKind.SM90, block_size, asks, wanted)
+    # Expanded latent keys have no pages, and are wider than their values.
+    is_latent = not block_size and shape.head_size != shape.head_size_v
+    option = LATENT_OPTION if is_latent else DENSE_OPTION
+    tile, _ = prefill_kernel_of(shape, DeviceKind.SM90, block_size, asks, wanted, option)
     if tile is None or tile.query_tile == plan.query_tile:
         return tile
     if plan.is_required:
