@@ -27,7 +27,7 @@ from attn.bench.kernels import HELP, BenchOptions, check_and_report, make_bench
 from attn.bench.results.report import Report
 from attn.bench.settings import KernelBench
 from attn.cli.corrupt import Fault
-from attn.cli.explain import feature_table, print_backends, print_decisions, remarks
+from attn.cli.explain import Question, feature_table, print_backends, print_decisions, remarks
 from attn.cli.kernels import check_families, kernels_of, named_kernels
 from attn.cli.replay import Replay, RunSettings, reference_notes
 from attn.cli.report import StepRecord, print_summary, write_report
@@ -423,17 +423,15 @@ def explain(
 ) -> None:
     """Which backend each kind of layer gets, with a reason for every other one."""
     with _clear_errors():
-        served = print_decisions(
-            load_model_geometry(model),
-            detect_device() if device is None else known_device(device),
-            served_cache_dtype(kv_cache_dtype),
-            block_size,
-            backend,
-            Console(),
-            as_json,
-            kernels,
-            allow_reference,
+        question = Question(
+            model=load_model_geometry(model),
+            device=detect_device() if device is None else known_device(device),
+            kv_cache_dtype=served_cache_dtype(kv_cache_dtype),
+            block_size=block_size,
+            backend=backend,
+            allow_reference=allow_reference,
         )
+        served = print_decisions(question, Console(), as_json=as_json, kernels=kernels)
     if not served:
         raise typer.Exit(1)
 

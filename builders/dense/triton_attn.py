@@ -26,7 +26,7 @@ from builders.dense.shared_prefix import SharedBuffers, SharedPrefix, debug_pref
 from builders.dense.widened import LEAST_ROWS, PAGE, WidenedPages
 from builders.device import device_facts, runs_gluon
 from builders.pages.paging import Stripe
-from builders.splitkv.planner import SplitPlanner
+from builders.splitkv.planner import PlannerOptions, SplitPlanner
 from builders.splitkv.record import (
     PrefillPlan,
     SplitLimits,
@@ -132,12 +132,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
 
     def _new_planner(self, buffers: GraphBuffers, is_free: bool = False) -> SplitPlanner:
         config = self.vllm_config
-        return SplitPlanner(
-            self.shape,
-            self.gpu,
-            self._limits,
-            config.max_decode_query_len,
-            buffers,
+        options = PlannerOptions(
             every_row=config.batch_invariant and not self.is_encoder,
             is_free=is_free,
             takes_rows=not self.is_encoder,
@@ -146,6 +141,8 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             hopper_decode=None if is_free else self._hopper_decode_tile(),
             requires_hopper_decode=config.kernels.dense.decode is DecodeKernel.HOPPER,
         )
+        tokens = config.max_decode_query_len
+        return SplitPlanner(self.shape, self.gpu, self._limits, tokens, buffers, options)
 
     def _asks(self) -> LayerAsks:
         """What layers of this group ask of the kernels for Hopper, as far as it is known here."""

@@ -29,6 +29,7 @@ from builders.latent.prefill import PAGE, ExpandedPrefill, LatentPrefill, with_b
 from builders.latent.tiles import LatentShape, latent_tile
 from builders.split import split_decodes_and_prefills
 from builders.splitkv.planner import (
+    PlannerOptions,
     SplitPlanner,
 )
 from builders.splitkv.record import (
@@ -255,16 +256,12 @@ def decode_planner(
         stored_bits=spec.cache_dtype.element(spec.dtype).itemsize * 8,
     )
     tile = _hopper_tile(shape, gpu.kind, spec, config, buffers.device)
-    return SplitPlanner(
-        shape,
-        gpu,
-        limits,
-        tokens,
-        buffers,
+    options = PlannerOptions(
         latent=None if tile is not None else _latent_tile(spec, gpu, heads, tokens),
         hopper_decode=tile,
         requires_hopper_decode=config.kernels.latent.decode is DecodeKernel.HOPPER,
     )
+    return SplitPlanner(shape, gpu, limits, tokens, buffers, options)
 
 
 def _hopper_tile(
