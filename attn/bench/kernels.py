@@ -209,7 +209,9 @@ HELP: Final = {
         f"Peer to compare with, repeatable, default the table's: {', '.join(ALL_PEERS)}; of "
         f"sparse_mla also {TILES}, other tiles of ours."
     ),
-    "dense_decode_kernel": "Ours: triton, auto or hopper; default: auto, of dense triton.",
+    "dense_decode_kernel": (
+        "Ours in dense and hopper: triton, auto or hopper; default: triton, in hopper auto."
+    ),
     "latent_decode_kernel": "Ours in mla: triton, auto or hopper; default: auto.",
     "sparse_own_decode_kernel": "Ours in sparse_mla: triton, auto or hopper; default: auto.",
     "no_peers": "Compare with no peer.",

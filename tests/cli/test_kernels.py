@@ -24,7 +24,7 @@ MODELS = {"dense": "llama-3.1-8b", "latent": "deepseek-v3", "sparse": "deepseek-
 FIELDS = [
     (family, field)
     for family, record in Kernels.model_fields.items()
-    for field in record.annotation.model_fields  # type: ignore[union-attr]
+    for field in record.annotation.model_fields
 ]
 
 
@@ -47,7 +47,7 @@ def test_every_field_has_an_option_of_its_own() -> None:
 @pytest.mark.parametrize(("family", "field"), FIELDS)
 def test_an_option_sets_its_field_alone(family: str, field: str) -> None:
     record = Kernels.model_fields[family].annotation
-    kernel = list(record.model_fields[field].annotation)[-1]  # type: ignore[union-attr]
+    kernel = list(record.model_fields[field].annotation)[-1]
     kernels = kernels_of(**{f"{family}_{field}_kernel": kernel})
     assert getattr(getattr(kernels, family), field) is kernel
     assert [*named_kernels(kernels)] == [NamedKernel(family, field, kernel)]

@@ -13,7 +13,7 @@ from attn.reference.dense import AttentionRules
 from specs.base import cdiv
 from specs.devices import ComputeCapability, DeviceKind, kind_of
 from specs.dtypes import CacheDType, DType
-from specs.engine import EngineConfig, Kernels, ParallelConfig, SpeculativeConfig
+from specs.engine import EngineConfig, ParallelConfig, SpeculativeConfig
 from specs.kv_cache import (
     AnyKVCacheSpec,
     ChunkedLocalAttentionSpec,
@@ -227,7 +227,7 @@ def engine_config(
         rswa_window=compat.rswa_window(vllm_config, spec),
         exact_host_lengths=is_exact,
         index_topk=compat.index_topk(vllm_config),
-        kernels=Kernels.own(settings.prefill_kernel(), settings.decode_kernel()),
+        kernels=settings.kernels(),
     )
 
 
