@@ -117,9 +117,7 @@ def refusals(
     if device.compute_capability is None and not backend.supports_device(device):
         kinds = ", ".join(kind.value for kind in backend.capabilities.device_kinds)
         reasons.append(f"device {device.kind.value}: {kinds}")
-    fields = {name: getattr(request, name) for name in type(request).model_fields}
-    reasons += backend.validate_configuration(**fields, device_capability=device.compute_capability)
-    return reasons
+    return reasons + backend.validate(request, device.compute_capability)
 
 
 def explain(

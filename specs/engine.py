@@ -92,6 +92,75 @@ class DecodeKernel(StrEnum):
     refused."""
 
 
+class DenseKernels(Spec):
+    """Which kernels serve dense layers, where the backend has a choice: TRITON_ATTN's."""
+
+    prefill: PrefillKernel = PrefillKernel.AUTO
+    """Takes the requests with many new tokens."""
+    decode: DecodeKernel = DecodeKernel.AUTO
+    """Takes the rows with few new tokens."""
+
+
+class LatentKernels(Spec):
+    """Which kernels serve latent (MLA) layers over all cached tokens.
+
+    ``prefill`` is read by every backend whose prefill TRITON_MLA's kernels compute, ``decode`` by
+    TRITON_MLA, and by TRTLLM_MLA where ``rows`` names Triton.
+    """
+
+    prefill: PrefillKernel = PrefillKernel.AUTO
+    """Takes the requests with many new tokens, over expanded keys and values."""
+    decode: DecodeKernel = DecodeKernel.AUTO
+    """Takes the rows with few new tokens, in latent space."""
+    rows: MlaKernel = MlaKernel.AUTO
+    """Takes the rows of a step that TRTLLM_MLA attends in latent space."""
+
+
+class SparseKernels(Spec):
+    """Which kernels serve latent layers over lists of tokens: SPARSE_MLA's.
+
+    ``prefill`` and ``decode`` choose a library. The library's own kernel (``triton_sparse``) has a
+    form in Triton and one for Hopper, between which ``own_prefill`` and ``own_decode`` choose.
+    """
+
+    prefill: SparseKernel = SparseKernel.TRITON_SPARSE
+    """Takes the requests with many new tokens."""
+    decode: SparseKernel = SparseKernel.TRITON_SPARSE
+    """Takes the rows with few new tokens."""
+    own_prefill: PrefillKernel = PrefillKernel.AUTO
+    """Form of the library's own kernel, where it takes the requests with many new tokens."""
+    own_decode: DecodeKernel = DecodeKernel.AUTO
+    """Form of the library's own kernel, where it takes the rows with few new tokens."""
+
+
+class Kernels(Spec):
+    """Which kernels serve a step, per family of layers."""
+
+    dense: DenseKernels = DenseKernels()
+    latent: LatentKernels = LatentKernels()
+    sparse: SparseKernels = SparseKernels()
+
+    @classmethod
+    def own(
+        cls,
+        prefill: PrefillKernel = PrefillKernel.AUTO,
+        decode: DecodeKernel = DecodeKernel.AUTO,
+        rows: MlaKernel = MlaKernel.AUTO,
+    ) -> Self:
+        """One choice between plain Triton and Hopper for the library's own kernels of all families.
+
+        Args:
+            prefill: of the requests with many new tokens.
+            decode: of the rows with few new tokens.
+            rows: of TRTLLM_MLA's rows.
+        """
+        return cls(
+            dense=DenseKernels(prefill=prefill, decode=decode),
+            latent=LatentKernels(prefill=prefill, decode=decode, rows=rows),
+            sparse=SparseKernels(own_prefill=prefill, own_decode=decode),
+        )
+
+
 class EngineConfig(Spec):
     """The few settings that a builder needs; vLLM's config is translated into this."""
 
@@ -114,10 +183,8 @@ class EngineConfig(Spec):
     """Same bits for a request whatever shares its batch and however its prefill is chunked."""
     rswa_window: PositiveInt | None = None
     """Window of reference sliding-window attention (R-SWA): the prefix stays visible."""
-    prefill_kernel: PrefillKernel = PrefillKernel.AUTO
-    """Kernel of a dense backend for the requests with many new tokens."""
-    decode_kernel: DecodeKernel = DecodeKernel.AUTO
-    """Kernel of a dense or latent backend for the requests with few new tokens."""
+    kernels: Kernels = Kernels()
+    """Which kernels serve a step, where a backend has a choice."""
     logits_soft_cap: PositiveFloat | None = None
     """Soft cap of the group's layers, for builders whose plan depends on it; None means no cap."""
     has_sinks: StrictBool = False
@@ -130,12 +197,6 @@ class EngineConfig(Spec):
     sinks, which vLLM adds on the device."""
     index_topk: PositiveInt | None = None
     """Tokens that a sparse MLA layer attends."""
-    mla_kernel: MlaKernel = MlaKernel.AUTO
-    """Which kernel of TRTLLM_MLA takes a step's rows."""
-    sparse_prefill_kernel: SparseKernel = SparseKernel.TRITON_SPARSE
-    """Which kernel of SPARSE_MLA takes the requests with many new tokens."""
-    sparse_decode_kernel: SparseKernel = SparseKernel.TRITON_SPARSE
-    """Which kernel of SPARSE_MLA takes the requests with few new tokens."""
     skip_prefill: StrictBool = False
     """The layers are a draft model's that only decodes: builders make no room for prefill, and
     refuse it."""

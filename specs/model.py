@@ -295,7 +295,9 @@ class LayerGeometry(Spec):
                 use_alibi_symmetric=self.use_alibi and is_encoder,
                 use_chunked_local=self.kind is LayerKind.CHUNKED_LOCAL,
                 mla_kernel=(
-                    MlaKernel.AUTO if engine is None or not self.kind.is_mla else engine.mla_kernel
+                    engine.kernels.latent.rows
+                    if engine is not None and self.kind.is_mla
+                    else MlaKernel.AUTO
                 ),
                 head_size_v=None if self.kind.is_mla else self.head_size_v,
             )

@@ -226,8 +226,10 @@ class Stingy(_Fake):
     )
 
     @classmethod
-    def supports_combination(cls, head_size: int, *args: Any, **kwargs: Any) -> str | None:
-        return "a reason of supports_combination" if head_size == 128 else None
+    def combination_reason(
+        cls, config: AttentionSelectorConfig, device_capability: Any
+    ) -> str | None:
+        return "a reason of supports_combination" if config.head_size == 128 else None
 
 
 class StingyMLA(_Fake):
@@ -491,6 +493,24 @@ def test_vllm_calls_with_the_fields_of_its_config_and_a_capability(capability: o
         "R-SWA not supported",
         "DCP not supported",
     ]
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_the_door_and_the_record_give_the_same_reasons(data: st.DataObject) -> None:
+    request, capability = data.draw(requests), data.draw(st.sampled_from([None, "9.0", "10.0"]))
+    fields = {name: getattr(request, name) for name in type(request).model_fields}
+    for member in AttentionBackendEnum:
+        if member.missing():
+            continue
+        backend = member.get_class()
+        found = backend.validate(request, capability)
+        assert backend.validate_configuration(**fields, device_capability=capability) == found
+        names = [*fields][: [*fields].index("use_mm_prefix") + 1]
+        given_fields = {name: fields[name] for name in names}
+        combination = backend.combination_reason(request, capability)
+        told = backend.supports_combination(**given_fields, device_capability=capability)
+        assert told == combination
 
 
 # -- Every limit of every registered backend: one step outside, exactly that reason.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from specs import conflicts
 from specs.attention import (
     AttentionCGSupport,
+    AttentionSelectorConfig,
     AttentionType,
     BackendCapabilities,
     MlaKernel,
@@ -43,8 +44,10 @@ _NO_SYMMETRIC_ALIBI = "symmetric ALiBi (of encoders) not supported"
 class AttentionBackend(ABC):
     """Static capabilities of one triple, under vLLM v1's method names; never instantiated.
 
-    A subclass declares ``capabilities`` and defines ``get_name``, ``get_impl_cls`` and
-    ``get_builder_cls``. It overrides another method only where the record cannot express it.
+    A subclass declares ``capabilities`` and the three names; it overrides a method only where data
+    cannot say it. Two of vLLM's methods take a layer's request field by field
+    (``validate_configuration`` and ``supports_combination``). They are doors: each makes the record
+    and calls :meth:`validate` or :meth:`combination_reason`, which a subclass overrides instead.
     """
 
     capabilities: ClassVar[BackendCapabilities]
@@ -328,6 +331,7 @@ class AttentionBackend(ABC):
         """The declared level; the builder's ``get_cudagraph_support`` may lower it."""
         return cls.capabilities.cudagraph_support
 
+    @final
     @classmethod
     def supports_combination(
         cls,
@@ -341,7 +345,29 @@ class AttentionBackend(ABC):
         use_mm_prefix: bool,
         device_capability: Any,
     ) -> str | None:
-        """Why features that are each supported do not go together for a layer, else None."""
+        """Build the record and ask :meth:`combination_reason`; vLLM's signature."""
+        config = _unchecked(
+            head_size=head_size,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            block_size=block_size,
+            use_mla=use_mla,
+            has_sink=has_sink,
+            use_sparse=use_sparse,
+            use_mm_prefix=use_mm_prefix,
+        )
+        return cls.combination_reason(config, device_capability)
+
+    @classmethod
+    def combination_reason(
+        cls, config: AttentionSelectorConfig, device_capability: Any
+    ) -> str | None:
+        """A reason why features that are supported singly do not go together; None when they do.
+
+        Args:
+            config: what the layer asks; see :meth:`validate` for values of other libraries.
+            device_capability: of the GPU; None without one.
+        """
         return None
 
     @classmethod
@@ -385,37 +411,37 @@ class AttentionBackend(ABC):
         return f"{what} {value}: {served}"
 
     @classmethod
-    def _layer_limits(
-        cls, head_size: int, dtype: Any, kv_cache_dtype: Any, block_size: int | None
-    ) -> list[tuple[bool, str]]:
+    def _layer_limits(cls, config: AttentionSelectorConfig) -> list[tuple[bool, str]]:
         """Pairs for the layer's values: whether the value is served, and the reason if not."""
         declared = cls.capabilities
         return [
             (
-                cls.supports_head_size(head_size),
-                cls.outside("head_size", head_size, cls._served_head_sizes()),
+                cls.supports_head_size(config.head_size),
+                cls.outside("head_size", config.head_size, cls._served_head_sizes()),
             ),
             (
-                cls.supports_dtype(dtype),
-                cls.outside("dtype", _named(DType.parse, dtype), _listed(declared.dtypes)),
+                cls.supports_dtype(config.dtype),
+                cls.outside("dtype", _named(DType.parse, config.dtype), _listed(declared.dtypes)),
             ),
             (
-                cls.supports_kv_cache_dtype(kv_cache_dtype),
+                cls.supports_kv_cache_dtype(config.kv_cache_dtype),
                 cls.outside(
                     "kv_cache_dtype",
-                    _named(CacheDType.parse, kv_cache_dtype),
+                    _named(CacheDType.parse, config.kv_cache_dtype),
                     _listed(cls.supported_kv_cache_dtypes),
                 ),
             ),
             (
-                cls.supports_block_size(block_size),
-                cls.outside("block_size", block_size, cls._served_block_sizes()),
+                cls.supports_block_size(config.block_size),
+                cls.outside("block_size", config.block_size, cls._served_block_sizes()),
             ),
         ]
 
     @classmethod
-    def _device_limits(cls, device_capability: Any, attn_type: Any) -> list[tuple[bool, str]]:
-        """Pairs for device and role of the layer: whether each is served, and the reason if not."""
+    def _device_limits(
+        cls, config: AttentionSelectorConfig, device_capability: Any
+    ) -> list[tuple[bool, str]]:
+        """Whether device and role of a layer are served, and the reason where one is not."""
         declared = cls.capabilities
         return [
             (
@@ -427,15 +453,16 @@ class AttentionBackend(ABC):
                 ),
             ),
             (
-                cls.supports_attn_type(attn_type),
+                cls.supports_attn_type(config.attn_type),
                 cls.outside(
                     "attention type",
-                    _named(AttentionType, attn_type),
+                    _named(AttentionType, config.attn_type),
                     _listed(declared.attn_types),
                 ),
             ),
         ]
 
+    @final
     @classmethod
     def validate_configuration(
         cls,
@@ -466,135 +493,166 @@ class AttentionBackend(ABC):
         mla_kernel: str = MlaKernel.AUTO,
         head_size_v: int | None = None,
     ) -> list[str]:
+        """Build the record and ask :meth:`validate`; vLLM's signature.
+
+        vLLM passes the fields of its selector config and ``device_capability``; the last seven
+        arguments are ours.
+        """
+        config = _unchecked(
+            head_size=head_size,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            block_size=block_size,
+            use_mla=use_mla,
+            has_sink=has_sink,
+            use_sparse=use_sparse,
+            use_mm_prefix=use_mm_prefix,
+            use_per_head_quant_scales=use_per_head_quant_scales,
+            attn_type=attn_type,
+            has_sliding_window=has_sliding_window,
+            use_non_causal=use_non_causal,
+            use_batch_invariant=use_batch_invariant,
+            use_kv_connector=use_kv_connector,
+            use_pcp=use_pcp,
+            use_adaptive_verification=use_adaptive_verification,
+            use_dcp=use_dcp,
+            use_rswa=use_rswa,
+            use_logits_soft_cap=use_logits_soft_cap,
+            use_alibi=use_alibi,
+            use_alibi_sqrt=use_alibi_sqrt,
+            use_alibi_symmetric=use_alibi_symmetric,
+            use_chunked_local=use_chunked_local,
+            mla_kernel=mla_kernel,
+            head_size_v=head_size_v,
+        )
+        return cls.validate(config, device_capability)
+
+    @classmethod
+    def validate(cls, config: AttentionSelectorConfig, device_capability: Any) -> list[str]:
         """Every reason why this backend cannot serve a layer; [] when it can.
 
-        The reason for a value outside a limit names the served values (:meth:`outside`); the reason
-        for a missing feature has vLLM's wording. vLLM passes the fields of its selector config and
-        ``device_capability``; it does not have the last seven arguments.
+        A value outside a limit is named with what is served (:meth:`outside`), a feature in vLLM's
+        words.
+
+        Args:
+            config: what the layer asks. It may hold an engine's own values, not validated: torch's
+                dtype, None for a cache of ``auto``, or names that this library does not have.
+            device_capability: of the GPU, as anything that ``ComputeCapability`` is made from;
+                None without one.
         """
-        mla_reason = "MLA not supported" if use_mla else "non-MLA not supported"
-        sparse_reason = "sparse not supported" if use_sparse else "non-sparse not supported"
-        # MLA backends serve either dense or sparse latent layers, so that both flags must match.
+        mla_reason = "MLA not supported" if config.use_mla else "non-MLA not supported"
+        sparse_reason = "sparse not supported" if config.use_sparse else "non-sparse not supported"
+        # An MLA backend serves dense or sparse latent layers; sparseness means nothing elsewhere.
         checks: list[tuple[bool, str]] = [
-            *cls._layer_limits(head_size, dtype, kv_cache_dtype, block_size),
+            *cls._layer_limits(config),
             (
-                not use_mm_prefix or cls.supports_mm_prefix(),
+                not config.use_mm_prefix or cls.supports_mm_prefix(),
                 "partial multimodal token full attention not supported",
             ),
-            (use_mla == cls.is_mla(), mla_reason),
-            (not has_sink or cls.supports_sink(), "attention sinks not supported"),
-            (use_sparse == cls.is_sparse(), sparse_reason),
+            (config.use_mla == cls.is_mla(), mla_reason),
+            (not config.has_sink or cls.supports_sink(), "attention sinks not supported"),
+            (config.use_sparse == cls.is_sparse(), sparse_reason),
             (
-                not use_per_head_quant_scales or cls.supports_per_head_quant_scales(),
+                not config.use_per_head_quant_scales or cls.supports_per_head_quant_scales(),
                 "per-head quant scales not supported",
             ),
-            *cls._device_limits(device_capability, attn_type),
+            *cls._device_limits(config, device_capability),
             (
-                not has_sliding_window or cls.supports_sliding_window(),
+                not config.has_sliding_window or cls.supports_sliding_window(),
                 "sliding window not supported",
             ),
-            (not use_rswa or cls.supports_rswa(), "R-SWA not supported"),
+            (not config.use_rswa or cls.supports_rswa(), "R-SWA not supported"),
             (
-                not use_non_causal or cls.supports_non_causal(),
+                not config.use_non_causal or cls.supports_non_causal(),
                 "non-causal attention not supported",
             ),
             (
-                not (use_non_causal and use_mla and use_dcp) or cls.supports_non_causal_dcp(),
+                not (config.use_non_causal and config.use_mla and config.use_dcp)
+                or cls.supports_non_causal_dcp(),
                 "non-causal MLA attention with DCP not supported",
             ),
             (
-                not use_batch_invariant or cls.supports_batch_invariance(),
+                not config.use_batch_invariant or cls.supports_batch_invariance(),
                 "batch invariance not supported",
             ),
-            (not use_kv_connector or cls.supports_kv_connector(), "KV connector not supported"),
-            (not use_pcp or cls.supports_pcp(), "PCP not supported"),
-            (not use_dcp or cls.supports_dcp(), "DCP not supported"),
             (
-                not use_adaptive_verification or cls.supports_device_cpu_query_lens_mismatch(),
+                not config.use_kv_connector or cls.supports_kv_connector(),
+                "KV connector not supported",
+            ),
+            (not config.use_pcp or cls.supports_pcp(), "PCP not supported"),
+            (not config.use_dcp or cls.supports_dcp(), "DCP not supported"),
+            (
+                not config.use_adaptive_verification
+                or cls.supports_device_cpu_query_lens_mismatch(),
                 "device-cpu query lens mismatch not supported, "
                 "this is needed for adaptive verification",
             ),
             (
-                not use_logits_soft_cap or cls.supports_logits_soft_cap(),
+                not config.use_logits_soft_cap or cls.supports_logits_soft_cap(),
                 "logits soft cap not supported",
             ),
-            (not use_alibi or cls.supports_alibi(), "ALiBi not supported"),
-            (not use_alibi_sqrt or cls.supports_alibi_sqrt(), "ALiBi-sqrt not supported"),
-            (not use_alibi_symmetric or cls.supports_alibi_symmetric(), _NO_SYMMETRIC_ALIBI),
+            (not config.use_alibi or cls.supports_alibi(), "ALiBi not supported"),
+            (not config.use_alibi_sqrt or cls.supports_alibi_sqrt(), "ALiBi-sqrt not supported"),
+            (not config.use_alibi_symmetric or cls.supports_alibi_symmetric(), _NO_SYMMETRIC_ALIBI),
             (
-                not use_chunked_local or cls.supports_chunked_local(),
+                not config.use_chunked_local or cls.supports_chunked_local(),
                 "chunked local attention not supported",
             ),
             (
-                cls.supports_mla_kernel(mla_kernel),
-                f"kernel {MlaKernel(mla_kernel).value} not supported",
+                cls.supports_mla_kernel(config.mla_kernel),
+                f"kernel {MlaKernel(config.mla_kernel).value} not supported",
             ),
         ]
         reasons = [reason for served, reason in checks if not served]
-        layer = (head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse)
-        combination = cls.supports_combination(*layer, use_mm_prefix, device_capability)
+        combination = cls.combination_reason(config, device_capability)
         reasons += [] if combination is None else [combination]
-        reasons += cls._value_reasons(*layer[:3], head_size_v, device_capability)
-        asked = {
-            conflicts.DCP: use_dcp,
-            conflicts.WINDOW: has_sliding_window,
-            conflicts.CHUNKS: use_chunked_local,
-            conflicts.ALIBI: use_alibi,
-            conflicts.ALIBI_SQRT: use_alibi_sqrt,
-            conflicts.RANGES: use_mm_prefix,
-            conflicts.RSWA: use_rswa,
-            conflicts.NON_CAUSAL: use_non_causal,
-        }
-        return reasons + cls._conflict_reasons(asked, kv_cache_dtype, attn_type)
+        reasons += cls._value_reasons(config, device_capability)
+        return reasons + cls._conflict_reasons(config)
 
     @classmethod
-    def _conflict_reasons(
-        cls, asked: Mapping[str, bool], kv_cache_dtype: Any, attn_type: str
-    ) -> list[str]:
-        """Why features that the backend has do not go together in one layer.
-
-        Args:
-            asked: whether the layer has each feature, by its name in :mod:`specs.conflicts`.
-            kv_cache_dtype: KV cache dtype of the layer.
-            attn_type: role of the layer.
-        """
-        has = {
-            conflicts.DCP: cls.supports_dcp,
-            conflicts.WINDOW: cls.supports_sliding_window,
-            conflicts.CHUNKS: cls.supports_chunked_local,
-            conflicts.ALIBI: cls.supports_alibi,
-            conflicts.ALIBI_SQRT: cls.supports_alibi_sqrt,
-            conflicts.RANGES: cls.supports_mm_prefix,
-            conflicts.RSWA: cls.supports_rswa,
-            conflicts.NON_CAUSAL: cls.supports_non_causal,
+    def _conflict_reasons(cls, config: AttentionSelectorConfig) -> list[str]:
+        """Features that the backend has singly and that do not go together."""
+        found = {
+            conflicts.DCP: config.use_dcp and cls.supports_dcp(),
+            conflicts.WINDOW: config.has_sliding_window and cls.supports_sliding_window(),
+            conflicts.CHUNKS: config.use_chunked_local and cls.supports_chunked_local(),
+            conflicts.ALIBI: config.use_alibi and cls.supports_alibi(),
+            conflicts.ALIBI_SQRT: config.use_alibi_sqrt and cls.supports_alibi_sqrt(),
+            conflicts.RANGES: config.use_mm_prefix and cls.supports_mm_prefix(),
+            conflicts.RSWA: config.use_rswa and cls.supports_rswa(),
+            conflicts.NON_CAUSAL: config.use_non_causal and cls.supports_non_causal(),
         }
-        features = {name for name, is_asked in asked.items() if is_asked and has[name]()}
-        has_cache = cls.supports_kv_cache_dtype(kv_cache_dtype)
-        if has_cache and CacheDType.parse(kv_cache_dtype).is_quantized:
+        features = {name for name, is_there in found.items() if is_there}
+        cache_dtype, attn_type = config.kv_cache_dtype, config.attn_type
+        has_cache = cls.supports_kv_cache_dtype(cache_dtype)
+        if has_cache and CacheDType.parse(cache_dtype).is_quantized:
             features.add(conflicts.QUANTIZED)
         if cls.supports_attn_type(attn_type):
             features.add(conflicts.role(AttentionType(attn_type)))
         return [str(pair) for pair in conflicts.among(features)]
 
     @classmethod
-    def _value_reasons(
-        cls,
-        head_size: int,
-        dtype: Any,
-        kv_cache_dtype: Any,
-        head_size_v: int | None,
-        device_capability: Any,
-    ) -> list[str]:
+    def _value_reasons(cls, config: AttentionSelectorConfig, device_capability: Any) -> list[str]:
         """Why values cannot have the head size ``head_size_v``; None means that of keys."""
-        if head_size_v in (None, head_size):
+        size = config.head_size_v
+        if size is None or size == config.head_size:
             return []
         if not cls.capabilities.head_size_v:
             return ["head_size_v other than head_size not supported"]
-        if not cls.supports_head_size(head_size_v):
+        if not cls.supports_head_size(size):
             return ["head_size_v not supported"]
-        layer = (head_size_v, dtype, kv_cache_dtype, None, False, False, False, False)
-        combination = cls.supports_combination(*layer, device_capability)
-        return [] if combination is None else [f"head_size_v {head_size_v}: {combination}"]
+        values = config.model_copy(update={"head_size": size, "block_size": None})
+        combination = cls.combination_reason(values, device_capability)
+        return [] if combination is None else [f"head_size_v {size}: {combination}"]
+
+
+def _unchecked(**fields: Any) -> AttentionSelectorConfig:
+    """A layer's request with an engine's values as they are.
+
+    Validation would raise at a name that this library does not have, where a backend is to refuse
+    it with a reason.
+    """
+    return AttentionSelectorConfig.model_construct(**fields)
 
 
 def _base(size: int | MultipleOf) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from attn.backends.base import AttentionBackend
 from attn.impls.vendor.flashinfer import FlashInferImpl
@@ -17,6 +17,7 @@ from builders.vendor.flashinfer_parts.choice import (
 )
 from specs.attention import (
     AttentionCGSupport,
+    AttentionSelectorConfig,
     BackendCapabilities,
     HeadSizes,
     MultipleOf,
@@ -53,17 +54,12 @@ class FlashInferBackend(AttentionBackend):
         return compat.unavailable_reason()
 
     @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: object,
-        kv_cache_dtype: CacheDType | str | None,
-        *args: object,
-        **kwargs: object,
+    def combination_reason(
+        cls, config: AttentionSelectorConfig, device_capability: Any
     ) -> str | None:
         """A 16-bit cache has the model's dtype."""
         try:
-            model, cache = DType.parse(dtype), CacheDType.parse(kv_cache_dtype)
+            model, cache = DType.parse(config.dtype), CacheDType.parse(config.kv_cache_dtype)
         except ValueError:
             return None
         served = model.torch in MODEL_DTYPES and cache in CACHE_DTYPES

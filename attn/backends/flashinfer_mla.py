@@ -19,7 +19,13 @@ from builders.vendor.flashinfer_parts.mla_choice import (
     dtypes_reason,
     latent_wrapper_kernel,
 )
-from specs.attention import AttentionCGSupport, BackendCapabilities, HeadSizes, MultipleOf
+from specs.attention import (
+    AttentionCGSupport,
+    AttentionSelectorConfig,
+    BackendCapabilities,
+    HeadSizes,
+    MultipleOf,
+)
 from specs.devices import ComputeCapability, DeviceKind, kind_of
 from specs.dtypes import CacheDType, DType
 
@@ -52,30 +58,21 @@ class FlashInferMlaBackend(AttentionBackend):
         return flashinfer_compat.unavailable_reason(compat.load_latent)
 
     @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: object,
-        kv_cache_dtype: CacheDType | str | None,
-        block_size: int | None,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        use_mm_prefix: bool,
-        device_capability: Any,
+    def combination_reason(
+        cls, config: AttentionSelectorConfig, device_capability: Any
     ) -> str | None:
         """Refuse a 16-bit cache of another dtype than the model's; e4m3 needs bf16 and Hopper."""
         try:
-            model, cache = DType.parse(dtype), CacheDType.parse(kv_cache_dtype)
+            model, cache = DType.parse(config.dtype), CacheDType.parse(config.kv_cache_dtype)
         except ValueError:
             return None
         if model not in cls.capabilities.dtypes or cache not in CACHE_DTYPES:
             return None
         reasons = [reason for reason in (dtypes_reason(model.torch, cache),) if reason]
-        if cache.is_quantized and head_size != FP8_RANK + ROPE_SIZE:
+        if cache.is_quantized and config.head_size != FP8_RANK + ROPE_SIZE:
             reasons.append(
                 f"head_size must be {FP8_RANK + ROPE_SIZE} with kv_cache_dtype {cache.value!r}, "
-                f"got {head_size}"
+                f"got {config.head_size}"
             )
         if cache.is_quantized and device_capability is not None:
             capability = ComputeCapability.model_validate(device_capability)

@@ -11,6 +11,7 @@ from attn.impls.dense.mixed import MixedImpl
 from builders.mixed import MixedMetadataBuilder
 from specs.attention import (
     AttentionCGSupport,
+    AttentionSelectorConfig,
     BackendCapabilities,
     ComputeCapabilityRange,
     HeadSizes,
@@ -93,12 +94,14 @@ class MixedBackend(AttentionBackend):
         return next((reason for reason in found if reason is not None), None)
 
     @classmethod
-    def supports_combination(cls, *args: Any, **kwargs: Any) -> str | None:
-        """The reasons of both backends, each with its phase."""
+    def combination_reason(
+        cls, config: AttentionSelectorConfig, device_capability: Any
+    ) -> str | None:
+        """The reasons of both, each with its phase."""
         found = [
             f"{phase} by {one.get_name()}: {reason}"
             for phase, one in zip(PHASES, cls.members, strict=True)
-            if (reason := one.supports_combination(*args, **kwargs)) is not None
+            if (reason := one.combination_reason(config, device_capability)) is not None
         ]
         return "; ".join(found) or None
 

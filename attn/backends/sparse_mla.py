@@ -9,7 +9,13 @@ from attn.impls.sparse.sparse_mla import SparseMLAImpl
 from builders.sparse.choice import LEAST_WIDTH, ROW_SIZES, kernel_notes
 from builders.sparse.sparse_mla import SparseMLAMetadataBuilder
 from builders.vendor.trtllm_parts.mha_choice import mixed_dtypes_reason
-from specs.attention import AttentionCGSupport, BackendCapabilities, HeadSizes, MultipleOf
+from specs.attention import (
+    AttentionCGSupport,
+    AttentionSelectorConfig,
+    BackendCapabilities,
+    HeadSizes,
+    MultipleOf,
+)
 from specs.devices import ComputeCapability, DeviceKind
 from specs.dtypes import CacheDType, DType
 from specs.rows import INDEXER_PAGE, LATENT_BLOCK, cache_dtype_of
@@ -19,9 +25,9 @@ from specs.sparse_mla import STORED_FORMATS, SparseKernel, rule_of
 class SparseMLABackend(AttentionBackend):
     """Every row, of prefill too, attends the tokens that an indexer lists; CUDA graphs of decodes.
 
-    The library's own kernel takes either phase on every GPU. ``EngineConfig.sparse_prefill_kernel``
-    and ``sparse_decode_kernel`` name other kernels, one for each phase. The builder refuses a pair
-    that cannot work, with every reason and the nearest choice that works.
+    The library's own kernel takes either phase on every GPU. ``EngineConfig.kernels.sparse``
+    asks for others, phase by phase; a pair that cannot work is refused by the builder, with every
+    reason and the nearest choice that works.
     """
 
     capabilities: ClassVar[BackendCapabilities] = BackendCapabilities(
@@ -54,27 +60,26 @@ class SparseMLABackend(AttentionBackend):
     )
 
     @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: Any,
-        kv_cache_dtype: CacheDType | str | None,
-        *args: object,
-        **kwargs: object,
+    def combination_reason(
+        cls, config: AttentionSelectorConfig, device_capability: Any
     ) -> str | None:
-        """Refuse a 16-bit cache of another dtype than the model's, and block-scaled rows with a
-        latent of less than a block.
-        """
-        if not (cls.supports_dtype(dtype) and cls.supports_kv_cache_dtype(kv_cache_dtype)):
+        """A 16-bit cache has the model's dtype; block-scaled rows have whole blocks of latent."""
+        if not (
+            cls.supports_dtype(config.dtype) and cls.supports_kv_cache_dtype(config.kv_cache_dtype)
+        ):
             return None
-        cache = CacheDType.parse(kv_cache_dtype)
+        cache = CacheDType.parse(config.kv_cache_dtype)
         is_scaled = cache is CacheDType.FP8_DS_MLA
-        if is_scaled and head_size in ROW_SIZES and head_size < LATENT_BLOCK + LEAST_WIDTH:
+        if (
+            is_scaled
+            and config.head_size in ROW_SIZES
+            and config.head_size < LATENT_BLOCK + LEAST_WIDTH
+        ):
             return (
                 f"fp8_ds_mla needs a latent part of a multiple of {LATENT_BLOCK}, got head_size "
-                f"{head_size}"
+                f"{config.head_size}"
             )
-        return mixed_dtypes_reason(DType.parse(dtype).torch, cache)
+        return mixed_dtypes_reason(DType.parse(config.dtype).torch, cache)
 
     @classmethod
     def device_notes(cls, device_capability: Any) -> list[str]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from attn.backends.base import AttentionBackend
 from attn.impls.dense.torch_ref import TorchRefImpl
 from builders.dense.torch_ref import TorchRefMetadataBuilder
-from specs.attention import AttentionType, BackendCapabilities, MultipleOf
+from specs.attention import AttentionSelectorConfig, AttentionType, BackendCapabilities, MultipleOf
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType
 
@@ -50,23 +50,18 @@ class TorchRefBackend(AttentionBackend):
     )
 
     @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: object,
-        kv_cache_dtype: CacheDType | str | None,
-        *args: object,
-        **kwargs: object,
+    def combination_reason(
+        cls, config: AttentionSelectorConfig, device_capability: Any
     ) -> str | None:
-        """Refuse head sizes that leave the inline scales of per-(token, head) rows unaligned."""
-        if not cls.supports_kv_cache_dtype(kv_cache_dtype):
+        """Per-(token, head) rows need head sizes that keep their inline scales aligned."""
+        if not cls.supports_kv_cache_dtype(config.kv_cache_dtype):
             return None
-        cache_dtype = CacheDType.parse(kv_cache_dtype)
+        cache_dtype = CacheDType.parse(config.kv_cache_dtype)
         step = 4 * cache_dtype.packing
-        if cache_dtype.quant_mode.is_per_token_head and head_size % step:
+        if cache_dtype.quant_mode.is_per_token_head and config.head_size % step:
             return (
                 f"{cache_dtype.value} needs a head_size that is a multiple of {step}, "
-                f"got {head_size}"
+                f"got {config.head_size}"
             )
         return None
 

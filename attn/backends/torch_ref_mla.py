@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from attn.backends.base import AttentionBackend
 from attn.impls.latent.torch_ref_mla import TorchRefMLAImpl, TorchRefSparseMLAImpl
@@ -10,7 +10,7 @@ from builders.latent.torch_ref_mla import (
     TorchRefMLAMetadataBuilder,
     TorchRefSparseMLAMetadataBuilder,
 )
-from specs.attention import BackendCapabilities, MultipleOf
+from specs.attention import AttentionSelectorConfig, BackendCapabilities, MultipleOf
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType
 from specs.rows import INDEXER_PAGE, LATENT_BLOCK
@@ -39,22 +39,17 @@ class TorchRefMLABackend(AttentionBackend):
     )
 
     @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: object,
-        kv_cache_dtype: CacheDType | str | None,
-        *args: object,
-        **kwargs: object,
+    def combination_reason(
+        cls, config: AttentionSelectorConfig, device_capability: Any
     ) -> str | None:
-        """Refuse block-scaled rows with a partial block of latent or with unaligned parts."""
-        is_scaled = cls.supports_kv_cache_dtype(kv_cache_dtype) and (
-            CacheDType.parse(kv_cache_dtype) is CacheDType.FP8_DS_MLA
+        """Block-scaled rows have whole blocks of latent, and keep their parts aligned."""
+        is_scaled = cls.supports_kv_cache_dtype(config.kv_cache_dtype) and (
+            CacheDType.parse(config.kv_cache_dtype) is CacheDType.FP8_DS_MLA
         )
-        if is_scaled and (head_size < LATENT_BLOCK or head_size % 2):
+        if is_scaled and (config.head_size < LATENT_BLOCK or config.head_size % 2):
             return (
                 f"fp8_ds_mla needs a latent part of a multiple of {LATENT_BLOCK} and an even "
-                f"rotary part, got head_size {head_size}"
+                f"rotary part, got head_size {config.head_size}"
             )
         return None
 

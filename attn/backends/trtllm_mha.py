@@ -24,7 +24,7 @@ from builders.vendor.trtllm_parts.mha_choice import (
     rule_of,
     version_reason,
 )
-from specs.attention import AttentionCGSupport, BackendCapabilities
+from specs.attention import AttentionCGSupport, AttentionSelectorConfig, BackendCapabilities
 from specs.devices import ComputeCapability, DeviceKind
 from specs.dtypes import CacheDType, DType
 from specs.layouts import KVPacking
@@ -96,24 +96,15 @@ class TrtllmMhaBackend(AttentionBackend):
         return OfPhase
 
     @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: object,
-        kv_cache_dtype: CacheDType | str | None,
-        block_size: int | None,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        use_mm_prefix: bool,
-        device_capability: Any,
+    def combination_reason(
+        cls, config: AttentionSelectorConfig, device_capability: Any
     ) -> str | None:
         """Refuse a layer for which a phase has no kernel on the GPU, by head size and cache."""
         try:
-            model, cache = DType.parse(dtype), CacheDType.parse(kv_cache_dtype)
+            model, cache = DType.parse(config.dtype), CacheDType.parse(config.kv_cache_dtype)
         except ValueError:
             return None
-        served = head_size in HEAD_SIZES and model in cls.capabilities.dtypes
+        served = config.head_size in HEAD_SIZES and model in cls.capabilities.dtypes
         if not served or cache not in CACHE_DTYPES:
             return None
         phases: tuple[Phase, ...] = ()
@@ -122,7 +113,9 @@ class TrtllmMhaBackend(AttentionBackend):
             capability = ComputeCapability.model_validate(device_capability)
             if cls.supports_compute_capability(capability):
                 phases = cls.phases
-        reasons = layer_reasons(head_size, head_size, model, cache, capability, phases)
+        reasons = layer_reasons(
+            config.head_size, config.head_size, model, cache, capability, phases
+        )
         calls = _calls_of(compat.load_calls)
         if calls is not None:
             missing = version_reason(phases, capability, cache, calls)

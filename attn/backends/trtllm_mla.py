@@ -23,7 +23,13 @@ from builders.vendor.trtllm_parts.mla_choice import (
     capability_reason,
     dtypes_reason,
 )
-from specs.attention import AttentionCGSupport, BackendCapabilities, HeadSizes, MlaKernel
+from specs.attention import (
+    AttentionCGSupport,
+    AttentionSelectorConfig,
+    BackendCapabilities,
+    HeadSizes,
+    MlaKernel,
+)
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType, DType
 
@@ -68,25 +74,20 @@ class TrtllmMlaBackend(AttentionBackend):
         return True
 
     @classmethod
-    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """Every reason why the kernel that the request asks for cannot serve a layer."""
-        served = cls.with_kernel(MlaKernel(kwargs.get("mla_kernel", MlaKernel.AUTO)))
-        validate = AttentionBackend.validate_configuration.__func__  # type: ignore[attr-defined]
-        reasons: list[str] = validate(served, *args, **kwargs)
+    def validate(cls, config: AttentionSelectorConfig, device_capability: Any) -> list[str]:
+        """See the base class: with the kernel that the request asks for."""
+        served = cls.with_kernel(MlaKernel(config.mla_kernel))
+        validate = AttentionBackend.validate.__func__  # type: ignore[attr-defined]
+        reasons: list[str] = validate(served, config, device_capability)
         return reasons
 
     @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: object,
-        kv_cache_dtype: CacheDType | str | None,
-        *args: object,
-        **kwargs: object,
+    def combination_reason(
+        cls, config: AttentionSelectorConfig, device_capability: Any
     ) -> str | None:
         """Refuse a 16-bit cache of another dtype than the model's."""
         try:
-            model, cache = DType.parse(dtype), CacheDType.parse(kv_cache_dtype)
+            model, cache = DType.parse(config.dtype), CacheDType.parse(config.kv_cache_dtype)
         except ValueError:
             return None
         served = model in cls.capabilities.dtypes and cache in cls.capabilities.kv_cache_dtypes

@@ -16,7 +16,7 @@ import gc
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -70,8 +70,7 @@ def bench_kernels(
         scratch, reason = measure_scratch(bench.member, device, bench.seed)
     results = results.replace(scratch_bytes=scratch, scratch_reason=reason)
     if bench.table.bounds_plans:
-        kernels = (bench.table.prefill_kernel, bench.decode_kernel or bench.table.decode_kernel)
-        plans, reason = measure_plans(bench.member, device, *kernels)
+        plans, reason = measure_plans(bench.member, device, bench.kernels)
         results = results.replace(plans=plans, plans_reason=reason)
     for case in bench.cases:
         release_memory(device)
@@ -98,7 +97,7 @@ def _bench_lines(
     rounds = Rounds(device, bench.rounds, bench.reps, bench.seed)
     lines_of = latent_lines if bench.table is BenchTable.TRTLLM_MLA else vendor_lines
     if bench.table is BenchTable.SPARSE_MLA:
-        kernel = bench.decode_kernel or bench.table.decode_kernel
+        kernel = bench.kernels.sparse.own_decode
         lines_of = partial(sparse_lines, kernel=kernel, peers=bench.peers)
     for case in bench.cases:
         log(f"{case.name}: {case.what}")
@@ -210,7 +209,11 @@ HELP: Final = {
         f"Peer to compare with, repeatable, default the table's: {', '.join(ALL_PEERS)}; of "
         f"sparse_mla also {TILES}, other tiles of ours."
     ),
-    "decode_kernel": "Ours: triton, auto or hopper; default: the table's, auto but for dense.",
+    "dense_decode_kernel": (
+        "Ours in dense and hopper: triton, auto or hopper; default: triton, in hopper auto."
+    ),
+    "latent_decode_kernel": "Ours in mla: triton, auto or hopper; default: auto.",
+    "sparse_own_decode_kernel": "Ours in sparse_mla: triton, auto or hopper; default: auto.",
     "no_peers": "Compare with no peer.",
     "rounds": "Turns of every kernel.",
     "reps": "Most calls per turn.",
@@ -223,39 +226,72 @@ HELP: Final = {
 """Help texts of the options, for ``attn bench kernels`` and ``python -m attn.bench.kernels``."""
 
 
-def make_bench(
-    backend: str | None,
-    case: Sequence[str],
-    peer: Sequence[str],
-    no_peers: bool,
-    rounds: int,
-    reps: int,
-    commit: str | None,
-    table: str = BenchTable.DENSE,
-    decode_kernel: str | None = None,
-) -> KernelBench:
-    """The settings for a command line's options.
+DECODE_OPTIONS: Final = tuple(
+    dict.fromkeys(table.decode_option for table in BenchTable if table.decode_option is not None)
+)
+"""Options that name a decode kernel of ours, one for each family of layers."""
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What a command line says of a benchmark, as it was typed; see ``HELP``."""
+
+    backend: str | None = None
+    case: Sequence[str] = ()
+    peer: Sequence[str] = ()
+    no_peers: bool = False
+    rounds: int = KernelBench.rounds
+    reps: int = KernelBench.reps
+    commit: str | None = None
+    table: str = BenchTable.DENSE
+    dense_decode_kernel: str | None = None
+    latent_decode_kernel: str | None = None
+    sparse_own_decode_kernel: str | None = None
+
+
+def make_bench(options: BenchOptions) -> KernelBench:
+    """The settings that a command line's options mean.
 
     Raises:
-        ValueError: a backend, table, decode kernel, case or peer is unknown, or ``peer`` and
-            ``no_peers`` are both given.
+        ValueError: an unknown backend, table, decode kernel, case or peer; both peers and none; or
+            a decode kernel of layers that the table does not measure.
     """
-    if peer and no_peers:
-        raise ValueError(f"give peers or --no-peers, not both; got {', '.join(peer)}")
-    if table not in list(BenchTable):
-        raise ValueError(f"table must be one of {', '.join(BenchTable)}, got {table!r}")
-    if decode_kernel is not None and decode_kernel not in list(DecodeKernel):
-        raise ValueError(
-            f"decode_kernel must be one of {', '.join(DecodeKernel)}, got {decode_kernel!r}"
-        )
-    decode = None if decode_kernel is None else DecodeKernel(decode_kernel)
-    chosen = BenchTable(table)
-    also = chosen.also if backend is None else ()
-    backend = backend or chosen.backend
-    bench = KernelBench(backend=backend, rounds=rounds, reps=reps, commit=commit, table=chosen)
-    peers = () if no_peers else tuple(dict.fromkeys(peer)) or chosen.peers
-    cases = select_cases(case, chosen.cases)
-    return replace(bench, cases=cases, peers=peers, decode_kernel=decode, also=also)
+    if options.peer and options.no_peers:
+        raise ValueError(f"give peers or --no-peers, not both; got {', '.join(options.peer)}")
+    if options.table not in list(BenchTable):
+        raise ValueError(f"table must be one of {', '.join(BenchTable)}, got {options.table!r}")
+    table = BenchTable(options.table)
+    bench = KernelBench(
+        backend=options.backend or table.backend,
+        rounds=options.rounds,
+        reps=options.reps,
+        commit=options.commit,
+        table=table,
+    )
+    peers = () if options.no_peers else tuple(dict.fromkeys(options.peer)) or table.peers
+    return replace(
+        bench,
+        cases=select_cases(options.case, table.cases),
+        peers=peers,
+        decode_kernel=_decode_kernel(options, table),
+        also=table.also if options.backend is None else (),
+    )
+
+
+def _decode_kernel(options: BenchOptions, table: BenchTable) -> DecodeKernel | None:
+    """The decode kernel of ours that is named for the table's layers; None where none is."""
+    found = None
+    for option in DECODE_OPTIONS:
+        name = getattr(options, option)
+        if name is None:
+            continue
+        if name not in list(DecodeKernel):
+            raise ValueError(f"{option} must be one of {', '.join(DecodeKernel)}, got {name!r}")
+        if option != table.decode_option:
+            served = ", ".join(one for one in BenchTable if one.decode_option == option)
+            raise ValueError(f"{option} is of table {served}, got {table.value}")
+        found = DecodeKernel(name)
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -265,7 +301,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--table", default=BenchTable.DENSE.value, help=HELP["table"])
     parser.add_argument("--case", action="append", default=[], help=HELP["case"])
     parser.add_argument("--peer", action="append", default=[], help=HELP["peer"])
-    parser.add_argument("--decode-kernel", help=HELP["decode_kernel"])
+    for name in DECODE_OPTIONS:
+        parser.add_argument(f"--{name.replace('_', '-')}", help=HELP[name])
     parser.add_argument("--no-peers", action="store_true", help=HELP["no_peers"])
     for name in ("rounds", "reps"):
         parser.add_argument(
@@ -280,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = Report(options.pop("out"), options.pop("json"), tuple(options.pop("merge")))
     render = options.pop("render")
     try:
-        bench = None if render else make_bench(**options)
+        bench = None if render else make_bench(BenchOptions(**options))
         passed = check_and_report(bench, report, lambda line: print(line, flush=True))
     except USER_ERRORS as error:
         return usage_error(error)

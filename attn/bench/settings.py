@@ -17,7 +17,7 @@ from attn.bench.cases.dense import ALL_PEERS, CASES, TILES, BenchTable
 from attn.bench.results.results import Environment
 from attn.device import detect_device
 from attn.registry import AttentionBackendEnum, RegisteredBackend
-from specs.engine import DecodeKernel
+from specs.engine import DecodeKernel, Kernels
 
 COMMIT_VARIABLE: Final = "ATTN_COMMIT"
 
@@ -40,6 +40,12 @@ class KernelBench:
     """Our backend's ``decode_kernel`` setting; None means the table's."""
     also: tuple[str, ...] = ()
     """Names of further backends of ours to measure."""
+
+    @property
+    def kernels(self) -> Kernels:
+        """Of ours, what is measured."""
+        decode = self.decode_kernel or self.table.decode_kernel
+        return Kernels.own(self.table.prefill_kernel, decode)
 
     def __post_init__(self) -> None:
         for name in ("rounds", "reps"):

@@ -23,11 +23,12 @@ from rich.progress import (
 from typer.core import TyperGroup
 
 from attn.bench.build import bench_build
-from attn.bench.kernels import HELP, check_and_report, make_bench
+from attn.bench.kernels import HELP, BenchOptions, check_and_report, make_bench
 from attn.bench.results.report import Report
 from attn.bench.settings import KernelBench
 from attn.cli.corrupt import Fault
-from attn.cli.explain import feature_table, print_backends, print_decisions, remarks
+from attn.cli.explain import Question, feature_table, print_backends, print_decisions, remarks
+from attn.cli.kernels import check_families, kernels_of, named_kernels
 from attn.cli.replay import Replay, RunSettings, reference_notes
 from attn.cli.report import StepRecord, print_summary, write_report
 from attn.cli.trace import TraceRequest, fit_to_limit, read_trace, synthetic_trace
@@ -38,6 +39,7 @@ from builders.checks.debug import debug_enabled
 from specs.attention import MlaKernel
 from specs.devices import KNOWN_DEVICES
 from specs.dtypes import CacheDType
+from specs.engine import DecodeKernel, PrefillKernel
 from specs.hf_config import bundled_model_names, load_model_geometry
 from specs.model import ModelGeometry
 from specs.names import near_miss
@@ -153,14 +155,33 @@ def run(
     check_rows: Annotated[
         int, typer.Option(min=0, help="Tokens per step and kind of layer checked in float64.")
     ] = 3,
-    mla_kernel: Annotated[
-        MlaKernel, typer.Option(help="Kernel of a latent backend that has several.")
-    ] = MlaKernel.AUTO,
-    prefill_kernel: Annotated[
+    dense_prefill_kernel: Annotated[
+        PrefillKernel | None, typer.Option(help="Kernel of TRITON_ATTN for rows of prompts.")
+    ] = None,
+    dense_decode_kernel: Annotated[
+        DecodeKernel | None, typer.Option(help="Kernel of TRITON_ATTN for decodes.")
+    ] = None,
+    latent_prefill_kernel: Annotated[
+        PrefillKernel | None,
+        typer.Option(help="Kernel of latent layers for rows of prompts, expanded."),
+    ] = None,
+    latent_decode_kernel: Annotated[
+        DecodeKernel | None, typer.Option(help="Kernel of TRITON_MLA for decodes.")
+    ] = None,
+    latent_rows_kernel: Annotated[
+        MlaKernel | None, typer.Option(help="Kernel of TRTLLM_MLA for rows in latent space.")
+    ] = None,
+    sparse_prefill_kernel: Annotated[
         SparseKernel | None, typer.Option(help="Kernel of SPARSE_MLA for rows of prompts.")
     ] = None,
-    decode_kernel: Annotated[
+    sparse_decode_kernel: Annotated[
         SparseKernel | None, typer.Option(help="Kernel of SPARSE_MLA for decodes.")
+    ] = None,
+    sparse_own_prefill_kernel: Annotated[
+        PrefillKernel | None, typer.Option(help="Form of triton_sparse for rows of prompts.")
+    ] = None,
+    sparse_own_decode_kernel: Annotated[
+        DecodeKernel | None, typer.Option(help="Form of triton_sparse for decodes.")
     ] = None,
     kv_layout: Annotated[
         str | None,
@@ -192,11 +213,18 @@ def run(
         geometry = load_model_geometry(model)
         for remark in remarks(geometry):
             print(remark)
-        if mla_kernel is not MlaKernel.AUTO and not any(one.kind.is_mla for one in geometry.layers):
-            raise ValueError(
-                f"mla-kernel {mla_kernel.value} is a kernel of latent layers, and {geometry.name} "
-                "has none"
-            )
+        kernels = kernels_of(
+            dense_prefill_kernel=dense_prefill_kernel,
+            dense_decode_kernel=dense_decode_kernel,
+            latent_prefill_kernel=latent_prefill_kernel,
+            latent_decode_kernel=latent_decode_kernel,
+            latent_rows_kernel=latent_rows_kernel,
+            sparse_prefill_kernel=sparse_prefill_kernel,
+            sparse_decode_kernel=sparse_decode_kernel,
+            sparse_own_prefill_kernel=sparse_own_prefill_kernel,
+            sparse_own_decode_kernel=sparse_own_decode_kernel,
+        )
+        check_families(kernels, geometry)
         chosen = geometry.select_layers(min(layers, geometry.num_layers)).local(tp)
         if layers > geometry.num_layers:
             console.print(
@@ -217,9 +245,7 @@ def run(
             check_rows=check_rows,
             seed=seed,
             fault=corrupt,
-            mla_kernel=mla_kernel,
-            sparse_prefill_kernel=prefill_kernel,
-            sparse_decode_kernel=decode_kernel,
+            kernels=kernels,
             num_speculative_tokens=speculative,
         )
         replay = Replay(settings, taken)
@@ -258,18 +284,17 @@ def _exit_code(settings: RunSettings, passed: bool) -> int:
 
 def _shown(settings: RunSettings) -> dict[str, object]:
     """The settings of a run, as its report shows them."""
-    fault, kernel = settings.fault, settings.mla_kernel
+    fault = settings.fault
     return {
         "kv_cache_dtype": settings.kv_cache_dtype.value,
         "tp": settings.tensor_parallel_size,
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "corrupt": None if fault is None else fault.value,
-        **_said(
-            mla_kernel=None if kernel is MlaKernel.AUTO else kernel.value,
-            prefill_kernel=settings.sparse_prefill_kernel,
-            decode_kernel=settings.sparse_decode_kernel,
-        ),
+        **{
+            named.option.replace("-", "_"): named.kernel.value
+            for named in named_kernels(settings.kernels)
+        },
     }
 
 
@@ -402,17 +427,15 @@ def explain(
 ) -> None:
     """Which backend each kind of layer gets, with a reason for every other one."""
     with _clear_errors():
-        served = print_decisions(
-            load_model_geometry(model),
-            detect_device() if device is None else known_device(device),
-            served_cache_dtype(kv_cache_dtype),
-            block_size,
-            backend,
-            Console(),
-            as_json,
-            kernels,
-            allow_reference,
+        question = Question(
+            model=load_model_geometry(model),
+            device=detect_device() if device is None else known_device(device),
+            kv_cache_dtype=served_cache_dtype(kv_cache_dtype),
+            block_size=block_size,
+            backend=backend,
+            allow_reference=allow_reference,
         )
+        served = print_decisions(question, Console(), as_json=as_json, kernels=kernels)
     if not served:
         raise typer.Exit(1)
 
@@ -432,7 +455,15 @@ def bench_build_command(
 def bench_kernels_command(
     backend: Annotated[str | None, typer.Option("--backend", "-b", help=HELP["backend"])] = None,
     table: Annotated[str, typer.Option(help=HELP["table"])] = KernelBench.table.value,
-    decode_kernel: Annotated[str | None, typer.Option(help=HELP["decode_kernel"])] = None,
+    dense_decode_kernel: Annotated[
+        str | None, typer.Option(help=HELP["dense_decode_kernel"])
+    ] = None,
+    latent_decode_kernel: Annotated[
+        str | None, typer.Option(help=HELP["latent_decode_kernel"])
+    ] = None,
+    sparse_own_decode_kernel: Annotated[
+        str | None, typer.Option(help=HELP["sparse_own_decode_kernel"])
+    ] = None,
     case: Annotated[list[str] | None, typer.Option(help=HELP["case"])] = None,
     peer: Annotated[list[str] | None, typer.Option(help=HELP["peer"])] = None,
     no_peers: Annotated[bool, typer.Option("--no-peers", help=HELP["no_peers"])] = False,
@@ -448,10 +479,20 @@ def bench_kernels_command(
     with _clear_errors():
         settings = None
         if not render:
-            settings = make_bench(
-                *(backend, case or (), peer or (), no_peers, rounds, reps, commit),
-                *(table, decode_kernel),
+            options = BenchOptions(
+                backend=backend,
+                case=case or (),
+                peer=peer or (),
+                no_peers=no_peers,
+                rounds=rounds,
+                reps=reps,
+                commit=commit,
+                table=table,
+                dense_decode_kernel=dense_decode_kernel,
+                latent_decode_kernel=latent_decode_kernel,
+                sparse_own_decode_kernel=sparse_own_decode_kernel,
             )
+            settings = make_bench(options)
         passed = check_and_report(settings, Report(out, json, tuple(merge or ())))
     if not passed:
         raise typer.Exit(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 from rich.console import Console
@@ -141,39 +142,46 @@ def _ranges(indices: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
+@dataclass(frozen=True)
+class Question:
+    """Which layers are to get a backend, and where."""
+
+    model: ModelGeometry
+    """Geometry of its layers."""
+    device: Device
+    """Present or not."""
+    kv_cache_dtype: CacheDType
+    block_size: int | None
+    """Tokens of a page; None leaves it open."""
+    backend: str | None
+    """The only one to consider; None considers all."""
+    allow_reference: bool = False
+    """On a GPU a reference backend may be chosen where no other serves."""
+
+
 def print_decisions(
-    model: ModelGeometry,
-    device: Device,
-    kv_cache_dtype: CacheDType,
-    block_size: int | None,
-    backend: str | None,
-    console: Console,
-    as_json: bool,
-    kernels: bool = False,
-    allow_reference: bool = False,
+    question: Question, console: Console, *, as_json: bool, kernels: bool = False
 ) -> bool:
     """Print the decision for each kind of layer of a model.
 
     Args:
-        model: the model's geometry.
-        device: the device, present or not.
-        kv_cache_dtype: KV cache dtype of the model.
-        block_size: tokens of a page; None leaves it to the backend.
-        backend: name of the backend to use; None means the automatic choice.
-        console: console for the tables.
-        as_json: print JSON instead of tables.
-        kernels: also print the kernels of the backend that a layer gets.
-        allow_reference: on a GPU a reference backend may be chosen where no other serves.
+        question: what is to be decided.
+        console: where tables go.
+        as_json: print data instead.
+        kernels: say too which kernels of the backend a layer gets.
 
     Returns:
         True when every kind of layer is served.
     """
+    model, device, kv_cache_dtype = question.model, question.device, question.kv_cache_dtype
     decisions: list[tuple[str, SelectionReport, dict[str, str]]] = []
     for layer, indices in model.groups():
-        request = layer.selector_config(model.dtype, kv_cache_dtype, block_size)
-        decision = explain(request, device, backend, allow_reference=allow_reference)
+        request = layer.selector_config(model.dtype, kv_cache_dtype, question.block_size)
+        decision = explain(
+            request, device, question.backend, allow_reference=question.allow_reference
+        )
         wanted = kernels and decision.chosen == "TRITON_ATTN"
-        named = _kernels(model, layer, device, kv_cache_dtype, block_size) if wanted else {}
+        named = _kernels(question, layer) if wanted else {}
         name = f"{len(indices)} {layer.label} {'layer' if len(indices) == 1 else 'layers'}"
         decisions.append((name, decision, named))
     served = all(decision.chosen is not None for _, decision, _ in decisions)
@@ -212,14 +220,9 @@ def print_decisions(
     return served
 
 
-def _kernels(
-    model: ModelGeometry,
-    layer: LayerGeometry,
-    device: Device,
-    kv_cache_dtype: CacheDType,
-    block_size: int | None,
-) -> dict[str, str]:
+def _kernels(question: Question, layer: LayerGeometry) -> dict[str, str]:
     """TRITON_ATTN's kernels under ``auto``, by the requests that they take."""
+    model, device, kv_cache_dtype = question.model, question.device, question.kv_cache_dtype
     element = kv_cache_dtype.element(model.dtype)
     shape = DenseShape(
         layer.num_heads,
@@ -230,7 +233,7 @@ def _kernels(
         element.itemsize * 8 // kv_cache_dtype.packing,
     )
     is_paged = layer.kind is not LayerKind.ENCODER_ONLY
-    pages = (block_size or DEFAULT_BLOCK_SIZE) if is_paged else 0
+    pages = (question.block_size or DEFAULT_BLOCK_SIZE) if is_paged else 0
     asks = LayerAsks(
         is_local=layer.sliding_window is not None or layer.attention_chunk_size is not None,
         alibi=layer.use_alibi,

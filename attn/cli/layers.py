@@ -64,37 +64,40 @@ class StepInputs:
         return torch.cat([getattr(tensors, side)[row.positions] for row, tensors in parts])
 
 
+@dataclass(frozen=True)
+class LayerSetup:
+    """What a replay layer is made of."""
+
+    geometry: LayerGeometry
+    index: int
+    """Its number in the model."""
+    spec: AnyKVCacheSpec
+    """What it stores."""
+    backend: type[AttentionBackend]
+    """Whose impl it has."""
+    num_blocks: int
+    """Blocks of its cache, the null block included."""
+    source: TensorSource
+    """Where its tensors come from."""
+
+
 class ReplayLayer(ABC):
     """One attention layer: a triple's impl, a cache filled with NaN, and random inputs."""
 
-    def __init__(
-        self,
-        geometry: LayerGeometry,
-        index: int,
-        spec: AnyKVCacheSpec,
-        backend: type[AttentionBackend],
-        num_blocks: int,
-        source: TensorSource,
-    ) -> None:
-        """
-        Args:
-            geometry: the layer's geometry.
-            index: number of the layer in the model.
-            spec: spec of the layer's cache.
-            backend: backend of the triple.
-            num_blocks: blocks of the cache, the null block included.
-            source: source of the layer's tensors.
-        """
-        self.geometry = geometry
-        self.index = index
-        self.spec = spec
-        self.source = source
-        # With these scales values up to 5 use most of e4m3's range.
-        self.scales = LayerScales.of(k=0.02, v=0.015, device=source.device)
+    def __init__(self, setup: LayerSetup) -> None:
+        """Allocate the cache and make the impl."""
+        self.geometry = setup.geometry
+        self.index = setup.index
+        self.spec = setup.spec
+        self.source = setup.source
+        device = setup.source.device
+        # Values up to 5 then use the range of e4m3 well.
+        self.scales = LayerScales.of(k=0.02, v=0.015, device=device)
         self.kept: dict[int, LayerTensors] = {}
-        # Filled with NaN, so that a read of a slot that was never written is seen.
-        self.cache = backend.kv_cache_layout(spec).allocate(num_blocks, source.device, 0xFF)
-        self.impl: Any = self._make_impl(backend)
+        # Poisoned with NaN: a slot read before it is written shows.
+        layout = setup.backend.kv_cache_layout(setup.spec)
+        self.cache = layout.allocate(setup.num_blocks, device, 0xFF)
+        self.impl: Any = self._make_impl(setup.backend)
 
     @abstractmethod
     def _make_impl(self, backend: type[AttentionBackend]) -> Any:
@@ -312,25 +315,15 @@ class LatentReplayLayer(ReplayLayer):
 class SparseReplayLayer(LatentReplayLayer):
     """A layer of top-k sparse latent attention with an indexer of its own."""
 
-    def __init__(
-        self,
-        geometry: LayerGeometry,
-        index: int,
-        spec: AnyKVCacheSpec,
-        backend: type[AttentionBackend],
-        num_blocks: int,
-        source: TensorSource,
-    ) -> None:
-        """Make the layer and the indexer's cache, which has the latent cache's blocks.
-
-        The arguments are those of :class:`ReplayLayer`.
-        """
-        assert geometry.indexer is not None
-        layout = index_spec(geometry, spec).layout()
-        self.index_cache = layout.allocate(num_blocks, source.device, 0xFF)
-        lists = torch.empty((0, geometry.indexer.index_topk), dtype=torch.int32)
-        self.indexer = SparseIndexer(lists.to(source.device))
-        super().__init__(geometry, index, spec, backend, num_blocks, source)
+    def __init__(self, setup: LayerSetup) -> None:
+        """Allocate the indexer's pages too, which follow the latent cache's blocks."""
+        indexer, device = setup.geometry.indexer, setup.source.device
+        assert indexer is not None
+        layout = index_spec(setup.geometry, setup.spec).layout()
+        self.index_cache = layout.allocate(setup.num_blocks, device, 0xFF)
+        lists = torch.empty((0, indexer.index_topk), dtype=torch.int32)
+        self.indexer = SparseIndexer(lists.to(device))
+        super().__init__(setup)
 
     def _make_indexer(self) -> Any:
         return self.indexer
@@ -379,30 +372,15 @@ class SparseReplayLayer(LatentReplayLayer):
 class SharedListReplayLayer(LatentReplayLayer):
     """A layer of top-k sparse latent attention over the lists that an earlier layer makes."""
 
-    def __init__(
-        self,
-        geometry: LayerGeometry,
-        index: int,
-        spec: AnyKVCacheSpec,
-        backend: type[AttentionBackend],
-        num_blocks: int,
-        source: TensorSource,
-        maker: ReplayLayer,
-    ) -> None:
-        """Make a sparse layer without an indexer of its own.
-
+    def __init__(self, setup: LayerSetup, maker: ReplayLayer) -> None:
+        """
         Args:
-            geometry: the layer's geometry.
-            index: number of the layer in the model.
-            spec: spec of the layer's cache.
-            backend: backend of the triple.
-            num_blocks: blocks of the cache, the null block included.
-            source: source of the layer's tensors.
-            maker: the layer that makes the lists; it must run first in every step.
+            setup: what it is made of.
+            maker: the layer whose lists it attends; its step must run first.
         """
         assert isinstance(maker, SparseReplayLayer)
         self.indexer = maker.indexer
-        super().__init__(geometry, index, spec, backend, num_blocks, source)
+        super().__init__(setup)
 
     def _make_indexer(self) -> Any:
         return self.indexer
@@ -423,30 +401,17 @@ def index_spec(geometry: LayerGeometry, spec: AnyKVCacheSpec) -> IndexerSpec:
     return IndexerSpec(block_size=spec.block_size, index_head_dim=geometry.indexer.index_head_dim)
 
 
-def make_layer(
-    geometry: LayerGeometry,
-    index: int,
-    spec: AnyKVCacheSpec,
-    backend: type[AttentionBackend],
-    num_blocks: int,
-    source: TensorSource,
-    maker: ReplayLayer | None = None,
-) -> ReplayLayer:
-    """Make the replay layer for a kind of attention.
+def make_layer(setup: LayerSetup, maker: ReplayLayer | None = None) -> ReplayLayer:
+    """The replay layer for a kind of attention.
 
     Args:
-        geometry: the layer's geometry.
-        index: number of the layer in the model.
-        spec: spec of the layer's cache.
-        backend: backend of the triple.
-        num_blocks: blocks of the cache, the null block included.
-        source: source of the layer's tensors.
-        maker: for a sparse layer without an indexer, the layer that makes its lists.
+        setup: what it is made of.
+        maker: the layer whose lists a sparse layer without an indexer attends.
     """
-    common = (geometry, index, spec, backend, num_blocks, source)
+    geometry = setup.geometry
     if geometry.shared_index_topk is not None:
         assert maker is not None
-        return SharedListReplayLayer(*common, maker)
+        return SharedListReplayLayer(setup, maker)
     if geometry.indexer is not None:
-        return SparseReplayLayer(*common)
-    return DenseReplayLayer(*common) if geometry.mla is None else LatentReplayLayer(*common)
+        return SparseReplayLayer(setup)
+    return DenseReplayLayer(setup) if geometry.mla is None else LatentReplayLayer(setup)

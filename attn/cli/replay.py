@@ -12,9 +12,9 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -23,31 +23,26 @@ from attn.backends.base import AttentionBackend
 from attn.cli.blocks import BlockAllocator
 from attn.cli.check import Verdict, judge
 from attn.cli.corrupt import Fault, applies_to, corrupt_backend
-from attn.cli.layers import ReplayLayer, Row, StepInputs, index_spec, make_layer
+from attn.cli.kernels import backend_asked_for
+from attn.cli.layers import LayerSetup, ReplayLayer, Row, StepInputs, index_spec, make_layer
 from attn.cli.report import LayerGroupReport, RunReport, StepRecord
 from attn.cli.scheduler import KVBudgetError, Scheduler, StepPlan
 from attn.cli.tensors import TensorSource
 from attn.cli.trace import TraceRequest
 from attn.errors import UnsupportedError
-from attn.registry import AttentionBackendEnum
 from attn.selector import SelectionReport, chosen_backend, explain, is_withheld
 from attn.selector import Verdict as Choice
 from builders.base import AttentionMetadataBuilder
 from builders.batch import CommonAttentionMetadata
 from builders.sparse.indexer import IndexerMetadataBuilder
-from specs.attention import MlaKernel
 from specs.devices import Device
 from specs.dtypes import CacheDType, KVQuantMode
-from specs.engine import EngineConfig, ParallelConfig, SpeculativeConfig
+from specs.engine import EngineConfig, Kernels, ParallelConfig, SpeculativeConfig
 from specs.kv_cache import AnyKVCacheSpec
 from specs.layouts import LatentKVLayout
 from specs.model import LayerGeometry, LayerKind, ModelGeometry
 from specs.rows import INDEXER_PAGE
 from specs.sentinels import NULL_BLOCK_ID
-from specs.sparse_mla import SparseKernel
-
-SPARSE: Final = "SPARSE_MLA"
-"""Name of the backend whose kernels can be chosen for each phase."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +68,8 @@ class RunSettings:
     """Number of tokens per step that are checked, in one layer of each group."""
     seed: int = 0
     fault: Fault | None = None
-    mla_kernel: MlaKernel = MlaKernel.AUTO
-    """Kernel of a latent backend that has several."""
-    sparse_prefill_kernel: SparseKernel | None = None
-    """Kernel of SPARSE_MLA for rows of prompts; None means the library's own kernel, and leaves the
-    choice of the backend open."""
-    sparse_decode_kernel: SparseKernel | None = None
-    """Kernel of SPARSE_MLA for decodes; None means the library's own kernel, and leaves the choice
-    of the backend open."""
+    kernels: Kernels = field(default_factory=Kernels)
+    """Kernels by name. A field that was set asks for a backend that reads it."""
     num_speculative_tokens: int = 0
     """Draft tokens that a decode verifies."""
 
@@ -124,17 +113,14 @@ def choose_groups(settings: RunSettings) -> list[_Group]:
             f"attn run cannot replay {model.name}; fewer --layers may leave these out:",
             ["layers that attend another layer's cache are not replayed"],
         )
-    engine = EngineConfig(
-        max_model_len=model.max_position_embeddings, mla_kernel=settings.mla_kernel
-    )
+    engine = EngineConfig(max_model_len=model.max_position_embeddings, kernels=settings.kernels)
     groups = []
     for geometry, indices in model.groups():
         request = geometry.selector_config(
             model.dtype, settings.kv_cache_dtype, settings.block_size, engine
         )
-        asked = _asked_for(settings, geometry)
-        # Reference backends are allowed: checking a model is worth running at their speed too, and
-        # reference_notes tells the user.
+        asked = backend_asked_for(settings.kernels, geometry, settings.backend, model.name)
+        # A replay that checks a model is worth running at reference speed too; it says so.
         decision = explain(request, settings.device, asked, allow_reference=True)
         backend = chosen_backend(decision)
         block_size = settings.block_size or backend.get_preferred_block_size()
@@ -158,27 +144,6 @@ def reference_notes(groups: Sequence[_Group], device: Device) -> list[str]:
         for group in groups
         if group.decision.asked_for is None and is_withheld(str(group.decision.chosen), device.kind)
     ]
-
-
-def _asked_for(settings: RunSettings, geometry: LayerGeometry) -> str | None:
-    """Name of the backend asked for, directly or by naming a kernel of SPARSE_MLA; None without."""
-    kernels = {
-        "prefill-kernel": settings.sparse_prefill_kernel,
-        "decode-kernel": settings.sparse_decode_kernel,
-    }
-    for option, kernel in kernels.items():
-        if kernel is None:
-            continue
-        if geometry.kind is not LayerKind.SPARSE_MLA:
-            raise ValueError(
-                f"{option} {kernel.value} is a kernel of sparse latent layers, and "
-                f"{settings.model.name} has {geometry.kind.value} layers"
-            )
-        name = settings.backend or SPARSE
-        if AttentionBackendEnum[name].name != SPARSE:
-            raise ValueError(f"{option} {kernel.value} is a kernel of {SPARSE}, got {name}")
-        return SPARSE
-    return settings.backend
 
 
 def _spoil(groups: list[_Group], fault: Fault, model: str) -> None:
@@ -270,10 +235,8 @@ class Replay:
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             parallel=ParallelConfig(tensor_parallel_size=settings.tensor_parallel_size),
-            mla_kernel=settings.mla_kernel,
+            kernels=settings.kernels,
             speculative=speculative,
-            sparse_prefill_kernel=settings.sparse_prefill_kernel or SparseKernel.TRITON_SPARSE,
-            sparse_decode_kernel=settings.sparse_decode_kernel or SparseKernel.TRITON_SPARSE,
         )
         self.builders: list[AttentionMetadataBuilder[Any]] = []
         self.index_builders: list[IndexerMetadataBuilder | None] = []
@@ -304,10 +267,15 @@ class Replay:
         """Make a layer of a group; earlier groups hold the layers that may make its lists."""
         made_by = self.settings.model.list_maker(index)
         made = {layer.index: layer for layers in self.layers for layer in layers}
-        return make_layer(
-            *(group.geometry, index, group.spec, group.backend, group.num_blocks, self.source),
-            maker=None if made_by is None else made[made_by],
+        setup = LayerSetup(
+            geometry=group.geometry,
+            index=index,
+            spec=group.spec,
+            backend=group.backend,
+            num_blocks=group.num_blocks,
+            source=self.source,
         )
+        return make_layer(setup, None if made_by is None else made[made_by])
 
     def run(self, on_step: Callable[[StepRecord], None]) -> None:
         """Serve every request; Ctrl-C stops the replay after the last complete step."""

@@ -370,10 +370,8 @@ def takes_blocks(backend: type[AttentionBackend], block_size: int) -> bool:
 
 
 def refusals(backend: type[AttentionBackend], config: AttentionSelectorConfig) -> list[str]:
-    """The backend's reasons against a layer on this machine; empty where it takes the layer."""
-    fields = {name: getattr(config, name) for name in type(config).model_fields}
-    capability = detect_device().compute_capability
-    return backend.validate_configuration(**fields, device_capability=capability)
+    """The backend's reasons against a layer on this machine."""
+    return backend.validate(config, detect_device().compute_capability)
 
 
 def device_for(row: RegisteredBackend) -> torch.device | None:

@@ -47,7 +47,7 @@ from attn.testing.latent_trial import LatentTrial
 from attn.testing.trial import CaseResult, Inputs, Results, Trial
 from builders.batch import CommonAttentionMetadata
 from specs.attention import AttentionCGSupport
-from specs.engine import EngineConfig, PrefillKernel
+from specs.engine import EngineConfig, Kernels, PrefillKernel
 
 
 def run_case(
@@ -192,7 +192,15 @@ def _invariant_config(trial: Trial) -> EngineConfig:
     if not trial.backend.supports_batch_invariance():
         return trial.config
     # A kernel asked for by name may not go together with it.
-    return trial.config.replace(batch_invariant=True, prefill_kernel=PrefillKernel.TRITON)
+    plain, kernels = PrefillKernel.TRITON, trial.config.kernels
+    return trial.config.replace(
+        batch_invariant=True,
+        kernels=Kernels(
+            dense=kernels.dense.replace(prefill=plain),
+            latent=kernels.latent.replace(prefill=plain),
+            sparse=kernels.sparse.replace(own_prefill=plain),
+        ),
+    )
 
 
 def _is_replayable(level: AttentionCGSupport, spec: BatchSpec) -> bool:

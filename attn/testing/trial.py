@@ -35,7 +35,7 @@ from attn.testing.cases import AnyCase
 from attn.testing.stored_rows import Stored
 from builders.batch import CommonAttentionMetadata
 from specs.attention import MlaKernel
-from specs.engine import DecodeKernel, EngineConfig, PrefillKernel, SpeculativeConfig
+from specs.engine import DecodeKernel, EngineConfig, Kernels, PrefillKernel, SpeculativeConfig
 from specs.kv_cache import AnyKVCacheSpec
 
 PAGE_PADDING = 256
@@ -128,9 +128,9 @@ class Trial(ABC):
     common_prefix_len = 0
     """Tokens of the prefix that all requests share, handed to ``build``."""
     prefill_kernel = PrefillKernel.TRITON
-    """``EngineConfig.prefill_kernel`` of the trial."""
+    """Prefill kernel of the trial, in ``EngineConfig.kernels``."""
     decode_kernel = DecodeKernel.TRITON
-    """``EngineConfig.decode_kernel`` of the trial."""
+    """Decode kernel of the trial, in ``EngineConfig.kernels``."""
     mla_kernel = MlaKernel.AUTO
     """``EngineConfig.mla_kernel`` of the trial."""
     fp8_mla_prefill = False
@@ -168,9 +168,7 @@ class Trial(ABC):
             max_num_batched_tokens=max(tokens, 1),
             num_heads=num_heads,
             speculative=speculative,
-            prefill_kernel=self.prefill_kernel,
-            decode_kernel=self.decode_kernel,
-            mla_kernel=self.mla_kernel,
+            kernels=Kernels.own(self.prefill_kernel, self.decode_kernel, self.mla_kernel),
             fp8_mla_prefill=self.fp8_mla_prefill,
             **settings,
         )

@@ -25,6 +25,11 @@ HOPPER_RING = 128 * 1024
 """Bytes of keys and values under way in the split-KV kernel for Hopper. With half as many again, 24
 MB by all programs, decodes of heads of 128 took 1 to 3 % longer."""
 
+DENSE_OPTION = "kernels.dense.prefill"
+"""The engine's setting that chooses the prefill kernel of dense layers."""
+LATENT_OPTION = "kernels.latent.prefill"
+"""The engine's setting that chooses the prefill kernel of latent layers, over expanded keys."""
+
 _Tile = TypeVar("_Tile")
 
 
@@ -100,6 +105,7 @@ def prefill_kernel_of(
     block_size: int,
     asks: LayerAsks,
     wanted: PrefillKernel,
+    option: str = DENSE_OPTION,
 ) -> tuple[HopperTile | None, str]:
     """Which kernel takes a layer's rows with many new tokens, and why.
 
@@ -111,6 +117,7 @@ def prefill_kernel_of(
         block_size: tokens of a page; 0 without pages.
         asks: what else the layer asks, as far as it is known.
         wanted: what the engine is configured to.
+        option: the engine's setting that says so; ``LATENT_OPTION`` for expanded latent layers.
 
     Returns:
         The Hopper kernel's tile, None for the plain kernel; and the reason in words.
@@ -119,7 +126,7 @@ def prefill_kernel_of(
         ValueError: the Hopper kernel is wanted by name and does not serve.
     """
     found = hopper_tile(shape, kind, block_size, asks)
-    return chosen_kernel("prefill_kernel", wanted, found)
+    return chosen_kernel(option, wanted, found)
 
 
 def hopper_tile(
@@ -204,7 +211,7 @@ def decode_kernel_of(
     slower = None if isinstance(found, str) else _measured_slower(shape, found.split, asks)
     left = None if slower is None else f"did not measure faster with {slower}"
     why = "it measured faster at this head size"
-    return chosen_kernel("decode_kernel", wanted, found, left=left, why=why)
+    return chosen_kernel("kernels.dense.decode", wanted, found, left=left, why=why)
 
 
 def _measured_slower(shape: DenseShape, tile: SplitTile, asks: LayerAsks) -> str | None:

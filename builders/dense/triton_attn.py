@@ -25,7 +25,7 @@ from builders.dense.record import SharedPrefix, TritonAttentionMetadata
 from builders.dense.shared_prefix import SharedBuffers, debug_prefix
 from builders.dense.widened import LEAST_ROWS, PAGE, WidenedPages
 from builders.device import device_facts, runs_gluon
-from builders.splitkv.planner import SplitPlanner
+from builders.splitkv.planner import PlannerOptions, SplitPlanner
 from builders.splitkv.record import (
     PrefillPlan,
     SplitLimits,
@@ -75,9 +75,9 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
 
         Raises:
             ValueError: ``num_heads`` is missing or does not fit the KV heads; a head size, block
-                size or dtype of the spec that no kernel takes; ``prefill_kernel`` or
-                ``decode_kernel`` is one that does not serve the group; decode context parallelism
-                or R-SWA of a group that cannot have it.
+                size or dtype of the spec that no kernel takes; ``kernels.dense.prefill`` or
+                ``kernels.dense.decode`` is one that does not serve the group; decode context
+                parallelism or R-SWA of a group that cannot have it.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         spec: Any = kv_cache_spec
@@ -132,20 +132,17 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
 
     def _new_planner(self, buffers: GraphBuffers, is_free: bool = False) -> SplitPlanner:
         config = self.vllm_config
-        return SplitPlanner(
-            self.shape,
-            self.gpu,
-            self._limits,
-            config.max_decode_query_len,
-            buffers,
+        options = PlannerOptions(
             every_row=config.batch_invariant and not self.is_encoder,
             is_free=is_free,
             takes_rows=not self.is_encoder,
             hopper=self._hopper_tile(),
-            requires_hopper=config.prefill_kernel is PrefillKernel.HOPPER,
+            requires_hopper=config.kernels.dense.prefill is PrefillKernel.HOPPER,
             hopper_decode=None if is_free else self._hopper_decode_tile(),
-            requires_hopper_decode=config.decode_kernel is DecodeKernel.HOPPER,
+            requires_hopper_decode=config.kernels.dense.decode is DecodeKernel.HOPPER,
         )
+        tokens = config.max_decode_query_len
+        return SplitPlanner(self.shape, self.gpu, self._limits, tokens, buffers, options)
 
     def _asks(self) -> LayerAsks:
         """What layers of this group ask of the kernels for Hopper, as far as it is known here."""
@@ -165,7 +162,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
 
     def _hopper_tile(self) -> HopperTile | None:
         """The tile of the prefill kernel for Hopper, where layers of this group may take it."""
-        wanted = self.vllm_config.prefill_kernel
+        wanted = self.vllm_config.kernels.dense.prefill
         if wanted is PrefillKernel.AUTO and not runs_gluon(self.device):
             return None
         return prefill_kernel_of(self.shape, self.gpu.kind, self._page, self._asks(), wanted)[0]
@@ -173,7 +170,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
     def _hopper_decode_tile(self) -> HopperDecodeTile | None:
         """The tile of the split-KV kernel for Hopper, where layers of this group take it."""
         config = self.vllm_config
-        wanted, tokens = config.decode_kernel, config.max_decode_query_len
+        wanted, tokens = config.kernels.dense.decode, config.max_decode_query_len
         if wanted is DecodeKernel.AUTO and not runs_gluon(self.device):
             return None
         # There is one plan: it is not made for steps that will go to the plain kernel.

@@ -69,7 +69,7 @@ def latent_kernel_of(
     left = None
     if asks.batch_invariant and _needs_rows(shape, max_query_len) > NARROW_ROWS:
         left = f"by tiles of {NARROW_ROWS} rows, which read a latent row more often"
-    return chosen_kernel("decode_kernel", wanted, found, layer="latent layer", left=left)
+    return chosen_kernel("kernels.latent.decode", wanted, found, layer="latent layer", left=left)
 
 
 def _needs_rows(shape: DenseShape, max_query_len: int) -> int:

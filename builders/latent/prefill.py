@@ -15,7 +15,7 @@ import torch
 from builders.batch import CommonAttentionMetadata
 from builders.buffers import GraphBuffers
 from builders.checks.kernel_limits import BLOCK_MULTIPLE, HEAD_SIZES
-from builders.dense.choice import LayerAsks, prefill_kernel_of
+from builders.dense.choice import LATENT_OPTION, LayerAsks, prefill_kernel_of
 from builders.dense.record import TritonAttentionMetadata
 from builders.device import runs_gluon
 from builders.splitkv.record import HopperPlan, PrefillPlan
@@ -143,12 +143,12 @@ class ExpandedPrefill:
         Of all pairs of head sizes that it serves without groups a tile has the same tokens; those
         of DeepSeek's layers stand for them.
         """
-        wanted = self.config.prefill_kernel
+        wanted = self.config.kernels.latent.prefill
         if wanted is PrefillKernel.AUTO and not runs_gluon(self._buffers.device):
             return None
         shape = replace(expanded, head_size=192, head_size_v=128)
         asks = LayerAsks(query=spec.dtype, cache_dtype=CacheDType.AUTO)
-        return prefill_kernel_of(shape, kind, 0, asks, wanted)[0]
+        return prefill_kernel_of(shape, kind, 0, asks, wanted, LATENT_OPTION)[0]
 
     def plan(self, batch: CommonAttentionMetadata, decodes: int) -> LatentPrefill:
         """The plan of the rows behind ``decodes`` requests; nothing is read back.
@@ -194,7 +194,7 @@ class ExpandedPrefill:
             starts[-1:],
             self._buffers["taken"],
             self._num_multiprocessors,
-            self.config.prefill_kernel is PrefillKernel.HOPPER,
+            self.config.kernels.latent.prefill is PrefillKernel.HOPPER,
         )
 
     def _context(

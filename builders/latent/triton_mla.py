@@ -28,6 +28,7 @@ from builders.latent.choice import latent_kernel_of
 from builders.latent.prefill import PAGE, ExpandedPrefill, LatentPrefill, with_block_table
 from builders.latent.tiles import LatentShape, latent_tile
 from builders.splitkv.planner import (
+    PlannerOptions,
     SplitPlanner,
 )
 from builders.splitkv.record import (
@@ -108,8 +109,8 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
 
         Raises:
             ValueError: ``num_heads`` is missing; a width, block size or dtype that no kernel takes;
-                a bound of the workspace that is smaller than one chunk; ``decode_kernel`` is one
-                that does not serve the group; decode context parallelism.
+                a bound of the workspace that is smaller than one chunk; ``kernels.latent.decode``
+                is one that does not serve the group; decode context parallelism.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         spec = kv_cache_spec
@@ -241,7 +242,7 @@ def decode_planner(
         buffers: of the builder.
 
     Raises:
-        ValueError: ``decode_kernel`` is one that does not serve the group.
+        ValueError: ``kernels.latent.decode`` is one that does not serve the group.
     """
     heads, tokens = config.num_heads, config.max_decode_query_len
     assert heads is not None
@@ -254,16 +255,12 @@ def decode_planner(
         stored_bits=spec.cache_dtype.element(spec.dtype).itemsize * 8,
     )
     tile = _hopper_tile(shape, gpu.kind, spec, config, buffers.device)
-    return SplitPlanner(
-        shape,
-        gpu,
-        limits,
-        tokens,
-        buffers,
+    options = PlannerOptions(
         latent=None if tile is not None else _latent_tile(spec, gpu, heads, tokens),
         hopper_decode=tile,
-        requires_hopper_decode=config.decode_kernel is DecodeKernel.HOPPER,
+        requires_hopper_decode=config.kernels.latent.decode is DecodeKernel.HOPPER,
     )
+    return SplitPlanner(shape, gpu, limits, tokens, buffers, options)
 
 
 def _hopper_tile(
@@ -274,7 +271,7 @@ def _hopper_tile(
     device: torch.device,
 ) -> HopperDecodeTile | None:
     """The tile of the decode kernel for Hopper, where the group's layers take it."""
-    wanted, tokens = config.decode_kernel, config.max_decode_query_len
+    wanted, tokens = config.kernels.latent.decode, config.max_decode_query_len
     if wanted is DecodeKernel.AUTO and not runs_gluon(device):
         return None
     asks = LayerAsks(

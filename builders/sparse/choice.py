@@ -299,7 +299,7 @@ def setup_of(spec: AnyKVCacheSpec, config: EngineConfig, device: torch.device) -
             f"{spec.cache_dtype.value!r}"
         )
     reasons += _width_reasons(spec)
-    kernels = config.sparse_prefill_kernel, config.sparse_decode_kernel
+    kernels = config.kernels.sparse.prefill, config.kernels.sparse.decode
     others = [one.value for one in kernels if one is not SparseKernel.TRITON_SPARSE]
     widths = spec.kv_lora_rank, spec.qk_rope_head_dim
     if others and widths != ROW_WIDTHS:

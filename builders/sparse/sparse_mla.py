@@ -49,8 +49,8 @@ WORKSPACE_BYTES = 256 << 20
 """Of converted rows, unless one request needs more."""
 OWN_LAUNCHES = (SparseKernel.TRITON_SPARSE, SparseKernel.FLASHINFER_MLA)
 """Kernels of rows that the library's own is launched for: FlashInfer's takes full lists alone."""
-OWN_OPTIONS = {SparsePhase.PREFILL: "prefill_kernel", SparsePhase.DECODE: "decode_kernel"}
-"""Settings of the engine that choose between the library's own kernels."""
+OWN_OPTIONS = {SparsePhase.PREFILL: "own_prefill", SparsePhase.DECODE: "own_decode"}
+"""Fields of :class:`specs.engine.SparseKernels` that choose between the library's own kernels."""
 
 
 class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
@@ -122,7 +122,8 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             ValueError: it is wanted by name and does not serve.
         """
         config = self.vllm_config
-        option, wanted = OWN_OPTIONS[phase], getattr(config, OWN_OPTIONS[phase])
+        field = OWN_OPTIONS[phase]
+        option, wanted = f"kernels.sparse.{field}", getattr(config.kernels.sparse, field)
         if wanted.value == "auto" and not runs_gluon(self.device):
             return None
         return sparse_kernel_of(

@@ -7,6 +7,7 @@ The plan is computed on the device, by one launch per step, from ``seq_lens`` an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -56,6 +57,31 @@ FEWEST_PLAN_WARPS, MOST_PLAN_WARPS = 4, 8
 """Of the plan's program."""
 
 
+@dataclass(frozen=True)
+class PlannerOptions:
+    """Which rows a planner cuts, how, and the kernels that it plans for beside the plain ones."""
+
+    every_row: bool = False
+    """Take every row, whatever its query length (batch invariance)."""
+    is_free: bool = False
+    """Cut rows anywhere, see :class:`SplitPlan`."""
+    takes_rows: bool = True
+    """False leaves every row to the prefill kernel (encoders)."""
+    hopper: HopperTile | None = None
+    """Tile of the prefill kernel for Hopper, where that serves."""
+    requires_hopper: bool = False
+    """A layer that this kernel does not serve is an error, see :class:`HopperPlan`."""
+    hopper_decode: HopperDecodeTile | None = None
+    """Tile of the split-KV kernel for Hopper, where the plan is for that."""
+    requires_hopper_decode: bool = False
+    """A layer that this kernel does not serve is an error, see :class:`SplitPlan`."""
+    latent: SplitTile | None = None
+    """Tile of the latent decode kernel, where the plan is for that."""
+
+
+NO_OPTIONS = PlannerOptions()
+
+
 class SplitPlanner:
     """Owns the buffers of the plan, and fills them once per step."""
 
@@ -66,14 +92,7 @@ class SplitPlanner:
         limits: SplitLimits,
         max_query_len: int,
         buffers: GraphBuffers,
-        every_row: bool = False,
-        is_free: bool = False,
-        takes_rows: bool = True,
-        hopper: HopperTile | None = None,
-        requires_hopper: bool = False,
-        hopper_decode: HopperDecodeTile | None = None,
-        requires_hopper_decode: bool = False,
-        latent: SplitTile | None = None,
+        options: PlannerOptions = NO_OPTIONS,
     ) -> None:
         """
         Args:
@@ -82,39 +101,34 @@ class SplitPlanner:
             limits: what the buffers must hold.
             max_query_len: query tokens of a verify.
             buffers: where the buffers are declared.
-            every_row: take every row, whatever its query length (batch invariance).
-            is_free: cut rows anywhere, see :class:`SplitPlan`.
-            takes_rows: False leaves every row to the prefill kernel (encoders).
-            hopper: tile of the prefill kernel for Hopper, where that serves.
-            requires_hopper: see :class:`HopperPlan`.
-            hopper_decode: tile of the split-KV kernel for Hopper, where the plan is for that.
-            requires_hopper_decode: see :class:`SplitPlan`.
-            latent: tile of the latent decode kernel, where the plan is for that.
+            options: rows and kernels; by default the plan is for the plain split-KV kernel.
         """
+        hopper_decode, latent = options.hopper_decode, options.latent
         self.least_tiles = None if hopper_decode is None else hopper_decode.least_tiles
         self.row_cost = 0 if hopper_decode is None else hopper_decode.row_cost
-        self.is_free = is_free or self.least_tiles is not None
+        self.is_free = options.is_free or self.least_tiles is not None
         self.hopper_decode = hopper_decode
-        self.requires_hopper_decode = requires_hopper_decode
+        self.requires_hopper_decode = options.requires_hopper_decode
         if latent is not None:
             tile = latent
         elif hopper_decode is not None:
             tile = hopper_decode.split
         else:
-            tile = split_tile(shape, gpu, 16 if every_row else max_query_len, limits.window)
+            tokens = 16 if options.every_row else max_query_len
+            tile = split_tile(shape, gpu, tokens, limits.window)
         self.tile = tile
         # The plan's kernel and those behind it, which wait by themselves.
         self.starts_ahead = gpu.kind is DeviceKind.SM90 and not interprets()
         self.prefill = prefill_tile(shape, gpu)
-        self.hopper = hopper
-        self.requires_hopper = requires_hopper
+        self.hopper = options.hopper
+        self.requires_hopper = options.requires_hopper
         self.limits = limits
         self.device = buffers.device
         head_tiles = shape.num_kv_heads * tile.head_tiles
         self.short_query = longest_short_query(shape.num_kv_heads, tile, max_query_len)
-        if every_row:
+        if options.every_row:
             self.short_query = limits.max_num_tokens
-        if not takes_rows:
+        if not options.takes_rows:
             self.short_query = 0
         programs = gpu.num_multiprocessors * tile.programs_per_sm
         self.heads = parallel_heads(head_tiles, programs)
@@ -124,16 +138,16 @@ class SplitPlanner:
         self.num_multiprocessors = gpu.num_multiprocessors
         # A long row of keys is cut into bundles; behind a window there are not many.
         self.bundle, self.bundles = 0, 1
-        if limits.window is None and not self.is_free and takes_rows:
+        if limits.window is None and not self.is_free and options.takes_rows:
             self.bundle, self.bundles = key_bundles(limits.max_kv_len, tile)
         self.max_rows = self.bundles * most_rows(limits, tile, self.short_query)
-        if not takes_rows:
+        if not options.takes_rows:
             self.slots = 0
         elif self.is_free:
             # A program has parts of two rows; or it lends states to every other.
             self.slots = self.groups if self.least_tiles is None else PARTS_OF_A_PROGRAM
         else:
-            moved = None if every_row else self.short_query
+            moved = None if options.every_row else self.short_query
             self.slots = most_slots(limits, tile, moved, self.bundle)
         self._declare(buffers, shape.head_size_v, latent is not None)
         self.buffers = buffers

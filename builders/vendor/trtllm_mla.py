@@ -131,7 +131,7 @@ class TrtllmMlaMetadataBuilder(AttentionMetadataBuilder[TrtllmMlaMetadata]):
         spec: Any = kv_cache_spec
         capability = trtllm_mha_choice.capability_of(self.device)
         self.num_heads = check_support(spec, vllm_config, capability)
-        self._is_gen = vllm_config.mla_kernel is not MlaKernel.TRITON
+        self._is_gen = vllm_config.kernels.latent.rows is not MlaKernel.TRITON
         self.calls = compat.load_latent_calls() if self._is_gen else None
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.threshold = self.reorder_batch_threshold or 1

@@ -44,7 +44,7 @@ from attn.impls.dense.torch_ref import TorchRefImpl
 from attn.registry import AttentionBackendEnum
 from builders.dense.torch_ref import TorchRefMetadataBuilder
 from specs.dtypes import CacheDType
-from specs.engine import DecodeKernel, PrefillKernel
+from specs.engine import DecodeKernel, Kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -179,18 +179,19 @@ def test_the_reference_is_right_and_timed_on_every_kind_of_case(name):
 @pytest.mark.parametrize("kernel", [DecodeKernel.TRITON, DecodeKernel.AUTO])
 def test_plans_of_one_engine_are_built_for_every_number_of_decodes(monkeypatch, kernel):
     member, built = AttentionBackendEnum.TORCH_REF, []
-    assert measure_plans(member, CPU, PrefillKernel.AUTO, kernel) == ((), "needs a CUDA device")
+    kernels = Kernels.own(decode=kernel)
+    assert measure_plans(member, CPU, kernels) == ((), "needs a CUDA device")
 
     def timed(call, device):
         engine = call.func.__self__.vllm_config
-        assert engine.decode_kernel is kernel
+        assert engine.kernels == kernels
         assert engine.max_num_seqs == PLAN_SIZES[-1]
         record = call()
         built.append((len(record.seq_lens), record.seq_lens.tolist()))
         return 2.5
 
     monkeypatch.setattr(ours, "graph_time_us", timed)
-    plans, reason = measure_plans(member, CPU, PrefillKernel.AUTO, kernel)
+    plans, reason = measure_plans(member, CPU, kernels)
     assert reason == ""
     assert [plan.num_reqs for plan in plans] == list(PLAN_SIZES)
     assert {(plan.even_us, plan.uneven_us) for plan in plans} == {(2.5, 2.5)}
@@ -207,7 +208,7 @@ def test_plans_of_one_engine_are_built_for_every_number_of_decodes(monkeypatch, 
         raise RuntimeError("no graph")
 
     monkeypatch.setattr(ours, "graph_time_us", fails)
-    assert measure_plans(member, CPU, PrefillKernel.AUTO, kernel) == ((), "RuntimeError: no graph")
+    assert measure_plans(member, CPU, kernels) == ((), "RuntimeError: no graph")
 
 
 def test_a_wrong_kernel_is_reported_and_not_timed(monkeypatch):

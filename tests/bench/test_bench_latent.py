@@ -13,7 +13,7 @@ from attn.bench.cases.case import KernelCase
 from attn.bench.cases.dense import BenchTable
 from attn.bench.cases.inputs import expected_rows, make_content
 from attn.bench.cases.latent import MLA_CASES, MLA_PEERS
-from attn.bench.kernels import bench_kernels, make_bench
+from attn.bench.kernels import BenchOptions, bench_kernels, make_bench
 from attn.bench.measure.judge import check_run
 from attn.bench.measure.ours import make_builder, make_layer, our_run
 from attn.bench.peers.dense import KernelRun, Refusal
@@ -79,7 +79,11 @@ def test_an_fp8_latent_is_judged_by_its_speed_over_bf16() -> None:
 
 
 def test_the_reference_is_right_and_the_table_has_its_peers() -> None:
-    bench = make_bench(None, ["mla_h16_b1*", "mla_h16_b32_8k"], (), False, 1, 1, "abc", "mla")
+    bench = make_bench(
+        BenchOptions(
+            case=["mla_h16_b1*", "mla_h16_b32_8k"], rounds=1, reps=1, commit="abc", table="mla"
+        )
+    )
     assert (bench.backend, bench.peers, len(bench.cases)) == ("TRITON_MLA", MLA_PEERS, 2)
     bench = KernelBench("TORCH_REF_MLA", TINY, MLA_PEERS, 1, 1, "abc", table=BenchTable.MLA)
     results = bench_kernels(bench, lambda _: None)

@@ -15,7 +15,7 @@ from attn.bench.cases import inputs
 from attn.bench.cases.case import KernelCase
 from attn.bench.cases.dense import BenchTable
 from attn.bench.cases.latent import LATENT_VENDOR_CASES, ROPE_CASE
-from attn.bench.kernels import main, make_bench, run_and_report
+from attn.bench.kernels import BenchOptions, main, make_bench, run_and_report
 from attn.bench.measure import ours
 from attn.bench.measure.pairs import BrokenError, Rounds
 from attn.bench.measure.rotation import Rotation, misrounded
@@ -261,7 +261,7 @@ def test_the_table_has_a_row_per_line(tmp_path: Any, monkeypatch: pytest.MonkeyP
     chosen = [tiny(name) for name in ("mla_h16_b128_4k", ROPE_CASE)]
     monkeypatch.setattr(kernels, "select_cases", lambda patterns, cases: tuple(chosen))
     out, data = tmp_path / "table.md", tmp_path / "table.json"
-    bench = make_bench(None, [], [], False, 1, 1, "abc", BenchTable.TRTLLM_MLA)
+    bench = make_bench(BenchOptions(rounds=1, reps=1, commit="abc", table=BenchTable.TRTLLM_MLA))
     assert bench.backends == BACKENDS
     with emulated():
         assert run_and_report(bench, Report(out=out, json=data), lambda _: None)

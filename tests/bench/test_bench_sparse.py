@@ -12,7 +12,7 @@ from attn.bench.cases import case as model
 from attn.bench.cases.case import KernelCase
 from attn.bench.cases.dense import TILES, BenchTable
 from attn.bench.cases.latent import CONVERSION_CASE, INDEX_CASE, SPARSE_CASES
-from attn.bench.kernels import main, make_bench, run_and_report
+from attn.bench.kernels import BenchOptions, main, make_bench, run_and_report
 from attn.bench.measure.pairs import Rounds
 from attn.bench.peers.dense import KernelRun
 from attn.bench.results.lines import How, Line, Part
@@ -200,7 +200,7 @@ def test_the_table_has_a_row_per_line(tmp_path: Any, monkeypatch: pytest.MonkeyP
     chosen = [tiny(name) for name in ("dec_656_h16_b1", CONVERSION_CASE)]
     monkeypatch.setattr(kernels, "select_cases", lambda patterns, cases: tuple(chosen))
     out, data = tmp_path / "table.md", tmp_path / "table.json"
-    made = make_bench(None, [], [], False, 1, 1, "abc", BenchTable.SPARSE_MLA)
+    made = make_bench(BenchOptions(rounds=1, reps=1, commit="abc", table=BenchTable.SPARSE_MLA))
     assert made.backends == BACKENDS
     assert run_and_report(made, Report(out=out, json=data), lambda _: None)
     text = out.read_text()
@@ -220,7 +220,9 @@ def test_the_table_has_a_row_per_line(tmp_path: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_tiles_are_a_peer_of_this_table_alone() -> None:
-    made = make_bench(None, [], [TILES], False, 1, 1, "abc", BenchTable.SPARSE_MLA)
+    made = make_bench(
+        BenchOptions(peer=[TILES], rounds=1, reps=1, commit="abc", table=BenchTable.SPARSE_MLA)
+    )
     assert made.peers == (TILES,)
     with pytest.raises(ValueError, match="peer must be one of fa3"):
-        make_bench(None, [], [TILES], False, 1, 1, "abc", BenchTable.MLA)
+        make_bench(BenchOptions(peer=[TILES], rounds=1, reps=1, commit="abc", table=BenchTable.MLA))

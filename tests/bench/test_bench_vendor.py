@@ -15,7 +15,7 @@ from attn.bench import kernels
 from attn.bench.cases.case import KernelCase
 from attn.bench.cases.dense import VENDOR_CASES, BenchTable
 from attn.bench.cases.inputs import make_content
-from attn.bench.kernels import main, make_bench, run_and_report
+from attn.bench.kernels import BenchOptions, main, make_bench, run_and_report
 from attn.bench.measure.ours import make_layer
 from attn.bench.measure.pairs import Rounds, direct_call
 from attn.bench.measure.timing import (
@@ -349,7 +349,7 @@ def test_what_has_no_target_has_no_verdict_and_what_is_broken_no_time() -> None:
 def test_the_table_has_a_row_per_line(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "select_cases", lambda patterns, cases: tuple(TINY.values()))
     out, data = tmp_path / "table.md", tmp_path / "table.json"
-    bench = make_bench(None, [], [], False, 1, 1, "abc", BenchTable.FLASHINFER)
+    bench = make_bench(BenchOptions(rounds=1, reps=1, commit="abc", table=BenchTable.FLASHINFER))
     assert bench.backends == BACKENDS
     with emulated():
         assert run_and_report(bench, Report(out=out, json=data), lambda _: None)
@@ -372,7 +372,7 @@ def test_the_table_has_a_row_per_line(tmp_path: Any, monkeypatch: pytest.MonkeyP
 def test_lines_replace_earlier_ones_of_the_same_kind() -> None:
     results = BenchResults(
         environment=environment_of(
-            make_bench(None, [], [], False, 1, 1, "abc", BenchTable.FLASHINFER)
+            make_bench(BenchOptions(rounds=1, reps=1, commit="abc", table=BenchTable.FLASHINFER))
         ),
         lines=(line(ours_us=1.0, other_us=1.0), line(how=How.EAGER, ours_us=2.0)),
     )
@@ -392,7 +392,11 @@ def test_a_broken_line_fails_the_command_and_a_refused_one_does_not(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "select_cases", lambda patterns, cases: (TINY["dec_b1_8k"],))
-    bench = make_bench("TRTLLM_MHA", [], [], False, 1, 1, "abc", BenchTable.FLASHINFER)
+    bench = make_bench(
+        BenchOptions(
+            backend="TRTLLM_MHA", rounds=1, reps=1, commit="abc", table=BenchTable.FLASHINFER
+        )
+    )
     assert bench.backends == ("TRTLLM_MHA",)
     data = tmp_path / "a.json"
     assert run_and_report(bench, Report(json=data), lambda _: None)

@@ -8,8 +8,15 @@ import typer
 from typer.testing import CliRunner
 
 from attn.cli.app import app
+from specs.engine import Kernels
 
 TOO_SMALL = "Input should be greater than or equal to"
+# Option of ``attn run`` -> a kernel that it may name.
+KERNEL_OPTIONS = {
+    f"--{family}-{field.replace('_', '-')}-kernel": next(iter(info.annotation)).value
+    for family, record in Kernels.model_fields.items()
+    for field, info in record.annotation.model_fields.items()
+}
 # Command -> option -> a wrong value and words of the line.
 WRONG: dict[str, dict[str, tuple[str, list[str]]]] = {
     "run": {
@@ -25,9 +32,10 @@ WRONG: dict[str, dict[str, tuple[str, list[str]]]] = {
         "--max-num-batched-tokens": ("-5", ["--max-num-batched-tokens", TOO_SMALL]),
         "--kv-memory": ("-1", ["size", "512MiB", "'-1'"]),
         "--check-rows": ("-1", ["--check-rows", TOO_SMALL]),
-        "--mla-kernel": ("cutlass", ["--mla-kernel", "'cutlass'", "'triton'"]),
-        "--prefill-kernel": ("cutlass", ["--prefill-kernel", "'cutlass'", "'triton_sparse'"]),
-        "--decode-kernel": ("cutlass", ["--decode-kernel", "'cutlass'", "'triton_sparse'"]),
+        **{
+            option: ("cutlass", [option, "'cutlass'", f"'{served}'"])
+            for option, served in KERNEL_OPTIONS.items()
+        },
         "--kv-layout": ("rows", ["kv-layout", "'rows'", "fp8_nope_fp8_rope"]),
         "--speculative": ("-1", ["--speculative", TOO_SMALL]),
         "--seed": ("-1", ["--seed", TOO_SMALL]),
@@ -48,7 +56,13 @@ WRONG: dict[str, dict[str, tuple[str, list[str]]]] = {
     "bench kernels": {
         "--backend": ("TRITON_ATT", ["did you mean 'TRITON_ATTN'"]),
         "--table": ("blackwell", ["table", "'blackwell'", "hopper"]),
-        "--decode-kernel": ("fast", ["decode_kernel", "'fast'", "hopper"]),
+        **{
+            f"--{family}-decode-kernel": (
+                "fast",
+                [f"{family.replace('-', '_')}_decode_kernel", "'fast'", "hopper"],
+            )
+            for family in ("dense", "latent", "sparse-own")
+        },
         "--case": ("dec_b9", ["case", "'dec_b9'", "dec_b1_8k"]),
         "--peer": ("fa9", ["peer", "'fa9'", "fa3"]),
         "--rounds": ("0", ["--rounds", TOO_SMALL]),
@@ -131,8 +145,14 @@ def test_no_command_prints_the_help(words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["run", "--mla-kernel", "triton"], ["mla-kernel triton", "llama-3.2-1b has none"]),
-        (["run", "--prefill-kernel", "trtllm"], ["prefill-kernel trtllm", "sparse latent"]),
+        (
+            ["run", "--latent-rows-kernel", "triton"],
+            ["latent-rows-kernel triton", "llama-3.2-1b has none"],
+        ),
+        (
+            ["run", "--sparse-prefill-kernel", "trtllm"],
+            ["sparse-prefill-kernel trtllm", "sparse latent"],
+        ),
         (["run", "--kv-layout", "bf16"], ["kv-layout", "latent layers"]),
         (["run", "--trace", "x.csv", "--synthetic"], ["--trace or --synthetic, not both"]),
         (["run", "--corrupt", "zeros", "--check-rows", "0"], ["--check-rows above 0"]),
@@ -149,7 +169,14 @@ def test_options_that_do_not_go_together_are_one_line(
 
 
 def test_the_backend_of_a_named_kernel_is_told_in_any_case() -> None:
-    sparse = ["run", "--model", "deepseek-v3.2", "--prefill-kernel", "triton_sparse", "--backend"]
+    sparse = [
+        "run",
+        "--model",
+        "deepseek-v3.2",
+        "--sparse-prefill-kernel",
+        "triton_sparse",
+        "--backend",
+    ]
     assert "unknown attention backend 'FOO'" in the_line(invoke(*sparse, "FOO"))
     assert "is a kernel of SPARSE_MLA, got torch_ref" in the_line(invoke(*sparse, "torch_ref"))
 

@@ -303,7 +303,10 @@ BAD_INPUT = {
         ["--kv-cache-dtype", "fp8_ds_mla"],
         ["TORCH_REF: kv_cache_dtype fp8_ds_mla: auto, float16"],
     ),
-    "kernel of other layers": (["--mla-kernel", "triton"], ["latent layers", "dense has none"]),
+    "kernel of other layers": (
+        ["--latent-rows-kernel", "triton"],
+        ["latent layers", "dense has none"],
+    ),
     "size beyond all numbers": (["--kv-memory", "9" * 400], ["kv_memory", "bytes that are free"]),
     "budget below one request": (["--kv-memory", "12kB"], ["KV budget", "request 0", "blocks"]),
     "budget below one block": (["--kv-memory", "10"], ["KV budget", "10 bytes"]),
@@ -443,7 +446,12 @@ def test_explain_gives_a_reason_for_every_other_backend(device, model_name, dtyp
 @pytest.mark.parametrize(
     ("device", "dtype", "kernel", "said"),
     [
-        ("h200", "auto", "Gluon for Hopper", "it serves this layer, and prefill_kernel is 'auto'"),
+        (
+            "h200",
+            "auto",
+            "Gluon for Hopper",
+            "it serves this layer, and kernels.dense.prefill is 'auto'",
+        ),
         ("h200", "fp8", "Gluon for Hopper", "it serves this layer"),
         ("h200", "int8_per_token_head", "plain Triton", "a cache of int8_per_token_head"),
         ("h200", "float16", "plain Triton", "a cache of float16 for a query of bfloat16"),
@@ -471,7 +479,8 @@ def test_explain_says_where_few_new_tokens_get_the_kernel_for_hopper():
         (
             "gemma-3-4b",
             16,
-            "Gluon for Hopper: it measured faster at this head size, and decode_kernel is 'auto'",
+            "Gluon for Hopper: it measured faster at this head size, "
+            "and kernels.dense.decode is 'auto'",
         ),
         ("gpt-oss-20b", 8, f"plain Triton: the one for Hopper serves, but {slower}"),
     ):

@@ -49,7 +49,7 @@ LAYOUTS = {
     # SGLang's name of it.
     "FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE": "fp8_nope_block_scale_bf16_rope",
 }
-OWN = ["--prefill-kernel", "triton_sparse", "--decode-kernel", "triton_sparse"]
+OWN = ["--sparse-prefill-kernel", "triton_sparse", "--sparse-decode-kernel", "triton_sparse"]
 
 interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs the interpreter"
@@ -92,8 +92,8 @@ def test_rows_are_checked_for_every_layout(given: list[str], tmp_path: Path, lay
     assert outcome.finished_requests == len(REQUESTS)
     assert group.backend == "SPARSE_MLA"
     assert group.kv_layout.startswith(f"latent {LAYOUTS[layout]},")
-    assert outcome.settings["prefill_kernel"] == "triton_sparse"
-    assert outcome.settings["decode_kernel"] == "triton_sparse"
+    assert outcome.settings["sparse_prefill_kernel"] == "triton_sparse"
+    assert outcome.settings["sparse_decode_kernel"] == "triton_sparse"
     assert outcome.settings["kv_layout"] == layout
 
 
@@ -147,19 +147,19 @@ def test_a_position_left_out_is_named() -> None:
 
 REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "no gpu for the kernel": (
-        ["--prefill-kernel", "flashmla_sparse"],
+        ["--sparse-prefill-kernel", "flashmla_sparse"],
         [
             "prefill by flashmla_sparse needs compute capability 9.0 or 10.0 to 10.3",
             "use triton_sparse",
         ],
     ),
     "rows that a kernel does not read": (
-        ["--decode-kernel", "fa3", "--kv-layout", "fp8_nope_fp8_rope"],
+        ["--sparse-decode-kernel", "fa3", "--kv-layout", "fp8_nope_fp8_rope"],
         ["decode by fa3 reads bf16 rows alone, and the cache holds fp8_nope_fp8_rope"],
     ),
     "another backend": (
-        ["--backend", "TORCH_REF_SPARSE_MLA", "--decode-kernel", "fa3"],
-        ["decode-kernel fa3 is a kernel of SPARSE_MLA, got TORCH_REF_SPARSE_MLA"],
+        ["--backend", "TORCH_REF_SPARSE_MLA", "--sparse-decode-kernel", "fa3"],
+        ["sparse-decode-kernel fa3 is a kernel of SPARSE_MLA, got TORCH_REF_SPARSE_MLA"],
     ),
     "unknown rows": (["--kv-layout", "fp4"], ["kv-layout must be one of bf16, ", "got 'fp4'"]),
     "rows of the indexer": (["--kv-layout", "indexer_fp8"], ["format must be one of"]),
@@ -194,9 +194,9 @@ def test_options_of_sparse_layers_are_for_sparse_layers(given: list[str], tmp_pa
     }
     path.write_text(json.dumps(dense))
     arguments = ["run", "--model", str(path), *given[3:]]
-    result = attn(*arguments, "--decode-kernel", "trtllm")
+    result = attn(*arguments, "--sparse-decode-kernel", "trtllm")
     assert result.exit_code == 2
-    assert "decode-kernel trtllm is a kernel of sparse latent layers" in result.stderr
+    assert "sparse-decode-kernel trtllm is a kernel of sparse latent layers" in result.stderr
     result = attn(*arguments, "--kv-layout", "bf16")
     assert result.exit_code == 2
     assert "kv-layout names rows of latent layers" in result.stderr

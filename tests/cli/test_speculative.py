@@ -21,6 +21,7 @@ from attn.registry import AttentionBackendEnum
 from specs.attention import MlaKernel
 from specs.devices import KNOWN_DEVICES, Device
 from specs.dtypes import CacheDType, DType
+from specs.engine import Kernels
 from specs.hf_config import load_model_geometry
 from specs.kv_cache import MLAAttentionSpec
 from tests.emulators import flashinfer_mla_emulator
@@ -95,7 +96,15 @@ def test_the_command_takes_drafts(model: str) -> None:
 
 
 def test_a_kernel_that_a_backend_does_not_have_is_refused(model: str) -> None:
-    given = ["run", "--model", model, "--backend", "TORCH_REF_MLA", "--mla-kernel", "triton"]
+    given = [
+        "run",
+        "--model",
+        model,
+        "--backend",
+        "TORCH_REF_MLA",
+        "--latent-rows-kernel",
+        "triton",
+    ]
     result = CliRunner().invoke(app, given)
     assert result.exit_code == 2
     assert "kernel triton not supported" in result.output
@@ -131,7 +140,7 @@ def test_a_replay_with_drafts_is_right(
         kv_cache_dtype=cache,
         max_num_seqs=4,
         max_num_batched_tokens=64,
-        mla_kernel=kernel,
+        kernels=Kernels.own(rows=kernel),
         num_speculative_tokens=3,
     )
     with emulated:

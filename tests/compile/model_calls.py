@@ -197,7 +197,10 @@ def sparse_calls(
     for rows in SPARSE_ROWS:
         yield from sparse_variants.calls_of(layout, heads, rows, device.name, dtype.torch)[1]
     given = SparseShape(heads, sparse_variants.TOPK, layout), device.kind, dtype
-    if sparse_kernel_of(*given, False, "decode_kernel", DecodeKernel.AUTO)[0] is not None:
+    if (
+        sparse_kernel_of(*given, False, "kernels.sparse.own_decode", DecodeKernel.AUTO)[0]
+        is not None
+    ):
         known = Layer(
             heads=(heads, 1, 576), head_size_v=512, dtype=dtype, cache=cache, block_size=64
         )

@@ -43,7 +43,7 @@ from builders.sparse.tiles import SparseShape
 from specs.attention import AttentionType
 from specs.devices import KNOWN_DEVICES
 from specs.dtypes import CacheDType, DType
-from specs.engine import DecodeKernel, EngineConfig, PrefillKernel, SpeculativeConfig
+from specs.engine import DecodeKernel, EngineConfig, Kernels, PrefillKernel, SpeculativeConfig
 from specs.kv_cache import (
     AnyKVCacheSpec,
     ChunkedLocalAttentionSpec,
@@ -193,8 +193,7 @@ class Layer:
         """Limits of an engine; those of the benchmark, but for the length, which sizes scratch."""
         drafts = self.drafts
         return EngineConfig(
-            prefill_kernel=prefill_kernel,
-            decode_kernel=decode_kernel,
+            kernels=Kernels.own(prefill_kernel, decode_kernel),
             max_model_len=16384,
             max_num_seqs=256,
             max_num_batched_tokens=8192,

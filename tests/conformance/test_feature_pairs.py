@@ -33,7 +33,7 @@ from builders.splitkv.stripe import Stripe
 from specs.attention import AttentionSelectorConfig, AttentionType
 from specs.devices import KNOWN_DEVICES, Device, DeviceKind
 from specs.dtypes import CacheDType, DType
-from specs.engine import DecodeKernel, ParallelConfig, PrefillKernel
+from specs.engine import Kernels, ParallelConfig
 from specs.layouts import KVPacking
 from tests.conformance.ranks import Asks, check_ranks
 from tests.emulators import (
@@ -361,8 +361,8 @@ def trial_of(
         trial = LatentTrial(backend, latent_case(backend, layer, batch or step), CPU)
     else:
         trial = DenseTrial(backend, dense_case(backend, layer, batch), CPU)
-    kernels = {"prefill_kernel": PrefillKernel.AUTO, "decode_kernel": DecodeKernel.AUTO}
-    trial.config = trial.config.replace(**kernels, **merged(layer, "config"))
+    kernels = Kernels.own(rows=trial.mla_kernel)
+    trial.config = trial.config.replace(kernels=kernels, **merged(layer, "config"))
     return trial
 
 

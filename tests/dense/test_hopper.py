@@ -124,7 +124,9 @@ def test_boxes_of_a_tile_are_whole(by_13: bool, monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_a_layer_that_it_does_not_serve_is_refused_by_name(layer: Layer, said: str) -> None:
-    with pytest.raises(ValueError, match="prefill_kernel 'hopper' does not serve") as error:
+    with pytest.raises(
+        ValueError, match=r"kernels\.dense\.prefill 'hopper' does not serve"
+    ) as error:
         call_of(Variant(Kernel.HOPPER_PREFILL, "", layer), 90)
     assert said in str(error.value)
 
@@ -180,7 +182,9 @@ def test_what_it_does_not_serve_goes_to_the_plain_kernel_without_a_word(
     layer: Layer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert kernels_of(monkeypatch, layer) == {SPLIT, PLAIN}
-    with pytest.raises(ValueError, match="prefill_kernel 'hopper' does not serve this layer: "):
+    with pytest.raises(
+        ValueError, match=r"kernels\.dense\.prefill 'hopper' does not serve this layer: "
+    ):
         kernels_of(monkeypatch, layer, PrefillKernel.HOPPER)
 
 

@@ -122,7 +122,9 @@ def test_boxes_of_a_tile_are_whole_and_so_are_tiles_of_a_segment() -> None:
     ],
 )
 def test_a_layer_that_it_does_not_serve_is_refused_by_name(layer: Layer, said: str) -> None:
-    with pytest.raises(ValueError, match="decode_kernel 'hopper' does not serve") as error:
+    with pytest.raises(
+        ValueError, match=r"kernels\.dense\.decode 'hopper' does not serve"
+    ) as error:
         call_of(Variant(Kernel.HOPPER_DECODE, "", layer), 90)
     assert said in str(error.value)
 

@@ -26,6 +26,7 @@ from specs.dtypes import DType
 from specs.engine import (
     DecodeKernel,
     EngineConfig,
+    Kernels,
     ParallelConfig,
     PrefillKernel,
     SpeculativeConfig,
@@ -473,17 +474,21 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["full", "window", "chunk", "cross"])
 def test_the_hopper_kernel_is_planned_beside_the_plain_one(name: str) -> None:
     left = PrefillKernel.AUTO
-    record = builder_of(SPECS[name], prefill_kernel=left).build(0, batch_of(MIX))
+    record = builder_of(SPECS[name], kernels=Kernels.own(prefill=left)).build(0, batch_of(MIX))
     assert record.prefill is not None
     assert record.prefill.hopper is not None
     assert not record.prefill.hopper.is_required
     assert record.prefill.programs > 0
-    plain = builder_of(SPECS[name], prefill_kernel=PrefillKernel.TRITON).build(0, batch_of(MIX))
+    plain = builder_of(SPECS[name], kernels=Kernels.own(prefill=PrefillKernel.TRITON)).build(
+        0, batch_of(MIX)
+    )
     assert plain.prefill is not None
     assert plain.prefill.hopper is None
     # What the plain kernel walks is the same beside it.
     assert torch.equal(record.prefill.tile_starts, plain.prefill.tile_starts)
-    named = builder_of(SPECS[name], prefill_kernel=PrefillKernel.HOPPER).build(0, batch_of(MIX))
+    named = builder_of(SPECS[name], kernels=Kernels.own(prefill=PrefillKernel.HOPPER)).build(
+        0, batch_of(MIX)
+    )
     assert named.prefill is not None
     assert named.prefill.hopper is not None
     assert named.prefill.hopper.is_required
@@ -500,10 +505,10 @@ def test_the_hopper_kernel_is_planned_beside_the_plain_one(name: str) -> None:
 def test_where_the_hopper_kernel_does_not_serve_the_plain_one_is_planned(
     name: str, changes: dict[str, Any], said: str
 ) -> None:
-    left = builder_of(SPECS[name], **changes, prefill_kernel=PrefillKernel.AUTO)
+    left = builder_of(SPECS[name], **changes, kernels=Kernels.own(prefill=PrefillKernel.AUTO))
     assert left.planner.hopper is None
     with pytest.raises(ValueError, match=f"'hopper' does not serve this layer: {said}"):
-        builder_of(SPECS[name], **changes, prefill_kernel=PrefillKernel.HOPPER)
+        builder_of(SPECS[name], **changes, kernels=Kernels.own(prefill=PrefillKernel.HOPPER))
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -518,10 +523,10 @@ def test_where_the_hopper_kernel_does_not_serve_the_plain_one_is_planned(
 def test_a_plan_for_few_tokens_is_the_plain_kernels_where_the_other_does_not_serve(
     name: str, changes: dict[str, Any], said: str
 ) -> None:
-    left = builder_of(SPECS[name], **changes, decode_kernel=DecodeKernel.AUTO)
+    left = builder_of(SPECS[name], **changes, kernels=Kernels.own(decode=DecodeKernel.AUTO))
     assert left.planner.hopper_decode is None
-    with pytest.raises(ValueError, match=f"decode_kernel 'hopper' does not serve.*: {said}"):
-        builder_of(SPECS[name], **changes, decode_kernel=DecodeKernel.HOPPER)
+    with pytest.raises(ValueError, match=f"kernels.dense.decode 'hopper' does not serve.*: {said}"):
+        builder_of(SPECS[name], **changes, kernels=Kernels.own(decode=DecodeKernel.HOPPER))
 
 
 def test_gluon_runs_on_a_gpu_that_nothing_interprets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from builders.device import interprets
 from builders.splitkv.record import SplitLimits, WidenedKeys
 from builders.splitkv.tiles import DenseShape
 from specs.dtypes import CacheDType, DType
-from specs.engine import DecodeKernel, EngineConfig, PrefillKernel
+from specs.engine import DecodeKernel, EngineConfig, Kernels, PrefillKernel
 from specs.kv_cache import (
     AnyKVCacheSpec,
     ChunkedLocalAttentionSpec,
@@ -126,8 +126,7 @@ def builder_of(
         max_model_len=2048,
         max_num_seqs=8,
         num_heads=8,
-        prefill_kernel=PrefillKernel.HOPPER,
-        decode_kernel=DecodeKernel.TRITON,
+        kernels=Kernels.own(PrefillKernel.HOPPER, DecodeKernel.TRITON),
         prefill_workspace_bytes=1 << 23,
     ).replace(**changes)
     return TritonAttentionMetadataBuilder(spec or FullAttentionSpec(**FIELDS), ["x"], config, "cpu")
@@ -200,7 +199,7 @@ def test_other_blocks_are_widened_and_other_lengths_are_not(
         (FullAttentionSpec(**FIELDS | {"cache_dtype": CacheDType.AUTO}), {}),
         (FullAttentionSpec(**FIELDS | {"head_size": 64}), {}),
         (ChunkedLocalAttentionSpec(**FIELDS, attention_chunk_size=64), {}),
-        (CrossAttentionSpec(**FIELDS), {"prefill_kernel": PrefillKernel.AUTO}),
+        (CrossAttentionSpec(**FIELDS), {"kernels": Kernels.own(decode=DecodeKernel.TRITON)}),
     ],
 )
 def test_what_is_never_widened(

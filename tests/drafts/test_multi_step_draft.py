@@ -30,7 +30,7 @@ from builders.vendor.trtllm_mla import TrtllmMlaMetadataBuilder
 from specs.attention import MlaKernel
 from specs.devices import KNOWN_DEVICES
 from specs.dtypes import DType
-from specs.engine import EngineConfig
+from specs.engine import EngineConfig, Kernels
 from specs.kv_cache import FullAttentionSpec, MLAAttentionSpec
 from tests.emulators import (
     flashinfer_emulator,
@@ -56,7 +56,11 @@ TRIPLES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "TORCH_REF": (TorchRefMetadataBuilder, DENSE, {}),
     "TRITON_MLA": (TritonMLAMetadataBuilder, LATENT, {}),
     "TRTLLM_MLA": (TrtllmMlaMetadataBuilder, LATENT, {}),
-    "TRTLLM_MLA_triton": (TrtllmMlaMetadataBuilder, LATENT, {"mla_kernel": MlaKernel.TRITON}),
+    "TRTLLM_MLA_triton": (
+        TrtllmMlaMetadataBuilder,
+        LATENT,
+        {"kernels": Kernels.own(rows=MlaKernel.TRITON)},
+    ),
     "TORCH_REF_MLA": (TorchRefMLAMetadataBuilder, LATENT, {}),
     "SPARSE_MLA": (SparseMLAMetadataBuilder, LATENT.replace(topk=8), {"index_topk": 8}),
     "TORCH_REF_SPARSE_MLA": (

@@ -22,7 +22,7 @@ from attn.testing.trial import CaseResult, Trial
 from specs.attention import AttentionType
 from specs.devices import DeviceKind, kind_of
 from specs.dtypes import CacheDType, DType
-from specs.engine import DecodeKernel, EngineConfig, SpeculativeConfig
+from specs.engine import DecodeKernel, EngineConfig, Kernels, SpeculativeConfig
 from specs.kv_cache import MLAAttentionSpec
 from tests.conformance.test_random_attention import LARGE, SEED, batch_specs
 from tests.dense.hopper_cases import is_latent_served
@@ -95,7 +95,7 @@ class LatentServing(gpu.Serving):
             max_num_batched_tokens=setup.max_tokens,
             num_heads=setup.heads,
             speculative=SpeculativeConfig(num_speculative_tokens=drafts) if drafts else None,
-            decode_kernel=setup.decode_kernel,
+            kernels=Kernels.own(decode=setup.decode_kernel),
         )
         one = torch.ones((), device=DEVICE)
         scale = one / 32 if setup.cache_dtype.is_quantized else one

@@ -14,7 +14,7 @@ from builders.batch import CommonAttentionMetadata
 from specs.attention import AttentionType
 from specs.base import cdiv
 from specs.dtypes import CacheDType, DType
-from specs.engine import DecodeKernel, EngineConfig, SpeculativeConfig
+from specs.engine import DecodeKernel, EngineConfig, Kernels, SpeculativeConfig
 from specs.kv_cache import MLAAttentionSpec
 
 DEVICE = torch.device("cuda")
@@ -97,7 +97,7 @@ class Serving:
             speculative=SpeculativeConfig(num_speculative_tokens=query_len - 1)
             if query_len > 1
             else None,
-            decode_kernel=DecodeKernel.TRITON,
+            kernels=Kernels.own(decode=DecodeKernel.TRITON),
         )
         self.builder = TritonMLABackend.get_builder_cls()(spec, ["layers.0"], config, device)
         batch = CommonAttentionMetadata.from_lengths([query_len] * len(lens), lens, table, BLOCK)

@@ -25,7 +25,7 @@ from builders.drafts.advance import advance
 from builders.drafts.multi_step import MultiStepDraft
 from specs.attention import AttentionType, MlaKernel
 from specs.dtypes import CacheDType, DType
-from specs.engine import EngineConfig
+from specs.engine import EngineConfig, Kernels
 from specs.kv_cache import MLAAttentionSpec
 
 pytestmark = pytest.mark.gpu
@@ -53,7 +53,7 @@ class Drafting:
             max_num_batched_tokens=4 * REQS,
             num_heads=HEADS,
             softmax_scale=SCALE,
-            mla_kernel=kernel,
+            kernels=Kernels.own(rows=kernel),
             skip_prefill=True,
         )
         self.builder_cls: Any = backend.get_builder_cls()

@@ -26,6 +26,7 @@ from builders.sparse.vendor_calls import CallPlanner, PlannedCalls, SparseKernel
 from builders.vendor.flashinfer_parts.install import FlashInferUnavailableError
 from builders.vendor.trtllm_parts.mha_choice import capability_of
 from specs.dtypes import DType
+from specs.engine import Kernels, SparseKernels
 from specs.rows import LatentFormat
 from specs.sparse_mla import ForwardMode, SparseKernel, SparsePhase, rule_of
 from tests.sparse.sparse_cases import K_SCALE, SparseCase, SparseTrial
@@ -250,7 +251,9 @@ def test_prefill_decode_and_prefill_again(
     """Through builder and impl, over an fp8 cache, what crashed where decodes decided for the
     prefills that followed.
     """
-    config: Any = CONFIG.replace(sparse_prefill_kernel=prefill, sparse_decode_kernel=decode)
+    config: Any = CONFIG.replace(
+        kernels=Kernels(sparse=SparseKernels(prefill=prefill, decode=decode))
+    )
     builder = None
     for seed, name in enumerate(("extend", "decode", "mixed", "extend", "verify")):
         step = Step(name, layout, seed)

@@ -21,7 +21,7 @@ from builders.sparse import vendor_calls as sparse_calls
 from builders.sparse.rows import RowLengths, context_slots, expand_rows, fill_rows, list_context
 from builders.sparse.sparse_mla import SparseMLAMetadataBuilder
 from specs.dtypes import DType
-from specs.engine import EngineConfig, SpeculativeConfig
+from specs.engine import EngineConfig, Kernels, SparseKernels, SpeculativeConfig
 from specs.kv_cache import MLAAttentionSpec, latent_spec
 from specs.layouts import LatentKVLayout, latent_views
 from specs.rows import LatentFormat
@@ -216,8 +216,7 @@ def test_a_step_is_built_without_waiting_and_replayed(
         max_num_batched_tokens=512,
         num_heads=16,
         speculative=SpeculativeConfig(num_speculative_tokens=3),
-        sparse_prefill_kernel=prefill,
-        sparse_decode_kernel=decode,
+        kernels=Kernels(sparse=SparseKernels(prefill=prefill, decode=decode)),
     )
     builder = SparseMLAMetadataBuilder(spec, ["layers.0"], config, CUDA)
     table = torch.full((3, 64), WILD_BLOCK, dtype=torch.int32, device=CUDA)

@@ -20,7 +20,7 @@ from attn.testing.batches import Layer
 from builders.batch import CommonAttentionMetadata
 from builders.drafts.advance import advance
 from specs.dtypes import CacheDType, DType
-from specs.engine import DecodeKernel, EngineConfig, PrefillKernel, SpeculativeConfig
+from specs.engine import DecodeKernel, EngineConfig, Kernels, PrefillKernel, SpeculativeConfig
 from specs.kv_cache import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 pytestmark = pytest.mark.gpu
@@ -81,8 +81,7 @@ class Serving:
             num_heads=setup.heads,
             speculative=speculative or None,
             batch_invariant=setup.invariant,
-            prefill_kernel=setup.prefill_kernel,
-            decode_kernel=setup.decode_kernel,
+            kernels=Kernels.own(setup.prefill_kernel, setup.decode_kernel),
         )
         scale = torch.tensor(0.03, device=DEVICE)
         is_scaled = setup.cache_dtype in (CacheDType.FP8, CacheDType.FP8_E5M2)

@@ -79,7 +79,8 @@ def test_what_it_does_not_take_is_refused_with_both_values(
     found = hopper_latent_tile(shape, kind, block_size, 1, asks)
     assert isinstance(found, str)
     assert said in found
-    with pytest.raises(ValueError, match="decode_kernel 'hopper' does not serve this latent layer"):
+    refused = "kernels.latent.decode 'hopper' does not serve this latent layer"
+    with pytest.raises(ValueError, match=refused):
         latent_kernel_of(shape, kind, block_size, 1, asks, DecodeKernel.HOPPER)
     for wanted in (DecodeKernel.AUTO, DecodeKernel.TRITON):
         assert latent_kernel_of(shape, kind, block_size, 1, asks, wanted)[0] is None

@@ -178,7 +178,7 @@ def test_a_window_is_the_plain_kernels() -> None:
     given = (shape, DeviceKind.SM90, 64, 1)
     tile, why = latent_kernel_of(*given, LayerAsks(is_local=True), DecodeKernel.AUTO)
     assert (tile, why) == (None, "the one for Hopper does not serve: a sliding window")
-    problem = "decode_kernel 'hopper' does not serve this latent layer: a sliding window"
+    problem = "kernels.latent.decode 'hopper' does not serve this latent layer: a sliding window"
     with pytest.raises(ValueError, match=problem):
         latent_kernel_of(*given, LayerAsks(is_local=True), DecodeKernel.HOPPER)
     tile, _ = latent_kernel_of(*given, LayerAsks(), DecodeKernel.HOPPER)

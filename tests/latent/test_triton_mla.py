@@ -20,7 +20,7 @@ from builders.latent.triton_mla import TritonMLAMetadataBuilder
 from builders.launch.call import KernelCall, collected_calls
 from builders.splitkv.device.plan import plan_kernel
 from specs.dtypes import CacheDType, DType
-from specs.engine import DecodeKernel, EngineConfig
+from specs.engine import DecodeKernel, EngineConfig, Kernels
 from specs.kv_cache import FullAttentionSpec, MLAAttentionSpec, SlidingWindowMLASpec
 from tests.tools.interpreter import variant_of
 
@@ -137,10 +137,13 @@ def test_behind_a_window_only_what_is_seen_is_expanded(
 
 def test_a_window_is_not_for_the_kernel_for_hopper() -> None:
     spec = SlidingWindowMLASpec(block_size=16, dtype=DType.FLOAT16, sliding_window=100)
-    problem = "decode_kernel 'hopper' does not serve this latent layer: a sliding window"
+    problem = "kernels.latent.decode 'hopper' does not serve this latent layer: a sliding window"
     with pytest.raises(ValueError, match=problem):
-        builder_of(spec, decode_kernel=DecodeKernel.HOPPER)
-    assert builder_of(spec, decode_kernel=DecodeKernel.AUTO).planner.hopper_decode is None
+        builder_of(spec, kernels=Kernels.own(decode=DecodeKernel.HOPPER))
+    assert (
+        builder_of(spec, kernels=Kernels.own(decode=DecodeKernel.AUTO)).planner.hopper_decode
+        is None
+    )
 
 
 def test_a_window_of_one_needs_no_context() -> None:

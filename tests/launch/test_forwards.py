@@ -30,7 +30,7 @@ from builders.dense.record import TritonAttentionMetadata
 from builders.dense.triton_attn import TritonAttentionMetadataBuilder
 from builders.launch.call import collected_calls
 from specs.dtypes import CacheDType, DType
-from specs.engine import EngineConfig
+from specs.engine import EngineConfig, Kernels
 from specs.kv_cache import FullAttentionSpec
 from tests.launch.test_launcher import Driver, compiled_for, gpu, hook_in_chain, waived
 
@@ -84,8 +84,7 @@ class Bench:
             max_num_seqs=4,
             max_num_batched_tokens=256,
             num_heads=HEADS,
-            prefill_kernel=cast(Any, prefill),
-            decode_kernel=cast(Any, decode),
+            kernels=Kernels.own(cast(Any, prefill), cast(Any, decode)),
         )
         self.builder = TritonAttentionMetadataBuilder(self.spec, ["layer.0"], config, "cpu")
         self.cache = self.spec.layout().allocate(BLOCKS)

@@ -30,7 +30,7 @@ from builders.drafts.multi_step import MultiStepDraft
 from builders.sparse.indexer import IndexerMetadata, IndexerMetadataBuilder
 from builders.sparse.record import SparseMLAMetadata
 from specs.dtypes import DType
-from specs.engine import EngineConfig, SpeculativeConfig
+from specs.engine import EngineConfig, Kernels, SparseKernels, SpeculativeConfig
 from specs.kv_cache import IndexerSpec, MLAAttentionSpec
 from specs.rows import LatentFormat, cache_dtype_of
 from specs.sparse_mla import SparseKernel
@@ -119,8 +119,7 @@ class SparseLayer:
             softmax_scale=self.scale,
             index_topk=sizes.topk,
             speculative=SpeculativeConfig(num_speculative_tokens=sizes.drafts),
-            sparse_prefill_kernel=prefill,
-            sparse_decode_kernel=decode,
+            kernels=Kernels(sparse=SparseKernels(prefill=prefill, decode=decode)),
         ).replace(**settings)
         self.builder: Any = backend.get_builder_cls()(self.spec, ["0"], self.config, self.device)
         index_spec = IndexerSpec(dtype=sizes.dtype, index_head_dim=sizes.index_dim)

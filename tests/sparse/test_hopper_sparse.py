@@ -67,18 +67,18 @@ def test_what_it_does_not_take_is_left_with_a_reason(
     sizes = {name: value for name, value in changes.items() if name != "batch_invariant"}
     is_invariant = "batch_invariant" in changes
     given = replace(SHAPE, **sizes), kind, dtype, is_invariant
-    options, why = sparse_kernel_of(*given, "decode_kernel", DecodeKernel.AUTO)
+    options, why = sparse_kernel_of(*given, "kernels.sparse.own_decode", DecodeKernel.AUTO)
     assert options is None
     assert said in why
-    with pytest.raises(ValueError, match="prefill_kernel 'hopper' does not serve this sparse") as e:
-        sparse_kernel_of(*given, "prefill_kernel", PrefillKernel.HOPPER)
+    with pytest.raises(ValueError, match="own_prefill 'hopper' does not serve this sparse") as e:
+        sparse_kernel_of(*given, "kernels.sparse.own_prefill", PrefillKernel.HOPPER)
     assert said in str(e.value)
 
 
 def test_what_it_serves_it_is_given_unless_the_plain_one_is_asked_for() -> None:
     for layout, heads in ((BF16, 128), (SCALED, 33), (BF16, 32), (E4M3, 1), (SCALED, 16)):
         shape = replace(SHAPE, layout=layout, num_heads=heads)
-        given = shape, HOPPER, DType.BFLOAT16, False, "decode_kernel"
+        given = shape, HOPPER, DType.BFLOAT16, False, "kernels.sparse.own_decode"
         options = sparse_kernel_of(*given, DecodeKernel.AUTO)[0]
         assert options == usual_options(shape)
         assert isinstance(options, NarrowSparseTile if heads <= 32 else HopperSparseTile)

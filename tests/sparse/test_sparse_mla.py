@@ -34,7 +34,7 @@ from builders.sparse.choice import CALLED, SparsePlan
 from builders.sparse.sparse_mla import SparseMLAMetadataBuilder
 from specs.devices import KNOWN_DEVICES
 from specs.dtypes import DType
-from specs.engine import EngineConfig, SpeculativeConfig
+from specs.engine import EngineConfig, Kernels, SparseKernels, SpeculativeConfig
 from specs.kv_cache import MLAAttentionSpec, latent_spec
 from specs.rows import LatentFormat, cache_dtype_of
 from specs.sparse_mla import STORED_FORMATS, SparseKernel, rule_of
@@ -218,7 +218,7 @@ def scales_of() -> LayerScales:
 
 def works(step: Step, prefill: SparseKernel, decode: SparseKernel) -> Any:
     """The builder of a pair, or None where it is refused."""
-    config = CONFIG.replace(sparse_prefill_kernel=prefill, sparse_decode_kernel=decode)
+    config = CONFIG.replace(kernels=Kernels(sparse=SparseKernels(prefill=prefill, decode=decode)))
     with suppress(ValueError):
         return SparseMLAMetadataBuilder(step.spec, ["layers.0"], config, "cpu")
     return None

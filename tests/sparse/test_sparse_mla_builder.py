@@ -17,7 +17,7 @@ from builders.sparse.record import SparseMLAMetadata, SparseRows
 from builders.sparse.sparse_mla import SparseMLAMetadataBuilder
 from specs.devices import KNOWN_DEVICES
 from specs.dtypes import CacheDType, DType
-from specs.engine import EngineConfig, ParallelConfig, SpeculativeConfig
+from specs.engine import EngineConfig, Kernels, ParallelConfig, SparseKernels, SpeculativeConfig
 from specs.kv_cache import FullAttentionSpec, MLAAttentionSpec, latent_spec
 from specs.rows import LatentFormat
 from specs.sparse_mla import STORED_FORMATS, ForwardMode, IndexKind, SparseKernel
@@ -51,13 +51,17 @@ def spec_of(layout: LatentFormat = BF16, **fields: Any) -> MLAAttentionSpec:
     return spec.replace(**fields) if fields else spec
 
 
+def sparse_kernels(**kernels: SparseKernel) -> Kernels:
+    return Kernels(sparse=SparseKernels(**kernels))
+
+
 def builder_of(
     layout: LatentFormat = BF16,
     prefill: SparseKernel = K.TRITON_SPARSE,
     decode: SparseKernel = K.TRITON_SPARSE,
     **settings: Any,
 ) -> SparseMLAMetadataBuilder:
-    settings = {"sparse_prefill_kernel": prefill, "sparse_decode_kernel": decode} | settings
+    settings = {"kernels": sparse_kernels(prefill=prefill, decode=decode)} | settings
     return SparseMLAMetadataBuilder(
         spec_of(layout), ["layers.0"], CONFIG.replace(**settings), "cpu"
     )
@@ -406,22 +410,22 @@ def test_no_room_is_kept_for_what_is_read_as_it_is() -> None:
         ),
         (
             spec_of(kv_lora_rank=256),
-            {"sparse_decode_kernel": K.FA3},
+            {"kernels": sparse_kernels(decode=K.FA3)},
             r"rows must be 512 \+ 64 wide for fa3, got 256 \+ 64: use triton_sparse",
         ),
         (
             spec_of(),
-            {"sparse_prefill_kernel": K.FLASHMLA_SPARSE, "batch_invariant": True},
+            {"kernels": sparse_kernels(prefill=K.FLASHMLA_SPARSE), "batch_invariant": True},
             "batch_invariant must be False for flashmla_sparse, got True: use triton_sparse",
         ),
         (
             spec_of(SCALED),
-            {"sparse_decode_kernel": K.TRTLLM},
+            {"kernels": sparse_kernels(decode=K.TRTLLM)},
             "decode by trtllm reads bf16 and fp8_nope_fp8_rope rows alone.*: use flashmla_kv",
         ),
         (
             spec_of(page_size_padded=64 * 1152 + 64),
-            {"sparse_prefill_kernel": K.FLASHMLA_SPARSE},
+            {"kernels": sparse_kernels(prefill=K.FLASHMLA_SPARSE)},
             "flashmla_sparse reads a cache as one array of rows, got pages with padding",
         ),
         (

@@ -3,7 +3,18 @@
 import pytest
 
 from specs.base import SpecError, parse_spec
-from specs.engine import EngineConfig, ParallelConfig, SpeculativeConfig
+from specs.engine import (
+    DecodeKernel,
+    DenseKernels,
+    EngineConfig,
+    Kernels,
+    LatentKernels,
+    ParallelConfig,
+    PrefillKernel,
+    SparseKernels,
+    SpeculativeConfig,
+)
+from specs.sparse_mla import SparseKernel
 
 
 @pytest.mark.parametrize(
@@ -42,8 +53,25 @@ def test_engine_settings_round_trip_through_json() -> None:
         parallel=ParallelConfig(tensor_parallel_size=8),
         speculative=SpeculativeConfig(num_speculative_tokens=2),
         batch_invariant=True,
+        kernels=Kernels(sparse=SparseKernels(decode=SparseKernel.FLASHMLA_KV)),
     )
     assert EngineConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_one_choice_between_triton_and_hopper_is_made_for_all_families() -> None:
+    plain, hopper = PrefillKernel.TRITON, DecodeKernel.HOPPER
+    assert Kernels.own(plain, hopper) == Kernels(
+        dense=DenseKernels(prefill=plain, decode=hopper),
+        latent=LatentKernels(prefill=plain, decode=hopper),
+        sparse=SparseKernels(own_prefill=plain, own_decode=hopper),
+    )
+    assert Kernels.own() == Kernels()
+
+
+def test_a_kernel_that_there_is_not_is_refused_by_the_path_of_its_field() -> None:
+    fields = {"max_model_len": 1, "kernels": {"latent": {"decode": "cutlass"}}}
+    with pytest.raises(SpecError, match=r"engine: field 'kernels\.latent\.decode': .*'cutlass'"):
+        parse_spec(EngineConfig, fields, "engine")
 
 
 @pytest.mark.parametrize("name", ["max_model_len", "max_num_seqs", "max_num_batched_tokens"])

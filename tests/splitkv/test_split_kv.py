@@ -25,7 +25,7 @@ from builders.splitkv.host_twin import (
     HostPlan,
     plan_rows,
 )
-from builders.splitkv.planner import SplitPlanner
+from builders.splitkv.planner import PlannerOptions, SplitPlanner
 from builders.splitkv.record import (
     ROW_FIELDS,
     SHARE_FIELDS,
@@ -651,7 +651,8 @@ def test_no_row_has_more_segments_than_slots_and_no_step_more_rows_than_are_kept
     tokens = max(sum(count for count, _ in lens), 1)
     limits = SplitLimits(len(lens), tokens, 16384, span)
     buffers = GraphBuffers("cpu")
-    planner = SplitPlanner(shape, hopper(3), limits, max_query_len, buffers, every_row=every_row)
+    options = PlannerOptions(every_row=every_row)
+    planner = SplitPlanner(shape, hopper(3), limits, max_query_len, buffers, options)
     for is_causal in (False, True):
         tile, groups, short = planner.tile, planner.groups, planner.short_query
         step = Step(tuple(lens), tile, groups, 1, short, span, is_causal=is_causal)

@@ -138,7 +138,9 @@ def test_what_a_layer_asks_decides(said: str) -> None:
     tile, why = prefill_kernel_of(SHAPE, DeviceKind.SM90, 16, asks, PrefillKernel.AUTO)
     assert tile is None
     assert f"the one for Hopper does not serve: {said}" in why
-    with pytest.raises(ValueError, match="prefill_kernel 'hopper' does not serve") as error:
+    with pytest.raises(
+        ValueError, match=r"kernels\.dense\.prefill 'hopper' does not serve"
+    ) as error:
         prefill_kernel_of(SHAPE, DeviceKind.SM90, 16, asks, PrefillKernel.HOPPER)
     assert said in str(error.value)
 
@@ -255,7 +257,7 @@ def test_left_to_itself_an_engine_takes_what_measured_faster(
     tile, why = decode_of(shape, tokens=tokens, asks=asks)
     named, because = decode_of(shape, DecodeKernel.HOPPER, tokens, asks)
     assert named is not None
-    assert because == "it serves this layer, and decode_kernel is 'hopper'"
+    assert because == "it serves this layer, and kernels.dense.decode is 'hopper'"
     if slower is None:
         assert tile == named
         assert "it measured faster" in why
@@ -264,7 +266,7 @@ def test_left_to_itself_an_engine_takes_what_measured_faster(
         assert f"serves, but did not measure faster with {slower}" in why
     assert decode_of(shape, DecodeKernel.TRITON, tokens, asks) == (
         None,
-        "decode_kernel is 'triton'",
+        "kernels.dense.decode is 'triton'",
     )
 
 
@@ -279,6 +281,8 @@ def test_what_a_layer_asks_decides_for_short_rows_too(said: str) -> None:
     tile, why = decode_of(shape, asks=asks)
     assert tile is None
     assert f"the one for Hopper does not serve: {said}" in why
-    with pytest.raises(ValueError, match="decode_kernel 'hopper' does not serve") as error:
+    with pytest.raises(
+        ValueError, match=r"kernels\.dense\.decode 'hopper' does not serve"
+    ) as error:
         decode_of(shape, DecodeKernel.HOPPER, asks=asks)
     assert said in str(error.value)

@@ -16,7 +16,7 @@ from builders.vendor.trtllm_mla import WORKSPACE_BYTES, TrtllmMlaMetadataBuilder
 from specs.attention import AttentionSelectorConfig, MlaKernel
 from specs.devices import KNOWN_DEVICES
 from specs.dtypes import CacheDType, DType
-from specs.engine import EngineConfig, ParallelConfig, SpeculativeConfig
+from specs.engine import EngineConfig, Kernels, ParallelConfig, SpeculativeConfig
 from specs.kv_cache import FullAttentionSpec, MLAAttentionSpec
 from tests.emulators.flashinfer_emulator import MadeOnDevice, OnDevice, on_device
 from tests.emulators.trtllm_mla_emulator import VERSIONS, emulated
@@ -152,7 +152,7 @@ def test_a_gpu_without_trtllm_gen_is_refused_with_the_way_out() -> None:
     ):
         builder_of()
     with emulated(device=KNOWN_DEVICES["h200"]):
-        builder = builder_of(mla_kernel=MlaKernel.TRITON, num_heads=96)
+        builder = builder_of(kernels=Kernels.own(rows=MlaKernel.TRITON), num_heads=96)
     assert builder.calls is None
     assert builder.workspace is None
 

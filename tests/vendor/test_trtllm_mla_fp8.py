@@ -17,6 +17,7 @@ from attn.testing.conformance import check_case
 from attn.testing.latent_trial import LatentTrial
 from specs.attention import MlaKernel
 from specs.dtypes import CacheDType, DType
+from specs.engine import Kernels
 from tests.emulators.flashinfer_emulator import ContractError
 from tests.emulators.trtllm_mla_emulator import VERSIONS, emulated
 from tests.vendor.test_trtllm_mla import Change, dirty, other_rows, put, shorter, times
@@ -149,7 +150,11 @@ def test_every_mutation_of_a_call_makes_the_suite_fail(
     ("cache", "settings", "message"),
     [
         (CacheDType.AUTO, {}, "fp8_mla_prefill needs an fp8 cache, got 'auto'"),
-        (CacheDType.FP8, {"mla_kernel": MlaKernel.TRITON}, "must be False with kernel triton"),
+        (
+            CacheDType.FP8,
+            {"kernels": Kernels.own(rows=MlaKernel.TRITON)},
+            "must be False with kernel triton",
+        ),
         (CacheDType.FP8, {"skip_prefill": True}, "must be False with skip_prefill, got True"),
     ],
 )

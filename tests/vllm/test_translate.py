@@ -17,7 +17,7 @@ from attn.integrations.vllm import compat, members, translate
 from attn.reference.dense import AttentionRules
 from specs.devices import DeviceKind
 from specs.dtypes import CacheDType
-from specs.engine import DecodeKernel, PrefillKernel
+from specs.engine import DecodeKernel, Kernels, PrefillKernel
 from specs.layouts import KVOrder, KVPacking
 from tests.vllm.views import cache_view
 
@@ -285,8 +285,7 @@ def test_every_setting_arrives(make_config: Callable[..., Any]) -> None:
     assert not mine.batch_invariant
     assert mine.rswa_window is None
     assert mine.index_topk is None
-    assert mine.prefill_kernel is PrefillKernel.AUTO
-    assert mine.decode_kernel is DecodeKernel.AUTO
+    assert mine.kernels == Kernels()
 
 
 @pytest.mark.parametrize("kernels", [PrefillKernel, DecodeKernel])
@@ -295,11 +294,12 @@ def test_kernels_are_those_that_the_environment_names(
     make_config: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    field = "prefill_kernel" if kernels is PrefillKernel else "decode_kernel"
-    variable, config = f"ATTN_VLLM_{field.upper()}", make_config()
+    field = "prefill" if kernels is PrefillKernel else "decode"
+    variable, config = f"ATTN_VLLM_{field.upper()}_KERNEL", make_config()
     for kernel in kernels:
         monkeypatch.setenv(variable, kernel.value)
-        assert getattr(translate.engine_config(config, their_spec("full"), 4), field) is kernel
+        mine = translate.engine_config(config, their_spec("full"), 4)
+        assert mine.kernels == Kernels.own(**{field: kernel})
     monkeypatch.setenv(variable, "cutlass")
     with pytest.raises(ValueError, match="must be one of auto, triton, hopper, got 'cutlass'"):
         translate.engine_config(config, their_spec("full"), 4)

@@ -104,14 +104,25 @@ class BenchTable(StrEnum):
 
     @property
     def prefill_kernel(self) -> PrefillKernel:
-        """The ``prefill_kernel`` setting of our backend in this table."""
+        """Of ours, what is measured for requests with many new tokens."""
         return PrefillKernel.AUTO if self.times_plans else PrefillKernel.TRITON
 
     @property
     def decode_kernel(self) -> DecodeKernel:
-        """The ``decode_kernel`` setting of our backend in this table."""
+        """Of ours, what is measured where none is named."""
         takes_both = self.times_plans or self is BenchTable.SPARSE_MLA
         return DecodeKernel.AUTO if takes_both else DecodeKernel.TRITON
+
+    @property
+    def decode_option(self) -> str | None:
+        """The option that names another decode kernel of ours; None where none is read."""
+        named = {
+            BenchTable.DENSE: "dense_decode_kernel",
+            BenchTable.HOPPER: "dense_decode_kernel",
+            BenchTable.MLA: "latent_decode_kernel",
+            BenchTable.SPARSE_MLA: "sparse_own_decode_kernel",
+        }
+        return named.get(self)
 
     @property
     def cases(self) -> tuple[KernelCase, ...]:

@@ -12,6 +12,7 @@ from attn.bench.cases.case import CaseKind, KernelCase
 from attn.bench.cases.inputs import expected_rows, make_content
 from attn.bench.measure.judge import check_run, judged, output_of
 from attn.bench.measure.ours import (
+    PLAIN_KERNELS,
     Builder,
     OurLayer,
     backend_refusals,
@@ -33,7 +34,6 @@ from attn.bench.peers.latent import LATENT_ADAPTERS
 from attn.bench.results.reasons import describe
 from attn.bench.results.results import CaseResult, Contender, Status
 from attn.bench.settings import KernelBench
-from specs.engine import DecodeKernel, PrefillKernel
 
 OURS: Final = "ours"
 FREE: Final = "free partition"
@@ -50,10 +50,6 @@ def _our_runs(
     """Our kernel and the variants that the case asks for."""
     member, builder = bench.member, None
     runs: dict[str, KernelRun | Refusal] = {}
-    kernels: dict[str, Any] = {
-        "prefill_kernel": bench.table.prefill_kernel,
-        "decode_kernel": bench.decode_kernel or bench.table.decode_kernel,
-    }
     variants: dict[str, dict[str, Any]] = {OURS: {}}
     if case.compare_free_partition:
         variants[FREE] = {"free": True}
@@ -65,15 +61,12 @@ def _our_runs(
             reason = "the backend does not support batch invariance"
             runs[INVARIANT] = Refusal(Status.UNSUPPORTED, reason)
     if case.target.min_plain_rate is not None:
-        variants[PLAIN] = {
-            "prefill_kernel": PrefillKernel.TRITON,
-            "decode_kernel": DecodeKernel.TRITON,
-        }
+        variants[PLAIN] = {"kernels": PLAIN_KERNELS}
     for name, options in variants.items():
         if name in runs:
             continue
         try:
-            made = make_builder(member, layer, **(kernels | options))
+            made = make_builder(member, layer, **{"kernels": bench.kernels, **options})
             runs[name] = our_run(layer, made)
         except Exception as error:
             log(traceback.format_exc())

@@ -24,7 +24,7 @@ from attn.selector import refusals
 from builders.base import AttentionMetadataBuilder
 from builders.batch import CommonAttentionMetadata
 from specs.attention import AttentionCGSupport, AttentionSelectorConfig, MlaKernel
-from specs.engine import DecodeKernel, EngineConfig, PrefillKernel, SpeculativeConfig
+from specs.engine import DecodeKernel, EngineConfig, Kernels, PrefillKernel, SpeculativeConfig
 from specs.kv_cache import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 from specs.layouts import KVViews
 
@@ -40,6 +40,8 @@ WRITE_CHUNK: Final = 65536
 """Tokens per cache write."""
 PLAN_LEN: Final = 8192
 """Average number of keys of the requests in :func:`measure_plans`."""
+PLAIN_KERNELS: Final = Kernels.own(PrefillKernel.TRITON, DecodeKernel.TRITON)
+"""Of the library's own kernels, those in Triton."""
 
 Builder = AttentionMetadataBuilder[Any]
 MakeBuilder = Callable[..., Builder]
@@ -48,9 +50,7 @@ MakeBuilder = Callable[..., Builder]
 def engine_config(
     case: KernelCase,
     batch_invariant: bool = False,
-    prefill_kernel: PrefillKernel = PrefillKernel.TRITON,
-    decode_kernel: DecodeKernel = DecodeKernel.TRITON,
-    mla_kernel: MlaKernel = MlaKernel.AUTO,
+    kernels: Kernels = PLAIN_KERNELS,
 ) -> EngineConfig:
     """Settings of an engine that serves the case."""
     drafts = case.num_speculative_tokens
@@ -61,9 +61,7 @@ def engine_config(
         num_heads=case.num_heads,
         speculative=SpeculativeConfig(num_speculative_tokens=drafts) if drafts else None,
         batch_invariant=batch_invariant,
-        prefill_kernel=prefill_kernel,
-        decode_kernel=decode_kernel,
-        mla_kernel=mla_kernel,
+        kernels=kernels,
         softmax_scale=case.scale,
     )
 
@@ -209,9 +207,7 @@ def make_builder(
     layer: OurLayer,
     batch_invariant: bool = False,
     free: bool = False,
-    prefill_kernel: PrefillKernel = PrefillKernel.TRITON,
-    decode_kernel: DecodeKernel = DecodeKernel.TRITON,
-    mla_kernel: MlaKernel = MlaKernel.AUTO,
+    kernels: Kernels = PLAIN_KERNELS,
 ) -> Builder:
     """The backend's builder for the case.
 
@@ -219,16 +215,14 @@ def make_builder(
         member: the backend.
         layer: the case's layer.
         batch_invariant: the engine setting of that name.
-        free: make the builder whose partition of the keys depends on the whole batch.
-        prefill_kernel: the engine setting of that name.
-        decode_kernel: the engine setting of that name.
-        mla_kernel: the engine setting of that name.
+        free: the one that partitions keys with a view on the whole batch.
+        kernels: the engine setting of that name.
     """
     case = layer.content.case
     make: MakeBuilder = member.get_class().get_builder_cls()
     if free:
         make = free_partition_of(member) or make
-    config = engine_config(case, batch_invariant, prefill_kernel, decode_kernel, mla_kernel)
+    config = engine_config(case, batch_invariant, kernels)
     return make(kv_cache_spec(case), ["layers.0"], config, layer.content.device)
 
 
@@ -333,19 +327,14 @@ def plan_time(builder: Builder, layer: OurLayer) -> PlanTime:
 
 
 def measure_plans(
-    member: RegisteredBackend,
-    device: torch.device,
-    prefill_kernel: PrefillKernel,
-    decode_kernel: DecodeKernel,
+    member: RegisteredBackend, device: torch.device, kernels: Kernels
 ) -> tuple[tuple[PlanOfSize, ...], str]:
     """Times of plans of ``PLAN_SIZES`` decodes by one builder; or none, and the reason."""
     reasons = backend_refusals(SCRATCH_CASE, member)
     if reasons:
         return (), "; ".join(reasons)
     most, size = PLAN_SIZES[-1], SCRATCH_CASE.block_size
-    config = engine_config(
-        SCRATCH_CASE, prefill_kernel=prefill_kernel, decode_kernel=decode_kernel
-    ).replace(max_num_seqs=most)
+    config = engine_config(SCRATCH_CASE, kernels=kernels).replace(max_num_seqs=most)
     lens = {
         "even_us": [PLAN_LEN] * most,
         # Shuffled: 389 is coprime to the number of requests, so its multiples visit all of them.

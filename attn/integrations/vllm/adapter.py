@@ -29,7 +29,7 @@ from attn.integrations.vllm import compat, translate
 from attn.integrations.vllm.common import CommonBackend, served_line
 from attn.integrations.vllm.latent import LatentBackend, LatentBuilder, LatentImpl
 from builders.checks.step_limits import StepLimits
-from specs.attention import AttentionCGSupport, AttentionType
+from specs.attention import AttentionCGSupport, AttentionSelectorConfig, AttentionType
 from specs.dtypes import CacheDType
 from specs.layouts import DenseKVLayout, KVPacking
 
@@ -77,12 +77,11 @@ class DenseBackend(CommonBackend):
         return compat.packed_stride_order(include_num_layers_dimension)
 
     @classmethod
-    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """Every reason against a layer, among them the packed layout of this adapter's caches."""
-        base: Any = super()
-        reasons: list[str] = base.validate_configuration(*args, **kwargs)
+    def validate(cls, config: AttentionSelectorConfig, device_capability: Any) -> list[str]:
+        """Every reason why not; the layout that vLLM's caches get here may be one."""
+        reasons = super().validate(config, device_capability)
         ours: Any = cls
-        layout = ours.layout_reason(KVPacking.PACKED, False, kwargs.get("device_capability"))
+        layout = ours.layout_reason(KVPacking.PACKED, False, device_capability)
         return reasons if layout is None else [*reasons, layout]
 
     @classmethod

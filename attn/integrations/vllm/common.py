@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from attn.integrations.vllm import compat, settings
+from specs.attention import AttentionSelectorConfig
 from specs.kv_cache import AnyKVCacheSpec
 
 
@@ -36,11 +37,11 @@ class CommonBackend:
         return _Reason(f"{words} not supported", f" (got {value}, served: {served})")
 
     @classmethod
-    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """Every reason against a layer, including reasons from the plugin's settings."""
+    def validate(cls, config: AttentionSelectorConfig, device_capability: Any) -> list[str]:
+        """Every reason why not, those of the plugin's settings included."""
         ours: Any = super()
-        reasons: list[str] = ours.validate_configuration(*args, **kwargs)
-        reasons += settings.kernel_reasons(kwargs.get("device_capability"))
+        reasons: list[str] = ours.validate(config, device_capability)
+        reasons += settings.kernel_reasons(device_capability)
         if ours.capabilities.needs_host_lengths and compat.has_inexact_lengths():
             reasons.append(
                 "asynchronous scheduling of drafts not supported (plans are made on the host)"

@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from attn.integrations.vllm import compat, translate
 from attn.integrations.vllm.common import CommonBackend, served_line
 from builders.checks.step_limits import StepLimits
+from specs.attention import AttentionSelectorConfig
 
 logger = init_logger("vllm.attn_backends")
 
@@ -40,9 +41,9 @@ class LatentBackend(CommonBackend):
         return num_blocks, block_size, head_size
 
     @classmethod
-    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """Every reason against a layer, among them up-projections that vLLM keeps quantised."""
-        reasons = super().validate_configuration(*args, **kwargs)
+    def validate(cls, config: AttentionSelectorConfig, device_capability: Any) -> list[str]:
+        """Every reason why not; vLLM's own way to keep the up-projections may be one."""
+        reasons = super().validate(config, device_capability)
         variables = compat.quantised_up_projections()
         if variables:
             reasons.append(f"quantised up-projections not supported ({', '.join(variables)})")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, Final, TypeVar
 
-from specs.engine import DecodeKernel, PrefillKernel
+from specs.engine import DecodeKernel, Kernels, PrefillKernel
 
 PREFIX: Final = "ATTN_VLLM_"
 BACKEND_VARIABLE: Final = "ATTN_VLLM_BACKEND"
@@ -48,6 +48,15 @@ def overrides() -> list[str]:
     return [name.strip() for name in names if name.strip()]
 
 
+def kernels() -> Kernels:
+    """The kernels that the environment names, for dense and latent layers alike.
+
+    Raises:
+        ValueError: a variable names none.
+    """
+    return Kernels.own(prefill_kernel(), decode_kernel())
+
+
 def prefill_kernel() -> PrefillKernel:
     """Kernel of requests with many new tokens.
 
@@ -67,10 +76,10 @@ def decode_kernel() -> DecodeKernel:
 
 
 def _named(variable: str, default: _Kernel) -> _Kernel:
-    kernels, named = type(default), os.environ.get(variable) or default.value
-    if named not in list(kernels):
-        raise ValueError(f"{variable} must be one of {', '.join(kernels)}, got {named!r}")
-    return kernels(named)
+    choices, named = type(default), os.environ.get(variable) or default.value
+    if named not in list(choices):
+        raise ValueError(f"{variable} must be one of {', '.join(choices)}, got {named!r}")
+    return choices(named)
 
 
 def kernel_reasons(capability: Any) -> list[str]:

@@ -227,8 +227,7 @@ def engine_config(
         rswa_window=compat.rswa_window(vllm_config, spec),
         exact_host_lengths=is_exact,
         index_topk=compat.index_topk(vllm_config),
-        prefill_kernel=settings.prefill_kernel(),
-        decode_kernel=settings.decode_kernel(),
+        kernels=settings.kernels(),
     )
 
 

@@ -70,7 +70,7 @@ def check_support(spec: Any, config: EngineConfig, capability: ComputeCapability
         raise ValueError(
             f"kv_cache_spec must be MLAAttentionSpec for {NAME}, got {type(spec).__name__}"
         )
-    heads, kernel = config.num_heads, config.mla_kernel
+    heads, kernel = config.num_heads, config.kernels.latent.rows
     if heads is None:
         raise ValueError(f"vllm_config.num_heads is needed by {NAME}, got None")
     reasons = [
@@ -104,7 +104,7 @@ def fp8_prefill_reasons(config: EngineConfig, cache: CacheDType) -> list[str]:
     if not config.fp8_mla_prefill:
         return []
     reasons = []
-    if config.mla_kernel is MlaKernel.TRITON:
+    if config.kernels.latent.rows is MlaKernel.TRITON:
         reasons.append("vllm_config.fp8_mla_prefill must be False with kernel triton, got True")
     if not cache.is_quantized:
         reasons.append(f"vllm_config.fp8_mla_prefill needs an fp8 cache, got {cache.value!r}")

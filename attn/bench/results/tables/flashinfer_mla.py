@@ -17,6 +17,7 @@ from attn.bench.cases.case import KernelCase
 from attn.bench.cases.inputs import Expected, expected_rows, make_content
 from attn.bench.cases.latent import ROPE_CASE
 from attn.bench.measure.ours import (
+    PLAIN_KERNELS,
     OurLayer,
     backend_refusals,
     latent_impl,
@@ -33,6 +34,7 @@ from attn.registry import AttentionBackendEnum, RegisteredBackend
 from builders.vendor.flashinfer_parts.install import FlashInferUnavailableError, unavailable_reason
 from builders.vendor.flashinfer_parts.rope import load_rope
 from specs.attention import MlaKernel, RopeKernel
+from specs.engine import Kernels
 
 OVER_WRAPPER: Final = "FLASHINFER_MLA"
 BY_OTHER: Final = "TRTLLM_MLA"
@@ -134,7 +136,8 @@ def _kernels(member: RegisteredBackend, case: KernelCase, rounds: Rounds) -> Ite
     runs, (asked, *rest) = {}, _asked(member.name, case)
     for name, one in (("ours", member), (asked.other, AttentionBackendEnum[PLAIN])):
         layer, expected = _layer_of(one, case, rounds)
-        builder = make_builder(one, layer, mla_kernel=_kernel_of(one.name))
+        kernels = Kernels(latent=PLAIN_KERNELS.latent.replace(rows=_kernel_of(one.name)))
+        builder = make_builder(one, layer, kernels=kernels)
         runs[name] = our_run(layer, builder), expected
     errors = [checked(*run) for run in runs.values()]
     calls: dict[str, Call] = {name: run.call for name, (run, _) in runs.items()}

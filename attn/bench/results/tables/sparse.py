@@ -250,7 +250,7 @@ def _hopper_tile(content: SparseContent, kernel: DecodeKernel) -> tuple[SparseTi
     gpu = device_facts(device)
     shape = SparseShape(case.num_heads, case.topk, case.latent_format)
     try:
-        given = shape, gpu.kind, MODEL_DTYPE, False, "decode_kernel", kernel
+        given = shape, gpu.kind, MODEL_DTYPE, False, "kernels.sparse.own_decode", kernel
         options, why = sparse_kernel_of(*given)
     except ValueError as error:
         return None, str(error)

@@ -12,7 +12,11 @@ from attn.kernels.dense.hopper_launch import COLUMNS, Descriptors, HopperVariant
 from attn.kernels.dense.hopper_prefill.kernel import hopper_prefill_kernel
 from attn.kernels.lang.memory import alignment
 from attn.kernels.lang.stored import E4M3, E5M2, NATIVE
-from builders.dense.choice import prefill_kernel_of
+from builders.dense.choice import (
+    DENSE_OPTION,
+    LATENT_OPTION,
+    prefill_kernel_of,
+)
 from builders.dense.widened import widened_value_type
 from builders.launch.launcher import Launcher
 from builders.splitkv.record import HopperPlan
@@ -43,7 +47,10 @@ def tile_of(
         alignments=(("query", alignment(tensors.query)), *asks.alignments),
     )
     wanted = PrefillKernel.HOPPER if plan.is_required else PrefillKernel.AUTO
-    tile, _ = prefill_kernel_of(shape, DeviceKind.SM90, block_size, asks, wanted)
+    # Expanded latent keys have no pages, and are wider than their values.
+    is_latent = not block_size and shape.head_size != shape.head_size_v
+    option = LATENT_OPTION if is_latent else DENSE_OPTION
+    tile, _ = prefill_kernel_of(shape, DeviceKind.SM90, block_size, asks, wanted, option)
     if tile is None or tile.query_tile == plan.query_tile:
         return tile
     if plan.is_required:

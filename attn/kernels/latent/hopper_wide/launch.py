@@ -53,7 +53,9 @@ def check_serves(
         "a mask that is not causal": not layer.causal or step.causal is not True,
     }.items():
         if is_asked:
-            raise ValueError(f"decode_kernel 'hopper' does not serve latent layers with {name}")
+            raise ValueError(
+                f"kernels.latent.decode 'hopper' does not serve latent layers with {name}"
+            )
 
 
 class HopperLatentLauncher(HopperVariants[SplitPlan]):
