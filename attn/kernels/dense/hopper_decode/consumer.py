@@ -19,7 +19,7 @@ from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.dense.query_rows import write_rows
 from attn.kernels.dense.tile import fold, power_of_two_guard
 from attn.kernels.lang.compat import thread_barrier
-from attn.kernels.lang.masks import biased, masked, own_range, reach_of, seen_by_all
+from attn.kernels.lang.masks import biased, reach_of
 from attn.kernels.lang.opaque import opaque_zero, program_number
 from builders.splitkv.device.segments import segment_of, segment_start
 
@@ -97,11 +97,10 @@ def _queries_of(first, m, TILE_HEADS: gl.constexpr):
 @gluon.jit
 def _tile(
     tile, turn, q, m, l, acc, odd, k_tiles, v_tiles, v_runs, exchange, turned, k_full, v_full,
-    empty, factor, soft_cap, first, causal, kv_len, window, chunk, lookback, range_first,
-    range_last, all_low, all_high, DTYPE: gl.constexpr, TILE_HEADS: gl.constexpr,
-    KV_TILE: gl.constexpr, HALVES: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr,
-    RANGES: gl.constexpr, CLAMP: gl.constexpr, SOFT_CAP: gl.constexpr, E4M3: gl.constexpr,
+    empty, factor, soft_cap, first, causal, kv_len, mask, range_first, range_last, all_low,
+    all_high, DTYPE: gl.constexpr, TILE_HEADS: gl.constexpr, KV_TILE: gl.constexpr,
+    HALVES: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    SOFT_CAP: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
     """One tile of keys: scores, online softmax, output. ``l`` is summed up by thread."""
     ROWS: gl.constexpr = acc.shape[0]
@@ -131,16 +130,13 @@ def _tile(
         scale = 1.0
         by_row = 1.0
     edge = (tile + 1) * KV_TILE > all_high
-    if WINDOW or CHUNK:
+    if mask.WINDOW or mask.CHUNK:
         edge = edge | (tile * KV_TILE < all_low)
     if edge:
         key = tile * KV_TILE + gl.arange(0, KV_TILE, layout=gl.SliceLayout(0, SCORES))
         query = _queries_of(first, m, TILE_HEADS)
-        reach = reach_of(query, kv_len, causal, CAUSAL)
-        scores = masked(
-            scores, query, key, reach, kv_len, window, chunk, lookback, 0, range_first, range_last,
-            CAUSAL, WINDOW, CHUNK, False, RANGES, CLAMP,
-        )  # fmt: skip
+        reach = reach_of(query, kv_len, causal, mask.CAUSAL)
+        scores = mask.masked(scores, query, key, reach, kv_len, range_first, range_last)
     if ROWS == 16:
         top = gl.maximum(m, _row_maximum(scores, exchange, KV_TILE))
     else:
@@ -205,16 +201,15 @@ def _with_sent(m, l, acc, times, letter, top, sums, sent, taken):
 def consume(
     PART: gl.constexpr, query_ptr, k_tiles, v_tiles, v_runs, queries, exchange, turned, letter,
     letter_top, letter_sum, k_full, v_full, empty, sent, taken, out_ptr, lse_ptr, output_scale_ptr,
-    rows_ptr, total_ptr, starts_ptr, shares_ptr, counters_ptr, states_ptr, sums_ptr, causal_ptr,
-    ranges_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, scale_head, query_token, query_head, out_token,
-    out_head, lse_token, factor, soft_cap, groups, window, chunk, lookback, num_ranges,
-    HEADS: gl.constexpr, HEAD_LOOPS: gl.constexpr, HEAD_TILES: gl.constexpr, GROUP: gl.constexpr,
+    rows_ptr, total_ptr, starts_ptr, shares_ptr, counters_ptr, states_ptr, sums_ptr, mask,
+    sinks_ptr, k_scale_ptr, v_scale_ptr, scale_head, query_token, query_head, out_token,
+    out_head, lse_token, factor, soft_cap, groups, HEADS: gl.constexpr, HEAD_LOOPS: gl.constexpr,
+    HEAD_TILES: gl.constexpr, GROUP: gl.constexpr,
     TILE_HEADS: gl.constexpr, QUERY_TOKENS: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr,
     BUNDLES: gl.constexpr, AREA: gl.constexpr, SEGMENT_UNIT: gl.constexpr, DTYPE: gl.constexpr,
     KV_TILE: gl.constexpr, WIDTH: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, FINISH_ROWS: gl.constexpr, FINISH_WIDTH: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr,
-    CLAMP: gl.constexpr, SOFT_CAP: gl.constexpr, SINKS: gl.constexpr, FP8_OUT: gl.constexpr,
+    SOFT_CAP: gl.constexpr, SINKS: gl.constexpr, FP8_OUT: gl.constexpr,
     LSE: gl.constexpr, E4M3: gl.constexpr,
 ):  # fmt: skip
     """All parts that the program takes. Of 16 rows, warps lie along keys for scores and along
@@ -245,9 +240,8 @@ def consume(
     letters = 0
     for r in range(first_row, past_row):
         end, req, kv_len, first, last, causal, _, low, high = part_at(
-            r, mine, fields, begin, causal_ptr, ranges_ptr, num_ranges, window, chunk,
-            lookback, KV_TILE, SEGMENT_UNIT, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-        )  # fmt: skip
+            r, mine, fields, begin, mask, KV_TILE, SEGMENT_UNIT
+        )
         if end > begin:
             token = gl.load(fields + 1)
             count = gl.load(fields + 2)
@@ -287,14 +281,8 @@ def consume(
                 thread_barrier()
                 q = queries
             top = gl.full([ROWS], float("-inf"), gl.float32, SUMS)
-            range_first = _queries_of(first, top, TILE_HEADS)
-            range_last = range_first
-            if RANGES:
-                ranges = ranges_ptr + req.to(gl.int64) * num_ranges * 2
-                range_first, range_last = own_range(range_first, ranges, num_ranges)
-            all_low, all_high = seen_by_all(
-                first, last, kv_len, causal, window, chunk, lookback, CAUSAL, WINDOW, CHUNK, False
-            )
+            range_first, range_last = mask.own_range(_queries_of(first, top, TILE_HEADS), req)
+            all_low, all_high = mask.seen_by_all(first, last, kv_len, causal)
             zero = gl.zeros([ROWS, WIDTH // 2 if E4M3 else WIDTH], gl.float32, OUTPUT)
             A = _joined(zero, zero, WIDTH)
             STATE: gl.constexpr = A.type.layout
@@ -334,9 +322,8 @@ def consume(
                     m, l, acc, odd = _tile(
                         tile, turn + tile - low, q, m, l, acc, odd, k_tiles, v_tiles, v_runs,
                         exchange, turned, k_full, v_full, empty, natural, soft_cap, first, causal,
-                        kv_len, window, chunk, lookback, range_first, range_last, all_low, all_high,
-                        DTYPE, TILE_HEADS, KV_TILE, HALVES, RUN, STAGES, CONSUMERS, CAUSAL, WINDOW,
-                        CHUNK, RANGES, CLAMP, SOFT_CAP, E4M3,
+                        kv_len, mask, range_first, range_last, all_low, all_high, DTYPE, TILE_HEADS,
+                        KV_TILE, HALVES, RUN, STAGES, CONSUMERS, SOFT_CAP, E4M3,
                     )  # fmt: skip
                 if not SOFT_CAP:
                     m = m * natural

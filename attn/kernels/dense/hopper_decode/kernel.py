@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from attn.kernels.dense.hopper_decode.consumer import consume
 from attn.kernels.dense.hopper_decode.producer import produce
 from attn.kernels.lang.compat import reinterpret, wait_for_kernels_before
+from attn.kernels.lang.structures import Mask
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _REGISTERS = tl.constexpr(96)
@@ -126,6 +127,11 @@ def hopper_decode_kernel(
     Query ``[T, H, SIZE]``, out ``[T, H, SIZE]``, LSE ``[T, H]``; the rest as in
     :func:`attn.kernels.dense.decode.decode_kernel`.
     """
+    mask = Mask(
+        causal_ptr=causal_ptr, ranges_ptr=ranges_ptr, num_ranges=num_ranges, window=window,
+        chunk=chunk, lookback=lookback, CAUSAL=CAUSAL, WINDOW=WINDOW, CHUNK=CHUNK, RANGES=RANGES,
+        CLAMP=CLAMP,
+    )  # fmt: skip
     # Of e4m3, words of two elements: as such they can be read transposed.
     STORED: gl.constexpr = k_desc.dtype
     DTYPE: gl.constexpr = gl.float16 if E4M3 else STORED
@@ -187,17 +193,15 @@ def hopper_decode_kernel(
                 (consume, (0, query_ptr, k_tiles, v_tiles, v_runs, queries, exchange, turned,
                     letter, letter_top, letter_sum, k_full, v_full, empty, sent, taken, out_ptr,
                     lse_ptr, output_scale_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr,
-                    counters_ptr, states_ptr, sums_ptr, causal_ptr, ranges_ptr, sinks_ptr,
+                    counters_ptr, states_ptr, sums_ptr, mask, sinks_ptr,
                     k_scale_ptr, v_scale_ptr, scale_head, query_token, query_head, out_token,
-                    out_head, lse_token, factor, soft_cap, groups, window, chunk, lookback,
-                    num_ranges, HEADS, HEAD_LOOPS, HEAD_TILES, GROUP, TILE_HEADS, QUERY_TOKENS,
-                    ROWS, SLOTS, BUNDLES, AREA, SEGMENT_UNIT, DTYPE, KV_TILE, SIZE, RUN, STAGES,
-                    CONSUMERS, FINISH_ROWS, FINISH_WIDTH, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-                    SOFT_CAP, SINKS, FP8_OUT, LSE, E4M3)),
+                    out_head, lse_token, factor, soft_cap, groups, HEADS,
+                    HEAD_LOOPS, HEAD_TILES, GROUP, TILE_HEADS, QUERY_TOKENS, ROWS,
+                    SLOTS, BUNDLES, AREA, SEGMENT_UNIT, DTYPE, KV_TILE, SIZE, RUN, STAGES,
+                    CONSUMERS, FINISH_ROWS, FINISH_WIDTH, SOFT_CAP, SINKS, FP8_OUT, LSE, E4M3)),
                 (produce, (k_desc, v_desc, k_boxes, v_boxes, k_full, v_full, empty, table_ptr,
-                    rows_ptr, shares_ptr, causal_ptr, ranges_ptr, table_row, num_ranges, window,
-                    chunk, lookback, HEADS, HEAD_LOOPS, HEAD_TILES, KV_TILE, SEGMENT_UNIT,
-                    HALVES, BLOCK_SIZE, RUN, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
+                    rows_ptr, shares_ptr, table_row, mask, HEADS, HEAD_LOOPS, HEAD_TILES, KV_TILE,
+                    SEGMENT_UNIT, HALVES, BLOCK_SIZE, RUN, STAGES)),
             ],
             [1],
             [_REGISTERS],
@@ -208,27 +212,24 @@ def hopper_decode_kernel(
                 (consume, (0, query_ptr, k_tiles, v_tiles, v_runs, queries, exchange, turned,
                     letter, letter_top, letter_sum, k_full, v_full, empty, sent, taken, out_ptr,
                     lse_ptr, output_scale_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr,
-                    counters_ptr, states_ptr, sums_ptr, causal_ptr, ranges_ptr, sinks_ptr,
+                    counters_ptr, states_ptr, sums_ptr, mask, sinks_ptr,
                     k_scale_ptr, v_scale_ptr, scale_head, query_token, query_head, out_token,
-                    out_head, lse_token, factor, soft_cap, groups, window, chunk, lookback,
-                    num_ranges, HEADS, HEAD_LOOPS, HEAD_TILES, GROUP, TILE_HEADS, QUERY_TOKENS,
-                    ROWS, SLOTS, BUNDLES, AREA, SEGMENT_UNIT, DTYPE, KV_TILE, SIZE, RUN, STAGES,
-                    CONSUMERS, FINISH_ROWS, FINISH_WIDTH, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-                    SOFT_CAP, SINKS, FP8_OUT, LSE, E4M3)),
+                    out_head, lse_token, factor, soft_cap, groups, HEADS,
+                    HEAD_LOOPS, HEAD_TILES, GROUP, TILE_HEADS, QUERY_TOKENS, ROWS,
+                    SLOTS, BUNDLES, AREA, SEGMENT_UNIT, DTYPE, KV_TILE, SIZE, RUN, STAGES,
+                    CONSUMERS, FINISH_ROWS, FINISH_WIDTH, SOFT_CAP, SINKS, FP8_OUT, LSE, E4M3)),
                 (consume, (1, query_ptr, k_tiles, v_tiles, v_runs, queries, exchange, turned,
                     letter, letter_top, letter_sum, k_full, v_full, empty, sent, taken, out_ptr,
                     lse_ptr, output_scale_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr,
-                    counters_ptr, states_ptr, sums_ptr, causal_ptr, ranges_ptr, sinks_ptr,
+                    counters_ptr, states_ptr, sums_ptr, mask, sinks_ptr,
                     k_scale_ptr, v_scale_ptr, scale_head, query_token, query_head, out_token,
-                    out_head, lse_token, factor, soft_cap, groups, window, chunk, lookback,
-                    num_ranges, HEADS, HEAD_LOOPS, HEAD_TILES, GROUP, TILE_HEADS, QUERY_TOKENS,
-                    ROWS, SLOTS, BUNDLES, AREA, SEGMENT_UNIT, DTYPE, KV_TILE, SIZE, RUN, STAGES,
-                    CONSUMERS, FINISH_ROWS, FINISH_WIDTH, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-                    SOFT_CAP, SINKS, FP8_OUT, LSE, E4M3)),
+                    out_head, lse_token, factor, soft_cap, groups, HEADS,
+                    HEAD_LOOPS, HEAD_TILES, GROUP, TILE_HEADS, QUERY_TOKENS, ROWS,
+                    SLOTS, BUNDLES, AREA, SEGMENT_UNIT, DTYPE, KV_TILE, SIZE, RUN, STAGES,
+                    CONSUMERS, FINISH_ROWS, FINISH_WIDTH, SOFT_CAP, SINKS, FP8_OUT, LSE, E4M3)),
                 (produce, (k_desc, v_desc, k_boxes, v_boxes, k_full, v_full, empty, table_ptr,
-                    rows_ptr, shares_ptr, causal_ptr, ranges_ptr, table_row, num_ranges, window,
-                    chunk, lookback, HEADS, HEAD_LOOPS, HEAD_TILES, KV_TILE, SEGMENT_UNIT,
-                    HALVES, BLOCK_SIZE, RUN, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
+                    rows_ptr, shares_ptr, table_row, mask, HEADS, HEAD_LOOPS, HEAD_TILES, KV_TILE,
+                    SEGMENT_UNIT, HALVES, BLOCK_SIZE, RUN, STAGES)),
             ],
             [4, 1],
             [_OF_THREE[ROWS // 64][0], _OF_THREE[ROWS // 64][1]],

@@ -49,11 +49,9 @@ def _load_tile(
 @gluon.jit
 def produce(
     k_desc, v_desc, k_boxes, v_boxes, k_full, v_full, empty, table_ptr, rows_ptr, shares_ptr,
-    causal_ptr, ranges_ptr, table_row, num_ranges, window, chunk, lookback, HEADS: gl.constexpr,
-    HEAD_LOOPS: gl.constexpr, HEAD_TILES: gl.constexpr, KV_TILE: gl.constexpr,
-    SEGMENT_UNIT: gl.constexpr, HALVES: gl.constexpr, BLOCK_SIZE: gl.constexpr, RUN: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr,
-    RANGES: gl.constexpr, CLAMP: gl.constexpr,
+    table_row, mask, HEADS: gl.constexpr, HEAD_LOOPS: gl.constexpr, HEAD_TILES: gl.constexpr,
+    KV_TILE: gl.constexpr, SEGMENT_UNIT: gl.constexpr, HALVES: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Keys and values of all parts that the program takes, tile after tile."""
     lane = program_number() % HEADS
@@ -66,10 +64,8 @@ def produce(
     for r in range(first_row, past_row):
         end = gl.where(r == next_row, next_segment, parts)
         _, _, start, low, high = tiles_of(
-            begin, end, req, count, kv_len, first, first_part, bundle, causal_ptr, ranges_ptr,
-            num_ranges, window, chunk, lookback, KV_TILE, SEGMENT_UNIT, CAUSAL, WINDOW, CHUNK,
-            RANGES, CLAMP,
-        )  # fmt: skip
+            begin, end, req, count, kv_len, first, first_part, bundle, mask, KV_TILE, SEGMENT_UNIT
+        )
         kv_head = ((r % HEAD_LOOPS) * HEADS + lane) // HEAD_TILES
         # A table has fewer than 2^31 entries.
         table = table_ptr + req * table_row

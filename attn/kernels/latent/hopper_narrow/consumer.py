@@ -17,6 +17,7 @@ from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.dense.query_rows import write_rows
 from attn.kernels.dense.tile import fold, power_of_two_guard
 from attn.kernels.lang.compat import thread_barrier
+from attn.kernels.lang.structures import causal_mask
 from builders.splitkv.device.segments import segment_of, segment_start
 
 _WARPS = tl.constexpr(8)
@@ -291,13 +292,13 @@ def consume_narrow(
     SUMS: gl.constexpr = gl.SliceLayout(1, OUTPUT)
     USED: gl.constexpr = TILE_HEADS * QUERY_TOKENS
     lane = gl.program_id(0) % HEADS
+    mask = causal_mask()
     first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
     turn = 0
     for r in range(first_row, past_row):
         end, _, kv_len, first, _, _, _, low, high = part_at(
-            r, mine, fields, begin, rows_ptr, rows_ptr, 0, 0, 1, 0, KV_TILE, SEGMENT_UNIT, 1,
-            False, False, False, False,
-        )  # fmt: skip
+            r, mine, fields, begin, mask, KV_TILE, SEGMENT_UNIT
+        )
         if end > begin:
             in_group = ((r % HEAD_LOOPS) * HEADS + lane) * TILE_HEADS
             first_part = gl.load(fields + 8)

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from attn.kernels.dense.hopper_decode.parts import FIELDS, part_at, share_at
 from attn.kernels.dense.hopper_decode.producer import pages_of
 from attn.kernels.lang.compat import async_load, reinterpret, wait_for_kernels_before
+from attn.kernels.lang.structures import causal_mask
 from attn.kernels.latent.hopper_narrow.consumer import consume_narrow
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -45,13 +46,13 @@ def produce_narrow(
     ROW_BYTES: gl.constexpr = 576 if E4M3 else 1152
     RUNS: gl.constexpr = KV_TILE // RUN
     run = gl.arange(0, RUNS, layout=gl.BlockedLayout([RUNS], [32], [1], [0]))
+    mask = causal_mask()
     first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
     turn = 0
     for r in range(first_row, past_row):
         _, req, kv_len, _, _, _, start, low, high = part_at(
-            r, mine, fields, begin, table_ptr, table_ptr, 0, 0, 1, 0, KV_TILE, SEGMENT_UNIT, 1,
-            False, False, False, False,
-        )  # fmt: skip
+            r, mine, fields, begin, mask, KV_TILE, SEGMENT_UNIT
+        )
         # A table has fewer than 2^31 entries.
         table = table_ptr + req * table_row
         pages = pages_of(table, low, start, kv_len, KV_TILE, RUN, BLOCK_SIZE)
