@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attn.kernels.lang.opaque import program_number
+from attn.kernels.lang.structures import Work
 from builders.splitkv.device.segments import segment_start
 from builders.splitkv.record import (
     ROW_FIELDS,
@@ -33,18 +34,19 @@ def share_at(shares_ptr, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def part_at(r, mine, fields, begin, mask, KV_TILE: gl.constexpr, SEGMENT_UNIT: gl.constexpr):
-    """A row's segments ``[begin, end)``, counted from its first, and what is walked for them.
-
-    Returns ``end``; request, KV length, first and last position of the queries, the causal flag;
-    the first key that a query sees, and tiles of keys ``[low, high)``.
-    """
+def load_work_item(
+    r, lane, mine, fields, begin, mask, KV_TILE: gl.constexpr, SEGMENT_UNIT: gl.constexpr
+):
+    """The program's part of work item ``r``, which begins with segment ``begin`` of the row."""
     req, count, kv_len, first, first_part, parts, bundle = walked_fields(fields, True)
     end = gl.where(r == gl.load(mine + 2), gl.load(mine + 3), parts)
     last, causal, start, low, high = tiles_of(
         begin, end, req, count, kv_len, first, first_part, bundle, mask, KV_TILE, SEGMENT_UNIT
+    )
+    return Work(
+        number=r, lane=lane, fields=fields, begin=begin, end=end, req=req, kv_len=kv_len,
+        first=first, last=last, causal=causal, start=start, low=low, high=high,
     )  # fmt: skip
-    return end, req, kv_len, first, last, causal, start, low, high
 
 
 @gluon.jit
