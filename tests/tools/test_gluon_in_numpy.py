@@ -62,9 +62,19 @@ def test_a_structure_keeps_the_fields_that_it_is_made_with() -> None:
         line(slope=1, SHIFT=False, shift=1)
 
 
-def test_a_structure_of_triton_takes_each_field_by_keyword() -> None:
-    made = _Line(slope=2, SHIFT=True)
-    assert made.SHIFT.value is True
-    assert made.slope.value == 2
+def test_a_structure_of_triton_takes_each_field_by_keyword_and_in_its_type() -> None:
+    line = _Line(slope=2, SHIFT=True)
+    assert line.SHIFT.value is True
+    assert line.slope.value == 2
     with pytest.raises(TypeError, match="_Line: fields missing or unknown: SHIFT"):
         _Line(slope=2)
+    with pytest.raises(TypeError, match="for attribute 'SHIFT'"):
+        _Line(slope=2, SHIFT=line)
+
+
+def test_fields_whose_annotations_are_postponed_are_refused() -> None:
+    with pytest.raises(TypeError, match="_Late: the annotations of its fields are postponed"):
+
+        @aggregate
+        class _Late:
+            slope: "gl.tensor"

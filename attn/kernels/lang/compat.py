@@ -58,9 +58,13 @@ def aggregate(cls: _Class) -> _Class:
     their order then changes no meaning. Its methods are device functions. Once made, it keeps its
     fields: later Tritons refuse an assignment.
 
-    Triton reads the annotations as types, so the module of such a class must not postpone them with
-    ``from __future__ import annotations``.
+    Raises:
+        TypeError: the module postpones annotations by ``from __future__ import annotations``, but
+            Triton reads them as types; or an instance is made without a field, with an unknown one
+            or with one of another type.
     """
+    if any(isinstance(kind, str) for kind in cls.__annotations__.values()):
+        raise TypeError(f"{cls.__name__}: the annotations of its fields are postponed")
     names = tuple(cls.__annotations__)
 
     def __init__(self: Any, **fields: Any) -> None:  # noqa: N807

@@ -183,7 +183,7 @@ class Out:
 
 @aggregate
 class Query:
-    """The step's queries, and how their scores are scaled."""
+    """The step's queries, and what makes scores of their products with keys."""
 
     query_ptr: gl.tensor
     """``[T, H, SIZE]``, 16-bit."""
@@ -212,15 +212,13 @@ class Cache:
     table_row: Optional
     """int32, elements of a row of the table."""
     k_scale_ptr: Optional
-    """``[1]`` or ``[Hk]`` fp32, by which stored keys are multiplied; read with E4M3."""
+    """``[1]`` or ``[Hk]`` fp32, by which keys of e4m3 are multiplied; else None."""
     v_scale_ptr: Optional
     """The same of values."""
     scale_head: Optional
     """int32, elements from a head's scale to the next one's: 0 where all heads have one."""
     BLOCK_SIZE: gl.constexpr
     """int, tokens of a page."""
-    E4M3: gl.constexpr
-    """bool, elements are e4m3, read as int16 words of two; else as those of the model."""
 
 
 @aggregate
@@ -314,6 +312,8 @@ class Tile:
     """int, elements of a head."""
     DTYPE: gl.constexpr
     """Type of the products' operands."""
+    E4M3: gl.constexpr
+    """bool, the cache has e4m3, read as int16 words of two; else it has DTYPE."""
     SCORES: gl.constexpr
     """Layout of scores ``[ROWS, KV_TILE]``."""
     OUTPUT: gl.constexpr

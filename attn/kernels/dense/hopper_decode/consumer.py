@@ -102,13 +102,13 @@ def _queries_of(first, m, TILE_HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _tile(
-    key_tile, turn, q, state, odd, work, head, bounds, query, ring, room, mask, tile,
-    E4M3: gl.constexpr,
-):  # fmt: skip
-    """One tile of keys: scores, online softmax, output. Sums are kept by thread. With E4M3 the
-    output is that of even columns, and ``odd`` that of odd ones.
+def _tile(key_tile, turn, q, state, odd, work, head, bounds, query, ring, room, mask, tile):
+    """Attend to one tile of keys: scores, online softmax, output.
+
+    The state's sums are ``[ROWS, threads]``. With E4M3 its output has the even columns, and ``odd``
+    has the odd ones.
     """
+    E4M3: gl.constexpr = tile.E4M3
     ROWS: gl.constexpr = tile.ROWS
     OUTPUT: gl.constexpr = tile.OUTPUT
     SCORES: gl.constexpr = tile.SCORES
@@ -208,7 +208,10 @@ def _with_sent(state, times, mailbox):
 
 @gluon.jit
 def _load_queries(work, token, count, query, cache, room, plan, tile):
-    """The part's queries, as products take them, and its heads."""
+    """Load the queries of a part, as products take them, and say which heads they are of.
+
+    They are ``[ROWS, SIZE]``: an operand in registers if ROWS is 16, else in shared memory.
+    """
     LOADED: gl.constexpr = gl.BlockedLayout(
         [1, 8], [256 // tile.SIZE, tile.SIZE // 8], [4, 1], [1, 0]
     )
@@ -227,7 +230,7 @@ def _load_queries(work, token, count, query, cache, room, plan, tile):
     )
     natural = query.factor
     v_factor = 1.0
-    if cache.E4M3:
+    if tile.E4M3:
         natural = natural * gl.load(cache.k_scale_ptr + kv_head * cache.scale_head)
         v_factor = gl.load(cache.v_scale_ptr + kv_head * cache.scale_head)
         up = gl.full([tile.ROWS], 1.0, gl.float32, gl.SliceLayout(1, LOADED))
@@ -239,7 +242,7 @@ def _load_queries(work, token, count, query, cache, room, plan, tile):
         q = q.to(gl.float16)
         natural = natural * gl.convert_layout(up, gl.SliceLayout(1, SCORES))
     if tile.ROWS == 16:
-        q = gl.convert_layout(q, gl.DotOperandLayout(0, SCORES, 4 if cache.E4M3 else 2))
+        q = gl.convert_layout(q, gl.DotOperandLayout(0, SCORES, 4 if tile.E4M3 else 2))
     else:
         # Nobody multiplies the row's before it any more: each waits for its products.
         thread_barrier()
@@ -252,7 +255,7 @@ def _load_queries(work, token, count, query, cache, room, plan, tile):
 
 @gluon.jit
 def _bounds_of(work, mask, tile):
-    """What the part's queries see, as far as it is the same for all tiles of keys."""
+    """Say which keys the queries of a part see, as far as all tiles of keys share it."""
     row = gl.arange(0, tile.ROWS, layout=gl.SliceLayout(1, tile.SCORES))
     position = work.first + row // tile.TILE_HEADS
     range_first, range_last = mask.own_range(position, work.req)
@@ -264,7 +267,7 @@ def _bounds_of(work, mask, tile):
 
 @gluon.jit
 def _lender_for(work, plan):
-    """Whether the part is all of its queries' keys, and if not the group that lends its slots."""
+    """Say whether a part has all keys of its queries; if not, which group lends it slots."""
     parts = gl.load(work.fields + 9)
     is_all = (work.begin == 0) & (work.end == parts) & (gl.load(work.fields + 11) == 1)
     lender = 0
@@ -276,13 +279,16 @@ def _lender_for(work, plan):
 @gluon.jit
 def _attend(
     PART: gl.constexpr, work, q, head, bounds, first_part, slots, turn, letters, query, ring, room,
-    plan, mask, tile, E4M3: gl.constexpr,
+    plan, mask, tile,
 ):  # fmt: skip
-    """The part's segments: the state of all, or each one's in its slot where the part is not its
-    row's first; and how many states have been sent.
+    """Attend to the segments of a part.
+
+    A part that begins with its row's first segment has one state, which is returned. Another part
+    stores the state of each segment in its slot, from ``slots`` on. The second consumer (PART 1)
+    sends all states to the first. Also returns how many states have been sent so far.
     """
     SUMS: gl.constexpr = gl.SliceLayout(1, tile.SCORES)
-    PLANE: gl.constexpr = tile.SIZE // 2 if E4M3 else tile.SIZE
+    PLANE: gl.constexpr = tile.SIZE // 2 if tile.E4M3 else tile.SIZE
     top = gl.full([tile.ROWS], float("-inf"), gl.float32, SUMS)
     zero = gl.zeros([tile.ROWS, PLANE], gl.float32, tile.OUTPUT)
     # The state of all segments is no structure here: a loop carries values in the order in which
@@ -313,7 +319,7 @@ def _attend(
         for key_tile in range(from_tile, to_tile, tile.CONSUMERS):
             state, odd = _tile(
                 key_tile, turn + key_tile - low, q, state, odd, work, head, bounds, query, ring,
-                room, mask, tile, E4M3,
+                room, mask, tile,
             )  # fmt: skip
         m = state.m
         if not query.SOFT_CAP:
@@ -338,7 +344,7 @@ def _attend(
 
 @gluon.jit
 def _write_or_store(is_all, work, head, state, lender, plan, out, tile):
-    """A part's output, if it is all of its queries' keys; else its state, on its way to that."""
+    """Write the output of a part that has all keys of its queries, or store its state."""
     STATE: gl.constexpr = state.acc.type.layout
     # States under way at a row's end: what there are registers for, up to all of a bundle.
     CELLS: gl.constexpr = tile.FINISH_ROWS * tile.FINISH_WIDTH // 128 * tile.CONSUMERS
@@ -364,11 +370,10 @@ def _write_or_store(is_all, work, head, state, lender, plan, out, tile):
 
 @gluon.jit
 def consume(PART: gl.constexpr, query, cache, ring, room, plan, mask, out, tile):
-    """All parts that the program takes. Of 16 rows, warps lie along keys for scores and along
-    columns for output, so that no key is read twice; of 64, each warp has 16.
+    """Attend to all parts that the program takes.
 
-    Of two consumers, the one that takes even tiles, and folds, finishes and writes; or (PART 1) the
-    one that takes odd tiles.
+    Of two consumers the first (PART 0) takes even tiles of keys, and folds, finishes and writes.
+    The second (PART 1) takes odd tiles of keys, and sends its states to the first.
     """
     lane = program_number() % plan.HEADS
     first_row, begin, past_row, mine, fields = share_at(plan.shares_ptr, plan.HEADS)
@@ -389,7 +394,7 @@ def consume(PART: gl.constexpr, query, cache, ring, room, plan, mask, out, tile)
                 is_all, lender = _lender_for(work, plan)
             state, letters = _attend(
                 PART, work, q, head, bounds, first_part, slots_of(work, lender, plan), turn,
-                letters, query, ring, room, plan, mask, tile, cache.E4M3,
+                letters, query, ring, room, plan, mask, tile,
             )  # fmt: skip
             turn += gl.maximum(work.high - work.low, 0)
             if PART == 0:

@@ -228,10 +228,10 @@ def arrive_and_fold(
     work, head, state, lender, plan, out, tile, zero, WARPS: gl.constexpr = 4,
     AT_ONCE: gl.constexpr = 8,
 ):  # fmt: skip
-    """A part that is not all of its queries' keys: its state is stored, and who has the last folds.
+    """Store the state of a part that has not all keys of its queries; the last to arrive folds.
 
-    As at the end of :func:`attn.kernels.dense.decode.decode_kernel`, whose slots and counters it
-    uses.
+    It works as the end of :func:`attn.kernels.dense.decode.decode_kernel` does, by the same slots
+    and counters.
     """
     parts = gl.load(work.fields + 9)
     bundle = gl.load(work.fields + 10)

@@ -146,7 +146,7 @@ def hopper_decode_kernel(
     cache = Cache(
         k_desc=k_desc, v_desc=v_desc, table_ptr=table_ptr, table_row=table_row,
         k_scale_ptr=k_scale_ptr, v_scale_ptr=v_scale_ptr, scale_head=scale_head,
-        BLOCK_SIZE=BLOCK_SIZE, E4M3=E4M3,
+        BLOCK_SIZE=BLOCK_SIZE,
     )  # fmt: skip
     # Of e4m3, words of two elements: as such they can be read transposed.
     STORED: gl.constexpr = k_desc.dtype
@@ -203,13 +203,14 @@ def hopper_decode_kernel(
     # TMA sees barriers by another way than threads do.
     fence_async_shared()
     wait_for_kernels_before()
-    # Warps along keys and columns, so that no key is read twice; of 64 rows, each warp has 16.
+    # Of 16 rows, warps lie along keys for scores and along columns for output, so that no key is
+    # read twice; of 64 rows, each warp has 16.
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
     BY_KEY: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
     BY_COLUMN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
     tile = Tile(
         GROUP=GROUP, TILE_HEADS=TILE_HEADS, USED=TILE_HEADS * QUERY_TOKENS, ROWS=ROWS, SIZE=SIZE,
-        DTYPE=DTYPE, SCORES=NARROW if ROWS == 16 else BY_KEY,
+        DTYPE=DTYPE, E4M3=E4M3, SCORES=NARROW if ROWS == 16 else BY_KEY,
         OUTPUT=NARROW if ROWS == 16 else BY_COLUMN, CONSUMERS=CONSUMERS, FINISH_ROWS=FINISH_ROWS,
         FINISH_WIDTH=FINISH_WIDTH,
     )  # fmt: skip
