@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
@@ -51,6 +51,7 @@ def let_kernels_behind_start(_semantic: Any = None) -> None:
 _Class = TypeVar("_Class", bound=type)
 
 
+@dataclass_transform(kw_only_default=True)
 def aggregate(cls: _Class) -> _Class:
     """Make a class a structure of kernels: a value whose fields are tensors and constexprs.
 
@@ -77,7 +78,7 @@ def aggregate(cls: _Class) -> _Class:
 
     # Triton looks at the source of any other function, to know when a kernel has changed.
     __init__.__triton_builtin__ = True
-    cls.__init__ = __init__
+    cls.__init__ = __init__  # type: ignore[misc]
     made: _Class = core._aggregate(cls)
     made.__aggregate_fields__ = names
     return made

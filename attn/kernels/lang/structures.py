@@ -6,6 +6,8 @@ costs nothing over an argument: PTX is the same. A field that is written in capi
 Triton reads the types of fields from the annotations of a class: they must not be postponed here.
 """
 
+from typing import TypeAlias
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -14,7 +16,7 @@ from attn.kernels.lang.compat import aggregate
 from attn.kernels.lang.masks import last_visible, masked, own_range, seen_by_all
 from builders.splitkv.device.segments import first_visible
 
-Optional = gl.tensor | gl.constexpr
+Value: TypeAlias = gl.tensor | gl.constexpr
 """A tensor; or a constexpr, where a launch gives None or a caller gives a plain number."""
 
 
@@ -22,18 +24,18 @@ Optional = gl.tensor | gl.constexpr
 class Mask:
     """Which keys a query sees, and where a request's own rules for that are."""
 
-    causal_ptr: Optional
+    causal_ptr: Value
     """``[R]`` bool, whether each request is causal; read where CAUSAL is 2."""
-    ranges_ptr: Optional
+    ranges_ptr: Value
     """``[R, num_ranges, 2]`` int32, first and last position of ranges whose queries see each other,
     first above last where there is none; read with RANGES."""
-    num_ranges: Optional
+    num_ranges: Value
     """int32, ranges of a request."""
-    window: Optional
+    window: Value
     """int32, tokens: keys that a query sees, its own included; read with WINDOW or CLAMP."""
-    chunk: Optional
+    chunk: Value
     """int32, tokens of a chunk; read with CHUNK."""
-    lookback: Optional
+    lookback: Value
     """int32, chunks before its own that a query sees."""
     CAUSAL: gl.constexpr
     """0: no query is causal; 1: every one is; 2: as ``causal_ptr`` says."""
@@ -137,7 +139,7 @@ class Plan:
     """fp32 outputs of states, ``[slots, USED, SIZE]`` of the tile."""
     sums_ptr: gl.tensor
     """fp32 ``[slots, 2, USED]``, maxima and sums of states."""
-    groups: Optional
+    groups: Value
     """int32, groups of programs."""
     HEADS: gl.constexpr
     """int, programs of a group, one for each tile of heads that it takes at a time."""
@@ -161,17 +163,17 @@ class Out:
 
     out_ptr: gl.tensor
     """``[T, H, SIZE]``, 16-bit; with FP8_OUT e4m3 as uint8."""
-    lse_ptr: Optional
+    lse_ptr: Value
     """``[T, H]`` fp32; written with LSE."""
-    sinks_ptr: Optional
+    sinks_ptr: Value
     """``[H]``, logits of the heads' sinks; read with SINKS."""
-    output_scale_ptr: Optional
+    output_scale_ptr: Value
     """One fp32 by which outputs are divided; read with FP8_OUT."""
-    out_token: Optional
+    out_token: Value
     """int32, elements from a token's output to the next one's."""
-    out_head: Optional
+    out_head: Value
     """int32, elements from a head's output to the next one's."""
-    lse_token: Optional
+    lse_token: Value
     """int32, elements from a token's LSE to the next one's."""
     SINKS: gl.constexpr
     """bool, heads have sinks."""
@@ -187,13 +189,13 @@ class Query:
 
     query_ptr: gl.tensor
     """``[T, H, SIZE]``, 16-bit."""
-    query_token: Optional
+    query_token: Value
     """int32, elements from a token's query to the next one's."""
-    query_head: Optional
+    query_head: Value
     """int32, elements from a head's query to the next one's."""
     factor: gl.tensor
     """fp32, by which products are multiplied: the layer's scale; without SOFT_CAP times log2(e)."""
-    soft_cap: Optional
+    soft_cap: Value
     """fp32, bound of the scores; read with SOFT_CAP."""
     SOFT_CAP: gl.constexpr
     """bool, scores are bounded."""
@@ -209,13 +211,13 @@ class Cache:
     """The same of values."""
     table_ptr: gl.tensor
     """``[R, table_row]`` int32, pages of the requests."""
-    table_row: Optional
+    table_row: Value
     """int32, elements of a row of the table."""
-    k_scale_ptr: Optional
+    k_scale_ptr: Value
     """``[1]`` or ``[Hk]`` fp32, by which keys of e4m3 are multiplied; else None."""
-    v_scale_ptr: Optional
+    v_scale_ptr: Value
     """The same of values."""
-    scale_head: Optional
+    scale_head: Value
     """int32, elements from a head's scale to the next one's: 0 where all heads have one."""
     BLOCK_SIZE: gl.constexpr
     """int, tokens of a page."""
@@ -330,31 +332,31 @@ class Tile:
 class Work:
     """A program's part of a work item: segments of one row's keys, for one tile of heads."""
 
-    number: Optional
+    number: Value
     """int32, of the work item: row of the plan times HEAD_LOOPS, plus head loop."""
-    lane: Optional
+    lane: Value
     """int32, which program of its group this is."""
     fields: gl.tensor
     """Pointer to the row's ROW_FIELDS numbers."""
-    begin: Optional
+    begin: Value
     """int32, the first segment of the part, counted from the row's first."""
-    end: Optional
+    end: Value
     """int32, the segment after its last."""
-    req: Optional
+    req: Value
     """int32, request."""
-    kv_len: Optional
+    kv_len: Value
     """int32, tokens of the request's keys."""
-    first: Optional
+    first: Value
     """int32, position of the first query."""
-    last: Optional
+    last: Value
     """int32, position of the last query."""
-    causal: Optional
+    causal: Value
     """int32, not 0 where the request is causal."""
-    start: Optional
+    start: Value
     """int32, the first key that a query sees."""
-    low: Optional
+    low: Value
     """int32, the first tile of keys."""
-    high: Optional
+    high: Value
     """int32, the tile of keys after the last."""
 
 
@@ -362,13 +364,13 @@ class Work:
 class Head:
     """The heads of a part, and the factors that depend on them."""
 
-    kv_head: Optional
+    kv_head: Value
     """int32, KV head."""
-    in_group: Optional
+    in_group: Value
     """int32, the tile's first query head, counted from the KV head's first."""
-    natural: Optional
+    natural: Value
     """fp32, with E4M3 ``[ROWS]``: what products are multiplied by, the keys' scale in it."""
-    v_factor: Optional
+    v_factor: Value
     """fp32, by which outputs are multiplied: the scale of values."""
 
 
@@ -380,9 +382,9 @@ class Bounds:
     """``[rows]`` int32, first key of the queries' own ranges."""
     range_last: gl.tensor
     """``[rows]`` int32, last key of the queries' own ranges."""
-    all_low: Optional
+    all_low: Value
     """int32, the first key that all queries see."""
-    all_high: Optional
+    all_high: Value
     """int32, the key after the last that all queries see."""
 
 
