@@ -431,10 +431,9 @@ def test_two_consumers_share_the_keys_where_one_would_be_waited_for(
     assert {call.arguments["CONSUMERS"] for call in launched} == {2 if kind in TWO else 1}
 
 
-def _without_what_was_sent(*given: Any) -> Any:
-    *state, times, _letter, _top, _sum, sent, taken = given
-    sent.wait(times & 1)
-    taken.arrive()
+def _without_what_was_sent(state: Any, times: Any, mailbox: Any) -> Any:
+    mailbox.sent.wait(times & 1)
+    mailbox.taken.arrive()
     return state
 
 

@@ -9,6 +9,7 @@ memory are not looked at: compiles and a GPU are for that.
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -514,6 +515,39 @@ _NAMES: dict[str, Any] = {
 }
 
 
+def _is_kernel(x: Any) -> bool:
+    return hasattr(x, "fn") and hasattr(x, "arg_names")
+
+
+def _is_structure(x: Any) -> bool:
+    return isinstance(x, type) and getattr(x, "__triton_aggregate__", False)
+
+
+def _function(kernel: Any, names: dict[str, Any]) -> Callable[..., Any]:
+    source = kernel.fn
+    return types.FunctionType(source.__code__, names, source.__name__, source.__defaults__)
+
+
+class _Structure:
+    """A structure of a kernel: its fields are given by keyword, and stay."""
+
+    _fields: tuple[str, ...]
+
+    def __init__(self, **fields: Any) -> None:
+        assert fields.keys() == set(self._fields), "fields missing or unknown"
+        vars(self).update(fields)
+
+    def __setattr__(self, name: str, x: Any) -> None:
+        raise AttributeError(f"{type(self).__name__}.{name} is assigned to")
+
+
+def _plain_class(aggregate: Any, names: dict[str, Any]) -> type:
+    methods = {name: x for name, x in vars(aggregate).items() if _is_kernel(x)}
+    members = {name: _function(x, names) for name, x in methods.items()}
+    members |= {"_fields": aggregate.__aggregate_fields__, "__module__": aggregate.__module__}
+    return type(aggregate.__name__, (_Structure,), members)
+
+
 class Translation:
     """Kernels as Python functions, with everything that they call."""
 
@@ -527,21 +561,32 @@ class Translation:
 
     def function(self, kernel: Any) -> Callable[..., None]:
         source = kernel.fn
-        return self._module(source)[source.__name__]
+        return self._module(source.__module__)[source.__name__]
 
-    def _module(self, source: Any) -> dict[str, Any]:
-        found = self._modules.get(source.__module__)
+    def structure(self, aggregate: type) -> type:
+        """A structure's class, whose methods are Python functions."""
+        return self._module(aggregate.__module__)[aggregate.__name__]
+
+    def _module(self, module: str) -> dict[str, Any]:
+        found = self._modules.get(module)
         if found is not None:
             return found
-        names = self._modules[source.__module__] = dict(source.__globals__)
+        names = self._modules[module] = dict(vars(sys.modules[module]))
         names |= {"range": _range}
-        kernels = {n: x for n, x in names.items() if hasattr(x, "fn") and hasattr(x, "arg_names")}
+        kernels = {name: x for name, x in names.items() if _is_kernel(x)}
+        structures = {name: x for name, x in names.items() if _is_structure(x)}
         for name, x in kernels.items():
-            if x.fn.__module__ == source.__module__:
-                names[name] = types.FunctionType(x.fn.__code__, names, name, x.fn.__defaults__)
+            if x.fn.__module__ == module:
+                names[name] = _function(x, names)
+        for name, x in structures.items():
+            if x.__module__ == module:
+                names[name] = _plain_class(x, names)
         for name, x in kernels.items():
-            if x.fn.__module__ != source.__module__:
-                names[name] = self._module(x.fn)[x.fn.__name__]
+            if x.fn.__module__ != module:
+                names[name] = self._module(x.fn.__module__)[x.fn.__name__]
+        for name, x in structures.items():
+            if x.__module__ != module:
+                names[name] = self._module(x.__module__)[x.__name__]
         for name, x in list(names.items()):
             if name in self._names:
                 names[name] = self._names[name]

@@ -12,29 +12,36 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attn.kernels.dense.hopper_decode.finish import finish_part, lender_of, store_state
-from attn.kernels.dense.hopper_decode.parts import FIELDS, part_at, share_at
+from attn.kernels.dense.hopper_decode.finish import (
+    arrive_and_fold,
+    fold_states,
+    lender_of,
+    place_of,
+    slots_of,
+    store_state,
+    with_wide_strides,
+    write_state,
+)
+from attn.kernels.dense.hopper_decode.parts import FIELDS, load_work_item, share_at
 from attn.kernels.dense.hopper_prefill.scheduler import wide
-from attn.kernels.dense.query_rows import write_rows
-from attn.kernels.dense.tile import fold, power_of_two_guard
+from attn.kernels.dense.tile import power_of_two_guard
 from attn.kernels.lang.compat import thread_barrier
-from attn.kernels.lang.masks import biased, masked, own_range, reach_of, seen_by_all
+from attn.kernels.lang.masks import biased, reach_of
 from attn.kernels.lang.opaque import opaque_zero, program_number
 from attn.kernels.lang.packed import e4m3_planes
+from attn.kernels.lang.structures import Bounds, Head, State
 from builders.splitkv.device.segments import segment_of, segment_start
 
 
 @gluon.jit
-def _clear_tail(
-    v_runs, stage, live, KV_TILE: gl.constexpr, HALVES: gl.constexpr, RUN: gl.constexpr
-):
+def _clear_tail(ring, stage, live):
     """Zero the values from ``live`` to the end of its run: nobody wrote them, they may be NaN."""
-    RUNS: gl.constexpr = KV_TILE // RUN
+    RUNS: gl.constexpr = ring.KV_TILE // ring.RUN
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    run = live // RUN
-    row = run * RUN + gl.arange(0, RUN, layout=gl.SliceLayout(1, LAYOUT))
-    for half in gl.static_range(HALVES):
-        box = v_runs.index((stage * HALVES + half) * RUNS + run)
+    run = live // ring.RUN
+    row = run * ring.RUN + gl.arange(0, ring.RUN, layout=gl.SliceLayout(1, LAYOUT))
+    for half in gl.static_range(ring.HALVES):
+        box = ring.v_runs.index((stage * ring.HALVES + half) * RUNS + run)
         rows = box.load(LAYOUT)
         box.store(gl.where((row < live)[:, None], rows, gl.zeros_like(rows)))
     # Before TMA overwrites them, and before other threads and wgmma read them.
@@ -83,28 +90,25 @@ def _queries_of(first, m, TILE_HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _tile(
-    tile, turn, q, m, l, acc, odd, k_tiles, v_tiles, v_runs, exchange, turned, k_full, v_full,
-    empty, factor, soft_cap, first, causal, kv_len, window, chunk, lookback, range_first,
-    range_last, all_low, all_high, DTYPE: gl.constexpr, TILE_HEADS: gl.constexpr,
-    KV_TILE: gl.constexpr, HALVES: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr,
-    RANGES: gl.constexpr, CLAMP: gl.constexpr, SOFT_CAP: gl.constexpr, E4M3: gl.constexpr,
-):  # fmt: skip
-    """One tile of keys: scores, online softmax, output. ``l`` is summed up by thread."""
-    ROWS: gl.constexpr = acc.shape[0]
-    OUTPUT: gl.constexpr = acc.type.layout
+def _tile(key_tile, turn, q, state, odd, work, head, bounds, query, ring, room, mask, tile):
+    """Attend to one tile of keys: scores, online softmax, output.
+
+    The state's sums are ``[ROWS, threads]``. With E4M3 its output has the even columns, and ``odd``
+    has the odd ones.
+    """
+    E4M3: gl.constexpr = tile.E4M3
+    ROWS: gl.constexpr = tile.ROWS
+    OUTPUT: gl.constexpr = tile.OUTPUT
+    SCORES: gl.constexpr = tile.SCORES
+    KV_TILE: gl.constexpr = ring.KV_TILE
     K_WIDTH: gl.constexpr = 4 if E4M3 else 2
-    BY_KEY: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
-    SCORES: gl.constexpr = OUTPUT if ROWS == 16 else BY_KEY
-    stage = turn % STAGES
-    phase = (turn // STAGES) & 1
-    if CONSUMERS > 1:
+    stage, phase = ring.stage_of(turn)
+    if tile.CONSUMERS > 1:
         # What was in this stage before may have been the other consumer's, and still be on its way:
         # then the barrier is two phases behind, which looks like none.
-        mbarrier.wait(empty.index(stage), phase ^ 1)
-    mbarrier.wait(k_full.index(stage), phase)
-    keys = k_tiles.index(stage).permute((1, 0))
+        mbarrier.wait(ring.empty.index(stage), phase ^ 1)
+    mbarrier.wait(ring.k_full.index(stage), phase)
+    keys = ring.k_tiles.index(stage).permute((1, 0))
     zero = gl.zeros([ROWS, KV_TILE], gl.float32, SCORES)
     if ROWS == 16:
         keys = keys.load(gl.DotOperandLayout(1, SCORES, K_WIDTH))
@@ -112,25 +116,25 @@ def _tile(
     else:
         scores = warpgroup_mma(q, keys, zero, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
-    scale = factor
-    by_row = factor[:, None] if E4M3 else factor
-    if SOFT_CAP:
-        scores = biased(scores * by_row, None, None, soft_cap, True, 0, False)
+    scale = head.natural
+    by_row = head.natural[:, None] if E4M3 else head.natural
+    if query.SOFT_CAP:
+        scores = biased(scores * by_row, None, None, query.soft_cap, True, 0, False)
         scale = 1.0
         by_row = 1.0
-    edge = (tile + 1) * KV_TILE > all_high
-    if WINDOW or CHUNK:
-        edge = edge | (tile * KV_TILE < all_low)
+    edge = (key_tile + 1) * KV_TILE > bounds.all_high
+    if mask.WINDOW or mask.CHUNK:
+        edge = edge | (key_tile * KV_TILE < bounds.all_low)
+    m = state.m
     if edge:
-        key = tile * KV_TILE + gl.arange(0, KV_TILE, layout=gl.SliceLayout(0, SCORES))
-        query = _queries_of(first, m, TILE_HEADS)
-        reach = reach_of(query, kv_len, causal, CAUSAL)
-        scores = masked(
-            scores, query, key, reach, kv_len, window, chunk, lookback, 0, range_first, range_last,
-            CAUSAL, WINDOW, CHUNK, False, RANGES, CLAMP,
-        )  # fmt: skip
+        key = key_tile * KV_TILE + gl.arange(0, KV_TILE, layout=gl.SliceLayout(0, SCORES))
+        position = _queries_of(work.first, m, tile.TILE_HEADS)
+        reach = reach_of(position, work.kv_len, work.causal, mask.CAUSAL)
+        scores = mask.masked(
+            scores, position, key, reach, work.kv_len, bounds.range_first, bounds.range_last
+        )
     if ROWS == 16:
-        top = gl.maximum(m, _row_maximum(scores, exchange, KV_TILE))
+        top = gl.maximum(m, _row_maximum(scores, room.exchange, KV_TILE))
     else:
         top = gl.maximum(m, gl.max(scores, 1))
     # A row may see nothing so far.
@@ -138,237 +142,250 @@ def _tile(
     # Not the difference of products, whose rounding error is large where scores are.
     weights = gl.exp2((scores - base[:, None]) * by_row)
     shrink = gl.exp2((m - base) * scale)
+    l = state.l
     own = gl.convert_layout(shrink, gl.SliceLayout(1, l.type.layout))
     l = gl.fma(l, own[:, None].broadcast_to(ROWS, l.shape[1]), _sum_of_own(weights, KV_TILE))
     if ROWS == 16:
-        turned.store(weights.to(DTYPE))
-        left = turned.load(gl.DotOperandLayout(0, OUTPUT, 2))
+        room.turned.store(weights.to(tile.DTYPE))
+        left = room.turned.load(gl.DotOperandLayout(0, OUTPUT, 2))
     else:
-        left = gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(0, OUTPUT, 2))
+        left = gl.convert_layout(weights.to(tile.DTYPE), gl.DotOperandLayout(0, OUTPUT, 2))
     shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
-    acc = acc * shrink
-    mbarrier.wait(v_full.index(stage), phase)
-    live = kv_len - tile * KV_TILE
-    if (live < KV_TILE) & (live % RUN != 0):
-        _clear_tail(v_runs, stage, live, KV_TILE, HALVES, RUN)
+    acc = state.acc * shrink
+    mbarrier.wait(ring.v_full.index(stage), phase)
+    live = work.kv_len - key_tile * KV_TILE
+    if (live < KV_TILE) & (live % ring.RUN != 0):
+        _clear_tail(ring, stage, live)
     if ROWS == 16:
-        values = v_tiles.index(stage).load(gl.DotOperandLayout(1, OUTPUT, 2))
-        mbarrier.arrive(empty.index(stage), count=1)
+        values = ring.v_tiles.index(stage).load(gl.DotOperandLayout(1, OUTPUT, 2))
+        mbarrier.arrive(ring.empty.index(stage), count=1)
         if E4M3:
             values, odd_values = e4m3_planes(values)
             odd = mma_v2(left, odd_values, odd * shrink)
         acc = mma_v2(left, values, acc)
     else:
         # Not left in flight over the loop's edge, where ptxas would serialise it.
-        acc = warpgroup_mma(left, v_tiles.index(stage), acc, is_async=True)
+        acc = warpgroup_mma(left, ring.v_tiles.index(stage), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index(stage), count=1)
-    return top, l, acc, odd
+        mbarrier.arrive(ring.empty.index(stage), count=1)
+    return State(m=top, l=l, acc=acc), odd
 
 
 @gluon.jit
-def _send(m, l, acc, times, letter, top, sums, sent, taken):
+def _send(state, times, mailbox):
     """A state to the other consumer, who has taken all before it."""
-    mbarrier.wait(taken, (times & 1) ^ 1)
-    letter.index(0).store(acc)
-    top.store(m)
-    sums.store(l)
-    mbarrier.arrive(sent, count=1)
+    mbarrier.wait(mailbox.taken, (times & 1) ^ 1)
+    mailbox.acc.index(0).store(state.acc)
+    mailbox.top.store(state.m)
+    mailbox.sums.store(state.l)
+    mbarrier.arrive(mailbox.sent, count=1)
 
 
 @gluon.jit
-def _with_sent(m, l, acc, times, letter, top, sums, sent, taken):
+def _with_sent(state, times, mailbox):
     """A state, and the one that the other consumer sent folded onto it."""
-    STATE: gl.constexpr = acc.type.layout
+    STATE: gl.constexpr = state.acc.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, STATE)
-    mbarrier.wait(sent, times & 1)
-    m1 = top.load(ROW)
-    l1 = sums.load(ROW)
-    acc1 = letter.index(0).load(STATE)
-    mbarrier.arrive(taken, count=1)
-    return fold(m, l, acc, m1, l1, acc1)
+    mbarrier.wait(mailbox.sent, times & 1)
+    m = mailbox.top.load(ROW)
+    l = mailbox.sums.load(ROW)
+    acc = mailbox.acc.index(0).load(STATE)
+    mbarrier.arrive(mailbox.taken, count=1)
+    return fold_states(state, State(m=m, l=l, acc=acc))
 
 
 @gluon.jit
-def consume(
-    PART: gl.constexpr, query_ptr, k_tiles, v_tiles, v_runs, queries, exchange, turned, letter,
-    letter_top, letter_sum, k_full, v_full, empty, sent, taken, out_ptr, lse_ptr, output_scale_ptr,
-    rows_ptr, total_ptr, starts_ptr, shares_ptr, counters_ptr, states_ptr, sums_ptr, causal_ptr,
-    ranges_ptr, sinks_ptr, k_scale_ptr, v_scale_ptr, scale_head, query_token, query_head, out_token,
-    out_head, lse_token, factor, soft_cap, groups, window, chunk, lookback, num_ranges,
-    HEADS: gl.constexpr, HEAD_LOOPS: gl.constexpr, HEAD_TILES: gl.constexpr, GROUP: gl.constexpr,
-    TILE_HEADS: gl.constexpr, QUERY_TOKENS: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr,
-    BUNDLES: gl.constexpr, AREA: gl.constexpr, SEGMENT_UNIT: gl.constexpr, DTYPE: gl.constexpr,
-    KV_TILE: gl.constexpr, WIDTH: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr, FINISH_ROWS: gl.constexpr, FINISH_WIDTH: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr,
-    CLAMP: gl.constexpr, SOFT_CAP: gl.constexpr, SINKS: gl.constexpr, FP8_OUT: gl.constexpr,
-    LSE: gl.constexpr, E4M3: gl.constexpr,
-):  # fmt: skip
-    """All parts that the program takes. Of 16 rows, warps lie along keys for scores and along
-    columns for output, so that no key is read twice; of 64, each warp has 16.
+def _load_queries(work, token, count, query, cache, room, plan, tile):
+    """Load the queries of a part, as products take them, and say which heads they are of.
 
-    Of two consumers, the one that takes even tiles, and folds, finishes and writes; or (PART 1) the
-    one that takes odd tiles.
+    They are ``[ROWS, SIZE]``: an operand in registers if ROWS is 16, else in shared memory.
     """
-    NARROW: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
-    BY_KEY: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
-    BY_COLUMN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    SCORES: gl.constexpr = NARROW if ROWS == 16 else BY_KEY
-    OUTPUT: gl.constexpr = NARROW if ROWS == 16 else BY_COLUMN
-    SUMS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    USED: gl.constexpr = TILE_HEADS * QUERY_TOKENS
-    HALVES: gl.constexpr = WIDTH // (128 if E4M3 else 64)
+    LOADED: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // tile.SIZE, tile.SIZE // 8], [4, 1], [1, 0]
+    )
+    SCORES: gl.constexpr = tile.SCORES
+    tile_of_heads = (work.number % plan.HEAD_LOOPS) * plan.HEADS + work.lane
+    kv_head = tile_of_heads // plan.HEAD_TILES
+    in_group = (tile_of_heads % plan.HEAD_TILES) * tile.TILE_HEADS
+    row = gl.arange(0, tile.ROWS, layout=gl.SliceLayout(1, LOADED))
+    column = gl.arange(0, tile.SIZE, layout=gl.SliceLayout(0, LOADED))
+    head = in_group + row % tile.TILE_HEADS
+    offset = (token + row // tile.TILE_HEADS).to(gl.int64) * wide(query.query_token)
+    offset += (kv_head * tile.GROUP + head) * query.query_head
+    wanted = (row < count * tile.TILE_HEADS) & (head < tile.GROUP)
+    q = gl.load(
+        query.query_ptr + offset[:, None] + column[None, :], mask=wanted[:, None], other=0.0
+    )
+    natural = query.factor
+    v_factor = 1.0
+    if tile.E4M3:
+        natural = natural * gl.load(cache.k_scale_ptr + kv_head * cache.scale_head)
+        v_factor = gl.load(cache.v_scale_ptr + kv_head * cache.scale_head)
+        up = gl.full([tile.ROWS], 1.0, gl.float32, gl.SliceLayout(1, LOADED))
+        if q.dtype == gl.bfloat16:
+            # fp16 has not its range: a power of two per row moves it there.
+            q = q.to(gl.float32)
+            down, up = power_of_two_guard(gl.max(gl.abs(q), 1))
+            q = q * down[:, None]
+        q = q.to(gl.float16)
+        natural = natural * gl.convert_layout(up, gl.SliceLayout(1, SCORES))
+    if tile.ROWS == 16:
+        q = gl.convert_layout(q, gl.DotOperandLayout(0, SCORES, 4 if tile.E4M3 else 2))
+    else:
+        # Nobody multiplies the row's before it any more: each waits for its products.
+        thread_barrier()
+        room.queries.store(q)
+        fence_async_shared()
+        thread_barrier()
+        q = room.queries
+    return q, Head(kv_head=kv_head, in_group=in_group, natural=natural, v_factor=v_factor)
+
+
+@gluon.jit
+def _bounds_of(work, mask, tile):
+    """Say which keys the queries of a part see, as far as all tiles of keys share it."""
+    row = gl.arange(0, tile.ROWS, layout=gl.SliceLayout(1, tile.SCORES))
+    position = work.first + row // tile.TILE_HEADS
+    range_first, range_last = mask.own_range(position, work.req)
+    all_low, all_high = mask.seen_by_all(work.first, work.last, work.kv_len, work.causal)
+    return Bounds(
+        range_first=range_first, range_last=range_last, all_low=all_low, all_high=all_high
+    )
+
+
+@gluon.jit
+def _lender_for(work, plan):
+    """Say whether a part has all keys of its queries; if not, which group lends it slots."""
+    parts = gl.load(work.fields + 9)
+    is_all = (work.begin == 0) & (work.end == parts) & (gl.load(work.fields + 11) == 1)
+    lender = 0
+    if not is_all:
+        lender = lender_of(place_of(work.fields, work.number % plan.HEAD_LOOPS, 0), plan)
+    return is_all, lender
+
+
+@gluon.jit
+def _attend(
+    PART: gl.constexpr, work, q, head, bounds, first_part, slots, turn, letters, query, ring, room,
+    plan, mask, tile,
+):  # fmt: skip
+    """Attend to the segments of a part.
+
+    A part that begins with its row's first segment has one state, which is returned. Another part
+    stores the state of each segment in its slot, from ``slots`` on. The second consumer (PART 1)
+    sends all states to the first. Also returns how many states have been sent so far.
+    """
+    SUMS: gl.constexpr = gl.SliceLayout(1, tile.SCORES)
+    PLANE: gl.constexpr = tile.SIZE // 2 if tile.E4M3 else tile.SIZE
+    top = gl.full([tile.ROWS], float("-inf"), gl.float32, SUMS)
+    zero = gl.zeros([tile.ROWS, PLANE], gl.float32, tile.OUTPUT)
+    # The state of all segments is no structure here: a loop carries values in the order in which
+    # they are first named, and PTX would be another with the output behind the others.
+    A = _joined(zero, zero, tile.SIZE)
+    STATE: gl.constexpr = A.type.layout
+    M = gl.full([tile.ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, STATE))
+    L = gl.zeros([tile.ROWS], gl.float32, gl.SliceLayout(1, STATE))
+    low, high = work.low, work.high
+    seen = segment_of(low * plan.SEGMENT_UNIT, True)
+    unseen = segment_of(gl.maximum(high - 1, 0) * plan.SEGMENT_UNIT, True) + 1
+    unseen = gl.where(high > low, unseen, seen)
+    if PART == 0:
+        if work.begin > 0:
+            # Segments of which this layer's queries see nothing are states all the same.
+            for s in range(first_part + work.begin, first_part + work.end):
+                if (s < seen) | (s >= unseen):
+                    nothing = State(m=M, l=L, acc=A)
+                    store_state(plan, slots + s - first_part, nothing, tile, opaque_zero())
+    for s in range(seen, unseen):
+        l = gl.zeros([tile.ROWS, ring.KV_TILE], gl.float32, tile.SCORES)
+        state = State(m=top, l=_sum_of_own(l, ring.KV_TILE), acc=zero)
+        odd = zero
+        from_tile = gl.maximum(segment_start(s) // plan.SEGMENT_UNIT, low)
+        to_tile = gl.minimum(segment_start(s + 1) // plan.SEGMENT_UNIT, high)
+        if tile.CONSUMERS > 1:
+            from_tile += (from_tile ^ PART) & 1
+        for key_tile in range(from_tile, to_tile, tile.CONSUMERS):
+            state, odd = _tile(
+                key_tile, turn + key_tile - low, q, state, odd, work, head, bounds, query, ring,
+                room, mask, tile,
+            )  # fmt: skip
+        m = state.m
+        if not query.SOFT_CAP:
+            m = m * head.natural
+        acc = _joined(state.acc, odd, tile.SIZE)
+        m = gl.convert_layout(m, gl.SliceLayout(1, STATE))
+        total = gl.convert_layout(gl.sum(state.l, 1), gl.SliceLayout(1, STATE))
+        of_segment = State(m=m, l=total, acc=acc)
+        if PART == 1:
+            _send(of_segment, letters, room.mailbox)
+        else:
+            if tile.CONSUMERS > 1:
+                of_segment = _with_sent(of_segment, letters, room.mailbox)
+            if work.begin > 0:
+                store_state(plan, slots + s - first_part, of_segment, tile, opaque_zero())
+            else:
+                folded = fold_states(State(m=M, l=L, acc=A), of_segment)
+                M, L, A = folded.m, folded.l, folded.acc
+        letters += 1
+    return State(m=M, l=L, acc=A), letters
+
+
+@gluon.jit
+def _write_or_store(is_all, work, head, state, lender, plan, out, tile):
+    """Write the output of a part that has all keys of its queries, or store its state."""
+    STATE: gl.constexpr = state.acc.type.layout
     # States under way at a row's end: what there are registers for, up to all of a bundle.
-    CELLS: gl.constexpr = FINISH_ROWS * FINISH_WIDTH // 128
-    FEW: gl.constexpr = 8 if ROWS == 16 and CONSUMERS == 1 else 4
-    AT_ONCE: gl.constexpr = 16 if CELLS * CONSUMERS <= 4 else 12 if CELLS * CONSUMERS <= 8 else FEW
-    lane = program_number() % HEADS
-    first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
-    exchange = exchange.index(PART)
-    turned = turned.index(PART)
-    queries = queries.index(PART)
+    CELLS: gl.constexpr = tile.FINISH_ROWS * tile.FINISH_WIDTH // 128 * tile.CONSUMERS
+    FEW: gl.constexpr = 8 if tile.ROWS == 16 and tile.CONSUMERS == 1 else 4
+    AT_ONCE: gl.constexpr = 16 if CELLS <= 4 else 12 if CELLS <= 8 else FEW
+    # Once more, instead of being kept in registers meanwhile.
+    token = gl.load(work.fields + 1)
+    count = gl.load(work.fields + 2)
+    if is_all:
+        row = gl.arange(0, tile.ROWS, layout=gl.SliceLayout(1, STATE)) + opaque_zero()
+        in_tile = head.in_group + row % tile.TILE_HEADS
+        column = gl.arange(0, tile.SIZE, layout=gl.SliceLayout(0, STATE))
+        at = token + row // tile.TILE_HEADS
+        heads = head.kv_head * tile.GROUP + in_tile
+        wanted = (row < count * tile.TILE_HEADS) & (in_tile < tile.GROUP)
+        write_state(state, at, heads, wanted, column, head.v_factor, with_wide_strides(out))
+    else:
+        wide_out = with_wide_strides(out)
+        arrive_and_fold(
+            work, head, state, lender, plan, wide_out, tile, opaque_zero(), AT_ONCE=AT_ONCE
+        )
+
+
+@gluon.jit
+def consume(PART: gl.constexpr, query, cache, ring, room, plan, mask, out, tile):
+    """Attend to all parts that the program takes.
+
+    Of two consumers the first (PART 0) takes even tiles of keys, and folds, finishes and writes.
+    The second (PART 1) takes odd tiles of keys, and sends its states to the first.
+    """
+    lane = program_number() % plan.HEADS
+    first_row, begin, past_row, mine, fields = share_at(plan.shares_ptr, plan.HEADS)
+    room = room.of(PART)
     turn = 0
     letters = 0
     for r in range(first_row, past_row):
-        end, req, kv_len, first, last, causal, _, low, high = part_at(
-            r, mine, fields, begin, causal_ptr, ranges_ptr, num_ranges, window, chunk,
-            lookback, KV_TILE, SEGMENT_UNIT, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-        )  # fmt: skip
-        if end > begin:
+        work = load_work_item(r, lane, mine, fields, begin, mask, ring.KV_TILE, plan.SEGMENT_UNIT)
+        if work.end > work.begin:
             token = gl.load(fields + 1)
             count = gl.load(fields + 2)
             first_part = gl.load(fields + 8)
-            tile_of_heads = (r % HEAD_LOOPS) * HEADS + lane
-            kv_head = tile_of_heads // HEAD_TILES
-            in_group = (tile_of_heads % HEAD_TILES) * TILE_HEADS
-            q_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LOADED))
-            q_column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LOADED))
-            q_head = in_group + q_row % TILE_HEADS
-            offset = (token + q_row // TILE_HEADS).to(gl.int64) * wide(query_token)
-            offset += (kv_head * GROUP + q_head) * query_head
-            wanted = (q_row < count * TILE_HEADS) & (q_head < GROUP)
-            q = gl.load(
-                query_ptr + offset[:, None] + q_column[None, :], mask=wanted[:, None], other=0.0
-            )
-            natural = factor
-            v_factor = 1.0
-            if E4M3:
-                natural = natural * gl.load(k_scale_ptr + kv_head * scale_head)
-                v_factor = gl.load(v_scale_ptr + kv_head * scale_head)
-                up = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, LOADED))
-                if q.dtype == gl.bfloat16:
-                    # fp16 has not its range: a power of two per row moves it there.
-                    q = q.to(gl.float32)
-                    down, up = power_of_two_guard(gl.max(gl.abs(q), 1))
-                    q = q * down[:, None]
-                q = q.to(gl.float16)
-                natural = natural * gl.convert_layout(up, SUMS)
-            if ROWS == 16:
-                q = gl.convert_layout(q, gl.DotOperandLayout(0, SCORES, 4 if E4M3 else 2))
-            else:
-                # Nobody multiplies the row's before it any more: each waits for its products.
-                thread_barrier()
-                queries.store(q)
-                fence_async_shared()
-                thread_barrier()
-                q = queries
-            top = gl.full([ROWS], float("-inf"), gl.float32, SUMS)
-            range_first = _queries_of(first, top, TILE_HEADS)
-            range_last = range_first
-            if RANGES:
-                ranges = ranges_ptr + req.to(gl.int64) * num_ranges * 2
-                range_first, range_last = own_range(range_first, ranges, num_ranges)
-            all_low, all_high = seen_by_all(
-                first, last, kv_len, causal, window, chunk, lookback, CAUSAL, WINDOW, CHUNK, False
-            )
-            zero = gl.zeros([ROWS, WIDTH // 2 if E4M3 else WIDTH], gl.float32, OUTPUT)
-            A = _joined(zero, zero, WIDTH)
-            STATE: gl.constexpr = A.type.layout
-            M = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, STATE))
-            L = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, STATE))
+            q, head = _load_queries(work, token, count, query, cache, room, plan, tile)
+            bounds = _bounds_of(work, mask, tile)
             is_all = True
             lender = 0
             if PART == 0:
-                parts = gl.load(fields + 9)
-                is_all = (begin == 0) & (end == parts) & (gl.load(fields + 11) == 1)
-                if not is_all:
-                    base = gl.load(fields + 7) + (r % HEAD_LOOPS) * gl.load(fields + 6)
-                    lender = lender_of(base, groups, total_ptr)
-            slots = (lender * HEADS + lane) * AREA
-            seen = segment_of(low * SEGMENT_UNIT, True)
-            unseen = segment_of(gl.maximum(high - 1, 0) * SEGMENT_UNIT, True) + 1
-            unseen = gl.where(high > low, unseen, seen)
+                is_all, lender = _lender_for(work, plan)
+            state, letters = _attend(
+                PART, work, q, head, bounds, first_part, slots_of(work, lender, plan), turn,
+                letters, query, ring, room, plan, mask, tile,
+            )  # fmt: skip
+            turn += gl.maximum(work.high - work.low, 0)
             if PART == 0:
-                if begin > 0:
-                    # Segments of which this layer's queries see nothing are states all the same.
-                    for s in range(first_part + begin, first_part + end):
-                        if (s < seen) | (s >= unseen):
-                            store_state(
-                                states_ptr, sums_ptr, slots + s - first_part, M, L, A,
-                                opaque_zero(), USED, WIDTH,
-                            )  # fmt: skip
-            for s in range(seen, unseen):
-                m = top
-                l = _sum_of_own(gl.zeros([ROWS, KV_TILE], gl.float32, SCORES), KV_TILE)
-                acc = zero
-                odd = zero
-                from_tile = gl.maximum(segment_start(s) // SEGMENT_UNIT, low)
-                to_tile = gl.minimum(segment_start(s + 1) // SEGMENT_UNIT, high)
-                if CONSUMERS > 1:
-                    from_tile += (from_tile ^ PART) & 1
-                for tile in range(from_tile, to_tile, CONSUMERS):
-                    m, l, acc, odd = _tile(
-                        tile, turn + tile - low, q, m, l, acc, odd, k_tiles, v_tiles, v_runs,
-                        exchange, turned, k_full, v_full, empty, natural, soft_cap, first, causal,
-                        kv_len, window, chunk, lookback, range_first, range_last, all_low, all_high,
-                        DTYPE, TILE_HEADS, KV_TILE, HALVES, RUN, STAGES, CONSUMERS, CAUSAL, WINDOW,
-                        CHUNK, RANGES, CLAMP, SOFT_CAP, E4M3,
-                    )  # fmt: skip
-                if not SOFT_CAP:
-                    m = m * natural
-                acc = _joined(acc, odd, WIDTH)
-                m = gl.convert_layout(m, gl.SliceLayout(1, STATE))
-                total = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, STATE))
-                if PART == 1:
-                    _send(m, total, acc, letters, letter, letter_top, letter_sum, sent, taken)
-                else:
-                    if CONSUMERS > 1:
-                        m, total, acc = _with_sent(
-                            m, total, acc, letters, letter, letter_top, letter_sum, sent, taken
-                        )
-                    if begin > 0:
-                        store_state(
-                            states_ptr, sums_ptr, slots + s - first_part, m, total, acc,
-                            opaque_zero(), USED, WIDTH,
-                        )  # fmt: skip
-                    else:
-                        M, L, A = fold(M, L, A, m, total, acc)
-                letters += 1
-            turn += gl.maximum(high - low, 0)
-            if PART == 0:
-                # Once more, instead of being kept in registers meanwhile.
-                token = gl.load(fields + 1)
-                count = gl.load(fields + 2)
-                if is_all:
-                    place = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STATE)) + opaque_zero()
-                    in_tile = in_group + place % TILE_HEADS
-                    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, STATE))
-                    write_rows(
-                        M, L, A, token + place // TILE_HEADS, kv_head * GROUP + in_tile,
-                        (place < count * TILE_HEADS) & (in_tile < GROUP), column, column >= 0,
-                        out_ptr, lse_ptr, sinks_ptr, v_factor, output_scale_ptr, wide(out_token),
-                        out_head, wide(lse_token), SINKS, FP8_OUT, LSE, True,
-                    )  # fmt: skip
-                else:
-                    finish_part(
-                        r, fields, lane, begin, end, lender, M, L, A, kv_head, in_group, rows_ptr,
-                        total_ptr, starts_ptr, counters_ptr, states_ptr, sums_ptr, out_ptr, lse_ptr,
-                        sinks_ptr, v_factor, output_scale_ptr, groups, wide(out_token), out_head,
-                        wide(lse_token), opaque_zero(), HEADS, HEAD_LOOPS, GROUP, TILE_HEADS, USED,
-                        SLOTS, BUNDLES, AREA, WIDTH, FINISH_ROWS, FINISH_WIDTH, SINKS, FP8_OUT, LSE,
-                        4, AT_ONCE,
-                    )  # fmt: skip
+                _write_or_store(is_all, work, head, state, lender, plan, out, tile)
         begin = 0
-        fields = rows_ptr + wide(((r + 1) // HEAD_LOOPS) * FIELDS)
+        fields = plan.rows_ptr + wide(((r + 1) // plan.HEAD_LOOPS) * FIELDS)

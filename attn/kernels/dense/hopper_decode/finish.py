@@ -11,247 +11,249 @@ from attn.kernels.dense.hopper_prefill.scheduler import wide
 from attn.kernels.dense.query_rows import write_rows
 from attn.kernels.dense.tile import fold
 from attn.kernels.lang.compat import thread_barrier
+from attn.kernels.lang.structures import Cells, Out, State
 
 _SMALL = tl.constexpr(256)
 """Columns of a small state of 16 rows."""
 
 
 @gluon.jit
-def store_state(
-    states_ptr, sums_ptr, slot, m, l, acc, zero, USED: gl.constexpr, WIDTH: gl.constexpr
-):
+def fold_states(before, behind):
+    """The state of two runs of keys that follow each other."""
+    m, l, acc = fold(before.m, before.l, before.acc, behind.m, behind.l, behind.acc)
+    return State(m=m, l=l, acc=acc)
+
+
+@gluon.jit
+def store_state(plan, slot, state, tile, zero):
     """State of one segment into its slot of the scratch, as
     :func:`attn.kernels.dense.tile.store_state` does; only rows below USED exist there. ``zero`` is
     one that the compiler does not know, where places of cells shall not be kept in registers from
     the kernel's beginning on.
     """
-    STATE: gl.constexpr = acc.type.layout
+    STATE: gl.constexpr = state.acc.type.layout
     SUMS: gl.constexpr = gl.SliceLayout(1, STATE)
-    row = gl.arange(0, acc.shape[0], layout=SUMS) + zero
-    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, STATE))
-    mine = row < USED
+    row = gl.arange(0, state.acc.shape[0], layout=SUMS) + zero
+    column = gl.arange(0, tile.SIZE, layout=gl.SliceLayout(0, STATE))
+    mine = row < tile.USED
     slot = slot.to(gl.int64)
-    sums = sums_ptr + slot * (2 * USED)
+    sums = plan.sums_ptr + slot * (2 * tile.USED)
     # Small ones stay in L2 until they are read: keys that stream past would have them written back
     # meanwhile, between their own reads. Large ones gained nothing by it.
-    IS_SMALL: gl.constexpr = acc.shape[0] == 16 and WIDTH <= _SMALL
+    IS_SMALL: gl.constexpr = state.acc.shape[0] == 16 and tile.SIZE <= _SMALL
     KEEP: gl.constexpr = "evict_last" if IS_SMALL else ""
-    gl.store(sums + row, m, mask=mine, eviction_policy=KEEP)
-    gl.store(sums + USED + row, l, mask=mine, eviction_policy=KEEP)
-    cells = row[:, None] * WIDTH + column[None, :]
-    places = states_ptr + slot * (USED * WIDTH) + cells
-    gl.store(places, acc, mask=mine[:, None], eviction_policy=KEEP)
+    gl.store(sums + row, state.m, mask=mine, eviction_policy=KEEP)
+    gl.store(sums + tile.USED + row, state.l, mask=mine, eviction_policy=KEEP)
+    cells = row[:, None] * tile.SIZE + column[None, :]
+    places = plan.states_ptr + slot * (tile.USED * tile.SIZE) + cells
+    gl.store(places, state.acc, mask=mine[:, None], eviction_policy=KEEP)
 
 
 @gluon.jit
-def _load_state(
-    states_ptr, sums_ptr, slot, row, cells, mine, mask, USED: gl.constexpr, WIDTH: gl.constexpr
-):
-    """m, l and acc of one stored state; empty where masked. Other multiprocessors stored it."""
+def _load_state(plan, slot, cells, is_there, tile):
+    """One stored state, which other multiprocessors stored; the empty one, which folds as the
+    identity, unless ``is_there``.
+    """
+    mine = cells.mine & is_there
     slot = slot.to(gl.int64)
-    sums = sums_ptr + slot * (2 * USED)
-    m = gl.load(sums + row, mask=mine, other=float("-inf"), cache_modifier=".cg")
-    l = gl.load(sums + USED + row, mask=mine, other=0.0, cache_modifier=".cg")
-    at = states_ptr + slot * (USED * WIDTH)
-    return m, l, gl.load(at + cells, mask=mask, other=0.0, cache_modifier=".cg")
+    sums = plan.sums_ptr + slot * (2 * tile.USED)
+    m = gl.load(sums + cells.row, mask=mine, other=float("-inf"), cache_modifier=".cg")
+    l = gl.load(sums + tile.USED + cells.row, mask=mine, other=0.0, cache_modifier=".cg")
+    at = plan.states_ptr + slot * (tile.USED * tile.SIZE) + cells.cell
+    acc = gl.load(at, mask=cells.mask & is_there, other=0.0, cache_modifier=".cg")
+    return State(m=m, l=l, acc=acc)
 
 
 @gluon.jit
-def _load_parts(
-    states_ptr, sums_ptr, slot, part, parts, row, cells, mine, mask, USED: gl.constexpr,
-    WIDTH: gl.constexpr,
-):  # fmt: skip
-    """States of four segments; past the last one the empty state, which folds as the identity."""
-    m0, l0, a0 = _load_state(
-        states_ptr, sums_ptr, slot + part, row, cells, mine & (part < parts), mask & (part < parts),
-        USED, WIDTH,
-    )  # fmt: skip
-    m1, l1, a1 = _load_state(
-        states_ptr, sums_ptr, slot + part + 1, row, cells, mine & (part + 1 < parts),
-        mask & (part + 1 < parts), USED, WIDTH,
-    )  # fmt: skip
-    m2, l2, a2 = _load_state(
-        states_ptr, sums_ptr, slot + part + 2, row, cells, mine & (part + 2 < parts),
-        mask & (part + 2 < parts), USED, WIDTH,
-    )  # fmt: skip
-    m3, l3, a3 = _load_state(
-        states_ptr, sums_ptr, slot + part + 3, row, cells, mine & (part + 3 < parts),
-        mask & (part + 3 < parts), USED, WIDTH,
-    )  # fmt: skip
-    return m0, l0, a0, m1, l1, a1, m2, l2, a2, m3, l3, a3
+def _load_parts(plan, slot, part, parts, cells, tile):
+    """States of four segments; past the last one the empty state."""
+    return (
+        _load_state(plan, slot + part, cells, part < parts, tile),
+        _load_state(plan, slot + part + 1, cells, part + 1 < parts, tile),
+        _load_state(plan, slot + part + 2, cells, part + 2 < parts, tile),
+        _load_state(plan, slot + part + 3, cells, part + 3 < parts, tile),
+    )
 
 
 @gluon.jit
-def _fold_many(
-    m, l, acc, states_ptr, sums_ptr, slot, part, parts, row, cells, mine, mask, USED: gl.constexpr,
-    WIDTH: gl.constexpr, AT_ONCE: gl.constexpr,
-):  # fmt: skip
+def _fold_many(state, plan, slot, part, parts, cells, tile, AT_ONCE: gl.constexpr):
     """A state and those of the next 12 or 16 segments, all asked for at once: whoever waits for
     them has nothing else to do, and mostly there are no more of them.
     """
-    m0, l0, a0, m1, l1, a1, m2, l2, a2, m3, l3, a3 = _load_parts(
-        states_ptr, sums_ptr, slot, part, parts, row, cells, mine, mask, USED, WIDTH
-    )
-    m4, l4, a4, m5, l5, a5, m6, l6, a6, m7, l7, a7 = _load_parts(
-        states_ptr, sums_ptr, slot, part + 4, parts, row, cells, mine, mask, USED, WIDTH
-    )
-    m8, l8, a8, m9, l9, a9, n0, k0, b0, n1, k1, b1 = _load_parts(
-        states_ptr, sums_ptr, slot, part + 8, parts, row, cells, mine, mask, USED, WIDTH
-    )
+    s0, s1, s2, s3 = _load_parts(plan, slot, part, parts, cells, tile)
+    s4, s5, s6, s7 = _load_parts(plan, slot, part + 4, parts, cells, tile)
+    s8, s9, s10, s11 = _load_parts(plan, slot, part + 8, parts, cells, tile)
     if AT_ONCE == 16:
-        n2, k2, b2, n3, k3, b3, n4, k4, b4, n5, k5, b5 = _load_parts(
-            states_ptr, sums_ptr, slot, part + 12, parts, row, cells, mine, mask, USED, WIDTH
-        )
-    m, l, acc = _fold_four(m, l, acc, m0, l0, a0, m1, l1, a1, m2, l2, a2, m3, l3, a3)
+        s12, s13, s14, s15 = _load_parts(plan, slot, part + 12, parts, cells, tile)
+    state = _fold_four(state, s0, s1, s2, s3)
     # Exponentials wait for no sum, which without a branch between them is known to ptxas; where a
     # thread has more of a state, it has no registers for that.
-    ALL: gl.constexpr = AT_ONCE == 16 and WIDTH <= 128
+    ALL: gl.constexpr = AT_ONCE == 16 and tile.SIZE <= 128
     if ALL or part + 4 < parts:
-        m, l, acc = _fold_four(m, l, acc, m4, l4, a4, m5, l5, a5, m6, l6, a6, m7, l7, a7)
+        state = _fold_four(state, s4, s5, s6, s7)
     if ALL or part + 8 < parts:
-        m, l, acc = _fold_four(m, l, acc, m8, l8, a8, m9, l9, a9, n0, k0, b0, n1, k1, b1)
+        state = _fold_four(state, s8, s9, s10, s11)
     if AT_ONCE == 16:
         if ALL or part + 12 < parts:
-            m, l, acc = _fold_four(m, l, acc, n2, k2, b2, n3, k3, b3, n4, k4, b4, n5, k5, b5)
-    return m, l, acc
+            state = _fold_four(state, s12, s13, s14, s15)
+    return state
 
 
 @gluon.jit
-def _fold_four(m, l, acc, m0, l0, a0, m1, l1, a1, m2, l2, a2, m3, l3, a3):
+def _fold_four(state, s0, s1, s2, s3):
     """A state and four that follow it."""
-    m, l, acc = fold(m, l, acc, m0, l0, a0)
-    m, l, acc = fold(m, l, acc, m1, l1, a1)
-    m, l, acc = fold(m, l, acc, m2, l2, a2)
-    return fold(m, l, acc, m3, l3, a3)
+    state = fold_states(fold_states(state, s0), s1)
+    return fold_states(fold_states(state, s2), s3)
+
+
+@gluon.jit
+def with_wide_strides(out):
+    """The same, with strides of tokens as int64."""
+    return Out(
+        out_ptr=out.out_ptr, lse_ptr=out.lse_ptr, sinks_ptr=out.sinks_ptr,
+        output_scale_ptr=out.output_scale_ptr, out_token=wide(out.out_token), out_head=out.out_head,
+        lse_token=wide(out.lse_token), SINKS=out.SINKS, FP8_OUT=out.FP8_OUT, LSE=out.LSE,
+    )  # fmt: skip
+
+
+@gluon.jit
+def write_state(state, at, heads, wanted, columns, v_factor, out):
+    """Normalise a state and write it: output ``[M, columns]`` and LSE ``[M]`` of rows whose tokens
+    are ``at`` ``[M]`` and whose query heads are ``heads`` ``[M]``.
+    """
+    write_rows(
+        state.m, state.l, state.acc, at, heads, wanted, columns, columns >= 0, out.out_ptr,
+        out.lse_ptr, out.sinks_ptr, v_factor, out.output_scale_ptr, out.out_token, out.out_head,
+        out.lse_token, out.SINKS, out.FP8_OUT, out.LSE, True,
+    )  # fmt: skip
 
 
 @gluon.jit
 def _fold_parts(
-    kv_head, in_group, token, count, slot, first, parts, target, stores, states_ptr, sums_ptr,
-    out_ptr, lse_ptr, sinks_ptr, v_factor, output_scale_ptr, out_token, out_head, lse_token, zero,
-    GROUP: gl.constexpr, TILE_HEADS: gl.constexpr, USED: gl.constexpr, WIDTH: gl.constexpr,
-    FINISH_ROWS: gl.constexpr, FINISH_WIDTH: gl.constexpr, SINKS: gl.constexpr,
-    FP8_OUT: gl.constexpr, LSE: gl.constexpr, WARPS: gl.constexpr, AT_ONCE: gl.constexpr,
+    token, count, head, plan, out, tile, slot, first, parts, target, stores, zero,
+    WARPS: gl.constexpr, AT_ONCE: gl.constexpr,
 ):  # fmt: skip
     """Fold a row's stored states in the order of :func:`attn.kernels.dense.query_rows.fold_parts`:
     the prefix in slot ``slot``, then ``slot + first`` on; write the row, or its state to
     ``target``. AT_ONCE of them are under way, 4, 8, 12 or 16.
     """
     # Of as many rows as there are, at 128 bytes of each: a thread has few maxima and sums then.
-    MOST: gl.constexpr = min(FINISH_WIDTH // 4, 32)
-    LANES: gl.constexpr = min(max(32 * WARPS // FINISH_ROWS, 8), MOST)
+    MOST: gl.constexpr = min(tile.FINISH_WIDTH // 4, 32)
+    LANES: gl.constexpr = min(max(32 * WARPS // tile.FINISH_ROWS, 8), MOST)
     CELLS: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [WARPS, 1], [1, 0])
-    row = gl.arange(0, FINISH_ROWS, layout=gl.SliceLayout(1, CELLS)) + zero
-    mine = row < USED
-    for c0 in range(0, WIDTH, FINISH_WIDTH):
-        column = c0 + gl.arange(0, FINISH_WIDTH, layout=gl.SliceLayout(0, CELLS))
-        cells = row[:, None] * WIDTH + column[None, :]
-        mask = mine[:, None] & (column >= 0)[None, :]
-        m, l, acc = _load_state(states_ptr, sums_ptr, slot, row, cells, mine, mask, USED, WIDTH)
+    row = gl.arange(0, tile.FINISH_ROWS, layout=gl.SliceLayout(1, CELLS)) + zero
+    mine = row < tile.USED
+    for c0 in range(0, tile.SIZE, tile.FINISH_WIDTH):
+        column = c0 + gl.arange(0, tile.FINISH_WIDTH, layout=gl.SliceLayout(0, CELLS))
+        cells = Cells(
+            row=row,
+            cell=row[:, None] * tile.SIZE + column[None, :],
+            mine=mine,
+            mask=mine[:, None] & (column >= 0)[None, :],
+        )
+        state = _load_state(plan, slot, cells, True, tile)
         if AT_ONCE > 8:
             for part in range(first, parts, AT_ONCE):
-                m, l, acc = _fold_many(
-                    m, l, acc, states_ptr, sums_ptr, slot, part, parts, row, cells, mine, mask,
-                    USED, WIDTH, AT_ONCE,
-                )  # fmt: skip
+                state = _fold_many(state, plan, slot, part, parts, cells, tile, AT_ONCE)
         elif AT_ONCE == 4:
             for part in range(first, parts, 4):
-                m0, l0, a0, m1, l1, a1, m2, l2, a2, m3, l3, a3 = _load_parts(
-                    states_ptr, sums_ptr, slot, part, parts, row, cells, mine, mask, USED, WIDTH
-                )
-                m, l, acc = _fold_four(m, l, acc, m0, l0, a0, m1, l1, a1, m2, l2, a2, m3, l3, a3)
+                s0, s1, s2, s3 = _load_parts(plan, slot, part, parts, cells, tile)
+                state = _fold_four(state, s0, s1, s2, s3)
         else:
-            m0, l0, a0, m1, l1, a1, m2, l2, a2, m3, l3, a3 = _load_parts(
-                states_ptr, sums_ptr, slot, first, parts, row, cells, mine, mask, USED, WIDTH
-            )
+            s0, s1, s2, s3 = _load_parts(plan, slot, first, parts, cells, tile)
             for part in range(first, parts, 4):
                 # The next four are asked for before these are folded: a fold waits for its own.
-                n0, k0, b0, n1, k1, b1, n2, k2, b2, n3, k3, b3 = _load_parts(
-                    states_ptr, sums_ptr, slot, part + 4, parts, row, cells, mine, mask, USED, WIDTH
-                )
-                m, l, acc = _fold_four(m, l, acc, m0, l0, a0, m1, l1, a1, m2, l2, a2, m3, l3, a3)
-                m0, l0, a0, m1, l1, a1 = n0, k0, b0, n1, k1, b1
-                m2, l2, a2, m3, l3, a3 = n2, k2, b2, n3, k3, b3
+                n0, n1, n2, n3 = _load_parts(plan, slot, part + 4, parts, cells, tile)
+                state = _fold_four(state, s0, s1, s2, s3)
+                s0, s1, s2, s3 = n0, n1, n2, n3
         if stores:
-            sums = sums_ptr + target.to(gl.int64) * (2 * USED)
-            gl.store(sums + row, m, mask=mine)
-            gl.store(sums + USED + row, l, mask=mine)
-            gl.store(states_ptr + target.to(gl.int64) * (USED * WIDTH) + cells, acc, mask=mask)
+            sums = plan.sums_ptr + target.to(gl.int64) * (2 * tile.USED)
+            gl.store(sums + row, state.m, mask=mine)
+            gl.store(sums + tile.USED + row, state.l, mask=mine)
+            places = plan.states_ptr + target.to(gl.int64) * (tile.USED * tile.SIZE) + cells.cell
+            gl.store(places, state.acc, mask=cells.mask)
         else:
-            head = kv_head * GROUP + in_group + row % TILE_HEADS
-            wanted = (row < count * TILE_HEADS) & (in_group + row % TILE_HEADS < GROUP)
-            at = token + row // TILE_HEADS
-            write_rows(
-                m, l, acc, at, head, wanted, column, column >= 0, out_ptr, lse_ptr, sinks_ptr,
-                v_factor, output_scale_ptr, out_token, out_head, lse_token, SINKS, FP8_OUT, LSE,
-                True,
-            )  # fmt: skip
+            heads = head.kv_head * tile.GROUP + head.in_group + row % tile.TILE_HEADS
+            in_tile = head.in_group + row % tile.TILE_HEADS
+            wanted = (row < count * tile.TILE_HEADS) & (in_tile < tile.GROUP)
+            at = token + row // tile.TILE_HEADS
+            write_state(state, at, heads, wanted, column, head.v_factor, out)
 
 
 @gluon.jit
-def lender_of(place, groups, total_ptr):
+def lender_of(place, plan):
     """The first group that starts inside the keys that begin at a place among the step's tiles: it
     lends them its slots, since no other row can need them.
     """
-    total = gl.load(total_ptr + 1)
-    return (place.to(gl.int64) * wide(groups) // total).to(gl.int32) + 1
+    total = gl.load(plan.total_ptr + 1)
+    return (place.to(gl.int64) * wide(plan.groups) // total).to(gl.int32) + 1
 
 
 @gluon.jit
-def _place_of(fields, loop, end):
+def place_of(fields, loop, end):
     """Place of a row's first tile among all tiles of the step, or (end 1) past its last."""
     return gl.load(fields + 7) + (loop + end) * gl.load(fields + 6)
 
 
 @gluon.jit
-def finish_part(
-    r, fields, lane, begin, end, lender, m, l, acc, kv_head, in_group, rows_ptr, total_ptr,
-    starts_ptr, counters_ptr, states_ptr, sums_ptr, out_ptr, lse_ptr, sinks_ptr, v_factor,
-    output_scale_ptr, groups, out_token, out_head, lse_token, zero, HEADS: gl.constexpr,
-    HEAD_LOOPS: gl.constexpr, GROUP: gl.constexpr, TILE_HEADS: gl.constexpr, USED: gl.constexpr,
-    SLOTS: gl.constexpr, BUNDLES: gl.constexpr, AREA: gl.constexpr, WIDTH: gl.constexpr,
-    FINISH_ROWS: gl.constexpr, FINISH_WIDTH: gl.constexpr, SINKS: gl.constexpr,
-    FP8_OUT: gl.constexpr, LSE: gl.constexpr, WARPS: gl.constexpr = 4,
-    AT_ONCE: gl.constexpr = 8,
-):  # fmt: skip
-    """A part that is not all of its queries' keys: its state is stored, and who has the last folds.
+def slots_of(work, lender, plan):
+    """The first slot for states of the part's segments, which the group ``lender`` lends."""
+    return (lender * plan.HEADS + work.lane) * plan.AREA
 
-    As at the end of :func:`attn.kernels.dense.decode.decode_kernel`, whose slots and counters it
-    uses.
+
+@gluon.jit
+def _group_slots(work, lender, bundle, bundles, slots, plan):
+    """Where states of the row's segment groups go: lent by the first group of programs that starts
+    in the middle of their keys, or the program's own when there is none.
+
+    Returns the first slot, the owning group, and whether more than one group of programs arrives.
     """
-    parts = gl.load(fields + 9)
-    bundle = gl.load(fields + 10)
-    bundles = gl.load(fields + 11)
-    loop = r % HEAD_LOOPS
-    is_whole = (begin == 0) & (end == parts)
-    slots = (lender * HEADS + lane) * AREA
-    after_prefix = 1
-    if not is_whole:
-        # Only the last to arrive needs it, and then at once.
-        after_prefix = gl.load(starts_ptr + 2 * lender + 1)
+    loop = work.number % plan.HEAD_LOOPS
     spans = bundles > 1
     mine_too = slots
     owner = lender
     if bundles > 1:
-        # Where states of the tokens' bundles go: lent by the first group that starts in the middle
-        # of their keys, or the program's own when there is none.
-        which = r // HEAD_LOOPS - bundle
-        owner = lender_of(_place_of(rows_ptr + which * FIELDS, loop, 0), groups, total_ptr)
-        place = _place_of(rows_ptr + (which + bundles - 1) * FIELDS, loop, 1) - 1
-        spans = lender_of(place, groups, total_ptr) > owner
+        which = work.number // plan.HEAD_LOOPS - bundle
+        owner = lender_of(place_of(plan.rows_ptr + which * FIELDS, loop, 0), plan)
+        place = place_of(plan.rows_ptr + (which + bundles - 1) * FIELDS, loop, 1) - 1
+        spans = lender_of(place, plan) > owner
         lends = gl.where(spans, owner, owner - 1)
-        mine_too = (lends * HEADS + lane) * AREA + SLOTS
-        mine_too += (gl.where(spans, 0, HEAD_LOOPS) + loop) * BUNDLES
-    if begin == 0:
+        mine_too = (lends * plan.HEADS + work.lane) * plan.AREA + plan.SLOTS
+        mine_too += (gl.where(spans, 0, plan.HEAD_LOOPS) + loop) * plan.BUNDLES
+    return mine_too, owner, spans
+
+
+@gluon.jit
+def arrive_and_fold(
+    work, head, state, lender, plan, out, tile, zero, WARPS: gl.constexpr = 4,
+    AT_ONCE: gl.constexpr = 8,
+):  # fmt: skip
+    """Store the state of a part that has not all keys of its queries; the last to arrive folds.
+
+    It works as the end of :func:`attn.kernels.dense.decode.decode_kernel` does, by the same slots
+    and counters.
+    """
+    parts = gl.load(work.fields + 9)
+    bundle = gl.load(work.fields + 10)
+    bundles = gl.load(work.fields + 11)
+    loop = work.number % plan.HEAD_LOOPS
+    is_whole = (work.begin == 0) & (work.end == parts)
+    slots = slots_of(work, lender, plan)
+    after_prefix = 1
+    if not is_whole:
+        # Only the last to arrive needs it, and then at once.
+        after_prefix = gl.load(plan.starts_ptr + 2 * lender + 1)
+    mine_too, owner, spans = _group_slots(work, lender, bundle, bundles, slots, plan)
+    if work.begin == 0:
         slot = gl.where(is_whole, mine_too + bundle, slots)
-        store_state(states_ptr, sums_ptr, slot, m, l, acc, zero, USED, WIDTH)
+        store_state(plan, slot, state, tile, zero)
     # All threads have stored before one of them says so.
     thread_barrier()
     ready = is_whole
     if not is_whole:
-        counter = counters_ptr + lender * HEADS + lane
-        arrived = gl.atomic_add(counter, end - begin, sem="acq_rel", scope="gpu")
-        ready = arrived + end - begin == parts
+        counter = plan.counters_ptr + lender * plan.HEADS + work.lane
+        arrived = gl.atomic_add(counter, work.end - work.begin, sem="acq_rel", scope="gpu")
+        ready = arrived + work.end - work.begin == parts
         if ready:
             gl.store(counter, 0)
     if ready:
@@ -268,17 +270,15 @@ def finish_part(
                 goes_on = bundle + 1 == bundles
                 thread_barrier()
                 if spans:
-                    counter = counters_ptr + groups * HEADS
-                    counter += (owner * HEADS + lane) * HEAD_LOOPS + loop
+                    counter = plan.counters_ptr + plan.groups * plan.HEADS
+                    counter += (owner * plan.HEADS + work.lane) * plan.HEAD_LOOPS + loop
                     arrived = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
                     goes_on = arrived + 1 == bundles
                     if goes_on:
                         gl.store(counter, 0)
             if goes_on:
                 _fold_parts(
-                    kv_head, in_group, gl.load(fields + 1), gl.load(fields + 2), slot, after,
-                    count_of, mine_too + bundle, (level == 0) & (bundles > 1), states_ptr, sums_ptr,
-                    out_ptr, lse_ptr, sinks_ptr, v_factor, output_scale_ptr, out_token, out_head,
-                    lse_token, zero, GROUP, TILE_HEADS, USED, WIDTH, FINISH_ROWS, FINISH_WIDTH,
-                    SINKS, FP8_OUT, LSE, WARPS, AT_ONCE,
+                    gl.load(work.fields + 1), gl.load(work.fields + 2), head, plan, out, tile, slot,
+                    after, count_of, mine_too + bundle, (level == 0) & (bundles > 1), zero, WARPS,
+                    AT_ONCE,
                 )  # fmt: skip

@@ -26,6 +26,7 @@ from attn.kernels.dense.hopper_decode.consumer import consume
 from attn.kernels.dense.hopper_decode.producer import produce
 from attn.kernels.lang.compat import reinterpret, wait_for_kernels_before
 from attn.kernels.lang.constants import LOG2E
+from attn.kernels.lang.structures import Cache, Mailbox, Mask, Out, Plan, Query, Ring, Room, Tile
 
 _REGISTERS = tl.constexpr(96)
 """Of the producer's thread beside one consumer, who has all that a thread can have anyway."""
@@ -126,6 +127,27 @@ def hopper_decode_kernel(
     Query ``[T, H, SIZE]``, out ``[T, H, SIZE]``, LSE ``[T, H]``; the rest as in
     :func:`attn.kernels.dense.decode.decode_kernel`.
     """
+    mask = Mask(
+        causal_ptr=causal_ptr, ranges_ptr=ranges_ptr, num_ranges=num_ranges, window=window,
+        chunk=chunk, lookback=lookback, CAUSAL=CAUSAL, WINDOW=WINDOW, CHUNK=CHUNK, RANGES=RANGES,
+        CLAMP=CLAMP,
+    )  # fmt: skip
+    plan = Plan(
+        rows_ptr=rows_ptr, total_ptr=total_ptr, starts_ptr=starts_ptr, shares_ptr=shares_ptr,
+        counters_ptr=counters_ptr, states_ptr=states_ptr, sums_ptr=sums_ptr, groups=groups,
+        HEADS=HEADS, HEAD_LOOPS=HEAD_LOOPS, HEAD_TILES=HEAD_TILES, SLOTS=SLOTS, BUNDLES=BUNDLES,
+        AREA=AREA, SEGMENT_UNIT=SEGMENT_UNIT,
+    )  # fmt: skip
+    out = Out(
+        out_ptr=out_ptr, lse_ptr=lse_ptr, sinks_ptr=sinks_ptr, output_scale_ptr=output_scale_ptr,
+        out_token=out_token, out_head=out_head, lse_token=lse_token, SINKS=SINKS, FP8_OUT=FP8_OUT,
+        LSE=LSE,
+    )  # fmt: skip
+    cache = Cache(
+        k_desc=k_desc, v_desc=v_desc, table_ptr=table_ptr, table_row=table_row,
+        k_scale_ptr=k_scale_ptr, v_scale_ptr=v_scale_ptr, scale_head=scale_head,
+        BLOCK_SIZE=BLOCK_SIZE,
+    )  # fmt: skip
     # Of e4m3, words of two elements: as such they can be read transposed.
     STORED: gl.constexpr = k_desc.dtype
     DTYPE: gl.constexpr = gl.float16 if E4M3 else STORED
@@ -181,55 +203,44 @@ def hopper_decode_kernel(
     # TMA sees barriers by another way than threads do.
     fence_async_shared()
     wait_for_kernels_before()
+    # Of 16 rows, warps lie along keys for scores and along columns for output, so that no key is
+    # read twice; of 64 rows, each warp has 16.
+    NARROW: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
+    BY_KEY: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
+    BY_COLUMN: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
+    tile = Tile(
+        GROUP=GROUP, TILE_HEADS=TILE_HEADS, USED=TILE_HEADS * QUERY_TOKENS, ROWS=ROWS, SIZE=SIZE,
+        DTYPE=DTYPE, E4M3=E4M3, SCORES=NARROW if ROWS == 16 else BY_KEY,
+        OUTPUT=NARROW if ROWS == 16 else BY_COLUMN, CONSUMERS=CONSUMERS, FINISH_ROWS=FINISH_ROWS,
+        FINISH_WIDTH=FINISH_WIDTH,
+    )  # fmt: skip
+    query = Query(
+        query_ptr=query_ptr, query_token=query_token, query_head=query_head, factor=factor,
+        soft_cap=soft_cap, SOFT_CAP=SOFT_CAP,
+    )  # fmt: skip
+    ring = Ring(
+        k_boxes=k_boxes, v_boxes=v_boxes, k_tiles=k_tiles, v_tiles=v_tiles, v_runs=v_runs,
+        k_full=k_full, v_full=v_full, empty=empty, STAGES=STAGES, HALVES=HALVES, KV_TILE=KV_TILE,
+        RUN=RUN,
+    )  # fmt: skip
+    mailbox = Mailbox(acc=letter, top=letter_top, sums=letter_sum, sent=sent, taken=taken)
+    room = Room(exchange=exchange, turned=turned, queries=queries, mailbox=mailbox)
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (consume, (0, query_ptr, k_tiles, v_tiles, v_runs, queries, exchange, turned,
-                    letter, letter_top, letter_sum, k_full, v_full, empty, sent, taken, out_ptr,
-                    lse_ptr, output_scale_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr,
-                    counters_ptr, states_ptr, sums_ptr, causal_ptr, ranges_ptr, sinks_ptr,
-                    k_scale_ptr, v_scale_ptr, scale_head, query_token, query_head, out_token,
-                    out_head, lse_token, factor, soft_cap, groups, window, chunk, lookback,
-                    num_ranges, HEADS, HEAD_LOOPS, HEAD_TILES, GROUP, TILE_HEADS, QUERY_TOKENS,
-                    ROWS, SLOTS, BUNDLES, AREA, SEGMENT_UNIT, DTYPE, KV_TILE, SIZE, RUN, STAGES,
-                    CONSUMERS, FINISH_ROWS, FINISH_WIDTH, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-                    SOFT_CAP, SINKS, FP8_OUT, LSE, E4M3)),
-                (produce, (k_desc, v_desc, k_boxes, v_boxes, k_full, v_full, empty, table_ptr,
-                    rows_ptr, shares_ptr, causal_ptr, ranges_ptr, table_row, num_ranges, window,
-                    chunk, lookback, HEADS, HEAD_LOOPS, HEAD_TILES, KV_TILE, SEGMENT_UNIT,
-                    HALVES, BLOCK_SIZE, RUN, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
+                (consume, (0, query, cache, ring, room, plan, mask, out, tile)),
+                (produce, (cache, ring, plan, mask)),
             ],
             [1],
             [_REGISTERS],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (consume, (0, query_ptr, k_tiles, v_tiles, v_runs, queries, exchange, turned,
-                    letter, letter_top, letter_sum, k_full, v_full, empty, sent, taken, out_ptr,
-                    lse_ptr, output_scale_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr,
-                    counters_ptr, states_ptr, sums_ptr, causal_ptr, ranges_ptr, sinks_ptr,
-                    k_scale_ptr, v_scale_ptr, scale_head, query_token, query_head, out_token,
-                    out_head, lse_token, factor, soft_cap, groups, window, chunk, lookback,
-                    num_ranges, HEADS, HEAD_LOOPS, HEAD_TILES, GROUP, TILE_HEADS, QUERY_TOKENS,
-                    ROWS, SLOTS, BUNDLES, AREA, SEGMENT_UNIT, DTYPE, KV_TILE, SIZE, RUN, STAGES,
-                    CONSUMERS, FINISH_ROWS, FINISH_WIDTH, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-                    SOFT_CAP, SINKS, FP8_OUT, LSE, E4M3)),
-                (consume, (1, query_ptr, k_tiles, v_tiles, v_runs, queries, exchange, turned,
-                    letter, letter_top, letter_sum, k_full, v_full, empty, sent, taken, out_ptr,
-                    lse_ptr, output_scale_ptr, rows_ptr, total_ptr, starts_ptr, shares_ptr,
-                    counters_ptr, states_ptr, sums_ptr, causal_ptr, ranges_ptr, sinks_ptr,
-                    k_scale_ptr, v_scale_ptr, scale_head, query_token, query_head, out_token,
-                    out_head, lse_token, factor, soft_cap, groups, window, chunk, lookback,
-                    num_ranges, HEADS, HEAD_LOOPS, HEAD_TILES, GROUP, TILE_HEADS, QUERY_TOKENS,
-                    ROWS, SLOTS, BUNDLES, AREA, SEGMENT_UNIT, DTYPE, KV_TILE, SIZE, RUN, STAGES,
-                    CONSUMERS, FINISH_ROWS, FINISH_WIDTH, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-                    SOFT_CAP, SINKS, FP8_OUT, LSE, E4M3)),
-                (produce, (k_desc, v_desc, k_boxes, v_boxes, k_full, v_full, empty, table_ptr,
-                    rows_ptr, shares_ptr, causal_ptr, ranges_ptr, table_row, num_ranges, window,
-                    chunk, lookback, HEADS, HEAD_LOOPS, HEAD_TILES, KV_TILE, SEGMENT_UNIT,
-                    HALVES, BLOCK_SIZE, RUN, STAGES, CAUSAL, WINDOW, CHUNK, RANGES, CLAMP)),
+                (consume, (0, query, cache, ring, room, plan, mask, out, tile)),
+                (consume, (1, query, cache, ring, room, plan, mask, out, tile)),
+                (produce, (cache, ring, plan, mask)),
             ],
             [4, 1],
             [_OF_THREE[ROWS // 64][0], _OF_THREE[ROWS // 64][1]],
-        )  # fmt: skip
+        )

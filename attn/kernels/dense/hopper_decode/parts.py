@@ -6,8 +6,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attn.kernels.dense.hopper_prefill.scheduler import keys_seen
 from attn.kernels.lang.opaque import program_number
+from attn.kernels.lang.structures import Work
 from builders.splitkv.device.segments import segment_start
 from builders.splitkv.record import (
     ROW_FIELDS,
@@ -34,24 +34,19 @@ def share_at(shares_ptr, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def part_at(
-    r, mine, fields, begin, causal_ptr, ranges_ptr, num_ranges, window, chunk, lookback,
-    KV_TILE: gl.constexpr, SEGMENT_UNIT: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    CHUNK: gl.constexpr, RANGES: gl.constexpr, CLAMP: gl.constexpr,
-):  # fmt: skip
-    """A row's segments ``[begin, end)``, counted from its first, and what is walked for them.
-
-    Returns ``end``; request, KV length, first and last position of the queries, the causal flag;
-    the first key that a query sees, and tiles of keys ``[low, high)``.
-    """
+def load_work_item(
+    r, lane, mine, fields, begin, mask, KV_TILE: gl.constexpr, SEGMENT_UNIT: gl.constexpr
+):
+    """The program's part of work item ``r``, which begins with segment ``begin`` of the row."""
     req, count, kv_len, first, first_part, parts, bundle = walked_fields(fields, True)
     end = gl.where(r == gl.load(mine + 2), gl.load(mine + 3), parts)
     last, causal, start, low, high = tiles_of(
-        begin, end, req, count, kv_len, first, first_part, bundle, causal_ptr, ranges_ptr,
-        num_ranges, window, chunk, lookback, KV_TILE, SEGMENT_UNIT, CAUSAL, WINDOW, CHUNK, RANGES,
-        CLAMP,
+        begin, end, req, count, kv_len, first, first_part, bundle, mask, KV_TILE, SEGMENT_UNIT
+    )
+    return Work(
+        number=r, lane=lane, fields=fields, begin=begin, end=end, req=req, kv_len=kv_len,
+        first=first, last=last, causal=causal, start=start, low=low, high=high,
     )  # fmt: skip
-    return end, req, kv_len, first, last, causal, start, low, high
 
 
 @gluon.jit
@@ -71,19 +66,14 @@ def walked_fields(fields, there_is):
 
 @gluon.jit
 def tiles_of(
-    begin, end, req, count, kv_len, first, first_part, bundle, causal_ptr, ranges_ptr, num_ranges,
-    window, chunk, lookback, KV_TILE: gl.constexpr, SEGMENT_UNIT: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr, RANGES: gl.constexpr,
-    CLAMP: gl.constexpr,
+    begin, end, req, count, kv_len, first, first_part, bundle, mask, KV_TILE: gl.constexpr,
+    SEGMENT_UNIT: gl.constexpr,
 ):  # fmt: skip
     """What is walked for a row's segments ``[begin, end)``: last position of the queries, the
     causal flag, the first key that a query sees, and tiles of keys ``[low, high)``.
     """
     last = first + count - 1
-    causal, start, stop = keys_seen(
-        req, first, last, kv_len, causal_ptr, ranges_ptr, num_ranges, window, chunk, lookback,
-        CAUSAL, WINDOW, CHUNK, RANGES, CLAMP,
-    )  # fmt: skip
+    causal, start, stop = mask.keys_seen(req, first, last, kv_len)
     low = gl.maximum(segment_start(first_part + begin) // SEGMENT_UNIT, start // KV_TILE)
     # A layer that sees further back than the plan knows starts earlier than the plan.
     is_first = (begin == 0) & (bundle == 0)

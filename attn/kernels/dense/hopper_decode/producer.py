@@ -25,39 +25,29 @@ def pages_of(
 
 
 @gluon.jit
-def _load_tile(
-    desc, pages, tile, kv_head, stage, full, boxes, KV_TILE: gl.constexpr, HALVES: gl.constexpr,
-    RUN: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-):  # fmt: skip
+def _load_tile(desc, pages, tile, kv_head, stage, full, boxes, ring, BLOCK_SIZE: gl.constexpr):
     """A tile of keys or values into its stage."""
-    RUNS: gl.constexpr = KV_TILE // RUN
+    RUNS: gl.constexpr = ring.KV_TILE // ring.RUN
     run = gl.arange(0, RUNS, layout=gl.BlockedLayout([RUNS], [32], [1], [0]))
-    mbarrier.expect(full.index(stage), KV_TILE * HALVES * 128)
+    mbarrier.expect(full.index(stage), ring.KV_TILE * ring.HALVES * 128)
     for i in gl.static_range(RUNS):
         # Outside the cache a box is zeros.
         page = gl.max(gl.where(run == i, pages, -1), 0)
-        within = (tile * KV_TILE + i * RUN) % BLOCK_SIZE
-        for half in gl.static_range(HALVES):
+        within = (tile * ring.KV_TILE + i * ring.RUN) % BLOCK_SIZE
+        for half in gl.static_range(ring.HALVES):
             async_load(
                 desc,
                 [page, within, kv_head, half * 64],
                 full.index(stage),
-                boxes.index((stage * HALVES + half) * RUNS + i),
+                boxes.index((stage * ring.HALVES + half) * RUNS + i),
             )
 
 
 @gluon.jit
-def produce(
-    k_desc, v_desc, k_boxes, v_boxes, k_full, v_full, empty, table_ptr, rows_ptr, shares_ptr,
-    causal_ptr, ranges_ptr, table_row, num_ranges, window, chunk, lookback, HEADS: gl.constexpr,
-    HEAD_LOOPS: gl.constexpr, HEAD_TILES: gl.constexpr, KV_TILE: gl.constexpr,
-    SEGMENT_UNIT: gl.constexpr, HALVES: gl.constexpr, BLOCK_SIZE: gl.constexpr, RUN: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CHUNK: gl.constexpr,
-    RANGES: gl.constexpr, CLAMP: gl.constexpr,
-):  # fmt: skip
+def produce(cache, ring, plan, mask):
     """Keys and values of all parts that the program takes, tile after tile."""
-    lane = program_number() % HEADS
-    first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
+    lane = program_number() % plan.HEADS
+    first_row, begin, past_row, mine, fields = share_at(plan.shares_ptr, plan.HEADS)
     # Beside the share, and later a row ahead: of loads in turn each is most of a microsecond.
     next_row = gl.load(mine + 2)
     next_segment = gl.load(mine + 3)
@@ -66,33 +56,31 @@ def produce(
     for r in range(first_row, past_row):
         end = gl.where(r == next_row, next_segment, parts)
         _, _, start, low, high = tiles_of(
-            begin, end, req, count, kv_len, first, first_part, bundle, causal_ptr, ranges_ptr,
-            num_ranges, window, chunk, lookback, KV_TILE, SEGMENT_UNIT, CAUSAL, WINDOW, CHUNK,
-            RANGES, CLAMP,
+            begin, end, req, count, kv_len, first, first_part, bundle, mask, ring.KV_TILE,
+            plan.SEGMENT_UNIT,
         )  # fmt: skip
-        kv_head = ((r % HEAD_LOOPS) * HEADS + lane) // HEAD_TILES
+        kv_head = ((r % plan.HEAD_LOOPS) * plan.HEADS + lane) // plan.HEAD_TILES
         # A table has fewer than 2^31 entries.
-        table = table_ptr + req * table_row
+        table = cache.table_ptr + req * cache.table_row
         own_len = kv_len
         req, count, kv_len, first, first_part, parts, bundle = walked_fields(
-            rows_ptr + ((r + 1) // HEAD_LOOPS) * FIELDS, r + 1 < past_row
+            plan.rows_ptr + ((r + 1) // plan.HEAD_LOOPS) * FIELDS, r + 1 < past_row
         )
-        pages = pages_of(table, low, start, own_len, KV_TILE, RUN, BLOCK_SIZE)
+        pages = pages_of(table, low, start, own_len, ring.KV_TILE, ring.RUN, cache.BLOCK_SIZE)
         for tile in range(low, high):
-            stage = turn % STAGES
+            stage, parity = ring.stage_of(turn)
             # A tile ahead; past the last of the part it is not used.
-            ahead = pages_of(
-                table, gl.minimum(tile + 1, high - 1), start, own_len, KV_TILE, RUN, BLOCK_SIZE
-            )
+            after = gl.minimum(tile + 1, high - 1)
+            ahead = pages_of(table, after, start, own_len, ring.KV_TILE, ring.RUN, cache.BLOCK_SIZE)
             # A fresh barrier lets parity 1 pass at once.
-            mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
+            mbarrier.wait(ring.empty.index(stage), parity ^ 1)
             _load_tile(
-                k_desc, pages, tile, kv_head, stage, k_full, k_boxes, KV_TILE, HALVES, RUN,
-                BLOCK_SIZE,
+                cache.k_desc, pages, tile, kv_head, stage, ring.k_full, ring.k_boxes, ring,
+                cache.BLOCK_SIZE,
             )  # fmt: skip
             _load_tile(
-                v_desc, pages, tile, kv_head, stage, v_full, v_boxes, KV_TILE, HALVES, RUN,
-                BLOCK_SIZE,
+                cache.v_desc, pages, tile, kv_head, stage, ring.v_full, ring.v_boxes, ring,
+                cache.BLOCK_SIZE,
             )  # fmt: skip
             pages = ahead
             turn += 1

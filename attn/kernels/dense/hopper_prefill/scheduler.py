@@ -6,8 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attn.kernels.lang.compat import thread_barrier
-from attn.kernels.lang.masks import last_visible
-from builders.splitkv.device.segments import first_visible
+from attn.kernels.lang.structures import Mask
 
 RECORD = gl.constexpr(16)
 """Room for the numbers of a tile."""
@@ -72,21 +71,12 @@ def keys_seen(
     """What a request's queries from position ``first`` to ``last`` see: whether it is causal, and
     keys ``[start, stop)``.
     """
-    causal = 1
-    if CAUSAL == 2:
-        causal = gl.load(causal_ptr + req).to(gl.int32)
-    ranges = ranges_ptr
-    if RANGES:
-        ranges = ranges_ptr + req.to(gl.int64) * num_ranges * 2
-    start = first_visible(
-        first, last, window, chunk, lookback, ranges, num_ranges, WINDOW or CHUNK, CHUNK, RANGES,
-        CLAMP,
+    mask = Mask(
+        causal_ptr=causal_ptr, ranges_ptr=ranges_ptr, num_ranges=num_ranges, window=window,
+        chunk=chunk, lookback=lookback, CAUSAL=CAUSAL, WINDOW=WINDOW, CHUNK=CHUNK, RANGES=RANGES,
+        CLAMP=CLAMP,
     )  # fmt: skip
-    stop = last_visible(
-        last, kv_len, causal, window, ranges, num_ranges, first, CAUSAL, WINDOW, CHUNK, False,
-        RANGES,
-    )  # fmt: skip
-    return causal, start, stop
+    return mask.keys_seen(req, first, last, kv_len)
 
 
 @gluon.jit

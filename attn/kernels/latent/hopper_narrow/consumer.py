@@ -10,13 +10,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from attn.kernels.dense.hopper_decode.finish import finish_part, lender_of, store_state
-from attn.kernels.dense.hopper_decode.parts import FIELDS, part_at, share_at
+from attn.kernels.dense.hopper_decode.finish import (
+    arrive_and_fold,
+    fold_states,
+    lender_of,
+    place_of,
+    slots_of,
+    store_state,
+    write_state,
+)
+from attn.kernels.dense.hopper_decode.parts import FIELDS, load_work_item, share_at
 from attn.kernels.dense.hopper_prefill.scheduler import wide
-from attn.kernels.dense.query_rows import write_rows
-from attn.kernels.dense.tile import fold, power_of_two_guard
+from attn.kernels.dense.tile import power_of_two_guard
 from attn.kernels.lang.compat import thread_barrier
 from attn.kernels.lang.packed import e4m3_planes
+from attn.kernels.lang.structures import Head, Out, Plan, State, Tile, causal_mask
 from builders.splitkv.device.segments import segment_of, segment_start
 
 _WARPS = tl.constexpr(8)
@@ -289,16 +297,30 @@ def consume_narrow(
     """All parts that the program takes."""
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, _WARPS], [16, 8])
     SUMS: gl.constexpr = gl.SliceLayout(1, OUTPUT)
-    USED: gl.constexpr = TILE_HEADS * QUERY_TOKENS
+    mask = causal_mask()
+    plan = Plan(
+        rows_ptr=rows_ptr, total_ptr=total_ptr, starts_ptr=starts_ptr, shares_ptr=shares_ptr,
+        counters_ptr=counters_ptr, states_ptr=states_ptr, sums_ptr=sums_ptr, groups=groups,
+        HEADS=HEADS, HEAD_LOOPS=HEAD_LOOPS, HEAD_TILES=1, SLOTS=SLOTS, BUNDLES=BUNDLES, AREA=AREA,
+        SEGMENT_UNIT=SEGMENT_UNIT,
+    )  # fmt: skip
+    out = Out(
+        out_ptr=out_ptr, lse_ptr=lse_ptr, sinks_ptr=None, output_scale_ptr=None,
+        out_token=OUT_TOKEN, out_head=OUT_HEAD, lse_token=LSE_TOKEN, SINKS=False, FP8_OUT=False,
+        LSE=LSE,
+    )  # fmt: skip
+    sizes = Tile(
+        GROUP=GROUP, TILE_HEADS=TILE_HEADS, USED=TILE_HEADS * QUERY_TOKENS, ROWS=16, SIZE=_WIDTH,
+        DTYPE=None, E4M3=E4M3, SCORES=OUTPUT, OUTPUT=OUTPUT, CONSUMERS=1, FINISH_ROWS=FINISH_ROWS,
+        FINISH_WIDTH=FINISH_WIDTH,
+    )  # fmt: skip
     lane = gl.program_id(0) % HEADS
     first_row, begin, past_row, mine, fields = share_at(shares_ptr, HEADS)
     turn = 0
     for r in range(first_row, past_row):
-        end, _, kv_len, first, _, _, _, low, high = part_at(
-            r, mine, fields, begin, rows_ptr, rows_ptr, 0, 0, 1, 0, KV_TILE, SEGMENT_UNIT, 1,
-            False, False, False, False,
-        )  # fmt: skip
-        if end > begin:
+        work = load_work_item(r, lane, mine, fields, begin, mask, KV_TILE, SEGMENT_UNIT)
+        first, kv_len, low, high = work.first, work.kv_len, work.low, work.high
+        if work.end > begin:
             in_group = ((r % HEAD_LOOPS) * HEADS + lane) * TILE_HEADS
             first_part = gl.load(fields + 8)
             v_factor = 1.0
@@ -321,12 +343,11 @@ def consume_narrow(
             M = gl.full([16], float("-inf"), gl.float32, gl.SliceLayout(1, STATE))
             L = gl.zeros([16], gl.float32, gl.SliceLayout(1, STATE))
             parts = gl.load(fields + 9)
-            is_all = (begin == 0) & (end == parts) & (gl.load(fields + 11) == 1)
+            is_all = (begin == 0) & (work.end == parts) & (gl.load(fields + 11) == 1)
             lender = 0
             if not is_all:
-                place = gl.load(fields + 7) + (r % HEAD_LOOPS) * gl.load(fields + 6)
-                lender = lender_of(place, groups, total_ptr)
-            slots = (lender * HEADS + lane) * AREA
+                lender = lender_of(place_of(fields, r % HEAD_LOOPS, 0), plan)
+            slots = slots_of(work, lender, plan)
             # The plan, causal as the kernel is, has no segment of which nothing is seen.
             seen = segment_of(low * SEGMENT_UNIT)
             unseen = segment_of(gl.maximum(high - 1, 0) * SEGMENT_UNIT) + 1
@@ -351,31 +372,25 @@ def consume_narrow(
                 m = gl.convert_layout(m * natural, gl.SliceLayout(1, STATE))
                 total = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, STATE))
                 acc = _joined(even0, odd0, even1, odd1, E4M3)
+                state = State(m=m, l=total, acc=acc)
                 if begin > 0:
-                    slot = slots + s - first_part
-                    store_state(states_ptr, sums_ptr, slot, m, total, acc, 0, USED, _WIDTH)
+                    store_state(plan, slots + s - first_part, state, sizes, 0)
                 else:
-                    M, L, A = fold(M, L, A, m, total, acc)
+                    folded = fold_states(State(m=M, l=L, acc=A), state)
+                    M, L, A = folded.m, folded.l, folded.acc
             # Once more, instead of being kept in registers meanwhile.
             token = gl.load(fields + 1)
             count = gl.load(fields + 2)
+            whole = State(m=M, l=L, acc=A)
             if is_all:
-                at = gl.arange(0, 16, layout=gl.SliceLayout(1, STATE))
-                head = in_group + at % TILE_HEADS
+                place = gl.arange(0, 16, layout=gl.SliceLayout(1, STATE))
+                heads = in_group + place % TILE_HEADS
                 column = gl.arange(0, _WIDTH, layout=gl.SliceLayout(0, STATE))
-                write_rows(
-                    M, L, A, token + at // TILE_HEADS, head,
-                    (at < count * TILE_HEADS) & (head < GROUP), column, column >= 0, out_ptr,
-                    lse_ptr, lse_ptr, v_factor, lse_ptr, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, False,
-                    False, LSE, True,
-                )  # fmt: skip
+                at = token + place // TILE_HEADS
+                wanted = (place < count * TILE_HEADS) & (heads < GROUP)
+                write_state(whole, at, heads, wanted, column, v_factor, out)
             else:
-                finish_part(
-                    r, fields, lane, begin, end, lender, M, L, A, 0, in_group, rows_ptr, total_ptr,
-                    starts_ptr, counters_ptr, states_ptr, sums_ptr, out_ptr, lse_ptr, lse_ptr,
-                    v_factor, lse_ptr, groups, OUT_TOKEN, OUT_HEAD, LSE_TOKEN, 0, HEADS, HEAD_LOOPS,
-                    GROUP, TILE_HEADS, USED, SLOTS, BUNDLES, AREA, _WIDTH, FINISH_ROWS,
-                    FINISH_WIDTH, False, False, LSE, _WARPS,
-                )  # fmt: skip
+                head = Head(kv_head=0, in_group=in_group, natural=natural, v_factor=v_factor)
+                arrive_and_fold(work, head, whole, lender, plan, out, sizes, 0, _WARPS)
         begin = 0
         fields = rows_ptr + wide(((r + 1) // HEAD_LOOPS) * FIELDS)
