@@ -222,8 +222,8 @@ class DenseLauncher:
     def _variant(self, step: TritonAttentionMetadata, tensors: DenseTensors) -> tuple[Any, ...]:
         """The variant key: everything that a variant depends on, except the plans.
 
-        No length and no address is part of it. The numbers of rows of query, output and LSE are
-        checked here too.
+        No length is part of it, and of addresses only the alignment. The numbers of rows of query,
+        output and LSE are checked here too.
         """
         rows = tensors.rows
         if rows is None:
