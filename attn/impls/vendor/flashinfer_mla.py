@@ -24,7 +24,7 @@ from builders.vendor.flashinfer_parts.mla_choice import (
 
 
 class FlashInferMlaImpl(LatentImpl):
-    """Runs over 16-bit caches of the model's type; on Hopper also over e4m3 with a tensor's scale."""
+    """Runs over caches of the model's 16-bit type; on Hopper also over e4m3, one scale a tensor."""
 
     can_return_lse_for_decode = True
 
