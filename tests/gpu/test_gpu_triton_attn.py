@@ -151,7 +151,7 @@ Results = tuple[Tensor, Tensor]
 
 
 def same(one: Results, other: Results) -> bool:
-    """Whether two results are equal; none of them holds a NaN, so equal is bit for bit."""
+    """Whether two results are equal; a NaN in one would make them differ."""
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 class DenseLauncher:
     """The launches of one layer.
 
-    A *variant* is a launch without its tensors: a kernel and the arguments that all launches like
-    it share. It depends on the layer, on dtypes, strides and alignment of the tensors, on which of
-    them there are, and on static numbers of the plan. It is made, and the tensors are checked, once
-    for all launches like it; no length is part of what it depends on.
+    A *variant* is a launch without its tensors: a kernel, and the arguments that all launches of
+    the variant share. A variant depends on the layer, on the dtypes, strides and alignment of the
+    tensors, on which optional tensors are given, and on static numbers of the plan. It depends on
+    no length. A variant is prepared, and its tensors are checked, once.
     """
 
     tensors = DenseTensors
@@ -43,7 +43,7 @@ class DenseLauncher:
     def __init__(self, layer: DenseLayer) -> None:
         """
         Args:
-            layer: what never changes.
+            layer: the layer's constants.
         """
         self.layer = layer
         self._stored = stored_as(layer.cache_dtype)
@@ -58,7 +58,7 @@ class DenseLauncher:
 
         Args:
             step: the builder's record.
-            tensors: of this forward.
+            tensors: the tensors of this forward.
 
         Raises:
             ValueError: tensors that do not fit the layer.
@@ -193,8 +193,8 @@ class DenseLauncher:
             check_call(self.layer, step, tensors)
             return {}
 
-        # Descriptors need aligned addresses. The variant says so of keys and values already, so
-        # that only the query's address is added.
+        # Descriptors need aligned addresses. The variant key holds the alignment of all addresses
+        # but the query's already.
         key = (variant, tensors.query.data_ptr() % 16, step.first_positions is None)
         return self._hopper.bind(plan, step, tensors, varying, key, check)
 

@@ -359,7 +359,7 @@ def _write_or_store(is_all, work, head, state, lender, plan, out, tile):
     CELLS: gl.constexpr = tile.FINISH_ROWS * tile.FINISH_WIDTH // 128 * tile.CONSUMERS
     FEW: gl.constexpr = 8 if tile.ROWS == 16 and tile.CONSUMERS == 1 else 4
     AT_ONCE: gl.constexpr = 16 if CELLS <= 4 else 12 if CELLS <= 8 else FEW
-    # Once more, instead of being kept in registers meanwhile.
+    # Load these numbers again here, so that the loop over keys does not keep them in registers.
     token = gl.load(work.fields + 1)
     count = gl.load(work.fields + 2)
     if is_all:
@@ -381,8 +381,9 @@ def _write_or_store(is_all, work, head, state, lender, plan, out, tile):
 def consume(PART: gl.constexpr, query, cache, ring, room, plan, mask, out, tile):
     """Attend to all parts that the program takes.
 
-    Of two consumers the first (PART 0) takes even tiles of keys, and folds, finishes and writes.
-    The second (PART 1) takes odd tiles of keys, and sends its states to the first.
+    A single consumer (PART 0) takes all tiles of keys. With two consumers, the first (PART 0) takes
+    even tiles of keys, and folds, finishes and writes. The second (PART 1) takes odd tiles of keys,
+    and sends its states to the first.
     """
     lane = program_number() % plan.HEADS
     first_row, begin, past_row, mine, fields = share_at(plan.shares_ptr, plan.HEADS)

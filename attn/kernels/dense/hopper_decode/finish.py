@@ -146,8 +146,8 @@ def _fold_parts(
     part each. If ``stores``, the folded state goes to slot ``target``, else the output is written.
     AT_ONCE states are being loaded at a time: 4, 8, 12 or 16.
     """
-    # A warp covers as many rows as fit with at least 128 bytes of each, so that a thread has few
-    # maxima and sums.
+    # The warps cover as many rows at once as leave at least 8 lanes (128 bytes) to each row, so
+    # that a thread has few maxima and sums.
     MOST: gl.constexpr = min(tile.FINISH_WIDTH // 4, 32)
     LANES: gl.constexpr = min(max(32 * WARPS // tile.FINISH_ROWS, 8), MOST)
     CELLS: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [WARPS, 1], [1, 0])
