@@ -69,7 +69,7 @@ def _row_calls(hardware: bool) -> Iterator[KernelCall]:
     yield clear_call(out, lse, flags)
     for dtype in (torch.bfloat16, _E4M3):
         pages = torch.zeros(3, 2, 64, 8, 128).to(dtype)
-        yield clear_tails_call(pages[:, 0], pages[:, 1], index[None], index[:1]).record
+        yield clear_tails_call(pages[:, 0], pages[:, 1], index[None], index[:1]).call
     for given in (index, None):
         for into in (packed, packed.bfloat16()):
             yield pack_query_call(nope, rope, given, 1.0, into, hardware_e4m3=hardware)

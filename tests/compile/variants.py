@@ -28,6 +28,7 @@ from attn.impls.dense.triton_attn import TritonAttentionImpl
 from attn.impls.latent.triton_mla import TritonMLAImpl
 from attn.kernels.cache.merge import merge_call
 from attn.kernels.cache.write import rope_and_write_kv_call, write_kv_call
+from attn.kernels.dense.hopper_prefill import widened as widened_launch
 from attn.kernels.lang.stored import PTX, PTX_SM89
 from attn.kernels.latent.launcher import LatentLauncher, LatentLayer, LatentTensors
 from attn.kernels.sparse.launcher import sparse_calls
@@ -558,6 +559,7 @@ def pretending(target: int) -> Iterator[None]:
         mock.patch.object(builders.latent.triton_mla, "device_facts", return_value=device.facts),
         mock.patch.object(attn.kernels.dense.launcher, "decode_form", return_value=form),
         mock.patch.object(attn.kernels.latent.launcher, "decode_form", return_value=form),
+        mock.patch.object(widened_launch, "decode_form", return_value=form),
     ):
         yield
 
