@@ -37,7 +37,7 @@ from builders.splitkv.device.segments import segment_of, segment_start
 def _clear_tail(ring, stage, live):
     """Zero the values from row ``live`` of a tile to the end of that row's run.
 
-    No request has written these slots, so they may hold NaN.
+    These slots hold no token of the request, and may hold NaN.
     """
     RUNS: gl.constexpr = ring.KV_TILE // ring.RUN
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -262,7 +262,7 @@ def _load_queries(work, token, count, query, cache, room, plan, tile):
 
 @gluon.jit
 def _bounds_of(work, mask, tile):
-    """Say which keys the queries of a part see, as far as all tiles of keys share it."""
+    """Compute the bounds of the keys that the queries of a part see, for all tiles of keys."""
     row = gl.arange(0, tile.ROWS, layout=gl.SliceLayout(1, tile.SCORES))
     position = work.first + row // tile.TILE_HEADS
     range_first, range_last = mask.own_range(position, work.req)
@@ -274,7 +274,12 @@ def _bounds_of(work, mask, tile):
 
 @gluon.jit
 def _lender_for(work, plan):
-    """Say whether a part has all keys of its queries; if not, which group lends it slots."""
+    """Find the group that lends a part its state slots.
+
+    Returns:
+        Whether the part has all keys of its queries and needs no slot; and the lending group, 0 if
+        none is needed.
+    """
     parts = gl.load(work.fields + 9)
     is_all = (work.begin == 0) & (work.end == parts) & (gl.load(work.fields + 11) == 1)
     lender = 0
