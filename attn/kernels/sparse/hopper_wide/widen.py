@@ -29,8 +29,8 @@ _PAIR = tl.constexpr("cvt.rn.bf16x2.f32 $0, $1, $1;")
 
 @gluon.jit
 def widen_scaled(words, factors):
-    """Words of four e4m3 ``[KV, N]``, times an fp32 factor for each row ``[KV]``, become words of two
-    bf16 ``[KV, 2 N]``.
+    """Words of four e4m3 ``[KV, N]`` become words of two bf16 ``[KV, 2 N]``, multiplied by an fp32
+    factor for each row ``[KV]``.
     """
     pair = gl.inline_asm_elementwise(_PAIR, "=r,f", [factors], dtype=gl.int32, is_pure=True, pack=1)
     _, pairs = gl.broadcast(words, pair[:, None])
