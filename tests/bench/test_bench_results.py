@@ -52,7 +52,7 @@ def not_measured(name, status=Status.UNAVAILABLE, reason="no such thing"):
 
 
 def result_of(name, ours, peers=None, **fields):
-    """``ours`` is microseconds or a contender; ``peers`` likewise, by name."""
+    """A result; ``ours`` and each of ``peers``, by name, is microseconds or a contender."""
     made = [
         value if isinstance(value, Contender) else measured(peer, value)
         for peer, value in (peers or {}).items()

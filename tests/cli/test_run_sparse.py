@@ -117,7 +117,7 @@ def test_faults_are_seen(given: list[str], fault: Fault) -> None:
 def test_lists_that_are_not_the_best_are_seen(
     given: list[str], monkeypatch: pytest.MonkeyPatch, shift: int
 ) -> None:
-    """Of as many positions as there should be, one further on or back."""
+    """A list has the right number of positions, but each is shifted by one, on or back."""
     forward = SparseIndexer.forward
 
     def shifted(self: SparseIndexer, inputs: Any) -> torch.Tensor:

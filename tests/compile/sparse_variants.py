@@ -147,7 +147,7 @@ def alternatives(target: int) -> dict[str, KernelCall]:
 
 
 def tested(target: int) -> dict[str, KernelCall]:
-    """Of what a device is given, what every run of the tests compiles."""
+    """The launches that every run of the tests compiles, of all that a device is given."""
     kept = ("8 heads 4096 rows", "128 heads", "logits e4m3", "selection e4m3", "keys e4m3")
     if target != 90:
         kept = ("656 8 heads 4096 rows", "bf16 8 heads 4096 rows", "logits e4m3", "selection e4m3")

@@ -57,7 +57,7 @@ def test_many_heads_are_multiplied_by_warp_group_once(
 
 
 def test_keys_of_logits_stay_in_registers(compiled: dict[int, dict[str, Facts]]) -> None:
-    """Of the kernel for Hopper, four of whose programs fit a multiprocessor; queries are shared."""
+    """The Hopper kernel shares queries, and keeps keys in registers; four programs fit an SM."""
     facts = compiled[90]["paged logits e4m3 hopper"]
     assert facts.warp_group_products == 8
     assert facts.shared == 64 * 128 * 2

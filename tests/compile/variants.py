@@ -134,7 +134,7 @@ class Layer:
     rswa: int | None = None
     drafts: int = 0
     reqs: int = 2
-    """Of a step."""
+    """Requests of a step."""
     batch_invariant: bool = False
     per_head_scales: bool = False
     lse: bool = False
@@ -159,7 +159,7 @@ class Layer:
     counts: bool = False
     """Their entries come to the front."""
     rows: int = 4096
-    """Of queries with a list each; few are cut into parts."""
+    """Query tokens, each with a list; the lists of few tokens are cut into parts."""
 
     @property
     def v_size(self) -> int:
@@ -608,8 +608,8 @@ def attention_calls(
     Args:
         layer: what to attend with.
         query_len: new tokens of each request.
-        prefill: what the engine is configured to.
-        decode: likewise.
+        prefill: the prefill kernel that the engine is configured to.
+        decode: the decode kernel that the engine is configured to.
         query: ``[T, H, D]``; None makes one.
         output_dtype: None is the layer's.
         prefix: tokens that the requests share.

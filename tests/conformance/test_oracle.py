@@ -198,7 +198,7 @@ def any_rules(draw: st.DrawFn) -> Rules:
 
 
 def seen_as_sets(q: int, n: int, rules: Rules) -> set[int]:
-    """The same definitions as unions and intersections of ranges of python ints."""
+    """Keys that query ``q`` of ``n`` sees, by unions and intersections of integer ranges."""
     end = q + 1 if rules.causal else n
     window, keys = rules.sliding_window, set(range(end))
     if rules.rswa_window is not None and rules.rswa_prefix_len is not None:

@@ -25,7 +25,7 @@ from specs.layouts import KVOrder, KVPacking
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SEED = int(os.environ.get("ATTN_TEST_SEED", "0"))
-"""Of the layers and of the batches; another one is another test."""
+"""Seed of the layers and of the batches; another seed is another test."""
 MOST_LAYERS = 60
 SHARDS = 12
 BLOCK_SIZES = (16, 32, 48, 64, 528)

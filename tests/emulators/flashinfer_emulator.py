@@ -78,7 +78,7 @@ class _Wrapper:
     mutation: Mutation | None = None
     name: str
     names: dict[str, str]
-    """Of what ``plan`` is given."""
+    """Names of what ``plan`` is given."""
     buffer_names: dict[str, str]
 
     def _given(self, method: str, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def installed_methods() -> dict[str, str]:
         for node in parsed(MODULES[version]).body
         if isinstance(node, ast.ClassDef) and node.name == WRAPPER
     )
-    # Of overloads the last one counts.
+    # Where a function has overloads, the last definition counts.
     methods = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
     return {name: written(methods[name].args) for name in SIGNATURES[version]}
 

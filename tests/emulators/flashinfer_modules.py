@@ -144,7 +144,7 @@ def groups() -> Iterator[tuple[str, type[AttentionBackend], list[Case]]]:
 
 
 def beside_other_prefills() -> Iterator[Module]:
-    """Of ``test_decodes_read_every_layout_beside_triton_s_prefills``."""
+    """Modules that ``test_decodes_read_every_layout_beside_triton_s_prefills`` loads."""
     for dtype in (torch.float16, torch.bfloat16):
         for page in (16, 32, 64, 128):
             for heads in HEADS:
@@ -154,7 +154,7 @@ def beside_other_prefills() -> Iterator[Module]:
 
 
 def of_both_kernels() -> Iterator[Module]:
-    """Of ``test_both_kernels_take_both_orders``."""
+    """Modules that ``test_both_kernels_take_both_orders`` loads."""
     for name in ("causal", "window", "soft_cap"):
         feature = FEATURES[name]
         case = Case(feature, BATCHES["full_prefill"])

@@ -192,7 +192,7 @@ def installed_signatures() -> dict[tuple[str, str], str]:
             for node in parsed(module).body
             if isinstance(node, ast.ClassDef) and node.name == cls
         )
-        # Of overloads the last one counts.
+        # Where a function has overloads, the last definition counts.
         methods = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
         for name in METHODS:
             found[cls, name] = written(methods.get(BEHIND.get(name, name), methods[name]).args)
@@ -204,7 +204,7 @@ def installed_functions() -> dict[str, str]:
     found = {}
     for name, module in FUNCTION_MODULES.items():
         body = parsed(module).body
-        # Of overloads the last one counts.
+        # Where a function has overloads, the last definition counts.
         (*_, node) = (
             node for node in body if isinstance(node, ast.FunctionDef) and node.name == name
         )

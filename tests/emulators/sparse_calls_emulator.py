@@ -60,7 +60,7 @@ SIGNATURES = {
         "return_softmax_lse=_"
     ),
 }
-"""Of vLLM 0.26.0, and of FlashAttention's own package."""
+"""Signatures in vLLM 0.26.0, and in FlashAttention's own package."""
 VLLM_FILES = {
     PREFILL: "third_party/flashmla/flash_mla_interface.py",
     CACHED: "third_party/flashmla/flash_mla_interface.py",
@@ -75,7 +75,7 @@ Mutation = Callable[[str, dict[str, Any]], None]
 
 
 def installed_signatures() -> dict[str, str] | None:
-    """Of the installed vLLM, read from its files; None without one."""
+    """Signatures in the installed vLLM, read from its files; None if vLLM is not installed."""
     found = importlib.util.find_spec("vllm")
     if found is None or not found.submodule_search_locations:
         return None
@@ -105,7 +105,7 @@ class Emulator:
     writes: bool = True
     """FlashMLA's functions take ``out``: vLLM's do, its own package's do not."""
     base_of_lse: float = math.e
-    """Of FlashMLA's log-sum-exp."""
+    """Base of FlashMLA's log-sum-exp."""
     is_vllm: bool = True
     """FlashAttention 3 is vLLM's."""
     called: list[str] = field(default_factory=list)

@@ -77,7 +77,7 @@ def installed_functions() -> dict[str, str]:
     found = {}
     for name, module in MODULES.items():
         nodes = [node for node in parsed(module).body if isinstance(node, ast.FunctionDef)]
-        # Of overloads the last one counts.
+        # Where a function has overloads, the last definition counts.
         (*_, node) = (node for node in nodes if node.name == name)
         found[name] = written(node.args)
     return found

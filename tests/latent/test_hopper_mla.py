@@ -285,7 +285,7 @@ def test_one_program_has_all_of_a_row_or_many_a_part_each(
 def test_it_keeps_all_that_is_promised(
     batch: str, cache_dtype: CacheDType, launched: list[KernelCall]
 ) -> None:
-    """The same bits alone, replays, another table."""
+    """Bits are the same when a request is alone, in a replay, and with another table."""
     check_case(TritonMLABackend, LatentCase(BATCHES[batch], 3, DType.FLOAT16, cache_dtype), CPU)
     assert launched
 

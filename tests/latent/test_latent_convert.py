@@ -134,7 +134,7 @@ def test_zeros_and_values_out_of_range_leave_a_finite_row(model: torch.dtype) ->
     units = fields["nope"].float()
     assert bool(units.isfinite().all())
     assert bool(fields["rope"].isfinite().all())
-    # Of an infinite block only what is in e4m3's own range is kept.
+    # A block with an infinite element keeps only elements in e4m3's own range.
     assert fields["scale"][2].tolist() == [1.0, 1.0]
     assert units[2, [200, 201]].tolist() == [448.0, 3.0]
     scales = fields["scale"].double()
@@ -268,7 +268,7 @@ def test_other_scales_round_once(k_scale: float, model: torch.dtype) -> None:
     given, made, _ = converted(RAW, BF16, scale, model)
     before = real_of(given, RAW, model, scale)[there]
     largest = torch.finfo(model).max
-    # Of the product in fp32, and of that in the model's type: as one rounding is, but for ties.
+    # The product is rounded to fp32 and then to the model's type: like one rounding, but for ties.
     slack = torch.finfo(torch.float32).eps * before.abs()
     limit = stored_rows.half_ulp(before.clamp(-largest, largest), model) + slack
     assert bool(((real_of(made, BF16, model, scale)[there] - before).abs() <= limit).all())

@@ -56,7 +56,7 @@ class SparseCase:
 
     @property
     def scale(self) -> float:
-        """Of the logits."""
+        """The factor of the logits."""
         return float((self.rank + self.rope_size) ** -0.5)
 
 

@@ -52,7 +52,7 @@ Part = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a layer, and of what is cached."""
+    """Sizes of a layer, and of its cache."""
 
     num_heads: int = 4
     rank: int = 512
@@ -277,8 +277,10 @@ class SparseLayer:
         return latent, lse
 
     def check(self, step: Step, output: Tensor) -> None:
-        """Of the forward that was last: lists are the oracle's, states are its too, within their
-        budget, and values are those of the states.
+        """Check the last forward.
+
+        Its lists are the oracle's, its states are the oracle's within their budget, and its output
+        is made of its states.
         """
         sizes, record = self.sizes, self.builder.build(0, step.batch)
         count = record.num_actual_tokens
@@ -356,7 +358,7 @@ class Captured:
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
                 self.call()
-        # Of a graph, the tensors that a replay writes.
+        # Keep the tensors of the captured forward: a replay writes them.
         self.state = layer.state
 
     def call(self) -> None:
@@ -428,7 +430,7 @@ class Drafts:
     def one_by_one(
         self, batch: CommonAttentionMetadata, rejected: Tensor
     ) -> list[tuple[Tensor, Tensor]]:
-        """The same by records of their own."""
+        """The drafts' outputs and states, with a record built anew for each draft."""
         layer, found = self.layer, []
         for at, step in enumerate(self.steps):
             batch = advance(batch, BLOCK, layer.sizes.longest, None if at else rejected)

@@ -154,7 +154,7 @@ def tiles_of(case: SparseCase) -> dict[str, SparseTile]:
 def test_states_are_the_oracles(
     case: SparseCase, is_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three programs on a device of three multiprocessors, in any order."""
+    """Three programs on three multiprocessors store the oracle's states, in any order."""
     monkeypatch.setattr(sparse_launch, "_multiprocessors", lambda _: 3)
     translation = gluon_in_numpy.Translation()
     calls = gluon_in_numpy.take_over(monkeypatch, hopper_sparse_kernel, translation)
@@ -226,7 +226,7 @@ SHARED = {
 def test_programs_that_walk_equally_many_tiles(
     case: SparseCase, is_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of programs in any order: bits do not depend on it."""
+    """Bits do not depend on the order in which programs run."""
     calls = gluon_in_numpy.take_over(
         monkeypatch, hopper_sparse_kernel, gluon_in_numpy.Translation()
     )

@@ -70,7 +70,7 @@ def fill_lists(step: Step, every: int) -> None:
 def errors_of(
     kernel: SparseKernel, layout: LatentFormat, device: str, name: str, **emulator: Any
 ) -> tuple[float, float]:
-    """Of a step by the kernel: output's and LSE's errors in units of what is allowed."""
+    """Errors of the kernel's output and LSE in a step, in units of what is allowed."""
     found = KNOWN_DEVICES[device]
     with emulated(found, **emulator), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sparse_choice, "capability_of", lambda _: found.compute_capability)
@@ -223,7 +223,7 @@ def test_a_captured_wrapper_reads_the_lists_of_a_later_step(version: str) -> Non
         again = builder.build(0, step.batch)
         assert captured.decode.planned.wrapper is again.decode.planned.wrapper
         assert captured.decode.planned.wrapper.is_graph
-        # Of lists that are not full the library's own kernel takes the rows.
+        # The library's own kernel takes rows whose lists are not full.
         assert captured.decode.launch.workspace is again.decode.launch.workspace
         out, _ = impl.forward_mqa(step.query, step.cache, captured, scales)
         wanted = step.expected({False: False, True: False})

@@ -87,7 +87,7 @@ TABLE: Final = {
 ON_B200: Final = {
     (BF16, K.TRTLLM): (AS_IT_IS, AS_IT_IS),
     (BF16, K.FA3): (SM90_ONLY, SM90_ONLY),
-    # Of the two, the one for few keys per new token.
+    # FlashMLA has two kernels: this is the kernel for few keys per new token.
     (RAW, K.FLASHMLA_AUTO): (TO_BF16, TO_656),
     (RAW, K.TRTLLM): (AS_IT_IS, AS_IT_IS),
     (RAW, K.FLASHINFER_MLA): (SM90_ONLY, SM90_ONLY),

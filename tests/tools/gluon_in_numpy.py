@@ -31,7 +31,7 @@ _here = threading.local()
 _memory = {"programs": 1}
 """Whether the kernels before are waited for; programs of the launch."""
 _lag = {"share": 0.0}
-"""Of loads into shared memory, those that arrive late."""
+"""Share of the loads into shared memory that arrive late."""
 LATE = 0.03
 """Seconds until they do: several that were asked for later overtake them."""
 GATHERING = 128
@@ -423,7 +423,7 @@ def _runs(x: Any, length: int) -> np.ndarray:
 
 
 def _multiple_of(x: Any, divisor: int) -> Any:
-    # Of numbers that follow each other the first is meant.
+    # ``multiple_of`` is about the first number of each run of ``divisor`` numbers.
     assert (_runs(x, divisor)[:, 0] % divisor == 0).all()
     return x
 

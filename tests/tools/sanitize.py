@@ -48,7 +48,7 @@ CONTROLS: Final = {"the arriving thread's": False, "another thread's": False, "a
 """Controls, and whether racecheck has to find something that is not explained."""
 PREFIX: Final = "========= "
 UNKNOWN: Final = "unknown"
-"""Of a run whose commit nobody said."""
+"""Commit of a run that was not told its commit."""
 GRACE: Final = 150.0
 """Seconds to begin in, and for launches that have begun to end."""
 
@@ -118,9 +118,9 @@ _PLACE: Final = re.compile(r"(Read|Write) access at (\w+)\+0x[0-9a-f]+ in ([\w.]
 
 
 def reports(log: str) -> list[list[Race]]:
-    """Of a log in racecheck's analysis mode: each report's first access with every other of it.
+    """The reports in a log of racecheck's analysis mode: the first access with each other access.
 
-    One of which a line is not understood is empty: it is counted, and not explained.
+    A report with a line that is not understood is empty: it is counted, and never explained.
     """
     found_reports: list[list[Race]] = []
     first: Place | None = None
@@ -195,8 +195,9 @@ def function_at(file: str, line: int, kernel: str = "") -> str:
 
 @cache
 def dispatch_lines(file: str, kernel: str) -> frozenset[int]:
-    """Of a kernel its own line, and those of its calls of ``warp_specialize``, or of an ``if`` that
-    decides which; none where it has no such call.
+    """Lines where a kernel divides its warps: its own line and its calls of ``warp_specialize``.
+
+    An ``if`` that decides between such calls counts too. A kernel without such a call has none.
     """
     source = source_of(file, kernel)
     lines: set[int] = set()
@@ -326,7 +327,7 @@ def run_share(which: str, share: int, shares: int, seconds: float) -> None:
 
 @dataclass
 class Outcome:
-    """Of a tool over a set."""
+    """What a tool found in a set of cases."""
 
     tool: str
     which: str
@@ -357,7 +358,7 @@ class Share:
     log: str
     """By the tool."""
     status: int | None = 0
-    """Of its exit; None where it had to be ended."""
+    """Exit status; None if the process had to be ended."""
 
 
 def outcome_of(tool: str, which: str, shares: Iterable[Share]) -> Outcome:

@@ -62,7 +62,7 @@ def undefined_reads(sass: str) -> list[str]:
         return []
     code[0].before = 0
     _spread(code, [0])
-    # Of an indirect branch the targets are not said: they are what nothing else leads to.
+    # The text does not name the targets of an indirect branch: they are what nothing else leads to.
     jumps = [one for one in code if _INDIRECT in one.next and one.before is not None]
     for i, one in enumerate(code):
         if one.before is None and jumps and not one.text.startswith(("NOP", "BRA")):
@@ -134,7 +134,7 @@ def _next(
         return [i + 1] if predicated else []
     if base in ("BRX", "BRXU"):
         return [_INDIRECT]
-    # Of a call both are said: where it goes, and where it comes back to, with all that it had.
+    # A call has two successors: where it goes, and where it comes back to, with all that it had.
     if base not in ("BRA", "CALL"):
         return [i + 1] if i + 1 < len(place) else []
     target = place.get(int(operands[-1], 16)) if operands[-1].startswith("0x") else None

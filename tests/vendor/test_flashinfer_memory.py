@@ -13,7 +13,7 @@ from builders.vendor.flashinfer_parts.pinned import MEMORY, PlanMemory
 
 
 class Event:
-    """Of a GPU that is as far as ``done`` says."""
+    """A CUDA event of a GPU that has come as far as ``done`` says."""
 
     made: list[Event]
 

@@ -397,7 +397,7 @@ def test_tables_are_of_the_whole_model_and_of_int32(page: int) -> None:
         )
     for part, reqs in ((record.decode, 2), (record.prefill, 1)):
         assert part is not None
-        # The same bytes, as XQA reads them.
+        # XQA reads lengths as unsigned numbers of the same bytes.
         wanted = torch.uint32 if part.rule.kernel is VendorKernel.XQA else torch.int32
         assert (part.pages.dtype, part.kv_lens.dtype) == (torch.int32, wanted)
         assert part.pages.shape == (reqs, 512 // page)
@@ -857,7 +857,7 @@ def test_sinks_are_found_where_a_program_has_whole_tokens(
     group: int, most: int, right: int
 ) -> None:
     assert most_tokens_with_sinks(group, most) == right
-    # Of every row that is counted on, by its place in a program of 32.
+    # Check every row that the limit counts on, by its place in a program of 32 rows.
     for row in range(right * group):
         program = 0 if right * group <= 32 else row // 32
         assert (row - 32 * program) % group == row % group

@@ -67,7 +67,7 @@ def outside(tables: torch.Tensor) -> torch.Tensor:
 
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in rows that are further apart."""
+    """The values of ``tensor`` in rows that are further apart."""
     wide = torch.cat([tensor, tensor], 1)
     return wide[:, : tensor.shape[1]]
 

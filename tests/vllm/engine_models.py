@@ -174,10 +174,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 """A model's configuration, of ``transformers``."""
 
 SCORE_STD = 2.0
-"""Of attention scores: the softmax then rests on a few of a hundred keys."""
+"""Standard deviation of attention scores: the softmax then rests on a few of a hundred keys."""
 _SCORING = {
     *("q_proj", "k_proj", "query", "key"),
-    # Of latent layers, whose ranks are normalised: the last two give the parts of keys.
+    # Projections of latent layers, whose ranks are normalised: the last two give the key's parts.
     *("q_b_proj", "kv_b_proj", "kv_a_proj_with_mqa"),
 }
 """Projections whose outputs are queries or keys, or parts of them."""

@@ -38,7 +38,7 @@ class Run:
     folder: str
     """Where the model is, or is to be made."""
     backend: str
-    """Of vLLM's registry."""
+    """Name of the backend in vLLM's registry."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of ``vllm.LLM`` beyond, or instead of, the usual ones."""
     prompt_logprobs: bool = True
@@ -59,7 +59,7 @@ class Error:
     mean: float
     max: float
     rounding_mean: float
-    """Likewise of float32's own answers, once rounded to bf16."""
+    """Mean error of float32's own answers, once rounded to bf16."""
     rounding_max: float
     largest: float
     """Difference of a single number."""
@@ -74,7 +74,7 @@ class Result:
     gaps: list[list[float]]
     """Float32's most likely log-probability at each of them, over the next."""
     prompt: Error | None
-    """Of an encoder: of every position."""
+    """Errors at the prompt's positions; for an encoder, at every position."""
     generated: Error | None
     impls: list[str]
     """Modules of the attention layers' impls, one per layer."""
@@ -83,7 +83,7 @@ class Result:
     kernels: list[str]
     """Names of everything that ran on the GPU in the last call."""
     cached_tokens: list[int]
-    """Of each prompt, in the last call: read from the prefix cache."""
+    """Tokens of each prompt that the last call read from the prefix cache."""
     drafts: int
     """Speculated tokens that were verified."""
     runner: str

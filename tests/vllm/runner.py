@@ -33,7 +33,7 @@ class Tokens:
     """Everything that requests have been given so far."""
 
     query: list[Tensor]
-    """Per request ``[T, H, D]``, likewise key and value ``[T, Hk, D]``."""
+    """``[T, H, D]`` for each request; key and value are ``[T, Hk, D]`` for each request."""
     key: list[Tensor]
     value: list[Tensor]
 
@@ -203,7 +203,7 @@ def expected(
     *rules: Rules,
     cache_dtype: str = "auto",
 ) -> Answer:
-    """Of a batch; one set of rules for all requests, or one each."""
+    """The oracle's answer for a batch, with one set of rules for all requests or one for each."""
     each = rules if len(rules) > 1 else rules * len(seq_lens)
     parts = []
     for row, (count, length) in enumerate(zip(query_lens, seq_lens, strict=True)):

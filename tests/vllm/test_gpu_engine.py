@@ -55,7 +55,7 @@ VLLM_KERNELS = (
     "flash::",
     "flashattn",
     "flashinfer",
-    # Of latent layers.
+    # Kernels of latent layers.
     "_kernel_stage",
     "get_mla_metadata",
     "splitkv_mla",
@@ -76,11 +76,11 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of ``vllm.LLM``."""
     shared_options: dict[str, Any] = field(default_factory=dict)
-    """Likewise, also of the run that ours is held against; others must not change the answer."""
+    """Arguments of ``vllm.LLM`` for our run and for the run it is compared with."""
     prompt_logprobs: bool = True
     calls: int = 1
     kernels: tuple[str, ...] = (DECODE, PREFILL)
-    """Of ours, that have to run in the last call."""
+    """Names of our kernels that have to run in the last call."""
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -160,7 +160,7 @@ class WorkerError(Exception):
 
 
 def _environment(extra: dict[str, str]) -> dict[str, str]:
-    """Of a worker: only what a case asks for is replaced, and nothing is downloaded or built."""
+    """A worker's environment: a case replaces what it asks for, nothing is downloaded or built."""
     kept = {name: value for name, value in os.environ.items() if name != "ATTN_VLLM_OVERRIDE"}
     kept.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     # Where vLLM begins to look for a free port: another test's engine may be looking too.
@@ -187,7 +187,7 @@ class Engines:
         return self.result(run, environment)
 
     def theirs(self, case: Case) -> Result:
-        """Of the first of vLLM's backends that serves the case."""
+        """The result of the first of vLLM's backends that serves the case."""
         refusals = []
         for backend in LATENT_THEIRS if case.is_latent else THEIRS:
             try:

@@ -108,7 +108,7 @@ def expected_rows(
     cache_dtype: str,
     weights: LatentWeights | None = None,
 ) -> Answer:
-    """Of a step's new tokens; of one new token absorbed, of more expanded."""
+    """The oracle's answer for a step's new tokens: one new token is absorbed, more are expanded."""
     weights, answers = weights or weights_of(requests[0].query.dtype), []
     for whole, count, length in zip(requests, query_lens, seq_lens, strict=True):
         first = length - count

@@ -35,7 +35,7 @@ MAX_LEN, BLOCK_SIZE = 256, 64
 STEPS = (3, 2, 1)
 """Tokens: a prompt, its next chunk, a decode."""
 TOLERANCE = 1e-4
-"""Of logits, whose standard deviation is 3; both sides are float32."""
+"""Largest error of logits, whose standard deviation is 3; both sides are float32."""
 
 
 def config_of(folder: Path) -> VllmConfig:

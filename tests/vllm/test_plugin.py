@@ -147,7 +147,7 @@ def test_other_versions_get_one_line_and_nothing_else(
     import vllm
 
     monkeypatch.setattr(vllm, "__version__", version)
-    # As in a vLLM that has no such module.
+    # This vLLM has no such module.
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", None)
     monkeypatch.setenv("ATTN_VLLM_BACKEND", "FASTEST")
     with logged(caplog) as lines:
