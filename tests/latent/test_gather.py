@@ -1,4 +1,6 @@
-"""Kernels that move rows between tokens and padded blocks, or clear them, against their twins."""
+"""Kernels that move rows between tokens and padded blocks, or clear them, against their torch
+twins.
+"""
 
 from __future__ import annotations
 
