@@ -367,7 +367,7 @@ class Captured:
         self.layer.forward(self.step, self.records, self.output)
 
     def replay(self, step: Step) -> Tensor:
-        """Replay with another step of as many requests and tokens, in the captured step's tensors."""
+        """Replay with another step of the same size, in the captured step's tensors."""
         layer, static = self.layer, self.step
         for name in STATIC:
             getattr(static.batch, name).copy_(getattr(step.batch, name))

@@ -320,7 +320,7 @@ FEW = {
 
 
 def bytes_of(words: np.ndarray) -> np.ndarray:
-    """The e4m3 bytes of words as fp16; the four of a word follow one another in a last dimension."""
+    """The e4m3 bytes of words as fp16; a last dimension holds the four bytes of a word."""
     parts = np.ascontiguousarray(words).view(np.uint8).reshape(*words.shape, 4)
     return torch.from_numpy(parts).view(torch.float8_e4m3fn).half().numpy()
 

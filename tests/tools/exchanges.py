@@ -1,4 +1,6 @@
-"""Exchanges between partitions that racecheck is shown, see :mod:`tests.tools.sanitize`."""
+"""Exchanges between partitions of a program, for racecheck to judge: see
+:mod:`tests.tools.sanitize`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ WARPS: Final = 4
 
 @gluon.jit
 def give(record, full, WARPS: gl.constexpr):
-    """Every thread writes its own; one arrives, behind a barrier of all."""
+    """Every thread writes a number of its own; after a barrier of all threads, one arrives."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     record.store((gl.arange(0, 32 * WARPS, LAYOUT) + 5).to(gl.int64))
     thread_barrier()
