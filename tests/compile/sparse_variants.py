@@ -106,7 +106,7 @@ def index_calls(dtype: torch.dtype, tile: IndexTile, hardware: bool) -> dict[str
 
 
 def chosen(target: int) -> dict[str, KernelCall]:
-    """What a device is given."""
+    """The launches with the tiles that a device is given."""
     device, found = TARGETS[target], {}
     for layout, short in SHORT.items():
         for heads in (8, 20, 128):
@@ -130,7 +130,7 @@ def chosen(target: int) -> dict[str, KernelCall]:
 
 
 def alternatives(target: int) -> dict[str, KernelCall]:
-    """What is to be measured beside it, on Hopper."""
+    """The launches with other tiles, to be measured on Hopper."""
     if target != 90:
         return {}
     device, found = TARGETS[target], {}

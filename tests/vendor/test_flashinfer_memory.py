@@ -1,4 +1,4 @@
-"""Pinned memory of plans: none that a queued copy reads is given to the next plan."""
+"""Pinned memory of plans: memory that a queued copy still reads is not given to the next plan."""
 
 from __future__ import annotations
 
