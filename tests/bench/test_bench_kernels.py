@@ -199,7 +199,7 @@ def test_plans_of_one_engine_are_built_for_every_number_of_decodes(monkeypatch, 
     for count, lens in built:
         assert len(lens) == count
         assert 1 <= min(lens) <= max(lens) <= 2 * PLAN_LEN
-    # Rows are equally far apart, in no order.
+    # Lengths are equally far apart, in random order.
     assert sorted(built[-1][1]) == [*range(1, 2 * PLAN_LEN, 2 * PLAN_LEN // PLAN_SIZES[-1])]
     assert sorted(built[-1][1]) != built[-1][1]
     assert set(built[-2][1]) == {PLAN_LEN}

@@ -116,7 +116,7 @@ def test_the_direct_call_is_the_forward_s_own(backend: str) -> None:
         output.fill_(float("nan"))
         direct()
         assert torch.equal(output, expected)
-        # The record no longer holds anything of another record.
+        # The wrapper that recorded the call is gone: the record has its own wrapper again.
         assert type(getattr(record.decode, "wrapper", None)).__name__ != "_Wrapper"
 
 

@@ -47,7 +47,7 @@ LAYOUTS = {
     "bf16": "bf16",
     "fp8_nope_fp8_rope": "fp8_nope_fp8_rope",
     "fp8_nope_block_scale_bf16_rope": "fp8_nope_block_scale_bf16_rope",
-    # SGLang's name of it.
+    # SGLang's name of the layout before this one.
     "FP8_NOPE_WITH_BLOCK_SCALE_BF16_ROPE": "fp8_nope_block_scale_bf16_rope",
 }
 OWN = ["--sparse-prefill-kernel", "triton_sparse", "--sparse-decode-kernel", "triton_sparse"]

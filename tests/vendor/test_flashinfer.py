@@ -87,7 +87,7 @@ def added(amount: int) -> Callable[[Any], Any]:
 
 
 def shorter(values: torch.Tensor) -> torch.Tensor:
-    """Make the last request one key shorter where possible."""
+    """Make the last request one key shorter, or one key longer if it has a single key."""
     values = values.clone()
     values[-1] = values[-1] - 1 if values[-1] > 1 else values[-1] + 1
     return values

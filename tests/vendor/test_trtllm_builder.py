@@ -785,7 +785,7 @@ def test_a_pool_of_its_own_gives_tables_and_slots_of_that_pool() -> None:
         other = own.update_block_table(record, batch.block_table_tensor, batch.slot_mapping)
         assert torch.equal(other.slot_mapping, own.build(0, batch).slot_mapping)
         block = int(batch.block_table_tensor[0, 100 // P])
-        # Not 0 where there is no slot.
+        # The block must not be 0, which would be none.
         pool[block] = 5
         steps = own.build_draft_steps(batch, 1)
     assert steps[0].slot_mapping[0] == 5 * P + 100 % P

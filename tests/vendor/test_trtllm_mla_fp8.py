@@ -39,7 +39,7 @@ FULL = replace(PREFILL, batch=BATCHES["full_prefill"])
 
 
 class InFp8(LatentTrial):
-    """A scale below 1 applies to the cache's rows alone."""
+    """A trial of e4m3 prefill; a scale below 1 applies to the cache's rows alone."""
 
     fp8_mla_prefill = True
 

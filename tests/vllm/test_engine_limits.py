@@ -21,7 +21,7 @@ LONGEST, GRAPH = 64, 80
 def config(
     plugin: Any, cuda: Any, make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> Any:
-    """The plugin; graphs have more tokens than the model."""
+    """A configuration, with the plugin registered, whose graphs have more tokens than the model."""
     monkeypatch.setenv("ATTN_VLLM_BACKEND", "TRITON_ATTN")
     plugin.register()
     config = make_config(max_model_len=LONGEST)

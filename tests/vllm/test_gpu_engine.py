@@ -47,7 +47,7 @@ EXPAND, MERGE = "expand_kernel", "merge_kernel"
 KERNELS = {DECODE, PREFILL, LATENT_DECODE, NARROW, WIDE, FOLD, EXPAND, MERGE}
 HOPPER = {"ATTN_VLLM_DECODE_KERNEL": "hopper"}
 PLAIN = {"ATTN_VLLM_DECODE_KERNEL": "triton", "ATTN_VLLM_PREFILL_KERNEL": "triton"}
-"""Unless a case says otherwise, an engine takes the Hopper kernels on Hopper."""
+"""Environment that names the portable kernels; without it, a Hopper GPU runs the Hopper kernels."""
 VLLM_KERNELS = (
     "kernel_unified_attention",
     "reduce_segments",

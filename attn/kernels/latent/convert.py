@@ -180,7 +180,7 @@ def latent_convert_call(
         target: fields of the rows that are written, ``[N, P, count]`` each, by name.
         formats: the formats of source and target.
         from_slots: ``[S]`` int32 or int64, -1 for a row of zeros; None for slots 0, 1, ...
-        to_slots: ``[S]`` likewise, -1 for a row that is not written.
+        to_slots: ``[S]`` int32 or int64, -1 for a row that is not written; None for slots 0, 1, ...
         k_scale: fp32 scalar, of rows with one scale per tensor.
         num_rows: S.
         snap_scales: block scales made from ``k_scale`` are powers of two.
