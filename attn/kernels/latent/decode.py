@@ -350,15 +350,15 @@ def mla_decode_kernel(
                 A0 = tl.zeros([ROWS, WIDTH], tl.float32)
                 A1 = A0
                 m = M
-                # Several warps have keys of a row: their sums are added once, and not for every tile.
+                # Several warps have keys of a row: their sums are added once, not for every tile.
                 sums = tl.zeros([ROWS, KV_TILE], tl.float32)
                 acc0 = A0
                 acc1 = A0
                 part = tl.maximum(segment_of(low * SEGMENT_UNIT), segment)
                 part_end = segment_start(part + 1) // SEGMENT_UNIT
                 if begin > 0:
-                    # If the layer's window is narrower than the plan's, the segments before it need empty
-                    # states too: the fold reads a state of every segment.
+                    # If the layer's window is narrower than the plan's, the segments before it need
+                    # empty states: the fold reads a state of every segment.
                     for unseen in range(segment, tl.minimum(part, first_part + end)):
                         store_state(
                             states_ptr, sums_ptr, slots + unseen - first_part, M, L, A0, A1, A0, A1,
