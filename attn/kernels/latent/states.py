@@ -51,8 +51,8 @@ def share_of(
     """The program's part of a work item.
 
     Returns the program's segments ``[begin, end)``, counted within the item; the item's first
-    segment; its number of segments; and its first state slot. Callers read this again wherever they
-    need it, because the loop over tiles needs the registers.
+    segment; its number of segments; and the first of the state slots that are lent to it. Callers
+    read this again wherever they need it, because the loop over tiles needs the registers.
     """
     parts = tl.load(fields + 9)
     begin = tl.where(r == tl.load(mine), tl.load(mine + 1), 0)
