@@ -35,7 +35,7 @@ from tests.compile.compile_matrix import Compiler
 from tests.compile.variants import TARGETS
 
 MOST_REQUESTS: Final = 256
-"""Requests of a step, at most, of an engine whose launches are tested."""
+"""Most requests in a step of an engine whose launches are tested."""
 
 _TOKENS, _HEADS, _RANK, _ROPE = 4, 128, 512, 64
 _E4M3 = torch.float8_e4m3fn
