@@ -154,8 +154,9 @@ class SplitPlanner:
         if not options.takes_rows:
             self.slots = 0
         elif self.is_free:
-            # Where shares have at least ``least_tiles``, a program stores parts of two work items
-            # at most. Otherwise every program may end up with a part of the same work item.
+            # Where shares have at least ``least_tiles``, a program stores parts of at most two work
+            # items. Otherwise a program lends a slot to every group, since all groups may have a
+            # part of the same work item.
             self.slots = self.groups if self.least_tiles is None else PARTS_OF_A_PROGRAM
         else:
             moved = None if options.every_row else self.short_query
@@ -444,7 +445,7 @@ class SplitPlanner:
         return PrefillPlan(self.prefill, view("tile_starts", num_reqs + 1), programs, hopper)
 
     def own_prefill(self, plan: PrefillPlan, num_reqs: int) -> PrefillPlan:
-        """A plan for the prefill kernel with as many programs as ``plan``, in this planner's buffers.
+        """A plan for the prefill kernel like ``plan``, in this planner's buffers.
 
         Args:
             plan: a plan of another planner.

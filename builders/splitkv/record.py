@@ -147,8 +147,8 @@ class SplitPlan:
     slots: int
     """State slots for segments, per program."""
     bundles: int
-    """Most segment groups of a request's keys. Where there are several, twice as many state slots
-    per head loop follow a program's slots for segments."""
+    """Most segment groups of a request's keys. Where there are several, a program has twice as many
+    more state slots for each head loop."""
     short_query: int
     """Longest query, in tokens, of a request that has work items."""
     hopper: HopperDecodeTile | None = None
@@ -169,7 +169,7 @@ class SplitPlan:
 
     @cached_property
     def static(self) -> tuple[Any, ...]:
-        """Everything of the plan that a kernel is compiled for: the tiles, the numbers, the flags."""
+        """Everything of the plan that kernels are compiled for: tiles, numbers and flags."""
         return (
             self.tile,
             self.hopper,

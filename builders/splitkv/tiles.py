@@ -77,8 +77,9 @@ class SplitTile:
 
     @property
     def segment_unit(self) -> int:
-        """A tile's keys in the positions that :mod:`builders.splitkv.segments` counts: those are
-        ``segment_scale`` times as coarse as the tile's."""
+        """Positions of :mod:`builders.splitkv.segments` that a tile spans: each of those stands for
+        ``segment_scale`` tokens.
+        """
         return self.kv_tile // self.segment_scale
 
 
@@ -126,7 +127,7 @@ class HopperTile:
     registers: int
     """Registers of a thread that multiplies."""
     extra: int = 0
-    """Columns that keys have beyond ``width``; if there are any, ``width`` is the width of values."""
+    """Columns that keys have beyond ``width``; if there are any, ``width`` is that of values."""
 
     @property
     def rows_per_group(self) -> int:

@@ -1,1 +1,1 @@
-"""Device code that writes the split-KV plan."""
+"""Triton code that writes the split-KV plan. Importing it needs Triton."""
