@@ -91,7 +91,7 @@ class KernelCall:
         """Enqueue the launch by Triton's own launcher.
 
         Returns:
-            The compiled kernel; under Triton's interpreter another object.
+            Triton's result of a launch, which on a GPU is the compiled kernel.
         """
         return self.kernel[self.grid](**self.arguments, **self.options)
 
