@@ -152,7 +152,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         return SplitPlanner(self.shape, self.gpu, self._limits, tokens, buffers, options)
 
     def _asks(self) -> LayerAsks:
-        """What layers of this group ask of the Hopper kernels, as far as a builder knows it."""
+        """Requirements of this group's layers on the Hopper kernels, as far as they are known."""
         config, spec = self.vllm_config, cast(Any, self.kv_cache_spec)
         return LayerAsks(
             batch_invariant=config.batch_invariant,
@@ -357,9 +357,9 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         """One small step for every compiled variant: common prefix length and batch.
 
         The steps are one decode, one request for the prefill kernel if the limits allow it, and one
-        with enough tokens for a dequantised cache if the group may have that. Each comes with every
-        feature asked for, and with R-SWA if the engine has it. All steps read block 0 and write
-        nothing to the cache.
+        with enough tokens for a dequantised cache if the group may have that. Each comes once
+        without features, and once more for each feature that is asked for. If the engine has R-SWA,
+        causal steps come with that too. All steps read block 0 and write nothing to the cache.
 
         Args:
             non_causal: steps with ``causal`` False will come.

@@ -116,7 +116,7 @@ class PhasePlan:
     snaps_scales: bool
     """Block scales that are made from a scale per tensor are rounded to powers of two."""
     index_kind: IndexKind
-    """What an entry of a list counts."""
+    """How an entry of a list names a key: by its cache slot, or by a row of a compact buffer."""
     topk: int
     """Entries of a row's list."""
     index_width: int
@@ -137,7 +137,7 @@ class SparsePlan:
     """A step's plan: a plan for each phase."""
 
     mode: ForwardMode
-    """What kind of step it is."""
+    """The kind of the step."""
     decode: PhasePlan | None
     """Plan of the decodes, which come first; None without any."""
     prefill: PhasePlan | None

@@ -117,11 +117,12 @@ def sparse_kernel_of(
 
 
 def usual_options(shape: SparseShape) -> HopperOptions:
-    """The Hopper kernel's options unless others are to be measured.
+    """The Hopper kernel's options, except in benchmarks that measure others.
 
-    Warp groups that dequantise e4m3 need registers, and their blocks come late. So over quantised
-    rows the kernel for many heads gives its producer more registers, and gives blocks back
-    ``early``: `dec_656_h128_b128` took 232 us without ``early``, and 222 us with it.
+    A warp group that dequantises e4m3 needs registers, more than one that multiplies can spare, and
+    its blocks come late. So over quantised rows the producer has more registers, and the kernel for
+    many heads gives blocks back ``early``: `dec_656_h128_b128` took 232 us without ``early``, and
+    222 us with it.
     """
     is_native = shape.layout is LatentFormat.BF16
     if shape.num_heads <= MOST_NARROW_HEADS:

@@ -76,7 +76,7 @@ class SparseRows:
     launch: SparseLaunch | None
     """How the library's own kernel is launched; None where a vendor's kernel takes all rows."""
     planned: PlannedCalls | None = None
-    """What all layers' calls of a vendor's kernel share in this step; None without one."""
+    """Objects that all layers' calls of a vendor's kernel share in this step; None without one."""
 
 
 @dataclass

@@ -474,7 +474,7 @@ def _record(
 
 
 def forward_mode(batch: CommonAttentionMetadata, found: BatchSplit) -> ForwardMode:
-    """What kind of step a batch is.
+    """The kind of step that a batch is.
 
     Args:
         batch: a decode-first batch.

@@ -151,7 +151,7 @@ LOADERS: Final[dict[SparseKernel, Callable[[], Any]]] = {
 
 @dataclass
 class PlannedCalls:
-    """What the calls of a vendor's kernel for one phase share, over all layers of a step."""
+    """Objects that all layers' calls of a vendor's kernel share, for one phase of a step."""
 
     plan: PhasePlan
     """How the phase's rows are attended."""
@@ -237,7 +237,7 @@ class CallPlanner:
         self._captured.add(num_rows)
 
     def plan(self, plan: PhasePlan, indices: torch.Tensor) -> PlannedCalls | None:
-        """What the calls over a phase's rows share; None for the library's own kernel.
+        """Objects that the calls over a phase's rows share; None for the library's own kernel.
 
         Args:
             plan: plan of the phase.

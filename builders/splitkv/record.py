@@ -75,13 +75,16 @@ fields."""
 
 @dataclass(frozen=True)
 class SplitLimits:
-    """What the buffers of a plan are sized for."""
+    """The limits of a step for which a plan's buffers are sized."""
 
     max_num_seqs: int
+    """Most requests of a step."""
     max_num_tokens: int
+    """Most tokens of a step."""
     max_kv_len: int
+    """Most keys of a request."""
     window: int | None
-    """Largest visible span of one query, or None."""
+    """Most keys from the first to the last that one query sees; None for all."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a split-KV plan and its scratch are sized for: worst cases over an engine's limits."""
+"""Sizes of a split-KV plan and its scratch, which hold the worst case within an engine's limits."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def most_slots(limits: SplitLimits, tile: SplitTile, moved: int | None, bundle: 
             they may move it through all keys.
         bundle: segments of a segment group; 0 where keys are not cut into segment groups.
     """
-    # A short query sees little more keys than a window has; a long query moves the window through
+    # A short query sees hardly more keys than a window has. A long query moves the window through
     # all keys.
     span = None if limits.window is None or moved is None else limits.window + moved
     slots = max_segments(cdiv(limits.max_kv_len, tile.segment_scale), span)

@@ -595,7 +595,7 @@ def test_a_latent_layer_without_its_scale_is_refused(name: str) -> None:
         trial = latent_trial(name)
         given = mqa_of(trial) | {"layer": SimpleNamespace()}
         if name in ("FLASHINFER_MLA", "TRTLLM_MLA"):
-            # These backends read the argument only with an fp8 cache.
+            # These backends read the layer's scales only with an fp8 cache.
             trial.impl.forward_mqa(**given)
             return
         with pytest.raises(ValueError, match="layer must have _k_scale, a float32 tensor"):

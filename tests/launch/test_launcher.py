@@ -186,7 +186,7 @@ def compiled_for(
         name="kernel",
         _run=run,
     )
-    # Nothing is to be loaded.
+    # The test must not load any code.
     kernel._init_handles = lambda: None
     return kernel
 

@@ -609,7 +609,7 @@ def test_on_hopper_the_plan_and_the_kernels_behind_it_start_ahead_and_wait(
     limits, starts = SplitLimits(4, 4, 512, None), torch.arange(3, dtype=torch.int32)
     shape, gpu = DenseShape(4, 1, 64, 64, 2, 16), KNOWN_DEVICES[device].facts
     planner = SplitPlanner(shape, gpu, limits, 1, GraphBuffers("cpu"))
-    # Else there is no launch without a GPU.
+    # Without a GPU, fill launches the kernel only under the interpreter.
     monkeypatch.setattr(split_kv, "interprets", lambda: True)
     with collected_calls() as calls:
         planner.fill(starts, starts[1:])

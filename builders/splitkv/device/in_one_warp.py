@@ -73,7 +73,7 @@ def _row_of_lane(
             kv_len, bundles = tl.gather(kv_len, req, 1), tl.gather(bundles, req, 1)
             turn = later
             if BUNDLE:
-                # Numbers up to a warp's threads have an exact quotient in fp32.
+                # fp32 gives the right quotient of numbers up to a warp's threads.
                 turn = ((later.to(tl.float32) + 0.5) / bundles.to(tl.float32)).to(tl.int32)
                 bundle = later - turn * bundles
             skipped = turn * QUERY_TOKENS
