@@ -99,8 +99,8 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     plans_on_host: bool = False
     """True when the builder plans every step from host lengths.
 
-    Those must then equal the device's. A step cannot be planned inside a graph, and a draft step
-    only where :class:`builders.drafts.multi_step.MultiStepDraft` knows the lengths."""
+    Host lengths must then equal the device's. A step cannot be planned inside a graph. A draft step
+    can be planned only where :class:`builders.drafts.multi_step.MultiStepDraft` knows the lengths."""
     supports_draft_decode_metadata_update: bool = False
     """True when :meth:`update_draft_decode_metadata` may be called."""
 

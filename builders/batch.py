@@ -317,8 +317,8 @@ def split_decodes_and_prefills(
 ) -> BatchSplit:
     """Find where decodes end in a batch ordered decode, short extend, long extend, prefill.
 
-    The function reads host lengths only. Where those are not exact, the boundary may cost speed but
-    no correctness, since the decode path and the prefill path both compute any request.
+    The function reads host lengths only. If they are not exact, the boundary may cost speed but no
+    correctness, since the decode path and the prefill path both compute any request.
 
     Args:
         batch: a decode-first batch.
@@ -380,7 +380,7 @@ def decode_first_order(
 def reorder(batch: CommonAttentionMetadata, order: torch.Tensor) -> CommonAttentionMetadata:
     """The batch with its requests in another order; tokens move with their requests.
 
-    Tokens are moved by the host's lengths, so those must agree with the device's.
+    Tokens are moved by the host's lengths, which must agree with the device's.
 
     Args:
         batch: any batch.

@@ -1,6 +1,6 @@
 """Metadata of a step that two backends share: one takes the decodes, the other takes the rest.
 
-Both backends read one KV cache. The builder splits the batch by the host's query lengths, so those
+Both backends read one KV cache. The builder splits the batch by the host's query lengths, which
 must be the device's.
 """
 
@@ -230,7 +230,7 @@ class MixedMetadataBuilder(AttentionMetadataBuilder[MixedMetadata]):
     def _num_decodes(self, starts: list[int]) -> int:
         """How many leading requests the decode builder's kernel takes.
 
-        Those have one token each, or the tokens of a whole verify each.
+        These requests have one token each, or the tokens of a whole verify each.
         """
         threshold = self.reorder_batch_threshold or 1
         decodes, first = 0, starts[1] - starts[0] if len(starts) > 1 else 0

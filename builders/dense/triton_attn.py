@@ -130,8 +130,8 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
     ) -> Self:
         """A builder that cuts work items where the load is even, so that bits depend on the batch.
 
-        Benchmarks measure with it what batch invariance costs. Arguments and errors are those of
-        the constructor.
+        Benchmarks measure with it what batch invariance costs. Arguments and errors are the
+        constructor's.
         """
         builder = cls(kv_cache_spec, layer_names, vllm_config, device)
         builder.planner = builder._new_planner(GraphBuffers(builder.device), is_free=True)
@@ -304,7 +304,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         """The record of a step for another KV cache group, see the base class.
 
         If ``metadata`` is another builder's, its plan is computed again in this builder's buffers,
-        since a graph that was captured with this builder reads those.
+        since a graph that was captured with this builder reads this builder's buffers.
         """
         updated = super().update_block_table(metadata, block_table, slot_mapping)
         split, prefill = metadata.split, metadata.prefill

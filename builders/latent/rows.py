@@ -8,7 +8,7 @@ import torch
 def flag_keyless(
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor
 ) -> torch.Tensor:
-    """Mark the query rows that no request owns, and those of requests without keys.
+    """Mark the query rows that no request owns, and the rows of requests without keys.
 
     Nothing is read back from the device.
 

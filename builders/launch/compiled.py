@@ -59,7 +59,7 @@ def is_known_triton() -> bool:
 
 
 class UnknownError(Exception):
-    """A launch looks unlike those that this module knows, and is left to Triton."""
+    """A launch looks unlike the launches that this module knows, and is left to Triton."""
 
 
 class CompiledLaunch:

@@ -102,7 +102,7 @@ class Launcher:
         places = {name: place for place, name in enumerate(kernel.arg_names)}
         self.kernel = kernel
         self.arguments: dict[str, Any] = {name: fixed.get(name) for name in kernel.arg_names}
-        """Every argument in the kernel's order; None for those that vary."""
+        """Every argument in the kernel's order; None for arguments that vary."""
         self.varying = tuple(sorted(wanted, key=lambda name: places[first[name]]))
         """Names of the arguments that vary, in the kernel's order."""
         self._options: dict[str, Any] = {

@@ -2,7 +2,7 @@
 
 A row is one query token. Rows of decodes are scored over the pages of the indexer's cache. For
 prompts, the keys of each request are gathered once to compact rows, and the prompt's rows are
-scored over those. Nothing is read back from the device.
+scored over the gathered keys. Nothing is read back from the device.
 """
 
 from __future__ import annotations

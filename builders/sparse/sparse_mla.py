@@ -252,8 +252,8 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         request again.
 
         Raises:
-            ValueError: the batch has prompts, and rows are converted for the prefill kernel. How
-                many those are, the host decides step by step.
+            ValueError: the batch has prompts, and rows are converted for the prefill kernel. The
+                host decides step by step how many rows are converted.
         """
         batch = common_attn_metadata
         if batch.max_query_len > self.threshold:

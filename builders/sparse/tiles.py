@@ -204,7 +204,7 @@ def sparse_tile(
     programs = max(num_rows, 1) * tile.head_tiles(shape.num_heads)
     if tile.folds:
         # A program that has all keys of a row stores no state. So programs take whole rows as soon
-        # as those fill half the device.
+        # as the rows' programs fill half the device.
         if 2 * programs > multiprocessors:
             return replace(tile, span=segments)
         split = replace(tile, span=1, hastens=kind is DeviceKind.SM90)
@@ -229,8 +229,7 @@ def sparse_tile(
 def rows_to_finish(programs: int, multiprocessors: int) -> int:
     """Heads of a program that folds stored states; no bit of a result depends on the number.
 
-    Where few programs attend, the step waits for the programs that fold, so those have one head
-    each. `dec_656_h16_b1` took 11.8 us with one head, and 13.7 us with four.
+    Where few programs attend, the step waits for the programs that fold, so each folds one head. `dec_656_h16_b1` took 11.8 us with one head, and 13.7 us with four.
 
     Args:
         programs: rows times tiles of heads.

@@ -63,7 +63,7 @@ FEWEST_PLAN_WARPS, MOST_PLAN_WARPS = 4, 8
 
 @dataclass(frozen=True)
 class PlannerOptions:
-    """Which requests have work items, where those are cut, and which kernels the plan is for.
+    """Which requests have work items, where work items are cut, and which kernels a plan is for.
 
     By default the plan is for the portable dense kernels.
     """

@@ -42,8 +42,8 @@ parts of one."""
 MOST_SHARED = 1 << 30
 """Most KV tiles for which whole work items, or equal parts of one, are tried.
 
-The bound holds for the tiles of a step and for those of as many work items as there are groups:
-twice as many still fit 32 bits. Beyond it, shares are equal numbers of tiles."""
+The bound holds for the tiles of a step, and for the tiles of as many work items as there are
+groups: twice as many still fit 32 bits. Beyond it, shares are equal numbers of tiles."""
 ONE_WARP = 32
 """Threads of a warp. Every warp of the plan kernel can hold so many requests and work items, one a
 thread, and plan them without a barrier."""
@@ -119,7 +119,8 @@ class SplitPlan:
 
     A program starts in the middle of at most one work item. Its scratch holds a state of every
     segment of that work item, which other programs may write too: the program lends these state
-    slots to the work item. Where keys are cut into segment groups, more slots hold states of those.
+    slots to the work item. Where keys are cut into segment groups, more slots hold the states of
+    segment groups.
     """
 
     tile: SplitTile
@@ -140,7 +141,7 @@ class SplitPlan:
     states: torch.Tensor
     """fp32 scratch: outputs of segments and segment groups that are not folded yet."""
     sums: torch.Tensor
-    """fp32 scratch: two numbers for each query row of such a state, its maximum and its sum."""
+    """fp32 scratch: two numbers for each query row of a state, its maximum and its sum."""
     groups: int
     """Groups of programs that share the tiles of the step."""
     heads: int
@@ -290,8 +291,8 @@ def longest_short_query(num_kv_heads: int, tile: SplitTile, max_query_len: int) 
 def area_of(slots: int, bundles: int, head_loops: int) -> int:
     """State slots of a program of the dense kernels.
 
-    The program lends slots for segments and, where there are several segment groups, slots for
-    those; and it has slots for segment groups of its own.
+    The program lends slots for segments. Where there are several segment groups, it also lends
+    slots for segment groups, and has as many slots for segment groups of its own.
 
     Args:
         slots: state slots for segments, per program.

@@ -70,7 +70,7 @@ def bundle_segments(max_kv_len: int, scale: int) -> int:
 
     Args:
         max_kv_len: most keys of any request, in tokens.
-        scale: segments of the tile are this many times as long as those of this module.
+        scale: segments of the tile are this many times as long as this module's segments.
     """
     longest = max_segments(-(-max_kv_len // scale))
     bundle = max(1, min(BUNDLE, BUNDLE_KEYS // (SEGMENT * scale)))

@@ -14,8 +14,8 @@ from specs.devices import DeviceKind, GpuFacts
 MOST_ROWS = 64
 """Query rows (tokens x heads of a group) of a tile of the split-KV kernel, at most."""
 MOST_CELLS = 8192
-"""Elements of the output of a split-KV tile, at most: each thread keeps its share of two such
-outputs in registers."""
+"""Most elements of the output of a split-KV tile: each thread keeps its share of two outputs in
+registers."""
 LARGE_SHARED_MEMORY = 160 * 1024
 """Bytes of shared memory of a multiprocessor from which on the prefill kernel has large tiles."""
 
@@ -77,8 +77,9 @@ class SplitTile:
 
     @property
     def segment_unit(self) -> int:
-        """Positions of :mod:`builders.splitkv.segments` that a tile spans: each of those stands for
-        ``segment_scale`` tokens.
+        """Positions of :mod:`builders.splitkv.segments` that a tile spans.
+
+        Each position stands for ``segment_scale`` tokens.
         """
         return self.kv_tile // self.segment_scale
 
@@ -197,7 +198,7 @@ def split_tile(
     warps, most_programs = 4, 2
     if narrow and rows == 16:
         # Stored elements have to be dequantised too, which takes more warps. More keys between two
-        # barriers give those enough work.
+        # barriers give the warps enough work.
         kv_tile, stages, warps = min(2 * kv_tile, 128), 3, 8
     elif rows == 16 and shape.width <= 64 and not wide and (window or 4096) <= 256:
         # Behind a narrow window a work item has few tiles, so the number of work items under way

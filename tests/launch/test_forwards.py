@@ -212,8 +212,8 @@ def test_launches_are_those_of_a_layer_that_never_ran(
         for _ in range(dice.randrange(1, 4)):
             assert bench.forward(bench.impl, given) == launches
             made += len(launches)
-    # The first launch of each variant goes through Triton, and so do launches of variants beyond
-    # those that a launcher keeps.
+    # The first launch of each variant goes through Triton, and so do launches of variants that a
+    # launcher has no room to keep.
     assert bench.past > 0.8 * made
 
 

@@ -51,7 +51,7 @@ def shapes() -> list[DenseShape]:
 
 
 def staged_bytes(shape: DenseShape, tile: SplitTile | PrefillTile) -> int:
-    """Bytes of the keys and values under way, without those that are being multiplied."""
+    """Bytes of the keys and values under way, without the tile that is being multiplied."""
     row = (power_of_two(shape.head_size) + power_of_two(shape.head_size_v)) * shape.stored_bits // 8
     return (tile.num_stages - 1) * tile.kv_tile * row
 

@@ -160,8 +160,8 @@ def plan_kernel(
     is 32, or at least the number of the program's threads. GROUPS is at least that number too, and
     at least NUM_GROUPS + 1. A line has 31 groups, and there are at least as many LINES as warps.
 
-    Switches: TRIM: no query sees past itself. DCP: keys are those of one rank, in their order
-    there, while lengths and positions of work items are the request's. BUNDLE: segments of a
+    Switches: TRIM: no query sees past itself. DCP: keys are one rank's keys, in their order on that
+    rank, while lengths and positions of work items are the request's. BUNDLE: segments of a
     segment group, 0 where a work item has all keys. FREE: a group starts at its share's first tile;
     starts hold tiles of work items, not segments; a share has at least LEAST tiles; the beginning
     of a work item counts as ROW_COST tiles. WAITS: this kernel may have been started before the
