@@ -100,7 +100,7 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     """True when the builder plans every step from host lengths.
 
     Host lengths must then equal the device's. A step cannot be planned inside a graph. A draft step
-    can be planned only where :class:`builders.drafts.multi_step.MultiStepDraft` knows the lengths."""
+    can be planned only if :class:`builders.drafts.multi_step.MultiStepDraft` knows its lengths."""
     supports_draft_decode_metadata_update: bool = False
     """True when :meth:`update_draft_decode_metadata` may be called."""
 

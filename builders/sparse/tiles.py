@@ -229,7 +229,8 @@ def sparse_tile(
 def rows_to_finish(programs: int, multiprocessors: int) -> int:
     """Heads of a program that folds stored states; no bit of a result depends on the number.
 
-    Where few programs attend, the step waits for the programs that fold, so each folds one head. `dec_656_h16_b1` took 11.8 us with one head, and 13.7 us with four.
+    Where few programs attend, the step waits for the programs that fold, so each folds one head.
+    `dec_656_h16_b1` took 11.8 us with one head, and 13.7 us with four.
 
     Args:
         programs: rows times tiles of heads.

@@ -114,8 +114,8 @@ def sharing(
 
     ``cost`` is the number of tiles that the beginning of a work item counts as; ``total`` all tiles
     of all head loops; ``sharers`` the groups that get tiles; ``shared`` the tiles that these groups
-    share. The four follow from the tiles of all work items (argument ``total``) and from the ``fewest`` and
-    the ``largest`` number of tiles of one.
+    share. The four follow from the tiles of all work items (argument ``total``), and from the
+    ``fewest`` and the ``largest`` number of tiles of one work item.
 
     Group c owns the segments that start in ``[c * shared / sharers, (c + 1) * shared / sharers)``.
     """
