@@ -117,10 +117,11 @@ EVERY_KEY = VisibleKeys()
 class SplitPlan:
     """The step's plan for the split-KV kernel: views of the builder's buffers, and static numbers.
 
-    A program starts in the middle of at most one work item. Its scratch holds a state of every
-    segment of that work item, which other programs may write too: the program lends these state
-    slots to the work item. Where keys are cut into segment groups, more slots hold the states of
-    segment groups.
+    The *owning program* of a work item has its first segment. The *lending program* is the first
+    one, if any, that starts in the middle of the work item; a program starts in the middle of at
+    most one. All programs of a work item that is cut store states of its segments in the lending
+    program's *state slots*. Where keys are cut into segment groups, more slots hold the states of
+    segment groups. The last program to arrive folds the states and writes the result.
     """
 
     tile: SplitTile
@@ -277,7 +278,8 @@ def longest_short_query(num_kv_heads: int, tile: SplitTile, max_query_len: int) 
     nothing beside tiles of other prompts. The choice must not depend on the rest of the batch,
     since a request's bits must not. So the bound is at half of the walks that take as long as one
     program of the prefill kernel: there, neither choice is further from the better one than the
-    other. In a step of 48 requests, 17 with up to 16 tokens took 3 to 8 % of the time.
+    other. In a step of 48 requests, the walks of 17 requests with up to 16 tokens took 3 to 8 % of
+    the time.
 
     Args:
         num_kv_heads: KV heads of the layer.

@@ -1,1 +1,4 @@
-"""Triton code that writes the split-KV plan. Importing it needs Triton."""
+"""Triton code that writes the split-KV plan; its modules need Triton.
+
+Read :mod:`builders.splitkv.device.plan` first: it holds the kernel.
+"""
