@@ -1,4 +1,7 @@
-"""The metadata builder: the one place where a step's decisions are made."""
+"""The base classes of metadata builders, and of the records that they build.
+
+A builder is the only place where a step's decisions are made; an impl carries them out.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,15 @@ from specs.kv_cache import AnyKVCacheSpec, EncoderOnlyAttentionSpec
 
 
 class CachePages(TypedDict):
-    """What a step's record knows of the cache that it was built for."""
+    """The fields of a step's record that describe the cache that it was built for.
+
+    :class:`AttentionMetadata` has fields of the same names.
+    """
 
     block_size: int
+    """Tokens of a block."""
     cache_dtype: torch.dtype
+    """Type of the cache's elements."""
 
 
 @dataclass
@@ -38,18 +46,23 @@ class AttentionMetadata:
     block_size: int | None = field(default=None, kw_only=True)
     """Tokens of a block of the cache that the step was built for."""
     cache_dtype: torch.dtype | None = field(default=None, kw_only=True)
-    """Type of the elements of that cache's rows: of the first part of a row with several, and bytes
-    for planes of the indexer."""
+    """Type of the elements of the cache that the step was built for.
+
+    Where a cached row has several parts, this is the type of the first part's elements. Planes of
+    the indexer's cache are bytes."""
 
     def check_cache(self, block_size: int, dtype: torch.dtype) -> None:
-        """A cache is the kind that the step was built for; at every call that reads it.
+        """Check that a cache is of the kind that the step was built for.
+
+        Every call that reads or writes the cache checks this.
 
         Args:
             block_size: tokens of a block of the cache.
             dtype: of its stored elements, as the layer reads them.
 
         Raises:
-            ValueError: one is not what the step was built for; both values are named.
+            ValueError: the block size or the type is another than the step was built for; the
+                message has both values.
         """
         if block_size != self.block_size:
             raise ValueError(
@@ -66,21 +79,28 @@ M = TypeVar("M", bound=AttentionMetadata)
 
 
 class AttentionMetadataBuilder(ABC, Generic[M]):
-    """Turns a step's batch into what one backend's impl needs; vLLM v1's interface by name.
+    """Turns a step's batch into the record that one backend's impl needs.
 
-    ``build`` returns a record and changes nothing else. Memory that a CUDA graph must find at the
-    same address lives in the builder; records hold views of it.
+    Methods and attributes have the names of vLLM v1's interface. The builder owns the memory that a
+    CUDA graph must find at the same address, and records hold views of it. ``build`` fills that
+    memory and returns a record; it does not change the batch.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
     reorder_batch_threshold: int | None = None
-    """Rows with at most this many new tokens come first, as decodes; None leaves the order."""
+    """Most new tokens of a request that counts as a decode; decodes must come first in a batch.
+
+    None leaves the order of requests open."""
     supports_update_block_table: bool = True
+    """True when :meth:`update_block_table` may be called."""
     shares_prefix: bool = False
-    """A common prefix saves reads: worth asking for where many requests have a long one."""
+    """True when a common prefix is read once for all requests, so that an engine should look for
+    one."""
     plans_on_host: bool = False
-    """Every step is planned from host lengths, which must be the device's: not inside a graph, and
-    draft steps only where :class:`builders.drafts.multi_step.MultiStepDraft` knows them."""
+    """True when the builder plans every step from host lengths.
+
+    Host lengths must then equal the device's. A step cannot be planned inside a graph. A draft step
+    can be planned only if :class:`builders.drafts.multi_step.MultiStepDraft` knows its lengths."""
     supports_draft_decode_metadata_update: bool = False
     """True when :meth:`update_draft_decode_metadata` may be called."""
 
@@ -93,49 +113,53 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     ) -> None:
         """
         Args:
-            kv_cache_spec: the group's spec, cut to the kernel's block size.
+            kv_cache_spec: the KV cache group's spec, with the kernel's block size.
             layer_names: layers of the group.
-            vllm_config: engine limits; the parameter has vLLM's name.
+            vllm_config: limits and settings of the engine; the parameter has vLLM's name.
             device: where the records' tensors live.
 
         Raises:
-            ValueError: a device that this machine does not have.
+            ValueError: this machine does not have the device.
         """
         self.kv_cache_spec = kv_cache_spec
         self.layer_names = list(layer_names)
         self.vllm_config = vllm_config
         self.device = torch.device(device)
         self.step_limits = StepLimits.of(kv_cache_spec, vllm_config)
-        """What every batch is held against; a builder with room for more says so here."""
+        """Limits that every batch is checked against; a builder with larger buffers replaces
+        them."""
         _check_device(self.device)
 
     @cached_property
     def pages(self) -> CachePages:
-        """What every record of this builder is given of its cache."""
+        """The fields that describe this builder's cache, for every record that it builds."""
         layout = self.kv_cache_spec.layout()
-        # Rows of the indexer lie in planes of bytes.
+        # The indexer's rows are stored in planes of bytes.
         stored = layout.storage_dtype if layout.row.planar else layout.row.fields[0].dtype
         return {"block_size": self.kv_cache_spec.block_size, "cache_dtype": stored.torch}
 
     def check_batch(
         self, common_prefix_len: int, batch: CommonAttentionMetadata, fast_build: bool = False
     ) -> None:
-        """Hold a batch against the builder's cache and limits; while debugging, check all of it.
+        """Check a batch against the builder's cache and limits.
+
+        With ``ATTN_DEBUG=1`` the contents of its tensors are checked too, see
+        :func:`builders.checks.debug.debug_batch`.
 
         Args:
             common_prefix_len: leading tokens that all requests share.
-            batch: the step's; ours or vLLM's own object.
-            fast_build: of a draft step, whose lengths the host knows only where the builder plans
-                there.
+            batch: the step's batch, ours or vLLM's own object.
+            fast_build: True for a draft step. The host knows its lengths only if the builder plans
+                on the host.
 
         Raises:
-            ValueError: a negative ``common_prefix_len``; a batch made for blocks of another size
-                than the builder's; a batch beyond a limit. The message has both values.
+            ValueError: ``common_prefix_len`` is negative, the batch was made for blocks of another
+                size than the builder's, or the batch exceeds a limit. The message has both values.
         """
         if common_prefix_len < 0:
             raise ValueError(f"common_prefix_len must not be negative, got {common_prefix_len}")
         spec, block_size = self.kv_cache_spec, getattr(batch, "block_size", None)
-        # Nothing of encoders lies in blocks.
+        # Encoders cache nothing, so their block size means nothing.
         if block_size not in (None, spec.block_size) and not isinstance(
             spec, EncoderOnlyAttentionSpec
         ):
@@ -150,7 +174,7 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     def get_cudagraph_support(
         cls, vllm_config: EngineConfig, kv_cache_spec: AnyKVCacheSpec
     ) -> AttentionCGSupport:
-        """Which batches a captured graph can replay, for this configuration."""
+        """Which batches a captured CUDA graph can replay, for this configuration."""
         return cls._cudagraph_support
 
     @abstractmethod
@@ -160,37 +184,52 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> M:
-        """The step's record.
+        """Build the step's record.
 
         Args:
             common_prefix_len: leading tokens that all requests share (cascade attention), or 0.
-            common_attn_metadata: the batch; ours or vLLM's own object. Never written.
+            common_attn_metadata: the batch, ours or vLLM's own object; it is never written.
             fast_build: prefer a quick build over a quick forward (draft steps).
         """
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> M:
-        """The record to capture a graph with: only persistent buffers, static bounds."""
+        """Build the record to capture a CUDA graph with: its bounds hold for every replay."""
         return self.build(0, common_attn_metadata)
 
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
     ) -> M:
-        """The record of draft step ``draft_index`` (0 is the first forward of the draft model)."""
+        """Build the record of a draft step.
+
+        Args:
+            common_attn_metadata: the batch of the draft step.
+            draft_index: number of the draft step; 0 is the first forward of the draft model.
+        """
         return self.build(0, common_attn_metadata, fast_build=True)
 
     def update_draft_decode_metadata(self, metadata: M) -> None:
-        """Bring ``metadata`` up to date with its own tensors, whose contents a draft step changed.
+        """Plan a record anew after a draft step changed the contents of its tensors.
 
-        Recorded in the graph of the draft steps: only capture-safe work, in persistent buffers.
+        The graph of the draft steps records this call, so it does only work that can be captured,
+        in persistent buffers.
+
+        Args:
+            metadata: a record of this builder.
         """
         raise NotImplementedError(f"{type(self).__name__} builds every draft step anew")
 
     def update_block_table(
         self, metadata: M, block_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> M:
-        """The same step for another KV cache group: only table and slots differ.
+        """The record of a step for another KV cache group, from the record of one group.
 
-        Attributes that a wrapper added to ``metadata`` are kept.
+        The groups differ in block table and slots only. Attributes that a wrapper added to
+        ``metadata`` are kept.
+
+        Args:
+            metadata: the step's record of the other group.
+            block_table: ``[R, max_blocks]`` int32 of this builder's group.
+            slot_mapping: ``[T]`` int64 of this builder's group.
         """
         updated = copy.copy(metadata)
         updated.slot_mapping = slot_mapping
@@ -207,7 +246,7 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     def _init_reorder_batch_threshold(
         self, reorder_batch_threshold: int | None = 1, supports_spec_as_decode: bool = False
     ) -> None:
-        """Set the decode threshold; verify rows count as decodes where the kernel takes them."""
+        """Set the decode threshold; verifies count as decodes if ``supports_spec_as_decode``."""
         self.reorder_batch_threshold = reorder_batch_threshold
         if reorder_batch_threshold is not None and supports_spec_as_decode:
             self.reorder_batch_threshold = max(
@@ -216,10 +255,10 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
 
 
 def _check_device(device: torch.device) -> None:
-    """The machine has it.
+    """Check that this machine has ``device``.
 
     Raises:
-        ValueError: it has not.
+        ValueError: the machine has fewer GPUs.
     """
     if device.type != "cuda":
         return

@@ -1,10 +1,10 @@
-"""The batch of one step, as every metadata builder receives it; its boundary and its reordering.
+"""The batch of one step, as every metadata builder receives it, and the order of its requests.
 
-Field names and meanings are vLLM's, so vLLM's own ``CommonAttentionMetadata`` object can be given
-to a builder as it is: builders read only fields that vLLM 0.26 and 0.33 both have.
+Field names and meanings are vLLM's. So a builder takes vLLM's own ``CommonAttentionMetadata``
+object as it is: builders read only fields that vLLM 0.26 and 0.33 both have.
 
-Builders expect decodes first: :func:`split_decodes_and_prefills` finds where they end, and
-:func:`decode_first_order` with :func:`reorder` puts them first.
+Builders expect decodes first. :func:`decode_first_order` with :func:`reorder` puts decodes first,
+and :func:`split_decodes_and_prefills` finds where they end.
 """
 
 from __future__ import annotations
@@ -25,26 +25,30 @@ if TYPE_CHECKING:
 
 @dataclass
 class CommonAttentionMetadata:
-    """One step's batch for one KV cache group. R requests, T tokens; padding included in both.
+    """One step's batch for one KV cache group: R requests and T tokens, padding included in both.
 
         |---------- context_len ----------|-- query_len --|
         |-------------------- seq_len --------------------|
 
-    Nothing in the library writes on it: a changed batch is a new object (:meth:`replace`).
+    Nothing in the library writes on a batch: a changed batch is a new object (:meth:`replace`).
     """
 
     query_start_loc: torch.Tensor
     """``[R + 1]`` int32, device: request i owns tokens ``[q[i], q[i + 1])``."""
     query_start_loc_cpu: torch.Tensor
-    """``[R + 1]`` int32, host; can differ per request from the device's when drafts are trimmed
-    on the device, never in total."""
+    """``[R + 1]`` int32, host copy of ``query_start_loc``.
+
+    When drafts are trimmed on the device, the lengths of single requests can differ from the
+    device's; the total never does."""
     seq_lens: torch.Tensor
-    """``[R]`` int32, device: KV length after this step's write. For cross attention the encoder's
-    length, which can be below the query length; for encoders the input's."""
+    """``[R]`` int32, device: KV length after this step's write.
+
+    For cross attention it is the encoder's length, which can be below the query length. For
+    encoders it is the input's length."""
     num_reqs: int
     """R."""
     num_actual_tokens: int
-    """Tokens to compute; kernels touch only these rows."""
+    """Tokens to compute; kernels touch no row of query or output beyond them."""
     max_query_len: int
     """Host bound on the query lengths."""
     max_seq_len: int
@@ -57,14 +61,19 @@ class CommonAttentionMetadata:
     causal: bool | torch.Tensor = True
     """One flag for all requests, or ``[R]`` per request (nonzero means causal), device."""
     logits_indices_padded: torch.Tensor | None = None
-    """Tokens whose logits are wanted (KV-sharing fast prefill)."""
+    """Indices of the tokens whose logits are wanted (KV-sharing fast prefill), padded; device."""
     num_logits_indices: int | None = None
+    """vLLM's; no builder of this library reads it."""
     max_logits_per_req: int | None = None
+    """vLLM's; no builder of this library reads it."""
     encoder_seq_lens: torch.Tensor | None = None
     """``[R]`` int32, device: encoder lengths, for cross attention."""
     encoder_seq_lens_cpu: np.ndarray | None = None
-    """``[R]`` host copy, exact; 0 for a request whose encoder keys an earlier step wrote. Needed
-    where the block table has room for more keys than ``EngineConfig.max_encoder_len``."""
+    """``[R]`` host copy of ``encoder_seq_lens``, exact; 0 for a request whose encoder keys an
+    earlier step wrote.
+
+    It is needed where the block table has room for more keys than
+    ``EngineConfig.max_encoder_len``."""
     dcp_local_seq_lens: torch.Tensor | None = None
     """``[R]`` int32, device: this decode-context-parallel rank's share of ``seq_lens``."""
     dcp_local_seq_lens_cpu_upper_bound: torch.Tensor | None = None
@@ -78,11 +87,11 @@ class CommonAttentionMetadata:
     mm_req_doc_ranges: dict[int, list[tuple[int, int]]] | None = None
     """Request -> inclusive position ranges attended in both directions (multimodal tokens)."""
     rswa_prefix_lens: torch.Tensor | None = None
-    """``[R]`` int32, device: prefix that stays visible beside the window (R-SWA)."""
+    """``[R]`` int32, device: leading tokens that stay visible beside the window (R-SWA)."""
     replayssm_decode_base_cpu: torch.Tensor | None = None
     block_size: int | None = None
-    """Tokens per block of the table; None where whoever made the batch does not say, as vLLM's own
-    object does not. Builders refuse a batch of another size than their cache's."""
+    """Tokens per block of the table; None where the maker of the batch does not say, as in vLLM's
+    own object. Builders refuse a batch with another block size than their cache's."""
 
     @classmethod
     def from_lengths(
@@ -92,18 +101,20 @@ class CommonAttentionMetadata:
         block_table: torch.Tensor,
         block_size: int,
     ) -> CommonAttentionMetadata:
-        """A decoder batch from host lengths, as an engine's runner assembles it.
+        """Make a decoder batch from host lengths, as an engine's runner assembles it.
 
         Args:
-            query_lens: R new-token counts.
-            seq_lens: R KV lengths, the new tokens included.
-            block_table: ``[R, max_blocks]`` int32; its device is the batch's.
+            query_lens: new tokens of each of R requests.
+            seq_lens: KV length of each of R requests, the new tokens included.
+            block_table: ``[R, max_blocks]`` int32; its device is the batch's. A table without
+                columns belongs to layers that cache nothing.
             block_size: tokens per block.
 
         Raises:
-            ValueError: lengths that are negative or of different counts, a query longer than its
-                sequence, a table of another number of rows, or one with fewer columns than a
-                request with new tokens needs; one without columns is of layers that cache nothing.
+            ValueError: a length is negative; ``query_lens``, ``seq_lens`` and ``block_table`` have
+                different numbers of requests; a query is longer than its sequence; a table that
+                has columns has fewer than a request with new tokens needs; ``block_size`` is not
+                positive.
         """
         _check_lengths(query_lens, seq_lens, block_table, block_size)
         device = block_table.device
@@ -146,7 +157,7 @@ class CommonAttentionMetadata:
         return self.seq_lens - self.naive_query_lens()
 
     def token_to_req_indices(self, buffer: torch.Tensor | None = None) -> torch.Tensor:
-        """``[T]`` int32, device: request of each token, without a host sync.
+        """``[T]`` int32, device: the request of each token, computed without a host sync.
 
         Args:
             buffer: ``[>= T]`` int32 to write into, for CUDA graphs; None allocates.
@@ -157,7 +168,7 @@ class CommonAttentionMetadata:
         ends = self.query_start_loc[1:].contiguous()
         out = None if buffer is None else buffer[: self.num_actual_tokens]
         rows = torch.searchsorted(ends, tokens, right=True, out_int32=True, out=out)
-        # Padding tokens follow the last request; they get its index, which is at least in range.
+        # Padding tokens follow the last request. They get its index, which is in range at least.
         return rows.clamp_(max=max(self.num_reqs - 1, 0))
 
     def replace(self, **changes: Any) -> CommonAttentionMetadata:
@@ -165,11 +176,14 @@ class CommonAttentionMetadata:
         return dataclasses.replace(self, **changes)
 
     def unpadded(self, num_actual_tokens: int, num_actual_reqs: int) -> CommonAttentionMetadata:
-        """The batch without padding rows and tokens: views of the first ones.
+        """The batch without padding requests and tokens: its tensors are views of this batch's.
 
         Args:
             num_actual_tokens: real tokens, at most ``num_actual_tokens`` of this object.
             num_actual_reqs: real requests, at most ``num_reqs``.
+
+        Raises:
+            ValueError: one of the two is negative or larger than this batch's.
         """
         if not 0 <= num_actual_reqs <= self.num_reqs:
             raise ValueError(
@@ -199,16 +213,21 @@ class CommonAttentionMetadata:
 
 
 def replace_known(batch: CommonAttentionMetadata, **changes: Any) -> CommonAttentionMetadata:
-    """Like ``batch.replace``, leaving out fields that the object's class lacks.
+    """A copy of a batch with some fields changed; changes to fields that it lacks are left out.
 
-    vLLM's own object can be given in place of ours, and its versions differ in optional fields.
+    vLLM's own object can be given in place of ours, and vLLM's versions differ in optional fields.
     """
     known = {field.name for field in dataclasses.fields(batch)}
     return dataclasses.replace(batch, **{k: v for k, v in changes.items() if k in known})
 
 
 def refuse_fields(batch: CommonAttentionMetadata, backend: str, *names: str) -> None:
-    """Refuse a batch that asks for what a backend would silently ignore.
+    """Refuse a batch with fields that a backend would silently ignore.
+
+    Args:
+        batch: ours or vLLM's own object.
+        backend: name of the backend, for the message.
+        *names: the fields.
 
     Raises:
         NotImplementedError: one of the fields is set; the message names it.
@@ -218,7 +237,8 @@ def refuse_fields(batch: CommonAttentionMetadata, backend: str, *names: str) -> 
             raise NotImplementedError(f"{backend} does not support {name}")
 
 
-# What vLLM's own object (0.26, 0.33) keeps of lengths that were; unknown to our class.
+# Fields in which vLLM's own object (0.26, 0.33) caches values derived from its lengths. A copy with
+# other lengths must not keep them. Our class does not have these fields.
 VLLM_CACHES = (
     "dcp_local_seq_lens_cpu",
     "_seq_lens_cpu",
@@ -227,8 +247,8 @@ VLLM_CACHES = (
     "_token_to_req_indices_cache",
 )
 
-# Leading axis of each tensor field, and entries beyond one per request; a test checks that none
-# is missing.
+# Leading axis of each tensor field, and how many entries it has beyond one per request or token. A
+# test checks that no field is missing.
 LEADING_AXIS = {
     "query_start_loc": ("reqs", 1),
     "query_start_loc_cpu": ("reqs", 1),
@@ -268,7 +288,7 @@ def _check_lengths(
                 f"query_lens[{row}] must be in [0, seq_lens[{row}]] = [0, {seq_len}], "
                 f"got {query_len}"
             )
-        # A row without new tokens is padding.
+        # A request without new tokens is padding.
         if query_len and 0 < columns * block_size < seq_len:
             raise ValueError(
                 f"block_table must have a column for each block of {block_size} tokens of "
@@ -278,7 +298,10 @@ def _check_lengths(
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """Decode rows, then prefill rows; each pair sums to the batch."""
+    """Where the decodes of a batch end: leading requests are decodes, the others prefills.
+
+    Both numbers of requests sum to the batch's requests, and both numbers of tokens to its tokens.
+    """
 
     num_decodes: int
     num_prefills: int
@@ -292,16 +315,21 @@ def split_decodes_and_prefills(
     require_uniform: bool = False,
     treat_short_extends_as_decodes: bool = True,
 ) -> BatchSplit:
-    """Find the boundary in a batch ordered decode, short extend, long extend, prefill.
+    """Find where decodes end in a batch ordered decode, short extend, long extend, prefill.
 
-    Reads host lengths only, so it may misjudge nothing but speed: both paths compute any row.
+    The function reads host lengths only. If they are not exact, the boundary may cost speed but no
+    correctness, since the decode path and the prefill path both compute any request.
 
     Args:
         batch: a decode-first batch.
-        decode_threshold: longest query of a decode.
-        require_uniform: decodes must share one query length; padding rows (length 0) may follow.
+        decode_threshold: most new tokens of a decode.
+        require_uniform: decodes must share one query length; padding requests (length 0) may
+            follow.
         treat_short_extends_as_decodes: a short chunk of a prompt counts as a decode; otherwise
             ``batch.is_prefilling`` must be given.
+
+    Raises:
+        ValueError: short extends are no decodes, and ``batch.is_prefilling`` is missing.
     """
     num_reqs, num_tokens = batch.num_reqs, batch.num_actual_tokens
     if (
@@ -333,7 +361,7 @@ def decode_first_order(
     Args:
         query_lens: ``[R]`` integer, host.
         context_lens: ``[R]`` integer, host: tokens already cached.
-        decode_threshold: longest query of a decode or a short extend.
+        decode_threshold: most new tokens of a decode or a short extend.
 
     Returns:
         ``[R]`` int64 permutation: position i of the new batch is request ``order[i]``.
@@ -344,22 +372,23 @@ def decode_first_order(
     rank[has_context & ~short] = 2
     rank[has_context & short & (query_lens > 1)] = 1
     rank[has_context & (query_lens <= 1)] = 0
-    # Padding rows keep to the end, where unpadded() cuts them off.
+    # Padding requests stay at the end, where unpadded() cuts them off.
     rank[query_lens == 0] = 4
     return torch.argsort(rank, stable=True)
 
 
 def reorder(batch: CommonAttentionMetadata, order: torch.Tensor) -> CommonAttentionMetadata:
-    """The batch with its requests in another order, tokens moved with them.
+    """The batch with its requests in another order; tokens move with their requests.
 
-    Host lengths are used to move tokens, so they must agree with the device's.
+    Tokens are moved by the host's lengths, which must agree with the device's.
 
     Args:
         batch: any batch.
         order: ``[R]`` int64 permutation, host.
 
     Raises:
-        ValueError: the batch lists tokens whose logits are wanted; list them after reordering.
+        ValueError: the batch lists tokens whose logits are wanted, which must be listed after
+            reordering.
     """
     if batch.logits_indices_padded is not None:
         raise ValueError("logits_indices_padded counts tokens in the old order: reorder before it")
@@ -379,7 +408,7 @@ def reorder(batch: CommonAttentionMetadata, order: torch.Tensor) -> CommonAttent
             continue
         index = order
         if extent == "tokens":
-            # Slots past the last request's tokens are padding and stay where they are.
+            # Tokens past the last request's are padding and stay where they are.
             index = torch.cat([tokens, torch.arange(len(tokens), len(value))])
         is_tensor = isinstance(value, torch.Tensor)
         changes[name] = value[index.to(value.device) if is_tensor else index.tolist()]

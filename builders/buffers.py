@@ -1,4 +1,4 @@
-"""Persistent tensors of a builder: what a CUDA graph must find at the same address."""
+"""Persistent tensors of a builder, which a CUDA graph must find at the same addresses."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 class GraphBuffers:
     """Named tensors allocated once for declared limits; records hold views of them.
 
-    Writing copies in place. Asking for more than was declared is an error, because growing after a
-    capture would leave the graph with a dangling address.
+    Writing copies in place. To ask for more than was declared is an error, because a buffer that
+    grows after a capture would leave the graph with a dangling address.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -25,10 +25,16 @@ class GraphBuffers:
     def declare(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, fill: float = 0
     ) -> torch.Tensor:
-        """Allocate ``name`` for its largest shape, filled with ``fill``.
+        """Allocate the buffer ``name`` and fill it.
+
+        Args:
+            name: the buffer's name.
+            shape: its largest shape.
+            dtype: type of its elements.
+            fill: value of all elements.
 
         Raises:
-            ValueError: the name is taken.
+            ValueError: a buffer of that name is declared already.
         """
         if name in self._buffers:
             raise ValueError(f"graph buffer {name!r} is declared already")
@@ -45,10 +51,10 @@ class GraphBuffers:
         return self._buffers[name]
 
     def view(self, name: str, *shape: int) -> torch.Tensor:
-        """The leading part of a buffer, of ``shape``.
+        """The leading part of the buffer ``name``, with ``shape``; no data is copied.
 
         Raises:
-            ValueError: ``shape`` exceeds what was declared.
+            ValueError: ``shape`` exceeds the declared shape, or has another number of dimensions.
         """
         buffer = self._buffers[name]
         if len(shape) != buffer.dim() or any(
@@ -62,7 +68,7 @@ class GraphBuffers:
         return buffer
 
     def write(self, name: str, source: torch.Tensor) -> torch.Tensor:
-        """Copy ``source`` into the leading part of ``name`` and return that view."""
+        """Copy ``source`` into the leading part of the buffer ``name``, and return that part."""
         target = self.view(name, *source.shape)
         target.copy_(source, non_blocking=True)
         return target

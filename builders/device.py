@@ -1,4 +1,4 @@
-"""What a device is, and what runs on it."""
+"""Facts of the device that a builder plans for, and which kernels run on it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from specs.devices import ComputeCapability, GpuFacts
 
 
 def device_facts(device: torch.device) -> GpuFacts:
-    """What tiles and plans depend on; a CPU stands for a small GPU of Hopper's, to test with."""
+    """The facts of a device that tiles and plans depend on.
+
+    A CPU stands for a Hopper GPU with three multiprocessors, so that plans can be tested on it.
+    """
     if device.type != "cuda":
         return GpuFacts.of(ComputeCapability(major=9), 3)
     properties = torch.cuda.get_device_properties(device)
@@ -19,7 +22,7 @@ def device_facts(device: torch.device) -> GpuFacts:
 
 
 def interprets() -> bool:
-    """Triton's interpreter runs kernels on CPU tensors here."""
+    """Whether Triton's interpreter runs kernels, on CPU tensors, in this process."""
     from triton.runtime.interpreter import InterpretedFunction
 
     from builders.splitkv.device.plan import plan_kernel
@@ -28,5 +31,5 @@ def interprets() -> bool:
 
 
 def runs_gluon(device: torch.device) -> bool:
-    """Kernels in Gluon can run on a device; the interpreter has none of it."""
+    """Whether kernels in Gluon can run on a device; Triton's interpreter does not run Gluon."""
     return device.type == "cuda" and not interprets()

@@ -1,6 +1,7 @@
-"""Metadata of two backends in one step: decodes by one, every other row by another.
+"""Metadata of a step that two backends share: one takes the decodes, the other takes the rest.
 
-Both read one KV cache. The split is by the host's query lengths, so these must be the device's.
+Both backends read one KV cache. The builder splits the batch by the host's query lengths, which
+must be the device's.
 """
 
 from __future__ import annotations
@@ -22,29 +23,33 @@ from specs.kv_cache import AnyKVCacheSpec
 
 @dataclass
 class MixedMetadata(AttentionMetadata):
-    """A step of two backends."""
+    """A step that two backends share."""
 
     num_actual_tokens: int
+    """Tokens of the step, padding included."""
     num_decode_tokens: int
-    """Rows before them are the decode backend's, those behind the prefill backend's."""
+    """Leading tokens, which the decode backend computes; the prefill backend computes the rest."""
     num_decodes: int
+    """Leading requests, whose tokens the decode backend computes."""
     decode: Any
-    """Record of the decode backend, of leading requests; None without any."""
+    """The decode backend's record of the leading requests; None if there are none."""
     prefill: Any
-    """Record of the prefill backend, of the requests behind them; None without any."""
+    """The prefill backend's record of the other requests; None if there are none."""
 
 
 def rows_of(
     batch: CommonAttentionMetadata, first_req: int, stop_req: int, first_token: int, stop_token: int
 ) -> CommonAttentionMetadata:
-    """Consecutive requests of a batch as a batch of their own: views, and starts from 0.
+    """Consecutive requests of a batch as a batch of their own.
+
+    Its tensors are views of the batch's, but for the query starts, which begin with 0.
 
     Args:
         batch: ours or vLLM's own object.
-        first_req: first request.
-        stop_req: behind the last.
-        first_token: its first token.
-        stop_token: behind the last's last token.
+        first_req: the first request.
+        stop_req: the request behind the last one.
+        first_token: first token of the first request.
+        stop_token: the token behind the last request's last token.
     """
     changes: dict[str, Any] = {
         "num_reqs": stop_req - first_req,
@@ -73,10 +78,15 @@ def rows_of(
 
 
 class MixedMetadataBuilder(AttentionMetadataBuilder[MixedMetadata]):
-    """Leading short rows to one builder, the others to a second; a subclass names both."""
+    """Gives leading decodes to one builder and all other requests to a second one.
+
+    A subclass names both builders.
+    """
 
     prefill_cls: ClassVar[type[AttentionMetadataBuilder[Any]]]
+    """The builder of all requests behind the leading decodes."""
     decode_cls: ClassVar[type[AttentionMetadataBuilder[Any]]]
+    """The builder of the leading decodes."""
 
     def __init__(
         self,
@@ -85,11 +95,11 @@ class MixedMetadataBuilder(AttentionMetadataBuilder[MixedMetadata]):
         vllm_config: EngineConfig,
         device: torch.device | str,
     ) -> None:
-        """Arguments as of the base class; errors as of both builders.
+        """Make both builders. The arguments are those of the base class.
 
         Raises:
-            ValueError: a spec or setting that one of the two does not serve, or decode context
-                parallelism.
+            ValueError: one of the two builders does not serve the spec or a setting, or the engine
+                has decode context parallelism.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         refuse_dcp(vllm_config, "a mix of two backends")
@@ -104,7 +114,10 @@ class MixedMetadataBuilder(AttentionMetadataBuilder[MixedMetadata]):
     def get_cudagraph_support(
         cls, vllm_config: EngineConfig, kv_cache_spec: AnyKVCacheSpec
     ) -> AttentionCGSupport:
-        """What both replay, and never a mix of the two."""
+        """Which batches a captured graph can replay: uniform ones at most, if both builders can.
+
+        In a uniform batch one of the two backends takes all requests.
+        """
         levels = [
             one.get_cudagraph_support(vllm_config, kv_cache_spec)
             for one in (cls.prefill_cls, cls.decode_cls)
@@ -117,15 +130,17 @@ class MixedMetadataBuilder(AttentionMetadataBuilder[MixedMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> MixedMetadata:
-        """The step's two records; errors as of the two builders.
-
-        Raises:
-            ValueError: a batch beyond the engine's limits.
+        """Build the step's record, which holds the records of both builders.
 
         Args:
-            common_prefix_len: makes no difference: the two would have to share it.
+            common_prefix_len: is checked and makes no other difference, since both builders would
+                have to share the prefix.
             common_attn_metadata: the batch.
-            fast_build: handed on.
+            fast_build: is handed to both builders.
+
+        Raises:
+            ValueError: the batch exceeds the engine's limits, or one of the builders refuses its
+                part.
         """
         self.check_batch(common_prefix_len, common_attn_metadata, fast_build)
         return self._parts(common_attn_metadata, "build", fast_build)
@@ -133,14 +148,14 @@ class MixedMetadataBuilder(AttentionMetadataBuilder[MixedMetadata]):
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> MixedMetadata:
-        """The record to capture with: of one of the two builders."""
+        """Build the record to capture a CUDA graph with; one of the builders takes all of it."""
         self.check_batch(0, common_attn_metadata)
         return self._parts(common_attn_metadata, "build_for_cudagraph_capture", False)
 
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
     ) -> MixedMetadata:
-        """The record of a draft step: one token per request, all the decode builder's."""
+        """Build the record of a draft step, whose requests of one token are all decodes."""
         batch = common_attn_metadata
         record = self.decode.build_for_drafting(batch, draft_index)
         return MixedMetadata(
@@ -156,7 +171,13 @@ class MixedMetadataBuilder(AttentionMetadataBuilder[MixedMetadata]):
     def update_block_table(
         self, metadata: MixedMetadata, block_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> MixedMetadata:
-        """See the base class."""
+        """The record of a step for another KV cache group; each part gets its rows of the table.
+
+        Args:
+            metadata: the step's record of the other group.
+            block_table: ``[R, max_blocks]`` int32.
+            slot_mapping: ``[T]`` int64.
+        """
         updated = super().update_block_table(metadata, block_table, slot_mapping)
         reqs, tokens = metadata.num_decodes, metadata.num_decode_tokens
         if metadata.decode is not None:
@@ -172,7 +193,7 @@ class MixedMetadataBuilder(AttentionMetadataBuilder[MixedMetadata]):
         return updated
 
     def _set_block_table(self, metadata: MixedMetadata, block_table: torch.Tensor) -> None:
-        """Its records keep the tables."""
+        """Do nothing: the records of both builders hold the tables."""
 
     def _parts(
         self, batch: CommonAttentionMetadata, method: str, fast_build: bool
@@ -180,7 +201,8 @@ class MixedMetadataBuilder(AttentionMetadataBuilder[MixedMetadata]):
         starts = batch.query_start_loc_cpu[: batch.num_reqs + 1].tolist()
         decodes = self._num_decodes(starts)
         cut = starts[decodes]
-        # Padding stays with the only part there is: a graph's replay counts it among its own.
+        # If only one backend has tokens, padding goes to it too: a captured graph has the padding
+        # of its replays.
         if not any(stop > cut for stop in starts[decodes:]):
             decodes, cut = (batch.num_reqs, batch.num_actual_tokens) if decodes else (0, 0)
         parts: list[Any] = [None, None]
@@ -206,8 +228,9 @@ class MixedMetadataBuilder(AttentionMetadataBuilder[MixedMetadata]):
         )
 
     def _num_decodes(self, starts: list[int]) -> int:
-        """Leading requests that the decode builder's kernel takes: of one token, or of a whole
-        verify each.
+        """How many leading requests the decode builder's kernel takes.
+
+        These requests have one token each, or the tokens of a whole verify each.
         """
         threshold = self.reorder_batch_threshold or 1
         decodes, first = 0, starts[1] - starts[0] if len(starts) > 1 else 0

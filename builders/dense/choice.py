@@ -1,6 +1,7 @@
-"""Which dense layers the kernels for Hopper take, how, and why or why not.
+"""Which dense layers take the Hopper kernels, with which tiles, and the reason in words.
 
-Shared by builder, launcher and ``attn explain``, as the tiles of :mod:`builders.splitkv.tiles` are.
+Builder, launcher and ``attn explain`` all call these functions, so that they agree. A builder knows
+the layers' specs only; a launcher also knows what a layer's tensors show.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from specs.dtypes import CacheDType, DType, KVQuantMode
 from specs.engine import DecodeKernel, PrefillKernel
 
 HOPPER_RING = 128 * 1024
-"""Bytes of keys and values under way in the split-KV kernel for Hopper. With half as many again, 24
-MB by all programs, decodes of heads of 128 took 1 to 3 % longer."""
+"""Bytes of keys and values that a program of the Hopper split-KV kernel has under way. With half as
+many again, 24 MB by all programs, decodes at head size 128 took 1 to 3 % longer."""
 
 DENSE_OPTION = "kernels.dense.prefill"
 """The engine's setting that chooses the prefill kernel of dense layers."""
@@ -35,29 +36,33 @@ _Tile = TypeVar("_Tile")
 
 @dataclass(frozen=True)
 class LayerAsks:
-    """What a layer asks of the kernels for Hopper, beyond its shape.
+    """The requirements of a layer on the Hopper kernels, beyond its shape.
 
-    A builder leaves out what only the layer and its tensors show; a launcher asks with all of it.
+    A builder leaves out the requirements that only the layer and its tensors show. A launcher knows
+    all of them.
     """
 
     batch_invariant: bool = False
-    """Same bits however a prompt is chunked: every row is the split-KV kernel's."""
+    """The result has the same bits however a prompt is cut into chunks; dense layers then give
+    every request to the split-KV kernel."""
     is_local: bool = False
-    """Queries see a window or chunk only."""
+    """Queries see a window or a chunk only."""
     dcp: bool = False
-    """The cache holds one rank's keys."""
+    """The cache holds one rank's keys (decode context parallelism)."""
     rswa: bool = False
+    """A prefix stays visible beside the window (R-SWA)."""
     alibi: bool = False
+    """Scores have an ALiBi bias."""
     positions: bool = False
-    """Where queries stand does not follow from lengths, and counts."""
+    """The mask needs positions of queries that do not follow from the lengths."""
     scale: float = 1.0
-    """Multiplies q.k."""
+    """Factor of the products of query and key."""
     query: DType | None = None
     """Type of the model's elements; None where it is not known."""
     cache_dtype: CacheDType | None = None
-    """Of the cache; None likewise."""
+    """Type of the cache's elements; None where it is not known."""
     alignments: tuple[tuple[str, int], ...] = ()
-    """Bytes that rows are aligned to, by tensor, as far as they are known."""
+    """Name of a tensor and bytes that its rows are aligned to, for the tensors that are known."""
 
 
 def chosen_kernel(
@@ -69,18 +74,18 @@ def chosen_kernel(
     left: str | None = None,
     why: str = "it serves this layer",
 ) -> tuple[_Tile | None, str]:
-    """The kernel for Hopper or the plain one: what was wanted, of what there is, and the reason.
+    """Choose between the Hopper kernel and the portable kernel.
 
     Args:
-        option: the engine's setting.
-        wanted: its value.
-        found: the Hopper kernel's tile, or why it does not serve.
+        option: name of the engine's setting.
+        wanted: value of that setting.
+        found: the Hopper kernel's tile, or the reason why it does not serve the layer.
         layer: what an error calls the layer.
-        left: why it is not taken though it serves, unless it is wanted by name.
-        why: why it is.
+        left: why ``"auto"`` does not take the Hopper kernel though it serves; None if it does.
+        why: why ``"auto"`` takes the Hopper kernel.
 
     Returns:
-        The Hopper kernel's tile, None for the plain kernel; and the reason in words.
+        The Hopper kernel's tile, or None for the portable kernel; and the reason in words.
 
     Raises:
         ValueError: the Hopper kernel is wanted by name and does not serve.
@@ -107,20 +112,20 @@ def prefill_kernel_of(
     wanted: PrefillKernel,
     option: str = DENSE_OPTION,
 ) -> tuple[HopperTile | None, str]:
-    """Which kernel takes a layer's rows with many new tokens, and why.
+    """Which kernel takes a layer's requests with many new tokens, and why.
 
-    Builder, launcher and ``attn explain`` decide by this alone.
+    Builder, launcher and ``attn explain`` decide by this function alone.
 
     Args:
         shape: the layer.
-        kind: device.
+        kind: kind of the device.
         block_size: tokens of a page; 0 without pages.
-        asks: what else the layer asks, as far as it is known.
-        wanted: what the engine is configured to.
-        option: the engine's setting that says so; ``LATENT_OPTION`` for expanded latent layers.
+        asks: the layer's other requirements, as far as they are known.
+        wanted: the engine's setting.
+        option: name of that setting; ``LATENT_OPTION`` for expanded latent layers.
 
     Returns:
-        The Hopper kernel's tile, None for the plain kernel; and the reason in words.
+        The Hopper kernel's tile, or None for the portable kernel; and the reason in words.
 
     Raises:
         ValueError: the Hopper kernel is wanted by name and does not serve.
@@ -132,13 +137,13 @@ def prefill_kernel_of(
 def hopper_tile(
     shape: DenseShape, kind: DeviceKind, block_size: int, asks: LayerAsks = LayerAsks()
 ) -> HopperTile | str:
-    """The Hopper prefill kernel's tile of a layer, or why the kernel does not take it.
+    """The Hopper prefill kernel's tile of a layer, or the reason why the kernel does not take it.
 
     Args:
         shape: the layer.
-        kind: device.
+        kind: kind of the device.
         block_size: tokens of a page; 0 without pages.
-        asks: what else the layer asks, as far as it is known.
+        asks: the layer's other requirements, as far as they are known.
     """
     refused = misfit_of(shape, kind, block_size)
     if refused is not None:
@@ -147,7 +152,7 @@ def hopper_tile(
         return f"head size {shape.head_size} is not a multiple of 8 from 48 to 256"
     extra = 0
     if shape.head_size != shape.head_size_v:
-        # Latent attention, expanded.
+        # Head sizes of expanded latent attention.
         if (shape.head_size, shape.head_size_v, shape.stored_bits) != (192, 128, 16):
             return (
                 f"head size {shape.head_size} is not that of values, {shape.head_size_v}, nor are "
@@ -162,18 +167,19 @@ def hopper_tile(
     run = block_size & -block_size if block_size else 128
     packed = min(shape.group & -shape.group, 64)
     if shape.stored_bits == 8:
-        # The producers are two warp groups, of wide heads one, and need registers, too.
+        # Producers dequantise and need registers too: two warp groups, or one at head size 256.
         if shape.width <= 64:
             return HopperTile(packed, 2, 128, 64, min(run, 128), 2, 3, 176)
         if shape.width <= 128:
             return HopperTile(packed, 2, 128, 128, min(run, 128), 2, 2, 192)
         return HopperTile(packed, 2, 64, 256, min(run, 64), 1, 2, 208)
-    # Measured: 192 rows for narrow heads, fewer keys for wide ones, whose accumulators are large.
+    # Measured: narrow heads are fastest with 192 query rows. Wide heads have large accumulators, so
+    # their tiles have fewer keys.
     if extra:
         return HopperTile(packed, 2, 128, 128, min(run, 128), 1, 2, 240, extra)
     if shape.width <= 64:
         if is_by_ptxas_13():
-            # Of three warp groups it spills in the loops of products.
+            # ptxas 13 spills in the loops of products if there are three warp groups.
             return HopperTile(packed, 2, 128, 64, min(run, 128), 2, 4, 232)
         return HopperTile(packed, 3, 128, 64, min(run, 128), 2, 4, 160)
     if shape.width <= 128:
@@ -189,20 +195,20 @@ def decode_kernel_of(
     asks: LayerAsks,
     wanted: DecodeKernel,
 ) -> tuple[HopperDecodeTile | None, str]:
-    """Which kernel takes a layer's rows with few new tokens, and why.
+    """Which kernel takes a layer's requests with few new tokens, and why.
 
-    Builder, launcher and ``attn explain`` decide by this alone.
+    Builder, launcher and ``attn explain`` decide by this function alone.
 
     Args:
         shape: the layer.
-        kind: device.
+        kind: kind of the device.
         block_size: tokens of a page; 0 without pages.
         max_query_len: query tokens of a verify, all of which share one pass over the keys.
-        asks: what else the layer asks, as far as it is known.
-        wanted: what the engine is configured to.
+        asks: the layer's other requirements, as far as they are known.
+        wanted: the engine's setting ``kernels.dense.decode``.
 
     Returns:
-        The Hopper kernel's tile, None for the plain kernel; and the reason in words.
+        The Hopper kernel's tile, or None for the portable kernel; and the reason in words.
 
     Raises:
         ValueError: the Hopper kernel is wanted by name and does not serve.
@@ -215,24 +221,25 @@ def decode_kernel_of(
 
 
 def _measured_slower(shape: DenseShape, tile: SplitTile, asks: LayerAsks) -> str | None:
-    """Of what a layer has, where the Hopper split-KV kernel was not the faster one on an H200.
+    """Why the Hopper split-KV kernel was not faster than the portable kernel on an H200.
 
-    Times of both are in docs/performance.md.
+    None for layers where it was faster. docs/performance.md has the times of both kernels.
     """
     is_wide = shape.head_size == 256 and shape.stored_bits == 16
     if asks.batch_invariant and (asks.is_local or not is_wide):
-        # Most rows of a tile are nobody's in a decode, and a prompt's are this kernel's, too.
+        # With batch invariance a tile has room for 16 tokens, of which a decode uses one, and this
+        # kernel also takes prompts.
         return f"batch invariance and tiles of {tile.rows} rows"
     used = tile.tile_heads * tile.query_tokens
     if shape.head_size == 64 and used <= 32:
-        # Of up to 16 rows faster in some batches, slower in others; more are multiplied as 64,
-        # where the plain kernel has tiles of 32.
+        # With up to 16 query rows it was faster in some batches and slower in others. It multiplies
+        # 17 to 32 rows as 64, while the portable kernel has tiles of 32.
         return f"head size 64 and tiles of {used} query rows"
     if shape.head_size == 64 and asks.is_local:
-        # By one batch of 64 rows behind a narrow window.
+        # Measured with a single batch: 64 query rows behind a narrow window.
         return "head size 64 and a window or chunk"
     if asks.is_local and 16 < used <= 32:
-        # Likewise by one, of 32 rows.
+        # Measured with a single batch: 32 query rows.
         return f"a window or chunk and tiles of {used} query rows"
     return None
 
@@ -244,14 +251,14 @@ def hopper_decode_tile(
     max_query_len: int,
     asks: LayerAsks = LayerAsks(),
 ) -> HopperDecodeTile | str:
-    """The Hopper split-KV kernel's tile of a layer, or why the kernel does not take it.
+    """The Hopper split-KV kernel's tile of a layer, or the reason why the kernel does not take it.
 
     Args:
         shape: the layer.
-        kind: device.
+        kind: kind of the device.
         block_size: tokens of a page; 0 without pages.
         max_query_len: query tokens of a verify, all of which share one pass over the keys.
-        asks: what else the layer asks, as far as it is known.
+        asks: the layer's other requirements, as far as they are known.
     """
     refused = misfit_of(shape, kind, block_size)
     if refused is not None:
@@ -269,8 +276,8 @@ def hopper_decode_tile(
     refused = refusal_of(asks)
     if refused is not None:
         return refused
-    # Of 64 rows of wide heads, a thread's share of two states would be too much; e4m3 is converted
-    # in registers, where products of 64 rows do not look for keys.
+    # At head size 256, two states of 64 rows do not fit a thread's registers. A cache of e4m3 is
+    # dequantised in registers, while products of 64 rows read their keys from shared memory.
     most_rows = 16 if shape.head_size == 256 or is_e4m3 else 64
     head_tiles = cdiv(shape.group, most_rows)
     tile_heads = cdiv(shape.group, head_tiles)
@@ -281,8 +288,8 @@ def hopper_decode_tile(
         )
     query_tokens = min(most_rows // tile_heads, 16 if asks.batch_invariant else max_query_len)
     used = tile_heads * query_tokens
-    # 64 KiB of keys and values in a stage where barriers cost, which they do per tile of 16 rows;
-    # fewer keys where a thread has two states of 64 rows already.
+    # Tiles of 16 rows have 64 KiB of 16-bit keys and values in a stage (32 KiB at head size 64),
+    # since each tile costs barriers. Fewer keys where a thread holds two states of 64 rows already.
     kv_tile = 64 if shape.head_size == 256 or (used > 16 and shape.head_size == 128) else 128
     split = SplitTile(
         rows=16 if used <= 16 else 64,
@@ -291,7 +298,7 @@ def hopper_decode_tile(
         query_tokens=query_tokens,
         kv_tile=kv_tile,
         segment_scale=1 if used <= 16 else power_of_two(used) // 8,
-        # Of the plain kernel, where it has to do with this plan.
+        # The portable kernel's launch configuration, for layers in which it runs with this plan.
         num_warps=8,
         num_stages=2,
         programs_per_sm=1,
@@ -307,11 +314,12 @@ def hopper_decode_tile(
 
 
 def _consumers(shape: DenseShape, used: int) -> int:
-    """Warp groups that multiply, each with every other tile of keys.
+    """Warp groups of the Hopper split-KV kernel that multiply; two take turns with tiles of keys.
 
-    Two where one would need as long for a tile as its keys do to come, 1700 to 2000 clocks for
-    32 KiB: 64 rows of heads of 128, whose products wait for their softmax, and few bytes per key.
-    Otherwise memory is waited for anyway, and two states of wide heads would be spilled.
+    There are two where one would need as long for a tile as its keys need to arrive, 1700 to 2000
+    clocks for 32 KiB. That is so for 64 rows at head size 128, whose products wait for their
+    softmax, and where a key has few bytes. Otherwise the program waits for memory anyway; and at
+    head size 256 two states would be spilled.
     """
     if shape.head_size == 128:
         return 2 if used > 16 or shape.stored_bits == 8 else 1
@@ -319,7 +327,7 @@ def _consumers(shape: DenseShape, used: int) -> int:
 
 
 def misfit_of(shape: DenseShape, kind: DeviceKind, block_size: int) -> str | None:
-    """Of a layer's geometry, what no kernel for Hopper takes; None where there is no such thing."""
+    """Why no Hopper kernel takes a layer of this geometry; None if its geometry is no obstacle."""
     if kind is not DeviceKind.SM90:
         return f"the device is {kind.value}, not {DeviceKind.SM90.value}"
     if shape.itemsize != 2:
@@ -330,18 +338,23 @@ def misfit_of(shape: DenseShape, kind: DeviceKind, block_size: int) -> str | Non
 
 
 def _stored_type(cache_dtype: CacheDType, query: DType) -> DType | CacheDType | None:
-    """Of the cache's elements, as far as it has to be the query's; None where it has not."""
+    """The type of the cache's elements where the query must have the same type; None elsewhere.
+
+    A quantised type that Hopper kernels do not dequantise is returned too: no query has it, so the
+    layer is refused.
+    """
     if not cache_dtype.is_quantized:
         return cache_dtype.element(query)
     if cache_dtype.quant_mode is not KVQuantMode.FP8_PER_TENSOR:
         return cache_dtype
-    # fp16 has as many bits of exponent as e5m2: what nothing was written to could be infinite.
+    # e5m2 has as many bits of exponent as fp16. So stored bytes that nobody has written yet could
+    # be infinite in fp16.
     is_e5m2 = cache_dtype.element(query) is DType.FLOAT8_E5M2
     return cache_dtype if is_e5m2 and query is DType.FLOAT16 else None
 
 
 def refusal_of(asks: LayerAsks) -> str | None:
-    """What no kernel for Hopper does of what a layer asks; None where there is no such thing."""
+    """The first of a layer's requirements that no Hopper kernel meets; None if they meet all."""
     named = {
         "ALiBi": asks.alibi,
         "positions of queries": asks.positions,

@@ -1,4 +1,7 @@
-"""Cascade attention: a batch's common prefix computed once, then what is each request's own."""
+"""Cascade attention: the common prefix of a batch is attended once for all requests.
+
+The rest of each request's keys is attended as in any other step, and both states are merged.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,14 @@ from specs.base import cdiv
 
 
 class SharedBuffers:
-    """What cascade attention keeps beside the ordinary plan: a plan of its own, and scratch."""
+    """The buffers of cascade attention beside the ordinary plan: a second plan, and scratch."""
 
     def __init__(self, planner: SplitPlanner, shape: DenseShape) -> None:
+        """
+        Args:
+            planner: a planner with buffers of its own; it plans the keys after the prefix.
+            shape: the layer.
+        """
         self.planner = planner
         self.buffers = buffers = planner.buffers
         limits, int32 = planner.limits, torch.int32
@@ -32,7 +40,14 @@ class SharedBuffers:
     def fill(
         self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int, length: int
     ) -> None:
-        """Lengths of both parts and the plan of the own part; nothing is copied from the host."""
+        """Compute the lengths of both parts, and plan the part after the prefix, on the device.
+
+        Args:
+            query_start_loc: ``[R + 1]`` int32, device.
+            seq_lens: ``[R]`` int32, device.
+            num_tokens: tokens of the batch, without padding.
+            length: tokens of the prefix.
+        """
         own_lens = self.buffers.view("own_lens", len(seq_lens))
         torch.sub(seq_lens, length, out=own_lens).clamp_(min=0)
         self.planner.fill(query_start_loc, own_lens)
@@ -44,7 +59,14 @@ class SharedBuffers:
     def parts(
         self, record: TritonAttentionMetadata, num_tokens: int, length: int, block_size: int
     ) -> SharedPrefix:
-        """The record's views."""
+        """Both records of the step, whose tensors are views of these buffers.
+
+        Args:
+            record: the step's ordinary record.
+            num_tokens: tokens of the batch, without padding.
+            length: tokens of the prefix.
+            block_size: tokens of a block.
+        """
         b, planner, table = self.buffers, self.planner, record.block_table
         tile, heads = planner.prefill, planner.num_heads
         programs = cdiv(num_tokens, tile.query_tile) * heads
@@ -60,7 +82,7 @@ class SharedBuffers:
         )
         own_prefill = record.prefill
         if own_prefill is not None:
-            # Scratch is fp32, which the kernel for Hopper has no room for.
+            # Outputs go to fp32 scratch, which the Hopper kernel has no room for.
             own_prefill = replace(planner.own_prefill(own_prefill, record.num_reqs), hopper=None)
         own = replace(
             record,
@@ -74,7 +96,13 @@ class SharedBuffers:
 
 
 def debug_prefix(batch: CommonAttentionMetadata, length: int, block_size: int) -> None:
-    """Every request with new tokens has the prefix behind it, in the first request's blocks."""
+    """Check that every request has computed the prefix, in the blocks of the first request.
+
+    Requests without new tokens are padding and are not checked.
+
+    Raises:
+        ValueError: a request has computed fewer tokens, or has other blocks.
+    """
     query_lens = batch.naive_query_lens().cpu()
     context = batch.seq_lens.cpu() - query_lens
     table = batch.block_table_tensor[:, : length // block_size].cpu()

@@ -1,7 +1,8 @@
-"""Metadata of the plain-torch dense backend: exact host lengths, to walk rows one by one.
+"""The metadata builder of TORCH_REF, the dense reference in torch.
 
-The reference is the one place that reads lengths back from the device: once per step, here. On a
-CPU that costs nothing; on a GPU it is a sync, and such a step cannot be captured.
+The reference computes one request after the other, so it needs exact lengths on the host. The
+builder reads them back from the device once per step. On a CPU that costs nothing; on a GPU it is a
+sync, and such a step cannot be captured.
 """
 
 from __future__ import annotations
@@ -21,33 +22,35 @@ from specs.positions import cut_window
 
 @dataclass
 class TorchRefMetadata(AttentionMetadata):
-    """A step of dense attention."""
+    """A step of dense attention for the reference."""
 
     num_actual_tokens: int
+    """Tokens to compute, padding included."""
     query_start_loc: torch.Tensor
-    """``[R + 1]`` int32, device."""
+    """``[R + 1]`` int32, device: first token of each request, and the end of the last."""
     seq_lens: torch.Tensor
     """``[R]`` int32, device: KV lengths (cross attention: the encoder's)."""
     block_table: torch.Tensor
-    """``[R, max_blocks]`` int32, device."""
+    """``[R, max_blocks]`` int32, device: blocks of each request."""
     query_starts: list[int]
-    """``[R + 1]`` host copy of ``query_start_loc``, exact."""
+    """``query_start_loc`` as R + 1 numbers on the host, exact."""
     kv_lens: list[int]
-    """``[R]`` host copy of ``seq_lens``, exact."""
+    """``seq_lens`` as R numbers on the host, exact."""
     causal: list[bool]
-    """``[R]`` per request."""
+    """Whether the mask is causal, for each of R requests."""
     mm_ranges: dict[int, list[tuple[int, int]]]
     """Request -> inclusive position ranges attended in both directions."""
     rswa_prefix_lens: list[int] | None
-    """``[R]``, or None without R-SWA."""
+    """Leading tokens that stay visible, for each of R requests; None without R-SWA."""
     rswa_window: int | None
-    """Window beside those prefixes, in place of the layer's own; None without R-SWA."""
+    """Keys that a query sees beside that prefix, in place of the layer's own window; None without
+    R-SWA."""
     common_prefix_len: int
     """Leading positions that all requests share in their block tables, or 0."""
 
 
 class TorchRefMetadataBuilder(AttentionMetadataBuilder[TorchRefMetadata]):
-    """Copies the batch's lengths to the host; every other decision is the identity."""
+    """Copies the batch's lengths to the host, and leaves everything else as it is."""
 
     def __init__(
         self,
@@ -56,10 +59,10 @@ class TorchRefMetadataBuilder(AttentionMetadataBuilder[TorchRefMetadata]):
         vllm_config: EngineConfig,
         device: torch.device | str,
     ) -> None:
-        """As every builder.
+        """Make a builder; the arguments are those of the base class.
 
         Raises:
-            ValueError: decode context parallelism, or R-SWA of chunked layers.
+            ValueError: the engine has decode context parallelism, or R-SWA for chunked layers.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         refuse_dcp(vllm_config, "TORCH_REF")
@@ -71,11 +74,11 @@ class TorchRefMetadataBuilder(AttentionMetadataBuilder[TorchRefMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> TorchRefMetadata:
-        """The step's record; the batch, ours or vLLM's own, is not written.
+        """Build the step's record, see the base class.
 
         Raises:
-            ValueError: a batch beyond the engine's limits.
-            NotImplementedError: a batch that asks for what the backend does not compute.
+            ValueError: the batch exceeds the engine's limits.
+            NotImplementedError: the batch asks for something that the backend does not compute.
         """
         batch = common_attn_metadata
         self.check_batch(common_prefix_len, batch, fast_build)
@@ -108,7 +111,7 @@ class TorchRefMetadataBuilder(AttentionMetadataBuilder[TorchRefMetadata]):
 
 
 def _causal_flags(causal: bool | torch.Tensor, num_reqs: int) -> list[bool]:
-    """``[R]`` flags from one for all or one per request."""
+    """One flag for each of R requests, from one flag for all or from a tensor of R flags."""
     if not isinstance(causal, torch.Tensor):
         return [bool(causal)] * num_reqs
     if tuple(causal.shape) != (num_reqs,):

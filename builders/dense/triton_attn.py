@@ -1,4 +1,9 @@
-"""Metadata of TRITON_ATTN: the step's plan, computed on the device, in persistent buffers."""
+"""The metadata builder of TRITON_ATTN.
+
+At construction it chooses the kernels and their tiles, and allocates persistent buffers. For every
+step it launches one kernel that plans the step on the device into these buffers, and returns a
+record with views of them.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +59,7 @@ from specs.positions import cut_chunks, cut_range, cut_window
 
 
 class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMetadata]):
-    """One plan per step and KV geometry, shared by all layers of the group."""
+    """Builds records of dense attention; one plan per step serves all layers of the group."""
 
     _cudagraph_support = AttentionCGSupport.ALWAYS
     supports_draft_decode_metadata_update = True
@@ -68,16 +73,16 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
     ) -> None:
         """
         Args:
-            kv_cache_spec: the group's spec.
+            kv_cache_spec: the KV cache group's spec.
             layer_names: layers of the group.
-            vllm_config: engine limits; ``num_heads`` is needed.
+            vllm_config: limits and settings of the engine; ``num_heads`` is needed.
             device: where the records' tensors live.
 
         Raises:
-            ValueError: ``num_heads`` is missing or does not fit the KV heads; a head size, block
-                size or dtype of the spec that no kernel takes; ``kernels.dense.prefill`` or
-                ``kernels.dense.decode`` is one that does not serve the group; decode context
-                parallelism or R-SWA of a group that cannot have it.
+            ValueError: ``num_heads`` is missing or does not fit the KV heads; no kernel takes the
+                spec's head size, block size or dtype; ``kernels.dense.prefill`` or
+                ``kernels.dense.decode`` names a kernel that does not serve the group; the engine
+                has decode context parallelism or R-SWA, and the group cannot have it.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         spec: Any = kv_cache_spec
@@ -123,8 +128,10 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         vllm_config: EngineConfig,
         device: torch.device | str,
     ) -> Self:
-        """A builder that cuts rows where the load is even, so that bits depend on the batch: for
-        benchmarks of what invariance costs. Arguments and errors as of the constructor.
+        """A builder that cuts work items where the load is even, so that bits depend on the batch.
+
+        Benchmarks measure with it what batch invariance costs. Arguments and errors are the
+        constructor's.
         """
         builder = cls(kv_cache_spec, layer_names, vllm_config, device)
         builder.planner = builder._new_planner(GraphBuffers(builder.device), is_free=True)
@@ -145,7 +152,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         return SplitPlanner(self.shape, self.gpu, self._limits, tokens, buffers, options)
 
     def _asks(self) -> LayerAsks:
-        """What layers of this group ask of the kernels for Hopper, as far as it is known here."""
+        """Requirements of this group's layers on the Hopper kernels, as far as they are known."""
         config, spec = self.vllm_config, cast(Any, self.kv_cache_spec)
         return LayerAsks(
             batch_invariant=config.batch_invariant,
@@ -157,31 +164,33 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
 
     @property
     def _page(self) -> int:
-        """Tokens of a page; 0 without pages."""
+        """Tokens of a page of the cache; 0 for encoders, which have no pages."""
         return 0 if self.is_encoder else self.kv_cache_spec.block_size
 
     def _hopper_tile(self) -> HopperTile | None:
-        """The tile of the prefill kernel for Hopper, where layers of this group may take it."""
+        """The Hopper prefill kernel's tile; None if no layer of this group may take the kernel."""
         wanted = self.vllm_config.kernels.dense.prefill
         if wanted is PrefillKernel.AUTO and not runs_gluon(self.device):
             return None
         return prefill_kernel_of(self.shape, self.gpu.kind, self._page, self._asks(), wanted)[0]
 
     def _hopper_decode_tile(self) -> HopperDecodeTile | None:
-        """The tile of the split-KV kernel for Hopper, where layers of this group take it."""
+        """The Hopper split-KV kernel's tile; None if layers of this group do not take it."""
         config = self.vllm_config
         wanted, tokens = config.kernels.dense.decode, config.max_decode_query_len
         if wanted is DecodeKernel.AUTO and not runs_gluon(self.device):
             return None
-        # There is one plan: it is not made for steps that will go to the plain kernel.
+        # There is one plan for all layers. If the engine has R-SWA, steps will go to the portable
+        # kernel, so the plan is not made for the Hopper kernel.
         asks = replace(self._asks(), rswa=config.rswa_window is not None)
         return decode_kernel_of(self.shape, self.gpu.kind, self._page, tokens, asks, wanted)[0]
 
     def _widened_pages(self) -> WidenedPages | None:
-        """Where prefills of this group may have a quantised cache widened; None where they do not.
+        """The workspace where prefills of this group may have a quantised cache dequantised.
 
-        Both ways have to take tiles of the same tokens, for which the plan is, and of the same
-        keys, for the same bits.
+        None where they may not. A step's prefill runs over the workspace or over the cache itself,
+        and both have to give the same bits. So both need tiles of the same query tokens, which the
+        plan is made for, and of the same keys.
         """
         config, spec, visible = self.vllm_config, cast(Any, self.kv_cache_spec), self.visible
         of_cache = self.planner.hopper
@@ -206,22 +215,23 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> TritonAttentionMetadata:
-        """The step's record; one kernel is launched, nothing is read back.
+        """Build the step's record. One kernel plans the step; nothing is read back from the device.
 
         With a common prefix, causal full attention gets a second plan beside the first, and scratch
-        for two states of every token, allocated by the first such build. Not with batch invariance:
-        a row's bits would depend on its neighbours.
+        for two states of every token, which the first such build allocates. With batch invariance
+        there is none of this, since a request's bits would depend on the rest of the batch. A step
+        whose long prompts are worth a dequantised cache has one more launch.
 
         Args:
-            common_prefix_len: leading tokens that all requests share, in the same blocks: at least
-                so many of each request's tokens come before its queries.
+            common_prefix_len: leading tokens that all requests share, in the same blocks. At least
+                as many of each request's tokens come before its queries.
             common_attn_metadata: the batch.
-            fast_build: makes no difference.
+            fast_build: makes no difference to the record.
 
         Raises:
-            ValueError: a batch beyond the engine's limits, masks that do not go together with the
-                group's settings, or ``common_prefix_len`` that is not a whole number of the table's
-                blocks, or more than a request's computed tokens.
+            ValueError: the batch exceeds the engine's limits; its masks do not go together with the
+                group's settings; ``common_prefix_len`` is no whole number of the table's blocks, or
+                more than a request's computed tokens.
         """
         batch = common_attn_metadata
         stripe = self.visible.stripe
@@ -263,14 +273,15 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         )
         self.update_draft_decode_metadata(record)
         record.shared = self._shared_prefix(record, batch, common_prefix_len)
-        # Ranges reach further back than a window.
+        # Multimodal ranges may reach further back than the window, and the workspace begins with
+        # the window.
         sees_more = ranges is not None and self.visible.window is not None
         if self._widened is not None and tiles and record.shared is None and not sees_more:
             record.prefill = _over(record.prefill, self._widened.plan(batch))
         return record
 
     def update_draft_decode_metadata(self, metadata: TritonAttentionMetadata) -> None:
-        """Plan anew from the record's lengths as they are now: one launch, safe to capture.
+        """Plan a record anew from what its lengths are now: one launch, which can be captured.
 
         Args:
             metadata: a record of this builder.
@@ -290,9 +301,10 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         block_table: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> TritonAttentionMetadata:
-        """See the base class. The plan of another builder's record is computed once more.
+        """The record of a step for another KV cache group, see the base class.
 
-        A graph that was captured with this builder reads this builder's buffers.
+        If ``metadata`` is another builder's, its plan is computed again in this builder's buffers,
+        since a graph that was captured with this builder reads this builder's buffers.
         """
         updated = super().update_block_table(metadata, block_table, slot_mapping)
         split, prefill = metadata.split, metadata.prefill
@@ -306,7 +318,8 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
                 updated.prefill = self.planner.own_prefill(prefill, metadata.num_reqs)
                 pages = None if prefill.hopper is None else prefill.hopper.widened
                 if pages is not None and self._widened is not None:
-                    # Its own workspace; which pages there are does not depend on the blocks.
+                    # This builder has a workspace of its own. The number of its pages is that of
+                    # the other builder, since it does not depend on the blocks.
                     lens = metadata.query_start_loc, metadata.seq_lens
                     updated.prefill = _over(updated.prefill, self._widened.of(*lens, pages.pages))
         return updated
@@ -314,10 +327,11 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> TritonAttentionMetadata:
-        """The record to capture with: any batch of up to as many tokens can be replayed.
+        """Build the record to capture a CUDA graph with.
 
-        Nothing of it depends on this batch's lengths: the prefill kernel is captured too, unless no
-        row of so few tokens could reach it.
+        The graph can replay any batch of up to as many tokens. Nothing in the record depends on the
+        lengths of this batch: the prefill kernel is captured too, unless a batch of so few tokens
+        cannot have a request for it.
         """
         batch = common_attn_metadata
         tokens, short = batch.num_actual_tokens, self.planner.short_query
@@ -325,7 +339,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         if tokens > short:
             rows = min(batch.num_reqs, tokens // (short + 1))
             tiles = tokens // self.planner.prefill.query_tile + rows
-        # By way of build, which a wrapper may have replaced.
+        # Call build, because a wrapper may have replaced it.
         record = self.build(0, batch)
         programs = 2 * self.planner.num_multiprocessors
         record.prefill = self.planner.prefill_plan(batch.num_reqs, tiles, programs)
@@ -340,11 +354,12 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         mm_ranges: bool = False,
         shared_prefix: bool = False,
     ) -> Iterator[tuple[int, CommonAttentionMetadata]]:
-        """Common prefix length and batch of one small step of every kind that kernels differ in.
+        """One small step for every compiled variant: common prefix length and batch.
 
-        One decode row, and one row that goes to the prefill kernel where the limits allow such;
-        with the features asked for, and with R-SWA where the engine is set so. All of it reads
-        block 0 and writes nowhere.
+        The steps are one decode, one request for the prefill kernel if the limits allow it, and one
+        with enough tokens for a dequantised cache if the group may have that. Each comes once
+        without features, and once more for each feature that is asked for. If the engine has R-SWA,
+        causal steps come with that too. All steps read block 0 and write nothing to the cache.
 
         Args:
             non_causal: steps with ``causal`` False will come.
@@ -387,8 +402,10 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
                     yield prefix, batch.replace(**kind)
 
     def _kinds_of_rows(self, batch: CommonAttentionMetadata) -> tuple[int, bool]:
-        """The host's estimate of the step's prefill tiles, at least one; and whether rows may be
-        the split-KV kernel's: unless the host's lengths are exact, they may.
+        """The host's estimate of the step's prefill tiles, and whether requests may be short.
+
+        The estimate is at least 1. Short requests are the split-KV kernel's. Unless the host's
+        lengths are exact, there may always be some.
         """
         lens = batch.query_start_loc_cpu.diff()
         short = self.planner.short_query
@@ -401,7 +418,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
     def _shared_prefix(
         self, record: TritonAttentionMetadata, batch: CommonAttentionMetadata, length: int
     ) -> SharedPrefix | None:
-        """The parts of cascade attention; None where it is not to be had."""
+        """The records of cascade attention; None where the step cannot have them."""
         if (
             length == 0
             or not self.shares_prefix
@@ -410,7 +427,8 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             or record.rswa_prefix_lens is not None
         ):
             return None
-        # Exact in total, whatever drafts the device has trimmed; the buffers' rows beyond are void.
+        # The host's total is exact, whatever drafts the device has trimmed. Rows of the buffers
+        # beyond it mean nothing.
         num_tokens = int(batch.query_start_loc_cpu[-1])
         if num_tokens == 0:
             return None
@@ -454,19 +472,22 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
 
 
 def _over(plan: PrefillPlan | None, widened: WidenedKeys | None) -> PrefillPlan | None:
-    """A step's prefills over widened keys, or over the cache itself."""
+    """A prefill plan whose Hopper kernel reads dequantised keys, or None for the cache itself."""
     if plan is None or plan.hopper is None or plan.hopper.widened is widened:
         return plan
     return replace(plan, hopper=replace(plan.hopper, widened=widened))
 
 
 def _leading(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """The first elements; itself where there are no others, which is cheaper."""
+    """The first ``count`` elements of a tensor.
+
+    If it has no others, the tensor itself is returned, which is cheaper than a view.
+    """
     return tensor if len(tensor) == count else tensor[:count]
 
 
 def _visible_keys(spec: Any, config: EngineConfig) -> VisibleKeys:
-    """What a layer's queries see, and which of it this rank keeps."""
+    """Which keys a layer's queries see, and which of them this rank keeps."""
     parallel = config.parallel
     stripe = None
     if parallel.decode_context_parallel_size > 1 and getattr(spec, "dcp_sharded", False):
@@ -484,7 +505,14 @@ def _visible_keys(spec: Any, config: EngineConfig) -> VisibleKeys:
 
 
 def _check_support(spec: Any, config: EngineConfig) -> int:
-    """The number of query heads, with everything that a spec can ask of the kernels checked."""
+    """Check that the kernels serve a spec.
+
+    Returns:
+        The number of query heads.
+
+    Raises:
+        ValueError: the kernels do not serve the spec; the message has the value.
+    """
     heads = config.num_heads
     if heads is None:
         raise ValueError("vllm_config.num_heads is needed by TRITON_ATTN, got None")
@@ -503,7 +531,7 @@ def _check_support(spec: Any, config: EngineConfig) -> int:
 
 
 def _range_tensor(batch: CommonAttentionMetadata, device: torch.device) -> torch.Tensor | None:
-    """``[R, max_ranges, 2]`` int32 of the batch's multimodal ranges; None when there are none."""
+    """The batch's multimodal ranges, ``[R, max_ranges, 2]`` int32; None when there are none."""
     ranges = getattr(batch, "mm_req_doc_ranges", None)
     if not ranges or not any(ranges.values()):
         return None

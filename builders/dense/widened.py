@@ -1,13 +1,15 @@
-"""Quantised keys and values widened once per layer, for all tiles of a step's prefills.
+"""The workspace where keys and values of a quantised cache are dequantised for a step's prefills.
 
-The prefill kernel for Hopper reads elements of the model's 16 bits. Every tile of queries that
-converts keys of its own converts the same ones as every other tile of the request: with many new
-tokens it is cheaper to write them out once, into a workspace that is a paged cache itself. Its
-pages follow one another, request after request, and begin with the first key that a window leaves.
+``widened`` in names means dequantised. The Hopper prefill kernel multiplies 16-bit elements. It can
+dequantise the keys of every tile, but then all query tiles of a request dequantise the same keys.
+With many new tokens it is cheaper to dequantise them once per layer, into a workspace that is a
+paged cache itself. Its pages follow one another, request after request. A request's pages begin
+with the page of the first key that its window leaves visible.
 
-What is widened, and whether, follows from the host's lengths, which have to be exact for it; the
-tables are written on the device from the device's lengths. It depends on the whole step, so both
-ways have to give a request the same bits: tiles of the same keys, and elements of the same types.
+The host's lengths decide whether a step has a workspace and how many pages are in use, so they have
+to be exact. The device writes the tables from its own lengths. The decision depends on the whole
+step, so both ways must give a request the same bits: they have tiles of the same keys, and elements
+of the same types.
 """
 
 from __future__ import annotations
@@ -25,26 +27,29 @@ from specs.base import cdiv, power_of_two
 from specs.dtypes import CacheDType
 
 PAGE = 128
-"""Tokens of a page of the workspace: a tile of keys is one piece of it."""
+"""Tokens of a page of the workspace, so that a tile of keys is one piece of a page."""
 WORKSPACE_BYTES = 256 << 20
 """Most bytes of the workspace where the engine names no bound."""
 LEAST_ROWS = 1024
-"""Query rows of a KV head that a key meets, on average, for it to be widened. To write it and read
-it again takes 0.2 ns; to convert it anew in every tile takes 40 % of the time of its products,
-0.3 ps for each row."""
+"""Query rows of a KV head that see a key, on average, from which on keys are dequantised once.
+
+To write a dequantised key and read it again takes 0.2 ns. To dequantise it in every tile takes 40 %
+of the time of its products, which is 0.3 ps for each query row."""
 _TILE = 256
+"""Table entries that a program of the kernel writes at most."""
 
 
 def widened_value_type(cache_dtype: CacheDType, dtype: torch.dtype) -> torch.dtype:
-    """Of values, and of the weights they are multiplied by, over a quantised cache: fp16 of e4m3.
+    """Type of dequantised values, and of the softmax weights that multiply them.
 
-    For the workspace, and for tiles that convert their own: both have to give the same bits. The
-    latter have e4m3 as fp16 in one instruction; weights are at most 1, and fp16 rounds them to
-    three bits more than bf16 does.
+    It is the model's type over a cache of e5m2, and fp16 over other caches. The workspace and tiles
+    that dequantise their own keys have the same type, since both must give the same bits. Such a
+    tile dequantises e4m3 to fp16 with one instruction. Weights are at most 1, and fp16 keeps three
+    bits more of them than bf16.
 
     Args:
-        cache_dtype: of the cache.
-        dtype: of the model.
+        cache_dtype: type of the cache's elements.
+        dtype: type of the model's elements.
     """
     is_e5m2 = cache_dtype is CacheDType.FP8_E5M2
     return dtype if is_e5m2 else torch.float16
@@ -52,16 +57,16 @@ def widened_value_type(cache_dtype: CacheDType, dtype: torch.dtype) -> torch.dty
 
 @dataclass(frozen=True)
 class HostRows:
-    """What the host knows of a step's long rows."""
+    """The host's numbers of a step's long requests, which the prefill kernel takes."""
 
     pages: int
-    """Of the workspace that they fill."""
+    """Pages of the workspace that their keys fill."""
     rows_per_key: float
     """Query rows of a KV head that see a key, on average over the keys."""
 
 
 class WidenedPages:
-    """The workspace of one KV cache group, and its tables."""
+    """The workspace of one KV cache group, and its tables, allocated once."""
 
     def __init__(
         self,
@@ -76,14 +81,14 @@ class WidenedPages:
     ) -> None:
         """
         Args:
-            shape: the layers.
-            dtype: of the model.
-            cache_dtype: of the cache.
-            limits: of a step.
-            short_query: longest query of the split-KV kernel, whose rows are not widened.
+            shape: the layers of the group.
+            dtype: type of the model's elements.
+            cache_dtype: type of the cache's elements.
+            limits: limits of a step.
+            short_query: longest query of the split-KV kernel, whose requests have no pages.
             window: visible keys of a query in every layer of the group; None for all.
-            most_bytes: bound of the workspace; None leaves it open.
-            device: where it lives.
+            most_bytes: bound of the workspace; None for ``WORKSPACE_BYTES``.
+            device: where the workspace lives.
         """
         self.short_query, self.window, self._limits = short_query, window, limits
         self._group = shape.group
@@ -98,18 +103,18 @@ class WidenedPages:
         buffers.declare("table", (reqs, width), int32)
         buffers.declare("sources", (self.capacity, 3), int32)
         buffers.declare("total", (1,), int32)
-        # A head's keys of a page are one piece, which one request to memory fetches.
+        # Within a page the keys of a head are contiguous, so one request to memory fetches them.
         of_values = widened_value_type(cache_dtype, dtype)
         kinds = ("key", shape.head_size, dtype), ("value", shape.head_size_v, of_values)
         for name, size, kind in kinds:
             buffers.declare(name, (self.capacity, shape.num_kv_heads, PAGE, size), kind)
 
     def host_rows(self, query_lens: torch.Tensor, kv_lens: torch.Tensor) -> HostRows:
-        """Pages and use of a step's long rows.
+        """Pages that a step's long requests fill, and how many query rows see a key of theirs.
 
         Args:
-            query_lens: ``[R]`` on the host, exact.
-            kv_lens: likewise.
+            query_lens: ``[R]`` on the host: new tokens of each request, exact.
+            kv_lens: ``[R]`` on the host: KV length of each request, exact.
         """
         is_long = query_lens > self.short_query
         queries, keys = query_lens[is_long].long(), kv_lens[is_long].long()
@@ -123,11 +128,13 @@ class WidenedPages:
         return HostRows(pages, self._group * pairs / max(widened, 1))
 
     def plan(self, batch: CommonAttentionMetadata) -> WidenedKeys | None:
-        """The step's pages, their tables written by one launch; None where it is not worth it, the
-        workspace is too small, or the host has no lengths.
+        """The workspace of a step; one launch writes its tables.
+
+        None if fewer than ``LEAST_ROWS`` query rows see a key, if the workspace is too small, or if
+        the batch has no host lengths.
 
         Args:
-            batch: whose lengths on the host are exact.
+            batch: a batch with exact lengths on the host.
         """
         reqs, lens = batch.num_reqs, batch.seq_lens_cpu_upper_bound
         if lens is None or self.capacity == 0:
@@ -141,12 +148,12 @@ class WidenedPages:
     def of(
         self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, pages: int
     ) -> WidenedKeys | None:
-        """The pages of such a step; None where the workspace is too small.
+        """The workspace of a step with ``pages`` pages in use; None where it is too small.
 
         Args:
             query_start_loc: ``[R + 1]`` int32, device.
             seq_lens: ``[R]`` int32, device.
-            pages: of the workspace, as the host counts them.
+            pages: pages in use, as the host counts them.
         """
         if pages > self.capacity:
             return None
@@ -169,7 +176,7 @@ def launch_widened_pages(
     window: int | None,
     max_num_seqs: int,
 ) -> None:
-    """:func:`write_widened_pages` by one kernel."""
+    """Write the workspace's tables by one kernel; its twin is :func:`write_widened_pages`."""
     from builders.launch.launcher import launcher_of
     from builders.pages.device import widened_pages_kernel
 
@@ -206,16 +213,16 @@ def write_widened_pages(
     window: int | None,
     max_num_seqs: int = 0,
 ) -> None:
-    """Where each page of the workspace comes from, and where each request's pages are.
+    """Write in torch where each page of the workspace comes from, and where a request's pages are.
 
     Args:
         query_start_loc: ``[R + 1]`` int32.
         seq_lens: ``[R]`` int32.
-        pages: whose ``table``, ``sources`` and ``total`` are written. Of pages beyond the
-            workspace nothing is written.
-        short_query: requests with longer queries are widened.
+        pages: its ``table``, ``sources`` and ``total`` are written. Pages that would lie beyond the
+            workspace are left out.
+        short_query: requests with longer queries have pages.
         window: visible keys of a query; None for all.
-        max_num_seqs: most requests of any step.
+        max_num_seqs: most requests of any step; only the kernel needs it.
     """
     starts, place = query_start_loc.tolist(), 0
     width, capacity = pages.table.shape[1], len(pages.sources)

@@ -1,6 +1,6 @@
-"""Tiles of latent attention on Hopper: whether its kernel takes a layer, and how.
+"""Which latent layers take the Hopper decode kernels, with which tiles, and the reason in words.
 
-Shared by builder and launcher, as those of :mod:`builders.splitkv.tiles` are.
+Builder and launcher both call these functions, so that they agree.
 """
 
 from __future__ import annotations
@@ -24,21 +24,26 @@ from specs.dtypes import CacheDType
 from specs.engine import DecodeKernel
 
 ROWS = 64
-"""Query rows (tokens x heads) of a tile."""
+"""Query rows (tokens x heads) of a wide tile, for :mod:`attn.kernels.latent.hopper_wide`."""
 KV_TILE = 128
-"""Keys of a tile: two blocks, one for each warp group."""
+"""Keys of a wide tile: two blocks, one for each warp group."""
 NARROW_ROWS = 16
-"""Of a tile whose products are by warp: over a cache of e4m3, or where there are no more."""
+"""Query rows of a narrow tile, for :mod:`attn.kernels.latent.hopper_narrow`.
+
+Its products are by warp. Layers have narrow tiles over a cache of e4m3, with at most 16 query rows,
+and with batch invariance."""
 NARROW_BYTES = KV_TILE * 576
-"""Of such a tile's keys: 128 of e4m3, 64 of 16 bits."""
+"""Bytes of a narrow tile's keys: 128 keys of e4m3, or 64 keys of 16 bits."""
 COLUMNS = (576, 512)
-"""Columns of a latent row, and of them those that are its value."""
+"""Columns of a latent row, and how many of them are its value."""
 LEAST_TILES = 2
-"""Of a program's share of a row: a part costs about as much as one more."""
+"""Fewest wide tiles of a program share: a part of a work item costs about as much as one more
+tile."""
 ROW_COST = 2
-"""Tiles that the beginning of a row takes as long as: queries come, and first scores, before any
-product is under another. In `mla_h128_b64_zipf` a program of seven rows took 60 us longer than its
-tiles alone."""
+"""Wide tiles that take as long as the beginning of a work item.
+
+There queries and first scores have to arrive before any product overlaps another. In
+`mla_h128_b64_zipf` a program with seven work items took 60 us longer than its tiles alone."""
 
 
 def latent_kernel_of(
@@ -49,18 +54,18 @@ def latent_kernel_of(
     asks: LayerAsks,
     wanted: DecodeKernel,
 ) -> tuple[HopperDecodeTile | None, str]:
-    """Which kernel takes a latent layer's decode and verify rows, and why.
+    """Which kernel takes a latent layer's decodes and verifies, and why.
 
     Args:
         shape: the layer, with one KV head.
-        kind: device.
+        kind: kind of the device.
         block_size: tokens of a page.
         max_query_len: query tokens of a verify, of which as many as fit share a pass over the keys.
-        asks: what else the layer asks, as far as it is known.
-        wanted: what the engine is configured to.
+        asks: the layer's other requirements, as far as they are known.
+        wanted: the engine's setting ``kernels.latent.decode``.
 
     Returns:
-        The Hopper kernel's tile, None for the plain kernel; and the reason in words.
+        The Hopper kernel's tile, or None for the portable kernel; and the reason in words.
 
     Raises:
         ValueError: the Hopper kernel is wanted by name and does not serve.
@@ -73,7 +78,7 @@ def latent_kernel_of(
 
 
 def _needs_rows(shape: DenseShape, max_query_len: int) -> int:
-    """Rows that share a walk over the keys where there is room: of e4m3 there is for no more."""
+    """Query rows that should share a walk over the keys; over e4m3 there is room for 16 only."""
     return NARROW_ROWS if shape.stored_bits == 8 else shape.num_heads * max_query_len
 
 
@@ -84,18 +89,18 @@ def hopper_latent_tile(
     max_query_len: int,
     asks: LayerAsks,
 ) -> HopperDecodeTile | str:
-    """The Hopper kernel's tile of a latent layer, or why the kernel does not take it.
+    """The Hopper kernel's tile of a latent layer, or the reason why no Hopper kernel takes it.
 
     Args:
         shape: the layer, with one KV head.
-        kind: device.
+        kind: kind of the device.
         block_size: tokens of a page.
         max_query_len: query tokens of a verify.
-        asks: what else the layer asks, as far as it is known.
+        asks: the layer's other requirements, as far as they are known.
     """
-    # Of a latent row, the value is a part.
     if asks.is_local:
         return "a sliding window"
+    # The value is a part of the latent row, so the value's size is checked below.
     refused = misfit_of(replace(shape, head_size_v=shape.head_size), kind, block_size)
     if refused is not None:
         return refused
@@ -111,7 +116,7 @@ def hopper_latent_tile(
     refused = refusal_of(asks)
     if refused is not None:
         return refused
-    # Tiles of more rows are cut anywhere, where their batch leads: their bits are not their own.
+    # Work items of wide tiles are cut wherever the batch leads to, so their bits depend on it.
     is_narrow = asks.batch_invariant or _needs_rows(shape, max_query_len) <= NARROW_ROWS
     rows = NARROW_ROWS if is_narrow else ROWS
     head_tiles = cdiv(shape.num_heads, rows)
@@ -130,7 +135,8 @@ def hopper_latent_tile(
         max_registers=None,
     )
     run = block_size & -block_size
-    # A state of 16 rows stays in registers from segment to segment.
+    # The state of 16 rows stays in registers from segment to segment, so these work items can be
+    # cut at segments.
     if is_narrow:
         return HopperDecodeTile(split, min(run, kv_tile), 2)
     return HopperDecodeTile(split, min(run, KV_TILE // 2), 2, LEAST_TILES, ROW_COST)

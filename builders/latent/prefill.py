@@ -1,7 +1,8 @@
-"""Expanded prefill of latent layers, planned once for every backend that has it.
+"""The plan of expanded prefill of latent layers, for every backend that has it.
 
-Cached context is expanded in chunks that fit a workspace; the number of chunks comes from host
-bounds, lengths stay on the device.
+Prefill expands latent rows to keys and values per head. New tokens attend each other first; then
+they attend the cached context, which is expanded in chunks that fit a workspace, and the states are
+merged. The number of chunks follows from host bounds; lengths stay on the device.
 """
 
 from __future__ import annotations
@@ -26,79 +27,83 @@ from specs.dtypes import CacheDType
 from specs.engine import EngineConfig, PrefillKernel
 
 WORKSPACE_BYTES = 1 << 30
-"""Of cached context that a prefill holds expanded at a time, over all requests, where the engine
-names no bound; more where one chunk needs more."""
+"""Bytes of cached context that a prefill holds expanded at a time, over all requests, if the engine
+names no bound. The workspace is larger if one chunk needs more."""
 PAGE = BLOCK_MULTIPLE
-"""Rows of a page of that workspace; a chunk has one of each request at least."""
+"""Tokens of a page of the workspace. A chunk has at least one page of each request."""
 EXPANDED_WIDTH = 256
-"""Largest width of expanded heads, 192 and up rounded to a power of two: sizes the tile, and the
-workspace, whose keys and values are no wider."""
+"""Largest width of expanded keys and values: 192 columns rounded up to a power of two. It sizes the
+tile and the workspace."""
 
 
 @dataclass(frozen=True)
 class PagedRows:
-    """Up to ``span`` tokens of every request of a cache, from ``starts`` on."""
+    """Up to ``span`` cached tokens of every request, from ``starts`` on, to be expanded."""
 
     block_table: torch.Tensor
     """``[R, max blocks]`` int32; entries past a request's tokens can be anything."""
     lens: torch.Tensor
     """``[R]`` int32: tokens of each request from its start on, at most ``span``."""
     starts: torch.Tensor
-    """``[R]`` int32."""
+    """``[R]`` int32: first token of each request."""
     span: int
+    """Most tokens of a request."""
     packed: torch.Tensor | None = None
-    """``[R + 1]`` int32: first row of each request in the workspace, for kernels that want requests
-    one behind another; None where request r owns rows ``[r * span, (r + 1) * span)``."""
+    """``[R + 1]`` int32: first row of each request in the workspace, for kernels that need requests
+    one behind another. None where request r owns rows ``[r * span, (r + 1) * span)``."""
 
 
 @dataclass
 class LatentContext:
-    """What a step's prefill rows see in the cache, in chunks that a workspace holds expanded.
+    """The cached context that a step's prefills see, in chunks that a workspace holds expanded.
 
-    The workspace is a paged cache of its own: request r owns rows ``[r * C, (r + 1) * C)``. Chunks
-    of a request begin with the first token that its rows see.
+    The workspace is a paged cache of its own: request r owns rows ``[r * C, (r + 1) * C)``. The
+    first chunk of a request begins with the first token that any of its new tokens sees. R' is the
+    number of prefills.
     """
 
     block_table: torch.Tensor
-    """``[R', max_blocks]`` int32, device: the latent cache's."""
+    """``[R', max_blocks]`` int32, device: blocks of the latent cache."""
     span: int
-    """C, tokens of a chunk, whole pages of the workspace."""
+    """C, the tokens of a chunk per request: whole pages of the workspace."""
     lens: torch.Tensor
     """``[chunks, R']`` int32, device: tokens of each request in a chunk, 0 past its context."""
     starts: torch.Tensor
-    """``[chunks, R']`` int32, device: the first of them."""
+    """``[chunks, R']`` int32, device: first token of each request in a chunk."""
     left: torch.Tensor
-    """``[chunks, R']`` int32, device: context from there on, past the chunk too: new tokens stand
-    behind it."""
+    """``[chunks, R']`` int32, device: context of each request from the chunk's start to its end.
+
+    This is the position of the first new token, counted from the chunk's first token."""
     step: TritonAttentionMetadata
-    """Attention of the new tokens over one chunk, not causal; ``block_table`` is the workspace's,
-    lengths and positions are to be the chunk's."""
+    """Attention of the new tokens over one chunk, not causal. ``block_table`` is the workspace's;
+    :meth:`step_over` puts in a chunk's lengths and positions."""
 
     def rows(self, chunk: int) -> PagedRows:
-        """What of the cache a chunk is expanded from."""
+        """The cached tokens that a chunk is expanded from."""
         return PagedRows(self.block_table, self.lens[chunk], self.starts[chunk], self.span)
 
     def step_over(self, chunk: int) -> TritonAttentionMetadata:
-        """Attention of the new tokens over a chunk."""
+        """The step of the new tokens' attention over a chunk."""
         return replace(self.step, seq_lens=self.lens[chunk], first_positions=self.left[chunk])
 
 
 @dataclass
 class LatentPrefill:
-    """The prefill rows of a step; tokens are counted from the first of them."""
+    """The prefills of a step; tokens are counted from the first prefill's first one."""
 
     num_tokens: int
-    """Tokens of these rows, without padding."""
+    """New tokens of all prefills, without padding."""
     max_query_len: int
-    """Most tokens of a row."""
+    """Most new tokens of a request."""
     own: TritonAttentionMetadata
-    """The new tokens among themselves, causal, keys one after another."""
+    """Causal attention of the new tokens among themselves; their keys follow one another in one
+    tensor, not in pages."""
     context: LatentContext | None
-    """None where no request has any."""
+    """The cached context of the prefills; None if no request has any."""
 
 
 class ExpandedPrefill:
-    """Plans of the prefill rows of one KV cache group."""
+    """Plans the prefills of one KV cache group."""
 
     def __init__(
         self,
@@ -110,14 +115,14 @@ class ExpandedPrefill:
     ) -> None:
         """
         Args:
-            spec: the group's, of latent rows.
-            config: engine limits; ``num_heads`` is needed.
-            gpu: what runs it.
-            buffers: of the builder.
+            spec: the group's spec, of latent rows.
+            config: limits and settings of the engine; ``num_heads`` is needed.
+            gpu: the GPU that runs the group.
+            buffers: the builder's buffers.
             window: keys that a token sees, itself included; None for all.
 
         Raises:
-            ValueError: a bound of the workspace that is smaller than one chunk.
+            ValueError: the engine's bound of the workspace is smaller than one chunk.
         """
         heads = config.num_heads
         assert heads is not None
@@ -138,10 +143,10 @@ class ExpandedPrefill:
         self.workspace_tokens = _workspace_tokens(config, heads, spec.dtype.itemsize)
 
     def _hopper_tile(self, expanded: DenseShape, kind: DeviceKind, spec: Any) -> HopperTile | None:
-        """The tile of the prefill kernel for Hopper, where layers of this group may take it.
+        """The Hopper prefill kernel's tile; None if no layer of this group may take the kernel.
 
-        Of all pairs of head sizes that it serves without groups a tile has the same tokens; those
-        of DeepSeek's layers stand for them.
+        The tile has the same query tokens for every pair of head sizes that the kernel serves with
+        as many KV heads as query heads, so DeepSeek's head sizes stand for all of them.
         """
         wanted = self.config.kernels.latent.prefill
         if wanted is PrefillKernel.AUTO and not runs_gluon(self._buffers.device):
@@ -151,11 +156,11 @@ class ExpandedPrefill:
         return prefill_kernel_of(shape, kind, 0, asks, wanted, LATENT_OPTION)[0]
 
     def plan(self, batch: CommonAttentionMetadata, decodes: int) -> LatentPrefill:
-        """The plan of the rows behind ``decodes`` requests; nothing is read back.
+        """Plan the requests behind the leading decodes; nothing is read back from the device.
 
         Args:
-            batch: the step's.
-            decodes: leading requests that have another kernel.
+            batch: the step's batch.
+            decodes: leading requests, which another kernel takes.
         """
         stop = batch.num_reqs
         host = batch.query_start_loc_cpu[decodes : stop + 1].tolist()
@@ -184,7 +189,11 @@ class ExpandedPrefill:
         return LatentPrefill(host[-1] - host[0], longest, own, context)
 
     def _hopper_plan(self, counts: torch.Tensor) -> HopperPlan | None:
-        """The same for the kernel for Hopper, where it may take expanded prefill."""
+        """The Hopper kernel's plan for requests of ``counts`` new tokens; None without the kernel.
+
+        Args:
+            counts: ``[R']`` int32, device.
+        """
         if self._hopper is None:
             return None
         starts = _tile_starts(counts, self._hopper.query_tile)
@@ -205,11 +214,11 @@ class ExpandedPrefill:
         host: list[int],
         context_lens: torch.Tensor,
     ) -> LatentContext | None:
-        # A bound may run ahead of the truth.
+        # The host's bound may be larger than any context can be.
         longest = min(_longest_context(batch, decodes, host), self.config.max_model_len)
         visible = context_lens
         if self.window is not None:
-            # What a new token sees is itself and those just before it.
+            # A new token sees itself and the window - 1 tokens before it.
             longest = min(longest, self.window - 1)
             visible = context_lens.clamp(max=self.window - 1)
         if longest == 0:
@@ -227,12 +236,12 @@ class ExpandedPrefill:
 def with_block_table(
     prefill: LatentPrefill, block_table: torch.Tensor, slots: torch.Tensor
 ) -> LatentPrefill:
-    """The same rows over another KV cache group's blocks.
+    """The plan of the same prefills over another KV cache group's blocks.
 
     Args:
-        prefill: a plan.
-        block_table: ``[R', max_blocks]`` int32 of its rows.
-        slots: ``[T]`` int64 of the step.
+        prefill: the plan for one group.
+        block_table: ``[R', max_blocks]`` int32: the other group's blocks of the prefills.
+        slots: ``[T]`` int64: the other group's slots of the step.
     """
     own, context = prefill.own, prefill.context
     if context is not None:
@@ -243,16 +252,20 @@ def with_block_table(
 
 
 def _tile_starts(counts: torch.Tensor, query_tile: int) -> torch.Tensor:
-    """``[R + 1]`` int32: first tile of each request of so many tokens."""
+    """``[R + 1]`` int32: first tile of each request with ``counts`` tokens, and the end of all."""
     starts = torch.zeros(len(counts) + 1, dtype=torch.int32, device=counts.device)
     torch.cumsum((counts + (query_tile - 1)) // query_tile, 0, out=starts[1:])
     return starts
 
 
 def _workspace_tokens(config: EngineConfig, heads: int, itemsize: int) -> int:
-    """Cached tokens that are held expanded at a time, within the bound of bytes."""
+    """Cached tokens that are held expanded at a time, within the bound of bytes.
+
+    Raises:
+        ValueError: the engine's bound is smaller than one chunk.
+    """
     token_bytes = heads * 2 * EXPANDED_WIDTH * itemsize
-    # A prefill row has more tokens than a decode.
+    # A prefill has at least two new tokens, since shorter requests are decodes.
     reqs = min(config.max_num_seqs, cdiv(config.max_num_batched_tokens, 2))
     chunk_bytes = reqs * PAGE * token_bytes
     bound = config.mla_workspace_bytes
@@ -265,7 +278,7 @@ def _workspace_tokens(config: EngineConfig, heads: int, itemsize: int) -> int:
 
 
 def _longest_context(batch: CommonAttentionMetadata, decodes: int, host: list[int]) -> int:
-    """Host bound on the cached tokens of a prefill row, exact where the batch has host lengths."""
+    """Host bound on the cached tokens of a prefill, exact where the batch has host lengths."""
     counts = [until - since for since, until in pairwise(host)]
     bounds = batch.seq_lens_cpu_upper_bound
     if bounds is None:
@@ -275,10 +288,14 @@ def _longest_context(batch: CommonAttentionMetadata, decodes: int, host: list[in
 
 
 def check_head_pair(size: int, size_v: int) -> None:
-    """Kernels take expanded heads of these sizes.
+    """Check that kernels take expanded heads of these sizes.
+
+    Args:
+        size: elements of a key of a head.
+        size_v: elements of a value of a head.
 
     Raises:
-        ValueError: they do not.
+        ValueError: no kernel takes them.
     """
     if not all(one in HEAD_SIZES and one <= EXPANDED_WIDTH for one in (size, size_v)):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What steps of the latent backends over FlashInfer have in common: record, checks and split."""
+"""The record that the latent backends over vendors' kernels share, with its checks and split."""
 
 from __future__ import annotations
 
@@ -14,36 +14,41 @@ from builders.latent.prefill import LatentPrefill
 
 @dataclass
 class LatentStep(AttentionMetadata):
-    """A step of latent attention: decode rows first. None means that a phase has no rows."""
+    """A step of latent attention: decodes come first, then prefills."""
 
     num_actual_tokens: int
+    """Tokens to compute, padding included."""
     num_decodes: int
+    """Leading requests, which decode kernels take."""
     num_prefills: int
+    """Requests behind the decodes."""
     num_decode_tokens: int
-    """Padding included, where the batch counts it."""
+    """Tokens of the decodes, padding included where the batch counts it."""
     num_prefill_tokens: int
+    """Tokens of the prefills, padding included where the batch counts it."""
     query_start_loc: torch.Tensor
-    """``[R + 1]`` int32, device."""
+    """``[R + 1]`` int32, device: first token of each request, and the end of the last."""
     seq_lens: torch.Tensor
-    """``[R]`` int32, device."""
+    """``[R]`` int32, device: KV lengths."""
     block_table: torch.Tensor
-    """``[R, max_blocks]`` int32, device."""
+    """``[R, max_blocks]`` int32, device: blocks of each request."""
     prefill: LatentPrefill | None
+    """Plan of the prefills; None without any."""
     keyless: torch.Tensor | None
-    """``[num_decode_tokens]`` bool, device: rows that no request owns, or one without keys; None
-    where there cannot be such rows."""
+    """``[num_decode_tokens]`` bool, device: True for tokens that no request owns, or whose request
+    has no keys. None where there cannot be such tokens."""
 
 
 def split_step(batch: CommonAttentionMetadata, threshold: int, name: str) -> dict[str, Any]:
-    """The common fields of a step's record, nothing planned yet.
+    """The fields of a :class:`LatentStep`, by name, with nothing planned yet.
 
     Args:
         batch: ours or vLLM's own object.
-        threshold: most tokens of a decode.
-        name: of the backend, for messages.
+        threshold: most new tokens of a decode.
+        name: name of the backend, for messages.
 
     Raises:
-        NotImplementedError: a batch that is not plainly causal.
+        NotImplementedError: the batch is not plainly causal.
     """
     refuse_fields(batch, name, "dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
     if batch.causal is not True:
@@ -65,10 +70,12 @@ def split_step(batch: CommonAttentionMetadata, threshold: int, name: str) -> dic
 
 
 def captured_query_len(batch: CommonAttentionMetadata) -> int:
-    """Tokens of each request of a batch to capture, behind which padding may follow.
+    """New tokens of each request of a batch that is to be captured.
+
+    Padding requests, without tokens, may be among them.
 
     Raises:
-        ValueError: requests of several query lengths, or none.
+        ValueError: requests have several query lengths, or there is none.
     """
     lens: list[int] = batch.query_start_loc_cpu[: batch.num_reqs + 1].diff().tolist()
     if not lens or lens[0] == 0 or any(one not in (0, lens[0]) for one in lens):

@@ -1,4 +1,4 @@
-"""Rows of latent decodes that have nothing to attend: padding, and requests without keys."""
+"""Query rows of latent decodes: which of them attend nothing, and how they fill a dense block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import torch
 def flag_keyless(
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor
 ) -> torch.Tensor:
-    """Which query rows no request owns, or one without keys; nothing is read back.
+    """Mark the query rows that no request owns, and the rows of requests without keys.
+
+    Nothing is read back from the device.
 
     Args:
         query_start_loc: ``[R + 1]`` int32, device.
@@ -28,10 +30,10 @@ def flag_keyless(
 
 
 def pad_rows(query_start_loc: torch.Tensor, query_len: int, out: torch.Tensor) -> torch.Tensor:
-    """Token of each row of a dense ``[R, query_len]`` block, -1 for none.
+    """Write the token of each row of a dense ``[R, query_len]`` block, -1 for rows without one.
 
-    A request's tokens stand at the end of its rows: a causal mask counts from a row's last key, so
-    that no row sees past the request's keys.
+    A request's tokens stand at the end of its rows. A kernel's causal mask lets a request's last
+    row see the request's last key, so no token sees past its position.
 
     Args:
         query_start_loc: ``[R + 1]`` int32, device.
@@ -50,7 +52,7 @@ def pad_rows(query_start_loc: torch.Tensor, query_len: int, out: torch.Tensor) -
 
 
 def unpad_rows(query_start_loc: torch.Tensor, query_len: int, out: torch.Tensor) -> torch.Tensor:
-    """Row of each token in such a block, -1 for tokens that no request owns.
+    """Write the row of each token in the block of :func:`pad_rows`, -1 for tokens without request.
 
     Args:
         query_start_loc: ``[R + 1]`` int32, device.

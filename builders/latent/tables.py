@@ -1,4 +1,7 @@
-"""Block tables of latent decodes as trtllm-gen takes them: wide enough, -1 past the last block."""
+"""Block tables of latent decodes for trtllm-gen, whose kernel reads whole steps of blocks.
+
+Tables are wide enough for that, and hold -1 past a request's last block.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +13,35 @@ from builders.buffers import GraphBuffers
 from specs.base import cdiv
 
 BURST = 64
-"""Entries that a program of the fill kernel writes: tables are whole bursts wide."""
+"""Entries that a program of the fill kernel writes; a table's width is a multiple of it."""
 KERNEL_TOKENS = 128
-"""Tokens of a step of the vendor's kernel: it wants the blocks of whole steps."""
+"""Tokens of a step of the vendor's kernel, which reads the table's entries of whole steps."""
 NO_BLOCK = -1
+"""Entry of a table past a request's last block."""
 SEQ_LEN_FILL = 1
-"""Keys of a padding request of one token, of block 0, since kernels take no empty rows."""
+"""Keys of block 0 that a padding request of one token gets, since the vendor's kernels take no
+request without keys."""
 
 
 def table_width(max_model_len: int, page_size: int, burst: int = BURST) -> int:
-    """Columns of a block table: the blocks of ``max_model_len`` tokens, rounded up to whole steps
-    of the vendor's kernel and whole bursts of the one that fills it.
+    """Columns of a block table.
+
+    These are the blocks of ``max_model_len`` tokens, rounded up to whole steps of the vendor's
+    kernel and to whole bursts of the kernel that fills the table.
 
     Args:
         max_model_len: most keys of a request.
         page_size: tokens of a block.
-        burst: entries that are written at once.
+        burst: entries that a program of the fill kernel writes.
     """
     unit = math.lcm(max(1, KERNEL_TOKENS // page_size), burst)
     return cdiv(max(max_model_len, 1), unit * page_size) * unit
 
 
 class LatentTables:
-    """Tables and lengths of one KV cache group, allocated once for the declared limits.
+    """Block tables and lengths of one KV cache group, allocated once for the declared limits.
 
-    A CUDA graph keeps their addresses, and the launch that fills them may be a part of it.
+    A CUDA graph may keep their addresses, and may contain the launch that fills them.
     """
 
     def __init__(
@@ -60,21 +67,22 @@ class LatentTables:
         seq_lens: torch.Tensor,
         query_len: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a step's tables; nothing is read back.
+        """Write a step's tables; nothing is read back from the device.
 
         Args:
-            block_table: ``[R, max_blocks]`` int32, any row stride; entries past a row's last block
-                may be anything.
+            block_table: ``[R, max_blocks]`` int32, any row stride; entries past a request's last
+                block may be anything.
             query_lens: ``[R]`` int32, device; 0 for padding.
             seq_lens: ``[R]`` int32, device, this step's tokens included.
-            query_len: tokens of a row of the kernel's; a padding request has as many keys.
+            query_len: query tokens that the vendor's kernel computes for each request; a padding
+                request gets as many keys.
 
         Returns:
-            ``[R, width]`` int32 blocks, and ``[R]`` int32 keys, of block 0 for a request without
-            tokens or without keys.
+            ``[R, width]`` int32: blocks of each request; and ``[R]`` int32: keys of each request. A
+            request without tokens or without keys gets keys of block 0.
 
         Raises:
-            ValueError: more requests than declared.
+            ValueError: there are more requests than declared.
         """
         reqs = len(seq_lens)
         pages = self._buffers.view("pages", reqs, self.width)
@@ -95,7 +103,7 @@ def launch_latent_table(
     page_size: int,
     fill: int = SEQ_LEN_FILL,
 ) -> None:
-    """:func:`write_latent_table` by one kernel."""
+    """Fill tables and lengths by one kernel; its twin is :func:`write_latent_table`."""
     from builders.launch.launcher import launcher_of
     from builders.pages.device import latent_table_kernel
 
@@ -124,7 +132,7 @@ def write_latent_table(
     page_size: int,
     fill: int = SEQ_LEN_FILL,
 ) -> None:
-    """Fill tables and lengths in torch: the kernel's twin.
+    """Fill tables and lengths in torch; the twin of ``latent_table_kernel``.
 
     Args:
         block_table: ``[R, max_blocks]`` int32.
@@ -133,7 +141,7 @@ def write_latent_table(
         pages: ``[R, width]`` int32, written.
         kv_lens: ``[R]`` int32, written.
         page_size: tokens of a block.
-        fill: keys of a request without any, or without tokens.
+        fill: keys that a request without keys or without tokens gets.
     """
     live = (query_lens > 0) & (seq_lens > 0)
     kv_lens.copy_(torch.where(live, seq_lens, fill))

@@ -1,4 +1,8 @@
-"""Metadata of the plain-torch latent (MLA) backends: exact host lengths, as for the dense one."""
+"""The metadata builders of TORCH_REF_MLA and its sparse variant, the latent references in torch.
+
+The references compute one request after the other, so the builders read exact lengths back from the
+device once per step. On a GPU that is a sync, and such a step cannot be captured.
+"""
 
 from __future__ import annotations
 
@@ -16,31 +20,41 @@ from specs.kv_cache import AnyKVCacheSpec
 
 @dataclass
 class LatentRows:
-    """The rows of one phase, decode or prefill; tokens are counted from the phase's first."""
+    """The R' requests of one phase, decode or prefill.
+
+    Tokens are counted from the phase's first one.
+    """
 
     query_starts: list[int]
-    """``[R' + 1]`` host, exact."""
+    """First token of each of R' requests, and the end of the last: numbers on the host, exact."""
     kv_lens: list[int]
-    """``[R']`` host, exact."""
+    """KV length of each of R' requests: numbers on the host, exact."""
     block_table: torch.Tensor
-    """``[R', max_blocks]`` int32, device."""
+    """``[R', max_blocks]`` int32, device: blocks of each request."""
 
 
 @dataclass
 class TorchRefMLAMetadata(AttentionMetadata):
-    """A step of latent attention: decode rows first. None means that a phase has no rows."""
+    """A step of latent attention for the reference: decodes come first, then prefills."""
 
     num_actual_tokens: int
+    """Tokens to compute, padding included."""
     num_decodes: int
+    """Leading requests, which are computed in latent space."""
     num_prefills: int
+    """Requests behind the decodes, which are computed with expanded keys and values."""
     num_decode_tokens: int
+    """Tokens of the decodes, padding included if there are no prefills."""
     num_prefill_tokens: int
+    """Tokens of the prefills, padding included."""
     decode: LatentRows | None
+    """The decodes; None without any."""
     prefill: LatentRows | None
+    """The prefills; None without any."""
 
 
 class TorchRefMLAMetadataBuilder(AttentionMetadataBuilder[TorchRefMLAMetadata]):
-    """Splits the batch: short queries decode in latent space, the others expand."""
+    """Splits the batch: short queries are computed in latent space, longer ones expanded."""
 
     def __init__(
         self,
@@ -49,10 +63,10 @@ class TorchRefMLAMetadataBuilder(AttentionMetadataBuilder[TorchRefMLAMetadata]):
         vllm_config: EngineConfig,
         device: torch.device | str,
     ) -> None:
-        """As every builder; verify rows count as decodes.
+        """Make a builder that counts verifies as decodes. The arguments are the base class's.
 
         Raises:
-            ValueError: decode context parallelism.
+            ValueError: the engine has decode context parallelism.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         refuse_dcp(vllm_config, "TORCH_REF_MLA")
@@ -64,11 +78,11 @@ class TorchRefMLAMetadataBuilder(AttentionMetadataBuilder[TorchRefMLAMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> TorchRefMLAMetadata:
-        """The step's record; the batch, ours or vLLM's own, is not written.
+        """Build the step's record, see the base class.
 
         Raises:
-            ValueError: a batch beyond the engine's limits.
-            NotImplementedError: a batch that asks for what the backend does not compute.
+            ValueError: the batch exceeds the engine's limits.
+            NotImplementedError: the batch asks for something that the backend does not compute.
         """
         batch = common_attn_metadata
         self.check_batch(common_prefix_len, batch, fast_build)
@@ -114,7 +128,10 @@ class TorchRefMLAMetadataBuilder(AttentionMetadataBuilder[TorchRefMLAMetadata]):
 
 
 class TorchRefSparseMLAMetadataBuilder(TorchRefMLAMetadataBuilder):
-    """Every row runs in latent space: prefill tokens too attend only their listed positions."""
+    """Counts every request as a decode, which is computed in latent space.
+
+    Tokens of a prefill attend only their listed positions too.
+    """
 
     def _num_decodes(self, batch: CommonAttentionMetadata) -> int:
         return batch.num_reqs

@@ -1,7 +1,8 @@
-"""Metadata of TRITON_MLA: absorbed decode rows with a split-KV plan, expanded prefill in chunks.
+"""The metadata builder of TRITON_MLA.
 
-Nothing is read back from the device: grids, and the number of context chunks, come from host
-bounds; lengths stay on the device.
+Decodes run in latent space over a split-KV plan; prefills are expanded, in chunks of context. For
+every step one kernel plans the decodes on the device. Nothing is read back from the device: grids
+and the number of context chunks follow from host bounds, and lengths stay on the device.
 """
 
 from __future__ import annotations
@@ -55,39 +56,48 @@ CACHE_DTYPES = (
     CacheDType.FP8,
     CacheDType.FP8_E4M3,
 )
+"""Types of a latent cache's elements that the kernels read."""
 _LatentSpec = MLAAttentionSpec | SlidingWindowMLASpec
 
 
 @dataclass(frozen=True)
 class LatentGroup:
-    """What a group's steps are planned for: scratch and chunks are as large as that needs."""
+    """The facts of a KV cache group that its steps are planned for, and their scratch sized for."""
 
     rank: int
+    """Elements of the latent."""
     rope_size: int
+    """Elements of the rotary part."""
     window: int | None
-    """Keys that a token sees, itself included: others are left out. None where all are there."""
+    """Keys that a token sees, itself included; plans leave out all others. None for all keys."""
 
 
 @dataclass
 class TritonMLAMetadata(AttentionMetadata):
-    """A step of latent attention: decode rows first. None means that a phase has no rows."""
+    """A step of latent attention for TRITON_MLA's kernels: decodes come first, then prefills."""
 
     num_actual_tokens: int
+    """Tokens to compute, padding included."""
     num_decodes: int
+    """Leading requests, each of up to ``reorder_batch_threshold`` new tokens."""
     num_prefills: int
+    """Requests behind the decodes."""
     num_decode_tokens: int
-    """Padding included, where the batch counts it."""
+    """Tokens of the decodes, padding included where the batch counts it."""
     num_covered_tokens: int
-    """Of these, what requests own, from the first on: the decode kernel writes their rows."""
+    """Leading tokens that requests own, without padding: the decode kernel writes their rows."""
     num_prefill_tokens: int
+    """Tokens of the prefills, padding included where the batch counts it."""
     decode: TritonAttentionMetadata | None
-    """Rows of up to ``reorder_batch_threshold`` tokens, over the latent cache."""
+    """The step of the decodes over the latent cache; None without any."""
     prefill: LatentPrefill | None
+    """The plan of the prefills; None without any."""
     group: LatentGroup
+    """The group that the step was planned for."""
 
 
 class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
-    """One decode plan per step, shared by all layers of the group."""
+    """Builds records of latent attention; one decode plan per step serves all layers of a group."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     supports_draft_decode_metadata_update = True
@@ -104,13 +114,14 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             kv_cache_spec: the group's spec, :class:`specs.kv_cache.MLAAttentionSpec` or
                 :class:`specs.kv_cache.SlidingWindowMLASpec`.
             layer_names: layers of the group.
-            vllm_config: engine limits; ``num_heads`` is needed.
+            vllm_config: limits and settings of the engine; ``num_heads`` is needed.
             device: where the records' tensors live.
 
         Raises:
-            ValueError: ``num_heads`` is missing; a width, block size or dtype that no kernel takes;
-                a bound of the workspace that is smaller than one chunk; ``kernels.latent.decode``
-                is one that does not serve the group; decode context parallelism.
+            ValueError: ``num_heads`` is missing; no kernel takes the spec's widths, block size or
+                dtype; the bound of the workspace is smaller than one chunk;
+                ``kernels.latent.decode`` names a kernel that does not serve the group; the engine
+                has decode context parallelism.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         spec = kv_cache_spec
@@ -137,11 +148,12 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> TritonMLAMetadata:
-        """The step's record; the batch, ours or vLLM's own, is not written.
+        """Build the step's record, see the base class.
 
         Raises:
-            NotImplementedError: a batch that is not causal.
-            ValueError: a batch beyond the engine's limits.
+            NotImplementedError: the batch is not causal, or asks for a mask that the backend does
+                not compute.
+            ValueError: the batch exceeds the engine's limits.
         """
         batch = common_attn_metadata
         self.check_batch(common_prefix_len, batch, fast_build)
@@ -165,7 +177,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
         )
 
     def update_draft_decode_metadata(self, metadata: TritonMLAMetadata) -> None:
-        """Plan the record's decodes anew from its lengths as they are now; safe to capture."""
+        """Plan a record's decodes anew from what its lengths are now; this can be captured."""
         step = metadata.decode
         if step is not None:
             debug_limits(step.seq_lens, self.step_limits)
@@ -173,10 +185,11 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
             self.planner.fill(step.query_start_loc, step.seq_lens, visible, is_causal=True)
 
     def warm_up_steps(self) -> Iterator[tuple[CommonAttentionMetadata, TritonMLAMetadata]]:
-        """One small step of every kind that kernels differ in, with its record.
+        """One small step for every compiled variant: its batch and its record.
 
-        A decode; then, where the limits allow, a prefill without context, with one chunk of it, and
-        with two. All of it reads block 0 and writes nowhere; chunks are as small as can be.
+        The steps are a decode and, if the limits allow, prefills without context, with one chunk of
+        context, and with two. All steps read block 0 and write nothing to the cache. A chunk has
+        one page.
         """
         config, block_size = self.vllm_config, self.kv_cache_spec.block_size
         width = cdiv(config.max_model_len, block_size)
@@ -195,7 +208,7 @@ class TritonMLAMetadataBuilder(AttentionMetadataBuilder[TritonMLAMetadata]):
                 )
                 unwritten = torch.full_like(batch.slot_mapping, -1)
                 batch = batch.replace(slot_mapping=unwritten)
-                # Whatever a wrapper of an engine's has put over it.
+                # Call this class's build, even if an engine's wrapper has replaced it.
                 yield batch, TritonMLAMetadataBuilder.build(self, 0, batch)
         finally:
             self.expanded.workspace_tokens = tokens
@@ -232,17 +245,17 @@ def decode_planner(
     limits: SplitLimits,
     buffers: GraphBuffers,
 ) -> SplitPlanner:
-    """The planner of a group's decodes by the library's own kernels.
+    """Make the planner of a group's decodes, for the library's own kernels.
 
     Args:
-        spec: the group's.
-        config: engine limits; ``num_heads`` is needed.
-        gpu: what runs them.
-        limits: what the buffers must hold, the window included.
-        buffers: of the builder.
+        spec: the group's spec.
+        config: limits and settings of the engine; ``num_heads`` is needed.
+        gpu: the GPU that runs the decodes.
+        limits: the largest step that the buffers must hold, and the window.
+        buffers: the builder's buffers.
 
     Raises:
-        ValueError: ``kernels.latent.decode`` is one that does not serve the group.
+        ValueError: ``kernels.latent.decode`` names a kernel that does not serve the group.
     """
     heads, tokens = config.num_heads, config.max_decode_query_len
     assert heads is not None
@@ -270,7 +283,7 @@ def _hopper_tile(
     config: EngineConfig,
     device: torch.device,
 ) -> HopperDecodeTile | None:
-    """The tile of the decode kernel for Hopper, where the group's layers take it."""
+    """The Hopper decode kernel's tile; None if the group's layers do not take the kernel."""
     wanted, tokens = config.kernels.latent.decode, config.max_decode_query_len
     if wanted is DecodeKernel.AUTO and not runs_gluon(device):
         return None
@@ -279,30 +292,35 @@ def _hopper_tile(
         is_local=isinstance(spec, SlidingWindowMLASpec),
         query=spec.dtype,
         cache_dtype=spec.cache_dtype,
-        # Of blocks; an engine's buffer is aligned.
+        # The alignment of a block; the engine's buffer itself is aligned.
         alignments=(("key", math.gcd(16, spec.page_size_bytes)),),
     )
     return latent_kernel_of(shape, kind, spec.block_size, tokens, asks, wanted)[0]
 
 
 def _latent_tile(spec: _LatentSpec, gpu: GpuFacts, heads: int, tokens: int) -> SplitTile:
-    """The decode tile of the group's layers."""
+    """The portable decode kernel's tile for the group's layers."""
     stored = spec.cache_dtype.element(spec.dtype)
-    # Of two 16-bit types neither holds the other's range and precision: fp32 does.
+    # If cache and model have different 16-bit types, neither holds the other's range and precision.
+    # So products are in fp32.
     mixed = stored.itemsize > 1 and stored is not spec.dtype
     shape = LatentShape(
         num_heads=heads,
         rank=spec.kv_lora_rank,
         rope_size=spec.qk_rope_head_dim,
         itemsize=4 if mixed else spec.dtype.itemsize,
-        # A tile of the other type is converted as a whole.
+        # A tile of a different type is converted as a whole.
         stored_bits=32 if mixed else 8 * stored.itemsize,
     )
     return latent_tile(shape, gpu, tokens)
 
 
 def _check_support(spec: Any, config: EngineConfig) -> None:
-    """Everything that a spec can ask of the kernels is checked."""
+    """Check that the kernels serve a spec.
+
+    Raises:
+        ValueError: the kernels do not serve it; the message has the value.
+    """
     if not isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
         raise ValueError(
             "kv_cache_spec must be MLAAttentionSpec or SlidingWindowMLASpec, got "
@@ -320,10 +338,14 @@ def _check_support(spec: Any, config: EngineConfig) -> None:
 
 
 def check_latent_widths(rank: int, rope_size: int) -> None:
-    """Kernels take rows of these widths.
+    """Check that kernels take latent rows of these widths.
+
+    Args:
+        rank: elements of the latent.
+        rope_size: elements of the rotary part.
 
     Raises:
-        ValueError: they do not.
+        ValueError: no kernel takes them.
     """
     if rank not in HEAD_SIZES or rope_size not in HEAD_SIZES:
         raise ValueError(
@@ -333,9 +355,13 @@ def check_latent_widths(rank: int, rope_size: int) -> None:
 
 
 def check_latent_dtypes(model: torch.dtype | None, cache: CacheDType) -> None:
-    """Model and KV cache dtype are such that the kernels take them; None where not known yet.
+    """Check that kernels take the types of the model and of the KV cache.
+
+    Args:
+        model: type of the model's elements; None where it is not known yet.
+        cache: type of the cache's elements.
 
     Raises:
-        ValueError: one is not.
+        ValueError: no kernel takes one of them.
     """
     check_dtypes(model, cache, CACHE_DTYPES)

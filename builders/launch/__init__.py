@@ -5,5 +5,6 @@ ahead. :mod:`builders.launch.launcher` makes launches: a ``Launcher`` keeps the 
 compiled and calls it again with other addresses. :mod:`builders.launch.compiled` is the only module
 that knows Triton's launcher from inside.
 
-Import the modules by name: builders stay importable without Triton.
+Import the modules by name. This package imports none of them, so that builders stay importable
+without Triton.
 """

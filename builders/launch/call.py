@@ -1,4 +1,4 @@
-"""Launch records: what a launcher decided, as data; to run it, or to compile it for another GPU."""
+"""A launch as data: it can be made, collected in a list, or compiled ahead."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from typing import Any
 import torch
 
 _COMPILERS = 8
-"""Threads that compile, each in its own kernel."""
+"""Threads that compile; at any time each compiles another kernel variant."""
 collected: ContextVar[list[KernelCall] | None] = ContextVar("collected", default=None)
-"""Where launches of this thread go that are collected and not made; None where they are made."""
+"""The list that collects this thread's launches in place of making them; None if they are made."""
 
 
 @cache
 def is_by_ptxas_13() -> bool:
-    """Whether Triton compiles for Hopper with ptxas 13, not 12: it keeps in registers what ptxas 12
-    computes anew, and Triton can have LLVM order instructions for few of them.
+    """Whether Triton compiles for Hopper with ptxas 13, not with ptxas 12.
+
+    ptxas 13 keeps values in registers that ptxas 12 computes anew. With it, Triton can have LLVM
+    order instructions so that they need few registers.
     """
-    # Not earlier: whether Triton interprets is decided when it is imported.
+    # Imported only here, since Triton decides when it is imported whether it interprets.
     import triton
 
     return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9)
@@ -31,7 +33,7 @@ def is_by_ptxas_13() -> bool:
 
 @contextmanager
 def collected_calls() -> Iterator[list[KernelCall]]:
-    """Launches of this thread become entries of the list that is given, and do not run."""
+    """Collect this thread's launches in the list that the context yields; they are not made."""
     calls: list[KernelCall] = []
     token = collected.set(calls)
     try:
@@ -41,15 +43,21 @@ def collected_calls() -> Iterator[list[KernelCall]]:
 
 
 def compile_calls(calls: Sequence[KernelCall], device: torch.device) -> None:
-    """Compile kernels side by side, for launches like these on a GPU; one takes seconds."""
-    # Every thread has a current device of its own.
+    """Compile the kernels of launches in several threads, since one takes seconds.
+
+    Args:
+        calls: the launches.
+        device: the GPU that will run them.
+    """
+    # Every thread has its own current device, so threads are given the index.
     index = torch.cuda.current_device() if device.index is None else device.index
     groups: dict[object, list[KernelCall]] = {}
     for call in calls:
         groups.setdefault(call.variant, []).append(call)
 
     def compile_group(group: list[KernelCall]) -> None:
-        # What is alike may still differ in what Triton specialises on; what does not is there.
+        # Calls of one variant may still differ in properties that Triton specialises on. Where they
+        # do not, Triton finds the kernel compiled already.
         with torch.cuda.device(index):
             for call in group:
                 call.kernel.warmup(grid=call.grid, **call.arguments, **call.options)
@@ -65,28 +73,31 @@ class KernelCall:
     kernel: Any
     """The ``triton.jit`` function."""
     grid: tuple[int, ...]
+    """Programs in up to three dimensions."""
     arguments: Mapping[str, Any]
     """Every argument by name: tensors, numbers, None and constexprs."""
     num_warps: int = 4
     num_stages: int = 2
     max_registers: int | None = None
-    """Registers per thread, to fit several programs on a multiprocessor; None leaves it open."""
+    """Most registers per thread, so that several programs fit a multiprocessor; None leaves the
+    number to the compiler."""
     waits: bool = False
-    """The kernel waits for those before it by itself, and may start while they end."""
+    """The kernel may start while the kernels before it still run, and itself waits for their end
+    (programmatic dependent launch)."""
     few_registers: bool = False
-    """Instructions are ordered for few registers where that helps: see :func:`is_by_ptxas_13`."""
+    """LLVM orders instructions so that they need few registers, if :func:`is_by_ptxas_13`."""
 
     def launch_through_triton(self) -> Any:
-        """Enqueue it by Triton's own launcher.
+        """Enqueue the launch by Triton's own launcher.
 
         Returns:
-            What Triton gives for a launch: the compiled kernel on a GPU.
+            Triton's result of a launch, which on a GPU is the compiled kernel.
         """
         return self.kernel[self.grid](**self.arguments, **self.options)
 
     @property
     def variant(self) -> object:
-        """Equal for calls that differ neither in the kernel nor in a constexpr nor in an option."""
+        """The variant key: equal for calls with the same kernel, constexprs and options."""
         constants = (
             self.arguments[parameter.name]
             for parameter in self.kernel.params
@@ -96,9 +107,9 @@ class KernelCall:
 
     @property
     def options(self) -> dict[str, int]:
-        """Compile options, in Triton's names."""
+        """Compile options, with Triton's names."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        # Products and sums are one instruction; Triton 3.10 leaves them two unless it is asked.
+        # A product and a sum become one instruction. Triton 3.10 does that only with this option.
         options["enable_fp_fusion"] = True
         if self.max_registers is not None:
             options["maxnreg"] = self.max_registers

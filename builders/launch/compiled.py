@@ -1,14 +1,17 @@
-"""A kernel that Triton compiled and launched, and how its C function is called again.
+"""A kernel that Triton compiled and launched, and how to launch it again without Triton.
 
-This module is the only one that knows Triton's launcher from inside: the C function at its bottom,
-what that function is given before the kernel's arguments, and how tensor descriptors are encoded.
-Triton 3.6 to 3.9 are known. Whatever looks different is left to Triton.
+This module is the only one that knows Triton's launcher from inside: the C function that it calls,
+the arguments that this function takes before the kernel's, and how tensor descriptors are encoded.
+It knows Triton 3.6 to 3.9. Launches that look different from these are left to Triton.
 
-Two launches are specialised alike if each argument that varies has the same type: a tensor the same
-dtype, and the same alignment to 16 bytes where the kernel does not waive that; an integer the same
-width, and where the kernel does not waive it the same answers to whether it is 1 and whether it is
-a multiple of 16; a descriptor the same
-dtype, box and layout. The tests ask Triton whether that is so.
+Triton compiles the same kernel for two launches if every varying argument has the same type, and
+
+- a tensor has the same dtype and the same alignment to 16 bytes;
+- an integer has the same width, and in both launches is 1 or not, and a multiple of 16 or not;
+- a descriptor has the same dtype, box and layout.
+
+A kernel can waive the alignment, and both questions about an integer. The tests ask Triton whether
+all this is so.
 """
 
 from __future__ import annotations
@@ -29,18 +32,19 @@ from triton.runtime import driver
 from builders.launch.pointers import Pointers
 
 KNOWN_TRITON = ((3, 6), (3, 7), (3, 8), (3, 9))
-"""Versions whose launcher is known here."""
+"""Versions of Triton whose launcher this module knows."""
 ALIGNMENT = 16
-"""Bytes, by which Triton specialises addresses."""
+"""Bytes; Triton compiles aligned and other addresses apart."""
 TENSORS = (torch.Tensor, torch.nn.Parameter)
+"""Types of arguments that are passed as an address."""
 _BASE = ("grid x", "grid y", "grid z", "stream")
-"""What the C function is given first."""
+"""The first arguments of the C function."""
 _logger = logging.getLogger(__name__)
 
 
 @cache
 def is_known_triton() -> bool:
-    """Whether compiled kernels of the installed Triton are launched past it; said once if not."""
+    """Whether the installed Triton is one of ``KNOWN_TRITON``; if it is not, warns once."""
     version = triton.__version__
     is_known = tuple(int(part) for part in version.split(".")[:2]) in KNOWN_TRITON
     if not is_known:
@@ -55,7 +59,7 @@ def is_known_triton() -> bool:
 
 
 class UnknownError(Exception):
-    """A launch that is left to Triton."""
+    """A launch looks unlike the launches that this module knows, and is left to Triton."""
 
 
 class CompiledLaunch:
@@ -73,15 +77,15 @@ class CompiledLaunch:
         Args:
             kernel: the ``triton.jit`` function.
             varying: arguments that differ from launch to launch, by name, in the kernel's order.
-            groups: names among these that stand for several arguments.
-            compiled: what the launch through Triton returned.
+            groups: names in ``varying`` that stand for several arguments of the kernel.
+            compiled: the compiled kernel that a launch through Triton returned.
             arguments: every argument of that launch, by name and in the kernel's order.
 
         Raises:
-            UnknownError: Triton's launcher, or an argument, is not as it is known here.
+            UnknownError: Triton's launcher or an argument is of an unknown kind.
         """
         self._compiled = compiled
-        """Kept alive: its code is unloaded with it."""
+        """Kept alive, since its code is unloaded when it dies."""
         self._driver = driver.active
         self._device = self._driver.get_current_device()
         self._current_device = _device_getter(self._driver)
@@ -136,9 +140,9 @@ class CompiledLaunch:
     def _expanded(
         self, arguments: Mapping[str, Any]
     ) -> tuple[list[Any], dict[str, slice], dict[str, _Encoder]]:
-        """What the C function is given, where each argument is in it, and how it is encoded.
+        """The C function's arguments, the place of each kernel argument, and descriptors' encoders.
 
-        No tensor is among it: it would be kept alive.
+        In place of tensors there are zeros, since a tensor would be kept alive.
         """
         words: list[Any] = []
         places, encoders = {}, {}
@@ -162,13 +166,14 @@ class CompiledLaunch:
         return words, places, encoders
 
     def words_of(self, values: Sequence[Any]) -> list[Any] | None:
-        """The C function's arguments for these values of what varies.
+        """The C function's arguments for a launch.
 
         Args:
-            values: in the kernel's order.
+            values: values of the arguments that vary, in the kernel's order.
 
         Returns:
-            None where Triton would compile another kernel, or another device is current.
+            The arguments; None if Triton would compile another kernel, or another device is
+            current.
         """
         if [*map(type, values)] != self._types:
             return None
@@ -176,7 +181,7 @@ class CompiledLaunch:
         addresses = [tensor.data_ptr() for tensor in tensors]
         if (
             [tensor.dtype for tensor in tensors] != self._dtypes
-            # Triton refuses what a GPU cannot read.
+            # Triton refuses tensors that the GPU cannot read.
             or [tensor.is_cuda for tensor in tensors] != self._on_gpu
             or [at % ALIGNMENT != 0 for at in self._aligned(addresses)] != self._remainders
             or [value >> 31 for value in self._integers(values)] != self._widths
@@ -203,16 +208,16 @@ class CompiledLaunch:
         return words
 
     def stream(self) -> int:
-        """The current one."""
+        """Handle of the device's current stream."""
         stream: int = self._driver.get_current_stream(self._device)
         return stream
 
     def launch(self, grid: tuple[int, ...], words: list[Any]) -> None:
-        """Enqueue on the current stream.
+        """Enqueue a launch on the current stream.
 
         Args:
             grid: programs in up to three dimensions, none of them 0.
-            words: as :meth:`words_of` gives them.
+            words: the C function's arguments, from :meth:`words_of`.
         """
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         stream = self._driver.get_current_stream(self._device)
@@ -223,13 +228,15 @@ class CompiledLaunch:
 
 
 def _mark(value: int) -> int:
-    """All that Triton specialises a kernel on of an integer, but its width."""
+    """A number that is equal for integers of equal width for which Triton compiles one kernel."""
     return 1 if value == 1 else value % ALIGNMENT and 2
 
 
 def _device_getter(active: Any) -> Callable[[], int]:
-    """What tells the current device of a driver that has launched a kernel: torch's own function
-    sees to it first that CUDA is initialised, which takes longer than the answer.
+    """A function that returns the current device, for a driver that has launched a kernel already.
+
+    torch's public function first makes sure that CUDA is initialised, which takes longer than the
+    answer. So its private function is taken where the driver would use the public one.
     """
     known: Callable[[], int] = active.get_current_device
     if known is torch.cuda.current_device:
@@ -238,7 +245,7 @@ def _device_getter(active: Any) -> Callable[[], int]:
 
 
 class _Encoder:
-    """Descriptors of one kind as the C function takes them, encoded once for each."""
+    """Encodes descriptors of one kind for the C function, each descriptor once."""
 
     def __init__(
         self,
@@ -250,7 +257,8 @@ class _Encoder:
         is_nested: bool,
     ) -> None:
         expand = vars(sys.modules[type(run).__module__])["wrap_handle_tensordesc"]
-        # With this in the C function's place, it returns what that would be given.
+        # Triton's wrapper expands descriptors and calls the C function. Around this function in its
+        # place, the wrapper returns the C function's arguments.
         self._expand = expand(lambda *given: given, {0: signature}, [metadata])
         self._base = (1, 1, 1, 0, *base)
         self._is_nested = is_nested
@@ -258,7 +266,7 @@ class _Encoder:
         self._kind = _kind_of(descriptor)
 
     def words_of(self, descriptor: Any) -> list[Any] | None:
-        """The map that TMA reads, shape and strides; None for a descriptor of another kind."""
+        """The TMA map, shape and strides of a descriptor; None for a descriptor of another kind."""
         known: dict[str, list[Any]] = vars(descriptor).setdefault("encoded", {})
         words = known.get(self._key)
         if words is None:
@@ -273,7 +281,7 @@ class _Encoder:
 
 
 def _kind_of(descriptor: Any) -> tuple[Any, ...]:
-    """All but address, shape and strides."""
+    """Everything that a kernel is compiled for in a descriptor: all but address, shape, strides."""
     places = ("base", "shape", "strides", "encoded")
     rest = {name: value for name, value in vars(descriptor).items() if name not in places}
     return descriptor.base.dtype, rest
@@ -282,14 +290,18 @@ def _kind_of(descriptor: Any) -> tuple[Any, ...]:
 def _bottom_of(
     compiled: Any, values: Sequence[Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], bool]:
-    """The C function of a compiled kernel's launcher, and what it takes beside the arguments.
+    """The C function that a compiled kernel's launcher calls, and how its arguments are laid out.
+
+    Args:
+        compiled: the compiled kernel.
+        values: values of all arguments of the kernel.
 
     Returns:
-        The function; what it is given between the stream and the arguments; whether it takes them
-        as one sequence.
+        The function; its arguments between the stream and the kernel's arguments; and whether it
+        takes the kernel's arguments as one sequence.
 
     Raises:
-        UnknownError: the launcher does something else.
+        UnknownError: the launcher passes other arguments, or needs scratch memory.
     """
     run = compiled.run
     if type(run).__name__ != "CudaLauncher" or run.global_scratch_size or run.profile_scratch_size:
@@ -310,7 +322,14 @@ def _bottom_of(
 
 
 def _bottom_under(launch: Any) -> Callable[..., Any]:
-    """What expands descriptors is a closure around the C function; without them it stands alone."""
+    """The C function itself, also where Triton has wrapped it to expand descriptors.
+
+    The wrapper is a Python function whose closure holds the C function. Kernels without descriptors
+    have no wrapper.
+
+    Raises:
+        UnknownError: the closure does not hold exactly one such function.
+    """
     if not isinstance(launch, types.FunctionType):
         return cast("Callable[..., Any]", launch)
     held = [cell.cell_contents for cell in launch.__closure__ or ()]
@@ -321,7 +340,7 @@ def _bottom_under(launch: Any) -> Callable[..., Any]:
 
 
 def picker(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """Takes those out of a sequence or a mapping, as a tuple however many they are."""
+    """A function that takes the items at ``keys`` out of a sequence or a mapping, as a tuple."""
     if not keys:
         return lambda values: ()
     if len(keys) == 1:

@@ -1,15 +1,22 @@
-"""Launches of one kernel that share most arguments, without what Triton does for every launch.
+"""Launchers: they make launches of one kernel, and spare the host Triton's work at each of them.
 
 At each launch Triton binds all arguments, specialises the kernel on them, makes a key of both,
-looks the compiled kernel up, encodes every tensor descriptor and asks the driver about every
-pointer: tens of microseconds on the host. A :class:`Launcher` keeps the compiled kernel that a
-launch through Triton gave, and calls the C function at the bottom of Triton's launcher with other
-addresses and numbers in their places (:mod:`builders.launch.compiled`).
+looks up the compiled kernel, encodes every tensor descriptor and asks the driver about every
+pointer. That takes tens of microseconds on the host. A :class:`Launcher` keeps the compiled kernel
+that a launch through Triton returned. Later it puts other addresses and numbers into that launch's
+arguments, and calls the C function at the bottom of Triton's launcher
+(:mod:`builders.launch.compiled`). This is a *relaunch*.
 
-Launches go through Triton where Triton would compile another kernel, where someone watches launches
-(hooks, profilers, ``TRITON_DEBUG``), on another device than the kernel was compiled on, on AMD,
-under the interpreter, by a version of Triton that is not known here, and with ``ATTN_RELAUNCH=0``.
-Capturing a CUDA graph needs nothing of its own: a captured launch copies its parameters.
+Launches still go through Triton
+
+- where Triton would compile another kernel;
+- where hooks, profilers or ``TRITON_DEBUG`` watch launches;
+- on another device than the kernel was compiled on, and on AMD;
+- under the interpreter;
+- with a version of Triton that :mod:`builders.launch.compiled` does not know;
+- with ``ATTN_RELAUNCH=0``.
+
+Capturing a CUDA graph needs no special care, since a captured launch copies its parameters.
 """
 
 from __future__ import annotations
@@ -28,22 +35,23 @@ from builders.launch.call import KernelCall, collected
 from builders.launch.compiled import CompiledLaunch, UnknownError, is_known_triton, picker
 
 MOST_SPECIALISED = 8
-"""Compiled kernels that a launcher keeps; launches that need others go through Triton."""
+"""Most compiled kernels that a launcher keeps; launches that need others go through Triton."""
 MOST_LAUNCHERS = 1024
-"""Launchers that are kept for launches that bring no launcher of their own."""
+"""Most launchers that :func:`launcher_of` and :func:`launch` keep, each."""
 _KNOBS = ("launch_enter_hook", "launch_exit_hook", "debug", "add_stages_inspection_hook")
-"""Knobs of Triton's runtime by which someone watches launches or has kernels compiled otherwise."""
+"""Knobs of Triton's runtime that make launches visible to others, or change how Triton compiles."""
 _BY_VALUE = (float, bool, type(None), str)
-"""Types of arguments that launches share, beside constexprs."""
+"""Types of arguments whose value is a part of the variant key in :func:`launch`, as constexprs'
+values are."""
 
 
 def keeps_compiled() -> bool:
-    """Launches reuse compiled kernels past Triton, unless ``ATTN_RELAUNCH=0``."""
+    """Whether launchers keep compiled kernels to relaunch them: unless ``ATTN_RELAUNCH=0``."""
     return os.environ.get("ATTN_RELAUNCH") != "0"
 
 
 class Launcher:
-    """A kernel with the arguments that its launches share; the others are given at each launch."""
+    """A kernel and the arguments that its launches share; each launch is given the others."""
 
     def __init__(
         self,
@@ -61,17 +69,17 @@ class Launcher:
         """
         Args:
             kernel: the ``triton.jit`` or ``gluon.jit`` function.
-            fixed: arguments that every launch shares, by name; no tensor, whose address is not
-                kept.
+            fixed: arguments that every launch shares, by name; no tensors, since a launcher keeps
+                no address.
             varying: names of the arguments that each launch is given; None for all that are not
                 fixed.
-            groups: names among these that stand for several arguments of the kernel, which follow
-                one another and are given as one :class:`~builders.launch.pointers.Pointers`.
-            num_warps: as in :class:`~builders.launch.call.KernelCall`, like all that follow.
-            num_stages: see there.
-            max_registers: see there.
-            waits: see there.
-            few_registers: see there.
+            groups: names in ``varying`` that stand for several consecutive arguments of the kernel.
+                A launch is given one :class:`~builders.launch.pointers.Pointers` for them.
+            num_warps: see :class:`~builders.launch.call.KernelCall`.
+            num_stages: see :class:`~builders.launch.call.KernelCall`.
+            max_registers: see :class:`~builders.launch.call.KernelCall`.
+            waits: see :class:`~builders.launch.call.KernelCall`.
+            few_registers: see :class:`~builders.launch.call.KernelCall`.
 
         Raises:
             TypeError: ``fixed`` and ``varying`` do not add up to the kernel's arguments, or a
@@ -94,9 +102,9 @@ class Launcher:
         places = {name: place for place, name in enumerate(kernel.arg_names)}
         self.kernel = kernel
         self.arguments: dict[str, Any] = {name: fixed.get(name) for name in kernel.arg_names}
-        """Every argument in the kernel's order; None for those that vary."""
+        """Every argument in the kernel's order; None for arguments that vary."""
         self.varying = tuple(sorted(wanted, key=lambda name: places[first[name]]))
-        """Names of what varies, in the kernel's order."""
+        """Names of the arguments that vary, in the kernel's order."""
         self._options: dict[str, Any] = {
             "num_warps": num_warps,
             "num_stages": num_stages,
@@ -112,20 +120,20 @@ class Launcher:
         )
 
     def bind(self, grid: tuple[int, ...], varying: Mapping[str, Any]) -> Launch:
-        """One launch, not made yet.
+        """Prepare one launch without making it.
 
         Args:
             grid: programs in up to three dimensions.
-            varying: a value for each name that varies; other names are passed over.
+            varying: a value for each argument that varies, by name; other names are ignored.
         """
         return Launch(self, grid, self._pick(varying))
 
     def __call__(self, grid: tuple[int, ...], *values: Any) -> None:
-        """Enqueue a launch on the current stream; an empty grid is nothing to do.
+        """Enqueue a launch on the current stream; with an empty grid, do nothing.
 
         Args:
             grid: programs in up to three dimensions.
-            values: of the arguments that vary, in the kernel's order.
+            *values: values of the arguments that vary, in the kernel's order.
         """
         if 0 in grid:
             return
@@ -146,8 +154,8 @@ class Launcher:
         """A launch as data, with every argument by name.
 
         Args:
-            grid: programs.
-            values: of the arguments that vary, in the kernel's order.
+            grid: programs in up to three dimensions.
+            values: values of the arguments that vary, in the kernel's order.
         """
         varying: dict[str, Any] = {}
         for name, value in zip(self.varying, values, strict=True):
@@ -159,7 +167,13 @@ class Launcher:
         return KernelCall(self.kernel, grid, self.arguments | varying, **self._options)
 
     def _learn(self, compiled: object, values: Sequence[Any], arguments: Mapping[str, Any]) -> None:
-        """Keep the compiled kernel that a launch through Triton gave."""
+        """Keep the compiled kernel that a launch through Triton returned, if it can be relaunched.
+
+        Args:
+            compiled: the result of the launch through Triton.
+            values: values of the arguments that vary, in the kernel's order.
+            arguments: every argument of that launch, by name.
+        """
         if not self._learns or not isinstance(compiled, CompiledKernel) or is_watched():
             return
         varying = dict(zip(self.varying, values, strict=True))
@@ -167,30 +181,33 @@ class Launcher:
             kept = CompiledLaunch(self.kernel, varying, self._groups, compiled, arguments)
             self._compiled.append(kept)
         except (LookupError, AttributeError, StopIteration, TypeError, ValueError, UnknownError):
-            # Triton's launcher is not as it is known here, and will not be at the next launch.
+            # Triton's launcher is unknown now, and will be at the next launch too.
             self._learns = False
         if len(self._compiled) == MOST_SPECIALISED:
             self._learns = False
 
 
 class Launch:
-    """One launch of a :class:`Launcher`, made anew at every forward: little more than a grid."""
+    """One launch of a :class:`Launcher` that is prepared and not made yet.
+
+    Every forward makes a new one, so it holds little more than a grid and values.
+    """
 
     __slots__ = ("_grid", "_values", "launcher")
 
     def __init__(self, launcher: Launcher, grid: tuple[int, ...], values: tuple[Any, ...]) -> None:
         """
         Args:
-            launcher: what is launched.
-            grid: programs.
-            values: of the arguments that vary, in the kernel's order.
+            launcher: the launcher of the kernel.
+            grid: programs in up to three dimensions.
+            values: values of the arguments that vary, in the kernel's order.
         """
         self.launcher = launcher
         self._grid = grid
         self._values = values
 
     def launch(self) -> None:
-        """Enqueue it on the current stream."""
+        """Enqueue the launch on the current stream."""
         self.launcher(self._grid, *self._values)
 
     @property
@@ -201,22 +218,25 @@ class Launch:
 
 @lru_cache(maxsize=MOST_LAUNCHERS)
 def launcher_of(kernel: Any, **fixed: Any) -> Launcher:
-    """The launcher of a kernel with these fixed arguments: always the same one."""
+    """The launcher of a kernel with these fixed arguments; the same object at every call.
+
+    It keeps the latest ``MOST_LAUNCHERS`` launchers.
+    """
     return Launcher(kernel, fixed)
 
 
 _launchers: dict[tuple[Any, ...], Launcher] = {}
-"""Launchers of :func:`launch`."""
+"""Launchers that :func:`launch` keeps, by variant key."""
 
 
 def launch(call: KernelCall) -> None:
-    """Enqueue a launch that brings no launcher, by one that is kept for launches like it.
+    """Enqueue a launch that comes without a launcher: the launcher of its variant key makes it.
 
-    Tensors, descriptors and integers vary from launch to launch, but for constexprs; launches that
-    differ in anything else have launchers of their own.
+    Launches with the same kernel, options, constexprs, floats, booleans, strings and Nones share a
+    launcher. Tensors, descriptors and integers that are no constexprs vary between them.
 
     Args:
-        call: the launch; an empty grid is nothing to do.
+        call: the launch; with an empty grid nothing is done.
     """
     if 0 in call.grid:
         return
@@ -234,7 +254,7 @@ def launch(call: KernelCall) -> None:
     for param in kernel.params:
         value = arguments[param.name]
         if param.is_constexpr or isinstance(value, _BY_VALUE):
-            # 1, 1.0 and True are equal, and are compiled apart.
+            # The type is a part of the key, since 1, 1.0 and True are equal but compiled apart.
             key.append((type(value), value))
         else:
             key.append(None)
@@ -261,13 +281,13 @@ def launch(call: KernelCall) -> None:
 
 
 def is_watched() -> bool:
-    """A knob of Triton's runtime is set."""
+    """Whether a knob of Triton's runtime is set, so that launches must go through Triton."""
     runtime: Any = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     is_changed = runtime.debug or runtime.add_stages_inspection_hook
     try:
-        # Chains of hooks, empty ones as a rule.
+        # Hooks are chains, which are empty as a rule.
         return bool(enter.calls or leave.calls or is_changed)
     except AttributeError:
-        # One hook, or None.
+        # A hook may also be a single function, or None.
         return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or is_changed)

@@ -1,4 +1,4 @@
-"""Tensors that the launches of all layers of a step share, as one argument of a launcher."""
+"""One launcher argument for several tensors that the launches of all layers of a step share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Pointers:
     def __init__(self, *tensors: torch.Tensor) -> None:
         """
         Args:
-            tensors: they keep their addresses.
+            tensors: tensors whose addresses do not change.
         """
         self.tensors = tensors
         self.addresses = [tensor.data_ptr() for tensor in tensors]
@@ -21,8 +21,9 @@ class Pointers:
             (tensor.dtype, tensor.is_cuda, address % 16 == 0)
             for tensor, address in zip(tensors, self.addresses, strict=True)
         )
-        """Type, place and alignment of each tensor: all that a kernel is compiled for."""
+        """Type of each tensor, whether it is on a GPU, and whether its address is aligned to 16
+        bytes: all that a kernel is compiled for."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy reads the addresses of its own tensors."""
+        """Copy and unpickle through the constructor, which reads the new tensors' addresses."""
         return Pointers, self.tensors

@@ -1,4 +1,4 @@
-"""What is prepared once for all launches that differ in nothing but addresses and lengths."""
+"""A cache of objects that launches prepare once per compiled variant, found by the variant key."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ Entry = TypeVar("Entry")
 
 
 class Variants(Generic[Entry]):
-    """Entries by a key that holds all that they depend on; the latest is found without a hash.
+    """Entries by variant key; the latest entry is found without computing a hash.
 
-    Most launches are like the one before them. Comparing two keys costs less than hashing one,
-    since their parts are the same objects.
+    Most launches have the key of the launch before them. To compare these two keys costs less than
+    to hash one, since their parts are the same objects.
     """
 
     def __init__(self) -> None:
@@ -23,13 +23,13 @@ class Variants(Generic[Entry]):
         return len(self._known)
 
     def of(self, key: tuple[Any, ...], make: Callable[[], Entry]) -> Entry:
-        """The entry of a key.
+        """The entry of a key, which is made if the key is new.
 
         Args:
-            key: all that the entry depends on.
-            make: makes the entry of a key that is new. What it raises is raised here.
+            key: everything that the entry depends on.
+            make: makes the entry; its exceptions are passed on.
         """
-        # One piece, for several threads.
+        # Key and entry are read as one tuple, since another thread may replace both meanwhile.
         latest, entry = self._latest
         if key != latest:
             if key not in self._known:

@@ -1,9 +1,9 @@
-"""Which kernel of sparse latent attention takes which rows of a step, and what it is given.
+"""Which kernel of sparse latent attention takes which rows of a step, and in which form.
 
-``setup_of`` reads a layer, its cache and its device, and ``check_setup`` refuses a pair of kernels
-that cannot work, both at construction; ``resolve`` is a pure function from a step to a frozen plan.
-Nothing else decides, and nothing is kept between steps: a decode cannot change what the next
-prefill does.
+A row is one query token with its list of keys. At construction :func:`setup_of` reads a layer, its
+cache and its device, and :func:`check_setup` refuses a pair of kernels that cannot work. For every
+step :func:`resolve`, a pure function, makes a frozen plan. No other function decides, and no state
+is kept between steps, so a decode cannot change how the next prefill runs.
 """
 
 from __future__ import annotations
@@ -41,38 +41,43 @@ from specs.sparse_mla import (
 
 NAME = "SPARSE_MLA"
 CALLED = tuple(rule.kernel for rule in SPARSE_KERNELS)
-"""Kernels that the impl calls; plans for others are made, and refused, as if they were there."""
+"""Kernels that the impl calls. A plan for any other kernel can be made, but is refused with a
+reason."""
 AUTO_KEYS_PER_TOKEN = 512
-"""Of ``flashmla_auto``: over quantised rows prefill converts the context up to so many cached
-tokens for each new one."""
+"""Most cached tokens for each new token with which ``flashmla_auto`` converts the context of a
+prefill over quantised rows."""
 ROW_WIDTHS = (512, 64)
-"""Latent and rotary part of a row, for every kernel but the library's own; the widest of its."""
+"""Columns of the latent and of the rotary part of a row. Other kernels than the library's own take
+no other widths, and its own takes no wider rows."""
 LEAST_WIDTH = 32
-"""Of either part: the narrowest that is written."""
+"""Fewest columns of the latent or of the rotary part."""
 _PARTS = (LEAST_WIDTH, 64, 128, 256, 512)
 ROW_SIZES = tuple(
     sorted({one + other for one in _PARTS for other in _PARTS if one + other <= sum(ROW_WIDTHS)})
 )
-"""Widths of whole rows of the library's own kernel: of two powers of two each."""
+"""Columns of the rows that the library's own kernel takes: each is a sum of two powers of two."""
 
 
 @dataclass(frozen=True)
 class SparseSetup:
-    """What does not change from step to step: the layers, their cache, the device, the choice."""
+    """The facts that all steps share: the layers, their cache, the device, the chosen kernels."""
 
     layout: LatentFormat
-    """Rows of the cache."""
+    """Format of the cache's rows."""
     prefill: SparseKernel
+    """The kernel that the engine chose for prefills."""
     decode: SparseKernel
+    """The kernel that the engine chose for decodes."""
     num_heads: int
     """Query heads on this rank."""
     topk: int
     """Entries of a row's list."""
     block_size: int
+    """Tokens of a block of the cache."""
     dtype: DType
-    """Of the model."""
+    """Type of the model's elements."""
     capability: ComputeCapability | None
-    """None is no GPU."""
+    """Compute capability of the device; None if it has none."""
     has_padded_pages: bool = False
     """Blocks of the cache are farther apart than their rows need."""
 
@@ -83,60 +88,70 @@ class SparseSetup:
 
 @dataclass(frozen=True)
 class BatchStats:
-    """Host bounds of a step's sizes; they choose between ways to the same numbers."""
+    """Host bounds of a step's sizes. They choose how fast a result is computed, not which one."""
 
     prefill_tokens: int = 0
     """New tokens of the requests that are no decodes."""
     prefill_keys: int = 0
-    """At least the keys of those requests, new tokens included."""
+    """Upper bound on the keys of those requests, new tokens included."""
 
 
 NO_PREFILL = BatchStats()
+"""The sizes of a step without prefills."""
 
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """How the rows of one phase are attended; one query token each."""
+    """How the query rows of one phase are attended; each row is one query token."""
 
     phase: SparsePhase
     kernel: SparseKernel
-    """Never ``flashmla_auto``."""
+    """The kernel that takes the rows; never ``flashmla_auto``, which stands for a choice."""
     stored: LatentFormat
-    """Rows of the cache."""
+    """Format of the cache's rows."""
     reads: LatentFormat
-    """Rows that the kernel is given."""
+    """Format of the rows that the kernel reads."""
     conversion: LatentConversion | None
-    """From the one to the other, of needed rows only; None where they are the same."""
+    """How needed rows are converted from ``stored`` to ``reads``; None where both are the same."""
     snaps_scales: bool
-    """Block scales made from a scale per tensor are powers of two."""
+    """Block scales that are made from a scale per tensor are rounded to powers of two."""
     index_kind: IndexKind
+    """How an entry of a list names a key: by its cache slot, or by a row of a compact buffer."""
     topk: int
+    """Entries of a row's list."""
     index_width: int
     """Entries of a list with its padding of -1."""
     num_heads: int
+    """Query heads on this rank."""
     padded_heads: int
+    """Query heads that the kernel computes."""
     query_dtype: DType
+    """Type of the query that the kernel reads."""
     skips_minus_one: bool
-    """Else entries stand at the front of a list, and lengths say how many are read."""
+    """True if the kernel skips entries of -1. Otherwise entries are moved to the front of a list,
+    and the kernel is given how many it should read."""
 
 
 @dataclass(frozen=True)
 class SparsePlan:
-    """A step's plan: decodes first. None means that a phase has no rows."""
+    """A step's plan: a plan for each phase."""
 
     mode: ForwardMode
+    """The kind of the step."""
     decode: PhasePlan | None
+    """Plan of the decodes, which come first; None without any."""
     prefill: PhasePlan | None
+    """Plan of the prefills; None without any."""
 
 
-# -- What is there.
+# -- Which kernels are installed.
 
 
 def find_module(name: str) -> bool:
-    """A module can be found; no package is imported for the answer.
+    """Whether a module can be found; no package is imported for the answer.
 
     Args:
-        name: dotted; parts behind the first are looked for as files.
+        name: dotted name; parts behind the first are looked for as files.
     """
     top, *inner = name.split(".")
     found = importlib.util.find_spec(top)
@@ -154,7 +169,7 @@ def find_module(name: str) -> bool:
 
 
 def unavailable_kernels() -> dict[SparseKernel, str]:
-    """Kernels that cannot be called here, with the reason; others are left out."""
+    """The reason for each kernel that cannot be called here; kernels that can are left out."""
     missing = {}
     for rule in SPARSE_KERNELS:
         if not any(find_module(name) for name in rule.modules):
@@ -166,7 +181,10 @@ def unavailable_kernels() -> dict[SparseKernel, str]:
 
 
 def kernel_notes(capability: ComputeCapability) -> list[str]:
-    """What can be asked for on a GPU, present or not, in place of the library's own kernel."""
+    """Sentences on the kernels that can be chosen on a GPU instead of the library's own kernel.
+
+    Kernels that are not installed are among them, with the reason.
+    """
     lines = [
         f"prefill and decode by {SparseKernel.TRITON_SPARSE.value}, either by another kernel that "
         "is asked for"
@@ -180,7 +198,7 @@ def kernel_notes(capability: ComputeCapability) -> list[str]:
     return lines
 
 
-# -- What can work.
+# -- Which kernels work for a layer.
 
 
 def _kernel_reasons(
@@ -193,7 +211,7 @@ def _kernel_reasons(
     variant = rule.variant_for(setup.capability)
     if variant is None:
         served = [one.capabilities for one in rule.variants if one.capabilities is not None]
-        # A range of one is named once.
+        # A range with a single capability is named once.
         edges = [dict.fromkeys((str(one.minimum), str(one.maximum))) for one in served]
         wanted = " or ".join(" to ".join(names) for names in edges)
         has = "a device without any" if setup.capability is None else str(setup.capability)
@@ -230,7 +248,7 @@ def _reasons(
     phase: SparsePhase,
     unavailable: Mapping[SparseKernel, str],
 ) -> list[str]:
-    """Why a choice cannot take a phase's rows; none where it can."""
+    """All reasons why a choice of kernel cannot take a phase's rows; empty where it can."""
     found: list[str] = []
     for one in _reachable(kernel, setup, phase):
         found += _kernel_reasons(rule_of(one), setup, phase)
@@ -242,7 +260,7 @@ def _reasons(
 def _reachable(
     kernel: SparseKernel, setup: SparseSetup, phase: SparsePhase
 ) -> tuple[SparseKernel, ...]:
-    """What a choice may come to in some step."""
+    """The kernels that a choice may stand for in some step."""
     if kernel is not SparseKernel.FLASHMLA_AUTO:
         return (kernel,)
     if setup.layout is LatentFormat.BF16:
@@ -262,9 +280,9 @@ def nearest_kernel(
     phase: SparsePhase,
     unavailable: Mapping[SparseKernel, str],
 ) -> SparseKernel | None:
-    """The choice that works and is nearest to one that does not; None where nothing works."""
+    """The nearest choice that works to a choice that does not; None where no choice works."""
     near = AUTO_KERNELS if kernel is SparseKernel.FLASHMLA_AUTO else rule_of(kernel).instead
-    # First those that need no conversion.
+    # Kernels that need no conversion come first.
     ordered = sorted(near, key=lambda other: setup.layout not in rule_of(other).reads)
     for other in (*ordered, SparseKernel.TRITON_SPARSE):
         if not _reasons(other, setup, phase, unavailable):
@@ -273,10 +291,15 @@ def nearest_kernel(
 
 
 def setup_of(spec: AnyKVCacheSpec, config: EngineConfig, device: torch.device) -> SparseSetup:
-    """What does not change from step to step, of a group's layers.
+    """The facts of a group's layers that all steps share.
+
+    Args:
+        spec: the group's spec.
+        config: limits and settings of the engine.
+        device: where the records' tensors live.
 
     Raises:
-        ValueError: a spec or setting that is not served; with every reason.
+        ValueError: the spec or a setting is not served; the message has every reason.
     """
     if not isinstance(spec, MLAAttentionSpec):
         raise ValueError(
@@ -330,7 +353,7 @@ def setup_of(spec: AnyKVCacheSpec, config: EngineConfig, device: torch.device) -
 
 
 def _width_reasons(spec: MLAAttentionSpec) -> Iterator[str]:
-    """Why the library's own kernel has no tile for such rows."""
+    """Why the library's own kernel has no tile for rows of these widths."""
     parts = {"kv_lora_rank": spec.kv_lora_rank, "qk_rope_head_dim": spec.qk_rope_head_dim}
     for name, width in parts.items():
         if width < LEAST_WIDTH or width & (width - 1):
@@ -340,14 +363,15 @@ def _width_reasons(spec: MLAAttentionSpec) -> Iterator[str]:
 
 
 def check_setup(setup: SparseSetup, unavailable: Mapping[SparseKernel, str] | None = None) -> None:
-    """Every step of this setup has a plan.
+    """Check that every step of a setup has a plan.
 
     Args:
-        setup: what is configured.
-        unavailable: kernels that cannot be called, with reasons; None looks.
+        setup: the setup.
+        unavailable: kernels that cannot be called, with reasons; None finds them out.
 
     Raises:
-        ValueError: it has not; with every reason, and the nearest choice that works.
+        ValueError: some step has no plan; the message has every reason, and the nearest choice that
+            works.
     """
     if unavailable is None:
         unavailable = unavailable_kernels()
@@ -378,19 +402,19 @@ def _setup_problems(setup: SparseSetup) -> Iterator[str]:
 
 
 def resolve(setup: SparseSetup, mode: ForwardMode, stats: BatchStats = BatchStats()) -> SparsePlan:
-    """The plan of a step; the same for the same arguments, whatever was planned before.
+    """The plan of a step. It depends on the arguments alone, not on earlier steps.
 
     Args:
-        setup: one that :func:`check_setup` let pass.
-        mode: what the step computes.
-        stats: its sizes.
+        setup: a setup that :func:`check_setup` accepts.
+        mode: what kind of step it is.
+        stats: sizes of the step.
     """
     plans = {phase: _phase_plan(setup, phase, stats) for phase in mode.phases}
     return SparsePlan(mode, plans.get(SparsePhase.DECODE), plans.get(SparsePhase.PREFILL))
 
 
 def concrete_kernel(setup: SparseSetup, phase: SparsePhase, stats: BatchStats) -> SparseKernel:
-    """The kernel that a choice comes to."""
+    """The kernel that takes a phase's rows in one step; only ``flashmla_auto`` chooses by step."""
     kernels = _reachable(setup.chosen(phase), setup, phase)
     if len(kernels) == 1:
         return kernels[0]
@@ -399,7 +423,7 @@ def concrete_kernel(setup: SparseSetup, phase: SparsePhase, stats: BatchStats) -
 
 
 def reachable_plans(setup: SparseSetup, phase: SparsePhase) -> tuple[PhasePlan, ...]:
-    """A plan by each kernel that a phase can come to: what room they need follows from them."""
+    """A plan for each kernel that may take a phase's rows in some step; they size the buffers."""
     kernels = _reachable(setup.chosen(phase), setup, phase)
     return tuple(_plan_by(kernel, setup, phase, NO_PREFILL) for kernel in kernels)
 
@@ -439,9 +463,10 @@ def _plan_by(
 
 
 def _compact_kind(setup: SparseSetup, phase: SparsePhase, stats: BatchStats) -> IndexKind:
-    """How rows are found that are converted: the fewer of whole contexts and listed rows.
+    """Whether whole contexts are converted, or the listed rows: a prefill takes the fewer of both.
 
-    The rows of a decode are those listed: how many there can be is known when a graph is captured.
+    A decode always converts the listed rows, since their largest number is known when a graph is
+    captured.
     """
     if phase is SparsePhase.DECODE:
         return IndexKind.GATHERED

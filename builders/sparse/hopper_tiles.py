@@ -1,6 +1,6 @@
-"""Sparse latent attention on Hopper: whether its kernel takes a layer's rows, and how.
+"""Which layers take the Hopper kernels of sparse latent attention, with which tiles, and why.
 
-Shared by builder and launcher, as the tiles of :mod:`builders.sparse.tiles` are.
+Builder and launcher both call these functions, so that they agree.
 """
 
 from __future__ import annotations
@@ -30,36 +30,40 @@ from specs.rows import LatentFormat
 KV_TILE: Final = 128
 """Listed keys of a tile: two blocks, one for each warp group."""
 COLUMNS: Final = (512, 64)
-"""Of the latent and of the rotary part: what a tile's shared memory is cut for."""
+"""Columns of the latent and of the rotary part, for which a tile's shared memory is laid out."""
 MOST_NARROW_HEADS: Final = 32
-"""Up to so many, tiles of 16 heads; beyond, of 64."""
+"""Most query heads of a layer with tiles of 16 heads; layers with more have tiles of 64 heads."""
 FEWEST_NARROW_PROGRAMS: Final = 8
-"""Rows times tiles of heads below which the plain kernel's short segments are sooner done."""
+"""Rows times tiles of heads below which the portable kernel is faster, thanks to its short
+segments."""
 INDEX_WIDTH: Final = 128
 """Columns of the indexer's keys."""
 FEWEST_INDEX_ROWS: Final = 32
+"""Fewest heads of the indexer that a product has rows for."""
 MOST_INDEX_ROWS: Final = 64
-"""Heads of the indexer that a product is cut for."""
+"""Most heads of the indexer that a product has rows for."""
 INDEX_PAGES: Final = 16
-"""Pages of a program, at most: its queries are loaded once."""
+"""Most pages of a program of the indexer, which loads its queries once for all of them."""
 INDEX_PROGRAMS: Final = 8
-"""Of each multiprocessor, at least, before a program takes several pages."""
+"""Programs of the indexer that each multiprocessor has at least, before any takes several pages."""
 MOST_IDLE: Final = 1.1
-"""Programs' time in rounds of whole lists, to that which these take, beyond which lists are dealt
-by tiles: `dec_656_h128_b128` (1.03) took 223 us by tiles and 214 by lists, 100 of its rows (1.32)
-180 and 213."""
+"""Ratio beyond which lists are cut between programs by tiles.
+
+It is the time of all programs in rounds of whole lists, divided by the time that the lists need.
+`dec_656_h128_b128` has a ratio of 1.03 and took 223 us by tiles, 214 us by whole lists. 100 of its
+rows have a ratio of 1.32 and took 180 us by tiles, 213 us by whole lists."""
 _SIXTEEN_BITS: Final = (DType.FLOAT16, DType.BFLOAT16)
 HopperOptions: TypeAlias = HopperSparseTile | NarrowSparseTile
-"""What either kernel for Hopper is asked for."""
+"""Options of a Hopper kernel; their type says which kernel takes the rows."""
 
 
 def hopper_misfit(shape: SparseShape, kind: DeviceKind, dtype: DType) -> str | None:
-    """Why the kernel for Hopper does not take a layer's rows; None: it does.
+    """Why no Hopper kernel takes a layer's rows; None if one does.
 
     Args:
-        shape: of the layer.
-        kind: of the device.
-        dtype: of the query.
+        shape: the layer.
+        kind: kind of the device.
+        dtype: type of the query.
     """
     if kind is not DeviceKind.SM90:
         return f"the device is {kind.value}, not {DeviceKind.SM90.value}"
@@ -92,18 +96,18 @@ def sparse_kernel_of(
     """Which of the library's own kernels takes a layer's rows, and why.
 
     Args:
-        shape: of the layer.
-        kind: of the device.
-        dtype: of the query.
-        batch_invariant: a row's bits are to depend on the row alone.
-        option: the engine's setting for these rows.
-        wanted: its value.
+        shape: the layer.
+        kind: kind of the device.
+        dtype: type of the query.
+        batch_invariant: a row's bits must depend on the row alone.
+        option: name of the engine's setting for these rows.
+        wanted: value of that setting.
 
     Returns:
-        What the kernel for Hopper is asked for, None for the plain kernel; and the reason in words.
+        The Hopper kernel's options, or None for the portable kernel; and the reason in words.
 
     Raises:
-        ValueError: the kernel for Hopper is wanted by name and does not serve.
+        ValueError: the Hopper kernel is wanted by name and does not serve.
     """
     found: HopperOptions | str | None = hopper_misfit(shape, kind, dtype)
     if found is None and batch_invariant:
@@ -113,8 +117,12 @@ def sparse_kernel_of(
 
 
 def usual_options(shape: SparseShape) -> HopperOptions:
-    """What a launch is given: who widens e4m3 needs registers, more than who multiplies gives up,
-    and its blocks come late: `dec_656_h128_b128` took 232 us without ``early``, so 222.
+    """The Hopper kernel's options, except in benchmarks that measure others.
+
+    A warp group that dequantises e4m3 needs registers, more than one that multiplies can spare, and
+    its blocks come late. So over quantised rows the producer has more registers, and the kernel for
+    many heads gives blocks back ``early``: `dec_656_h128_b128` took 232 us without ``early``, and
+    222 us with it.
     """
     is_native = shape.layout is LatentFormat.BF16
     if shape.num_heads <= MOST_NARROW_HEADS:
@@ -130,24 +138,25 @@ def hopper_sparse_tile(
     num_rows: int,
     options: HopperOptions | None = None,
 ) -> SparseTile:
-    """The kernel's launch record for rows of queries; the plain kernel's for few of few heads.
+    """The Hopper kernel's tile for a number of rows.
 
-    Rows of which there are few are cut into parts, whose states the plain kernel's fold puts
-    together; how many is a function of the number of rows. Many may be dealt by tiles, so that two
-    programs have parts of one.
+    If rows are few, each list is cut into parts, whose states the portable kernel's fold merges;
+    the number of parts follows from the number of rows. If rows are many, programs may share the
+    lists by tiles, so that two programs have parts of one list. For few rows of few heads it is the
+    portable kernel's tile.
 
     Args:
-        shape: of the layer.
-        multiprocessors: of the device.
-        num_rows: of the launch, padding included.
-        options: of the kernel; None for the usual.
+        shape: the layer.
+        multiprocessors: multiprocessors of the device.
+        num_rows: rows of the launch, padding included.
+        options: options of the kernel; None for the usual ones.
     """
     options = options or usual_options(shape)
     is_narrow = isinstance(options, NarrowSparseTile)
     is_scaled = shape.layout is LatentFormat.FP8_NOPE_BLOCK_SCALE_BF16_ROPE
     tile = SparseTile(
         rows=FEWEST_ROWS if is_narrow else MOST_ROWS,
-        # What is widened waits beside what is widened from it.
+        # Shared memory holds dequantised keys beside their stored bytes, so there are fewer keys.
         kv_tile=KV_TILE // 2 if is_scaled else KV_TILE,
         segment=KV_TILE,
         span=1,
@@ -179,18 +188,21 @@ def hopper_sparse_tile(
 
 
 def deciding_rows(multiprocessors: int) -> int:
-    """Rows beyond which their number decides nothing: one round more or less is too little."""
+    """Number of rows from which on it no longer decides how lists are cut.
+
+    So many rows take so many rounds that idle programs in the last one are too few to matter.
+    """
     return math.ceil(multiprocessors / (MOST_IDLE - 1))
 
 
 def index_tile_of(kind: DeviceKind, dtype: DType, num_heads: int, width: int) -> IndexTile:
-    """The indexer's launch record; the number of rows decides nothing.
+    """The indexer's tile, whatever the number of rows.
 
     Args:
-        kind: of the device, on which kernels in Gluon run.
-        dtype: of the indexer's queries.
-        num_heads: of the indexer.
-        width: of its keys.
+        kind: kind of the device, on which kernels in Gluon run.
+        dtype: type of the indexer's queries.
+        num_heads: heads of the indexer.
+        width: columns of the indexer's keys.
     """
     serves = (
         kind is DeviceKind.SM90
@@ -202,13 +214,15 @@ def index_tile_of(kind: DeviceKind, dtype: DType, num_heads: int, width: int) ->
 
 
 def index_pages(tile: IndexTile, multiprocessors: int, num_rows: int, blocks: int) -> int:
-    """Pages of a program, a power of two: each of these is compiled. No bit depends on it.
+    """Pages of a program of the indexer's Hopper kernel; no bit of a result depends on the number.
+
+    It is a power of two, since the kernel is compiled for every number that occurs.
 
     Args:
-        tile: with what it is at most.
-        multiprocessors: of the device.
-        num_rows: of the launch.
-        blocks: of a row, at most.
+        tile: tile of the indexer, with the most pages.
+        multiprocessors: multiprocessors of the device.
+        num_rows: rows of the launch.
+        blocks: most blocks of a row.
     """
     pages = min(tile.hopper_pages, num_rows * blocks // (INDEX_PROGRAMS * multiprocessors))
     return 1 << (max(pages, 1).bit_length() - 1)
@@ -217,14 +231,15 @@ def index_pages(tile: IndexTile, multiprocessors: int, num_rows: int, blocks: in
 def index_sizes(
     tile: IndexTile, multiprocessors: int, most_rows: int, most_blocks: int
 ) -> tuple[tuple[int, int], ...]:
-    """Rows and blocks of one launch for each number of pages that any launch comes to, but for one
-    page, to which the smallest comes.
+    """Rows and blocks of a launch for each number of pages that :func:`index_pages` may return.
+
+    One page is left out, since the smallest launch has that.
 
     Args:
-        tile: with what it is at most.
-        multiprocessors: of the device.
-        most_rows: of a launch.
-        most_blocks: of a row.
+        tile: tile of the indexer, with the most pages.
+        multiprocessors: multiprocessors of the device.
+        most_rows: most rows of a launch.
+        most_blocks: most blocks of a row.
     """
     found, pages = [], 2
     while pages <= tile.hopper_pages:

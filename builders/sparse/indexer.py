@@ -1,7 +1,8 @@
-"""Metadata of the indexer of sparse attention: which cached keys each row is scored against.
+"""The metadata builder of the indexer of sparse attention, which scores rows against cached keys.
 
-Decodes are scored over the pages of the indexer's cache; rows of prompts over their requests' keys
-gathered to compact rows, each once. Nothing is read back from the device.
+A row is one query token. Rows of decodes are scored over the pages of the indexer's cache. For
+prompts, the keys of each request are gathered once to compact rows, and the prompt's rows are
+scored over the gathered keys. Nothing is read back from the device.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from specs.rows import SCALE_BYTES
 
 NAME: Final = "the indexer"
 LOGIT_BYTES: Final = 256 << 20
-"""Of logits that are held at one time; a row's are held whole."""
+"""Most bytes of logits that are held at a time; but all logits of a row are."""
 KEY_BYTES: Final = 64 << 20
-"""Of gathered keys; a request's are held whole."""
+"""Most bytes of gathered keys that are held at a time; but all keys of a request are."""
 _FLOAT: Final = 4
 
 
 @dataclass
 class IndexChunk:
-    """Rows whose logits are held at one time."""
+    """Rows whose logits are held at the same time."""
 
     first_row: int
-    """Counted from the phase's first."""
+    """First row, counted from the phase's first."""
     logits: torch.Tensor
-    """``[rows, M]`` fp32 room; M bounds the keys that a row sees."""
+    """``[rows, M]`` fp32: room for the rows' logits; no row sees more than M keys."""
 
 
 @dataclass
@@ -46,66 +47,71 @@ class IndexKeys:
     """Keys of some requests, gathered one request behind another."""
 
     first_req: int
-    """Counted from the phase's first."""
+    """First request, counted from the phase's first."""
     slots: torch.Tensor
-    """``[S]`` int32 where each key is cached, -1 for none."""
+    """``[S]`` int32: cache slot of each key, -1 for none."""
     ends: torch.Tensor
-    """``[R'']`` int32: past the last key of each request."""
+    """``[R'']`` int32: end of each request's keys among the gathered ones."""
     data: torch.Tensor
-    """``[S, Di]`` e4m3 room."""
+    """``[S, Di]`` e4m3: room for the gathered keys."""
     scale: torch.Tensor
-    """``[S]`` fp32 room."""
+    """``[S]`` fp32: room for the scale of each gathered key."""
     starts: torch.Tensor
-    """``[T'']`` int32: first key of each row's request."""
+    """``[T'']`` int32: first key of each row's request among the gathered ones."""
     stops: torch.Tensor
-    """``[T'']`` int32: past the last key that each row sees."""
+    """``[T'']`` int32: end of the keys that each row sees among the gathered ones."""
 
 
 @dataclass
 class IndexGroup:
-    """Rows that are scored together."""
+    """Rows that are scored over the same keys: gathered ones, or the pages of the cache."""
 
     first_row: int
-    """Counted from the phase's first."""
+    """First row, counted from the phase's first."""
     num_rows: int
+    """Rows of the group."""
     keys: IndexKeys | None
-    """None scores over the pages of the cache."""
+    """The gathered keys; None where rows are scored over the pages of the cache."""
     chunks: tuple[IndexChunk, ...]
+    """All rows of the group, in order."""
 
 
 @dataclass
 class IndexRows:
-    """The rows of one phase."""
+    """The rows of one phase, each of one query token, of R' requests."""
 
     first_req: int
-    """Of the phase, in the batch."""
+    """First request of the phase, in the batch."""
     first_token: int
-    """Likewise."""
+    """First token of the phase, in the batch."""
     num_rows: int
-    """Padding included, where the batch counts it."""
+    """Rows, padding included where the batch counts it."""
     query_start_loc: torch.Tensor
-    """``[R' + 1]`` int32, device, counted in the batch's tokens."""
+    """``[R' + 1]`` int32, device: first token of each request, counted in the batch's tokens."""
     seq_lens: torch.Tensor
-    """``[R']`` int32, device."""
+    """``[R']`` int32, device: KV lengths."""
     block_table: torch.Tensor
-    """``[R', max_blocks]`` int32, device, of the indexer's pages."""
+    """``[R', max_blocks]`` int32, device: blocks of the indexer's cache."""
     lengths: RowLengths
-    """What belongs to each row, ``[num_rows]``."""
+    """Request, visible keys and list length of each row, ``[num_rows]``."""
     groups: tuple[IndexGroup, ...]
-    """In order, all rows."""
+    """All rows in order, in groups."""
 
 
 @dataclass
 class IndexerMetadata(AttentionMetadata):
-    """A step of the indexer: decodes first. None means that a phase has no rows."""
+    """A step of the indexer: decodes come first, then prefills."""
 
     num_actual_tokens: int
+    """Tokens to compute, padding included."""
     decode: IndexRows | None
+    """Rows that are scored over pages; None without any."""
     prefill: IndexRows | None
+    """Rows that are scored over gathered keys; None without any."""
 
 
 class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
-    """Of the KV cache group of indexers: it has a spec, pages and a block table of its own."""
+    """Builds records of the indexers, whose KV cache group has its own spec, pages and table."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     supports_draft_decode_metadata_update = True
@@ -121,11 +127,12 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
         Args:
             kv_cache_spec: the group's spec, :class:`specs.kv_cache.IndexerSpec`.
             layer_names: layers of the group.
-            vllm_config: engine limits; ``index_topk`` is needed.
+            vllm_config: limits and settings of the engine; ``index_topk`` is needed.
             device: where the records' tensors live.
 
         Raises:
-            ValueError: another spec; no ``index_topk``; decode context parallelism.
+            ValueError: the spec is of another class, ``index_topk`` is missing, or the engine has
+                decode context parallelism.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if not isinstance(kv_cache_spec, IndexerSpec):
@@ -164,25 +171,25 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> IndexerMetadata:
-        """The step's record; the batch, ours or vLLM's own, is not written.
+        """Build the step's record, see the base class.
 
         Args:
-            common_prefix_len: makes no difference.
-            common_attn_metadata: the batch, with block table and slots of the indexer's pages.
-            fast_build: makes no difference.
+            common_prefix_len: is checked and makes no other difference.
+            common_attn_metadata: the batch, with block table and slots of the indexer's cache.
+            fast_build: makes no difference to the record.
 
         Raises:
-            NotImplementedError: a batch that is not plainly causal.
-            ValueError: a batch beyond the engine's limits.
+            NotImplementedError: the batch is not plainly causal.
+            ValueError: the batch exceeds the engine's limits.
         """
         batch = common_attn_metadata
         longest = min(batch.max_seq_len, self._longest)
         return self._build(batch, longest, common_prefix_len, fast_build)
 
     def warm_up_steps(self) -> Iterator[IndexerMetadata]:
-        """A small step for each way of scoring: of a decode, and of a prompt where limits allow.
+        """One small step for each way to score: a decode, and a prompt if the limits allow it.
 
-        They read block 0 and write nowhere.
+        Both read block 0 and write nothing to the cache.
         """
         config, block_size = self.vllm_config, self.kv_cache_spec.block_size
         width = cdiv(self._longest, block_size)
@@ -196,17 +203,17 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
 
     @property
     def most_scored(self) -> tuple[int, int]:
-        """Rows that are scored over pages in one launch, and pages of one, at most."""
+        """Most rows that one launch scores over pages, and most pages of a row."""
         blocks = cdiv(self._longest, self.kv_cache_spec.block_size)
         return self._most_rows, blocks
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> IndexerMetadata:
-        """The record to capture with: there is room for logits of the longest sequence.
+        """Build the record to capture a CUDA graph with; it has room for the longest sequences.
 
         Raises:
-            ValueError: a request of more tokens than a verify has.
+            ValueError: a request has more new tokens than a verify.
         """
         longest = common_attn_metadata.max_query_len
         if longest > self.threshold:
@@ -219,11 +226,13 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
     ) -> IndexerMetadata:
-        """See the base class: lengths may grow until the record is done with."""
+        """Build the record of a draft step, with room for lengths that later draft steps grow."""
         return self._build(common_attn_metadata, self._longest, fast_build=True)
 
     def update_draft_decode_metadata(self, metadata: IndexerMetadata) -> None:
-        """Write what rows see anew, from the record's own lengths as they are now; safe to capture.
+        """Write anew how many keys rows see, from what the record's lengths are now.
+
+        This can be captured.
 
         Args:
             metadata: a record of this builder whose rows are all decodes.
@@ -239,13 +248,14 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
         common_prefix_len: int = 0,
         fast_build: bool = False,
     ) -> IndexerMetadata:
-        """``longest`` bounds the keys of any row that is scored over pages."""
+        """Build a record; no row that is scored over pages may see more than ``longest`` keys."""
         self.check_batch(common_prefix_len, batch, fast_build)
         refuse_fields(batch, NAME, "dcp_local_seq_lens", "mm_req_doc_ranges", "rswa_prefix_lens")
         if batch.causal is not True:
             raise NotImplementedError(f"{NAME} takes causal batches, got causal={batch.causal!r}")
         found = split_decodes_and_prefills(batch, self.threshold)
-        # The order in which a product is summed is the kernel's: bits of a row's own need one.
+        # Each kernel sums products in its own order. With batch invariance a row's bits must not
+        # depend on the phase, so one kernel scores all rows, over pages.
         decodes = batch.num_reqs if self.vllm_config.batch_invariant else found.num_decodes
         decode = prefill = None
         if batch.num_actual_tokens and (decodes == batch.num_reqs or found.num_decode_tokens):
@@ -263,9 +273,9 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
         )
 
     def _rows(self, batch: CommonAttentionMetadata, first: int, stop: int) -> IndexRows:
-        """Requests ``first`` to ``stop``, not grouped yet."""
+        """The rows of requests ``first`` to ``stop``, without groups."""
         first_token = int(batch.query_start_loc_cpu[first])
-        # Padding tokens follow the last request's.
+        # Padding tokens follow the last request's tokens.
         is_last = stop == batch.num_reqs
         last = batch.num_actual_tokens if is_last else int(batch.query_start_loc_cpu[stop])
         lengths = (
@@ -294,7 +304,13 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
         return IndexGroup(0, num_rows, None, tuple(self._chunks(0, num_rows, longest)))
 
     def _chunks(self, first: int, num_rows: int, width: int) -> Iterator[IndexChunk]:
-        """As many rows at a time as there is room for the logits of."""
+        """Chunks of rows, each with as many rows as the buffer has room for logits of.
+
+        Args:
+            first: first row, counted from the phase's first.
+            num_rows: number of rows.
+            width: most keys of a row.
+        """
         room = self.buffers["logits"]
         step = max(len(room) // width, 1)
         for begin in range(first, first + num_rows, step):
@@ -304,7 +320,13 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
     def _gathered(
         self, rows: IndexRows, batch: CommonAttentionMetadata, longest: int
     ) -> Iterator[IndexGroup]:
-        """As many requests at a time as there is room for the keys of."""
+        """Groups of requests, each with as many requests as the buffer has room for keys of.
+
+        Args:
+            rows: rows of the phase.
+            batch: the step's batch.
+            longest: most keys of a request.
+        """
         count = len(rows.seq_lens)
         starts: list[int] = batch.query_start_loc_cpu[rows.first_req :].tolist()
         bounds = [longest] * count
@@ -327,10 +349,18 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
             yield IndexGroup(begin, end - begin, keys, chunks)
 
     def _keys(self, rows: IndexRows, first: int, stop: int, part: slice, count: int) -> IndexKeys:
-        """Of requests ``first`` to ``stop``, for the rows of a part."""
+        """The gathered keys of requests ``first`` to ``stop``.
+
+        Args:
+            rows: rows of the phase.
+            first: first request, counted from the phase's first.
+            stop: the request behind the last one.
+            part: rows of these requests.
+            count: host bound on their keys.
+        """
         lens = rows.seq_lens[first:stop]
         ends = torch.cumsum(lens, 0, dtype=torch.int32)
-        # A padding row's request may be any of the phase, and it sees nothing.
+        # A padding row sees no key, and its request may be any of the phase.
         own = (rows.lengths.reqs[part] - first).clamp(0, stop - first - 1)
         starts = (ends - lens)[own]
         return IndexKeys(

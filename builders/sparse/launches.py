@@ -1,4 +1,4 @@
-"""Launches of the library's own sparse kernel: decided once per step, with scratch that stays."""
+"""How the library's own sparse kernels are launched: decided once per step, over fixed scratch."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from builders.sparse.tiles import SparseShape, SparseTile, sparse_tile
 from specs.sparse_mla import SparsePhase
 
 STATE_BYTES: Final = 256 << 20
-"""Of the states that one launch stores; a launch has at least one row."""
+"""Most bytes of the states that one launch stores; but a launch has at least one row."""
 _FLOAT: Final = 4
 
 
 @dataclass(frozen=True, eq=False)
 class SparseWorkspace:
-    """Scratch of split rows; graphs need it to stay where it is."""
+    """Scratch for rows whose lists are cut; CUDA graphs need it to keep its addresses."""
 
     states: torch.Tensor
-    """fp32, any content."""
+    """fp32 outputs of parts of lists; contents between launches mean nothing."""
     sums: torch.Tensor
-    """Likewise."""
+    """fp32 maxima and sums of these parts; contents between launches mean nothing."""
     counters: torch.Tensor | None = None
-    """int32, zeros, which launches leave as they find them; None where no tile has any."""
+    """int32, zero between launches; None where no tile has counters."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,11 +38,13 @@ class SparseLaunch:
 
     tile: SparseTile
     twin: SparseTile
-    """The plain kernel's, for tensors that the one for Hopper cannot read; the tile itself where it
-    is that."""
+    """The portable kernel's tile, for tensors that the Hopper kernel cannot read. Equal to ``tile``
+    where the portable kernel takes the rows anyway."""
     rows: int
-    """Rows of a launch, one after another where there are more: what there is scratch for."""
+    """Most rows of a launch, for which there is scratch; a phase with more rows takes several
+    launches."""
     workspace: SparseWorkspace
+    """Scratch of the launches."""
 
 
 def workspace_for(
@@ -58,7 +60,7 @@ def workspace_for(
 
 
 class SparseLaunches:
-    """A group's launches, of any number of rows, over scratch in a builder's buffers."""
+    """Launches of one KV cache group, for any number of rows; scratch is in a builder's buffers."""
 
     def __init__(
         self,
@@ -70,14 +72,14 @@ class SparseLaunches:
     ) -> None:
         """
         Args:
-            shape: of the layers.
-            most_rows: of any step.
-            batch_invariant: a row's bits depend on the row alone.
-            hopper: of each phase that comes to the library's own kernels what the one for Hopper is
-                asked for, None for the plain one; from
+            shape: the layers of the group.
+            most_rows: most rows of any step.
+            batch_invariant: a row's bits must depend on the row alone.
+            hopper: the Hopper kernel's options, or None for the portable kernel, for each phase
+                that the library's own kernels may take. They come from
                 :func:`builders.sparse.hopper_tiles.sparse_kernel_of`.
-            buffers: where ``states``, ``sums`` and ``counters`` are declared, on the device that is
-                launched on.
+            buffers: ``states``, ``sums`` and ``counters`` are declared here, on the device of the
+                launches.
         """
         self._shape, self._is_invariant = shape, batch_invariant
         self._hopper = hopper
@@ -99,11 +101,11 @@ class SparseLaunches:
         )
 
     def of(self, num_rows: int, phase: SparsePhase) -> SparseLaunch:
-        """The launch of a phase: a function of its number of rows, padding included."""
+        """How a phase is launched, which follows from its number of rows, padding included."""
         return SparseLaunch(*self._sized(num_rows, phase), self._workspace)
 
     def variants(self, phase: SparsePhase) -> tuple[SparseLaunch, ...]:
-        """A launch for each way that some number of a phase's rows is launched."""
+        """One launch for each pair of tiles that any number of a phase's rows leads to."""
         found: dict[tuple[SparseTile, SparseTile], SparseLaunch] = {}
         for rows in sorted(self._sizes):
             launch = self.of(rows, phase)
@@ -111,14 +113,14 @@ class SparseLaunches:
         return tuple(found.values())
 
     def _sized(self, num_rows: int, phase: SparsePhase) -> tuple[SparseTile, SparseTile, int]:
-        """The tile and its twin, and how many rows a launch takes."""
+        """The tile, the portable kernel's tile, and most rows of a launch."""
         shape, multiprocessors = self._shape, self._gpu.num_multiprocessors
         given = shape, self._gpu.kind, multiprocessors
         twin = tile = sparse_tile(*given, num_rows, self._is_invariant)
         options = self._hopper[phase]
         if options is not None:
             tile = hopper_sparse_tile(shape, multiprocessors, num_rows, options)
-        # Programs' shares meet at as many places whatever the number of rows.
+        # Where programs share lists by tiles, scratch does not grow with the number of rows.
         one = _FLOAT * max(
             sum(each.state_floats(1, *self._row_sizes)) if each.shares == 0 else 0
             for each in (tile, twin)

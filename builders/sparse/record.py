@@ -1,4 +1,7 @@
-"""Records of SPARSE_MLA's steps: what the impl launches, phase by phase."""
+"""The records of a step of SPARSE_MLA, from which the impl launches kernels phase by phase.
+
+A row is one query token with its list of keys.
+"""
 
 from __future__ import annotations
 
@@ -16,76 +19,87 @@ from specs.rows import RowFormat
 
 @dataclass
 class RowChunk:
-    """Query rows whose converted rows are in the buffer at one time."""
+    """Query rows whose converted keys are in the buffer at the same time."""
 
     first_row: int
-    """Counted from the phase's first."""
+    """First query row, counted from the phase's first."""
     num_rows: int
+    """Query rows of the chunk."""
     slots: torch.Tensor
-    """``[S]`` int32 slots that are converted to rows 0 to S - 1 of the buffer, -1 for none: written
-    already for ``RAGGED``; for ``GATHERED`` the room, ``num_rows * index_width``, for what the
-    transform of the chunk's lists gives."""
+    """``[S]`` int32: cache slots that are converted to rows 0 to S - 1 of the buffer, -1 for none.
+
+    For ``RAGGED`` the builder has written them. For ``GATHERED`` they are room for
+    ``num_rows * index_width`` slots, which the transform of the chunk's lists writes."""
     first_req: int = 0
-    """Of ``RAGGED``, counted from the phase's first."""
+    """First request of the chunk, counted from the phase's first; only ``RAGGED`` needs it."""
     ends: torch.Tensor | None = None
-    """``[R'']`` int32: last row, exclusive, of each of the chunk's requests, likewise."""
+    """``[R'']`` int32: end of each of the chunk's requests among the buffer's rows; None unless
+    ``RAGGED``."""
 
 
 @dataclass
 class SparseRows:
-    """The rows of one phase: one query token each."""
+    """The query rows of one phase, each of one query token, of R' requests."""
 
     plan: PhasePlan
+    """How the rows are attended."""
     first_req: int
-    """Of the phase, in the batch."""
+    """First request of the phase, in the batch."""
     first_token: int
-    """Likewise."""
+    """First token of the phase, in the batch."""
     num_rows: int
-    """Query rows, padding included, where the batch counts it."""
+    """Query rows, padding included where the batch counts it."""
     query_start_loc: torch.Tensor
-    """``[R' + 1]`` int32, device, counted in the batch's tokens."""
+    """``[R' + 1]`` int32, device: first token of each request, counted in the batch's tokens."""
     seq_lens: torch.Tensor
-    """``[R']`` int32, device."""
+    """``[R']`` int32, device: KV lengths."""
     block_table: torch.Tensor
-    """``[R', max_blocks]`` int32, device."""
+    """``[R', max_blocks]`` int32, device: blocks of each request."""
     block_size: int
+    """Tokens of a block."""
     lengths: RowLengths
-    """What belongs to each row, ``[num_rows]``."""
+    """Request, visible keys and list length of each row, ``[num_rows]``."""
     indices: torch.Tensor
-    """``[num_rows, index_width]`` int32 room for the lists as the kernel reads them."""
+    """``[num_rows, index_width]`` int32: room for the lists as the kernel reads them."""
     counts: torch.Tensor | None
-    """``[num_rows]`` int32 room for the entries of each, where the kernel passes over none."""
+    """``[num_rows]`` int32: room for the number of entries of each list; None where the kernel
+    skips entries of -1."""
     offsets: torch.Tensor | None
-    """``[R']`` int32: of ``RAGGED``, first row of each request's context in its chunk."""
+    """``[R']`` int32: first row of each request's context in its chunk; None unless ``RAGGED``."""
     chunks: tuple[RowChunk, ...]
-    """In order, all rows; empty where nothing is converted."""
+    """All rows in order, in chunks; empty where nothing is converted."""
     converted: torch.Tensor | None
-    """``[rows, row]`` room for converted rows, whole pages of 64, in the type that they have."""
+    """``[rows, row]``: room for converted rows, whole pages of 64, in the type of their elements;
+    None where nothing is converted."""
     converted_row: RowFormat | None
-    """What they are."""
+    """Format of the converted rows; None where nothing is converted."""
     launch: SparseLaunch | None
-    """Of the library's own kernel; None of another."""
+    """How the library's own kernel is launched; None where a vendor's kernel takes all rows."""
     planned: PlannedCalls | None = None
-    """Of a kernel of others: what its calls of the step share."""
+    """Objects that all layers' calls of a vendor's kernel share in this step; None without one."""
 
 
 @dataclass
 class SparseMLAMetadata(AttentionMetadata):
-    """A step of sparse latent attention: decodes first. None means that a phase has no rows.
+    """A step of sparse latent attention: decodes come first, then prefills.
 
-    All rows are ``forward_mqa``'s, and count as decodes where an engine asks for numbers: which
-    kernel takes them is said by ``decode`` and ``prefill``.
+    ``forward_mqa`` computes all rows, so all count as decodes in the numbers that an engine reads.
+    ``decode`` and ``prefill`` say which kernel takes which rows.
     """
 
     num_actual_tokens: int
+    """Tokens to compute, padding included."""
     num_decodes: int
     """All requests."""
     num_prefills: int
-    """0."""
+    """Always 0."""
     num_decode_tokens: int
-    """All tokens, padding included, where the batch counts it."""
+    """All tokens, padding included where the batch counts it."""
     num_prefill_tokens: int
-    """0."""
+    """Always 0."""
     plan: SparsePlan
+    """The step's plan."""
     decode: SparseRows | None
+    """Rows of the decodes; None without any."""
     prefill: SparseRows | None
+    """Rows of the prefills; None without any."""

@@ -1,7 +1,7 @@
-"""Rows of sparse attention: one query token each, what it sees, and the context behind it.
+"""Rows of sparse attention: the request and the visible keys of each query token, on the device.
 
-Written on the device by one launch each, whose arguments are host bounds and never lengths; twins
-in torch.
+One launch writes the rows of a phase, and one the slots of whole contexts. Their arguments on the
+host are bounds, never lengths. Each launch has a twin in torch.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ import torch
 from specs.base import cdiv
 
 _TILE = 256
+"""Rows or slots that a program of either kernel writes."""
 
 
 @dataclass(frozen=True)
 class RowLengths:
-    """What belongs to the rows of a phase, ``[T']`` int32 each, as views of a builder's buffers."""
+    """Requests and lengths of a phase's rows: ``[T']`` int32 each, views of a builder's buffers."""
 
     reqs: torch.Tensor
-    """Request of each row, counted from the phase's first; that of a padding row is any."""
+    """Request of each row, counted from the phase's first; any request for a padding row."""
     visible_lens: torch.Tensor
-    """Keys that a row sees, its own token's included; 0 for padding, and without keys."""
+    """Keys that each row sees, its own token's included; 0 for padding and for requests without
+    keys."""
     topk_lens: torch.Tensor
-    """Of these, as many as a list can hold."""
+    """Entries of each row's list: the visible keys, or ``topk`` if there are more."""
 
 
 def fill_rows(
@@ -35,15 +37,17 @@ def fill_rows(
     rows: RowLengths,
     max_num_seqs: int,
 ) -> None:
-    """Write what belongs to the rows of a phase; nothing is read back.
+    """Write requests and lengths of a phase's rows; nothing is read back from the device.
 
     Args:
-        query_start_loc: ``[R' + 1]`` int32, of the phase's requests, counted in the batch's tokens.
+        query_start_loc: ``[R' + 1]`` int32: first token of each of the phase's requests, counted in
+            the batch's tokens.
         seq_lens: ``[R']`` int32, this step's tokens included; 0 for requests without keys.
-        first_token: of the phase, in the batch. Tokens behind the last request's are padding.
-        topk: entries of a list.
-        rows: written.
-        max_num_seqs: most requests of any step: what the kernel is compiled for.
+        first_token: first token of the phase, in the batch. Tokens behind the last request's are
+            padding.
+        topk: most entries of a list.
+        rows: its tensors are written.
+        max_num_seqs: most requests of any step, for which the kernel is compiled.
     """
     if len(rows.reqs) == 0:
         return
@@ -64,7 +68,7 @@ def launch_rows(
     rows: RowLengths,
     max_num_seqs: int,
 ) -> None:
-    """:func:`expand_rows` by one kernel."""
+    """Write requests and lengths of rows by one kernel; its twin is :func:`expand_rows`."""
     from builders.launch.launcher import launcher_of
     from builders.pages.device import sparse_rows_kernel
 
@@ -91,7 +95,10 @@ def expand_rows(
     topk: int,
     rows: RowLengths,
 ) -> None:
-    """:func:`fill_rows` in torch: the kernel's twin, for one request or more."""
+    """Write requests and lengths of rows in torch, for one request or more.
+
+    This is the twin of :func:`launch_rows`.
+    """
     ends = query_start_loc[1:].contiguous()
     count, reqs = len(rows.reqs), len(seq_lens)
     tokens = torch.arange(first_token, first_token + count, dtype=torch.int32, device=ends.device)
@@ -112,18 +119,21 @@ def context_slots(
     page_size: int,
     max_num_seqs: int,
 ) -> torch.Tensor:
-    """Slots of all keys of some requests, one request behind another; nothing is read back.
+    """Cache slots of all keys of some requests, one request behind another.
+
+    Nothing is read back from the device.
 
     Args:
-        block_table: ``[R', max_blocks]`` int32, any row stride; entries past a row's last block may
-            be anything.
-        ends: ``[R']`` int32, inclusive prefix sum of the requests' lengths.
-        num_rows: host bound of the last of them.
-        page_size: tokens per block.
-        max_num_seqs: most requests of any step: what the kernel is compiled for.
+        block_table: ``[R', max_blocks]`` int32, any row stride; entries past a request's last block
+            may be anything.
+        ends: ``[R']`` int32: inclusive prefix sum of the requests' lengths.
+        num_rows: host bound on the keys of all these requests.
+        page_size: tokens of a block.
+        max_num_seqs: most requests of any step, for which the kernel is compiled.
 
     Returns:
-        ``[num_rows]`` int32; -1 past the last key, and for keys beyond the table.
+        ``[num_rows]`` int32: a slot for each key; -1 past the last key, and for keys beyond the
+        table.
     """
     slots = torch.empty(num_rows, dtype=torch.int32, device=ends.device)
     if num_rows:
@@ -139,7 +149,7 @@ def launch_context(
     page_size: int,
     max_num_seqs: int,
 ) -> None:
-    """:func:`list_context` by one kernel."""
+    """Write the slots of some requests by one kernel; its twin is :func:`list_context`."""
     from builders.launch.launcher import launcher_of
     from builders.pages.device import context_slots_kernel
 
@@ -168,7 +178,10 @@ def list_context(
     page_size: int,
     max_num_seqs: int,
 ) -> None:
-    """:func:`context_slots` into ``slots``, in torch: the kernel's twin."""
+    """Write the slots of some requests in torch, see :func:`context_slots` for the arguments.
+
+    This is the twin of :func:`launch_context`.
+    """
     reqs, width = block_table.shape
     rows = torch.arange(len(slots), dtype=torch.int32, device=ends.device)
     found = torch.searchsorted(ends, rows, right=True)

@@ -1,7 +1,8 @@
-"""Metadata of SPARSE_MLA: one query token per row, a plan for each phase, rows to be converted.
+"""The metadata builder of SPARSE_MLA, sparse latent attention over top-k lists.
 
-Nothing is read back from the device, and nothing but the step decides: which kernel, what the
-entries of top-k lists count, and which cached rows are converted for it, stand in the record.
+A row is one query token with its list. For each phase, decode and prefill, the record says which
+kernel takes the rows, what the entries of lists count, and which cached rows are converted for the
+kernel. These decisions depend on the step alone. Nothing is read back from the device.
 """
 
 from __future__ import annotations
@@ -46,15 +47,16 @@ from specs.rows import INDEXER_PAGE, LatentFormat, RowFormat
 from specs.sparse_mla import ForwardMode, IndexKind, SparseKernel, SparsePhase
 
 WORKSPACE_BYTES = 256 << 20
-"""Of converted rows, unless one request needs more."""
+"""Bytes of converted rows that are held at a time, unless one request needs more."""
 OWN_LAUNCHES = (SparseKernel.TRITON_SPARSE, SparseKernel.FLASHINFER_MLA)
-"""Kernels of rows that the library's own is launched for: FlashInfer's takes full lists alone."""
+"""Choices with which the library's own kernel takes rows: FlashInfer's kernel leaves it the rows
+whose lists are not full."""
 OWN_OPTIONS = {SparsePhase.PREFILL: "own_prefill", SparsePhase.DECODE: "own_decode"}
 """Fields of :class:`specs.engine.SparseKernels` that choose between the library's own kernels."""
 
 
 class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
-    """Rows of up to a verify's tokens to the decode kernel, those behind them to prefill's."""
+    """Gives requests of up to a verify's tokens to the decode kernel, and others to prefill's."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     supports_draft_decode_metadata_update = True
@@ -70,14 +72,14 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         Args:
             kv_cache_spec: the group's spec, :class:`specs.kv_cache.MLAAttentionSpec`.
             layer_names: layers of the group.
-            vllm_config: engine limits; ``num_heads`` is needed, and ``index_topk`` where the spec
-                has no ``topk``.
+            vllm_config: limits and settings of the engine; ``num_heads`` is needed, and
+                ``index_topk`` where the spec has no ``topk``.
             device: where the records' tensors live.
 
         Raises:
-            ValueError: a spec or setting that is not served; a pair of kernels that cannot work,
-                with every reason and the nearest choice that works; a bound of the workspace that
-                is smaller than what one request needs.
+            ValueError: the spec or a setting is not served; the chosen kernels cannot work, with
+                every reason and the nearest choice that works; or the bound of the workspace is
+                smaller than one request needs.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.setup = setup_of(kv_cache_spec, vllm_config, self.device)
@@ -95,7 +97,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             *(self._plans, self._most_rows, self.device, self.setup.dtype.torch),
             config.softmax_scale,
         )
-        # Of the library's own kernel, where a phase comes to it.
+        # Launches of the library's own kernel; None where no phase may come to it.
         self._launches: SparseLaunches | None = None
         own = [plan for plan in self._plans if plan.kernel in OWN_LAUNCHES]
         if own:
@@ -116,10 +118,10 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         return SparseLaunches(shape, most, is_invariant, hopper, self.buffers)
 
     def _hopper_of(self, phase: SparsePhase, shape: SparseShape) -> HopperOptions | None:
-        """What the kernel for Hopper is asked for; None where the plain one takes a phase's rows.
+        """The Hopper kernel's options; None where the portable kernel takes a phase's rows.
 
         Raises:
-            ValueError: it is wanted by name and does not serve.
+            ValueError: the Hopper kernel is wanted by name and does not serve.
         """
         config = self.vllm_config
         field = OWN_OPTIONS[phase]
@@ -145,7 +147,11 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             buffers.declare("slots", (gathers,), torch.int32, fill=-1)
 
     def _bytes_for(self, plan: PhasePlan) -> int:
-        """Bytes of the rows that are converted at one time for a plan."""
+        """Bytes of the rows that are converted at a time for a plan; 0 if it converts none.
+
+        Raises:
+            ValueError: the engine's bound of the workspace is smaller than one request needs.
+        """
         if plan.conversion is None:
             return 0
         config, row = self.vllm_config, self._row(plan).nbytes
@@ -163,12 +169,12 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         return _pages(min(max(fits // INDEXER_PAGE * INDEXER_PAGE, least), max(most, least))) * row
 
     def _room(self, plan: PhasePlan) -> int:
-        """Converted rows that there is room for: whole pages."""
+        """Converted rows that the buffer has room for: whole pages."""
         row = self._row(plan).nbytes
         return len(self.buffers["converted"]) // row // INDEXER_PAGE * INDEXER_PAGE
 
     def _row(self, plan: PhasePlan) -> RowFormat:
-        """The format of the rows that a kernel is given."""
+        """The format of the rows that a plan's kernel reads."""
         spec: Any = self.kv_cache_spec
         return plan.reads.row(spec.kv_lora_rank, spec.qk_rope_head_dim, spec.dtype)
 
@@ -180,16 +186,17 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> SparseMLAMetadata:
-        """The step's record; the batch, ours or vLLM's own, is not written.
+        """Build the step's record, see the base class.
 
         Args:
-            common_prefix_len: makes no difference: every row reads its own list.
+            common_prefix_len: is checked and makes no other difference, since every row reads its
+                own list.
             common_attn_metadata: the batch.
-            fast_build: makes no difference.
+            fast_build: makes no difference to the record.
 
         Raises:
-            NotImplementedError: a batch that is not plainly causal.
-            ValueError: a batch beyond the engine's limits.
+            NotImplementedError: the batch is not plainly causal.
+            ValueError: the batch exceeds the engine's limits.
         """
         batch = common_attn_metadata
         self.check_batch(common_prefix_len, batch, fast_build)
@@ -206,9 +213,9 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         return _record(batch, plan, decode, prefill, self.pages)
 
     def warm_up_steps(self) -> Iterator[tuple[CommonAttentionMetadata, SparseMLAMetadata]]:
-        """A small step for each kernel that rows can come to, and each way of launching it.
+        """One small step for each kernel that may take rows, and for each way to launch it.
 
-        All of it writes nowhere, and reads no row where lists are empty.
+        The steps write nothing to the cache, and read no row of it if their lists are empty.
         """
         config, block_size = self.vllm_config, self.kv_cache_spec.block_size
         width = cdiv(config.max_model_len, block_size)
@@ -237,19 +244,22 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> SparseMLAMetadata:
-        """The record to capture with: any batch of as many requests and tokens can be replayed
-        after a build, each request with as many tokens as a verify has, or fewer, or none. Prompts
-        can where prefill reads cached rows as they are, each request with as many tokens again.
+        """Build the record to capture a CUDA graph with.
+
+        After a build, the graph can replay any batch of as many requests and tokens, in which each
+        request has at most as many new tokens as a verify. A batch of prompts can be captured if
+        prefill reads cached rows without conversion; its replays have as many tokens of each
+        request again.
 
         Raises:
-            ValueError: prompts, with a prefill kernel whose rows are converted: how many those are,
-                the host decides step by step.
+            ValueError: the batch has prompts, and rows are converted for the prefill kernel. The
+                host decides step by step how many rows are converted.
         """
         batch = common_attn_metadata
         if batch.max_query_len > self.threshold:
             self._check_captured_prompts(batch.max_query_len)
         self._calls.capture(batch.num_actual_tokens)
-        # By way of build, which a wrapper may have replaced.
+        # Call build, because a wrapper may have replaced it.
         return self.build(0, batch)
 
     def _check_captured_prompts(self, longest: int) -> None:
@@ -263,14 +273,16 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
     ) -> SparseMLAMetadata:
-        """See the base class: the first draft step takes what a verify accepted."""
+        """Build the record of a draft step; the first one extends by the tokens of a verify."""
         record = self.build(0, common_attn_metadata, fast_build=True)
         if draft_index == 0 and record.plan.mode is ForwardMode.TARGET_VERIFY:
             record.plan = replace(record.plan, mode=ForwardMode.DRAFT_EXTEND)
         return record
 
     def update_draft_decode_metadata(self, metadata: SparseMLAMetadata) -> None:
-        """Write what rows see anew, from the record's own lengths as they are now; safe to capture.
+        """Write anew how many keys rows see, from what the record's lengths are now.
+
+        This can be captured.
 
         Args:
             metadata: a record of this builder whose rows are all decodes.
@@ -286,7 +298,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             raise NotImplementedError(f"{NAME} takes causal batches, got causal={batch.causal!r}")
 
     def _key_bounds(self, batch: CommonAttentionMetadata, first: int) -> list[int]:
-        """Host bounds of the keys of the requests from ``first`` on."""
+        """Host bounds on the keys of each request from ``first`` on."""
         if first == batch.num_reqs:
             return []
         most = min(batch.max_seq_len, self.vllm_config.max_model_len)
@@ -303,10 +315,18 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         stop: int,
         bounds: list[int],
     ) -> SparseRows:
-        """The rows of requests ``first`` to ``stop``."""
+        """The rows of requests ``first`` to ``stop``.
+
+        Args:
+            plan: plan of the phase.
+            batch: the step's batch.
+            first: first request.
+            stop: the request behind the last one.
+            bounds: host bounds on the keys of each request, for prefills.
+        """
         starts: list[int] = batch.query_start_loc_cpu[first : stop + 1].tolist()
         first_token = starts[0]
-        # Padding tokens follow the last request's.
+        # Padding tokens follow the last request's tokens.
         last_token = batch.num_actual_tokens if stop == batch.num_reqs else starts[-1]
         count, width = last_token - first_token, plan.index_width
         lengths = (
@@ -368,7 +388,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
         )
 
     def _gathered(self, rows: SparseRows) -> tuple[RowChunk, ...]:
-        """As many query rows at a time as there is room for what they list."""
+        """Chunks of query rows, each with as many as the buffer has room for listed keys of."""
         width = rows.plan.index_width
         step = self._room(rows.plan) // width
         chunks = []
@@ -380,12 +400,15 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
     def _ragged(
         self, rows: SparseRows, starts: list[int], bounds: list[int]
     ) -> tuple[tuple[RowChunk, ...], torch.Tensor]:
-        """As many requests at a time as there is room for the contexts of.
+        """Chunks of requests, each with as many requests as the buffer has room for contexts of.
 
         Args:
-            rows: of the phase.
-            starts: ``[R' + 1]`` host: first query row of each request.
-            bounds: ``[R']`` host: at least its keys.
+            rows: rows of the phase.
+            starts: first query row of each of R' requests, and the end of the last.
+            bounds: host bounds on the keys of each of R' requests.
+
+        Returns:
+            The chunks; and ``[R']`` int32: first row of each request's context in its chunk.
         """
         room, groups, used = self._room(rows.plan), [0], 0
         for req, bound in enumerate(bounds):
@@ -398,7 +421,7 @@ class SparseMLAMetadataBuilder(AttentionMetadataBuilder[SparseMLAMetadata]):
             lens = rows.seq_lens[first:stop]
             ends = torch.cumsum(lens, 0, dtype=torch.int32)
             offsets.append(ends - lens)
-            # Padding tokens follow the last request's.
+            # Padding tokens follow the last request's tokens.
             last = rows.num_rows if stop == len(bounds) else starts[stop]
             slots = self._context(rows, first, ends, sum(bounds[first:stop]))
             chunks.append(RowChunk(starts[first], last - starts[first], slots, first, ends))
@@ -451,10 +474,10 @@ def _record(
 
 
 def forward_mode(batch: CommonAttentionMetadata, found: BatchSplit) -> ForwardMode:
-    """What a batch computes.
+    """The kind of step that a batch is.
 
     Args:
-        batch: decode-first.
+        batch: a decode-first batch.
         found: where its decodes end.
     """
     if found.num_prefill_tokens:
@@ -466,5 +489,5 @@ def forward_mode(batch: CommonAttentionMetadata, found: BatchSplit) -> ForwardMo
 
 
 def _pages(rows: int) -> int:
-    """Rows of whole pages."""
+    """A number of rows, rounded up to whole pages."""
     return cdiv(rows, INDEXER_PAGE) * INDEXER_PAGE

@@ -1,4 +1,7 @@
-"""Tiles of sparse latent attention, as data: how heads and listed keys are cut for a device."""
+"""Tiles of sparse latent attention: how heads and listed keys are cut into programs for a device.
+
+A row is one query token with its list of keys. Builders and launchers call the same functions.
+"""
 
 from __future__ import annotations
 
@@ -10,66 +13,72 @@ from specs.devices import DeviceKind
 from specs.rows import LatentFormat
 
 FEWEST_ROWS: Final = 16
-"""Rows of the smallest product on tensor cores; a tile of fewer heads leaves the others empty."""
+"""Heads of the smallest product on tensor cores; a tile with fewer heads leaves rows empty."""
 MOST_ROWS: Final = 64
-"""64 rows of 512 fp32 sums are half a multiprocessor's registers."""
+"""Most heads of a tile: 64 rows of 512 fp32 sums are half a multiprocessor's registers."""
 MOST_FOLDED_ROWS: Final = 16
-"""Rows up to which a program holds the sums of two states in registers: of what is folded so far,
-and of a segment."""
+"""Most heads of a tile whose program can hold two states in registers: the state of what is folded
+so far, and the state of a segment."""
 SEGMENT: Final = 128
-"""Listed keys of a segment where rows are few: a multiple of every key tile there."""
+"""Listed keys of a segment in tiles of 16 heads: a multiple of the listed keys of a step."""
 WIDE_SEGMENT: Final = 256
-"""Likewise where the states are large."""
+"""Listed keys of a segment in tiles of more heads, whose states are larger."""
 
 
 @dataclass(frozen=True)
 class SparseShape:
-    """What the tile depends on besides the device; no length is among it."""
+    """The facts of a layer that its tile depends on; no length is among them."""
 
     num_heads: int
+    """Query heads."""
     topk: int
     """Listed keys of a row."""
     layout: LatentFormat = LatentFormat.BF16
+    """Format of the cache's rows."""
     element_bytes: int = 2
-    """Of the query."""
+    """Bytes of an element of the query."""
     rank: int = 512
+    """Columns of the latent."""
     rope_size: int = 64
+    """Columns of the rotary part."""
 
 
 @dataclass(frozen=True)
 class HopperSparseTile:
-    """What the kernel for Hopper is asked for besides; alternatives to be measured."""
+    """Options of the Hopper kernel for many heads; other values are alternatives to be measured."""
 
     early: bool = False
-    """Halves of blocks are given back before more keys are waited for: where these come late."""
+    """Halves of blocks are given back before the program waits for more keys, which helps where
+    keys come late."""
     balanced: bool | None = None
-    """Programs walk equally many tiles, where there is a row for each: a list may lie in two. None:
-    where rounds of whole lists would leave much of the last one idle."""
+    """Programs walk equally many tiles if there is a row for each, so that two programs may share a
+    list. None does so only where rounds of whole lists would leave much of the last one idle."""
     second_registers: int = 224
-    """Per thread of the second warp group that multiplies, a multiple of 8; the first has what is
-    left of 504."""
+    """Registers per thread of the second warp group that multiplies, a multiple of 8. The first
+    warp group has the rest of 504."""
     producer_registers: int = 56
-    """Per thread of the warp group that gathers rows."""
+    """Registers per thread of the warp group that gathers rows."""
     programs_per_sm: int | None = 1
-    """Programs that take piece after piece of the work; None: one for each piece."""
+    """Programs per multiprocessor that take piece after piece of the work; None launches one
+    program for each piece."""
 
 
 @dataclass(frozen=True)
 class NarrowSparseTile:
-    """What the kernel for few heads on Hopper is asked for besides; alternatives to be measured."""
+    """Options of the Hopper kernel for few heads; other values are alternatives to be measured."""
 
     second_registers: int = 208
-    """Per thread of the second warp group that multiplies, a multiple of 8; the first has what is
-    left of 504."""
+    """Registers per thread of the second warp group that multiplies, a multiple of 8. The first
+    warp group has the rest of 504."""
     producer_registers: int = 88
-    """Per thread of the warp group that copies rows."""
+    """Registers per thread of the warp group that copies rows."""
 
 
 @dataclass(frozen=True)
 class SparseTile:
-    """How a launch of the kernel cuts its work, and what it asks of the compiler.
+    """How a launch cuts its work into programs, and its compile options.
 
-    What has a default is an alternative to be measured: results differ at most in rounding.
+    Fields with a default are alternatives to be measured; results differ at most in rounding.
     """
 
     rows: int
@@ -77,38 +86,42 @@ class SparseTile:
     kv_tile: int
     """Listed keys of one step."""
     segment: int
-    """Listed keys that one state is of; boundaries are a function of the position in the list."""
+    """Listed keys of one state; where segments end follows from the position in the list alone."""
     span: int
-    """Segments of a program; when all are, it writes the result itself."""
+    """Segments of a program; a program with all segments of a row writes the result itself."""
     num_warps: int
     num_stages: int
     carries_ids: bool = True
-    """Indices are handed on from step to step in registers; else the compiler's pipeline copies
-    them to shared memory first."""
+    """Indices go from step to step in registers. Otherwise the compiler's pipeline copies them to
+    shared memory first."""
     holds_next: bool = False
-    """The next step's latents wait in registers: where the compiler does not copy them ahead."""
+    """The next step's latents wait in registers, for code in which the compiler does not copy them
+    ahead."""
     many: bool = False
-    """The kernel for many heads takes the rows."""
+    """The portable kernel for many heads takes the rows."""
     max_registers: int | None = None
-    """Per thread."""
+    """Most registers per thread; None leaves the number to the compiler."""
     finish_rows: int = 4
     """Heads of a program that folds stored states."""
     finish_width: int = 128
-    """Columns of it."""
+    """Columns of a program that folds stored states."""
     hastens: bool = False
-    """What folds stored states may start ahead, and waits by itself: on Hopper and later."""
+    """The kernel that folds stored states may start while this one still runs, and waits by itself
+    (programmatic dependent launch)."""
     hopper: HopperSparseTile | NarrowSparseTile | None = None
-    """A kernel for Hopper takes the rows, as
-    :func:`builders.sparse.hopper_tiles.hopper_sparse_tile` cuts them."""
+    """Options of the Hopper kernel that takes the rows, as
+    :func:`builders.sparse.hopper_tiles.hopper_sparse_tile` cuts them; None for a portable
+    kernel."""
     shares: int = 0
-    """Programs of that kernel that walk equally many tiles; 0: each takes whole pieces of work."""
+    """Programs of the Hopper kernel that walk equally many tiles; 0 where each program takes whole
+    pieces of work."""
 
     def __post_init__(self) -> None:
-        """Refuse what no launch can be.
+        """Refuse tiles that no launch can have.
 
         Raises:
-            ValueError: segments that are no whole steps, several of a program without registers to
-                fold them in, or latents asked for before their indices.
+            ValueError: a segment is no whole number of steps; a program has several segments and no
+                registers to fold them in; or latents are loaded before their indices.
         """
         if self.segment % self.kv_tile:
             raise ValueError(
@@ -125,7 +138,9 @@ class SparseTile:
 
     @property
     def folds(self) -> bool:
-        """A program can fold its segments one after another, to the bits of stored ones."""
+        """Whether a program can fold its segments one after another, with the bits that folding
+        stored states gives.
+        """
         return self.rows <= MOST_FOLDED_ROWS
 
     def head_tiles(self, num_heads: int) -> int:
@@ -137,12 +152,15 @@ class SparseTile:
         return max(cdiv(topk, self.segment), 1)
 
     def programs(self, topk: int) -> int:
-        """Programs that share a row's keys."""
+        """Programs that share the keys of a row whose list is full."""
         return cdiv(self.segments(topk), self.span)
 
     @property
     def counters(self) -> int:
-        """Of programs that have come to where two shares meet, for each half of the columns."""
+        """Number of counters, which count the programs that arrive where two shares meet.
+
+        There is one for each program and each half of the columns.
+        """
         return 2 * self.shares
 
     def state_floats(
@@ -150,7 +168,8 @@ class SparseTile:
     ) -> tuple[int, int]:
         """fp32 elements of stored states, and of their maxima and sums; 0 where none is stored."""
         if self.shares:
-            # Of both parts of a list where two shares meet; sums by each half of the columns.
+            # Both parts of a list are stored where two shares meet; each half of the columns has
+            # maxima and sums of its own.
             return 2 * self.shares * self.rows * rank, 2 * self.shares * self.rows * 4
         if self.programs(topk) == 1:
             return 0, 0
@@ -165,33 +184,36 @@ def sparse_tile(
     num_rows: int,
     batch_invariant: bool = False,
 ) -> SparseTile:
-    """The launch record for rows of queries.
+    """The portable kernel's tile for a number of rows.
 
-    Where tiles fold (up to 16 heads, and everywhere but on Hopper), a row's bits depend on the row
-    alone, whatever the number of rows; but on Hopper rows that are few take their segments whole,
-    which is another order of sums. Elsewhere, and there, they do when ``batch_invariant``;
-    otherwise rows that are many are not split.
+    With ``batch_invariant`` a row's bits depend on the row alone, whatever the number of rows. They
+    also do where tiles fold, unless the device is Hopper. Tiles fold with up to 16 heads, and on
+    all devices but Hopper. On Hopper few rows are computed with a segment in one step, which is
+    another order of sums. Where tiles do not fold, the number of rows decides into how many
+    segments a list is cut.
 
     Args:
-        shape: of the layer.
-        kind: of the device.
-        multiprocessors: of it.
-        num_rows: of the launch, padding included.
-        batch_invariant: as above.
+        shape: the layer.
+        kind: kind of the device.
+        multiprocessors: multiprocessors of the device.
+        num_rows: rows of the launch, padding included.
+        batch_invariant: a row's bits must depend on the row alone.
     """
     tile = _tile_of(shape, kind)
     segments = tile.segments(shape.topk)
     programs = max(num_rows, 1) * tile.head_tiles(shape.num_heads)
     if tile.folds:
-        # A program that has a row alone stores nothing: as soon as those fill half the device.
+        # A program that has all keys of a row stores no state. So programs take whole rows as soon
+        # as the rows' programs fill half the device.
         if 2 * programs > multiprocessors:
             return replace(tile, span=segments)
         split = replace(tile, span=1, hastens=kind is DeviceKind.SM90)
         split = replace(split, finish_rows=rows_to_finish(programs, multiprocessors))
         if kind is not DeviceKind.SM90 or shape.element_bytes > 2 or batch_invariant:
             return split
-        # A segment in one step, all of whose rows are asked for at once: `dec_656_h16_b1` took
-        # 17.8 us by steps of 64 keys, so 13.2; `dec_bf16_h16_b1` 17.6 and 12.6.
+        # A segment in one step, so that all its keys are loaded at once. By steps of 64 keys
+        # `dec_656_h16_b1` took 17.8 us, in one step 13.2 us; `dec_bf16_h16_b1` took 17.6 us by
+        # steps, in one step 12.6 us.
         if shape.layout is LatentFormat.BF16:
             return replace(split, kv_tile=SEGMENT, num_stages=1)
         return replace(split, kv_tile=SEGMENT)
@@ -199,60 +221,60 @@ def sparse_tile(
     tile = replace(tile, hastens=kind is DeviceKind.SM90, finish_rows=finish)
     if batch_invariant:
         return tile
-    # One segment for each program, as many as fill the device once.
+    # Each program has one segment, and there are as many programs as fill the device once.
     parts = max(1, min(segments, multiprocessors // programs))
     return replace(tile, segment=cdiv(segments, parts) * tile.segment)
 
 
 def rows_to_finish(programs: int, multiprocessors: int) -> int:
-    """Heads of a program that folds stored states; the bits are the same.
+    """Heads of a program that folds stored states; no bit of a result depends on the number.
 
-    Where few programs attend, what folds is waited for: with one head each `dec_656_h16_b1` took
-    11.8 us, with four 13.7.
+    Where few programs attend, the step waits for the programs that fold, so each folds one head.
+    `dec_656_h16_b1` took 11.8 us with one head, and 13.7 us with four.
 
     Args:
         programs: rows times tiles of heads.
-        multiprocessors: of the device.
+        multiprocessors: multiprocessors of the device.
     """
     return 1 if 16 * programs <= multiprocessors else SparseTile.finish_rows
 
 
 def _tile_of(shape: SparseShape, kind: DeviceKind) -> SparseTile:
-    """Sizes by heads and layout: what compiles without spills, by the compile tests."""
+    """The tile by heads and layout; the compile tests show that it compiles without spills."""
     is_wide = shape.element_bytes > 2
     is_native = shape.layout is LatentFormat.BF16
     heads = shape.num_heads
     if kind is not DeviceKind.SM90 or is_wide or heads <= FEWEST_ROWS:
         if is_wide:
             return SparseTile(FEWEST_ROWS, 16, SEGMENT, 1, num_warps=8, num_stages=2)
-        # Elsewhere 64 are not measured, and do not fit everywhere.
+        # On other devices 64 keys are not measured, and do not fit shared memory everywhere.
         keys = 64 if kind is DeviceKind.SM90 else 32
         return SparseTile(FEWEST_ROWS, keys, SEGMENT, 1, 8, 3, holds_next=not is_native)
     if is_native and heads <= 2 * FEWEST_ROWS:
         return SparseTile(2 * FEWEST_ROWS, 32, WIDE_SEGMENT, 1, num_warps=8, num_stages=3)
-    # Products by warp group.
+    # On Hopper products by warp group need 64 rows.
     return SparseTile(MOST_ROWS, 64, WIDE_SEGMENT, 1, 8, 2, many=True)
 
 
 @dataclass(frozen=True)
 class IndexTile:
-    """How launches of the indexer cut their work; all are alternatives to be measured."""
+    """How launches of the indexer cut their work; all fields are alternatives to be measured."""
 
     pages: int = 2
     """Pages of one step over a row's keys."""
     steps: int = 4
-    """Steps of a program, over a row's own pages."""
+    """Steps of a program that scores over pages."""
     keys: int = 128
-    """Compact keys of a program."""
+    """Gathered keys of a program."""
     rows: int = 32
-    """Rows of queries that a program takes over these."""
+    """Rows of queries that a program scores over its gathered keys."""
     num_warps: int = 4
     num_stages: int = 3
     fp8_products: bool = False
-    """e4m3 queries and keys are multiplied as they are, with sums of less than fp32's precision;
-    else as fp16, exactly."""
+    """e4m3 queries and keys are multiplied as e4m3, whose sums have less than fp32's precision.
+    Otherwise they are multiplied as fp16, exactly."""
     hopper_pages: int = 0
-    """Pages of a program of the kernel for Hopper, at most; 0: the plain kernel takes all rows."""
+    """Most pages of a program of the Hopper kernel; 0 gives all rows to the portable kernel."""
     select: int = 4096
     """Logits of one step of the selection."""
     select_warps: int = 8

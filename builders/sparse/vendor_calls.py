@@ -1,7 +1,7 @@
-"""Kernels of others for sparse latent attention: where they come from, and what their calls share.
+"""Vendors' kernels for sparse latent attention: how they are imported, and what their calls share.
 
-What is planned hangs on shapes alone, so that a captured graph's plan never changes. Nothing here
-waits for the device.
+Plans of these calls depend on shapes alone, so the plan of a captured graph never changes. Nothing
+here waits for the device.
 """
 
 from __future__ import annotations
@@ -29,45 +29,47 @@ from specs.base import cdiv
 from specs.sparse_mla import SparseKernel, SparsePhase, rule_of
 
 RANK, ROPE = 512, 64
+"""Columns of the latent and of the rotary part, which these kernels require."""
 WORKSPACE_BYTES = 128 << 20
-"""Scratch of FlashInfer's kernels."""
+"""Bytes of scratch of FlashInfer's kernels and trtllm-gen."""
 FA3_INSIDE_VLLM: Final = "vllm.vllm_flash_attn"
-"""The package around the extension module that its rule names."""
+"""vLLM's package of FlashAttention 3; the rule of the kernel names its extension module."""
 MOST_MULTIPROCESSORS: Final = 256
-"""At least those of any GPU: a kernel counts its blocks with as many counters."""
+"""No GPU has more multiprocessors; trtllm-gen counts its blocks with as many counters."""
 
 
 class SparseKernelUnavailableError(RuntimeError):
-    """A package is there that its kernel cannot be called from."""
+    """A kernel's package cannot be imported, or is of a version that cannot be called."""
 
 
 @dataclass(frozen=True)
 class FlashMla:
-    """FlashMLA's two functions for lists."""
+    """FlashMLA's two functions for top-k lists, and its schedule."""
 
     prefill: Callable[..., Any]
     """``flash_mla_sparse_fwd``."""
     with_cache: Callable[..., Any]
     """``flash_mla_with_kvcache``."""
     new_schedule: Callable[[], Any]
-    """An empty schedule, filled by the first call that is given it."""
+    """Makes an empty schedule, which the first call with it fills."""
     lse_units: dict[Hashable, torch.Tensor] = field(default_factory=dict, compare=False)
-    """Filled by the first call of a function on a device: the fp32 scalar that makes its
-    log-sum-exp a natural one.
+    """fp32 scalars that make a function's log-sum-exp a natural one. The first call of a function
+    on a device adds its scalar.
     """
 
     def writes(self, function: Callable[..., Any]) -> bool:
-        """A function takes the tensor to write; vLLM's do."""
+        """Whether a function takes the tensor that it should write, as vLLM's functions do."""
         return _takes(function, "out")
 
 
 @dataclass(frozen=True)
 class FlashAttention3:
-    """FlashAttention 3 over pages, with latent values."""
+    """FlashAttention 3's function over pages, with latent values."""
 
     function: Callable[..., Any]
     is_vllm: bool
-    """vLLM's ``flash_attn_varlen_func``; else ``flash_attn_with_kvcache``."""
+    """Whether ``function`` is vLLM's ``flash_attn_varlen_func``. Otherwise it is
+    ``flash_attn_with_kvcache``."""
 
 
 @cache
@@ -76,7 +78,11 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def _first_module(kernel: SparseKernel, names: Sequence[str]) -> tuple[str, Any]:
-    """The first module that can be imported."""
+    """Name and module of the first of ``names`` that can be imported.
+
+    Raises:
+        SparseKernelUnavailableError: none can; the message has every reason.
+    """
     reasons = []
     for name in names:
         try:
@@ -87,10 +93,11 @@ def _first_module(kernel: SparseKernel, names: Sequence[str]) -> tuple[str, Any]
 
 
 def load_flashmla() -> FlashMla:
-    """FlashMLA, of its own package or the one inside vLLM.
+    """Import FlashMLA from its own package or from vLLM's.
 
     Raises:
-        SparseKernelUnavailableError: none can be imported, or one before schedules were objects.
+        SparseKernelUnavailableError: neither can be imported, or the version is older than schedule
+            objects.
     """
     kernel = SparseKernel.FLASHMLA_KV
     name, module = _first_module(kernel, rule_of(kernel).modules)
@@ -110,10 +117,11 @@ def load_flashmla() -> FlashMla:
 
 
 def load_fa3() -> FlashAttention3:
-    """FlashAttention 3, of its own package or the one inside vLLM.
+    """Import FlashAttention 3 from its own package or from vLLM's.
 
     Raises:
-        SparseKernelUnavailableError: none can be imported, or it has no ``qv``.
+        SparseKernelUnavailableError: neither can be imported, or the function takes no latent
+            query (``qv``).
     """
     kernel = SparseKernel.FA3
     own = rule_of(kernel).modules[0]
@@ -138,30 +146,37 @@ LOADERS: Final[dict[SparseKernel, Callable[[], Any]]] = {
     SparseKernel.FLASHINFER_MLA: lambda: flashinfer_mla_compat.load_latent(),
     SparseKernel.TRTLLM: lambda: trtllm_mla_calls.load_latent_calls(),
 }
-"""Of each kernel of others its functions."""
+"""For each vendor's kernel, a function that imports it."""
 
 
 @dataclass
 class PlannedCalls:
-    """What the calls of a phase have in common, over all layers of a step."""
+    """Objects that all layers' calls of a vendor's kernel share, for one phase of a step."""
 
     plan: PhasePlan
+    """How the phase's rows are attended."""
     functions: Any
-    """Of the kernel."""
+    """The kernel's functions, as :data:`LOADERS` gives them."""
     wrapper: Any = None
-    """Of FlashInfer: planned for the phase's rows, each with a full list."""
+    """FlashInfer's wrapper, planned for the phase's rows, each with a full list; None for other
+    kernels."""
     scale: float | None = None
-    """That FlashInfer's wrapper is planned with."""
+    """Factor of the products of query and key with which FlashInfer's wrapper is planned."""
     workspace: torch.Tensor | None = None
-    """uint8, zeroed when made, of trtllm-gen alone."""
+    """uint8 scratch of trtllm-gen, zeroed when made; None for other kernels."""
     counters: torch.Tensor | None = None
-    """uint8, likewise."""
+    """uint8 counters of trtllm-gen, zeroed when made; None for other kernels."""
     made: dict[Hashable, Any] = field(default_factory=dict)
-    """By shape, what a first layer's call made for those that follow."""
+    """Objects that the first layer's call made for the layers after it, see :meth:`once`."""
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What ``make`` gives, once for the step, and once for each graph: a graph must fill its
-        own when it is replayed.
+        """The result of ``make``, which is called once for the step, and once more under capture.
+
+        A captured graph needs an object of its own, since it must fill that when it is replayed.
+
+        Args:
+            key: everything that the object depends on.
+            make: makes the object.
         """
         is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         whole = key, is_captured
@@ -183,16 +198,16 @@ class CallPlanner:
     ) -> None:
         """
         Args:
-            plans: those that a step can come to.
-            most_rows: query rows of a step, at most.
-            device: of the records.
-            dtype: of the model.
-            scale: multiplies q.k; FlashInfer's plans hold it.
+            plans: all plans that a step may have.
+            most_rows: most query rows of a step.
+            device: where the records' tensors live.
+            dtype: type of the model's elements.
+            scale: factor of the products of query and key, which FlashInfer's plans hold.
 
         Raises:
             SparseKernelUnavailableError: a kernel's package cannot be used.
-            FlashInferUnavailableError: FlashInfer's cannot.
-            ValueError: no scale, where a plan holds one.
+            FlashInferUnavailableError: FlashInfer cannot be used.
+            ValueError: FlashInfer's kernel needs a scale, and there is none.
         """
         self._scale = scale
         self._device, self._dtype, self._most_rows = device, dtype, most_rows
@@ -218,15 +233,15 @@ class CallPlanner:
             self._counters = torch.zeros(cdiv(entries, 8) * 32, dtype=torch.uint8, device=device)
 
     def capture(self, num_rows: int) -> None:
-        """A graph of so many rows is to be captured: what is planned for them stays."""
+        """Announce that a graph of ``num_rows`` rows will be captured, so that its plan is kept."""
         self._captured.add(num_rows)
 
     def plan(self, plan: PhasePlan, indices: torch.Tensor) -> PlannedCalls | None:
-        """What the calls over a phase's rows share; None of the library's own kernel.
+        """Objects that the calls over a phase's rows share; None for the library's own kernel.
 
         Args:
-            plan: of the phase.
-            indices: ``[T, width]`` int32 room for its lists.
+            plan: plan of the phase.
+            indices: ``[T, width]`` int32: room for the phase's lists.
         """
         functions = self._functions.get(plan.kernel)
         if functions is None:
@@ -241,7 +256,10 @@ class CallPlanner:
     def _planned_wrapper(
         self, flashinfer: FlashInferLatent, plan: PhasePlan, indices: torch.Tensor
     ) -> Any:
-        """A wrapper over pages of one token, as many for each row as a list has room for."""
+        """FlashInfer's wrapper, planned for pages of one token.
+
+        Each row has as many pages as its list has room for.
+        """
         count, width = indices.shape
         is_decode = plan.phase is SparsePhase.DECODE
         is_kept = is_decode and count in self._captured
@@ -274,7 +292,7 @@ class CallPlanner:
         return wrapper
 
     def _reserved(self, flat: torch.Tensor, count: int) -> LatentCsrBuffers:
-        """A graph's tensors; its pages are the lists themselves."""
+        """The tensors that a captured graph reads; its page list is the lists themselves."""
         qo_indptr, kv_indptr, kv_lens = (
             torch.zeros(extent, dtype=torch.int32, device=self._device)
             for extent in (count + 1, count + 1, count)

@@ -1,4 +1,7 @@
-"""The step's plan on the host: the plan kernel's twin, in plain numbers."""
+"""The twin of the plan kernel on the host: it computes a step's plan in Python's numbers.
+
+It plans on a CPU without Triton's interpreter, and tests hold the kernel against it.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,15 @@ from specs.base import cdiv
 
 @dataclass(frozen=True)
 class HostPlan:
-    """The plan as plain numbers: the kernel's twin."""
+    """A step's plan as Python's numbers."""
 
     rows: list[list[int]]
+    """Work items, each of :data:`builders.splitkv.record.ROW_FIELDS` numbers."""
     shared: int
+    """KV tiles that the groups of programs share."""
     starts: list[tuple[int, int]]
+    """Work item x head loop where each group starts, and the segment (or the tile) in it; one entry
+    more than there are groups."""
 
 
 def plan_rows(
@@ -35,23 +42,23 @@ def plan_rows(
     least_tiles: int | None = None,
     row_cost: int = 0,
 ) -> HostPlan:
-    """What :func:`builders.splitkv.device.plan.plan_kernel` computes, on the host.
+    """Compute on the host what :func:`builders.splitkv.device.plan.plan_kernel` computes.
 
     Args:
         query_lens: new tokens of each request.
         kv_lens: KV length of each request.
         tile: the split-KV tile.
         groups: groups of programs that share the work.
-        head_loops: walks over the keys of each row.
-        short_query: longest query of a row.
-        visible: which keys.
-        is_causal: no query sees past itself.
-        bundle_of: segments of a bundle; rows are cut where bundles begin, and every key is seen. 0
-            where they are not.
-        least_tiles: rows are cut between any two tiles, for shares of so many at least; starts hold
-            tiles of rows, not segments.
-        row_cost: tiles that the beginning of such a row counts as, where rows are of several
-            lengths.
+        head_loops: walks over the keys of each work item.
+        short_query: longest query, in tokens, of a request that has work items.
+        visible: the keys that queries may see.
+        is_causal: True if no query sees past itself.
+        bundle_of: segments of a segment group, for plans without window or chunk; 0 where a work
+            item has all keys.
+        least_tiles: fewest tiles of a share, where work items are cut between any two tiles.
+            ``starts`` then hold tiles of work items, not segments. None cuts them at segments.
+        row_cost: tiles that the beginning of a work item counts as, where work items have different
+            numbers of tiles.
     """
     window, chunk, stripe = visible.window, visible.chunk, visible.stripe
     rows: list[list[int]] = []
@@ -84,7 +91,7 @@ def plan_rows(
                 where = [first_tile, tiles, 0, part, parts, bundle, bundles]
                 rows.append([req, token + skipped, taken, kv_len, first, *where])
         token += count
-    # Rows of one length are cut into equal parts, which begin alike.
+    # Work items of one length are cut into equal parts, so each share has as many beginnings.
     cost = row_cost if len({fields[6] for fields in rows}) > 1 else 0
     place = 0
     for fields in rows:
@@ -92,7 +99,7 @@ def plan_rows(
         place += (fields[6] + cost) * head_loops
     is_free, sharers = least_tiles is not None, groups
     if least_tiles is not None:
-        # A group without a tile would be waited for in vain.
+        # Arrivals of groups are counted, and a group without a tile would never arrive.
         sharers = max(min(groups, place // least_tiles), 1)
     shared = shared_tiles(place, [fields[6] for fields in rows], sharers)
     starts = [
@@ -105,14 +112,15 @@ def plan_rows(
 
 
 def shared_tiles(total: int, row_tiles: Sequence[int], groups: int) -> int:
-    """KV tiles that groups share out evenly: the step's, or a few more so that rows stay whole.
+    """KV tiles that the groups share evenly: the step's, or a few more to keep work items whole.
 
-    A group that changes rows waits for memory once more. Rows of one length are given out whole, or
-    cut into equal parts, where that leaves no more than one in ``WASTE`` programs idle.
+    A group that goes on to another work item waits for memory once more. Where all work items have
+    as many tiles, they are given out whole, or cut into equal parts, if that leaves no more than
+    one in ``WASTE`` programs idle.
 
     Args:
         total: tiles of the step.
-        row_tiles: of each row.
+        row_tiles: tiles of each work item.
         groups: groups of programs.
     """
     if len(set(row_tiles)) != 1:
@@ -137,8 +145,10 @@ def _start_of(
     is_free: bool,
     cost: int,
 ) -> tuple[int, int]:
-    """Row (times head loops) and segment of the first segment at or after a position; or, if rows
-    are cut anywhere, tile.
+    """Work item (times head loops) and segment of the first segment at or after a position.
+
+    Where work items are cut between any two tiles (``is_free``), the second number is a tile of the
+    work item, not a segment.
     """
     if position >= total:
         return len(rows) * head_loops, 0

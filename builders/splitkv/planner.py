@@ -1,7 +1,10 @@
-"""Split KV: scratch and the step's plan of the dense attention kernels.
+"""The planner of split KV: it owns a plan's buffers and scratch, and fills the plan once per step.
 
-The plan is computed on the device, by one launch per step, from ``seq_lens`` and
-``query_start_loc`` alone: host values size grids and buffers and decide nothing.
+Split KV cuts the keys of a request between programs, so that few requests fill a GPU too. The plan
+says which program attends which keys; :mod:`builders.splitkv.record` explains its words.
+
+One launch per step computes the plan on the device, from ``seq_lens`` and ``query_start_loc``
+alone. Values on the host size grids and buffers, and decide no result.
 """
 
 from __future__ import annotations
@@ -52,38 +55,44 @@ from specs.base import cdiv, power_of_two
 from specs.devices import DeviceKind, GpuFacts
 
 PLAN_SIZES = (ONE_WARP, 4 * ONE_WARP, 16 * ONE_WARP)
-"""Most requests of forms of the plan's kernel, beside that for as many as an engine may have."""
+"""Most requests of each compiled variant of the plan kernel. One more variant is for as many
+requests as the engine may have."""
 FEWEST_PLAN_WARPS, MOST_PLAN_WARPS = 4, 8
-"""Of the plan's program."""
+"""Bounds on the warps of the plan kernel's only program."""
 
 
 @dataclass(frozen=True)
 class PlannerOptions:
-    """Which rows a planner cuts, how, and the kernels that it plans for beside the plain ones."""
+    """Which requests have work items, where work items are cut, and which kernels a plan is for.
+
+    By default the plan is for the portable dense kernels.
+    """
 
     every_row: bool = False
-    """Take every row, whatever its query length (batch invariance)."""
+    """Every request has work items, whatever its query length (batch invariance)."""
     is_free: bool = False
-    """Cut rows anywhere, see :class:`SplitPlan`."""
+    """Work items are cut between any two tiles, see :class:`SplitPlan`."""
     takes_rows: bool = True
-    """False leaves every row to the prefill kernel (encoders)."""
+    """False leaves every request to the prefill kernel (encoders)."""
     hopper: HopperTile | None = None
-    """Tile of the prefill kernel for Hopper, where that serves."""
+    """Tile of the Hopper prefill kernel; None where no layer may take that kernel."""
     requires_hopper: bool = False
-    """A layer that this kernel does not serve is an error, see :class:`HopperPlan`."""
+    """A layer that the Hopper prefill kernel does not serve is an error, see
+    :class:`HopperPlan`."""
     hopper_decode: HopperDecodeTile | None = None
-    """Tile of the split-KV kernel for Hopper, where the plan is for that."""
+    """Tile of the Hopper split-KV kernel that the plan is for; None for another kernel."""
     requires_hopper_decode: bool = False
-    """A layer that this kernel does not serve is an error, see :class:`SplitPlan`."""
+    """A layer that the Hopper split-KV kernel does not serve is an error, see
+    :class:`SplitPlan`."""
     latent: SplitTile | None = None
-    """Tile of the latent decode kernel, where the plan is for that."""
+    """Tile of the latent decode kernel that the plan is for; None for a dense kernel."""
 
 
 NO_OPTIONS = PlannerOptions()
 
 
 class SplitPlanner:
-    """Owns the buffers of the plan, and fills them once per step."""
+    """Owns the buffers and the scratch of a plan, and fills the plan once per step."""
 
     def __init__(
         self,
@@ -97,11 +106,11 @@ class SplitPlanner:
         """
         Args:
             shape: the layer.
-            gpu: what runs it.
-            limits: what the buffers must hold.
+            gpu: the GPU that runs the layer.
+            limits: the largest step that the buffers must hold.
             max_query_len: query tokens of a verify.
-            buffers: where the buffers are declared.
-            options: rows and kernels; by default the plan is for the plain split-KV kernel.
+            buffers: the plan's buffers are declared here.
+            options: requests and kernels; by default the plan is for the portable dense kernels.
         """
         hopper_decode, latent = options.hopper_decode, options.latent
         self.least_tiles = None if hopper_decode is None else hopper_decode.least_tiles
@@ -117,7 +126,8 @@ class SplitPlanner:
             tokens = 16 if options.every_row else max_query_len
             tile = split_tile(shape, gpu, tokens, limits.window)
         self.tile = tile
-        # The plan's kernel and those behind it, which wait by themselves.
+        # The plan kernel and the attention kernels may start before the kernels before them have
+        # ended (programmatic dependent launch, Hopper); they wait by themselves.
         self.starts_ahead = gpu.kind is DeviceKind.SM90 and not interprets()
         self.prefill = prefill_tile(shape, gpu)
         self.hopper = options.hopper
@@ -136,7 +146,7 @@ class SplitPlanner:
         self.groups = max(1, programs // self.heads)
         self.num_heads = shape.num_heads
         self.num_multiprocessors = gpu.num_multiprocessors
-        # A long row of keys is cut into bundles; behind a window there are not many.
+        # Many keys are cut into segment groups. Behind a window a query sees too few for that.
         self.bundle, self.bundles = 0, 1
         if limits.window is None and not self.is_free and options.takes_rows:
             self.bundle, self.bundles = key_bundles(limits.max_kv_len, tile)
@@ -144,7 +154,9 @@ class SplitPlanner:
         if not options.takes_rows:
             self.slots = 0
         elif self.is_free:
-            # A program has parts of two rows; or it lends states to every other.
+            # Where shares have at least ``least_tiles``, a program stores parts of at most two work
+            # items. Otherwise a program lends a slot to every group, since all groups may have a
+            # part of the same work item.
             self.slots = self.groups if self.least_tiles is None else PARTS_OF_A_PROGRAM
         else:
             moved = None if options.every_row else self.short_query
@@ -155,7 +167,7 @@ class SplitPlanner:
         self._launches: dict[tuple[int, VisibleKeys, bool], Callable[..., None]] = {}
 
     def _declare(self, buffers: GraphBuffers, head_size_v: int, is_latent: bool) -> None:
-        """Declare the plan's buffers, and the scratch of states."""
+        """Declare the plan's buffers, and the scratch for states."""
         tile, reqs = self.tile, self.limits.max_num_seqs
         used = tile.tile_heads * tile.query_tokens
         launched = self.groups * self.heads
@@ -163,7 +175,8 @@ class SplitPlanner:
         if is_latent:
             area = sum(latent_states(self.slots, self.bundles, self.head_loops))
         states = launched * area * used
-        # Quantised rows are read in planes, each rounded up to a power of two on its own.
+        # Stored rows of a quantised cache are read in planes; each plane's width is rounded up to a
+        # power of two.
         width = max(power_of_two(head_size_v), 64)
         int32, fp32 = torch.int32, torch.float32
         buffers.declare("tile_starts", (reqs + 1,), int32)
@@ -181,14 +194,15 @@ class SplitPlanner:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of the states of segments."""
+        """Bytes of the scratch for states."""
         return 4 * (self.buffers["states"].numel() + self.buffers["sums"].numel())
 
     @cached_property
     def plan_sizes(self) -> tuple[int, ...]:
-        """Most requests of each form of the plan's kernel: a step takes the smallest.
+        """Most requests of each compiled variant of the plan kernel, in ascending order.
 
-        A form's warps wait for each other, few requests as long as many.
+        A step takes the smallest variant that holds its requests. There are several because the
+        warps of a variant wait for each other as long for few requests as for many.
         """
         most = power_of_two(self.limits.max_num_seqs)
         return (*(size for size in PLAN_SIZES if size < most), most)
@@ -205,8 +219,8 @@ class SplitPlanner:
         Args:
             query_start_loc: ``[R + 1]`` int32, device.
             seq_lens: ``[R]`` int32, device.
-            visible: which keys.
-            is_causal: no query of any request sees past itself.
+            visible: the keys that queries may see.
+            is_causal: True if no query of any request sees past itself.
         """
         if self.device.type == "cuda" or interprets():
             self._launch(query_start_loc, seq_lens, visible, is_causal)
@@ -224,11 +238,13 @@ class SplitPlanner:
         sizes = self.plan_sizes
         own = next((size for size in sizes if num_reqs <= size), sizes[-1])
         if self.device.type == "cuda" and is_causal not in self._compiled_for:
-            # Of no request: no later step waits for the compiler, for having more than this one.
+            # Launch every other variant with no requests, so that it is compiled now. A later step
+            # with more requests does not wait for the compiler then.
             for reqs in sizes:
                 if reqs != own:
                     self._launch_for(reqs, 0, query_start_loc, seq_lens, visible, is_causal)
-            # What is collected is compiled, and not loaded yet.
+            # Launches that are only collected compile a kernel without loading it, so the first
+            # real step has to launch all variants again.
             if collected.get() is None:
                 self._compiled_for.add(is_causal)
         self._launch_for(own, num_reqs, query_start_loc, seq_lens, visible, is_causal)
@@ -242,7 +258,7 @@ class SplitPlanner:
         visible: VisibleKeys,
         is_causal: bool,
     ) -> None:
-        """Compute the plan of ``num_reqs`` requests, by a kernel for ``reqs`` at most."""
+        """Compute the plan of ``num_reqs`` requests with the variant for at most ``reqs``."""
         kind = (reqs, visible, is_causal)
         launch = self._launches.get(kind)
         if launch is None:
@@ -264,19 +280,27 @@ class SplitPlanner:
         )
 
     def _launches_of(self, reqs: int, visible: VisibleKeys, is_causal: bool) -> Callable[..., None]:
-        """Launches of the plan's kernel that differ in tensors and the number of requests."""
+        """A launcher of the plan kernel; its launches differ in tensors and number of requests.
+
+        Args:
+            reqs: most requests of the compiled variant, a power of two.
+            visible: the keys that queries may see.
+            is_causal: True if no query of any request sees past itself.
+        """
         from builders.launch.launcher import Launcher
         from builders.splitkv.device.plan import plan_kernel
 
         steps, starts = reqs.bit_length() - 1, self.groups + 1
-        # The last of a warp's threads computes for the one before it.
+        # A warp has one group fewer than threads: its last thread computes the next warp's first
+        # group once more, which the thread before it needs.
         lines = power_of_two(cdiv(starts, ONE_WARP - 1))
         if reqs <= ONE_WARP:
             reqs, starts = ONE_WARP, lines * ONE_WARP
         warps = cdiv(max(reqs, power_of_two(starts)), ONE_WARP)
         warps = min(MOST_PLAN_WARPS, max(FEWEST_PLAN_WARPS, warps))
-        # Of fewer than threads each would be several threads', and differently where it is stored:
-        # tensors would go from one form to another, behind barriers.
+        # At least one element per thread. Triton replicates a shorter tensor across threads and,
+        # before every store, converts it to another layout through shared memory, which costs a
+        # barrier.
         threads = ONE_WARP * warps
         groups = max(power_of_two(starts), threads)
         if reqs > ONE_WARP:
@@ -351,16 +375,25 @@ class SplitPlanner:
                 share[4:] = self.buffers["rows"][start[0] // self.head_loops]
 
     def _fill_tiles(self, name: str, query_tile: int, starts: Sequence[int]) -> None:
-        """First tile of each request, of those with longer queries."""
+        """Write the first prefill tile of each request into the buffer ``name``.
+
+        Only requests whose queries are longer than ``short_query`` have tiles.
+
+        Args:
+            name: of the buffer, ``[max_num_seqs + 1]`` int32.
+            query_tile: query tokens of a tile.
+            starts: R + 1 numbers: first token of each request, and the number of tokens.
+        """
         lens = [stop - start for start, stop in pairwise(starts)]
         tiles = [cdiv(count, query_tile) if count > self.short_query else 0 for count in lens]
         starts_of_tiles = self.buffers[name]
         starts_of_tiles[: len(starts)] = torch.tensor([0, *tiles]).cumsum(0)
-        # Past the last request too: a graph was captured with more of them, perhaps.
+        # Entries past the last request are written too, since a captured graph may have been
+        # captured with more requests.
         starts_of_tiles[len(starts) :] = starts_of_tiles[len(starts) - 1]
 
     def split(self) -> SplitPlan:
-        """The record's view of the split-KV part: every step's, since nothing in it moves."""
+        """The plan for the split-KV kernel: one object for all steps, since no buffer moves."""
         return self._split
 
     @cached_property
@@ -388,11 +421,11 @@ class SplitPlanner:
         )
 
     def prefill_plan(self, num_reqs: int, tiles: int, most_programs: int) -> PrefillPlan | None:
-        """The record's view of the prefill part; None where the host knows that there is none.
+        """The plan for the prefill kernel; None where ``tiles`` or ``most_programs`` is 0.
 
         Args:
             num_reqs: R.
-            tiles: an estimate of the step's tiles.
+            tiles: the host's estimate of the step's tiles; 0 where it knows that there are none.
             most_programs: programs to launch at most.
         """
         programs = min(tiles * self.num_heads, most_programs)
@@ -412,7 +445,12 @@ class SplitPlanner:
         return PrefillPlan(self.prefill, view("tile_starts", num_reqs + 1), programs, hopper)
 
     def own_prefill(self, plan: PrefillPlan, num_reqs: int) -> PrefillPlan:
-        """The same, of this planner's buffers."""
+        """A plan for the prefill kernel like ``plan``, in this planner's buffers.
+
+        Args:
+            plan: a plan of another planner.
+            num_reqs: R.
+        """
         own = self.prefill_plan(num_reqs, plan.programs, plan.programs)
         assert own is not None
         return own

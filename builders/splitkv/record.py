@@ -1,6 +1,12 @@
-"""A step's plan of the split-KV and prefill kernels: records, and the layout of its numbers.
+"""The records of a step's plan, and the layout of the plan's numbers on the device.
 
-:mod:`builders.splitkv.planner` fills it; launchers read it.
+A plan tells the split-KV kernel and the prefill kernel which program attends which keys of which
+request. A *work item* (``row`` in names) is a tile of query tokens of one request over one *segment
+group* (``bundle`` in names) of its keys; its keys may be cut between programs where segments begin,
+see :mod:`builders.splitkv.segments`. Programs of a *group* walk the same keys for different heads.
+A group's *share* is a run of consecutive tiles of keys, which may end in the middle of a work item.
+
+:mod:`builders.splitkv.planner` fills the plan; the launchers of :mod:`attn.kernels` read it.
 """
 
 from __future__ import annotations
@@ -20,27 +26,39 @@ from builders.splitkv.tiles import (
 )
 
 SHORT_QUERY = 16
-"""Longest query of the split-KV kernel beside verifies, see :func:`longest_short_query`."""
+"""Most query tokens of a request that the split-KV kernel takes, verifies apart; see
+:func:`longest_short_query`."""
 _WALKS = 64
-"""Walks over a request's keys by all programs: about half of those that take as long as one program
-of the prefill kernel does, reckoned from an H200's rates of both (docs/performance.md)."""
+"""Most times that all programs walk a request's keys before the request goes to the prefill kernel.
+
+This is about half of the number of walks that take as long as one program of the prefill kernel
+takes for the request, reckoned from an H200's rates of both kernels (docs/performance.md)."""
 SPARE_STATES = 4
-"""States of the segments that a program of the latent kernel is at: what is folded so far, and
-those that are to be folded next."""
+"""State slots that a program of the latent kernel has for itself: for what it has folded so far,
+and for the segments that it folds next."""
 WASTE = 24
-"""One in so many programs may idle where the others then get whole rows, or equal parts of one."""
+"""At most one in ``WASTE`` programs may idle so that the others get whole work items, or equal
+parts of one."""
 MOST_SHARED = 1 << 30
-"""Most tiles of a step, and of as many rows as there are groups, that are cut into equal shares:
-twice as many still fit 32 bits. More are cut where the load is even."""
+"""Most KV tiles for which whole work items, or equal parts of one, are tried.
+
+The bound holds for the tiles of a step, and for the tiles of as many work items as there are
+groups: twice as many still fit 32 bits. Beyond it, shares are equal numbers of tiles."""
 ONE_WARP = 32
-"""Requests, and rows, that every warp has all of: their plan needs no barriers."""
+"""Threads of a warp. Every warp of the plan kernel can hold so many requests and work items, one a
+thread, and plan them without a barrier."""
 ROW_FIELDS = 12
-"""int32 per row of the plan: request, first token, tokens, KV length, first position, first KV
-tile, KV tiles, place of its first tile among all tiles of the step, first segment, segments, bundle
-of segments, bundles of the tokens' keys. Rows of the same tokens follow one another."""
+"""int32 numbers per work item.
+
+In this order: request, first token, tokens, KV length, first position, first KV tile, KV tiles,
+place of the first tile among all tiles of the step, first segment, segments, segment group, segment
+groups of the tokens' keys. Work items of the same tokens follow one another."""
 SHARE_FIELDS = 4 + ROW_FIELDS
-"""int32 per group of programs: row x head loop and segment where it starts, the same of the next
-group, and a copy of that row, so that a program begins with one load and not with two in turn."""
+"""int32 numbers per group of programs.
+
+In this order: work item x head loop where the group starts, segment where it starts, both numbers
+of the next group, and a copy of the work item where it starts. Thanks to the copy a program begins
+with one load, not with two that depend on each other."""
 
 PLAN_POINTERS = (
     "rows_ptr",
@@ -51,36 +69,44 @@ PLAN_POINTERS = (
     "states_ptr",
     "sums_ptr",
 )
-"""A kernel's arguments for the tensors of a :class:`SplitPlan`, in their order."""
+"""Names of a kernel's arguments for the tensors of a :class:`SplitPlan`, in the order of its
+fields."""
 
 
 @dataclass(frozen=True)
 class SplitLimits:
-    """What the buffers of a plan are sized for."""
+    """The limits of a step for which a plan's buffers are sized."""
 
     max_num_seqs: int
+    """Most requests of a step."""
     max_num_tokens: int
+    """Most tokens of a step."""
     max_kv_len: int
+    """Most keys of a request."""
     window: int | None
-    """Largest visible span of one query, or None."""
+    """Most keys from the first to the last that one query sees; None for all."""
 
 
 @dataclass(frozen=True)
 class VisibleKeys:
-    """Which of a request's keys a step's queries may see, causality apart."""
+    """Which of a request's keys a step's queries may see, causality apart.
+
+    All layers that share a plan see the same keys.
+    """
 
     window: int | None = None
-    """Visible keys of a query, of the layers that share the plan; None for all."""
+    """Keys that a query sees, itself included; None for all."""
     chunk: int | None = None
-    """Chunk size of chunked local attention, in place of a window."""
+    """Tokens of a chunk of chunked local attention, which has no window; None without chunks."""
     lookback: int = 0
-    """Chunks before the own one."""
+    """Chunks before its own that a query sees."""
     stripe: Stripe | None = None
-    """The keys are those of one rank; window and chunk are None then."""
+    """The tokens that this rank keeps under decode context parallelism, without window or chunk;
+    None where the cache holds all keys."""
 
     @property
     def span(self) -> int | None:
-        """Most keys between the first and the last that a query sees; None for all."""
+        """Most keys from the first to the last that a query sees; None for all."""
         return self.window if self.chunk is None else self.chunk * (1 + self.lookback)
 
 
@@ -91,51 +117,64 @@ EVERY_KEY = VisibleKeys()
 class SplitPlan:
     """The step's plan for the split-KV kernel: views of the builder's buffers, and static numbers.
 
-    Scratch holds, per program, states of one bundle's segments (of all that a row can touch where
-    keys are not bundled), since a program enters at most one row in its middle; and of bundles.
+    The *owning program* of a work item has its first segment. The *lending program* is the first
+    one, if any, that starts in the middle of the work item; a program starts in the middle of at
+    most one. All programs of a work item that is cut store states of its segments in the lending
+    program's *state slots*. Where keys are cut into segment groups, more slots hold the states of
+    segment groups. The last program to arrive folds the states and writes the result.
     """
 
     tile: SplitTile
     rows: torch.Tensor
-    """``[max rows, ROW_FIELDS]`` int32."""
+    """``[max work items, ROW_FIELDS]`` int32: the work items."""
     total: torch.Tensor
-    """``[2]`` int32: rows of the step, and the KV tiles that the groups share."""
+    """``[2]`` int32: work items of the step, and the KV tiles that the groups share."""
     starts: torch.Tensor
-    """``[groups + 1, 2]`` int32: row x head loop and segment where each group starts."""
+    """``[groups + 1, 2]`` int32: work item x head loop, and segment, where each group starts."""
     shares: torch.Tensor
-    """``[groups, SHARE_FIELDS]`` int32."""
+    """``[groups, SHARE_FIELDS]`` int32: the share of each group."""
     counters: torch.Tensor
-    """int32 zeros between launches, per program: segments of the row in whose middle it starts that
-    have arrived, and bundles of the tokens in the middle of whose keys it starts, per head loop."""
+    """``[groups * heads * (1 + head_loops)]`` int32, zero between launches.
+
+    One counter per program is for the work item in whose middle the program starts: how many of its
+    segments have arrived. One more per program and head loop is for the tokens in the middle of
+    whose keys the program starts: how many of their segment groups have arrived."""
     states: torch.Tensor
-    """fp32 scratch."""
+    """fp32 scratch: outputs of segments and segment groups that are not folded yet."""
     sums: torch.Tensor
-    """fp32 scratch."""
+    """fp32 scratch: two numbers for each query row of a state, its maximum and its sum."""
     groups: int
+    """Groups of programs that share the tiles of the step."""
     heads: int
     """Head tiles that the programs of a group take, one each."""
     head_loops: int
-    """Times that all groups' programs walk the keys, for heads beyond those."""
+    """Times that the keys of each work item are walked, for ``heads`` head tiles each time."""
     slots: int
-    """States of segments per program."""
+    """State slots for segments, per program."""
     bundles: int
-    """Most bundles of a row's keys; twice as many states, per head loop, follow those slots."""
+    """Most segment groups of a request's keys. Where there are several, a program has twice as many
+    more state slots for each head loop."""
     short_query: int
-    """Longest query of a row."""
+    """Longest query, in tokens, of a request that has work items."""
     hopper: HopperDecodeTile | None = None
-    """The tile of the kernel for Hopper, where the plan is for that; ``tile`` is its part of it
-    then, by which the plain kernel takes layers that only their tensors show not to be served."""
+    """Tile of the Hopper kernel that the plan is made for; None for the portable kernel.
+
+    ``tile`` is then ``hopper.split``. The portable kernel runs with it in layers whose tensors turn
+    out not to be served by the Hopper kernel."""
     requires_hopper: bool = False
-    """A layer that the kernel for Hopper does not serve is an error; else the plain kernel's."""
+    """True makes a layer that the Hopper kernel does not serve an error; otherwise the portable
+    kernel takes that layer."""
     is_free: bool = False
-    """Rows are cut between any two tiles: see :class:`builders.splitkv.tiles.HopperDecodeTile`; and
-    for benchmarks of what invariance costs."""
+    """Work items are cut between any two tiles, so that a result's bits depend on the batch.
+
+    Some Hopper kernels need this, see :class:`builders.splitkv.tiles.HopperDecodeTile`; benchmarks
+    set it to measure what batch invariance costs."""
     waits: bool = False
-    """The kernel may start while those before it end, and waits by itself."""
+    """The kernel may start while the kernel before it still runs, and itself waits for its end."""
 
     @cached_property
     def static(self) -> tuple[Any, ...]:
-        """Everything of it that a kernel is compiled for: the tiles, the numbers and the flags."""
+        """Everything of the plan that kernels are compiled for: tiles, numbers and flags."""
         return (
             self.tile,
             self.hopper,
@@ -151,7 +190,7 @@ class SplitPlan:
 
     @cached_property
     def pointers(self) -> Pointers:
-        """Its tensors, in the order in which they stand here and among a kernel's arguments."""
+        """The plan's tensors, in the order of the fields and of :data:`PLAN_POINTERS`."""
         return Pointers(
             self.rows,
             self.total,
@@ -165,46 +204,52 @@ class SplitPlan:
 
 @dataclass(frozen=True)
 class WidenedKeys:
-    """Keys and values of a step's prefills as elements of the model: see
-    :mod:`builders.dense.widened`.
+    """Dequantised keys and values of a step's prefills, in a workspace of 16-bit elements.
 
-    Every layer writes its own there before it reads them.
+    :mod:`builders.dense.widened` says when a step has one. All layers share the workspace: each
+    layer writes its keys and values there before it reads them.
     """
 
     key: torch.Tensor
-    """``[W, P, Hk, D]``: a workspace of W pages of P tokens."""
+    """``[W, P, Hk, D]``: keys in a workspace of W pages of P tokens."""
     value: torch.Tensor
-    """``[W, P, Hk, Dv]``."""
+    """``[W, P, Hk, Dv]``: values in the same pages."""
     table: torch.Tensor
-    """``[R, max_pages]`` int32: the workspace's pages of each request with a long query, from the
-    first that a window leaves; others may be anything."""
+    """``[R, max_pages]`` int32: the workspace page of each page of a request's keys.
+
+    Only requests with long queries have pages, from the first page that holds a visible key on; all
+    other entries are undefined."""
     sources: torch.Tensor
-    """``[W, 3]`` int32, of each page of the workspace: request, which of its pages, and the first
-    key that any of its queries sees. What lies before that may be gone from the cache."""
+    """``[W, 3]`` int32, for each page of the workspace: the request, the number of the page among
+    the request's pages, and the first key that any of the request's queries sees. Keys before that
+    one may be gone from the cache."""
     total: torch.Tensor
-    """``[1]`` int32: pages in use."""
+    """``[1]`` int32: pages of the workspace in use."""
     pages: int
-    """The same as the host knows it: programs to launch."""
+    """Pages of the workspace in use as the host counts them: programs to launch."""
 
 
 @dataclass(frozen=True)
 class HopperPlan:
-    """The step's plan for the prefill kernel on Hopper, in layers whose tiles have those tokens."""
+    """The step's plan for the Hopper prefill kernel, in layers with tiles of ``query_tile``."""
 
     query_tile: int
     """Query tokens of a tile."""
     tile_starts: torch.Tensor
     """``[R + 1]`` int32: first tile of each request."""
     num_tiles: torch.Tensor
-    """``[1]`` int32: its last, the tiles of all, at an address that no program computes."""
+    """``[1]`` int32: the tiles of all requests. A view of the last element of ``tile_starts``, so
+    that no program has to compute the address."""
     counter: torch.Tensor
     """``[1]`` int32: how many tiles were taken after each program's first; 0 between launches."""
     programs: int
-    """Programs to launch; any number is right, they share the tiles."""
+    """Programs to launch. Any number gives the right result, since the programs share the tiles."""
     is_required: bool = False
-    """A layer that the kernel does not serve is an error; else the plain kernel's."""
+    """True makes a layer that the Hopper kernel does not serve an error; otherwise the portable
+    kernel takes that layer."""
     widened: WidenedKeys | None = None
-    """Where keys and values of a quantised cache are put first; None where tiles convert theirs."""
+    """Workspace into which keys and values of a quantised cache are dequantised first; None where
+    each tile dequantises the keys that it reads."""
 
 
 @dataclass(frozen=True)
@@ -215,26 +260,30 @@ class PrefillPlan:
     tile_starts: torch.Tensor
     """``[R + 1]`` int32: first tile of each request."""
     programs: int
-    """Programs to launch; any number is right, they share the tiles."""
+    """Programs to launch. Any number gives the right result, since the programs share the tiles."""
     hopper: HopperPlan | None = None
-    """The same for the kernel that takes its place in every layer that it serves, which only a
-    launcher knows: a layer's ALiBi or the type of its output is not the builder's to see. Both are
-    planned by one launch. None where there is none."""
+    """Plan for the Hopper kernel, which replaces the portable kernel in every layer that it serves;
+    None without one.
+
+    Both plans are there because only a launcher knows which layers the Hopper kernel serves: the
+    builder does not see a layer's ALiBi or the type of its output. One launch makes both plans."""
 
 
 def longest_short_query(num_kv_heads: int, tile: SplitTile, max_query_len: int) -> int:
-    """Longest query of the split-KV kernel; longer ones go to the prefill kernel.
+    """Longest query, in tokens, of the split-KV kernel; longer ones go to the prefill kernel.
 
-    Every head tile of every few tokens walks their keys, by all programs; in the prefill kernel one
-    program does for all tokens of a head tile. That takes long where it is waited for, and next to
-    nothing beside tiles of other prompts: in a step of many, 17 of 48 requests with up to 16 tokens
-    took 3 to 8 % of the time by their walks. Which it is a row may not ask, since its bits are its
-    own: at half of the walks that take as long as one program either choice is as far from the
-    better one as the other.
+    In the split-KV kernel all programs together walk a request's keys, once for every head tile of
+    every ``tile.query_tokens`` tokens. In the prefill kernel one program walks the keys for all
+    tokens of a head tile. Such a program takes long if the step waits for it, and costs next to
+    nothing beside tiles of other prompts. The choice must not depend on the rest of the batch,
+    since a request's bits must not. So the bound is at half of the walks that take as long as one
+    program of the prefill kernel: there, neither choice is further from the better one than the
+    other. In a step of 48 requests, the walks of 17 requests with up to 16 tokens took 3 to 8 % of
+    the time.
 
     Args:
-        num_kv_heads: of the layer.
-        tile: of the split-KV kernel.
+        num_kv_heads: KV heads of the layer.
+        tile: tile of the split-KV kernel.
         max_query_len: query tokens of a verify, which are always short.
     """
     walks = num_kv_heads * tile.head_tiles
@@ -242,23 +291,38 @@ def longest_short_query(num_kv_heads: int, tile: SplitTile, max_query_len: int) 
 
 
 def area_of(slots: int, bundles: int, head_loops: int) -> int:
-    """States of a program: segments that it lends, bundles that it lends, bundles of its own."""
+    """State slots of a program of the dense kernels.
+
+    The program lends slots for segments. Where there are several segment groups, it also lends
+    slots for segment groups, and has as many slots for segment groups of its own.
+
+    Args:
+        slots: state slots for segments, per program.
+        bundles: most segment groups of a request's keys.
+        head_loops: times that the keys of each work item are walked, for different heads.
+    """
     return slots + (2 * bundles * head_loops if bundles > 1 else 0)
 
 
 def latent_states(slots: int, bundles: int, head_loops: int) -> tuple[int, int]:
-    """States that a program of the latent kernel lends, and those behind all of these that are its
-    own.
+    """State slots that a program of the latent kernel lends, and slots that only it uses.
 
-    What must exist at once: a program starts in the middle of at most one row, and lends to it a
-    state for every segment of the row's bundle, since whoever comes late to a row cannot fold what
-    it has without what comes before; likewise one for every bundle of the row's tokens, per head
-    loop. Of tokens that are all its own it folds bundles as they come, into one state per head
-    loop; and there are the spare ones. A state is ``rows * columns`` fp32.
+    A program starts in the middle of at most one work item. It lends to that work item a slot for
+    every segment of its segment group, since a program that enters a work item late cannot fold its
+    states before the earlier ones are there. For the same reason it lends a slot for every segment
+    group of the work item's tokens, per head loop. Where all keys of some tokens are its own, the
+    program folds segment groups as they come, into one slot per head loop. ``SPARE_STATES`` more
+    are for the segments that it works on. A slot is ``rows * columns`` fp32.
 
-    For 128 heads of 512 columns and 128k tokens on 132 multiprocessors: 64 rows make 128 KiB,
-    segments have 1024 tokens and bundles 16 of them, so that there are 16 + 8 lent and 1 + 4 own:
-    29 x 128 KiB x 132 = 479 MiB, however many requests there are; at 256k tokens 37.
+    Example: 128 heads of 512 columns and 128k tokens on 132 multiprocessors. A state of 64 rows
+    takes 128 KiB. Segments have 1024 tokens, and a segment group has 16 segments. A program lends
+    16 + 8 slots and keeps 1 + 4. All slots take 29 x 128 KiB x 132 = 479 MiB, for any number of
+    requests. At 256k tokens a program has 37 slots.
+
+    Args:
+        slots: state slots for segments, per program.
+        bundles: most segment groups of a request's keys.
+        head_loops: times that the keys of each work item are walked, for different heads.
     """
     if bundles == 1:
         return slots, SPARE_STATES

@@ -1,32 +1,40 @@
-"""Segments: where a row's keys may be cut between programs, as a function of position alone.
+"""Segments: where a request's keys may be cut between programs, as a function of position alone.
 
-A row's result must not depend on what else is in the batch, so the places where its keys can be cut
-follow from the position of a key and nothing else: every 512 tokens up to 128k, then 128 per
-octave. Long enough that the states of segments cost little beside their keys, short enough that one
-short request fills a GPU. States are folded in bundles of 16, then those of bundles: side by side,
-and with few steps after the last key. Tiles of many rows have longer segments, and fewer of them in
-a bundle: whoever starts within a bundle stores a state for each segment up to its end. Both follow
-from what never changes between steps. The Triton twins are in
-:mod:`builders.splitkv.device.segments`.
+A request's result must not depend on the rest of the batch. So the places where its keys can be cut
+follow from the position of a key and from nothing else. Up to 128k tokens a segment has 512 tokens;
+beyond, every octave of positions has 128 segments. A segment is long enough that its state costs
+little beside its keys, and short enough that one short request fills a GPU.
+
+The states of up to 16 segments, a segment group (``bundle`` in names), are folded into one; then
+the states of segment groups are folded. So several programs fold side by side, and few steps remain
+after the last key. Tiles of many query rows have longer segments, and fewer of them in a segment
+group, since a program that starts within a segment group stores a state for each segment up to its
+end. Both lengths follow from numbers that never change between steps.
+
+The Triton twins of these functions are in :mod:`builders.splitkv.device.segments`.
 """
 
 from __future__ import annotations
 
 SEGMENT = 512
-"""Tokens of a segment below ``LIMIT``, and doubled from one octave to the next."""
+"""Tokens of a segment below ``LIMIT``. Segments from ``LIMIT`` to ``2 * LIMIT`` have twice as many,
+and the number doubles with every octave."""
 LIMIT = 131072
+"""First position, in tokens, of a segment that is longer than ``SEGMENT``."""
 PER_OCTAVE = LIMIT // (2 * SEGMENT)
 """Segments of ``[LIMIT, 2 * LIMIT)``, and of every octave after it."""
 BUNDLE = 16
-"""Most segments of a bundle."""
+"""Most segments of a segment group."""
 BUNDLE_KEYS = 16384
-"""Most tokens of a bundle, below ``LIMIT``, where rows have no more than ``MOST_BUNDLES`` then."""
+"""Most tokens of a segment group below ``LIMIT``, as long as that makes at most ``MOST_BUNDLES``
+segment groups."""
 MOST_BUNDLES = 8
-"""Longer rows have longer bundles, up to ``BUNDLE`` segments: scratch has states for them all."""
+"""Segment groups of the longest request from which on they are made longer, up to ``BUNDLE``
+segments: scratch has a state slot for each of them."""
 
 
 def segment_of(position: int) -> int:
-    """The segment that holds a position."""
+    """The number of the segment that holds a position, both counted from 0."""
     if position < LIMIT:
         return position // SEGMENT
     octave = (position // LIMIT).bit_length() - 1
@@ -44,7 +52,12 @@ def segment_start(segment: int) -> int:
 
 
 def max_segments(length: int, window: int | None = None) -> int:
-    """Most segments that a row of up to ``length`` keys touches, ``window`` of them visible."""
+    """Most segments that a request's visible keys touch.
+
+    Args:
+        length: most keys of the request.
+        window: consecutive keys of them that are visible; None for all.
+    """
     whole = segment_of(max(length, 1) - 1) + 1
     if window is None:
         return whole
@@ -53,11 +66,11 @@ def max_segments(length: int, window: int | None = None) -> int:
 
 
 def bundle_segments(max_kv_len: int, scale: int) -> int:
-    """Segments of a bundle; bundle b begins with segment b times as many.
+    """Segments of a segment group: with n of them, group b begins with segment ``b * n``.
 
     Args:
-        max_kv_len: of the longest row that there may be, in tokens.
-        scale: segments are this many times as long.
+        max_kv_len: most keys of any request, in tokens.
+        scale: segments of the tile are this many times as long as this module's segments.
     """
     longest = max_segments(-(-max_kv_len // scale))
     bundle = max(1, min(BUNDLE, BUNDLE_KEYS // (SEGMENT * scale)))

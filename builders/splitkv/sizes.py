@@ -1,4 +1,4 @@
-"""What a split-KV plan and its scratch are sized for: worst cases over an engine's limits."""
+"""Sizes of a split-KV plan and its scratch, which hold the worst case within an engine's limits."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from builders.splitkv.tiles import SplitTile
 from specs.base import cdiv
 
 PARTS_OF_A_PROGRAM = 2
-"""Of rows that are cut anywhere, and folded by another kernel: the last part of the row that a
-program's share begins in, and the first one of that which it ends in."""
+"""State slots of a program where work items are cut between any two tiles and a second kernel folds
+the parts: one for the last part of the work item in which its share begins, one for the first part
+of the work item in which its share ends."""
 
 
 def parallel_heads(head_tiles: int, programs: int) -> int:
-    """How many head tiles walk the same keys at the same time.
+    """How many head tiles walk the same keys at the same time: a divisor of ``head_tiles``.
 
-    Neighbouring heads lie side by side in a page, so as many as possible; fewer only where that
-    would leave more than a thirtieth of the programs idle.
+    The largest divisor is taken, since neighbouring heads lie side by side in a page. A smaller one
+    is taken only where the largest would leave more than a thirtieth of the programs idle.
+
+    Args:
+        head_tiles: head tiles of the layer.
+        programs: programs that run at the same time.
     """
     divisors = [n for n in range(1, head_tiles + 1) if head_tiles % n == 0 and n <= programs]
     used = {n: programs // n * n for n in divisors}
@@ -25,26 +30,26 @@ def parallel_heads(head_tiles: int, programs: int) -> int:
 
 
 def key_bundles(max_kv_len: int, tile: SplitTile) -> tuple[int, int]:
-    """How the longest row of keys is cut into bundles.
+    """How the keys of the longest request are cut into segment groups.
 
     Args:
-        max_kv_len: its keys.
-        tile: of the split-KV kernel.
+        max_kv_len: most keys of any request, in tokens.
+        tile: tile of the split-KV kernel.
 
     Returns:
-        Segments of a bundle, and most bundles of a row.
+        Segments of a segment group, and most segment groups of a request.
     """
     bundle = bundle_segments(max_kv_len, tile.segment_scale)
     return bundle, cdiv(max_segments(cdiv(max_kv_len, tile.segment_scale)), bundle)
 
 
 def most_rows(limits: SplitLimits, tile: SplitTile, short_query: int) -> int:
-    """Most rows of a plan, before they are cut into bundles.
+    """Most work items of a plan, if each had all keys, not one segment group.
 
     Args:
-        limits: of the engine.
-        tile: of the split-KV kernel.
-        short_query: most query tokens of a request that has rows; 0 where none has.
+        limits: the engine's limits.
+        tile: tile of the split-KV kernel.
+        short_query: most query tokens of a request that has work items; 0 where none has any.
     """
     reqs, tokens = limits.max_num_seqs, limits.max_num_tokens
     return min(
@@ -54,15 +59,17 @@ def most_rows(limits: SplitLimits, tile: SplitTile, short_query: int) -> int:
 
 
 def most_slots(limits: SplitLimits, tile: SplitTile, moved: int | None, bundle: int) -> int:
-    """Most segments of a row, or of a bundle of it, that a program may have states of.
+    """State slots for segments that a program needs: most segments that a work item can have.
 
     Args:
-        limits: of the engine.
-        tile: of the split-KV kernel.
-        moved: query tokens that move a window; None for as many as move it through all keys.
-        bundle: segments of a bundle; 0 where rows are not cut into any.
+        limits: the engine's limits.
+        tile: tile of the split-KV kernel.
+        moved: most query tokens of a work item's request, by which a window moves on; None where
+            they may move it through all keys.
+        bundle: segments of a segment group; 0 where keys are not cut into segment groups.
     """
-    # Behind a window a short query sees little more than it; a long one moves it through all.
+    # A short query sees hardly more keys than a window has. A long query moves the window through
+    # all keys.
     span = None if limits.window is None or moved is None else limits.window + moved
     slots = max_segments(cdiv(limits.max_kv_len, tile.segment_scale), span)
     return min(slots, bundle) if bundle else slots

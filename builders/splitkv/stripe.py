@@ -12,8 +12,10 @@ class Stripe:
     size: int
     """Number of ranks."""
     rank: int
+    """This rank, from 0."""
     interleave: int
-    """Consecutive tokens that a rank keeps before the next rank's turn, in their order."""
+    """Consecutive tokens that a rank keeps before it is the next rank's turn; ranks take turns in
+    the order of their numbers."""
 
     def local_len(self, length: int) -> int:
         """Number of a request's first ``length`` tokens that this rank keeps."""

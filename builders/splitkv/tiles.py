@@ -1,6 +1,7 @@
-"""Tiles of the dense attention kernels: functions of the layer's shape and the GPU.
+"""Tiles of the attention kernels: how many queries and keys a program multiplies at a time.
 
-Builders and launchers share them, so that a plan and the kernels that it is for agree.
+A tile follows from the layer's shape and the GPU. Builders and launchers call the same functions,
+so a plan and the kernels that it is made for agree.
 """
 
 from __future__ import annotations
@@ -13,19 +14,23 @@ from specs.devices import DeviceKind, GpuFacts
 MOST_ROWS = 64
 """Query rows (tokens x heads of a group) of a tile of the split-KV kernel, at most."""
 MOST_CELLS = 8192
-"""Elements of such a tile's output, at most: a thread keeps two states of its share."""
+"""Most elements of the output of a split-KV tile: each thread keeps its share of two outputs in
+registers."""
 LARGE_SHARED_MEMORY = 160 * 1024
-"""Bytes of shared memory from which on prefill has its large tiles."""
+"""Bytes of shared memory of a multiprocessor from which on the prefill kernel has large tiles."""
 
 
 @dataclass(frozen=True)
 class DenseShape:
-    """What tile sizes depend on, of a layer with K and V per KV head."""
+    """The facts of a layer with keys and values per KV head that tile sizes depend on."""
 
     num_heads: int
+    """Query heads."""
     num_kv_heads: int
     head_size: int
+    """Elements of a query or key of one head."""
     head_size_v: int
+    """Elements of a value of one head."""
     itemsize: int
     """Bytes of an element of the model."""
     stored_bits: int
@@ -47,7 +52,7 @@ class SplitTile:
     """Launch configuration of the split-KV kernel."""
 
     rows: int
-    """M of the tile, a power of two."""
+    """Query rows (tokens x heads) that the tile multiplies, some of them unused; a power of two."""
     tile_heads: int
     """Query heads of a tile, of one KV head."""
     head_tiles: int
@@ -57,17 +62,25 @@ class SplitTile:
     kv_tile: int
     """Keys of a tile."""
     segment_scale: int
-    """Segments are this many times as long: a state grows with the rows, its cost should not."""
+    """Segments are this many times as long as :data:`builders.splitkv.segments.SEGMENT`: a state
+    grows with the query rows, and its cost for each key should not."""
     num_warps: int
     num_stages: int
+    """Tiles of keys and values that the loop over keys has under way."""
     programs_per_sm: int
+    """Programs that run on a multiprocessor at the same time."""
     max_registers: int | None
-    """Registers per thread that the programs of a multiprocessor leave each other; named, since
-    ptxas takes fewer and spills. None where there is no such option."""
+    """Registers that each thread may have with ``programs_per_sm`` programs on a multiprocessor.
+
+    The launch names the number because ptxas by itself takes fewer and spills. None on GPUs whose
+    compiler has no such option."""
 
     @property
     def segment_unit(self) -> int:
-        """Tokens of a tile, in the positions that :mod:`builders.splitkv.segments` knows."""
+        """Positions of :mod:`builders.splitkv.segments` that a tile spans.
+
+        Each position stands for ``segment_scale`` tokens.
+        """
         return self.kv_tile // self.segment_scale
 
 
@@ -76,39 +89,46 @@ class PrefillTile:
     """Launch configuration of the prefill kernel."""
 
     query_tile: int
+    """Query tokens of a tile."""
     kv_tile: int
+    """Keys of a tile."""
     num_warps: int
     num_stages: int
+    """Tiles of keys and values that the loop over keys has under way."""
     pair_stages: int = 0
-    """Stages for keys of 192 and values of 128 16-bit elements (latent attention, expanded), the
-    last 64 columns of whose keys are then loaded and multiplied apart, where others are padded to
-    256. 0 where those are padded too."""
+    """``num_stages`` for keys of 192 and values of 128 16-bit elements (expanded latent attention).
+
+    The kernel then loads and multiplies the last 64 columns of the keys apart, instead of padding
+    keys to 256 columns. 0 means that it pads them."""
 
     @property
     def for_pair(self) -> PrefillTile:
-        """The same for a layer of such heads."""
+        """The tile for a layer with keys of 192 and values of 128 elements."""
         return replace(self, num_stages=self.pair_stages or self.num_stages)
 
 
 @dataclass(frozen=True)
 class HopperTile:
-    """Launch configuration of the prefill kernel for Hopper."""
+    """Launch configuration of the Hopper prefill kernel."""
 
     packed: int
     """Query heads of a tile, of one KV head: a power of two."""
     warp_groups: int
     """Warp groups that multiply, of 64 query rows each."""
     kv_tile: int
+    """Keys of a tile."""
     width: int
     """The head size, rounded up to a power of two."""
     run: int
     """Consecutive tokens of a page that are loaded at once."""
     query_stages: int
+    """Tiles of queries that shared memory holds."""
     num_stages: int
+    """Tiles of keys and values that shared memory holds."""
     registers: int
     """Registers of a thread that multiplies."""
     extra: int = 0
-    """Columns of keys beyond ``width``, which is then that of values."""
+    """Columns that keys have beyond ``width``; if there are any, ``width`` is that of values."""
 
     @property
     def rows_per_group(self) -> int:
@@ -123,39 +143,41 @@ class HopperTile:
 
 @dataclass(frozen=True)
 class HopperDecodeTile:
-    """Launch configuration of the split-KV kernel for Hopper."""
+    """Launch configuration of the Hopper split-KV kernel."""
 
     split: SplitTile
-    """What the plan knows of it; and the plain kernel's launch configuration over such a plan, for
-    a layer that only its tensors show not to be served."""
+    """The tile as the plan knows it. It is also the portable kernel's launch configuration over the
+    same plan, for layers whose tensors turn out not to be served by the Hopper kernel."""
     run: int
     """Consecutive tokens of a page that are loaded at once."""
     num_stages: int
-    """Tiles under way."""
+    """Tiles of keys and values that shared memory holds."""
     least_tiles: int | None = None
-    """Rows are cut between any two tiles, for shares of so many tiles at least; None cuts them
-    where segments end. See :mod:`attn.kernels.latent.hopper_wide.kernel`, whose states are too
-    large for that."""
+    """Fewest tiles of a share, where work items are cut between any two tiles; None where they are
+    cut at segments only.
+
+    :mod:`attn.kernels.latent.hopper_wide.kernel` cuts between any two tiles, because its states are
+    too large to store one for every segment."""
     row_cost: int = 0
-    """Tiles that the beginning of such a row takes as long as: programs of many short rows would be
-    waited for."""
+    """Tiles that take as long as the beginning of a work item, where work items are cut between any
+    two tiles. Shares count it, so that programs with many short work items end with the others."""
     consumers: int = 1
-    """Warp groups that multiply, each with every other tile of keys, whose states meet at the end
-    of each segment: see :mod:`attn.kernels.dense.hopper_decode.kernel`, the only kernel that has
+    """Warp groups that multiply. With two, each takes every other tile of keys, and their states
+    are merged at the end of each segment. Only :mod:`attn.kernels.dense.hopper_decode.kernel` has
     two."""
 
 
 def split_tile(
     shape: DenseShape, gpu: GpuFacts, max_query_len: int, window: int | None = None
 ) -> SplitTile:
-    """The split-KV tile of a layer.
+    """The portable split-KV kernel's tile of a layer.
 
-    One shape serves every row of a configuration, so that a row's bits do not depend on the number
-    of tokens that it is computed with.
+    All work items of a configuration have the same tile, so a request's bits do not depend on how
+    many of its tokens are computed together.
 
     Args:
         shape: the layer.
-        gpu: what runs it.
+        gpu: the GPU that runs the layer.
         max_query_len: query tokens of a verify, all of which should share one pass over the keys.
         window: largest visible span of one query, or None.
     """
@@ -163,26 +185,28 @@ def split_tile(
     head_tiles = cdiv(shape.group, most_rows)
     tile_heads = cdiv(shape.group, head_tiles)
     rows = min(max(power_of_two(tile_heads * max_query_len), 16), most_rows)
-    # About 16 KiB of keys and as much of values in a stage.
+    # A stage holds about 16 KiB of keys and as much of values.
     wide = shape.itemsize > 2
     kv_tile = min(max((4096 if wide else 8192) // shape.width, 16), 128)
     narrow = shape.stored_bits < 16
     if rows == MOST_ROWS and shape.width <= 64 and not (wide or narrow):
-        # Scores of twice as many keys are spilled: a verify of 64 rows took 302 us on an H200, so
-        # 180. At head size 128 full batches gain likewise, but few programs take 1.4 times as long.
+        # Scores of 64 rows and twice as many keys are spilled. On an H200 a verify of 64 rows took
+        # 302 us with twice as many keys, and takes 180 us. At head size 128 full batches gain as
+        # well, but a step of few programs takes 1.4 times as long.
         kv_tile //= 2
     stages = 4 if narrow else 3
     warps, most_programs = 4, 2
     if narrow and rows == 16:
-        # What is read has to be converted too: more keys between two barriers, for more warps.
+        # Stored elements have to be dequantised too, which takes more warps. More keys between two
+        # barriers give the warps enough work.
         kv_tile, stages, warps = min(2 * kv_tile, 128), 3, 8
     elif rows == 16 and shape.width <= 64 and not wide and (window or 4096) <= 256:
-        # Of a few tiles each, it is the number of rows under way at once that counts. Wider heads
-        # would spill with two warps.
+        # Behind a narrow window a work item has few tiles, so the number of work items under way
+        # decides: four programs of two warps. Wider heads would spill with two warps.
         kv_tile, stages, warps, most_programs = 64, 2, 2, 4
     row_bytes = 2 * shape.width * shape.stored_bits // 8
     room = gpu.shared_memory
-    # The query, and the output on its way from one arrangement to another.
+    # Shared memory also holds the query, and the fp32 output while its layout changes.
     fixed = rows * shape.width * (shape.itemsize + 4)
 
     def needed() -> int:
@@ -199,7 +223,7 @@ def split_tile(
         rows=rows,
         tile_heads=tile_heads,
         head_tiles=head_tiles,
-        # Scratch grows with it: no more than what should share one pass over the keys.
+        # Scratch grows with the query tokens of a tile, so there are no more than a verify has.
         query_tokens=max(1, min(rows // tile_heads, max_query_len)),
         kv_tile=kv_tile,
         segment_scale=1 if rows <= 16 else rows // 8,
@@ -216,7 +240,7 @@ def registers_per_thread(num_warps: int) -> int:
 
 
 def prefill_tile(shape: DenseShape, gpu: GpuFacts) -> PrefillTile:
-    """The prefill tile of a layer on a GPU."""
+    """The portable prefill kernel's tile of a layer on a GPU."""
     if shape.itemsize > 2:
         return PrefillTile(32, 32 if shape.width <= 128 else 16, 4, 2)
     small = gpu.shared_memory < LARGE_SHARED_MEMORY
@@ -225,8 +249,8 @@ def prefill_tile(shape: DenseShape, gpu: GpuFacts) -> PrefillTile:
     if shape.width <= 128:
         return PrefillTile(64, 64, 4, 2 if small else 3)
     if shape.width <= 256:
-        # Products by warp group read from one stage more than is loaded: with two, each iteration
-        # waits for what the last one asked for.
+        # On Hopper a product still reads one stage while the next is loaded. With two stages every
+        # iteration would wait for the load that the previous iteration started.
         pair = 3 if gpu.kind is DeviceKind.SM90 else 0
         return PrefillTile(64, 32, 4, 2) if small else PrefillTile(128, 64, 8, 2, pair)
     return PrefillTile(32, 16, 4, 2) if small else PrefillTile(64, 32, 8, 2)

@@ -1,4 +1,4 @@
-"""What every builder does: one record per step, nothing written, vLLM's own batch accepted."""
+"""Every builder makes one record per step, writes nothing on the batch, and takes vLLM's own."""
 
 import copy
 import dataclasses
@@ -36,7 +36,7 @@ SEQ_LENS = (9, 33, 6, 30, 5, 0)
 
 
 def spec_of(backend: type[AttentionBackend]) -> AnyKVCacheSpec:
-    """A layer that the backend serves, in blocks of its kernel."""
+    """Spec of a layer that the backend serves, with a block size that its kernel takes."""
     block_size = backend.get_preferred_block_size(16)
     dtype = backend.capabilities.dtypes[0]
     if backend.is_mla():
@@ -60,12 +60,12 @@ def builder_of(name: str) -> AttentionMetadataBuilder[Any]:
 
 
 def batch_for(builder: AttentionMetadataBuilder[Any]) -> CommonAttentionMetadata:
-    """A mixed batch in the blocks of the builder's layer, unused table entries wild."""
+    """A mixed batch in blocks of the builder's layer; unused table entries are out of range."""
     return make_batch(QUERY_LENS, SEQ_LENS, builder.kv_cache_spec.block_size)
 
 
 def contents(value: Any) -> Any:
-    """A record with everything in it, as plain comparable values."""
+    """All contents of a record as values that can be compared."""
     if isinstance(value, torch.Tensor):
         return (str(value.dtype), value.tolist())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -77,7 +77,7 @@ def contents(value: Any) -> Any:
 
 
 def unchanged(batch: CommonAttentionMetadata, before: CommonAttentionMetadata) -> list[str]:
-    """Fields that differ; [] when nothing was written."""
+    """Names of the fields that differ; [] when nothing was written."""
     names = [field.name for field in dataclasses.fields(CommonAttentionMetadata)]
     return [name for name in names if not same(getattr(batch, name), getattr(before, name))]
 

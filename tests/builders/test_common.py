@@ -1,4 +1,4 @@
-"""The batch of a step: vLLM's fields, copies that lose none, and checks that name the culprit."""
+"""The batch of a step has vLLM's fields, its copies lose none, and its checks name the argument."""
 
 import dataclasses
 from dataclasses import MISSING, make_dataclass
@@ -71,7 +71,8 @@ IN_BOTH_VERSIONS = [name for name in VLLM_026_FIELDS if name in VLLM_033_FIELDS]
 
 FIELDS = {field.name: field for field in dataclasses.fields(CommonAttentionMetadata)}
 
-# What leads each field: (rows or tokens, entries beyond); the others keep their value.
+# Leading axis of each field, and how many entries it has beyond one per request or token. Fields
+# that are not listed keep their value.
 LEADING = {
     "query_start_loc": ("reqs", 1),
     "query_start_loc_cpu": ("reqs", 1),
@@ -104,7 +105,7 @@ def make_batch(
     seq_lens: tuple[int, ...] = SEQ_LENS,
     block_size: int = BLOCK_SIZE,
 ) -> CommonAttentionMetadata:
-    """A decoder batch whose used blocks are 1, 2, ...; unused table entries hold a wild id."""
+    """A decoder batch whose used blocks are 1, 2, ...; unused table entries are out of range."""
     blocks = [-(-seq_len // block_size) for seq_len in seq_lens]
     table = torch.full((len(seq_lens), max(blocks, default=0) + 1), 999_999, dtype=torch.int32)
     used = 1
@@ -137,14 +138,14 @@ def filled_batch() -> CommonAttentionMetadata:
 def stand_in_for_vllm(
     batch: CommonAttentionMetadata, names: list[str], **private: Any
 ) -> CommonAttentionMetadata:
-    """An object of another class with these fields alone, as a builder may be given one."""
+    """An object of another class with only these fields, which a builder may be given."""
     cls = make_dataclass("VllmStandIn", [*names, *private])
     made: Any = cls(*(getattr(batch, name) for name in names), **private)
     return made
 
 
 def same(ours: Any, theirs: Any) -> bool:
-    """Equality of field values, tensors and arrays included."""
+    """Whether two field values are equal; they may be tensors or arrays."""
     if isinstance(ours, torch.Tensor):
         return isinstance(theirs, torch.Tensor) and torch.equal(ours, theirs)
     if isinstance(ours, np.ndarray):

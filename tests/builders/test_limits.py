@@ -1,5 +1,7 @@
-"""What builders are sized for: both sides of every limit, of lengths that the host knows and of
-lengths that it only has a bound of.
+"""Builders take batches at every limit and refuse batches beyond it.
+
+This holds for lengths that the host knows. A bound on the host that exceeds a limit is no reason to
+refuse a batch.
 """
 
 from __future__ import annotations
@@ -50,9 +52,9 @@ BUILDERS = {
     "indexer": (IndexerMetadataBuilder, IndexerSpec(), {"index_topk": 8}),
 }
 BOUNDED = [name for name in BUILDERS if name not in HOST]
-"""They serve an engine whose host has bounds alone."""
+"""Builders that serve an engine whose host has only bounds of the lengths."""
 UPDATING = [name for name in BOUNDED if BUILDERS[name][0].supports_draft_decode_metadata_update]
-"""Their records follow lengths that a draft step moves on the device."""
+"""Builders whose records follow lengths that a draft step moves on the device."""
 
 
 @pytest.fixture(autouse=True)
@@ -74,20 +76,20 @@ def batch_of(
     query_lens: tuple[int, ...], seq_lens: tuple[int, ...], columns: int = 5
 ) -> CommonAttentionMetadata:
     table = 1 + torch.arange(len(seq_lens) * columns, dtype=torch.int32).view(-1, columns)
-    # Made over a table that is wide enough, which a step's need not be.
+    # from_lengths wants a table that is wide enough, which the table of a step need not be.
     wide = table.repeat(1, 2)
     batch = CommonAttentionMetadata.from_lengths(query_lens, seq_lens, wide, P)
     return batch.replace(block_table_tensor=table)
 
 
 def bounded(batch: CommonAttentionMetadata, bound: int) -> CommonAttentionMetadata:
-    """The batch, of which the host knows a bound alone."""
+    """The batch with nothing but a bound of its lengths on the host."""
     bounds = torch.full_like(batch.seq_lens, bound)
     return batch.replace(max_seq_len=bound, seq_lens_cpu_upper_bound=bounds)
 
 
 FULL = batch_of((1, 1, 98, 100), (LONGEST, LONGEST, LONGEST, LONGEST))
-"""All that a step can be."""
+"""The largest step that the limits allow."""
 BEYOND = {
     "requests": (batch_of((1,) * 5, (40,) * 5), r"num_reqs \(5\) exceeds max_num_seqs \(4\)"),
     "tokens": (
@@ -132,7 +134,7 @@ def test_one_more_is_refused_with_both_values(name: str, limit: str) -> None:
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_bound_above_a_limit_is_no_length(name: str) -> None:
-    # As graphs are captured, and as wide as may be.
+    # A graph is captured with bounds that may be larger than any limit.
     wide = FULL.replace(max_seq_len=10**6)
     assert builder_of(name).build(0, wide).num_actual_tokens == TOKENS
     decodes = batch_of((1, 1), (40, LONGEST)).replace(max_seq_len=10**6)
@@ -223,7 +225,7 @@ def cross_builder(cls: Any, **settings: Any) -> Any:
 
 
 def cross_batch(*lens: int, columns: int = 2, known: bool = True) -> CommonAttentionMetadata:
-    """Decodes of an eighth token each, whatever the encoder's lengths."""
+    """Decodes, each of its request's eighth token, with the given encoder lengths."""
     batch = batch_of((1,) * len(lens), (8,) * len(lens), columns)
     encoder_lens = torch.tensor(lens, dtype=torch.int32)
     on_host = np.array(lens, dtype=np.int32) if known else None
@@ -238,7 +240,7 @@ def test_an_encoder_has_a_limit_of_its_own(cls: Any, is_exact: bool) -> None:
     message = r"encoder_seq_lens_cpu\[1\] \(71\) exceeds max_encoder_len \(70\)"
     with pytest.raises(ValueError, match=message):
         builder.build(0, cross_batch(0, 71))
-    # Lengths of the decoder are another limit's.
+    # Lengths of the decoder have another limit, so a bound on them is no reason to refuse.
     long = cross_batch(70, 3).replace(max_seq_len=10**6)
     assert builder.build(0, long).seq_lens.tolist() == [70, 3]
     with pytest.raises(ValueError, match=r"\(65\) needs 2 blocks of 64, .* has 1 columns"):

@@ -1,4 +1,4 @@
-"""Where decodes end, and batches reordered so that they come first."""
+"""The boundary behind the decodes of a batch, and the reordering that puts decodes first."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def test_the_boundary_is_the_first_row_that_is_no_decode(
     short_extends_decode: bool,
 ) -> None:
     lens = [new for new, _, _ in requests]
-    # In a uniform batch padding follows the decodes: it is never the first row of several.
+    # In a uniform batch padding follows the decodes, so it is never the first request of several.
     assume(not require_uniform or not any(lens) or lens[0] > 0)
 
     def is_decode(new: int, prefilling: bool) -> bool:
@@ -162,7 +162,7 @@ PER_TOKEN = ["slot_mapping", "positions"]
 
 
 def request_of(batch: CommonAttentionMetadata, row: int) -> dict[str, Any]:
-    """Everything that belongs to one request."""
+    """All values in a batch that belong to one request."""
     start, stop = batch.query_start_loc_cpu[row : row + 2].tolist()
     assert batch.query_start_loc[row : row + 2].tolist() == [start, stop]
     found = {name: getattr(batch, name)[row].tolist() for name in PER_REQUEST}

@@ -1,5 +1,6 @@
-"""At the limits that a step is planned for, values are the oracle's: no key is left out, whether
-the host knows the lengths or has a bound that runs ahead of them.
+"""Results at the limits of a step are the oracle's, so no plan leaves out a key.
+
+The host knows the lengths, or has a bound that is larger.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def trial_of(name: str, case: AnyCase) -> Trial:
 def problems(
     trial: Trial, batch: CommonAttentionMetadata | None = None, **settings: Any
 ) -> dict[str, Any]:
-    """What is wrong with the results of a step that was built with these settings."""
+    """All findings about the results of a step that was built with these settings."""
     record = trial.builder(trial.config.replace(**settings)).build(0, batch or trial.inputs.batch)
     results = trial.attend(record, trial.inputs, trial.cache())
     result = CaseResult()
@@ -84,7 +85,7 @@ def problems(
 
 
 def known(trial: Trial) -> CommonAttentionMetadata:
-    """The step's batch with the host's lengths exact."""
+    """The step's batch with exact lengths on the host."""
     batch = trial.inputs.batch
     lens = batch.seq_lens.cpu()
     return batch.replace(max_seq_len=int(lens.max()), seq_lens_cpu_upper_bound=lens)

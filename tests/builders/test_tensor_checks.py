@@ -1,5 +1,6 @@
-"""Tensors of another type, shape or block size than the layer, the step or the cache have are
-refused, by every triple, with the argument's name; no number is made of them.
+"""Every triple refuses tensors of another type, shape or block size than its layer, step or cache.
+
+The error names the argument, and nothing is computed.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ OTHER = {
 
 @dataclass
 class Triple:
-    """A backend, in a case that it serves here, and what stands for its packages."""
+    """A backend, a case that it serves, and a context that emulates the packages it needs."""
 
     backend: type[AttentionBackend]
     case: Case | LatentCase
@@ -132,7 +133,7 @@ def triple(request: pytest.FixtureRequest) -> Iterator[Triple]:
 
 
 def forward_of(trial: Trial) -> dict[str, Any]:
-    """Arguments of a forward that is right."""
+    """Arguments of a forward that is not refused."""
     inputs, heads = trial.inputs, HEADS
     rows = len(inputs.query)
     return {
@@ -149,7 +150,7 @@ def forward_of(trial: Trial) -> dict[str, Any]:
 
 
 def update_of(trial: Trial) -> dict[str, Any]:
-    """Arguments of a cache write that is right."""
+    """Arguments of a cache write that is not refused."""
     inputs = trial.inputs
     return {
         "layer": trial.layer,
@@ -162,32 +163,32 @@ def update_of(trial: Trial) -> dict[str, Any]:
 
 @dataclass
 class Wrong:
-    """A call that is to be refused."""
+    """A call that must be refused."""
 
     message: str
     """Pattern of the error's message."""
     changes: Callable[[dict[str, Any], Trial], dict[str, Any]]
     case: dict[str, Any] = field(default_factory=dict)
-    """Fields of the case that make the layer."""
+    """Fields by which the case of the layer differs from the usual one."""
 
 
 def recast(name: str) -> Callable[[dict[str, Any], Trial], dict[str, Any]]:
-    """One tensor in the other 16-bit type."""
+    """A change that puts one tensor into the other 16-bit type."""
     return lambda given, _: {name: given[name].to(OTHER[given[name].dtype])}
 
 
 def shaped(name: str, *shape: int) -> Callable[[dict[str, Any], Trial], dict[str, Any]]:
-    """One tensor with rows of another shape."""
+    """A change that gives one tensor rows of another shape."""
     return lambda given, _: {name: given[name].new_zeros(len(given[name]), *shape)}
 
 
 def shorter(name: str) -> Callable[[dict[str, Any], Trial], dict[str, Any]]:
-    """One tensor without all its rows."""
+    """A change that takes rows away from one tensor."""
     return lambda given, _: {name: given[name][:3]}
 
 
 def cache_of(**fields: Any) -> Callable[[dict[str, Any], Trial], dict[str, Any]]:
-    """A cache of another kind, with blocks enough."""
+    """A change that gives the call a cache of another kind, with enough blocks."""
 
     def change(_: dict[str, Any], trial: Trial) -> dict[str, Any]:
         spec = trial.spec.replace(page_size_padded=None, **fields)
@@ -323,14 +324,14 @@ UPDATES = {
 
 
 def refused(trial: Trial, method: str, given: dict[str, Any], wrong: Wrong) -> str:
-    """The message of the refusal."""
+    """The message of the error that refuses the call."""
     with pytest.raises(ValueError, match=wrong.message) as caught:
         getattr(trial.impl, method)(**{**given, **wrong.changes(given, trial)})
     return str(caught.value)
 
 
 def told_alike(wrong: Wrong, method: str, given_of: Callable[[Trial], dict[str, Any]]) -> None:
-    """TORCH_REF and TRITON_ATTN refuse it with the same words, and nothing else."""
+    """Check that TORCH_REF and TRITON_ATTN refuse a call with the same message."""
     said = set()
     for name in SAME_WORDS:
         trial = DENSE[name].trial(**wrong.case)
@@ -369,7 +370,7 @@ ROTATIONS = {
 
 
 def rotation_of(trial: Trial) -> dict[str, Any]:
-    """Arguments of a rotation with cache write that is right."""
+    """Arguments of a rotation with cache write that is not refused."""
     given = update_of(trial)
     given["layer_slot_mapping"] = given.pop("slot_mapping")
     return given | {
@@ -594,7 +595,7 @@ def test_a_latent_layer_without_its_scale_is_refused(name: str) -> None:
         trial = latent_trial(name)
         given = mqa_of(trial) | {"layer": SimpleNamespace()}
         if name in ("FLASHINFER_MLA", "TRTLLM_MLA"):
-            # They read it of an fp8 cache alone.
+            # These backends read the layer's scales only with an fp8 cache.
             trial.impl.forward_mqa(**given)
             return
         with pytest.raises(ValueError, match="layer must have _k_scale, a float32 tensor"):

@@ -1,4 +1,4 @@
-"""Draft steps: each moves every request one token on, and writes on nothing."""
+"""A draft step moves every request on by one token, and writes on no tensor of the batch."""
 
 import copy
 import dataclasses
@@ -21,7 +21,7 @@ from tests.builders.test_common import (
 
 MAX_MODEL_LEN = 14
 
-# (new tokens, cached tokens, rejected of the new): a row of (0, 0, 0) is padding.
+# (new tokens, cached tokens, rejected new tokens) of each request; (0, 0, 0) is padding.
 requests_of = st.lists(
     st.tuples(st.integers(0, 4), st.integers(0, 9))
     .flatmap(lambda pair: st.tuples(st.just(pair), st.integers(0, max(pair[0] - 1, 0))))
@@ -52,13 +52,13 @@ def test_steps_are_those_of_a_loop_over_requests(
 ) -> None:
     batch = batch_with_room(requests, block_size)
     table = batch.block_table_tensor
-    # A row without tokens is padding, whatever its length.
+    # A request without new tokens is padding, whatever its length.
     lens = [new + cached - rejected if new else 0 for new, cached, rejected in requests]
     rejected = torch.tensor([row[2] for row in requests], dtype=torch.int32)
     for step in range(steps):
         previous_max = batch.max_seq_len
         batch = advance(batch, block_size, MAX_MODEL_LEN, None if step else rejected)
-        # A row without keys stays padding; one at the limit becomes padding.
+        # A request without keys stays padding, and a request at the limit becomes padding.
         lens = [kept + 1 if 0 < kept < MAX_MODEL_LEN else 0 for kept in lens]
         slots = [
             int(table[row, (kv - 1) // block_size]) * block_size + (kv - 1) % block_size

@@ -1,4 +1,4 @@
-"""Draft steps by one object equal fresh builds, for dense and latent triples alike."""
+"""Draft steps of one ``MultiStepDraft`` equal fresh builds, for dense and latent triples."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ TRIPLES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "FLASHINFER_MLA": (FlashInferMlaMetadataBuilder, LATENT, {}),
 }
 HOST = ("FLASHINFER", "FLASHINFER_MLA", "TRITON_FLASHINFER")
-"""They plan on the host."""
+"""Backends whose builders plan on the host."""
 
 
 class Mixed(MixedMetadataBuilder):
@@ -99,8 +99,9 @@ def builder_of(name: str) -> Any:
 
 
 def verified() -> tuple[CommonAttentionMetadata, torch.Tensor, torch.Tensor]:
-    """A verify of four tokens of each of 64 requests, some of which end at the model's limit or are
-    padding; and how many of each were refused, on the device and on the host.
+    """A verify of four tokens for each of 64 requests, and its refused tokens on device and host.
+
+    Some requests end at the model's limit, and some are padding.
     """
     generator = torch.Generator().manual_seed(0)
     lens = torch.randint(4, 161, (REQS,), generator=generator).tolist()
@@ -116,7 +117,7 @@ def verified() -> tuple[CommonAttentionMetadata, torch.Tensor, torch.Tensor]:
 
 
 def used(record: Any) -> Any:
-    """What a record says; of scratch, and of what the host only sizes by, nothing."""
+    """Contents of a record that decide results, without scratch and host sizes."""
     kept = contents(record)
     kept["planned"] = contents(planned_of(record))
     for name in ("query", "workspace", "counters"):
@@ -126,7 +127,7 @@ def used(record: Any) -> Any:
 
 
 def planned_of(record: Any) -> Any:
-    """What FlashInfer was told of a step, where it was."""
+    """The arguments with which a record's FlashInfer wrappers were planned."""
     decode = getattr(record, "decode", None)
     parts = decode, getattr(record, "prefill", None), getattr(decode, "decode", None)
     wrappers = [getattr(part, "wrapper", None) for part in parts]
@@ -166,15 +167,15 @@ def test_steps_equal_fresh_builds(name: str) -> None:
         assert same(used(record), used(fresh))
         assert record.slot_mapping.tolist() == fresh.slot_mapping.tolist()
         addresses.add(record.slot_mapping.data_ptr())
-    # A graph finds every step at one address.
+    # A graph of all steps finds the slots of every step at one address.
     assert len(addresses) == 1
 
 
 @pytest.mark.parametrize("name", TRIPLES)
 def test_the_bound_of_lengths_holds_for_every_step_of_one_record(name: str) -> None:
-    """A graph of all steps replays batches of any length, so that the bound is the model's."""
+    """The bound is the model's limit, since a graph of all steps replays batches of any length."""
     batch, rejected, counts = verified()
-    # Far from the model's limit, so that a bound taken from the batch would be exceeded.
+    # Lengths are far from the model's limit, so a bound from the batch would be exceeded.
     lens = batch.seq_lens.clamp(max=100)
     short = batch.replace(seq_lens=lens, seq_lens_cpu_upper_bound=lens, max_seq_len=int(lens.max()))
     draft = MultiStepDraft(builder_of(name), STEPS)
@@ -244,7 +245,7 @@ def test_what_the_host_is_not_told_is_refused_with_the_reason(name: str) -> None
         draft.begin(batch, rejected, counts[1:])
     with pytest.raises(ValueError, match="of 64 requests on the host, got 64 beside none"):
         draft.begin(batch, None, counts)
-    # An engine's own draft steps come without them.
+    # Draft steps that an engine builds by itself have no lengths on the host.
     with pytest.raises(NotImplementedError, match=r"cannot plan draft step 1.*MultiStepDraft"):
         builder_of(name).build_for_drafting(batch, 1)
 

@@ -1,5 +1,7 @@
-"""Forwards of one layer, one after the other: launches get what a layer that never ran would give
-them, and all but the first of a kind go past Triton.
+"""Forwards of one layer, one after the other, launch with the right arguments and past Triton.
+
+A launch has the same arguments as that of a layer that never ran before. The first launch of each
+compiled variant goes through Triton, and the others go past it.
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ from tests.launch.test_launcher import Driver, compiled_for, gpu, hook_in_chain,
 __all__ = ["gpu"]
 HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 4, 2, 128, 16, 16
 WITHOUT_HOPPER = 1
-"""Of the variants below: the query whose rows are not aligned."""
+"""Number of the variants below that the Hopper kernels refuse: a query with rows not aligned."""
 PLAIN = ("plain", "fp8", "per head")
 STARTS_AHEAD = 6
-"""Where C functions are told so: behind the grid, the stream, the kernel and whether its programs
-run together."""
+"""Place of the C function's argument that lets a kernel start ahead: it is behind the grid, the
+stream, the kernel, and whether programs run together."""
 KINDS = {
     "hopper": ("hopper", "hopper", CacheDType.AUTO),
     "plain": ("triton", "triton", CacheDType.AUTO),
@@ -51,14 +53,14 @@ KINDS = {
 
 
 class Bench:
-    """A layer over kernels whose launches a driver notes, and its steps."""
+    """A layer and its steps, over kernels whose launches a stand-in driver notes."""
 
     def __init__(
         self, driver: Driver, kind: str, monkeypatch: pytest.MonkeyPatch, **options: Any
     ) -> None:
         self.driver, self.options = driver, options
         self.past = 0
-        """Launches past Triton."""
+        """Number of launches that went past Triton."""
         prefill, decode, self.cache_dtype = KINDS[kind]
         places = [
             (dense, decode_kernel),
@@ -113,7 +115,7 @@ class Bench:
         return replace(self.builder.build(0, batch), **changes)
 
     def step_ahead(self, *lens: int) -> TritonAttentionMetadata:
-        """One whose plain split-KV kernel may start while those before it end."""
+        """A step whose portable split-KV kernel may start while the kernel before it still runs."""
         step = self.step(*lens)
         assert step.split is not None
         return replace(step, split=replace(step.split, waits=True))
@@ -202,7 +204,7 @@ def test_launches_are_those_of_a_layer_that_never_ran(
             expected.append((given, bench.forward(bench.new_impl(), given)))
         except ValueError:
             refused += 1
-    # Asked for by name, the kernels for Hopper do not leave to others what they do not serve.
+    # A Hopper kernel that is wanted by name raises for launches that it does not serve.
     assert refused == (WITHOUT_HOPPER if kind == "hopper" else 0)
     bench.past, made = 0, 0
     for _ in range(300):
@@ -210,7 +212,8 @@ def test_launches_are_those_of_a_layer_that_never_ran(
         for _ in range(dice.randrange(1, 4)):
             assert bench.forward(bench.impl, given) == launches
             made += len(launches)
-    # All but the first of each kind, and kinds beyond those that a launcher keeps.
+    # The first launch of each variant goes through Triton, and so do launches of variants that a
+    # launcher has no room to keep.
     assert bench.past > 0.8 * made
 
 
@@ -224,7 +227,7 @@ def test_the_second_forward_goes_past_triton(
 ) -> None:
     bench = Bench(gpu, kind, monkeypatch)
     for number in range(4):
-        # Other tensors, and another record, each time.
+        # Each forward has other tensors and another record.
         bench.forward(bench.impl, common(bench))
         assert bench.past == 2 * number
 
@@ -243,7 +246,7 @@ def test_what_starts_ahead_does_so_past_triton_too(
 
 
 ALONE = {"prefill": ((40,), 40), "decodes": ((1, 2), 4)}
-"""Steps with rows of one kind, and how many query and output have."""
+"""Lengths of steps with requests of one kind only, and rows of their query and output."""
 
 
 def alone(bench: Bench, kind: str) -> dict[str, Any]:

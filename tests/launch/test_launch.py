@@ -1,4 +1,4 @@
-"""Launch records, and how little of a launch is prepared anew from call to call."""
+"""Launches as data, and how little of a launch is prepared anew from call to call."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 4, 2, 32, 16, 8
 
 @dataclass(eq=False)
 class Recorder:
-    """Stands for a kernel: it has its arguments and notes what it is launched with."""
+    """A stand-in for a kernel, with the kernel's arguments; it notes its launches."""
 
     arg_names: Sequence[str]
     calls: list[tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]] = field(
@@ -50,14 +50,14 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Parameter:
-    """Of a kernel."""
+    """A stand-in for a parameter of a kernel."""
 
     name: str
     is_constexpr: bool
 
 
 class Compiled(Recorder):
-    """Notes what it is compiled for, and in which thread."""
+    """A stand-in for a kernel that notes what it is compiled for, and in which thread."""
 
     @property
     def params(self) -> list[Parameter]:
@@ -222,7 +222,7 @@ class Bench:
 
     @property
     def variants(self) -> int:
-        """Variants prepared so far."""
+        """Number of compiled variants that are prepared so far."""
         return sum(
             len(launcher._splits) + len(launcher._tiled)
             for launcher in self.impl._launchers.values()
@@ -234,7 +234,7 @@ LAYER = DenseLayer(HEADS, KV_HEADS, SIZE, SIZE, 0.2, CacheDType.AUTO, True)
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
-    """Both kernels, replaced by what notes their launches."""
+    """Replaces both kernels by stand-ins that note their launches."""
     recorders = [Recorder(dense.decode_kernel.arg_names), Recorder(dense.prefill_kernel.arg_names)]
     monkeypatch.setattr(dense, "decode_kernel", recorders[0])
     monkeypatch.setattr(dense, "prefill_kernel", recorders[1])
@@ -261,7 +261,7 @@ def test_lengths_prepare_nothing_anew(kernels: list[Recorder]) -> None:
         bench.forward(bench.record(*lens), sum(lens))
         bench.forward(bench.record(*lens), sum(lens) + 5)
     assert bench.variants == 2
-    # Steps of long rows alone have none for it.
+    # A step with only long queries has no work items for the split-KV kernel.
     assert len(kernels[0].calls) == 7
     # Latent prefill has a cache of its own, of as many pages as a step needs.
     bench.cache = bench.spec.layout().allocate(2 * BLOCKS)
@@ -323,7 +323,7 @@ def test_a_variant_is_what_is_prepared_from_scratch(kernels: list[Recorder]) -> 
 
 
 class Operations(TorchDispatchMode):
-    """Notes every tensor operation."""
+    """A mode of torch that notes every tensor operation."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Launches past Triton: the same arguments for the same kernel, and Triton's wherever in doubt.
+"""Launches past Triton have the arguments that Triton would pass; doubtful ones go through Triton.
 
-Triton's own route runs here down to the C function, which is replaced by one that takes notes; so
-are the compiler, whose kernels are numbers, and the driver.
+Triton's own code runs in these tests down to the C function, for which a stand-in takes notes. The
+compiler and the driver have stand-ins too; compiled kernels are numbers.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ def source(
     size,
     TILE: tl.constexpr,
 ):
-    """Stands for a kernel; it is never compiled."""
+    """A stand-in for a kernel; it is never compiled."""
 
 
 VARYING = ("desc", "plan", "query_ptr", "table_ptr", "sinks_ptr", "count", "size")
 
 
 class Driver:
-    """Of a GPU that is not here: it encodes descriptors as tuples and notes launches."""
+    """A stand-in for a GPU's driver: it encodes descriptors as tuples and notes launches."""
 
     def __init__(self) -> None:
         self.device = 0
@@ -105,7 +105,10 @@ class Driver:
         return GPUTarget("cuda", 90, 32)
 
     def launched(self) -> list[Any]:
-        """The last launch as the GPU sees it: tensors are addresses, what hooks would see None."""
+        """The last launch's arguments as the GPU sees them.
+
+        Tensors are addresses, and arguments that only hooks would see are None.
+        """
         words: list[Any] = []
         for word in self.launches[-1]:
             words += word if isinstance(word, tuple | list) else [word]
@@ -120,7 +123,7 @@ class Driver:
 
     @property
     def was_past_triton(self) -> bool:
-        """Of the last launch: Triton gives tensors to its C function."""
+        """Whether the last launch went past Triton, which would pass tensors to its C function."""
         words = [word for given in self.launches[-1] for word in self._flat(given)]
         return not any(isinstance(word, torch.Tensor) for word in words)
 
@@ -130,7 +133,7 @@ class Driver:
 
 
 class CFunction:
-    """At the bottom of a launcher."""
+    """A stand-in for the C function at the bottom of Triton's launcher; it notes launches."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
@@ -151,7 +154,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Driver:
 def compiled_for(
     driver: Driver, signature: dict[str, str], number: int, options: Any = None
 ) -> Any:
-    """What Triton would have compiled, with the launcher that it would have made."""
+    """A compiled kernel as Triton would return it, with Triton's own launcher."""
     meta = [
         {"swizzle": 3, "elem_size": 2, "elem_type": 9, "block_size": [1], "fp4_padded": False}
         for kind in signature.values()
@@ -183,7 +186,7 @@ def compiled_for(
         name="kernel",
         _run=run,
     )
-    # Nothing is to be loaded.
+    # The test must not load any code.
     kernel._init_handles = lambda: None
     return kernel
 
@@ -266,7 +269,7 @@ def test_random_launches_have_tritons_kernel_and_arguments(gpu: Driver, seed: in
     known: list[dict[str, Any]] = []
     past = 0
     for _ in range(400):
-        # Mostly a launch seen before with one argument changed: what is reused wrongly shows.
+        # Most launches repeat an earlier one with one argument changed: a wrong reuse shows.
         given = arguments() if not known or dice.random() < 0.1 else {**dice.choice(known[:6])}
         name = dice.choice(VARYING)
         given[name] = dice.choice(pools[name]())
@@ -377,7 +380,7 @@ def test_no_tensor_is_kept_alive(gpu: Driver) -> None:
     assert [one() for one in kept] == [None, None]
 
 
-# -- Triton's.
+# -- Launches that go through Triton.
 
 
 @contextmanager
@@ -493,10 +496,10 @@ def test_a_launcher_that_does_something_else_is_tritons(gpu: Driver) -> None:
         return bool(fresh._compiled)
 
     class OtherLauncher(nvidia.CudaLauncher):
-        """Of another backend."""
+        """A launcher of another class than the known one."""
 
     class CudaLauncher(nvidia.CudaLauncher):
-        """Of a version that gives the C function more."""
+        """The launcher of a version of Triton that passes more to the C function."""
 
         def __call__(self, *given: Any) -> None:
             super().__call__(*given, "more")
@@ -504,7 +507,7 @@ def test_a_launcher_that_does_something_else_is_tritons(gpu: Driver) -> None:
     more = CudaLauncher
 
     class CudaLauncher(nvidia.CudaLauncher):  # type: ignore[no-redef]
-        """Of a version that gives it less."""
+        """The launcher of a version of Triton that passes less to the C function."""
 
         def __call__(self, *given: Any) -> None:
             self.launch(*given[:5])
@@ -804,7 +807,10 @@ def test_lengths_specialise_no_kernel_and_groups_stand_together(kernel: Any) -> 
 
 
 def waived(kernel: Any) -> dict[str, Any]:
-    """What the kernel was declared with; under the interpreter it is another class's."""
+    """The options with which a kernel was declared.
+
+    Under the interpreter the kernel is of another class, which keeps them elsewhere.
+    """
     kept = getattr(kernel, "kwargs", None) or vars(kernel)
     names = ("do_not_specialize", "do_not_specialize_on_alignment")
     return {name: kept.get(name) for name in names}

@@ -36,7 +36,10 @@ def int32(values: Any) -> torch.Tensor:
 
 
 def ragged(num_reqs: int, block_size: int, most: int) -> tuple[torch.Tensor, list[int]]:
-    """A strided table with wild unused entries, and lengths, one of them zero, one of them most."""
+    """A strided table whose unused entries are out of range, and lengths.
+
+    One length is zero, and one is the largest that the table allows.
+    """
     chance = random.Random(f"{num_reqs} {block_size}")
     lens = [chance.randrange(1, most + 1) for _ in range(num_reqs)]
     lens[0] = most
@@ -150,7 +153,7 @@ def test_lists_are_those_of_a_loop_over_pages(
     most: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Memory that was not cleared shows.
+    # Entries that the kernel should clear and does not become visible.
     monkeypatch.setattr(torch, "empty", lambda size, **given: torch.full((size,), -7, **given))
     table, lens = ragged(num_reqs, page_size, most)
     pages = [-(-length // page_size) for length in lens]

@@ -14,7 +14,7 @@ from builders.pages.paging import (
 )
 
 WILD = 777_777
-# (new tokens, cached tokens) of each request; no new token and none cached is a padding row.
+# (new tokens, cached tokens) of each request; (0, 0) is a padding request.
 rows_of = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 11)), max_size=6)
 
 
@@ -24,7 +24,7 @@ def int32(values: list[int]) -> torch.Tensor:
 
 
 def table_of(seq_lens: list[int], block_size: int, extra_columns: int = 1) -> torch.Tensor:
-    """Distinct blocks in descending order; unused entries hold a wild id."""
+    """A table of distinct blocks in descending order; unused entries are out of range."""
     blocks = [-(-seq_len // block_size) for seq_len in seq_lens]
     table = torch.full(
         (len(seq_lens), max(blocks, default=0) + extra_columns), WILD, dtype=torch.int32

@@ -1,4 +1,4 @@
-"""Tables of two phases: one launch, its twin in torch, and loops over requests agree."""
+"""Tables of the decode and prefill phases: the launch, its twin in torch, and loops agree."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def int32(values: Any) -> torch.Tensor:
 def step_of(
     seed: int, decodes: int, prefills: int, page: int, most: int, idle: bool, least: int = 1
 ) -> StepRows:
-    """A strided table with wild unused entries; decodes of one to four tokens, prefills of more."""
+    """A step with decodes of one to four tokens and longer prefills.
+
+    Its block table is strided, and unused entries are out of range.
+    """
     chance = random.Random(f"{seed} {decodes} {prefills} {page}")
     counts = [chance.randrange(1, 5) for _ in range(decodes)]
     counts += [chance.randrange(5, 40) for _ in range(prefills)]
@@ -63,7 +66,7 @@ def poisoned(num_reqs: int, most: int, page: int) -> PhaseTable:
 def listed(
     step: StepRows, order: list[int], page: int, width: int, window: int | None
 ) -> tuple[list[list[int]], list[int], list[int]]:
-    """Pages, keys and tokens of requests in an order, by loops."""
+    """Pages, keys and tokens of requests in the given order, computed by loops."""
     counts, lens = step.query_start_loc.diff().tolist(), step.seq_lens.tolist()
     blocks, rows, keys, tokens = step.block_table.tolist(), [], [], []
     for row in order:

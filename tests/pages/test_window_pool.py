@@ -1,4 +1,4 @@
-"""Blocks and slots of a pool of its own, against loops."""
+"""Blocks and slots of a window's own pool agree with loops."""
 
 from __future__ import annotations
 

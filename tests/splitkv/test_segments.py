@@ -1,4 +1,4 @@
-"""Segments: cut by position alone, and alike on host and device."""
+"""Segments follow from positions alone, and host and device agree on them."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _scalar_kernel(x_ptr, out_ptr, START: tl.constexpr):
 
 
 def on_device(numbers: list[int], *, start: bool = False, scalar: bool = False) -> list[int]:
-    """``segment_of`` of positions, or ``segment_start`` of segments, by Triton."""
+    """Triton's ``segment_of`` of positions, or its ``segment_start`` of segments."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x = torch.tensor(numbers, dtype=torch.int32, device=device)
     out, count = torch.full_like(x, -7), len(numbers)

@@ -1,4 +1,7 @@
-"""Split KV over rows long enough to be cut: prefixes, states, and the last that arrives."""
+"""The split-KV kernel over work items that are cut: stored states are folded to the right result.
+
+A work item is a ``row`` in names.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +36,22 @@ from specs.kv_cache import (
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GROUPS = 3
-"""Groups of programs that the work is cut between here, whatever the device."""
+"""Groups of programs that share the work in these tests, whatever the device."""
 
 DECODE = BatchSpec("long_decode", (1,) * 5, (5000, 2100, 40, 3333, 6000))
 VERIFY = BatchSpec("long_verify", (4, 1, 3, 2), (5003, 2049, 4097, 3070), num_speculative_tokens=3)
 SHORT_DECODE = BatchSpec("short_decode", (1,) * 3, (2100, 40, 3333))
 EXTEND = BatchSpec("long_extend", (16, 3, 16), (2053, 3000, 4104), num_speculative_tokens=3)
-"""Queries of several rows each, of which some do not see the request's last segment."""
+"""Queries of several work items each; some do not see the request's last segment."""
 GROUP_OF_FOUR = Heads(4, 1, 64)
 
 
 @pytest.fixture(autouse=True)
 def _a_small_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few programs, so that rows are cut; and the reference writes the cache, being fast here."""
+    """Plan for few programs, so that work items are cut.
+
+    The reference writes the cache, since it is fast under the interpreter.
+    """
     from builders.dense import triton_attn
 
     facts = device_facts
@@ -59,7 +65,7 @@ def _a_small_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, params=[BUNDLE, 2])
 def segments_of_a_bundle(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of few keys have several bundles too."""
+    """Use short segment groups too, so that requests with few keys have several."""
     if request.param == BUNDLE:
         return
     if DEVICE.type == "cuda":
@@ -73,7 +79,7 @@ def case_of(batch: BatchSpec = DECODE, **changes: Any) -> Case:
 
 @dataclass
 class Step:
-    """A case after one forward."""
+    """A case, its record, and the results of one forward."""
 
     trial: DenseTrial
     builder: Any
@@ -82,7 +88,7 @@ class Step:
 
     @property
     def runs(self) -> dict[int, list[tuple[int, int]]]:
-        """Per row of the plan, the runs of segments ``[begin, end)`` that groups own of it."""
+        """For each work item, the runs of its segments ``[begin, end)`` that groups own."""
         rows = self.record.split.rows.tolist()
         loops = self.record.split.head_loops
         found: dict[int, list[tuple[int, int]]] = {}
@@ -97,7 +103,7 @@ class Step:
 
     @property
     def cuts(self) -> int:
-        """Places inside rows where one group ends and another begins."""
+        """Places inside work items where one group ends and another begins."""
         return sum(len(runs) - 1 for runs in self.runs.values())
 
 
@@ -117,7 +123,7 @@ def step_of(trial: DenseTrial) -> Step:
 
 
 def check(step: Step, least_cuts: int = 1) -> None:
-    """Rows were cut, results are right, padding is untouched and the counters are back at zero."""
+    """Check that work items were cut, results are right, padding is untouched, counters are 0."""
     assert step.cuts >= least_cuts
     result = CaseResult()
     step.trial.judge(step.results, step.record, result)
@@ -153,7 +159,7 @@ def test_cut_rows_of_several_tokens_are_right(batch: BatchSpec, heads: Heads) ->
 
 
 def test_rows_that_do_not_see_their_last_segment_are_right() -> None:
-    """The plan is not cut where rows end when some requests of the batch are not causal."""
+    """Work items keep all segments of a request when some requests are not causal."""
     case = case_of(EXTEND, heads=Heads(8, 1, 32), feature=FEATURES["causal_per_request"])
     step = step_of(trial_of(case))
     rows = step.record.split.rows[: int(step.record.split.total[0])].tolist()
@@ -236,7 +242,7 @@ def test_a_layer_may_see_more_or_less_than_the_plan_knows(feature: str, plan: st
         with pytest.raises(ValueError, match=r"rswa_window \(300\) does not go together"):
             trial_of(case_of(SHORT_DECODE, feature=WINDOWED[feature]), PLANS[plan]).builder()
         return
-    # Rows of one token where the plan is cut short: each with its own start.
+    # Where the plan leaves out keys, work items have one token, each with its own first key.
     case = case_of(VERIFY if plan == "full" else SHORT_DECODE, feature=WINDOWED[feature])
     check(step_of(trial_of(case, PLANS[plan])), least_cuts=plan == "full")
 
@@ -250,7 +256,7 @@ def test_several_query_tiles_under_a_window_are_right() -> None:
 
 def test_long_queries_of_an_invariant_batch_under_a_window_are_right() -> None:
     batch = BatchSpec("long_window", (4200, 40), (4200, 900))
-    # With flags per request the plan does not end where causal rows do.
+    # With flags per request, work items keep keys that causal queries do not see.
     feature = Feature("window", causal=None, sliding_window=60)
     case = case_of(batch, heads=Heads(1, 1, 32), feature=feature)
     trial = trial_of(case)
@@ -261,7 +267,7 @@ def test_long_queries_of_an_invariant_batch_under_a_window_are_right() -> None:
     check(step)
 
 
-# -- Same row, same bits.
+# -- A request has the same bits whatever its batch.
 
 
 @pytest.mark.parametrize("batch", [DECODE, VERIFY], ids=lambda batch: batch.name)
@@ -279,7 +285,7 @@ def test_a_row_alone_gives_the_bits_it_gives_among_others(
         alone = Step(trial, step.builder, record, trial.attend(record, inputs, trial.cache()))
         assert same_bits(bits(alone.results), bits(step.results, tokens)), row
         cuts.append(alone.cuts)
-    # Alone, a row is cut in more places than among others.
+    # A request alone is cut in more places than among others.
     assert max(cuts) >= 2
 
 
@@ -324,7 +330,7 @@ def test_a_builders_record_serves_launch_after_launch() -> None:
 @pytest.mark.parametrize("cache_dtype", CACHES, ids=str)
 @pytest.mark.parametrize("size", [1e30, 1e-30])
 def test_bf16_queries_beyond_fp16s_range_are_right(cache_dtype: CacheDType, size: float) -> None:
-    """Quantised rows are multiplied in fp16, which bf16 queries of any size must survive."""
+    """bf16 queries of any size give right results, though products with keys are in fp16."""
     trial = trial_of(case_of(VERIFY, cache_dtype=cache_dtype, dtype=DType.BFLOAT16))
     for request in trial.requests:
         request.query = (request.query.double() * size).to(torch.bfloat16)
@@ -342,7 +348,7 @@ def test_bf16_queries_beyond_fp16s_range_are_right(cache_dtype: CacheDType, size
     assert result.findings == {}
 
 
-# -- Found by reading, each wrong once.
+# -- Errors that were found by reading the code, each of them once there.
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,8 @@
-"""The plan of split KV: the kernel against its twin, and what any plan must be."""
+"""The plan of split KV: the plan kernel agrees with its twin on the host, and any plan is sound.
+
+In names, a ``row`` is a work item, a ``bundle`` a segment group, and a ``lender`` the group of
+programs that lends its state slots.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +60,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @dataclass(frozen=True)
 class Step:
-    """A batch and what decides its plan."""
+    """A batch and everything else that its plan depends on."""
 
     lens: tuple[tuple[int, int], ...]
     """New tokens and KV length of each request."""
@@ -74,7 +78,7 @@ class Step:
     row_cost: int = 0
     max_kv_len: int = 200_000
     unused: int = 40
-    """Requests that a planner has room for beside the step's."""
+    """Requests that the planner has room for beyond the step's."""
 
     @property
     def visible(self) -> VisibleKeys:
@@ -133,11 +137,11 @@ def steps(draw: st.DrawFn) -> Step:
 
 
 EXAMPLES = 60 if DEVICE.type == "cpu" else 10
-"""On a GPU every one is a compile."""
+"""Examples that hypothesis tries; fewer on a GPU, where each one compiles a kernel."""
 
 
 def planner_of(step: Step) -> SplitPlanner:
-    """A planner for the step's tile and groups, which are a matter of the device otherwise."""
+    """A planner with the step's tile and groups, which otherwise follow from the device."""
     shape = DenseShape(4, 1, 64, 64, 2, 16)
     most = sum(count for count, _ in step.lens)
     limits = SplitLimits(len(step.lens) + step.unused, max(most, 1), step.max_kv_len, None)
@@ -168,7 +172,7 @@ def planner_of(step: Step) -> SplitPlanner:
 
 
 def filled(step: Step) -> dict[str, list]:
-    """What the kernel writes, as lists cut to what it means."""
+    """The plan that the kernel writes, as lists without entries that mean nothing."""
     planner = planner_of(step)
     starts = torch.tensor([0, *(count for count, _ in step.lens)]).cumsum(0).int().to(DEVICE)
     lens = torch.tensor([kv_len for _, kv_len in step.lens], dtype=torch.int32, device=DEVICE)
@@ -197,23 +201,25 @@ def filled(step: Step) -> dict[str, list]:
 @example(step=Step(((1, 7), (1, 131_073), (1, 9), (1, 4000)) * 3, tile_of(), 300, 3))
 @example(step=Step(((1, 8192),) * 32, tile_of(), groups=264))
 @example(step=Step(((1, 1000),) * 64, tile_of(), groups=33))
-# By a form between the smallest and that of all requests that the engine may have.
+# A compiled variant between the smallest and the variant for all requests of the engine.
 @example(step=Step(((1, 1000), (3, 40)) * 20, tile_of(), groups=33, unused=300))
-# One row each, of more requests than a warp has threads: every warp has them all.
+# More requests than a warp has threads, each with one work item: every warp has all of them.
 @example(step=Step(((1, 700), (2, 9), (1, 0), (3, 4000)) * 25, tile_of(), 132))
 @example(step=Step(((1, 5), (1, 130_000), (1, 700)) * 16, tile_of(1), 123, 2))
 @example(step=Step(((1, 300), (1, 9000)) * 33, tile_of(1), 247, least_tiles=2, row_cost=2))
 @example(step=Step(((1, 300),) * 128, tile_of(1), 16, bundle=BUNDLE, unused=0))
 @example(step=Step(((1, 8000),) * 127 + ((1, 9000),), tile_of(1), 132, bundle=BUNDLE))
 @example(step=Step(((1, 8000),) * 128, tile_of(1), 248))
-# Around a warp's threads: rows of requests among others that have none, groups of one warp more.
+# Sizes around a warp's threads: work items of requests among others that have none, and groups that
+# need one warp more.
 @example(step=Step(((1, 40_000), (70, 80), (1, 9), (0, 7)) * 4, tile_of(), 31, bundle=4))
 @example(step=Step(((1, 9), (2, 131_073), (1, 0)), tile_of(), 30, 2, bundle=4))
 @example(step=Step(((1, 700), (1, 20)) * 15 + ((2, 9), (1, 0)), tile_of(1), 62))
 @example(step=Step(((1, 700), (1, 20)) * 15 + ((2, 9),), tile_of(1), 61, least_tiles=2))
 @example(step=Step(((1, 700),), tile_of(), 132, unused=0))
 @example(step=Step(((1, 700), (2, 9), (1, 9000)), tile_of(1), 132, bundle=4, unused=0))
-# More rows than a thread makes in turn: prompts of an invariant engine, bundles of long keys.
+# More work items than a thread makes one after the other: prompts of an invariant engine, and
+# segment groups of many keys.
 @example(step=Step(((40, 300), (1, 9), (0, 4), (33, 33)), tile_of(1), 33, short_query=64))
 @example(step=Step(((1, 131_073), (2, 199_000), (1, 7)), tile_of(), 66, 2, bundle=BUNDLE))
 @example(step=Step(((1, 1000), (2, 7), (1, 0)), tile_of(), 33, least_tiles=2))
@@ -253,13 +259,15 @@ def check_plan(step: Step) -> None:
     ],
 )
 def test_plans_of_the_longest_requests_there_are(groups: int, rules: dict[str, Any]) -> None:
-    """Rows of as many keys as there are positions are planned as short rows are: one row, several
-    rows of one length, and rows of several lengths. Positions end where 32 bits hold their sums.
+    """Kernel and twin agree on requests with as many keys as there are positions.
+
+    There is one request, several of one length, and several of different lengths. The number of
+    positions is such that sums of them fit 32 bits.
     """
     most = MOST_POSITIONS
     for lens in (((1, most),), ((1, most), (3, most)), ((1, most - 63), (2, 40), (20, most))):
         step = Step(lens, tile_of(kv_tile=64), groups, max_kv_len=most, unused=1, **rules)
-        # Lanes past the last row or group compute, too, what is not stored.
+        # Threads past the last work item or group compute numbers too, which are not stored.
         with wrapping():
             check_plan(step)
 
@@ -277,7 +285,7 @@ def test_longer_queries_are_prefill_tiles_and_no_rows(step: Step) -> None:
     assert not long & {fields[0] for fields in found["rows"]}
 
 
-# -- What any plan must be, judged from the batch alone.
+# -- Properties of any plan, judged from the batch alone.
 
 
 def first_seen(step: Step, position: int) -> int:
@@ -301,7 +309,7 @@ def test_ranks_take_turns_and_keep_everything(ranks: int, interleave: int, lengt
 
 
 def bundles_of(step: Step, kv_len: int) -> int:
-    """Bundles that the keys of a request's rows are cut into."""
+    """Segment groups that the keys of a request are cut into."""
     if not step.bundle:
         return 1
     keys = kv_len if step.stripe is None else kept_by(step.stripe, kv_len)
@@ -310,7 +318,10 @@ def bundles_of(step: Step, kv_len: int) -> int:
 
 
 def work_of(step: Step) -> list[tuple[tuple[int, int, int], list[int]]]:
-    """Rows ``(request, first token, tokens)`` and tiles of their segments, for each bundle."""
+    """Work items ``(request, first token, tokens)``, and the tiles of each of their segments.
+
+    The tokens of a request appear once for each segment group.
+    """
     size, unit, tokens = step.tile.kv_tile, step.tile.segment_unit, step.tile.query_tokens
     found, token = [], 0
     for req, (count, kv_len) in enumerate(step.lens):
@@ -326,7 +337,7 @@ def work_of(step: Step) -> list[tuple[tuple[int, int, int], list[int]]]:
             for bundle in range(bundles_of(step, kv_len)):
                 mine = segments
                 if step.bundle:
-                    # One that its queries do not see has a tile all the same.
+                    # A segment group that the queries do not see has one tile all the same.
                     mine = [one for one in segments if one // step.bundle == bundle] or [-1]
                 found.append((row, [mine.count(one) for one in dict.fromkeys(mine)]))
         token += count
@@ -334,7 +345,10 @@ def work_of(step: Step) -> list[tuple[tuple[int, int, int], list[int]]]:
 
 
 def owners(step: Step, plan: HostPlan) -> list[list[int]]:
-    """Per group, the tiles of the segments that it owns, in order of rows, loops and segments."""
+    """For each group of programs, the tiles of the segments that it owns.
+
+    Segments are in the order of work items, head loops and positions.
+    """
     order = [
         (row * step.head_loops + loop, segment, tiles)
         for row, (_, segments) in enumerate(work_of(step))
@@ -377,7 +391,7 @@ def test_every_segment_has_one_owner_and_the_shares_are_even(step: Step) -> None
     assert plan.starts[0] == (0, 0)
     assert plan.starts[-1] == (len(plan.rows) * step.head_loops, 0)
     assert list(plan.starts) == sorted(plan.starts)
-    # In order, each once: the shares laid side by side are all of the work.
+    # The shares side by side are all of the work, in order and without repetition.
     assert [tiles for share in shares for tiles in share] == everything
     even, longest = plan.shared / step.groups, max(everything, default=0)
     assert all(sum(share) <= even + longest for share in shares)
@@ -386,7 +400,7 @@ def test_every_segment_has_one_owner_and_the_shares_are_even(step: Step) -> None
 @settings(max_examples=100, deadline=None)
 @given(step=steps())
 def test_a_group_enters_at_most_one_row_in_its_middle(step: Step) -> None:
-    """And no two groups are the first to start inside rows of one lender: scratch is by group."""
+    """A group lends its state slots to one work item at most, since scratch is per group."""
     plan = step.plan()
     lenders = []
     for row, fields in enumerate(plan.rows):
@@ -407,7 +421,7 @@ def test_a_group_enters_at_most_one_row_in_its_middle(step: Step) -> None:
 @settings(max_examples=100, deadline=None)
 @given(step=steps(), least=st.sampled_from([1, 2, 5]))
 def test_rows_cut_anywhere_are_shared_out_by_tiles(step: Step, least: int) -> None:
-    """Even to a tile, none of them idle amid others, and no share of fewer tiles than asked for."""
+    """Shares differ by one tile at most, idle groups come last, and no share is below the least."""
     plan = replace(step, bundle=0, least_tiles=least).plan()
     tiles = [fields[6] for fields in plan.rows for _ in range(step.head_loops)]
     starts = [*itertools.accumulate(tiles, initial=0)]
@@ -427,7 +441,7 @@ def test_rows_cut_anywhere_are_shared_out_by_tiles(step: Step, least: int) -> No
 @given(step=steps(), cost=st.sampled_from([1, 2, 5]))
 @example(step=Step(((1, 20_000), *((1, 300),) * 40), tile_of(), 4), cost=2)
 def test_rows_that_begin_are_shared_out_too(step: Step, cost: int) -> None:
-    """Nobody has many short rows beside as many tiles as others have of one."""
+    """A group with many short work items gets fewer tiles, since each beginning costs some."""
     plan = replace(step, bundle=0, least_tiles=1, row_cost=cost).plan()
     tiles = [fields[6] for fields in plan.rows for _ in range(step.head_loops)]
     starts = [*itertools.accumulate(tiles, initial=0)]
@@ -441,7 +455,7 @@ def test_rows_that_begin_are_shared_out_too(step: Step, cost: int) -> None:
     for (row, tile), (next_row, next_tile) in pairwise(plan.starts):
         begun = len(range(row + (tile > 0), next_row + (next_tile > 0)))
         share = starts[next_row] + next_tile - starts[row] - tile + cost * begun
-        # The first row's beginning may lie partly in the share before.
+        # A part of the first work item's beginning may lie in the share before.
         assert share <= cdiv(plan.shared, sharers) + cost
 
 
@@ -450,7 +464,10 @@ def test_rows_that_begin_are_shared_out_too(step: Step, cost: int) -> None:
 @example(step=Step(((1, 131_072), (2, 40_000), (1, 9000)), tile_of(), 3, bundle=BUNDLE))
 @example(step=Step(((1, 20_000),) * 9, tile_of(), 7, head_loops=2, bundle=BUNDLE))
 def test_no_two_rows_lend_bundles_from_one_group(step: Step) -> None:
-    """And where no group starts among the bundles of a row, one group has all of them."""
+    """A group lends slots for segment groups to the tokens of one work item at most.
+
+    If no group starts among the segment groups of some tokens, one group has all of them.
+    """
     is_local = step.window is not None or step.chunk is not None
     step = replace(step, bundle=0 if is_local else step.bundle or BUNDLE)
     plan, loops = step.plan(), step.head_loops
@@ -522,7 +539,7 @@ def test_heads_side_by_side_leave_few_programs_idle(head_tiles: int, programs: i
     assert all(used[one] * 30 < max(used.values()) * 29 for one in more)
 
 
-# -- Which rows are its own.
+# -- Which requests have work items.
 
 
 @pytest.mark.parametrize(
@@ -576,7 +593,7 @@ def test_every_form_of_the_plan_is_loaded_before_a_step_needs_it(
         return [*launched]
 
     with collected_calls():
-        # What is only collected is not loaded: the first step does it again.
+        # A collected launch loads no kernel, so the first step launches all variants again.
         assert launches(40) == [(32, 0), (512, 0), (1024, 0), (128, 40)]
     assert launches(129) == [(32, 0), (128, 0), (1024, 0), (512, 129)]
     assert launches(1000) == [(1024, 1000)]
@@ -592,7 +609,7 @@ def test_on_hopper_the_plan_and_the_kernels_behind_it_start_ahead_and_wait(
     limits, starts = SplitLimits(4, 4, 512, None), torch.arange(3, dtype=torch.int32)
     shape, gpu = DenseShape(4, 1, 64, 64, 2, 16), KNOWN_DEVICES[device].facts
     planner = SplitPlanner(shape, gpu, limits, 1, GraphBuffers("cpu"))
-    # Else there is no launch without a GPU.
+    # Without a GPU, fill launches the kernel only under the interpreter.
     monkeypatch.setattr(split_kv, "interprets", lambda: True)
     with collected_calls() as calls:
         planner.fill(starts, starts[1:])
@@ -624,7 +641,7 @@ def test_scratch_of_a_large_engine_is_small(
         speculative=speculative and SpeculativeConfig(num_speculative_tokens=speculative),
     )
     builder = TritonAttentionMetadataBuilder(spec, ["layers.0"], config, "cpu")
-    # A verify's states are as many times larger as it has tokens.
+    # The states of a verify grow with its tokens.
     limit = 64 if speculative is None else 64 * (1 + speculative)
     assert builder.planner.scratch_bytes < limit << 20
     assert builder.buffers.nbytes < (limit + 2) << 20
@@ -662,7 +679,7 @@ def test_no_row_has_more_segments_than_slots_and_no_step_more_rows_than_are_kept
         assert max((fields[9] for fields in plan.rows), default=0) <= planner.slots
 
 
-# -- Groups and places, one the inverse of the other.
+# -- The first group behind a place, and the first place of a group, are inverse to each other.
 
 
 @triton.jit
@@ -676,8 +693,10 @@ def groups_kernel(places_ptr, shared_ptr, sharers_ptr, groups_ptr, starts_ptr, N
 
 
 def test_the_first_group_behind_a_place_is_exact_where_fp32_is_not() -> None:
-    """The guess in fp32 may be a group below or above; at places where a share begins exactly, a
-    comparison that leaves equality out keeps the one below.
+    """The quotient is exact though its guess in fp32 may be one too small or too large.
+
+    Places where a share begins exactly are tried, since there a comparison without equality would
+    give the group below.
     """
     if DEVICE.type == "cpu" and not interprets():
         pytest.skip("needs Triton's interpreter")

@@ -1,4 +1,4 @@
-"""Tiles fit the device that they are for, whatever the layer."""
+"""Tiles fit the device that they are made for, whatever the layer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SIZES = range(32, 513, 8)
 
 
 def shapes() -> list[DenseShape]:
-    """Every group, and every head size with a few groups, in each width of model and cache."""
+    """Shapes of layers: many groups of query heads, head sizes, and types of model and cache."""
     bits = [(2, 16), (2, 8), (2, 4), (4, 32), (4, 8), (4, 4)]
     pairs = [(group, 128) for group in range(1, 129)]
     pairs += [(group, size) for group in (1, 5, 16) for size in SIZES]
@@ -51,7 +51,7 @@ def shapes() -> list[DenseShape]:
 
 
 def staged_bytes(shape: DenseShape, tile: SplitTile | PrefillTile) -> int:
-    """Bytes that the keys and values under way hold, besides those that are being multiplied."""
+    """Bytes of the keys and values under way, without the tile that is being multiplied."""
     row = (power_of_two(shape.head_size) + power_of_two(shape.head_size_v)) * shape.stored_bits // 8
     return (tile.num_stages - 1) * tile.kv_tile * row
 

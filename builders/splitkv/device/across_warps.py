@@ -1,4 +1,8 @@
-"""The plan of any number of rows, which threads find among each other's stores."""
+"""Plans any number of work items: threads store them, and find the stores of other threads.
+
+Barriers separate the stores from the loads. :mod:`builders.splitkv.device.in_one_warp` plans few
+work items without barriers.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,8 @@ from builders.splitkv.device.work_items import (
 )
 
 _SERIAL = tl.constexpr(4)
-"""Rows of a request that its thread makes one after the other; of more, every row has a thread."""
+"""Most work items of a request that the request's thread makes one after the other. If any request
+has more, every work item has a thread."""
 
 
 @triton.jit
@@ -33,9 +38,11 @@ def _store_rows(
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
     BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``j`` on of every request ``i``, of which the first stands at ``place`` among the tiles;
-    a row in which groups begin is named at the first of them. A row takes the place of ``cost``
-    tiles more.
+    """Store the work items of every request ``i``, one after the other, from number ``j`` on.
+
+    The request's first work item stands at ``place`` among the tiles; each takes the place of
+    ``cost`` tiles more than it has. The number of a work item in which groups begin is stored in
+    ``names`` at the first of these groups.
     """
     group = first_group(place, shared, sharers)
     bundle, skipped = i * 0, i * 0
@@ -65,9 +72,13 @@ def _rows_at(
     SEGMENT_UNIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr,
     DCP: tl.constexpr, BUNDLE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``j``, each by a thread: request, KV length, bundles, and what :func:`row_of` says."""
+    """Work items ``j``, each computed by one thread.
+
+    Returns whether there is such a work item, its request, KV length and segment groups, the five
+    numbers of :func:`row_of`, and its segment group.
+    """
     live = j < num_rows
-    # Requests whose rows end at or before it.
+    # Count the requests whose work items end at or before ``j``: that is the request of ``j``.
     req = j * 0
     for step in tl.static_range(STEPS):
         half = (1 << STEPS) >> (step + 1)
@@ -97,8 +108,10 @@ def _count_serially(
     KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     TRIM: tl.constexpr, DCP: tl.constexpr, BUNDLE: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of every request, and the fewest and the most of a row: of all requests at once, one
-    row after the other, so that nothing of one is another thread's.
+    """Tiles of every request, and the fewest and the most tiles of a work item.
+
+    Each thread counts the work items of its request one after the other, so no thread needs
+    another's numbers.
     """
     bundle, skipped = tiles_of * 0, tiles_of * 0
     for k in range(0, most_rows):
@@ -124,9 +137,12 @@ def _count_by_row(
     TRIM: tl.constexpr, DCP: tl.constexpr, BUNDLE: tl.constexpr, REQS: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of the rows of each thread ``i``, and the fewest and the most of a row."""
+    """Tiles of the work items of each thread ``i``, and the fewest and the most of a work item.
+
+    Work items go to threads in turn, whatever requests they are of.
+    """
     tl.store(row_ends_ptr + i, req_ends, mask=i < (1 << STEPS))
-    # Other threads look requests up there.
+    # Other threads look up requests in these ends.
     tl.debug_barrier()
     for block in range(0, num_rows, REQS):
         live, _, _, _, _, _, _, _, tiles, _ = _rows_at(
@@ -148,7 +164,7 @@ def _store_by_row(
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
     BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr, REQS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`_store_rows`, each row by a thread."""
+    """Store all work items, each by one thread, and name them as :func:`_store_rows` does."""
     begun = 0
     for block in range(0, num_rows, REQS):
         j = block + i
@@ -180,11 +196,11 @@ def _store_groups(
     rows_ptr, names_ptr, starts_ptr, shares_ptr, c, shared, sharers, total, cost, num_groups,
     num_rows, SEGMENT_UNIT: tl.constexpr, HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr,
 ):  # fmt: skip
-    """Where every group ``c`` starts, and its share, see
-    :data:`builders.splitkv.record.SHARE_FIELDS`.
+    """Store where every group ``c`` starts, and its share.
 
-    Where ``names`` has a row, that is the first group that begins within it; -1 elsewhere. The next
-    group's start is computed once more in place of being another thread's.
+    See :data:`builders.splitkv.record.SHARE_FIELDS` for the numbers of a share. ``names`` holds a
+    work item at the first group that begins within it, and -1 elsewhere. Each thread computes the
+    start of the next group too, since fetching it from another thread would take a barrier.
     """
     named = tl.load(names_ptr + 2 * c, mask=c <= num_groups, other=-1)
     named_next = tl.load(names_ptr + 2 * c + 2, mask=c < num_groups, other=-1)
@@ -226,8 +242,10 @@ def plan_many(
     ROW_COST: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr, REQS: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
-    """The plan of any number of rows: each is named at the first group that begins within it, then
-    the groups by those names.
+    """Plan any number of work items.
+
+    First work items are stored, and each is named at the first group that begins within it. Then
+    every group finds by these names the work item where it starts.
     """
     i, c = tl.arange(0, REQS), tl.arange(0, GROUPS)
     tl.store(names_ptr + 2 * c, -1, mask=c <= NUM_GROUPS)
@@ -248,7 +266,8 @@ def plan_many(
             QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, REQS, STEPS,
         )  # fmt: skip
     total, fewest, largest = tl.reduce((req_tiles, least, most), 0, _totalled)
-    # Summed before the cost of a row is known, which is found meanwhile.
+    # Tiles are summed without the cost of a work item, which is not known yet. So the sum need not
+    # wait for it.
     tiles_before = tl.cumsum(req_tiles, 0) - req_tiles
     cost, total, sharers, shared = sharing(
         total, fewest, largest, num_rows, HEAD_LOOPS, FREE, LEAST, ROW_COST, NUM_GROUPS
@@ -256,7 +275,7 @@ def plan_many(
     tl.store(total_ptr, num_rows)
     tl.store(total_ptr + 1, shared)
     place = (tiles_before + cost * (req_ends - req_rows)) * HEAD_LOOPS
-    # Nobody is named before all names are gone.
+    # No thread may store a name before all threads have cleared theirs.
     tl.debug_barrier()
     if is_serial:
         _store_rows(
@@ -272,7 +291,7 @@ def plan_many(
             QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS, REQS,
             STEPS,
         )  # fmt: skip
-    # Rows and their names are other threads' stores.
+    # Groups load work items and names that other threads stored.
     tl.debug_barrier()
     _store_groups(
         rows_ptr, names_ptr, starts_ptr, shares_ptr, c, shared, sharers, total, cost, NUM_GROUPS,

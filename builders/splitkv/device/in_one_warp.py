@@ -1,4 +1,8 @@
-"""The plan of few rows: every warp has them all, and nothing is read that another thread stored."""
+"""Plans few work items: every warp has all of them, so no thread reads what another one stored.
+
+Tensors have a line per warp and a column per thread of a warp. Work items that are more than a
+warp's threads come in several *turns*: each thread has one work item of every turn.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ _WARP_STEPS = tl.constexpr(ONE_WARP.bit_length() - 1)
 
 @triton.jit
 def _of_row(rows, field: tl.constexpr, turn, lane, TURNS: tl.constexpr):
-    """A field of the rows of the turns and lanes given."""
+    """Number ``field`` of the work items that are named by their ``turn`` and their ``lane``."""
     found = tl.gather(rows[0][field], lane, 1)
     for k in tl.static_range(1, TURNS):
         found = tl.where(turn == k, tl.gather(rows[k][field], lane, 1), found)
@@ -34,6 +38,7 @@ def _of_row(rows, field: tl.constexpr, turn, lane, TURNS: tl.constexpr):
 
 @triton.jit
 def _four_of_row(rows, first: tl.constexpr, turn, lane, TURNS: tl.constexpr):
+    """Numbers ``first`` to ``first + 3`` of the work items at ``turn`` and ``lane``."""
     return (
         _of_row(rows, first, turn, lane, TURNS), _of_row(rows, first + 1, turn, lane, TURNS),
         _of_row(rows, first + 2, turn, lane, TURNS), _of_row(rows, first + 3, turn, lane, TURNS),
@@ -47,14 +52,17 @@ def _row_of_lane(
     SEGMENT_UNIT: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr,
     DCP: tl.constexpr, BUNDLE: tl.constexpr, TURNS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Row ``j`` of each thread of a turn, in the order of ROW_FIELDS, but for what is not known
-    yet. Of several turns each request has one.
+    """Work item ``j`` of each thread of a turn.
+
+    Returns its numbers in the order of ROW_FIELDS, without the place and the segments, which are
+    not known yet. Where there are several turns, each request has one work item.
     """
     begin, count, kv_len, bundles = requests
     req, bundle, skipped = j, j * 0, j * 0
     if TURNS == 1:
         if (most_rows > 1) | (num_rows != num_reqs):
-            # Requests whose rows end at or before it.
+            # Count the requests whose work items end at or before ``j``: that is the request of
+            # ``j``.
             req = j * 0
             req_ends = tl.cumsum(req_rows, 1)
             for step in tl.static_range(STEPS):
@@ -65,7 +73,7 @@ def _row_of_lane(
             kv_len, bundles = tl.gather(kv_len, req, 1), tl.gather(bundles, req, 1)
             turn = later
             if BUNDLE:
-                # Of numbers up to a warp's threads the quotient is right in fp32.
+                # fp32 gives the right quotient of numbers up to a warp's threads.
                 turn = ((later.to(tl.float32) + 0.5) / bundles.to(tl.float32)).to(tl.int32)
                 bundle = later - turn * bundles
             skipped = turn * QUERY_TOKENS
@@ -82,8 +90,10 @@ def _store_turns(
     rows_ptr, rows, num_rows, cost, lanes, line, SEGMENT_UNIT: tl.constexpr,
     HEAD_LOOPS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """Store the rows of all turns, each by a warp of its own; and their fields, their ends among
-    the tiles, and the ends of turns.
+    """Store the work items of all turns, each turn by a warp of its own.
+
+    Returns for each turn the numbers of its work items in the order of ROW_FIELDS, their ends among
+    the tiles, and the end of the turn.
     """
     placed = ()
     begun = line * 0
@@ -119,12 +129,13 @@ def plan_few(
     ROW_COST: tl.constexpr, NUM_GROUPS: tl.constexpr, LINES: tl.constexpr, TURNS: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
-    """The plan of few rows: every warp has them all, one of each turn to a thread, and nothing is
-    read that another thread has stored. Of one turn, no more requests and rows than a warp has
-    threads; of more, requests of one row each.
+    """Plan few work items: every warp has all of them, and each thread has one of every turn.
 
-    Tensors have a line for each warp, so that all along a line is an exchange within it. ``reqs``:
-    of each turn first tokens, numbers of tokens, lengths, and bundles.
+    With one turn, there are no more requests and work items than a warp has threads. With more
+    turns, every request has one work item. ``reqs`` holds four tensors for each turn: first tokens,
+    numbers of tokens, KV lengths, and segment groups of its requests.
+
+    Tensors have a line for each warp, so that an operation along a line stays within the warp.
     """
     lane = tl.arange(0, IN_A_WARP)[None, :]
     line = tl.arange(0, LINES)[:, None]
@@ -168,9 +179,10 @@ def _share_turns(
     BUNDLE: tl.constexpr, HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr, NUM_GROUPS: tl.constexpr,
     LINES: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """Where every group starts, and its share, of rows that every warp has.
+    """Store where every group starts, and its share, from work items that every warp has.
 
-    The last thread of a warp computes what is the next warp's, for the group before it.
+    A share holds the start of the next group too. The last thread of a warp computes that for the
+    thread before it, and stores nothing: its group is the next warp's first.
     """
     LANES: tl.constexpr = IN_A_WARP
     c = line * (LANES - 1) + lane
@@ -203,8 +215,9 @@ def _share_turns(
             w, x, y, z = _four_of_row(placed, 4 * part, of, at, TURNS)
             store_four(shares_ptr, c, SHARE_FIELDS, 4 * part + 4, real, w, x, y, z)
     else:
-        # Of so many turns each field is as many exchanges, for which all warps stand in one line.
-        # Of one dimension the compiler has no choice of which to load along.
+        # With several turns every number would take an exchange per turn. So the work item is
+        # computed again from its request. Tensors get one dimension for that, which leaves the
+        # compiler no choice of the dimension to load along.
         place = tl.reshape(_of_row(placed, 7, of, at, TURNS), [LINES * LANES])
         req = tl.reshape(of * LANES + at, [LINES * LANES])
         c, real = tl.reshape(c, [LINES * LANES]), tl.reshape(real, [LINES * LANES])
@@ -224,7 +237,7 @@ def _share_turns(
 def requests_by_warp(
     seq_lens_ptr, query_start_ptr, num_reqs, max_kv_len, LINES: tl.constexpr, TURNS: tl.constexpr
 ):  # fmt: skip
-    """Requests of one row each as :func:`plan_few` takes them: each warp loads them all."""
+    """Requests of one work item each, as :func:`plan_few` takes them: every warp loads them all."""
     line = tl.arange(0, LINES)[:, None] * 0
     lanes = line + tl.arange(0, IN_A_WARP)[None, :]
     reqs = ()

@@ -1,4 +1,8 @@
-"""The Triton kernel that plans a step's rows on the device. Imported lazily; a twin in torch."""
+"""The Triton kernel that plans a step on the device.
+
+Its twin on the host is :mod:`builders.splitkv.host_twin`. Builders import this module only when
+they launch the kernel, so that they need no Triton before.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,23 @@ from builders.splitkv.device.in_one_warp import IN_A_WARP, plan_few, requests_by
 from builders.splitkv.device.work_items import bundles_of, request_at
 
 _MOST_TURNS = tl.constexpr(4)
-"""Of a warp's threads, to requests of one row each that every warp has all of."""
+"""Most turns, each of as many requests as a warp has threads, that every warp plans by itself."""
 _MOST_LINES = tl.constexpr(8)
-"""Of groups, where requests take several turns: a thread has each turn as often as lines."""
+"""Most lines of groups where requests take several turns: a thread holds every turn once for each
+of its lines."""
 
 
 @triton.jit
 def _store_tiles(starts_ptr, i, tile_ends, num_tiles, max_reqs, MOST_REQS: tl.constexpr):
-    """First tile of each request ``i``, of those with long queries; their ends, and the last."""
+    """Store the first prefill tile of each request ``i``, which is where the previous one ends.
+
+    Only requests with long queries have tiles; ``num_tiles`` is the number of all.
+    """
     tl.store(starts_ptr + i, 0, mask=i == 0)
     tl.store(starts_ptr + 1 + i, tile_ends, mask=i < max_reqs)
     if i.shape[0] < MOST_REQS:
-        # Past the last request too: a graph was captured with more of them, perhaps.
+        # Entries past the last request are stored too, since a captured graph may have been
+        # captured with more requests.
         every = tl.arange(0, MOST_REQS)
         beyond = (every >= i.shape[0]) & (every < max_reqs)
         tl.store(starts_ptr + 1 + every, every * 0 + num_tiles, mask=beyond)
@@ -40,7 +49,10 @@ def _counted(a, b, c, d, e, f, g, h):
 
 @triton.jit
 def _tiles_of_long(count, decode_max, TILE: tl.constexpr, OTHER_TILE: tl.constexpr):
-    """Tiles of each request with more than ``decode_max`` query tokens, of either kind."""
+    """Prefill tiles of each request with more than ``decode_max`` query tokens; 0 for others.
+
+    Returns tiles of TILE tokens, and of OTHER_TILE tokens unless that is 0.
+    """
     tiles = tl.where(count > decode_max, tl.cdiv(count, TILE), 0)
     others = tiles
     if OTHER_TILE > 0:
@@ -50,8 +62,10 @@ def _tiles_of_long(count, decode_max, TILE: tl.constexpr, OTHER_TILE: tl.constex
 
 @triton.jit
 def _sums_of_requests(rows, tiles, others, WITHIN: tl.constexpr):
-    """The sum and the most of rows, and the sums of tiles: each within a warp, or all by one
-    exchange between warps.
+    """The sum of work items, the most work items of a request, and the sums of both kinds of tiles.
+
+    WITHIN: all requests are in one warp, so four reductions need no barrier. Otherwise one
+    reduction computes all four, so that warps exchange numbers once.
     """
     if WITHIN:
         num_rows = tl.sum(rows, 0)
@@ -126,25 +140,36 @@ def plan_kernel(
     ROW_COST: tl.constexpr,
     WAITS: tl.constexpr,
 ):
-    """The step's plan, by one program: rows, their tiles, and where each group of programs starts.
+    """Plan a step by one program: work items, and where each group of programs starts.
 
-    seq_lens ``[R]``; query_start ``[R + 1]``; rows ``[rows, ROW_FIELDS]``; total ``[2]``: rows, and
-    tiles that the groups share; starts ``[NUM_GROUPS + 1, 2]``: row * HEAD_LOOPS + head loop, and
-    segment of the row; shares ``[NUM_GROUPS, SHARE_FIELDS]``; prefill_starts ``[max_reqs + 1]``:
-    first prefill tile of each request; hopper_starts likewise, unless HOPPER_TILE is 0; row_ends
-    ``[2 ** STEPS]`` and names ``[NUM_GROUPS + 1, 2]``: scratch, the latter strided as starts are,
-    so that a group stays with one thread. All are int32. Requests are no more than two to the
-    STEPS. REQS, GROUPS and LINES are powers of two: REQS is 32, or no fewer than the program's
-    threads, GROUPS no fewer than these and than NUM_GROUPS + 1, of which 31 make a line; there are
-    no fewer LINES than warps.
+    Tensors, all int32. Read: seq_lens ``[R]``; query_start ``[R + 1]``. Written:
 
-    TRIM: no query sees past itself. DCP: keys are those of one rank, in their order there; lengths
-    and positions of rows are the request's. BUNDLE: segments of a bundle, 0 where rows are of all
-    keys. With FREE a group starts at its share's first tile, and starts hold tiles of rows; a share
-    has LEAST of them at least, and the beginning of a row counts as ROW_COST tiles. WAITS: this
-    kernel may have been started ahead. The next is not started so by it: it would read no earlier,
-    on other multiprocessors than without a plan before it, and where eight heads are read side by
-    side took 8 us of 1430 more.
+    - rows ``[work items, ROW_FIELDS]``: the work items;
+    - total ``[2]``: the number of work items, and the tiles that the groups share;
+    - starts ``[NUM_GROUPS + 1, 2]``: work item * HEAD_LOOPS + head loop, and segment of the work
+      item;
+    - shares ``[NUM_GROUPS, SHARE_FIELDS]``: the share of each group;
+    - prefill_starts ``[max_reqs + 1]``: first tile of each request for the portable prefill kernel;
+    - hopper_starts ``[max_reqs + 1]``: first tile of each request for the Hopper prefill kernel,
+      not written if HOPPER_TILE is 0.
+
+    Scratch: row_ends ``[2 ** STEPS]``; names ``[NUM_GROUPS + 1, 2]``, with the strides of starts so
+    that the same thread has a group in both.
+
+    Sizes: there are at most ``2 ** STEPS`` requests. REQS, GROUPS and LINES are powers of two. REQS
+    is 32, or at least the number of the program's threads. GROUPS is at least that number too, and
+    at least NUM_GROUPS + 1. A line has 31 groups, and there are at least as many LINES as warps.
+
+    Switches: TRIM: no query sees past itself. DCP: keys are one rank's keys, in their order on that
+    rank, while lengths and positions of work items are the request's. BUNDLE: segments of a
+    segment group, 0 where a work item has all keys. FREE: a group starts at its share's first tile;
+    starts hold tiles of work items, not segments; a share has at least LEAST tiles; the beginning
+    of a work item counts as ROW_COST tiles. WAITS: this kernel may have been started before the
+    kernel before it has ended, and waits for that.
+
+    This kernel does not let the next one start early. The next kernel would read no earlier, and
+    would run on other multiprocessors than without a plan before it. Where eight heads are read
+    side by side, that took 8 us of 1430 more.
     """
     if WAITS:
         gdc_wait()
@@ -155,7 +180,7 @@ def plan_kernel(
         REQS > IN_A_WARP and TURNS > 1 and TURNS <= _MOST_TURNS and LINES <= _MOST_LINES
     )
     if TAKES_TURNS:
-        # On the way meanwhile.
+        # These loads are under way while the sums are computed.
         reqs = requests_by_warp(seq_lens_ptr, query_start_ptr, num_reqs, max_kv_len, LINES, TURNS)
     bundles = bundles_of(
         kv_len, dcp_size, dcp_rank, dcp_interleave, KV_TILE, SEGMENT_UNIT, DCP, BUNDLE
@@ -173,7 +198,7 @@ def plan_kernel(
             dcp_interleave, QUERY_TOKENS, KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE,
             HEAD_LOOPS, FREE, LEAST, ROW_COST, NUM_GROUPS, LINES, TURNS, STEPS,
         )  # fmt: skip
-        # None of them has a long query.
+        # No request has a long query here, so there are no prefill tiles to sum.
         tile_ends, other_ends = tiles, others
     elif REQS <= IN_A_WARP and num_rows <= IN_A_WARP:
         line = tl.arange(0, LINES)[:, None] * 0
@@ -202,7 +227,7 @@ def plan_kernel(
             KV_TILE, SEGMENT_UNIT, WINDOW, CHUNK, TRIM, DCP, BUNDLE, HEAD_LOOPS, FREE, LEAST,
             ROW_COST, NUM_GROUPS, GROUPS, REQS, STEPS,
         )  # fmt: skip
-    # Nothing here waits for these.
+    # Stored last, since nothing in this kernel depends on these.
     _store_tiles(prefill_starts_ptr, i, tile_ends, num_tiles, max_reqs, MOST_REQS)
     if HOPPER_TILE > 0:
         _store_tiles(hopper_starts_ptr, i, other_ends, num_others, max_reqs, MOST_REQS)

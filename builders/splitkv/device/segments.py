@@ -1,4 +1,7 @@
-"""What Triton kernels share about segments of keys and the keys that a query may see."""
+"""Device functions for segments of keys, and for the keys that a query may see.
+
+They are the Triton twins of :mod:`builders.splitkv.segments` and :mod:`builders.splitkv.stripe`.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,19 @@ _PER_OCTAVE = tl.constexpr(segments.PER_OCTAVE)
 _SEGMENT_BITS = tl.constexpr(segments.SEGMENT.bit_length() - 1)
 _LIMIT_BITS = tl.constexpr(segments.LIMIT.bit_length() - 1)
 _OCTAVE_BITS = tl.constexpr(segments.PER_OCTAVE.bit_length() - 1)
-"""Of powers of two, by which a division is a shift; the compiler does not know which are."""
+"""The lengths are powers of two, and these are their exponents: the functions shift, since the
+compiler does not know that it could replace a division."""
 
 
 @triton.jit
 def segment_of(position, DIVIDES: tl.constexpr = False):
-    """See :func:`builders.splitkv.segments.segment_of`; scalars or tensors of int32.
+    """The segment that holds a position, see :func:`builders.splitkv.segments.segment_of`.
 
-    DIVIDES: for the split-KV kernel for Hopper, in which ptxas of Triton 3.9 reads registers that
-    it never wrote where this is a shift (64/8/64, window and sinks).
+    ``position`` is a scalar or a tensor of int32. DIVIDES replaces one shift by a division, for the
+    Hopper split-KV kernel: there, with the shift, code of Triton 3.9's ptxas reads registers that
+    it never wrote (64/8/64, window and sinks).
     """
-    # floor(log2) of the number of whole limits, exact in fp32: its exponent.
+    # The octave is floor(log2) of the number of whole limits, which is exact in fp32: its exponent.
     limits = (position >> _LIMIT_BITS).to(tl.float32)
     octave = tl.maximum((limits.to(tl.int32, bitcast=True) >> 23) - 127, 0)
     far = _LIMIT // _SEGMENT + _PER_OCTAVE * octave
@@ -36,7 +41,10 @@ def segment_of(position, DIVIDES: tl.constexpr = False):
 
 @triton.jit
 def segment_start(segment):
-    """See :func:`builders.splitkv.segments.segment_start`."""
+    """First position of a segment, see :func:`builders.splitkv.segments.segment_start`.
+
+    ``segment`` is a scalar or a tensor of int32.
+    """
     beyond = tl.maximum(segment - _LIMIT // _SEGMENT, 0)
     octave = beyond >> _OCTAVE_BITS
     far = (_LIMIT << octave) + ((beyond & (_PER_OCTAVE - 1)) << (octave + (_SEGMENT_BITS + 1)))
@@ -45,7 +53,11 @@ def segment_start(segment):
 
 @triton.jit
 def local_len(length, dcp_size, dcp_rank, dcp_interleave):
-    """See :meth:`builders.splitkv.stripe.Stripe.local_len`; scalars or tensors of int32."""
+    """How many of a request's first ``length`` tokens a rank keeps.
+
+    Arguments are scalars or tensors of int32, see
+    :meth:`builders.splitkv.stripe.Stripe.local_len`.
+    """
     turn = dcp_interleave * dcp_size
     rest = length % turn - dcp_rank * dcp_interleave
     return length // turn * dcp_interleave + tl.minimum(tl.maximum(rest, 0), dcp_interleave)
@@ -53,8 +65,10 @@ def local_len(length, dcp_size, dcp_rank, dcp_interleave):
 
 @triton.jit
 def local_position(position, dcp_size, dcp_rank, dcp_interleave):
-    """The last of a rank's keys that a query at ``position`` may see, counted on that rank; -1 when
-    there is none. Causality between queries and the rank's keys is as between these numbers.
+    """The last of a rank's keys that a causal query at ``position`` may see; -1 when there is none.
+
+    The key is counted among the rank's keys. A query may see a key of the rank if the key's number
+    is at most this one.
     """
     return local_len(position + 1, dcp_size, dcp_rank, dcp_interleave) - 1
 
@@ -73,7 +87,12 @@ def first_visible(
     RANGES: tl.constexpr,
     CLAMP: tl.constexpr,
 ):
-    """First key position that a query in ``[first, last]`` may see, ranges included."""
+    """First key position that any query in ``[first, last]`` may see.
+
+    The queries see a WINDOW of ``window`` keys, or their CHUNK of ``chunk`` tokens and ``lookback``
+    chunks before it. RANGES are ``num_ranges`` pairs of inclusive positions at ``ranges_ptr``,
+    whose tokens see each other. CLAMP: a range is visible only as far back as the window.
+    """
     start = first * 0
     if CHUNK:
         start = (first // chunk - lookback) * chunk
@@ -86,7 +105,7 @@ def first_visible(
             high = tl.load(ranges_ptr + 2 * i + 1)
             meets = (low < high) & (low <= last) & (high >= first)
             if CLAMP:
-                # Keys before the window may be gone.
+                # Keys before the window may be gone from the cache.
                 low = tl.maximum(low, first - window + 1)
             start = tl.where(meets, tl.minimum(start, low), start)
     return start

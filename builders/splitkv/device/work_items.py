@@ -1,6 +1,8 @@
-"""Rows of a step's plan, on the device: which keys a row is of, how rows are shared among groups of
-programs, and how both are stored. What :mod:`builders.splitkv.device.in_one_warp` and
-:mod:`builders.splitkv.device.across_warps` have in common.
+"""Work items of a step's plan on the device: their keys, their shares among programs, their stores.
+
+A work item is a ``row`` in names, and a segment group a ``bundle``. Both ways to plan call these
+functions: :mod:`builders.splitkv.device.in_one_warp` and
+:mod:`builders.splitkv.device.across_warps`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ def bundles_of(
     keys, dcp_size, dcp_rank, dcp_interleave, KV_TILE: tl.constexpr, SEGMENT_UNIT: tl.constexpr,
     DCP: tl.constexpr, BUNDLE: tl.constexpr,
 ):  # fmt: skip
-    """Bundles that requests of so many keys are cut into."""
+    """Segment groups of requests with ``keys`` keys, of which DCP counts only this rank's."""
     bundles = keys * 0 + 1
     if BUNDLE:
         if DCP:
@@ -39,8 +41,11 @@ def row_of(
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, TRIM: tl.constexpr, DCP: tl.constexpr,
     BUNDLE: tl.constexpr,
 ):  # fmt: skip
-    """A row of every request, of the tokens that follow the ``skipped`` and a ``bundle`` of keys:
-    first token, tokens, first position, first KV tile, KV tiles; none where it is not ``live``.
+    """One work item of every request: its first token, tokens, first position, first KV tile, and
+    KV tiles.
+
+    The work item has the tokens that follow the request's ``skipped`` first ones, and the keys of
+    segment group ``bundle``. It has no KV tiles where it is not ``live``.
     """
     first = tl.maximum(kv_lens - counts, 0) + skipped
     tokens = tl.minimum(counts - skipped, QUERY_TOKENS)
@@ -59,14 +64,17 @@ def row_of(
         first_tile = segment_start(bundle * BUNDLE) // SEGMENT_UNIT
         past = segment_start((bundle + 1) * BUNDLE) // SEGMENT_UNIT
         stop_tile = tl.minimum(stop_tile, past)
-    # A row without keys costs one tile, so that somebody writes its zeros.
+    # A work item without keys counts as one tile, so that some program writes its zeros.
     tiles = tl.where(live, tl.maximum(stop_tile - first_tile, 1), 0)
     return begins + skipped, tokens, first, first_tile, tiles
 
 
 @triton.jit
 def row_after(bundle, skipped, bundles, QUERY_TOKENS: tl.constexpr, BUNDLE: tl.constexpr):
-    """Bundle and skipped tokens of the row that follows: all bundles of the same tokens first."""
+    """Segment group and skipped tokens of the next work item.
+
+    All segment groups of some tokens come before the next tokens.
+    """
     if BUNDLE:
         bundle += 1
         is_last = bundle == bundles
@@ -79,12 +87,15 @@ def row_after(bundle, skipped, bundles, QUERY_TOKENS: tl.constexpr, BUNDLE: tl.c
 
 @triton.jit
 def _shared_tiles(total, least, most, num_groups):
-    """See :func:`builders.splitkv.host_twin.shared_tiles`."""
+    """KV tiles that groups share evenly, see :func:`builders.splitkv.host_twin.shared_tiles`.
+
+    ``least`` and ``most`` are the fewest and the most tiles of a work item.
+    """
     length = most
     most = tl.minimum(length, (length * 0 + _MOST_SHARED) // num_groups)
     wave = num_groups * most
     few = total < wave
-    # Of a row that parts are cut from, or of rows to a share: one division for both.
+    # Parts of a work item, or whole work items of a share: one division serves both cases.
     times = tl.where(few, wave, total - 1) // tl.where(few, tl.maximum(total, 1), wave)
     times += tl.where(few, 0, 1)
     share = tl.where(few, tl.cdiv(most, times), times * most)
@@ -99,28 +110,32 @@ def sharing(
     total, fewest, largest, num_rows, HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr,
     LEAST: tl.constexpr, ROW_COST: tl.constexpr, NUM_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """From the tiles of all rows, the fewest and the most of one: tiles that the beginning of a row
-    counts as, all tiles of all head loops, groups that share them, and the tiles that are shared.
+    """How the groups share a step: ``cost, total, sharers, shared``.
+
+    ``cost`` is the number of tiles that the beginning of a work item counts as; ``total`` all tiles
+    of all head loops; ``sharers`` the groups that get tiles; ``shared`` the tiles that these groups
+    share. The four follow from the tiles of all work items (argument ``total``), and from the
+    ``fewest`` and the ``largest`` number of tiles of one work item.
 
     Group c owns the segments that start in ``[c * shared / sharers, (c + 1) * shared / sharers)``.
     """
     cost = 0
     if ROW_COST > 0:
-        # Rows of one length are cut into equal parts, which begin alike.
+        # Work items of one length are cut into equal parts: each share has as many beginnings.
         cost = tl.where(fewest == largest, 0, ROW_COST)
     total = (total + cost * num_rows) * HEAD_LOOPS
     sharers = NUM_GROUPS
     if FREE:
-        # A group without a tile would be waited for in vain.
+        # Arrivals of groups are counted, and a group without a tile would never arrive.
         sharers = tl.maximum(tl.minimum(NUM_GROUPS, total // LEAST), 1)
     return cost, total, sharers, _shared_tiles(total, fewest, largest, sharers)
 
 
 @triton.jit
 def first_group(place, shared, sharers):
-    """The first group whose share begins at that place among the tiles, or behind it."""
-    # The product takes 64 bits, whose division is slow: it is guessed to within one, since there
-    # are fewer groups than fp32 has whole numbers.
+    """The first group whose share begins at ``place`` among the tiles, or behind it."""
+    # The product takes 64 bits, and a division of 64 bits is slow. So fp32 guesses the quotient to
+    # within one, which it can since there are fewer groups than fp32 has whole numbers.
     before = tl.maximum(place - 1, 0)
     product = before.to(tl.int64) * sharers
     shared = tl.maximum(shared, 1)
@@ -139,7 +154,7 @@ def first_place(c, shared, sharers):
 
 @triton.jit
 def segments_of(first_tile, tiles, SEGMENT_UNIT: tl.constexpr):
-    """The first segment of rows, and their segments."""
+    """The first segment of work items, and their number of segments."""
     part = segment_of(first_tile * SEGMENT_UNIT)
     return part, segment_of((first_tile + tiles - 1) * SEGMENT_UNIT) + 1 - part
 
@@ -149,7 +164,7 @@ def store_row(
     rows_ptr, live, j, req, token, tokens, kv_len, first, first_tile, tiles, place, bundle, bundles,
     SEGMENT_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Row ``j``, see :data:`builders.splitkv.record.ROW_FIELDS`."""
+    """Store work items ``j``, see :data:`builders.splitkv.record.ROW_FIELDS` for the numbers."""
     part, parts = segments_of(first_tile, tiles, SEGMENT_UNIT)
     store_four(rows_ptr, j, FIELDS, 0, live, req, token, tokens, kv_len)
     store_four(rows_ptr, j, FIELDS, 4, live, first, first_tile, tiles, place)
@@ -158,14 +173,16 @@ def store_row(
 
 @triton.jit
 def store_four(ptr, j, STRIDE: tl.constexpr, first: tl.constexpr, live, a, b, c, d):
-    """Four numbers of rows ``j``, of many at once: apart, each is a store to as many lines as there
-    are rows. Few rows would be exchanged between warps for that.
+    """Store four numbers of each of the rows ``j`` of a table with STRIDE numbers a row.
+
+    Many rows store the four together, since apart each number is a store to as many lines of memory
+    as there are rows. Few rows store them apart, since warps would have to exchange them first.
     """
     if live.numel > 64:
-        # Where a row is, the compiler sees behind this only.
+        # Flatten the rows: only behind this reshape does the compiler see where each row lies.
         j = tl.reshape(j, [live.numel])
         live = tl.reshape(live, [live.numel])
-        # Of the two inner dimensions the last changes first.
+        # The last of the two joined dimensions changes first, so a, b, c, d end up in order.
         fields = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [live.numel, 4])
         places = (ptr + first + j * STRIDE)[:, None] + tl.arange(0, 4)[None, :]
         tl.store(places, fields, mask=live[:, None])
@@ -179,7 +196,7 @@ def store_four(ptr, j, STRIDE: tl.constexpr, first: tl.constexpr, live, a, b, c,
 
 @triton.jit
 def store_two(ptr, j, live, a, b):
-    """Two numbers of rows ``j``, which are no fewer than threads."""
+    """Store two numbers of each of the rows ``j``; there are at least as many rows as threads."""
     j = tl.reshape(j, [live.numel])
     places = (ptr + 2 * j)[:, None] + tl.arange(0, 2)[None, :]
     live = tl.reshape(live, [live.numel])
@@ -188,7 +205,10 @@ def store_two(ptr, j, live, a, b):
 
 @triton.jit
 def load_four(ptr, j, STRIDE: tl.constexpr, first: tl.constexpr, mask):
-    """Four numbers of each of the rows ``j``, which are no fewer than threads; 0 where masked."""
+    """Load four numbers of each of the rows ``j``, 0 where ``mask`` is False.
+
+    There are at least as many rows as threads.
+    """
     places = (ptr + first + j * STRIDE)[:, None] + tl.arange(0, 4)[None, :]
     fields = tl.load(places, mask=mask[:, None], other=0)
     even, odd = tl.split(tl.reshape(fields, [j.numel, 2, 2]))
@@ -202,21 +222,24 @@ def _start_in_row(
     offset, first_tile, tiles, cost, SEGMENT_UNIT: tl.constexpr, HEAD_LOOPS: tl.constexpr,
     FREE: tl.constexpr,
 ):  # fmt: skip
-    """Of places among a row's tiles: the head loop and the segment of the first segment at or after
-    each; and whether that is past the loop's last, where the next loop or row begins.
+    """Where the first segment at or after each place among a work item's tiles is.
+
+    Returns the head loop, the segment, and whether that segment is past the loop's last one, so
+    that the next loop or work item begins there. With FREE the second number is a tile.
     """
     loop = offset * 0
     if HEAD_LOOPS > 1:
         loop = offset // (tiles + cost)
     within = offset - loop * (tiles + cost)
-    # Never, of tiles.
+    # Always False here: a tile is never past the loop's last one.
     past = within < 0
     if FREE:
         segment = tl.maximum(within - cost, 0)
     else:
         tile = first_tile + within
         at = segment_of(tile * SEGMENT_UNIT)
-        # Inside a segment the next one is meant; past the row's last, the next row.
+        # A place inside a segment means the next segment, and a place past the last segment means
+        # the next work item.
         inside = tl.maximum(segment_start(at) // SEGMENT_UNIT, first_tile) < tile
         at = at + inside.to(tl.int32)
         past = at > segment_of((first_tile + tiles - 1) * SEGMENT_UNIT)
@@ -229,8 +252,10 @@ def start_from(
     row, position, real, place, first_tile, tiles, cost, num_rows, SEGMENT_UNIT: tl.constexpr,
     HEAD_LOOPS: tl.constexpr, FREE: tl.constexpr,
 ):  # fmt: skip
-    """Row (times head loops) and segment of the first segment at or after a group's position, which
-    is within ``row``.
+    """Work item (times head loops) and segment where a group starts.
+
+    The group starts at the first segment at or after its ``position``, which is within work item
+    ``row``. Groups that are not ``real`` start behind the last work item.
     """
     tiles = tl.maximum(tiles, 1)
     loop, segment, past = _start_in_row(
@@ -242,8 +267,9 @@ def start_from(
 
 @triton.jit
 def request_at(i, real, seq_lens_ptr, query_start_ptr, max_kv_len):
-    """First token, tokens and length of requests ``i``."""
+    """First token, number of tokens and KV length of requests ``i``; zeros if not ``real``."""
     begin = tl.load(query_start_ptr + i, mask=real, other=0)
     count = tl.load(query_start_ptr + 1 + i, mask=real, other=0) - begin
-    # A length beyond the limit would spoil other rows' scratch; its own row is lost anyway.
+    # A length beyond the limit would spoil the scratch of other requests. The result of a request
+    # with such a length is wrong anyway.
     return begin, count, tl.minimum(tl.load(seq_lens_ptr + i, mask=real, other=0), max_kv_len)
