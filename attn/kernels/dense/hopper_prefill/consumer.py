@@ -41,7 +41,7 @@ def _up_to(scores, key, last):
 
 @gluon.jit
 def _within(scores, key, query, window):
-    """The same of keys from the query's own back, ``window`` of them."""
+    """Scores of the last ``window`` keys up to the query's own, minus infinity for others."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 a; sub.s32 a, $3, $2; setp.lt.u32 p, a, $4;"
         " selp.f32 $0, $1, 0fFF800000, p; }",
@@ -51,11 +51,13 @@ def _within(scores, key, query, window):
 
 @gluon.jit
 def _masked(scores, first_key, rows, kv_len, mask):
-    """A tile of scores, whose keys begin at ``first_key``, minus infinity where a row sees none."""
+    """A tile of scores, minus infinity where a row does not see the key; the first of the tile's
+    keys is ``first_key``.
+    """
     number = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
-    # A column is the sum of a constant of its register and a number of its thread, which goes
-    # to the other side: each score is compared by a constant, in one instruction. With fewer
-    # keys heads are wide, and leave no register for that number.
+    # A column is the sum of a constant of its register and a number of its thread, which goes to
+    # the other side: each score is compared by a constant, in one instruction. With fewer keys
+    # heads are wide, and leave no register for that number.
     MANY: gl.constexpr = scores.shape[1] >= 128
     BACK: gl.constexpr = mask.CAUSAL == 1 and mask.WINDOW and not mask.CHUNK and not mask.RANGES
     known, others = number & ~6, number & 6
@@ -97,7 +99,6 @@ def _softmax(
         factor = 1.0
     if MASKED:
         scores = _masked(scores, first_key, rows, kv_len, mask)
-    if MASKED:
         most = gl.max(scores, 1)
     else:
         # Of pairs first, which do not wait for each other: with it a step issues in 1000 clocks,
@@ -194,12 +195,13 @@ def _step(
     i, done, place, is_last, acc, pairs, m, l, tile, rows, queries, rings, scaling, mask, shape,
     MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Scores of tile ``i`` (from the last), output of the tile before it.
+    """Scores of tile ``i`` of keys (from the last), output of the tile before it.
 
-    Both products are issued and waited for here: one in flight over a loop's edge would be
-    serialised by ptxas. Keys are given back before the softmax, so that the next are on their way
-    under it, and so are queries of which there is one stage; narrow heads lose more to the barrier
-    than they gain. JOINT: keys and the values before them are given back by one.
+    The queries are those of ``place`` in their ring; ``done`` tiles of keys have been walked for
+    queries before them. Both products are issued and waited for here: one in flight over a loop's
+    edge would be serialised by ptxas. Keys are given back before the softmax, so that the next are
+    on their way under it, and so are queries of which there is one stage; narrow heads lose more to
+    the barrier than they gain.
     """
     EARLY: gl.constexpr = shape.WIDTH > 64
     OUTPUT: gl.constexpr = shape.OUTPUT
@@ -417,7 +419,10 @@ def _tiles_seen(tile, rows, mask, KV_TILE: gl.constexpr):
 
 @gluon.jit
 def _clear_behind(PART: gl.constexpr, done, parity, tile, rings, shape):
-    """Clear what nobody wrote of a tile's last values; the parity of the barrier's next phase."""
+    """Clear what nobody wrote of a tile's last values, once for all warp groups.
+
+    ``done`` is the turn of those values. Returns the parity of the next phase of ``cleared``.
+    """
     live = tile.kv_len - (tile.high - 1) * shape.KV_TILE
     has_tail = (shape.KIND <= 0) & (live < shape.KV_TILE) & (live % rings.values.RUN != 0)
     if has_tail:
@@ -451,14 +456,15 @@ def consume(PART: gl.constexpr, queries, rings, cache, scaling, mask, out, shape
         scores, done, tile, queries, rings.keys, scaling.with_factor(factor), mask, shape
     )
     while tile.high > 0:
-        # Made anew: carried by the loop it would take a register for each of its fields.
+        # Made anew: a structure that the loop carries brings its soft cap along, also where nobody
+        # reads it, and PTX would be another.
         of_tile = scaling.with_factor(factor)
         rows = _rows_of(tile, mask, shape)
         count, inner, outer = _tiles_seen(tile, rows, mask, shape.KV_TILE)
         parity = _clear_behind(PART, done, parity, tile, rings, shape)
         acc = gl.zeros([64, shape.WIDTH], gl.float32, OUTPUT)
         place = (turn % queries.STAGES) * shape.WARP_GROUPS + PART
-        # No structure, which would change the order in which loops carry these, and PTX with it.
+        # The state is no structure: the loop around these carries all of it but the output.
         for i in range(1, inner):
             acc, pairs, m, l = _step(
                 i, done, _anew(place, _EDGE), i == count - 1, acc, pairs, m, l, tile, rows,
